@@ -1,0 +1,521 @@
+"""The map of the two arenas: which tensor lives at which byte. Torch-free and frozen.
+
+    block arena  uint8 [num_blocks, block_bytes]   what the model keeps of `block_tokens` tokens
+    slot arena   uint8 [num_slots,  slot_bytes]    what a live request carries besides its blocks
+
+Within a block (and a slot) the layers follow each other. Sizing, views, kernels, checks and storage
+all read offsets from here; no other file types one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import lcm
+from typing import Literal
+
+from dsv4.cache import records
+from dsv4.cache.records import ELEMENT_BITS, RecordFormat, ScaleType
+from dsv4.errors import InvalidInput, PoolTooSmall, SchemaError
+from dsv4.model import AttentionType, LayerSpec, ModelSpec
+
+__all__ = [
+    "AttentionType",
+    "BlockBudget",
+    "CacheSchema",
+    "LayerCacheSchema",
+    "Page",
+    "Plane",
+    "compute_block_budget",
+]
+
+ArenaName = Literal["block", "slot"]
+PageKind = Literal["entries", "index_keys", "window"]
+PlaneDtype = Literal["uint8", "float8_e4m3fn", "bfloat16", "float32"]
+
+ITEM_BYTES: dict[PlaneDtype, int] = {
+    "uint8": 1,
+    "float8_e4m3fn": 1,
+    "bfloat16": 2,
+    "float32": 4,
+}
+_SCALE_DTYPE: dict[ScaleType, PlaneDtype] = {
+    "ue8m0": "uint8",
+    "e4m3": "float8_e4m3fn",
+    "fp32": "float32",
+}
+# page kind -> (arena, prefix of the data planes, name of the scale plane); the inventory's names
+_PAGE_NAMES: dict[PageKind, tuple[ArenaName, str, str]] = {
+    "entries": ("block", "entries", "inv_scale"),
+    "index_keys": ("block", "indexer_keys", "indexer_scale"),
+    "window": ("slot", "swa", "swa_inv"),
+}
+_FP32_BYTES = 4
+_BLOCK_ID_BYTES = 4
+LAYOUT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plane:
+    """One tensor inside every row of an arena. Offsets and strides are bytes within the row."""
+
+    name: str
+    layer: int
+    kind: str
+    arena: ArenaName
+    offset_bytes: int
+    shape: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    dtype: PlaneDtype
+
+    @property
+    def payload_bytes(self) -> int:
+        count = ITEM_BYTES[self.dtype]
+        for extent in self.shape:
+            count *= extent
+        return count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """`rows` records of one layer: all data rows, then all scale rows."""
+
+    kind: PageKind
+    layer: int
+    offset_bytes: int
+    rows: int
+    format: RecordFormat
+
+    @property
+    def scale_offset_bytes(self) -> int:
+        return self.offset_bytes + self.rows * self.format.data_row_bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.rows * self.format.record_bytes
+
+    def planes(self) -> Iterator[Plane]:
+        """The page cut into named tensors. Formats with several coded parts number their scales."""
+        arena, prefix, scale_name = _PAGE_NAMES[self.kind]
+        data_offset, scale_offset = self.offset_bytes, self.scale_offset_bytes
+        coded_parts = 0
+        for part in self.format.parts:
+            dtype: PlaneDtype = "bfloat16"
+            columns = part.width
+            if part.code is not None and part.code.element == "e4m3":
+                dtype = "float8_e4m3fn"
+            elif part.code is not None:
+                dtype, columns = "uint8", part.width * ELEMENT_BITS[part.code.element] // 8
+            yield Plane(
+                name=f"{prefix}_{part.name}",
+                layer=self.layer,
+                kind=self.kind,
+                arena=arena,
+                offset_bytes=data_offset,
+                shape=(self.rows, columns),
+                strides_bytes=(self.format.data_row_bytes, ITEM_BYTES[dtype]),
+                dtype=dtype,
+            )
+            data_offset += part.bytes
+            if part.code is None:
+                continue
+            scale_dtype = _SCALE_DTYPE[part.code.scale]
+            yield Plane(
+                name=scale_name + (f"_{coded_parts}" if coded_parts else ""),
+                layer=self.layer,
+                kind=self.kind,
+                arena=arena,
+                offset_bytes=scale_offset,
+                shape=(self.rows, part.tiles),
+                strides_bytes=(self.format.scale_row_bytes, ITEM_BYTES[scale_dtype]),
+                dtype=scale_dtype,
+            )
+            scale_offset += part.scale_bytes
+            coded_parts += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCacheSchema:
+    """What one layer keeps: rows a block in the block arena, rings in the slot arena.
+
+    `tail_a_rows` is the ring of the current stream, `tail_b_rows` that of the previous one (only
+    layers whose groups overlap have it). Both are addressed by token position modulo their length.
+    """
+
+    spec: LayerSpec
+    block_tokens: int
+    window: int
+    ring_rows: int
+    max_draft_tokens: int
+
+    @property
+    def entries_per_block(self) -> int:
+        return self.block_tokens // self.spec.ratio if self.spec.owns_entries else 0
+
+    @property
+    def index_keys_per_block(self) -> int:
+        return 0 if self.spec.index_keys == "none" else self.entries_per_block
+
+    @property
+    def tail_a_rows(self) -> int:
+        """A group of one token closes at once and leaves nothing behind."""
+        if not self.spec.owns_entries or self.spec.ratio == 1:
+            return 0
+        return self.spec.ratio + self.max_draft_tokens
+
+    @property
+    def tail_b_rows(self) -> int:
+        """Previous group + current group (the next one's previous) + what a draft may write."""
+        return 2 * self.spec.ratio + self.max_draft_tokens if self.spec.overlap else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSchema:
+    """The complete layout for one model and one choice of parameters. Make it with `build`."""
+
+    model: ModelSpec
+    block_tokens: int
+    align_bytes: int
+    ring_rows: int
+    max_draft_tokens: int
+    max_context: int
+    entry_format: RecordFormat
+    window_format: RecordFormat
+    index_format: RecordFormat
+
+    @classmethod
+    def build(
+        cls,
+        model: ModelSpec,
+        *,
+        block_tokens: int = 128,
+        align_bytes: int = 32,
+        ring_rows: int | None = None,
+        max_draft_tokens: int = 0,
+        max_context: int | None = None,
+        entry_format: str | RecordFormat = "fp8_ds",
+        window_format: str | RecordFormat | None = None,
+        index_format: str | RecordFormat = "mxfp4",
+    ) -> CacheSchema:
+        """Lays a model out.
+
+        `block_tokens` must be a multiple of every ratio. `align_bytes` is where pages start (32: one
+        memory sector; 576 where SM100's TMA asks for it). `ring_rows` is the window ring's length,
+        by default the shortest that survives the rejection of `1 + max_draft_tokens` tokens.
+        `window_format` is `entry_format` unless given. Raises SchemaError or InvalidInput.
+        """
+        _require_count("block_tokens", block_tokens, at_least=1)
+        _require_count("align_bytes", align_bytes, at_least=1)
+        _require_count("max_draft_tokens", max_draft_tokens, at_least=0)
+        context = model.max_context if max_context is None else max_context
+        _require_count("max_context", context, at_least=1)
+        if context > model.max_context:
+            raise SchemaError(
+                f"max_context={context} is past the {model.max_context} positions of {model.name}"
+            )
+        group = lcm(*(spec.ratio for spec in model.layers if spec.ratio), 1)
+        if block_tokens % group:
+            raise SchemaError(
+                f"block_tokens={block_tokens} does not hold whole groups: the compress ratios of "
+                f"{model.name} need a multiple of {group}"
+            )
+        if align_bytes % 16:
+            raise SchemaError(
+                f"align_bytes={align_bytes}: pages must start on 16 bytes for vector loads, "
+                f"so give a multiple of 16"
+            )
+        shortest = model.window + max_draft_tokens
+        rows = shortest if ring_rows is None else ring_rows
+        _require_count("ring_rows", rows, at_least=1)
+        if rows < shortest:
+            raise SchemaError(
+                f"a ring of {rows} rows cannot survive max_draft_tokens={max_draft_tokens}: a "
+                f"rejected draft would overwrite the window of {model.window}; use ring_rows >= "
+                f"{shortest} or at most {max(rows - model.window, 0)} drafts"
+            )
+        entry = _resolve_entry(entry_format, model)
+        return cls(
+            model=model,
+            block_tokens=block_tokens,
+            align_bytes=align_bytes,
+            ring_rows=rows,
+            max_draft_tokens=max_draft_tokens,
+            max_context=context,
+            entry_format=entry,
+            window_format=entry if window_format is None else _resolve_entry(window_format, model),
+            index_format=_resolve_index(index_format, model),
+        )
+
+    # ---- layers, pages, planes -------------------------------------------------------------
+
+    @cached_property
+    def layers(self) -> tuple[LayerCacheSchema, ...]:
+        return tuple(
+            LayerCacheSchema(
+                spec=spec,
+                block_tokens=self.block_tokens,
+                window=self.model.window,
+                ring_rows=self.ring_rows,
+                max_draft_tokens=self.max_draft_tokens,
+            )
+            for spec in self.model.layers
+        )
+
+    @cached_property
+    def _layout(self) -> tuple[tuple[Page, ...], tuple[Plane, ...], int, int]:
+        pages: list[Page] = []
+        planes: list[Plane] = []
+        block_bytes = slot_bytes = 0
+        for layer in self.layers:
+            for kind, rows, record in (
+                ("entries", layer.entries_per_block, self.entry_format),
+                ("index_keys", layer.index_keys_per_block, self.index_format),
+            ):
+                if rows:
+                    page = self._page(kind, layer, block_bytes, rows, record)  # type: ignore[arg-type]
+                    pages.append(page)
+                    block_bytes += self._aligned(page.payload_bytes)
+            page = self._page("window", layer, slot_bytes, layer.ring_rows, self.window_format)
+            pages.append(page)
+            slot_bytes += self._aligned(page.payload_bytes)
+            for plane in self._tail_planes(layer, slot_bytes):
+                planes.append(plane)
+                slot_bytes += self._aligned(plane.payload_bytes)
+        for page in pages:
+            planes.extend(page.planes())
+        for plane in planes:
+            item = ITEM_BYTES[plane.dtype]
+            if any(value % item for value in (plane.offset_bytes, *plane.strides_bytes)):
+                raise SchemaError(
+                    f"{plane.name} of layer {plane.layer} would not be aligned to its {item}-byte "
+                    f"items: choose widths whose rows are multiples of {item} bytes"
+                )
+        planes.sort(key=lambda plane: (plane.arena, plane.offset_bytes))
+        return tuple(pages), tuple(planes), block_bytes, slot_bytes
+
+    def _page(
+        self, kind: PageKind, layer: LayerCacheSchema, offset: int, rows: int, record: RecordFormat
+    ) -> Page:
+        return Page(
+            kind=kind, layer=layer.spec.layer, offset_bytes=offset, rows=rows, format=record
+        )
+
+    def _tail_planes(self, layer: LayerCacheSchema, offset: int) -> Iterator[Plane]:
+        """Unfinished groups: values (k) and gate logits (z) of the current (a) and previous (b)
+        stream, for the main compressor and, where it has its own, for the indexer's."""
+        compressors = [("tail", self.model.head_dim)]
+        if layer.spec.index_keys == "compressor" and layer.spec.owns_entries:
+            compressors.append(("index_tail", self.model.index_dim))
+        for kind, width in compressors:
+            for stream, rows in (("a", layer.tail_a_rows), ("b", layer.tail_b_rows)):
+                for value in ("k", "z"):
+                    if not rows:
+                        continue
+                    plane = Plane(
+                        name=f"{kind}_{value}{stream}",
+                        layer=layer.spec.layer,
+                        kind=kind,
+                        arena="slot",
+                        offset_bytes=offset,
+                        shape=(rows, width),
+                        strides_bytes=(width * _FP32_BYTES, _FP32_BYTES),
+                        dtype="float32",
+                    )
+                    yield plane
+                    offset += self._aligned(plane.payload_bytes)
+
+    def _aligned(self, count_bytes: int) -> int:
+        return -(-count_bytes // self.align_bytes) * self.align_bytes
+
+    @property
+    def pages(self) -> tuple[Page, ...]:
+        return self._layout[0]
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return self._layout[1]
+
+    @cached_property
+    def _page_index(self) -> dict[tuple[str, int], Page]:
+        return {(page.kind, page.layer): page for page in self.pages}
+
+    @cached_property
+    def _plane_index(self) -> dict[tuple[str, int], Plane]:
+        return {(plane.name, plane.layer): plane for plane in self.planes}
+
+    def page(self, kind: PageKind, layer: int) -> Page | None:
+        """The page of a kind that `layer` reads: its own, or its owner's for shared entries."""
+        owner = layer if kind == "window" else self.model.layers[layer].owner
+        return self._page_index.get((kind, owner))
+
+    def plane(self, name: str, layer: int) -> Plane | None:
+        """The plane of that name that `layer` itself keeps."""
+        return self._plane_index.get((name, layer))
+
+    # ---- sizes -----------------------------------------------------------------------------
+
+    @property
+    def block_bytes(self) -> int:
+        return self._layout[2]
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._layout[3]
+
+    @property
+    def bytes_per_token(self) -> float:
+        """What one more token of context costs, alignment included (a whole block's share)."""
+        return self.block_bytes / self.block_tokens
+
+    @property
+    def bytes_per_request(self) -> int:
+        """What a live request costs whatever its length: its slot and its row of block ids."""
+        return self.slot_bytes + self.block_table_row_bytes
+
+    @property
+    def max_blocks_per_request(self) -> int:
+        return self.blocks_for(self.max_context)
+
+    @property
+    def block_table_row_bytes(self) -> int:
+        return self.max_blocks_per_request * _BLOCK_ID_BYTES
+
+    @property
+    def max_rollback_tokens(self) -> int:
+        """How many of the newest tokens of a step may be rejected: 1 + max_draft_tokens."""
+        return 1 + self.max_draft_tokens
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
+    def request_bytes(self, tokens: int) -> int:
+        """All bytes of one request of that length."""
+        return self.bytes_per_request + self.blocks_for(tokens) * self.block_bytes
+
+    def bytes_by_kind(self) -> dict[str, dict[str, int]]:
+        """Bytes of each plane kind in a block and in a slot, and what alignment and scale-row
+        padding add; each column sums to block_bytes and slot_bytes."""
+        result: dict[str, dict[str, int]] = {"block": {}, "slot": {}}
+        for plane in self.planes:
+            kinds = result[plane.arena]
+            kind = f"{self.model.layers[plane.layer].attention} {plane.kind}"
+            kinds[kind] = kinds.get(kind, 0) + plane.payload_bytes
+        for arena, total in (("block", self.block_bytes), ("slot", self.slot_bytes)):
+            result[arena]["padding"] = total - sum(result[arena].values())
+        return result
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Names the layout: equal fingerprints mean that bytes can be exchanged. Lengths that do
+        not move a byte (max_context, the model's name) do not enter."""
+        model = asdict(self.model)
+        for field in ("name", "max_context", "heads", "index_heads", "index_topk"):
+            del model[field]
+        text = json.dumps(
+            {
+                "layout_version": LAYOUT_VERSION,
+                "model": model,
+                "block_tokens": self.block_tokens,
+                "formats": [
+                    asdict(f) for f in (self.entry_format, self.window_format, self.index_format)
+                ],
+                "planes": [asdict(plane) for plane in self.planes],
+            },
+            sort_keys=True,
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def byte_map(self, arena: ArenaName) -> str:
+        """The planes of a block or a slot, one a line: offset, bytes, shape, dtype, name."""
+        total = self.block_bytes if arena == "block" else self.slot_bytes
+        lines = [f"{arena}: {total:,} bytes, pages aligned to {self.align_bytes}"]
+        for plane in self.planes:
+            if plane.arena != arena:
+                continue
+            shape = "×".join(str(extent) for extent in plane.shape)
+            lines.append(
+                f"{plane.offset_bytes:>12,}  {plane.payload_bytes:>9,} B  {shape:>9} "
+                f"{plane.dtype:<14} layer {plane.layer:<3} {plane.name}"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockBudget:
+    """How a memory budget splits into blocks and slots."""
+
+    num_blocks: int
+    max_requests: int
+    block_arena_bytes: int
+    slot_arena_bytes: int
+    block_table_bytes: int
+    unused_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.block_arena_bytes + self.slot_arena_bytes + self.block_table_bytes
+
+
+def compute_block_budget(
+    schema: CacheSchema, *, memory_bytes: int, max_requests: int, context: int | None = None
+) -> BlockBudget:
+    """Gives each of `max_requests` a slot and the rest of the memory to blocks.
+
+    Raises PoolTooSmall, with the minimum, when the blocks left could not hold one request of
+    `context` tokens (default: the schema's max_context).
+    """
+    _require_count("memory_bytes", memory_bytes, at_least=0)
+    _require_count("max_requests", max_requests, at_least=1)
+    tokens = schema.max_context if context is None else context
+    _require_count("context", tokens, at_least=1)
+    fixed = max_requests * schema.bytes_per_request
+    blocks = max(0, memory_bytes - fixed) // schema.block_bytes if schema.block_bytes else 0
+    needed = schema.blocks_for(tokens) if schema.block_bytes else 0
+    if memory_bytes < fixed or blocks < needed:
+        minimum = fixed + needed * schema.block_bytes
+        raise PoolTooSmall(
+            f"{memory_bytes:,} bytes hold {max_requests} request slots of "
+            f"{schema.bytes_per_request:,} bytes and {blocks} blocks of {schema.block_bytes:,}, but "
+            f"one request of {tokens:,} tokens needs {needed} blocks: give at least {minimum:,} "
+            f"bytes, or ask for fewer requests or less context",
+            minimum_bytes=minimum,
+        )
+    used = fixed + blocks * schema.block_bytes
+    return BlockBudget(
+        num_blocks=blocks,
+        max_requests=max_requests,
+        block_arena_bytes=blocks * schema.block_bytes,
+        slot_arena_bytes=max_requests * schema.slot_bytes,
+        block_table_bytes=max_requests * schema.block_table_row_bytes,
+        unused_bytes=memory_bytes - used,
+    )
+
+
+def _require_count(name: str, value: object, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise InvalidInput(f"{name}={value!r}: must be a whole number of at least {at_least}")
+
+
+def _resolve_entry(chosen: str | RecordFormat, model: ModelSpec) -> RecordFormat:
+    if isinstance(chosen, str):
+        return records.entry_format(chosen, head_dim=model.head_dim, rope_dim=model.rope_dim)
+    if chosen.width != model.head_dim:
+        raise SchemaError(
+            f"record format {chosen.name} holds {chosen.width} channels, {model.name} has "
+            f"head_dim={model.head_dim}"
+        )
+    return chosen
+
+
+def _resolve_index(chosen: str | RecordFormat, model: ModelSpec) -> RecordFormat:
+    if isinstance(chosen, str):
+        return records.index_format(chosen, index_dim=model.index_dim)
+    if chosen.width != model.index_dim:
+        raise SchemaError(
+            f"index format {chosen.name} holds {chosen.width} channels, {model.name} has "
+            f"index_dim={model.index_dim}"
+        )
+    return chosen

@@ -1,0 +1,74 @@
+"""Every error a public call raises. Each message says what was found, why it cannot work and
+what to change; a call that raises has changed nothing."""
+
+from __future__ import annotations
+
+
+class Dsv4Error(Exception):
+    """Base of all errors of this library."""
+
+
+class InvalidInput(Dsv4Error, ValueError):
+    """An argument is outside what the call accepts."""
+
+
+class ConfigError(Dsv4Error, ValueError):
+    """A model description cannot be read, or describes something this version does not hold."""
+
+
+class SchemaError(Dsv4Error, ValueError):
+    """A combination of cache parameters that has no layout."""
+
+
+class SchemaMismatch(Dsv4Error, ValueError):
+    """Bytes, a plane or a plan of one schema were used with another."""
+
+
+class PoolTooSmall(Dsv4Error):
+    """The memory given cannot hold even one request of the asked context."""
+
+    def __init__(self, message: str, *, minimum_bytes: int) -> None:
+        super().__init__(message)
+        self.minimum_bytes = minimum_bytes
+
+
+class OutOfBlocks(Dsv4Error):
+    """Blocks are missing. `never` tells whether waiting for other requests can help."""
+
+    def __init__(self, *, needed: int, free: int, total: int, held: int = 0) -> None:
+        self.needed, self.free, self.total, self.held = needed, free, total, held
+        self.never = needed + held > total
+        advice = (
+            "it can never fit: give the pool more memory or ask for less context"
+            if self.never
+            else "wait for another request to end, or release one"
+        )
+        super().__init__(
+            f"needs {needed} more blocks (has {held}), {free} of {total} are free: {advice}"
+        )
+
+
+class OutOfSlots(Dsv4Error):
+    """All state slots are taken."""
+
+    def __init__(self, *, total: int) -> None:
+        self.total = total
+        super().__init__(
+            f"all {total} state slots are taken: wait for a request to end, "
+            f"or build the manager with a larger max_requests"
+        )
+
+
+class ContextOverflow(Dsv4Error):
+    """A request would grow past the context the schema was made for."""
+
+    def __init__(self, *, asked_tokens: int, max_context_tokens: int) -> None:
+        self.asked_tokens, self.max_context_tokens = asked_tokens, max_context_tokens
+        super().__init__(
+            f"{asked_tokens} tokens asked, but the schema was made for max_context="
+            f"{max_context_tokens}: rebuild it with a larger max_context"
+        )
+
+
+class RequestError(Dsv4Error):
+    """A request that is released, foreign, or not in the state the call needs."""

@@ -1,0 +1,360 @@
+"""What of a model the cache must know: layers, ratios, widths. Torch-free.
+
+`ModelSpec` comes from a preset or from a config file; everything downstream (schema, planner,
+kernels) reads shapes from here and types none of them again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal
+
+from dsv4.errors import ConfigError
+
+IndexKeySource = Literal["none", "compressor", "latent"]
+
+
+class AttentionType(StrEnum):
+    """The three layer kinds of the V4 family."""
+
+    CSA = "csa"  # compressed sparse: small groups, an indexer picks the top-k entries
+    HCA = "hca"  # heavily compressed: large groups, all entries are read
+    SWA = "swa"  # sliding window only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One attention layer, as far as its memory is concerned.
+
+    `ratio` tokens make one entry (0: the layer has none). With `overlap` an entry pools the
+    previous group too. `index_keys` says where indexer keys come from: an own compressor (V4), the
+    main latent (V4.1), or nowhere. `owner` is the layer whose entries are read: itself, or an
+    earlier layer that shares them. `draft` marks MTP and DSpark layers.
+    """
+
+    layer: int
+    attention: AttentionType
+    ratio: int = 0
+    overlap: bool = False
+    index_keys: IndexKeySource = "none"
+    owner: int
+    draft: bool = False
+
+    @property
+    def owns_entries(self) -> bool:
+        return self.ratio > 0 and self.owner == self.layer
+
+    @property
+    def yarn(self) -> bool:
+        """Whether the layer rotates with the long-context table (everything in it, window too)."""
+        return self.ratio > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """The two rotation tables of a model: plain for window-only layers, YaRN for the others."""
+
+    theta: float = 10_000.0
+    compress_theta: float = 160_000.0
+    yarn_factor: float = 16.0
+    yarn_original_tokens: int = 65_536
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Shapes of a DeepSeek-V4 family model. `layers` holds the backbone, then the draft layers."""
+
+    name: str
+    hidden: int
+    heads: int
+    head_dim: int
+    rope_dim: int
+    index_heads: int
+    index_dim: int
+    index_topk: int
+    window: int
+    max_context: int
+    rms_eps: float
+    rope: RopeSpec
+    layers: tuple[LayerSpec, ...]
+
+    def __post_init__(self) -> None:
+        positive = ("hidden", "heads", "head_dim", "index_heads", "index_dim", "index_topk")
+        for field in (*positive, "window", "max_context"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{self.name}: {field}={getattr(self, field)}, must be positive")
+        if not 0 < self.rope_dim < self.head_dim or self.rope_dim % 2:
+            raise ConfigError(
+                f"{self.name}: rope_dim={self.rope_dim} must be even and below "
+                f"head_dim={self.head_dim}"
+            )
+        if [spec.layer for spec in self.layers] != list(range(len(self.layers))):
+            raise ConfigError(f"{self.name}: layers must be numbered 0..{len(self.layers) - 1}")
+        for spec in self.layers:
+            owner = self.layers[spec.owner] if 0 <= spec.owner <= spec.layer else None
+            if owner is None or (spec.ratio and owner.ratio != spec.ratio):
+                raise ConfigError(
+                    f"{self.name}: layer {spec.layer} (ratio {spec.ratio}) reads the entries of "
+                    f"layer {spec.owner}, which is not an earlier layer of the same ratio"
+                )
+
+    @property
+    def nope_dim(self) -> int:
+        return self.head_dim - self.rope_dim
+
+    def count(self, attention: AttentionType, *, draft: bool = False) -> int:
+        return sum(s.attention is attention and s.draft == draft for s in self.layers)
+
+    @classmethod
+    def preset(cls, name: str) -> ModelSpec:
+        """A published model by name. Raises ConfigError for a name that is not in PRESETS."""
+        if name not in PRESETS:
+            raise ConfigError(
+                f"unknown preset {name!r}: choose one of {', '.join(sorted(PRESETS))}, "
+                f"or give the path of a config.json"
+            )
+        return PRESETS[name]
+
+    @classmethod
+    def from_config(cls, config: str | Path | Mapping[str, Any]) -> ModelSpec:
+        """Reads transformers' `config.json` (model_type deepseek_v4) or DeepSeek's own
+        `inference/config.json`, as a path or as the parsed dict.
+
+        Raises ConfigError when ratios are missing or the model is another one.
+        """
+        if isinstance(config, str | Path):
+            return _from_path(Path(config))
+        return _from_mapping(config)
+
+
+def v4_layers(ratios: Sequence[int], *, backbone: int) -> tuple[LayerSpec, ...]:
+    """Layers of a V4 model from its ratios: 0 window only, 4 CSA, anything larger HCA.
+
+    Entries past `backbone` are draft layers (MTP, DSpark) and must be window-only.
+    """
+    return tuple(_v4_layers(ratios, backbone))
+
+
+def _v4_layers(ratios: Sequence[int], backbone: int) -> Iterator[LayerSpec]:
+    for layer, ratio in enumerate(ratios):
+        draft = layer >= backbone
+        if isinstance(ratio, bool) or not isinstance(ratio, int) or ratio < 0:
+            raise ConfigError(f"compress ratio of layer {layer} is {ratio!r}, must be 0 or more")
+        if draft and ratio:
+            raise ConfigError(
+                f"draft layer {layer} has compress ratio {ratio}: MTP and DSpark layers are "
+                f"window-only, so trailing ratios must be 0"
+            )
+        if ratio == 0:
+            yield LayerSpec(layer=layer, owner=layer, attention=AttentionType.SWA, draft=draft)
+        elif ratio == _CSA_RATIO:  # in V4 the overlap and the indexer are tied to this ratio
+            yield LayerSpec(
+                layer=layer,
+                owner=layer,
+                attention=AttentionType.CSA,
+                ratio=ratio,
+                overlap=True,
+                index_keys="compressor",
+            )
+        else:
+            yield LayerSpec(layer=layer, owner=layer, attention=AttentionType.HCA, ratio=ratio)
+
+
+_CSA_RATIO = 4
+_LAYER_TYPES = {
+    "sliding_attention": 0,
+    "compressed_sparse_attention": 4,
+    "heavily_compressed_attention": 128,
+}
+
+
+def _from_path(path: Path) -> ModelSpec:
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{path} holds a {type(parsed).__name__}, expected a JSON object")
+    return _from_mapping(parsed)
+
+
+def _from_mapping(config: Mapping[str, Any]) -> ModelSpec:
+    model_type = config.get("model_type")
+    if model_type == "deepseek_v41" or "kv_source_layers" in config:
+        raise ConfigError(
+            "this is a DeepSeek-V4.1 config (deepseek_v41). The schema can lay out its ratios, "
+            "shared layers and 528/288-byte records, but its compressor, candidate blocks and "
+            "kernels are not there yet: use a deepseek_v4 model"
+        )
+    if model_type not in (None, "deepseek_v4"):
+        raise ConfigError(f"model_type is {model_type!r}, this library holds deepseek_v4 models")
+    try:
+        return _from_inference(config) if "n_layers" in config else _from_transformers(config)
+    except KeyError as error:
+        raise ConfigError(f"the config has no {error.args[0]!r}, which the cache needs") from error
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"the config has a value of the wrong kind: {error}") from error
+
+
+def _from_transformers(config: Mapping[str, Any]) -> ModelSpec:
+    backbone = int(config["num_hidden_layers"])
+    if config.get("compress_ratios") is not None:
+        ratios = list(config["compress_ratios"])
+    elif config.get("layer_types") is not None:
+        ratios = _ratios_of_layer_types(config)
+        ratios += [0] * int(config.get("n_mtp_layers", config.get("num_nextn_predict_layers", 0)))
+    else:
+        raise ConfigError(
+            "the config has neither compress_ratios nor layer_types: without them nobody can know "
+            "which layers are CSA and HCA; take the config.json of the checkpoint"
+        )
+    head_dim = int(config["head_dim"])
+    rope_dim = config.get("qk_rope_head_dim")
+    if rope_dim is None:
+        rope_dim = round(head_dim * float(config.get("partial_rotary_factor") or 64 / 512))
+    return ModelSpec(
+        name=str(config.get("_name_or_path") or config.get("model_type") or "deepseek_v4"),
+        hidden=int(config["hidden_size"]),
+        heads=int(config["num_attention_heads"]),
+        head_dim=head_dim,
+        rope_dim=int(rope_dim),
+        index_heads=int(config["index_n_heads"]),
+        index_dim=int(config["index_head_dim"]),
+        index_topk=int(config["index_topk"]),
+        window=int(config["sliding_window"]),
+        max_context=int(config["max_position_embeddings"]),
+        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope=_rope_of_transformers(config),
+        layers=v4_layers(_checked_length(ratios, backbone), backbone=backbone),
+    )
+
+
+def _ratios_of_layer_types(config: Mapping[str, Any]) -> list[int]:
+    rates = {**_LAYER_TYPES, **(config.get("compress_rates") or {}), "sliding_attention": 0}
+    unknown = sorted(set(config["layer_types"]) - set(_LAYER_TYPES))
+    if unknown:
+        raise ConfigError(f"unknown layer_types {unknown}: expected {sorted(_LAYER_TYPES)}")
+    return [int(rates[kind]) for kind in config["layer_types"]]
+
+
+def _rope_of_transformers(config: Mapping[str, Any]) -> RopeSpec:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    plain, long = rope.get("main") or {}, rope.get("compress") or rope
+    kind = long.get("rope_type", long.get("type", "default"))
+    base = RopeSpec()
+    return RopeSpec(
+        theta=float(plain.get("rope_theta", config.get("rope_theta", base.theta))),
+        compress_theta=float(
+            (rope.get("compress") or {}).get("rope_theta")
+            or config.get("compress_rope_theta", base.compress_theta)
+        ),
+        yarn_factor=float(long.get("factor", base.yarn_factor)) if kind == "yarn" else 1.0,
+        yarn_original_tokens=int(
+            long.get("original_max_position_embeddings", base.yarn_original_tokens)
+        ),
+        yarn_beta_fast=float(long.get("beta_fast", base.yarn_beta_fast)),
+        yarn_beta_slow=float(long.get("beta_slow", base.yarn_beta_slow)),
+    )
+
+
+def _from_inference(config: Mapping[str, Any]) -> ModelSpec:
+    backbone = int(config["n_layers"])
+    if config.get("compress_ratios") is None:
+        raise ConfigError(
+            "the config has no compress_ratios: take DeepSeek's inference/config.json"
+        )
+    ratios = list(config["compress_ratios"])
+    if len(ratios) == backbone:
+        ratios += [0] * int(config.get("n_mtp_layers", 0))
+    base = RopeSpec()
+    original_tokens = int(config.get("original_seq_len", base.yarn_original_tokens))
+    return ModelSpec(
+        name="deepseek_v4",
+        hidden=int(config["dim"]),
+        heads=int(config["n_heads"]),
+        head_dim=int(config.get("head_dim", 512)),
+        rope_dim=int(config.get("rope_head_dim", 64)),
+        index_heads=int(config.get("index_n_heads", 64)),
+        index_dim=int(config.get("index_head_dim", 128)),
+        index_topk=int(config.get("index_topk", 512)),
+        window=int(config.get("window_size", 128)),
+        max_context=int(config.get("max_seq_len", 1_048_576)),
+        rms_eps=float(config.get("norm_eps", 1e-6)),
+        rope=RopeSpec(
+            theta=float(config.get("rope_theta", base.theta)),
+            compress_theta=float(config.get("compress_rope_theta", base.compress_theta)),
+            # DeepSeek's code switches YaRN off by original_seq_len = 0
+            yarn_factor=float(config.get("rope_factor", base.yarn_factor))
+            if original_tokens
+            else 1,
+            yarn_original_tokens=original_tokens or base.yarn_original_tokens,
+            yarn_beta_fast=float(config.get("beta_fast", base.yarn_beta_fast)),
+            yarn_beta_slow=float(config.get("beta_slow", base.yarn_beta_slow)),
+        ),
+        layers=v4_layers(_checked_length(ratios, backbone), backbone=backbone),
+    )
+
+
+def _checked_length(ratios: list[int], backbone: int) -> list[int]:
+    if len(ratios) < backbone:
+        raise ConfigError(
+            f"compress_ratios has {len(ratios)} entries for {backbone} layers: one a layer is "
+            f"needed, then one 0 for each draft layer"
+        )
+    return ratios
+
+
+_FLASH = ModelSpec(
+    name="v4-flash",
+    hidden=4096,
+    heads=64,
+    head_dim=512,
+    rope_dim=64,
+    index_heads=64,
+    index_dim=128,
+    index_topk=512,
+    window=128,
+    max_context=1_048_576,
+    rms_eps=1e-6,
+    rope=RopeSpec(),
+    layers=v4_layers([0, 0] + [4, 128] * 20 + [4] + [0], backbone=43),
+)
+
+PRESETS: dict[str, ModelSpec] = {
+    "v4-flash": _FLASH,
+    "v4-flash-0731": replace(
+        _FLASH,
+        name="v4-flash-0731",
+        layers=v4_layers([0, 0] + [4, 128] * 20 + [4] + [0] * 3, backbone=43),
+    ),
+    "v4-pro": replace(
+        _FLASH,
+        name="v4-pro",
+        hidden=7168,
+        heads=128,
+        index_topk=1024,
+        layers=v4_layers([128, 128] + [4, 128] * 29 + [4] + [0], backbone=61),
+    ),
+    # every layer kind at a size for laptops and tests: same ratios and window, narrow heads
+    "tiny": replace(
+        _FLASH,
+        name="tiny",
+        hidden=128,
+        heads=4,
+        head_dim=128,
+        index_heads=8,
+        index_topk=16,
+        max_context=16_384,
+        layers=v4_layers([0, 4, 128, 4] + [0], backbone=4),
+    ),
+}
