@@ -18,7 +18,7 @@ _EXPORTS = {
     "CacheSchema": "dsv4.cache.schema",
     "compute_block_budget": "dsv4.cache.schema",
     "KVCacheManager": "dsv4.cache.manager",
-    "Request": "dsv4.cache.manager",
+    "Request": "dsv4.cache.request",
 }
 
 __all__ = ["__version__", *_EXPORTS]

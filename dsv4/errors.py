@@ -35,16 +35,18 @@ class PoolTooSmall(Dsv4Error):
 class OutOfBlocks(Dsv4Error):
     """Blocks are missing. `never` tells whether waiting for other requests can help."""
 
-    def __init__(self, *, needed: int, free: int, total: int, held: int = 0) -> None:
-        self.needed, self.free, self.total, self.held = needed, free, total, held
-        self.never = needed + held > total
+    def __init__(self, *, needed: int, free: int, total: int, asker_blocks: int) -> None:
+        """`asker_blocks` is what the request that asks (the largest of them) would hold at last."""
+        self.needed, self.free, self.total = needed, free, total
+        self.never = asker_blocks > total
         advice = (
             "it can never fit: give the pool more memory or ask for less context"
             if self.never
             else "wait for another request to end, or release one"
         )
         super().__init__(
-            f"needs {needed} more blocks (has {held}), {free} of {total} are free: {advice}"
+            f"{needed} more blocks needed, for a request of {asker_blocks} blocks; {free} of "
+            f"{total} are free: {advice}"
         )
 
 
@@ -68,6 +70,10 @@ class ContextOverflow(Dsv4Error):
             f"{asked_tokens} tokens asked, but the schema was made for max_context="
             f"{max_context_tokens}: rebuild it with a larger max_context"
         )
+
+
+class PlanError(Dsv4Error):
+    """A forward plan that is over, foreign, or does not fit what is asked of it."""
 
 
 class RequestError(Dsv4Error):

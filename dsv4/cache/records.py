@@ -88,6 +88,11 @@ class RecordFormat:
                     f"{self.name}: {part.width} channels of {part.name} are not whole tiles of "
                     f"{part.code.tile}"
                 )
+            if part.code is not None and part.width * ELEMENT_BITS[part.code.element] % 8:
+                raise SchemaError(
+                    f"{self.name}: {part.width} channels of {part.name} do not fill whole bytes; "
+                    f"choose an even width"
+                )
             start += part.width
         if start != self.width:
             raise SchemaError(f"{self.name}: parts cover {start} channels of {self.width}")

@@ -169,7 +169,9 @@ class LayerCacheSchema:
     @property
     def tail_b_rows(self) -> int:
         """Previous group + current group (the next one's previous) + what a draft may write."""
-        return 2 * self.spec.ratio + self.max_draft_tokens if self.spec.overlap else 0
+        if not (self.spec.owns_entries and self.spec.overlap):
+            return 0
+        return 2 * self.spec.ratio + self.max_draft_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,9 +204,9 @@ class CacheSchema:
     ) -> CacheSchema:
         """Lays a model out.
 
-        `block_tokens` must be a multiple of every ratio. `align_bytes` is where pages start (32: one
-        memory sector; 576 where SM100's TMA asks for it). `ring_rows` is the window ring's length,
-        by default the shortest that survives the rejection of `1 + max_draft_tokens` tokens.
+        `block_tokens` must be a multiple of every ratio. `align_bytes` is where pages start (32:
+        a memory sector; 576 where SM100's TMA asks for it). `ring_rows` is the length of the window
+        ring, by default the shortest that survives the rejection of `1 + max_draft_tokens` tokens.
         `window_format` is `entry_format` unless given. Raises SchemaError or InvalidInput.
         """
         _require_count("block_tokens", block_tokens, at_least=1)
@@ -248,6 +250,9 @@ class CacheSchema:
             window_format=entry if window_format is None else _resolve_entry(window_format, model),
             index_format=_resolve_index(index_format, model),
         )
+
+    def __post_init__(self) -> None:
+        _ = self._layout  # a layout that cannot be is refused here, not when it is first read
 
     # ---- layers, pages, planes -------------------------------------------------------------
 
@@ -423,6 +428,7 @@ class CacheSchema:
                     asdict(f) for f in (self.entry_format, self.window_format, self.index_format)
                 ],
                 "planes": [asdict(plane) for plane in self.planes],
+                "row_bytes": [self.block_bytes, self.slot_bytes],
             },
             sort_keys=True,
         )
@@ -435,7 +441,7 @@ class CacheSchema:
         for plane in self.planes:
             if plane.arena != arena:
                 continue
-            shape = "×".join(str(extent) for extent in plane.shape)
+            shape = "x".join(str(extent) for extent in plane.shape)
             lines.append(
                 f"{plane.offset_bytes:>12,}  {plane.payload_bytes:>9,} B  {shape:>9} "
                 f"{plane.dtype:<14} layer {plane.layer:<3} {plane.name}"
@@ -478,9 +484,9 @@ def compute_block_budget(
         minimum = fixed + needed * schema.block_bytes
         raise PoolTooSmall(
             f"{memory_bytes:,} bytes hold {max_requests} request slots of "
-            f"{schema.bytes_per_request:,} bytes and {blocks} blocks of {schema.block_bytes:,}, but "
-            f"one request of {tokens:,} tokens needs {needed} blocks: give at least {minimum:,} "
-            f"bytes, or ask for fewer requests or less context",
+            f"{schema.bytes_per_request:,} bytes and {blocks} blocks of {schema.block_bytes:,}, "
+            f"but one request of {tokens:,} tokens needs {needed} blocks: give at least "
+            f"{minimum:,} bytes, or ask for fewer requests or less context",
             minimum_bytes=minimum,
         )
     used = fixed + blocks * schema.block_bytes

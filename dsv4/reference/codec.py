@@ -1,0 +1,149 @@
+"""Records in plain PyTorch: bf16 vectors to bytes and back, exact by the specification.
+
+What no specification fixes is fixed here: ±inf behaves as the largest bf16 number of its sign. A
+NaN does not disturb its neighbours in an E4M3 tile (its own code is NaN); E2M1 has no NaN, so
+there the scale of the tile becomes NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.records import ELEMENT_MAX, Part, RecordFormat, TileCode
+from dsv4.errors import InvalidInput
+from dsv4.reference.numerics import BF16_MAX, to_bf16
+
+E4M3_NAN = 0x7F
+UE8M0_NAN = 0xFF
+E2M1_GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# (midpoint, whether a value on it goes up): ties go to the even code
+E2M1_STEPS = (
+    (0.25, False),
+    (0.75, True),
+    (1.25, False),
+    (1.75, True),
+    (2.5, False),
+    (3.5, True),
+    (5.0, False),
+)
+
+
+def encode(record: RecordFormat, x: Tensor) -> tuple[Tensor, Tensor]:
+    """bf16 [..., width] → data rows uint8 [..., data_row_bytes], scale rows
+    uint8 [..., scale_row_bytes]. Padding bytes are 0. Raises InvalidInput for another type."""
+    if x.dtype != torch.bfloat16 or x.shape[-1] != record.width:
+        raise InvalidInput(
+            f"{record.name} encodes bf16 vectors of {record.width} channels, got "
+            f"{x.dtype} with {x.shape[-1]}"
+        )
+    data, scales = [], []
+    for part in record.parts:
+        channels = x[..., part.start : part.start + part.width]
+        if part.code is None:
+            data.append(channels.contiguous().view(torch.uint8))
+            continue
+        codes, scale = _encode_tiles(part.code, channels)
+        data.append(codes)
+        scales.append(scale)
+    scales.append(x.new_zeros((*x.shape[:-1], record.scale_pad_bytes), dtype=torch.uint8))
+    return torch.cat(data, dim=-1), torch.cat(scales, dim=-1)
+
+
+def decode(record: RecordFormat, data: Tensor, scales: Tensor) -> Tensor:
+    """The bf16 vectors that `encode` would have read back: exact for power-of-two scales."""
+    channels = []
+    data_at = scale_at = 0
+    for part in record.parts:
+        piece = data[..., data_at : data_at + part.bytes].contiguous()
+        data_at += part.bytes
+        if part.code is None:
+            channels.append(piece.view(torch.bfloat16))
+            continue
+        scale = scales[..., scale_at : scale_at + part.scale_bytes].contiguous()
+        scale_at += part.scale_bytes
+        channels.append(_decode_tiles(part, part.code, piece, scale))
+    return torch.cat(channels, dim=-1)
+
+
+def _encode_tiles(code: TileCode, x: Tensor) -> tuple[Tensor, Tensor]:
+    tiles = x.float().unflatten(-1, (-1, code.tile))
+    nan = torch.isnan(tiles)
+    tiles = torch.where(nan, torch.zeros_like(tiles), tiles).clamp(-BF16_MAX, BF16_MAX)
+    floor = code.amax_floor * code.global_scale
+    amax = tiles.abs().amax(dim=-1, keepdim=True).clamp_min(floor)
+    largest = ELEMENT_MAX[code.element]
+    if code.scale == "ue8m0":
+        exponent = _exponent_at_least(amax * torch.tensor(1 / largest, dtype=torch.float32))
+        scaled = tiles * _power_of_two(254 - exponent)
+        scale = exponent.to(torch.uint8)
+    elif code.scale == "e4m3":
+        ratio = amax / (largest * code.global_scale)
+        rounded = ratio.clamp_max(ELEMENT_MAX["e4m3"]).to(torch.float8_e4m3fn)
+        scaled = tiles / (rounded.float() * code.global_scale)
+        scale = rounded.view(torch.uint8)
+    else:
+        ratio = amax / largest
+        scaled = tiles / ratio
+        scale = ratio.view(torch.uint8)
+    scaled = scaled.clamp(-largest, largest)
+    if code.element == "e4m3":
+        codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+        codes = torch.where(nan, torch.full_like(codes, E4M3_NAN), codes)
+        return codes.flatten(-2), scale.flatten(-2)
+    tile_nan = nan.any(dim=-1, keepdim=True)
+    marker = UE8M0_NAN if code.scale == "ue8m0" else E4M3_NAN
+    scale = torch.where(tile_nan, torch.full_like(scale, marker), scale)
+    return _pack_nibbles(_e2m1_codes(scaled).flatten(-2)), scale.flatten(-2)
+
+
+def _decode_tiles(part: Part, code: TileCode, data: Tensor, scale: Tensor) -> Tensor:
+    if code.element == "e4m3":
+        elements = data.view(torch.float8_e4m3fn).float()
+    else:
+        elements = _e2m1_values(_unpack_nibbles(data))
+    if code.scale == "ue8m0":
+        factor = _power_of_two(scale.to(torch.int32))
+    elif code.scale == "e4m3":
+        factor = scale.view(torch.float8_e4m3fn).float() * code.global_scale
+    else:
+        factor = scale.view(torch.float32)
+    tiles = elements.unflatten(-1, (part.tiles, code.tile)) * factor.unsqueeze(-1)
+    return to_bf16(tiles.flatten(-2))
+
+
+def _exponent_at_least(x: Tensor) -> Tensor:
+    """The biased exponent of the smallest power of two ≥ x, from the bits of a positive fp32."""
+    bits = x.view(torch.int32)
+    return (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^(exponent - 127) as fp32 for a biased exponent; 0 gives 2^-127 and 255 gives NaN."""
+    bits = exponent << 23
+    bits = torch.where(exponent == 0, torch.full_like(bits, 0x00400000), bits)
+    bits = torch.where(exponent == 255, torch.full_like(bits, 0x7FC00000), bits)
+    return bits.view(torch.float32)
+
+
+def _e2m1_codes(x: Tensor) -> Tensor:
+    magnitude = x.abs()
+    code = torch.zeros_like(x, dtype=torch.uint8)
+    for midpoint, tie_goes_up in E2M1_STEPS:
+        above = magnitude >= midpoint if tie_goes_up else magnitude > midpoint
+        code += above.to(torch.uint8)
+    return code | (torch.signbit(x).to(torch.uint8) << 3)
+
+
+def _e2m1_values(codes: Tensor) -> Tensor:
+    grid = torch.tensor((*E2M1_GRID, *(-v for v in E2M1_GRID)), device=codes.device)
+    return grid[codes.long()]
+
+
+def _pack_nibbles(codes: Tensor) -> Tensor:
+    """Even channel in the low nibble."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def _unpack_nibbles(packed: Tensor) -> Tensor:
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)

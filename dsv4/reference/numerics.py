@@ -1,0 +1,94 @@
+"""The arithmetic of the specification in plain PyTorch, in an order that every backend can repeat.
+
+Two rules make the Triton kernels equal to this file bit for bit: products and sums are rounded one
+by one (no fused multiply-add), and sums over many terms run in fp64, where the order of addition
+does not reach the fp32 result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BF16_MAX = 3.3895313892515355e38
+BF16_NAN_BITS = 0x7FC0
+
+# exp(x) = 2^n · e^r, r = x - n·ln 2 in two parts; the first has 9 bits, so n·LN2_HIGH is exact
+LOG2_E = 1.4426950216293335
+LN2_HIGH = 0.693359375
+LN2_LOW = -2.1219444170128554e-4
+EXP_POLY = (
+    1.9875691214110702e-4,
+    1.398199936375022e-3,
+    8.333452045917511e-3,
+    4.1665792465209961e-2,
+    1.6666665673255920e-1,
+    5.0000000e-1,
+)
+EXP_UNDERFLOW = -87.0
+ROUND_MAGIC = 12582912.0  # 1.5 · 2^23: adding and subtracting it rounds to the nearest integer
+
+
+def exp_nonpositive(x: Tensor) -> Tensor:
+    """e^x for fp32 x ≤ 0, within 2 ulp; below -87 it is 0."""
+    clamped = torch.clamp_min(x, EXP_UNDERFLOW)
+    n = (clamped * LOG2_E + ROUND_MAGIC) - ROUND_MAGIC
+    r = (clamped - n * LN2_HIGH) - n * LN2_LOW
+    p = torch.full_like(r, EXP_POLY[0])
+    for coefficient in EXP_POLY[1:]:
+        p = p * r + coefficient
+    y = (p * (r * r) + r) + 1.0
+    power = ((n.to(torch.int32) + 127) << 23).view(torch.float32)
+    return torch.where(x < EXP_UNDERFLOW, torch.zeros_like(x), y * power)
+
+
+def gated_pool(values: Tensor, logits: Tensor, valid: Tensor) -> Tensor:
+    """Softmax over axis -2 of `logits`, channel by channel, applied to `values`; fp32.
+
+    `valid` [..., n] leaves rows out altogether. At least one row must be valid.
+    """
+    mask = valid.unsqueeze(-1)
+    z = torch.where(mask, logits, torch.full_like(logits, -torch.inf))
+    weight = exp_nonpositive(z - z.amax(dim=-2, keepdim=True))
+    weight = torch.where(mask, weight, torch.zeros_like(weight))
+    product = torch.where(mask, weight * values, torch.zeros_like(weight))
+    total = product.double().sum(dim=-2).float()
+    return total / weight.double().sum(dim=-2).float()
+
+
+def to_bf16(x: Tensor) -> Tensor:
+    """fp32 → bf16, nearest even; every NaN becomes the one NaN of BF16_NAN_BITS."""
+    bits = x.to(torch.bfloat16).view(torch.int16)
+    canonical = torch.full_like(bits, BF16_NAN_BITS)
+    return torch.where(torch.isnan(x), canonical, bits).view(torch.bfloat16)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight · x / rms(x) over the last axis; bf16 in, fp32 inside, rounded once to bf16."""
+    wide = x.float()
+    mean_square = (wide * wide).double().sum(dim=-1, keepdim=True).float() / x.shape[-1]
+    inverse = 1.0 / torch.sqrt(mean_square + eps)
+    return to_bf16(weight * (wide * inverse))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on the last 2·cos.shape[-1] channels, pairs interleaved; bf16 in and out."""
+    width = 2 * cos.shape[-1]
+    pairs = x[..., x.shape[-1] - width :].float().unflatten(-1, (-1, 2))
+    even, odd = pairs[..., 0], pairs[..., 1]
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return torch.cat((x[..., : x.shape[-1] - width], to_bf16(turned.flatten(-2))), dim=-1)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """H·x / sqrt(n) in natural (Sylvester) order over the last axis; bf16 in and out."""
+    n = x.shape[-1]
+    y = x.float()
+    half = 1
+    while half < n:
+        blocks = y.unflatten(-1, (n // (2 * half), 2, half))
+        top, bottom = blocks[..., 0, :], blocks[..., 1, :]
+        y = torch.stack((top + bottom, top - bottom), dim=-2).flatten(-3)
+        half *= 2
+    scale = torch.tensor(n**-0.5, dtype=torch.float32, device=x.device)
+    return to_bf16(y * scale)
