@@ -87,8 +87,9 @@ class ModelSpec:
     def __post_init__(self) -> None:
         positive = ("hidden", "heads", "head_dim", "index_heads", "index_dim", "index_topk")
         for field in (*positive, "window", "max_context"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{self.name}: {field}={getattr(self, field)}, must be positive")
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{self.name}: {field}={value!r}, must be a positive integer")
         if not 0 < self.rope_dim < self.head_dim or self.rope_dim % 2:
             raise ConfigError(
                 f"{self.name}: rope_dim={self.rope_dim} must be even and below "
@@ -97,11 +98,14 @@ class ModelSpec:
         if [spec.layer for spec in self.layers] != list(range(len(self.layers))):
             raise ConfigError(f"{self.name}: layers must be numbered 0..{len(self.layers) - 1}")
         for spec in self.layers:
+            if not isinstance(spec.ratio, int) or spec.ratio < 0:
+                raise ConfigError(f"{self.name}: layer {spec.layer} has ratio {spec.ratio!r}")
             owner = self.layers[spec.owner] if 0 <= spec.owner <= spec.layer else None
-            if owner is None or (spec.ratio and owner.ratio != spec.ratio):
+            if owner is None or owner.owner != spec.owner or owner.ratio != spec.ratio:
                 raise ConfigError(
                     f"{self.name}: layer {spec.layer} (ratio {spec.ratio}) reads the entries of "
-                    f"layer {spec.owner}, which is not an earlier layer of the same ratio"
+                    f"layer {spec.owner}, which is not an earlier layer of the same ratio that "
+                    f"keeps its own"
                 )
 
     @property
@@ -167,6 +171,7 @@ def _v4_layers(ratios: Sequence[int], backbone: int) -> Iterator[LayerSpec]:
 
 
 _CSA_RATIO = 4
+_V41_KEYS = ("kv_source_layers", "kv_source_layer_ids")  # inference/config.json, config.json
 _LAYER_TYPES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": 4,
@@ -188,7 +193,7 @@ def _from_path(path: Path) -> ModelSpec:
 
 def _from_mapping(config: Mapping[str, Any]) -> ModelSpec:
     model_type = config.get("model_type")
-    if model_type == "deepseek_v41" or "kv_source_layers" in config:
+    if model_type == "deepseek_v41" or any(key in config for key in _V41_KEYS):
         raise ConfigError(
             "this is a DeepSeek-V4.1 config (deepseek_v41). The schema can lay out its ratios, "
             "shared layers and 528/288-byte records, but its compressor, candidate blocks and "
@@ -200,7 +205,7 @@ def _from_mapping(config: Mapping[str, Any]) -> ModelSpec:
         return _from_inference(config) if "n_layers" in config else _from_transformers(config)
     except KeyError as error:
         raise ConfigError(f"the config has no {error.args[0]!r}, which the cache needs") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"the config has a value of the wrong kind: {error}") from error
@@ -211,7 +216,7 @@ def _from_transformers(config: Mapping[str, Any]) -> ModelSpec:
     if config.get("compress_ratios") is not None:
         ratios = list(config["compress_ratios"])
     elif config.get("layer_types") is not None:
-        ratios = _ratios_of_layer_types(config)
+        ratios = _checked_length(_ratios_of_layer_types(config), backbone)
         ratios += [0] * int(config.get("n_mtp_layers", config.get("num_nextn_predict_layers", 0)))
     else:
         raise ConfigError(
@@ -244,7 +249,15 @@ def _ratios_of_layer_types(config: Mapping[str, Any]) -> list[int]:
     unknown = sorted(set(config["layer_types"]) - set(_LAYER_TYPES))
     if unknown:
         raise ConfigError(f"unknown layer_types {unknown}: expected {sorted(_LAYER_TYPES)}")
-    return [int(rates[kind]) for kind in config["layer_types"]]
+    ratios = [int(rates[kind]) for kind in config["layer_types"]]
+    for kind, ratio in zip(config["layer_types"], ratios, strict=True):
+        csa = kind == "compressed_sparse_attention"
+        if csa != (ratio == _CSA_RATIO) or (kind == "sliding_attention") != (ratio == 0):
+            raise ConfigError(
+                f"compress_rates gives {kind} a rate of {ratio}: V4 ties the overlap and the "
+                f"indexer to {_CSA_RATIO}, so CSA must have that rate and HCA another, above 0"
+            )
+    return ratios
 
 
 def _rope_of_transformers(config: Mapping[str, Any]) -> RopeSpec:
@@ -308,8 +321,8 @@ def _from_inference(config: Mapping[str, Any]) -> ModelSpec:
 def _checked_length(ratios: list[int], backbone: int) -> list[int]:
     if len(ratios) < backbone:
         raise ConfigError(
-            f"compress_ratios has {len(ratios)} entries for {backbone} layers: one a layer is "
-            f"needed, then one 0 for each draft layer"
+            f"the config gives ratios or types of {len(ratios)} layers, but has {backbone}: one a "
+            f"layer is needed (compress_ratios may then hold one 0 for each draft layer)"
         )
     return ratios
 
@@ -355,6 +368,6 @@ PRESETS: dict[str, ModelSpec] = {
         index_heads=8,
         index_topk=16,
         max_context=16_384,
-        layers=v4_layers([0, 4, 128, 4] + [0], backbone=4),
+        layers=v4_layers([0, 4, 128, 4, 0], backbone=4),
     ),
 }

@@ -105,7 +105,6 @@ class KVCacheManager:
             dtype=torch.int32,
             device=self.device,
         )
-        self._host_table = np.full(self.block_table.shape, -1, dtype=np.int32)
         self.buffers = StepBuffers(
             schema, max_requests=max_requests, max_tokens=max_step_tokens, device=self.device
         )
@@ -250,19 +249,19 @@ class KVCacheManager:
         ends = starts + counts
         self._take_blocks(requests, ends)
         self.buffers.clear()
-        new_blocks = fill_new_blocks(self.schema, self.buffers, requests, ends, self._host_table)
-        touched = fill_step(self.schema, self.buffers, requests, starts, counts, self._host_table)
+        new_blocks = fill_new_blocks(self.schema, self.buffers, requests, ends)
+        items = fill_step(self.schema, self.buffers, requests, starts, counts)
         self.buffers.send()
         if new_blocks:
             self.block_table.view(-1).index_copy_(
                 0, self.buffers.new_block_at[:new_blocks], self.buffers.new_block_id[:new_blocks]
             )
         padding = pad_tokens is not None or pad_requests is not None
-        padded_groups = {
-            ratio: self.buffers.max_groups(ratio, tokens=padded_tokens, requests=padded_requests)
+        padded_items = {
+            ratio: self.buffers.max_items(ratio, tokens=padded_tokens, requests=padded_requests)
             if padding
             else count
-            for ratio, count in touched.items()
+            for ratio, count in items.items()
         }
         plan = ForwardPlan(
             requests=requests,
@@ -271,7 +270,7 @@ class KVCacheManager:
             serial=self._next_serial,
             padded_tokens=padded_tokens,
             padded_requests=padded_requests,
-            padded_groups=padded_groups,
+            padded_items=padded_items,
         )
         self._next_serial += 1
         self._open_plan = plan

@@ -21,12 +21,17 @@ from dsv4.errors import PlanError
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 
-# columns of StepBuffers.batch: one row a request
-BATCH_COLUMNS = 4  # slot, start position, tokens, first row in the step's token tensors
-# columns of StepBuffers.tokens: one row a token
-TOKEN_COLUMNS = 4  # slot, position, batch row, 1 if the window ring keeps it
-# columns of StepBuffers.groups[ratio]: one row for each group that the step touches
-GROUP_COLUMNS = 8  # slot, start, end, first token row, entry, 1 if the request's first, block id, -
+# columns of StepBuffers.batch, one row a request:
+#   slot, start position, tokens, first row in the step's token tensors
+BATCH_COLUMNS = 4
+# columns of StepBuffers.tokens, one row a token:
+#   slot, position, batch row, 1 if the window ring keeps it
+TOKEN_COLUMNS = 4
+# columns of StepBuffers.groups[ratio], one row a work item of a compressor:
+#   slot, start position, end position, first token row, first entry, entries, 1 if the request's
+#   first item. That one also writes the tails, after it has read what they hold; with overlap the
+#   group behind it reads them too, so it takes two.
+GROUP_COLUMNS = 8
 
 
 class StepBuffers:
@@ -36,7 +41,9 @@ class StepBuffers:
         self, schema: CacheSchema, *, max_requests: int, max_tokens: int, device: torch.device
     ) -> None:
         self.max_requests, self.max_tokens = max_requests, max_tokens
-        self.ratios = sorted({s.ratio for s in schema.model.layers if s.owns_entries})
+        owners = [spec for spec in schema.model.layers if spec.owns_entries]
+        self.ratios = sorted({spec.ratio for spec in owners})
+        self.overlapping_ratios = {spec.ratio for spec in owners if spec.overlap}
         self.max_new_blocks = max_requests + max_tokens // schema.block_tokens
         sizes: list[tuple[str, int, int]] = [
             ("new_block_at", self.max_new_blocks, 2),  # int64 offsets into the block table, first
@@ -45,7 +52,7 @@ class StepBuffers:
             ("tokens", max_tokens, TOKEN_COLUMNS),
         ]
         for ratio in self.ratios:
-            rows = self.max_groups(ratio, tokens=max_tokens, requests=max_requests)
+            rows = self.max_items(ratio, tokens=max_tokens, requests=max_requests)
             sizes.append((f"groups_{ratio}", rows, GROUP_COLUMNS))
         total = sum(-(-rows * columns // 8) * 8 for _, rows, columns in sizes)
         pinned = device.type == "cuda"
@@ -64,14 +71,19 @@ class StepBuffers:
         self.groups = {ratio: on_device[f"groups_{ratio}"] for ratio in self.ratios}
         self.new_block_at = on_device["new_block_at"].view(torch.int64).flatten()
         self.new_block_id = on_device["new_block_id"].flatten()
+        most_items = max((rows for name, rows, _ in sizes if name.startswith("groups")), default=1)
+        self.scratch = torch.empty(
+            (most_items, schema.model.head_dim), dtype=torch.float32, device=device
+        )
+        self.arrived = torch.zeros((most_items,), dtype=torch.int32, device=device)
         self._copied = torch.cuda.Event() if pinned else None
 
-    def max_groups(self, ratio: int, *, tokens: int, requests: int) -> int:
-        """The most groups that so many tokens of so many requests can touch."""
+    def max_items(self, ratio: int, *, tokens: int, requests: int) -> int:
+        """The most groups, so the most work items, that such a step can touch."""
         return min(tokens, tokens // ratio + 2 * requests)
 
     def memory_bytes(self) -> int:
-        return self.device_buffer.numel() * 4
+        return 4 * (self.device_buffer.numel() + self.scratch.numel() + self.arrived.numel())
 
     def clear(self) -> None:
         """Every row becomes padding. Waits for the previous step's copy, which may still read."""
@@ -100,7 +112,7 @@ class ForwardPlan:
     serial: int
     padded_tokens: int
     padded_requests: int
-    padded_groups: dict[int, int]
+    padded_items: dict[int, int]
     done: bool = False
     appended_layers: set[int] = field(default_factory=set)
 
@@ -120,11 +132,10 @@ def fill_step(
     requests: Sequence[Request],
     starts: I64,
     counts: I64,
-    host_table: I32,
 ) -> dict[int, int]:
-    """Writes a step into the host buffer. Returns how many groups of each ratio it touches.
+    """Writes a step into the host buffer. Returns how many work items each ratio has.
 
-    Takes no blocks and copies nothing to the device. `host_table` mirrors the block table.
+    Takes no blocks and copies nothing to the device.
     """
     host = buffers.host
     slots = np.fromiter((r.slot for r in requests), dtype=np.int64, count=len(requests))
@@ -139,19 +150,21 @@ def fill_step(
         (slots[row_of_token], position, row_of_token, keep), axis=1
     )
 
-    touched: dict[int, int] = {}
+    items: dict[int, int] = {}
     for ratio in buffers.ratios:
         first, last = starts // ratio, (ends - 1) // ratio
-        per_request = np.where(counts > 0, last - first + 1, 0)
+        merged = 1 if ratio in buffers.overlapping_ratios else 0
+        touched = np.where(counts > 0, last - first + 1, 0)
+        per_request = np.minimum(touched, np.maximum(touched - merged, 1))
         row = np.repeat(np.arange(len(slots)), per_request)
         nth = np.arange(len(row)) - (np.cumsum(per_request) - per_request)[row]
-        entry = first[row] + nth
-        block_id = host_table[slots[row], entry * ratio // schema.block_tokens]
+        entries = np.where(nth == 0, np.minimum(touched[row], 1 + merged), 1)
+        entry = first[row] + nth + np.where(nth > 0, merged, 0)
         host[f"groups_{ratio}"][: len(row), :7] = np.stack(
-            (slots[row], starts[row], ends[row], first_rows[row], entry, nth == 0, block_id), axis=1
+            (slots[row], starts[row], ends[row], first_rows[row], entry, entries, nth == 0), axis=1
         )
-        touched[ratio] = len(row)
-    return touched
+        items[ratio] = len(row)
+    return items
 
 
 def fill_new_blocks(
@@ -159,10 +172,8 @@ def fill_new_blocks(
     buffers: StepBuffers,
     requests: Sequence[Request],
     ends: I64,
-    host_table: I32,
 ) -> int:
-    """Lists the block ids that the tables do not have yet, and enters them in the host's one.
-    Returns how many."""
+    """Lists the block ids that the device's table does not have yet. Returns how many."""
     at = buffers.host["new_block_at"].reshape(-1).view(np.int64)
     ids = buffers.host["new_block_id"].reshape(-1)
     count = 0
@@ -171,7 +182,7 @@ def fill_new_blocks(
         while request.published_blocks < needed:
             block = request.published_blocks
             at[count] = request.slot * schema.max_blocks_per_request + block
-            ids[count] = host_table[request.slot, block] = request.block_ids[block]
+            ids[count] = request.block_ids[block]
             request.published_blocks += 1
             count += 1
     return count

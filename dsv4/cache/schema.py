@@ -26,6 +26,7 @@ __all__ = [
     "AttentionType",
     "BlockBudget",
     "CacheSchema",
+    "CompressorLayout",
     "LayerCacheSchema",
     "Page",
     "Plane",
@@ -34,6 +35,7 @@ __all__ = [
 
 ArenaName = Literal["block", "slot"]
 PageKind = Literal["entries", "index_keys", "window"]
+CompressorKind = Literal["tail", "index_tail"]
 PlaneDtype = Literal["uint8", "float8_e4m3fn", "bfloat16", "float32"]
 
 ITEM_BYTES: dict[PlaneDtype, int] = {
@@ -135,6 +137,37 @@ class Page:
             )
             scale_offset += part.scale_bytes
             coded_parts += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressorLayout:
+    """Where one compressor reads and writes: its rings in a slot, its page in a block.
+
+    Ring planes are fp32 [rows, width]; those of the previous stream exist only with `overlap`.
+    """
+
+    ratio: int
+    overlap: bool
+    width: int
+    rope_dim: int
+    hadamard: bool
+    page: Page
+    a_rows: int
+    b_rows: int
+    ka_offset_bytes: int
+    za_offset_bytes: int
+    kb_offset_bytes: int
+    zb_offset_bytes: int
+
+    @property
+    def columns(self) -> int:
+        """Columns of the projections: [previous | current] with overlap, else [current]."""
+        return self.width * (2 if self.overlap else 1)
+
+    @property
+    def slots_pooled(self) -> int:
+        """Tokens that one entry pools."""
+        return self.ratio * (2 if self.overlap else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,6 +392,30 @@ class CacheSchema:
     def plane(self, name: str, layer: int) -> Plane | None:
         """The plane of that name that `layer` itself keeps."""
         return self._plane_index.get((name, layer))
+
+    def compressor(self, layer: int, kind: CompressorKind) -> CompressorLayout | None:
+        """The main or the indexer's compressor of a layer, where it has one of its own."""
+        spec = self.layers[layer].spec
+        indexer = kind == "index_tail"
+        page = self._page_index.get(("index_keys" if indexer else "entries", layer))
+        if page is None or (indexer and spec.index_keys != "compressor"):
+            return None
+        planes = {name: self.plane(f"{kind}_{name}", layer) for name in ("ka", "za", "kb", "zb")}
+        offsets = {
+            f"{name}_offset_bytes": plane.offset_bytes if plane else 0
+            for name, plane in planes.items()
+        }
+        return CompressorLayout(
+            ratio=spec.ratio,
+            overlap=spec.overlap,
+            width=page.format.width,
+            rope_dim=self.model.rope_dim,
+            hadamard=indexer,
+            page=page,
+            a_rows=self.layers[layer].tail_a_rows,
+            b_rows=self.layers[layer].tail_b_rows,
+            **offsets,
+        )
 
     # ---- sizes -----------------------------------------------------------------------------
 

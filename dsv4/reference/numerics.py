@@ -81,9 +81,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """H·x / sqrt(n) in natural (Sylvester) order over the last axis; bf16 in and out."""
+    """H·x / sqrt(n) in natural (Sylvester) order over the last axis; bf16 in and out.
+
+    Sums of bf16 numbers are exact in fp64 whatever their order, up to 2^38 apart in size.
+    """
     n = x.shape[-1]
-    y = x.float()
+    y = x.double()
     half = 1
     while half < n:
         blocks = y.unflatten(-1, (n // (2 * half), 2, half))
@@ -91,4 +94,4 @@ def hadamard(x: Tensor) -> Tensor:
         y = torch.stack((top + bottom, top - bottom), dim=-2).flatten(-3)
         half *= 2
     scale = torch.tensor(n**-0.5, dtype=torch.float32, device=x.device)
-    return to_bf16(y * scale)
+    return to_bf16(y.float() * scale)

@@ -1,0 +1,61 @@
+"""What one layer writes in one step, as both backends take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dsv4.cache.schema import CompressorLayout, Page
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTensors:
+    """The arenas and a step's index tensors, cut to the padded sizes (prepare_forward.py names
+    their columns). Rows of -1 are padding and write nothing.
+
+    `narrow`: no request has more tokens in the step than its rings can lose
+    (schema.max_rollback_tokens), so what it writes leaves what it reads alone.
+    `scratch` fp32 [items, head_dim] and `arrived` int32 [items] serve groups that several programs
+    pool together; `arrived` is 0 between launches."""
+
+    block_arena: Tensor
+    slot_arena: Tensor
+    block_table: Tensor
+    batch: Tensor
+    tokens: Tensor
+    rope: Tensor
+    rms_eps: float
+    narrow: bool
+    scratch: Tensor
+    arrived: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowWrite:
+    """bf16 `kv` [tokens, head_dim] into the ring. With `norm` fp32 [head_dim] the rows are raw
+    projections: RMSNorm and RoPE come first."""
+
+    page: Page
+    kv: Tensor
+    norm: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressorWrite:
+    """fp32 projections `c`, `z` [tokens, columns] into tails and, where groups close, entries.
+
+    `items` is StepBuffers.groups of the ratio. Without `c` and `z` the groups are read from the
+    tails, which must hold the step's tokens already. `compress` and `write_tails` say which half
+    of the work to do. With `dense` [items, 2, width] closed entries go there and not into blocks.
+    """
+
+    layout: CompressorLayout
+    items: Tensor
+    ape: Tensor
+    norm: Tensor
+    c: Tensor | None
+    z: Tensor | None
+    compress: bool = True
+    write_tails: bool = True
+    dense: Tensor | None = None

@@ -1,0 +1,37 @@
+"""The `dsv4` command. This file only registers commands; each lives in its own module and imports
+what it needs when it runs, so that `dsv4 plan` works where torch is not installed."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dsv4 import __version__
+from dsv4.cli_plan import plan_command
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+app.command("plan")(plan_command)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"dsv4 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """The KV cache for DeepSeek-V4 inference."""

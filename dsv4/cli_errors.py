@@ -1,0 +1,33 @@
+"""How every command reports an error: one line, exit code 2, no traceback. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from dsv4.errors import Dsv4Error, PoolTooSmall
+
+EXIT_CODE = 2
+
+
+@contextmanager
+def reported_errors(*, as_json: bool) -> Iterator[None]:
+    """Turns a Dsv4Error into a line on stderr (or a JSON object on stdout) and exit code 2.
+
+    Any other exception is a bug and passes through with its traceback.
+    """
+    try:
+        yield
+    except Dsv4Error as error:
+        kind = type(error).__name__
+        if as_json:
+            report: dict[str, str | int] = {"error": str(error), "type": kind}
+            if isinstance(error, PoolTooSmall):
+                report["minimum_bytes"] = error.minimum_bytes
+            typer.echo(json.dumps(report))
+        else:
+            typer.echo(f"{kind}: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(EXIT_CODE) from error

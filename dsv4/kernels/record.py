@@ -1,0 +1,130 @@
+"""Storing one record from registers: the codec of dsv4/reference/codec.py inside a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from dsv4.cache.records import ELEMENT_MAX, RecordFormat
+from dsv4.errors import SchemaError
+from dsv4.kernels.numerics import (
+    bf16_bits,
+    e2m1_code,
+    e4m3_bits,
+    e4m3_value,
+    exponent_at_least,
+    finite,
+)
+
+_E4M3_MAX = tl.constexpr(ELEMENT_MAX["e4m3"])
+_E2M1_MAX = tl.constexpr(ELEMENT_MAX["e2m1"])
+
+
+@dataclass(frozen=True, slots=True)
+class RecordConstants:
+    """A record format as compile-time constants: CODED channels in tiles, the rest bf16."""
+
+    ELEMENT: str
+    SCALE: str
+    CODED: int
+    TILE: int
+    FLOOR: float
+    GLOBAL_SCALE: float
+    PAD: int
+    DATA_BYTES: int
+    SCALE_BYTES: int
+
+
+def record_constants(record: RecordFormat) -> RecordConstants:
+    """Raises SchemaError for a format with another shape than [one coded part][bf16 part]."""
+    coded = [part for part in record.parts if part.code is not None]
+    if len(coded) > 1 or (coded and coded[0].start != 0):
+        raise SchemaError(
+            f"the kernels store one coded part followed by bf16 channels; {record.name} has "
+            f"{len(coded)} coded parts"
+        )
+    if not coded:
+        return RecordConstants("none", "none", 0, 1, 0.0, 1.0, 0, record.data_row_bytes, 0)
+    code = coded[0].code
+    assert code is not None
+    return RecordConstants(
+        ELEMENT=code.element,
+        SCALE=code.scale,
+        CODED=coded[0].width,
+        TILE=code.tile,
+        FLOOR=code.amax_floor * code.global_scale,
+        GLOBAL_SCALE=code.global_scale,
+        PAD=record.scale_pad_bytes,
+        DATA_BYTES=record.data_row_bytes,
+        SCALE_BYTES=record.scale_row_bytes,
+    )
+
+
+@triton.jit
+def store_record(x, data_ptr, scale_ptr, WIDTH: tl.constexpr, R: tl.constexpr):
+    """Encodes WIDTH bf16 values (as fp32) into one data row and one scale row of uint8."""
+    ELEMENT: tl.constexpr = R.ELEMENT
+    SCALE: tl.constexpr = R.SCALE
+    CODED: tl.constexpr = R.CODED
+    TILE: tl.constexpr = R.TILE
+    FLOOR: tl.constexpr = R.FLOOR
+    GLOBAL_SCALE: tl.constexpr = R.GLOBAL_SCALE
+    PAD: tl.constexpr = R.PAD
+    channel = tl.arange(0, WIDTH)
+    if ELEMENT == "none":
+        tl.store(data_ptr.to(tl.pointer_type(tl.uint16)) + channel, bf16_bits(x))
+    else:
+        LARGEST: tl.constexpr = _E4M3_MAX if ELEMENT == "e4m3" else _E2M1_MAX
+        # a tile that is not a power of two is the whole coded part (fp8_row): one tile, masked
+        SPAN: tl.constexpr = TILE if (TILE & (TILE - 1)) == 0 else WIDTH
+        TILES: tl.constexpr = WIDTH // SPAN
+        value = tl.where(channel < CODED, x, 0.0)
+        nan = tl.reshape(value != value, [TILES, SPAN])
+        tiles = tl.reshape(finite(value), [TILES, SPAN])
+        amax = tl.maximum(tl.max(tl.abs(tiles), axis=1), FLOOR)
+        tile = tl.arange(0, TILES)
+        tile_live = tile * SPAN < CODED
+        if SCALE == "ue8m0":
+            exponent = exponent_at_least(amax * (1.0 / LARGEST))
+            inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+            scaled = tiles * inverse[:, None]
+            if ELEMENT == "e2m1":
+                tile_nan = tl.max(nan.to(tl.int32), axis=1)
+                exponent = tl.where(tile_nan != 0, 0xFF, exponent)
+            tl.store(scale_ptr + tile, exponent.to(tl.uint8), mask=tile_live)
+        elif SCALE == "e4m3":
+            ratio = tl.div_rn(amax, LARGEST * GLOBAL_SCALE)
+            code = e4m3_bits(tl.minimum(ratio, _E4M3_MAX))
+            scaled = tl.div_rn(
+                tiles, tl.broadcast_to((e4m3_value(code) * GLOBAL_SCALE)[:, None], tiles.shape)
+            )
+            if ELEMENT == "e2m1":
+                tile_nan = tl.max(nan.to(tl.int32), axis=1)
+                code = tl.where(tile_nan != 0, 0x7F, code).to(tl.uint8)
+            tl.store(scale_ptr + tile, code, mask=tile_live)
+        else:
+            ratio = tl.div_rn(amax, LARGEST)
+            scaled = tl.div_rn(tiles, tl.broadcast_to(ratio[:, None], tiles.shape))
+            tl.store(scale_ptr.to(tl.pointer_type(tl.float32)) + tile, ratio, mask=tile_live)
+        if PAD > 0:
+            pad = tl.arange(0, 8)
+            tl.store(
+                scale_ptr + R.SCALE_BYTES - PAD + pad, tl.zeros([8], dtype=tl.uint8), mask=pad < PAD
+            )
+        scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
+        if ELEMENT == "e4m3":
+            codes = tl.where(nan, 0x7F, e4m3_bits(scaled)).to(tl.uint8)
+            tl.store(data_ptr + channel, tl.reshape(codes, [WIDTH]), mask=channel < CODED)
+            if CODED < WIDTH:
+                tl.store(
+                    (data_ptr + CODED).to(tl.pointer_type(tl.uint16)) + channel - CODED,
+                    bf16_bits(x),
+                    mask=channel >= CODED,
+                )
+        else:
+            pairs = tl.reshape(e2m1_code(scaled), [WIDTH // 2, 2])
+            low, high = tl.split(pairs)
+            packed = (low | (high << 4)).to(tl.uint8)
+            tl.store(data_ptr + tl.arange(0, WIDTH // 2), packed)

@@ -1,0 +1,236 @@
+"""What a cache costs and what fits, answered before anything is allocated. Torch-free.
+
+Two figures are kept apart throughout, because folding one into the other makes both wrong:
+
+    bytes_per_token     what one more token of context costs (blocks)
+    bytes_per_request   what a live request costs at any length (its slot, its row of block ids)
+
+A plan is exact: `Plan.budget` counts the arenas and the block table that
+`KVCacheManager.from_budget(schema, plan.budget)` allocates, to the byte. The manager's step buffers
+grow with its max_step_tokens, not with requests or context, and are not in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
+from dsv4.errors import InvalidInput, PoolTooSmall
+
+Question = Literal["bytes", "memory", "requests", "context", "fits"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The sizes of a schema and the answer to one question about it.
+
+    `question` names what was asked for: nothing ("bytes"), the "memory", the "requests" or the
+    "context" that the other two allow, or whether all three "fits" together. `memory_bytes` is what
+    was given; `context_tokens` and `requests` are given or found. `request_bytes` is one request of
+    that context and `needed_bytes` all of them. `budget` says what to allocate: all memory given
+    that makes whole blocks, so it can hold more blocks than the requests need. It is None when
+    nothing was asked, and when the answer is that it does not fit.
+    """
+
+    model: str
+    fingerprint: str
+    formats: dict[str, str]
+    max_context_tokens: int
+    max_draft_tokens: int
+    block_tokens: int
+    bytes_per_token: float
+    bytes_per_request: int
+    block_bytes: int
+    slot_bytes: int
+    block_table_row_bytes: int
+    bytes_by_kind: dict[str, dict[str, int]]
+
+    question: Question
+    memory_bytes: int | None = None
+    context_tokens: int | None = None
+    requests: int | None = None
+    request_bytes: int | None = None
+    needed_bytes: int | None = None
+    fits: bool | None = None
+    budget: BlockBudget | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain values for JSON; the budget gets its total_bytes."""
+        result = asdict(self)
+        if self.budget is not None:
+            result["budget"]["total_bytes"] = self.budget.total_bytes
+        return result
+
+
+def plan(
+    schema: CacheSchema,
+    *,
+    memory_bytes: int | None = None,
+    context_tokens: int | None = None,
+    requests: int | None = None,
+) -> Plan:
+    """Answers what is missing from memory, context and requests.
+
+        nothing given               the sizes only
+        memory, context             how many requests of that context fit at once
+        memory, requests            the largest context that all of them may have at once
+        context, requests           the memory they need
+        memory, context, requests   whether they fit, and what they need
+
+    Where it is not the question, a context left out is the schema's max_context and a number of
+    requests left out is 1. Allocates nothing. Raises PoolTooSmall, with the minimum, when the
+    memory cannot hold even one request of the context (or, with the context in question, one block
+    for each request), and InvalidInput for counts below 1 and contexts past max_context.
+    """
+    _require_count("memory_bytes", memory_bytes)
+    _require_count("context_tokens", context_tokens)
+    _require_count("requests", requests)
+    _require_context(schema, context_tokens)
+    if memory_bytes is None and context_tokens is None and requests is None:
+        return _plan(schema, question="bytes")
+    if memory_bytes is None:
+        return _plan_memory(schema, context_tokens or schema.max_context, requests or 1)
+    if requests is None:
+        return _plan_requests(schema, memory_bytes, context_tokens or schema.max_context)
+    if context_tokens is None:
+        return _plan_context(schema, memory_bytes, requests)
+    return _plan_fits(schema, memory_bytes, context_tokens, requests)
+
+
+def _plan_memory(schema: CacheSchema, context_tokens: int, requests: int) -> Plan:
+    needed_bytes = requests * schema.request_bytes(context_tokens)
+    return _plan(
+        schema,
+        question="memory",
+        context_tokens=context_tokens,
+        requests=requests,
+        budget=compute_block_budget(
+            schema, memory_bytes=needed_bytes, max_requests=requests, context=context_tokens
+        ),
+    )
+
+
+def _plan_requests(schema: CacheSchema, memory_bytes: int, context_tokens: int) -> Plan:
+    requests = memory_bytes // schema.request_bytes(context_tokens)
+    return _plan(
+        schema,
+        question="requests",
+        memory_bytes=memory_bytes,
+        context_tokens=context_tokens,
+        requests=requests,
+        # not even one: asking for one raises PoolTooSmall with the minimum
+        budget=compute_block_budget(
+            schema,
+            memory_bytes=memory_bytes,
+            max_requests=max(requests, 1),
+            context=context_tokens,
+        ),
+    )
+
+
+def _plan_context(schema: CacheSchema, memory_bytes: int, requests: int) -> Plan:
+    minimum_bytes = requests * schema.request_bytes(1)
+    if memory_bytes < minimum_bytes:
+        raise PoolTooSmall(
+            f"{memory_bytes:,} bytes cannot give each of {requests:,} requests its "
+            f"{schema.bytes_per_request:,} bytes and a first block of {schema.block_bytes:,}: give "
+            f"at least {minimum_bytes:,} bytes, or ask for fewer requests",
+            minimum_bytes=minimum_bytes,
+        )
+    budget = compute_block_budget(
+        schema, memory_bytes=memory_bytes, max_requests=requests, context=1
+    )
+    context_tokens = schema.max_context
+    if schema.block_bytes:  # a model of windows only needs no blocks, whatever the context
+        tokens_each = budget.num_blocks // requests * schema.block_tokens
+        context_tokens = min(context_tokens, tokens_each)
+    return _plan(
+        schema,
+        question="context",
+        memory_bytes=memory_bytes,
+        context_tokens=context_tokens,
+        requests=requests,
+        budget=budget,
+    )
+
+
+def _plan_fits(schema: CacheSchema, memory_bytes: int, context_tokens: int, requests: int) -> Plan:
+    compute_block_budget(  # raises when even one request is too many
+        schema, memory_bytes=memory_bytes, max_requests=1, context=context_tokens
+    )
+    fits = requests * schema.request_bytes(context_tokens) <= memory_bytes
+    return _plan(
+        schema,
+        question="fits",
+        memory_bytes=memory_bytes,
+        context_tokens=context_tokens,
+        requests=requests,
+        fits=fits,
+        budget=compute_block_budget(
+            schema, memory_bytes=memory_bytes, max_requests=requests, context=context_tokens
+        )
+        if fits
+        else None,
+    )
+
+
+def _plan(
+    schema: CacheSchema,
+    *,
+    question: Question,
+    memory_bytes: int | None = None,
+    context_tokens: int | None = None,
+    requests: int | None = None,
+    fits: bool | None = None,
+    budget: BlockBudget | None = None,
+) -> Plan:
+    request_bytes = None if context_tokens is None else schema.request_bytes(context_tokens)
+    needed_bytes = None
+    if request_bytes is not None and requests is not None:
+        needed_bytes = requests * request_bytes
+    return Plan(
+        model=schema.model.name,
+        fingerprint=schema.fingerprint,
+        formats={
+            "entries": schema.entry_format.name,
+            "window": schema.window_format.name,
+            "index_keys": schema.index_format.name,
+        },
+        max_context_tokens=schema.max_context,
+        max_draft_tokens=schema.max_draft_tokens,
+        block_tokens=schema.block_tokens,
+        bytes_per_token=schema.bytes_per_token,
+        bytes_per_request=schema.bytes_per_request,
+        block_bytes=schema.block_bytes,
+        slot_bytes=schema.slot_bytes,
+        block_table_row_bytes=schema.block_table_row_bytes,
+        bytes_by_kind=schema.bytes_by_kind(),
+        question=question,
+        memory_bytes=memory_bytes,
+        context_tokens=context_tokens,
+        requests=requests,
+        request_bytes=request_bytes,
+        needed_bytes=needed_bytes,
+        fits=fits,
+        budget=budget,
+    )
+
+
+def _require_count(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidInput(f"{name}={value!r}: must be a whole number of at least 1")
+
+
+def _require_context(schema: CacheSchema, context_tokens: int | None) -> None:
+    if context_tokens is None or context_tokens <= schema.max_context:
+        return
+    advice = "ask for less context"
+    if schema.max_context < schema.model.max_context:
+        advice += f", or build the schema with max_context up to {schema.model.max_context:,}"
+    raise InvalidInput(
+        f"context_tokens={context_tokens:,} is past the {schema.max_context:,} tokens that a "
+        f"request of this schema may have: {advice}"
+    )

@@ -1,0 +1,177 @@
+"""The write path of one layer in plain PyTorch: window rows, tails, closed groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.schema import Page
+from dsv4.cache.writes import CompressorWrite, StepTensors, WindowWrite
+from dsv4.reference.codec import encode
+from dsv4.reference.numerics import gated_pool, hadamard, rms_norm, rotate, to_bf16
+
+
+def append(
+    step: StepTensors, window: WindowWrite | None, compressors: Sequence[CompressorWrite]
+) -> None:
+    """Everything that one layer writes in a step. Groups are read before tails are overwritten."""
+    if window is not None:
+        append_window(step, window)
+    for write in compressors:
+        if write.compress:
+            compress_groups(step, write)
+        if write.write_tails:
+            write_tails(step, write)
+
+
+def append_window(step: StepTensors, window: WindowWrite) -> None:
+    """Quantises the step's newest rows into the ring, at position modulo its length."""
+    live = torch.nonzero(step.tokens[:, 3] == 1).flatten()
+    slot, position = step.tokens[live, 0].long(), step.tokens[live, 1].long()
+    rows = window.kv[live]
+    if window.norm is not None:
+        rows = rms_norm(rows, window.norm, step.rms_eps)
+        rows = rotate(rows, *_cos_sin(step.rope, position))
+    write_records(step.slot_arena, window.page, slot, position % window.page.rows, rows)
+
+
+def compress_groups(step: StepTensors, write: CompressorWrite) -> None:
+    """Pools every group that the step closes, and stores entry or key in its block."""
+    layout = write.layout
+    item, entry, slot, start, first_row = _closed_groups(write)
+    if not len(item):
+        return
+    values, logits, valid = _group_rows(step, write, entry, slot, start, first_row)
+    pooled = to_bf16(gated_pool(values, logits, valid))
+    entries = rms_norm(pooled, write.norm, step.rms_eps)
+    entries = rotate(entries, *_cos_sin(step.rope, entry * layout.ratio))
+    if layout.hadamard:
+        entries = hadamard(entries)
+    if write.dense is not None:
+        write.dense[item, entry - write.items[item, 4]] = entries
+        return
+    block_id = step.block_table[slot, entry // layout.page.rows].long()
+    write_records(step.block_arena, layout.page, block_id, entry % layout.page.rows, entries)
+
+
+def write_tails(step: StepTensors, write: CompressorWrite) -> None:
+    """The newest tokens' projections into the rings of the current and the previous stream."""
+    layout = write.layout
+    assert write.c is not None
+    assert write.z is not None
+    token = torch.nonzero(step.tokens[:, 0] >= 0).flatten()
+    slot, position = step.tokens[token, 0].long(), step.tokens[token, 1].long()
+    batch_row = step.tokens[token, 2].long()
+    end = (step.batch[batch_row, 1] + step.batch[batch_row, 2]).long()
+    biased = write.z[token] + write.ape[position % layout.ratio]
+    current = slice(layout.columns - layout.width, layout.columns)
+    for rows, columns, k_offset, z_offset in (
+        (layout.a_rows, current, layout.ka_offset_bytes, layout.za_offset_bytes),
+        (layout.b_rows, slice(0, layout.width), layout.kb_offset_bytes, layout.zb_offset_bytes),
+    ):
+        if not rows:
+            continue
+        keep = position >= end - rows
+        at = (slot[keep], position[keep] % rows)
+        _ring(step.slot_arena, k_offset, rows, layout.width)[at] = write.c[token[keep]][:, columns]
+        _ring(step.slot_arena, z_offset, rows, layout.width)[at] = biased[keep][:, columns]
+
+
+def write_records(
+    arena: Tensor, page: Page, arena_row: Tensor, page_row: Tensor, rows: Tensor
+) -> None:
+    """Encodes bf16 rows and puts them into pages: all data rows, then all scale rows."""
+    data, scales = encode(page.format, rows)
+    for offset, width, encoded in (
+        (page.offset_bytes, page.format.data_row_bytes, data),
+        (page.scale_offset_bytes, page.format.scale_row_bytes, scales),
+    ):
+        if width:
+            target = arena.as_strided(
+                (arena.shape[0], page.rows, width), (arena.stride(0), width, 1), offset
+            )
+            target[arena_row, page_row] = encoded
+
+
+def _closed_groups(write: CompressorWrite) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Item, entry, slot, start and first token row of every group that ends inside the step."""
+    items = write.items.long()
+    nth = torch.arange(2, device=items.device)
+    entry = items[:, 4, None] + nth
+    closed = (nth < items[:, 5, None]) & ((entry + 1) * write.layout.ratio <= items[:, 2, None])
+    item, which = torch.nonzero(closed & (items[:, :1] >= 0), as_tuple=True)
+    return item, entry[item, which], items[item, 0], items[item, 1], items[item, 3]
+
+
+def _group_rows(
+    step: StepTensors,
+    write: CompressorWrite,
+    entry: Tensor,
+    slot: Tensor,
+    start: Tensor,
+    first_row: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, biased logits and validity [groups, tokens pooled, …], previous stream first."""
+    layout = write.layout
+    streams = [(entry, layout.columns - layout.width, layout.a_rows, "a")]
+    if layout.overlap:
+        streams.insert(0, (entry - 1, 0, layout.b_rows, "b"))
+    values, logits, valid = [], [], []
+    for group, column, ring_rows, name in streams:
+        position = group[:, None] * layout.ratio + torch.arange(layout.ratio, device=entry.device)
+        k, z = _stream_rows(step, write, position, slot, start, first_row, column, ring_rows, name)
+        values.append(k)
+        logits.append(z)
+        valid.append(position >= 0)
+    return torch.cat(values, dim=1), torch.cat(logits, dim=1), torch.cat(valid, dim=1)
+
+
+def _stream_rows(
+    step: StepTensors,
+    write: CompressorWrite,
+    position: Tensor,
+    slot: Tensor,
+    start: Tensor,
+    first_row: Tensor,
+    column: int,
+    ring_rows: int,
+    stream: str,
+) -> tuple[Tensor, Tensor]:
+    layout = write.layout
+    offsets = {
+        "a": (layout.ka_offset_bytes, layout.za_offset_bytes),
+        "b": (layout.kb_offset_bytes, layout.zb_offset_bytes),
+    }[stream]
+    stored = None
+    if ring_rows:
+        at = (slot[:, None], position % ring_rows)
+        stored = [_ring(step.slot_arena, o, ring_rows, layout.width)[at] for o in offsets]
+    if write.c is None or write.z is None:
+        assert stored is not None
+        return stored[0], stored[1]
+    row = (first_row[:, None] + position - start[:, None]).clamp(0, write.c.shape[0] - 1)
+    columns = slice(column, column + layout.width)
+    fresh = [
+        write.c[row][..., columns],
+        (write.z[row] + write.ape[position % layout.ratio])[..., columns],
+    ]
+    if stored is None:
+        return fresh[0], fresh[1]
+    is_new = (position >= start[:, None]).unsqueeze(-1)
+    return torch.where(is_new, fresh[0], stored[0]), torch.where(is_new, fresh[1], stored[1])
+
+
+def _ring(slot_arena: Tensor, offset_bytes: int, rows: int, width: int) -> Tensor:
+    return slot_arena.view(torch.float32).as_strided(
+        (slot_arena.shape[0], rows, width),
+        (slot_arena.stride(0) // 4, width, 1),
+        offset_bytes // 4,
+    )
+
+
+def _cos_sin(table: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    rows = table[position]
+    half = table.shape[-1] // 2
+    return rows[..., :half], rows[..., half:]

@@ -1,0 +1,81 @@
+"""Bytes and token counts as people write them. Torch-free.
+
+Bytes know both families of units: GiB = 2^30, GB = 10^9. Tokens count in powers of two, as context
+lengths do: 128k = 131,072 and 1M = 1,048,576.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from dsv4.errors import InvalidInput
+
+_BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_BYTE_FACTORS: dict[str, int] = {
+    "": 1,
+    **{unit.lower(): 1024**power for power, unit in enumerate(_BINARY_UNITS)},
+    **{unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL_UNITS)},
+}
+_TOKEN_FACTORS: dict[str, int] = {"": 1, "k": 1024, "m": 1024**2}
+_QUANTITY = re.compile(r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
+_LONGEST_TEXT = 64
+
+
+def parse_bytes(text: str | int) -> int:
+    """Reads "80GiB", "80 GB", "1.5 TiB", "1_000_000" or a plain integer as bytes.
+
+    Case does not matter; a fraction of a byte is dropped ("1.1GiB" is 1,181,116,006). Raises
+    InvalidInput for anything else, "80G" included, because it could mean either family.
+    """
+    return _parse(text, _BYTE_FACTORS, what="bytes", example="80GiB, 80GB, 1.5TiB or 85899345920")
+
+
+def parse_tokens(text: str | int) -> int:
+    """Reads "1M" (1,048,576), "128k" (131,072), "1_000_000" or a plain integer as tokens.
+
+    Case does not matter; a fraction of a token is dropped. Raises InvalidInput for anything else.
+    """
+    return _parse(text, _TOKEN_FACTORS, what="tokens", example="1M, 128k or 1_000_000")
+
+
+def format_bytes(count_bytes: int) -> str:
+    """Bytes in the largest binary unit that keeps the number at 1 or more: "3.43 GiB"."""
+    _require_not_negative("count_bytes", count_bytes)
+    value, unit = float(count_bytes), 0
+    # 1023.995 would be shown as 1024.00, which is 1 of the next unit
+    while value >= 1023.995 and unit < len(_BINARY_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    digits = f"{value:,.2f}".rstrip("0").rstrip(".")
+    return f"{digits} {_BINARY_UNITS[unit]}"
+
+
+def format_tokens(tokens: int) -> str:
+    """Whole multiples with their unit ("128k", "1M"), everything else in full ("1,000,000")."""
+    _require_not_negative("tokens", tokens)
+    for suffix, factor in (("M", 1024**2), ("k", 1024)):
+        if tokens and tokens % factor == 0:
+            return f"{tokens // factor:,}{suffix}"
+    return f"{tokens:,}"
+
+
+def _parse(text: str | int, factors: dict[str, int], *, what: str, example: str) -> int:
+    if isinstance(text, int) and not isinstance(text, bool):
+        _require_not_negative(what, text)
+        return text
+    match = None
+    if isinstance(text, str) and len(text) <= _LONGEST_TEXT:
+        match = _QUANTITY.fullmatch(text.strip())
+    factor = factors.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise InvalidInput(f"{text!r} is not a number of {what}: write {example}")
+    count = Fraction(match[1]) * factor
+    if factor == 1 and count.denominator != 1:
+        raise InvalidInput(f"{text!r} is not a whole number of {what}: write {example}")
+    return int(count)
+
+
+def _require_not_negative(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidInput(f"{name}={value!r}: must be a whole number of at least 0")

@@ -1,0 +1,297 @@
+"""`dsv4 plan` as users and scripts see it: tables, JSON, errors, plots, and no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import dsv4
+from dsv4.cache.schema import CacheSchema
+from dsv4.cli import app
+from dsv4.errors import InvalidInput
+from dsv4.model import PRESETS
+from dsv4.planner import plan
+from dsv4.plotting import MissingExtra, plot_plan, requests_to_draw
+
+ROOT = Path(__file__).parents[1]
+FLASH = CacheSchema.build(PRESETS["v4-flash"])
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def run_json(*arguments: str) -> dict[str, Any]:
+    result = run("plan", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    parsed = json.loads(result.stdout)
+    assert isinstance(parsed, dict)
+    return parsed
+
+
+# ---- answers --------------------------------------------------------------------------------
+
+
+def test_json_is_the_plan() -> None:
+    found = run_json("v4-flash", "--memory", "80GiB", "--context", "1M")
+    expected = plan(FLASH, memory_bytes=80 * 2**30, context_tokens=1_048_576)
+    assert found == json.loads(json.dumps(expected.to_dict()))
+    assert found["bytes_per_token"] == 3518.0
+    assert found["bytes_per_request"] == 15_097_856
+    assert found["requests"] == 23
+
+
+def test_without_memory_only_bytes_are_answered() -> None:
+    found = run_json("v4-pro")
+    assert found["question"] == "bytes"
+    assert found["bytes_per_token"] <= 5_031.4375 * 1.01
+    assert (found["requests"], found["fits"], found["budget"]) == (None, None, None)
+    result = run("plan", "v4-pro")
+    assert result.exit_code == 0
+    assert f"{found['bytes_per_token']:,.2f}" in result.stdout
+    assert f"{found['bytes_per_request']:,}" in result.stdout
+    assert "room" not in result.stdout
+
+
+def test_every_option_reaches_the_schema() -> None:
+    found = run_json(
+        *("v4-flash", "--draft", "4", "--index-format", "fp8", "--record-format", "fp8_row"),
+        *("--block-tokens", "256"),
+    )
+    schema = CacheSchema.build(
+        PRESETS["v4-flash"],
+        max_draft_tokens=4,
+        index_format="fp8",
+        entry_format="fp8_row",
+        block_tokens=256,
+    )
+    assert found["fingerprint"] == schema.fingerprint
+    assert found["max_draft_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--memory", "80GiB"], "80 GiB has room for 23 requests of 1M tokens at once"),
+        (["--memory", "80GiB", "--requests", "23"], "23 requests of 1M tokens at once"),
+        (["--memory", "80GiB", "--context", "128k"], "180 requests of 128k tokens"),
+        (["--context", "1M"], "Memory for 1 request of 1M tokens: 3.45 GiB (3,703,988,224 bytes)"),
+        (["--memory", "80GiB", "--context", "1M", "--requests", "2"], "They fit."),
+        (
+            ["--memory", "80GiB", "--context", "1M", "--requests", "24"],
+            "80 GiB has no room for 24 requests of 1M tokens at once. The minimum is 82.79 GiB",
+        ),
+    ],
+)
+def test_the_answer_is_a_sentence(arguments: list[str], sentence: str) -> None:
+    result = run("plan", "v4-flash", *arguments)
+    assert result.exit_code == 0
+    assert sentence in result.stdout
+
+
+def test_a_config_file_is_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(
+            {
+                "dim": 4096,
+                "n_layers": 43,
+                "n_heads": 64,
+                "compress_ratios": [0, 0] + [4, 128] * 20 + [4] + [0],
+            }
+        )
+    )
+    assert run_json(str(path))["fingerprint"] == FLASH.fingerprint
+
+
+def test_a_model_name_with_markup_is_printed_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    config = {
+        "model_type": "deepseek_v4",
+        "_name_or_path": "[bold]mine[/oops]",
+        "num_hidden_layers": 1,
+        "hidden_size": 64,
+        "num_attention_heads": 1,
+        "head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "index_n_heads": 1,
+        "index_head_dim": 32,
+        "index_topk": 8,
+        "sliding_window": 8,
+        "max_position_embeddings": 1024,
+        "compress_ratios": [4],
+    }
+    path.write_text(json.dumps(config))
+    result = run("plan", str(path), "--block-tokens", "16")
+    assert result.exit_code == 0
+    assert "[bold]mine[/oops]" in result.stdout
+
+
+def test_map_prints_every_plane() -> None:
+    schema = CacheSchema.build(PRESETS["tiny"])
+    result = run("plan", "tiny", "--map")
+    assert schema.byte_map("block") in result.stdout
+    assert schema.byte_map("slot") in result.stdout
+    found = run_json("tiny", "--map")["byte_map"]
+    assert found["block"] == schema.byte_map("block").splitlines()
+    assert found["slot"] == schema.byte_map("slot").splitlines()
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"dsv4 {dsv4.__version__}\n")
+
+
+# ---- errors ---------------------------------------------------------------------------------
+
+ERRORS = [
+    (["v4-flush"], "ConfigError", "v4-flash"),
+    (["v4.1-flash"], "ConfigError", "unknown preset"),
+    (["absent.json"], "ConfigError", "cannot read absent.json"),
+    (["v4-flash", "--memory", "lots"], "InvalidInput", "'lots'"),
+    (["v4-flash", "--memory", "-5"], "InvalidInput", "'-5'"),
+    (["v4-flash", "--memory", "nan"], "InvalidInput", "'nan'"),
+    (["v4-flash", "--context", "inf"], "InvalidInput", "'inf'"),
+    (["v4-flash", "--context", "2M"], "InvalidInput", "1,048,576"),
+    (["v4-flash", "--context", "0"], "InvalidInput", "context_tokens=0"),
+    (["v4-flash", "--requests", "0"], "InvalidInput", "requests=0"),
+    (["v4-flash", "--memory", "1GiB"], "PoolTooSmall", "3,703,988,224"),
+    (["v4-flash", "--block-tokens", "100"], "SchemaError", "multiple of 128"),
+    (["v4-flash", "--index-format", "fp3"], "SchemaError", "mxfp4"),
+    (["v4-flash", "--record-format", "fp3"], "SchemaError", "fp8_ds"),
+    (["v4-flash", "--draft", "-1"], "InvalidInput", "max_draft_tokens=-1"),
+    (["v4-flash", "--plot", "no/such/folder/plot.png"], "InvalidInput", "no/such/folder"),
+    (["v4-flash", "--plot", "plot.nonsense"], "InvalidInput", "plot.nonsense"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "kind", "message"), ERRORS)
+def test_an_error_is_one_line_on_stderr(arguments: list[str], kind: str, message: str) -> None:
+    result = run("plan", *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"{kind}: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("arguments", "kind", "message"), ERRORS)
+def test_an_error_in_json_is_an_object_on_stdout(
+    arguments: list[str], kind: str, message: str
+) -> None:
+    result = run("plan", *arguments, "--json")
+    assert result.exit_code == 2
+    assert result.stderr == ""
+    report = json.loads(result.stdout)
+    assert report["type"] == kind
+    assert message in report["error"]
+
+
+def test_too_little_memory_tells_scripts_the_minimum() -> None:
+    result = run("plan", "v4-flash", "--memory", "1GiB", "--json")
+    assert json.loads(result.stdout)["minimum_bytes"] == 3_703_988_224
+
+
+# ---- without torch, without matplotlib ------------------------------------------------------
+
+
+def in_process_without(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command where importing `module` fails as if it were not installed."""
+    code = (
+        "import sys\n"
+        "class Blocker:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.split('.')[0] == {module!r}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}')\n"
+        "sys.meta_path.insert(0, Blocker())\n"
+        "try:\n"
+        f"    import {module}\n"
+        "    sys.exit('the blocker does not block')\n"
+        "except ModuleNotFoundError:\n"
+        "    pass\n"
+        "from dsv4.cli import app\n"
+        f"app({list(arguments)!r})\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+
+
+def test_plan_runs_without_torch() -> None:
+    result = in_process_without(
+        "torch", "plan", "v4-flash", "--memory", "80GiB", "--context", "1M", "--json"
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["requests"] == 23
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    result = in_process_without("matplotlib", "plan", "tiny", "--plot", str(path))
+    assert result.returncode == 2
+    assert "dsv4[plot]" in result.stderr
+    assert result.stderr.startswith("MissingExtra: ")
+    assert "Traceback" not in result.stderr
+    assert not path.exists()
+    assert issubclass(MissingExtra, ImportError)
+
+
+# ---- plots ----------------------------------------------------------------------------------
+
+
+def test_plot_is_written_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    result = run("plan", "v4-flash", "--memory", "80GiB", "--requests", "256", "--plot", str(path))
+    assert result.exit_code == 0
+    assert f"plot written to {path}" in result.stdout
+    assert path.read_bytes().startswith(PNG)
+
+
+def test_plot_says_what_it_shows(tmp_path: Path) -> None:
+    path = tmp_path / "plot.svg"
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
+        plot_plan(FLASH, path, memory_bytes=80 * 2**30, requests=(1, 64))
+    drawn = path.read_text()
+    for text in ("v4-flash", "3,518 bytes a token", "64 requests", "1 request", "80 GiB", "128k"):
+        assert text in drawn
+    for text in ("context of each request (tokens)", "KV cache memory", "1M", "64 GiB"):
+        assert text in drawn
+
+
+@pytest.mark.parametrize("max_context", [1, 100, 1024, 1025])
+def test_short_contexts_can_be_drawn(tmp_path: Path, max_context: int) -> None:
+    schema = CacheSchema.build(PRESETS["tiny"], max_context=max_context)
+    path = tmp_path / "plot.png"
+    plot_plan(schema, path, memory_bytes=1)
+    assert path.read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("requests", [(), (0,), (-1,), (1.5,), (True,)])
+def test_nothing_is_not_drawn(tmp_path: Path, requests: tuple[Any, ...]) -> None:
+    path = tmp_path / "plot.png"
+    with pytest.raises(InvalidInput):
+        plot_plan(FLASH, path, requests=requests)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "curves"),
+    [
+        (None, (1, 4, 16, 64)),
+        (16, (1, 4, 16, 64)),
+        (23, (1, 4, 23, 64)),
+        (256, (1, 4, 16, 64, 256)),
+        (1, (1, 4, 16, 64)),
+    ],
+)
+def test_the_asked_curve_replaces_its_neighbour(asked: int | None, curves: tuple[int, ...]) -> None:
+    assert requests_to_draw(asked) == curves

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv4.errors import InvalidInput
+from dsv4.units import format_bytes, format_tokens, parse_bytes, parse_tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "count_bytes"),
+    [
+        ("80GiB", 80 * 2**30),
+        ("80GB", 80 * 10**9),
+        ("80 gib", 80 * 2**30),
+        ("  1.5 TiB ", 3 * 2**39),
+        ("1kB", 1000),
+        ("1KiB", 1024),
+        ("2PiB", 2**51),
+        ("584B", 584),
+        ("0", 0),
+        ("85899345920", 85_899_345_920),
+        ("1_000_000", 1_000_000),
+        ("1.1GiB", 1_181_116_006),  # 1,181,116,006.4: the fraction of a byte is dropped
+        (85_899_345_920, 85_899_345_920),
+    ],
+)
+def test_bytes_are_read_exactly(text: str | int, count_bytes: int) -> None:
+    assert parse_bytes(text) == count_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("1M", 1_048_576),
+        ("1m", 1_048_576),
+        ("128k", 131_072),
+        ("128 K", 131_072),
+        ("1.5k", 1536),
+        ("1_000_000", 1_000_000),
+        ("7", 7),
+        (7, 7),
+    ],
+)
+def test_tokens_count_in_powers_of_two(text: str | int, tokens: int) -> None:
+    assert parse_tokens(text) == tokens
+
+
+GARBAGE = [
+    "",
+    "   ",
+    "GiB",
+    "-1",
+    "-1GiB",
+    "+1",
+    "nan",
+    "inf",
+    "-inf",
+    "1e9",
+    "0x10",
+    "1.2.3",
+    "1.",
+    ".5",
+    "1__0",
+    "_1",
+    "1_",
+    "1,000",
+    "1.5",
+    "8 0",
+    "\u0661\u0662",  # digits, but not ours
+    "9" * 5000,
+    -1,
+    True,
+    1.5,
+    float("nan"),
+    float("inf"),
+    None,
+    b"80GiB",
+]
+
+
+@pytest.mark.parametrize("parse", [parse_bytes, parse_tokens])
+@pytest.mark.parametrize("garbage", GARBAGE, ids=lambda value: repr(value)[:12])
+def test_garbage_is_refused_with_an_example(parse, garbage) -> None:
+    with pytest.raises(InvalidInput):
+        parse(garbage)
+
+
+def test_units_of_one_kind_are_not_units_of_the_other() -> None:
+    with pytest.raises(InvalidInput, match="80GiB"):
+        parse_bytes("80G")  # GiB or GB? better to ask
+    with pytest.raises(InvalidInput, match="128k"):
+        parse_tokens("1GiB")
+
+
+@pytest.mark.parametrize(
+    ("count_bytes", "text"),
+    [
+        (0, "0 B"),
+        (584, "584 B"),
+        (1023, "1,023 B"),
+        (1024, "1 KiB"),
+        (1024**2 - 1, "1 MiB"),  # never "1024 KiB"
+        (15_097_856, "14.4 MiB"),
+        (80 * 2**30, "80 GiB"),
+        (3_684_958_208, "3.43 GiB"),
+        (2**60, "1,024 PiB"),
+    ],
+)
+def test_bytes_are_shown_in_the_largest_unit(count_bytes: int, text: str) -> None:
+    assert format_bytes(count_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (0, "0"),
+        (128, "128"),
+        (1024, "1k"),
+        (131_072, "128k"),
+        (1_048_576, "1M"),
+        (1_000_000, "1,000,000"),
+    ],
+)
+def test_tokens_are_shown_exactly(tokens: int, text: str) -> None:
+    assert format_tokens(tokens) == text
+
+
+@pytest.mark.parametrize("format_count", [format_bytes, format_tokens])
+@pytest.mark.parametrize("value", [-1, 1.0, float("nan"), True])
+def test_only_counts_are_shown(format_count, value) -> None:
+    with pytest.raises(InvalidInput):
+        format_count(value)
+
+
+@given(st.integers(0, 2**40))
+def test_what_is_shown_of_tokens_reads_back(tokens: int) -> None:
+    assert parse_tokens(format_tokens(tokens).replace(",", "_")) == tokens
+
+
+@given(st.integers(0, 2**59))
+def test_what_is_shown_of_bytes_is_off_by_half_a_percent_at_most(count_bytes: int) -> None:
+    shown = parse_bytes(format_bytes(count_bytes).replace(",", "_"))
+    assert abs(shown - count_bytes) <= 0.005 * count_bytes + 1
