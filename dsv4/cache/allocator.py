@@ -1,7 +1,8 @@
 """Who owns which block: a free list with reference counts.
 
 Blocks are taken and given back only between captured graphs. The order is deterministic: the block
-that was freed last is taken first, and a fresh pool hands out 0, 1, 2, …
+that was freed last is taken first (of one release: in its order), and a fresh pool hands out
+0, 1, 2, …
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class BlockAllocator:
         `asker_blocks` is what the asker would hold in all (default: just these), so that the error
         can tell "wait" from "never".
         """
-        if count < 0:
-            raise InvalidInput(f"cannot take {count} blocks: give a count of 0 or more")
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise InvalidInput(f"cannot take {count!r} blocks: give a whole number, 0 or more")
         if count > self.free:
             raise OutOfBlocks(
                 needed=count,
@@ -92,8 +93,9 @@ class BlockAllocator:
                     f"block {block_id} has {references} references and stands {listed[block_id]} "
                     f"times in the free list: the allocator's own state is broken"
                 )
-        if len(listed) != len(self._free) or len(self._free) > self.total:
-            raise Dsv4Error(f"{len(self._free)} free entries in a pool of {self.total} blocks")
+        unknown = [block_id for block_id in listed if not 0 <= block_id < self.total]
+        if unknown:
+            raise Dsv4Error(f"ids {unknown[:8]} in the free list of a pool of {self.total} blocks")
 
     def _known(self, block_id: int) -> int:
         if not 0 <= block_id < self.total:

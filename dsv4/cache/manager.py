@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dsv4.backend import BackendName, load_backend
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.arena import Arena
 from dsv4.cache.handle import LayerCacheHandle
@@ -19,7 +20,7 @@ from dsv4.cache.prepare_forward import (
     StepBuffers,
     check_step,
     fill_new_blocks,
-    fill_step,
+    make_plan,
 )
 from dsv4.cache.request import Request
 from dsv4.cache.schema import BlockBudget, CacheSchema
@@ -85,17 +86,20 @@ class KVCacheManager:
         max_requests: int,
         max_step_tokens: int = 8192,
         device: torch.device | str = "cpu",
+        backend: BackendName | None = None,
     ) -> None:
         for name, value in (
             ("num_blocks", num_blocks),
             ("max_requests", max_requests),
             ("max_step_tokens", max_step_tokens),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidInput(f"{name}={value!r}: must be a whole number of at least 1")
+            least = 0 if name == "num_blocks" and not schema.block_bytes else 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InvalidInput(f"{name}={value!r}: must be a whole number of at least {least}")
         self.schema = schema
         self.device = torch.device(device)
         self.max_requests = max_requests
+        self.backend = load_backend(backend, self.device)
         self.allocator = BlockAllocator(num_blocks)
         self.block_arena = Arena(schema, "block", num_blocks, self.device)
         self.slot_arena = Arena(schema, "slot", max_requests, self.device)
@@ -122,6 +126,7 @@ class KVCacheManager:
                 slot_arena=self.slot_arena.bytes,
                 block_table=self.block_table,
                 buffers=self.buffers,
+                backend=self.backend,
             )
             for layer in range(len(schema.layers))
         )
@@ -141,6 +146,7 @@ class KVCacheManager:
         """Whether `admit_request(tokens)` would succeed now."""
         return (
             bool(self._free_slots)
+            and isinstance(tokens, int)
             and 0 <= tokens <= self.schema.max_context
             and self.allocator.can_take(self.schema.blocks_for(tokens))
         )
@@ -200,7 +206,7 @@ class KVCacheManager:
     def block_id(self, request: Request, block: int) -> int:
         """The physical block behind the request's block `block`."""
         self._check_live(request)
-        if not 0 <= block < len(request.block_ids):
+        if not isinstance(block, int) or not 0 <= block < len(request.block_ids):
             raise InvalidInput(
                 f"block {block} is past the table of this request, which holds "
                 f"{len(request.block_ids)} blocks: extend it first"
@@ -243,35 +249,28 @@ class KVCacheManager:
         if self._open_plan is not None:
             raise PlanError("the previous plan is still open: commit or abandon it first")
         requests, starts, counts = self._checked_steps(steps)
-        padded_tokens, padded_requests = check_step(
-            self.buffers, counts, pad_tokens=pad_tokens, pad_requests=pad_requests
+        check_step(
+            self.schema, self.buffers, counts, pad_tokens=pad_tokens, pad_requests=pad_requests
         )
         ends = starts + counts
         self._take_blocks(requests, ends)
         self.buffers.clear()
         new_blocks = fill_new_blocks(self.schema, self.buffers, requests, ends)
-        items = fill_step(self.schema, self.buffers, requests, starts, counts)
+        plan = make_plan(
+            self.schema,
+            self.buffers,
+            requests,
+            starts,
+            counts,
+            serial=self._next_serial,
+            pad_tokens=pad_tokens,
+            pad_requests=pad_requests,
+        )
         self.buffers.send()
         if new_blocks:
             self.block_table.view(-1).index_copy_(
                 0, self.buffers.new_block_at[:new_blocks], self.buffers.new_block_id[:new_blocks]
             )
-        padding = pad_tokens is not None or pad_requests is not None
-        padded_items = {
-            ratio: self.buffers.max_items(ratio, tokens=padded_tokens, requests=padded_requests)
-            if padding
-            else count
-            for ratio, count in items.items()
-        }
-        plan = ForwardPlan(
-            requests=requests,
-            starts=starts,
-            counts=counts,
-            serial=self._next_serial,
-            padded_tokens=padded_tokens,
-            padded_requests=padded_requests,
-            padded_items=padded_items,
-        )
         self._next_serial += 1
         self._open_plan = plan
         return plan
@@ -279,7 +278,7 @@ class KVCacheManager:
     def acquire(self, layer: int, plan: ForwardPlan | None = None) -> LayerCacheHandle:
         """The handle of one layer, bound to an open plan. Allocates nothing; the same object each
         time. Without a plan it only reads."""
-        if not 0 <= layer < len(self._handles):
+        if not isinstance(layer, int) or not 0 <= layer < len(self._handles):
             raise InvalidInput(f"layer {layer} of a model with {len(self._handles)} layers")
         if plan is not None:
             self._check_open(plan)
@@ -294,7 +293,10 @@ class KVCacheManager:
         `schema.max_rollback_tokens` of a request may be rejected. Raises PlanError.
         """
         self._check_open(plan)
-        kept = plan.counts if accepted is None else np.asarray(accepted)
+        try:
+            kept = plan.counts if accepted is None else np.asarray(accepted)
+        except ValueError:
+            kept = np.empty(0, dtype=np.float64)
         if kept.shape != plan.counts.shape or (kept.size and kept.dtype.kind not in "iu"):
             raise PlanError(
                 f"accepted must be {len(plan.counts)} whole numbers, one a request, "
@@ -322,11 +324,11 @@ class KVCacheManager:
     def abandon(self, plan: ForwardPlan) -> None:
         """The step did not happen and no layer appended it; lengths stay."""
         self._check_open(plan)
-        if plan.appended_layers and plan.widest > self.schema.max_rollback_tokens:
+        if plan.appended_layers and not plan.narrow:
             raise PlanError(
-                f"layers {sorted(plan.appended_layers)[:4]} already wrote {plan.widest} tokens of "
-                f"a request, more than the {self.schema.max_rollback_tokens} that can be undone: "
-                f"commit the plan, or release its requests"
+                f"layers {sorted(plan.appended_layers)[:4]} already wrote {plan.counts.max()} "
+                f"tokens of a request, more than the {self.schema.max_rollback_tokens} that can be "
+                f"undone: commit the plan, or release its requests"
             )
         self._close(plan)
 
@@ -384,8 +386,8 @@ class KVCacheManager:
             raise ContextOverflow(asked_tokens=tokens, max_context_tokens=self.schema.max_context)
 
     def _check_live(self, request: Request) -> None:
-        if request.manager_key is not self:
-            raise RequestError("this request was admitted by another manager")
+        if not isinstance(request, Request) or request.manager_key is not self:
+            raise RequestError("this is not a request that this manager admitted")
         if request.released:
             raise RequestError(f"request {request.serial} has been released already")
 
@@ -412,9 +414,8 @@ class KVCacheManager:
                 raise PlanError(f"{count!r} new tokens for a request: give a count of 0 or more")
             if len(step) == 3 and step[2] != request.length:
                 raise PlanError(
-                    f"a step that starts at position {step[2]} would "
-                    f"{'skip' if step[2] > request.length else 'repeat'} tokens: the request has "
-                    f"{request.length}"
+                    f"a step that starts at position {step[2]!r} would skip or repeat tokens: the "
+                    f"request has {request.length}"
                 )
             self._check_context(request.length + count)
         starts = np.fromiter((r.length for r in requests), dtype=np.int64, count=len(requests))

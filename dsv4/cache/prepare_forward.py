@@ -25,12 +25,16 @@ I64 = NDArray[np.int64]
 #   slot, start position, tokens, first row in the step's token tensors
 BATCH_COLUMNS = 4
 # columns of StepBuffers.tokens, one row a token:
-#   slot, position, batch row, 1 if the window ring keeps it
+#   slot, position, batch row
 TOKEN_COLUMNS = 4
+# columns of StepBuffers.window, one row a token that the window ring keeps:
+#   slot, position, token row
+WINDOW_COLUMNS = 4
 # columns of StepBuffers.groups[ratio], one row a work item of a compressor:
-#   slot, start position, end position, first token row, first entry, entries, 1 if the request's
-#   first item. That one also writes the tails, after it has read what they hold; with overlap the
-#   group behind it reads them too, so it takes two.
+#   slot, start position, end position, first token row, first entry, entries, 1 if it writes the
+#   tails. In a narrow step items are the groups that close. In a wide one the first item of each
+#   request also writes the tails, after it has read what they hold; with overlap the group behind
+#   it reads them too, so it takes both.
 GROUP_COLUMNS = 8
 
 
@@ -48,8 +52,10 @@ class StepBuffers:
         sizes: list[tuple[str, int, int]] = [
             ("new_block_at", self.max_new_blocks, 2),  # int64 offsets into the block table, first
             ("new_block_id", self.max_new_blocks, 1),
+            ("counts", len(self.ratios), 1),
             ("batch", max_requests, BATCH_COLUMNS),
             ("tokens", max_tokens, TOKEN_COLUMNS),
+            ("window", max_tokens, WINDOW_COLUMNS),
         ]
         for ratio in self.ratios:
             rows = self.max_items(ratio, tokens=max_tokens, requests=max_requests)
@@ -68,7 +74,9 @@ class StepBuffers:
             at += -(-rows * columns // 8) * 8
         self.host = host
         self.batch, self.tokens = on_device["batch"], on_device["tokens"]
+        self.window = on_device["window"]
         self.groups = {ratio: on_device[f"groups_{ratio}"] for ratio in self.ratios}
+        self.counts = {ratio: on_device["counts"][i] for i, ratio in enumerate(self.ratios)}
         self.new_block_at = on_device["new_block_at"].view(torch.int64).flatten()
         self.new_block_id = on_device["new_block_id"].flatten()
         most_items = max((rows for name, rows, _ in sizes if name.startswith("groups")), default=1)
@@ -103,16 +111,20 @@ class ForwardPlan:
     """One step: `counts[i]` new tokens of `requests[i]`, the first at `starts[i]`.
 
     The tokens of a step lie one after the other in the order of the requests; `num_tokens` rows in
-    all, then padding up to `padded_tokens`. Kernels are launched for the padded sizes.
+    all, then padding up to `padded_tokens`. The index tensors are cut to the padded sizes, for
+    which kernels are launched. A step is `narrow` if no request has more tokens than its rings can
+    lose; only then may it be padded, and so captured.
     """
 
     requests: tuple[Request, ...]
     starts: I64
     counts: I64
     serial: int
-    padded_tokens: int
-    padded_requests: int
-    padded_items: dict[int, int]
+    narrow: bool
+    batch: Tensor
+    tokens: Tensor
+    window: Tensor
+    items: dict[int, Tensor]
     done: bool = False
     appended_layers: set[int] = field(default_factory=set)
 
@@ -121,9 +133,50 @@ class ForwardPlan:
         return int(self.counts.sum())
 
     @property
-    def widest(self) -> int:
-        """The most tokens of one request in this step."""
-        return int(self.counts.max(initial=0))
+    def padded_tokens(self) -> int:
+        return self.tokens.shape[0]
+
+
+def make_plan(
+    schema: CacheSchema,
+    buffers: StepBuffers,
+    requests: tuple[Request, ...],
+    starts: I64,
+    counts: I64,
+    *,
+    serial: int,
+    pad_tokens: int | None,
+    pad_requests: int | None,
+) -> ForwardPlan:
+    """Fills the host buffer with a step and cuts the device's tensors to size.
+
+    Takes no blocks and copies nothing to the device.
+    """
+    window_rows, item_counts = fill_step(schema, buffers, requests, starts, counts)
+    tokens, batch_rows = int(counts.sum()), len(requests)
+    if pad_tokens is not None or pad_requests is not None:
+        tokens = tokens if pad_tokens is None else pad_tokens
+        batch_rows = batch_rows if pad_requests is None else pad_requests
+        window_rows = tokens
+        item_counts = {
+            ratio: buffers.max_items(ratio, tokens=tokens, requests=batch_rows)
+            for ratio in buffers.ratios
+        }
+    return ForwardPlan(
+        requests=requests,
+        starts=starts,
+        counts=counts,
+        serial=serial,
+        narrow=is_narrow(schema, counts),
+        batch=buffers.batch[:batch_rows],
+        tokens=buffers.tokens[:tokens],
+        window=buffers.window[:window_rows],
+        items={ratio: buffers.groups[ratio][:count] for ratio, count in item_counts.items()},
+    )
+
+
+def is_narrow(schema: CacheSchema, counts: I64) -> bool:
+    return bool(counts.max(initial=0) <= schema.max_rollback_tokens)
 
 
 def fill_step(
@@ -132,11 +185,9 @@ def fill_step(
     requests: Sequence[Request],
     starts: I64,
     counts: I64,
-) -> dict[int, int]:
-    """Writes a step into the host buffer. Returns how many work items each ratio has.
-
-    Takes no blocks and copies nothing to the device.
-    """
+) -> tuple[int, dict[int, int]]:
+    """Writes a step into the host buffer. Returns how many rows the window keeps, and how many
+    work items each ratio has."""
     host = buffers.host
     slots = np.fromiter((r.slot for r in requests), dtype=np.int64, count=len(requests))
     ends = starts + counts
@@ -145,26 +196,39 @@ def fill_step(
 
     row_of_token = np.repeat(np.arange(len(slots)), counts)
     position = np.arange(len(row_of_token)) - (first_rows - starts)[row_of_token]
-    keep = position >= ends[row_of_token] - schema.ring_rows
-    host["tokens"][: len(position)] = np.stack(
-        (slots[row_of_token], position, row_of_token, keep), axis=1
-    )
+    slot_of_token = slots[row_of_token]
+    host["tokens"][: len(position), :3] = np.stack((slot_of_token, position, row_of_token), axis=1)
+    kept = np.flatnonzero(position >= ends[row_of_token] - schema.ring_rows)
+    host["window"][: len(kept), :3] = np.stack((slot_of_token[kept], position[kept], kept), axis=1)
 
-    items: dict[int, int] = {}
-    for ratio in buffers.ratios:
-        first, last = starts // ratio, (ends - 1) // ratio
-        merged = 1 if ratio in buffers.overlapping_ratios else 0
-        touched = np.where(counts > 0, last - first + 1, 0)
-        per_request = np.minimum(touched, np.maximum(touched - merged, 1))
-        row = np.repeat(np.arange(len(slots)), per_request)
-        nth = np.arange(len(row)) - (np.cumsum(per_request) - per_request)[row]
-        entries = np.where(nth == 0, np.minimum(touched[row], 1 + merged), 1)
-        entry = first[row] + nth + np.where(nth > 0, merged, 0)
-        host[f"groups_{ratio}"][: len(row), :7] = np.stack(
-            (slots[row], starts[row], ends[row], first_rows[row], entry, entries, nth == 0), axis=1
+    narrow = is_narrow(schema, counts)
+    item_counts: dict[int, int] = {}
+    for nth_ratio, ratio in enumerate(buffers.ratios):
+        rows = _items(
+            slots, starts, ends, first_rows, ratio, ratio in buffers.overlapping_ratios, narrow
         )
-        items[ratio] = len(row)
-    return items
+        host[f"groups_{ratio}"][: len(rows), :7] = rows
+        host["counts"][nth_ratio] = item_counts[ratio] = len(rows)
+    return len(kept), item_counts
+
+
+def _items(
+    slots: I64, starts: I64, ends: I64, first_rows: I64, ratio: int, overlap: bool, narrow: bool
+) -> I64:
+    """The work items of one ratio's compressors in a step."""
+    first = starts // ratio
+    closed = ends // ratio - first
+    merged = 0 if narrow or not overlap else 1
+    # a wide step has at least one item a request, for the tails
+    per_request = closed if narrow else np.where(ends > starts, np.maximum(closed - merged, 1), 0)
+    row = np.repeat(np.arange(len(slots)), per_request)
+    nth = np.arange(len(row)) - (np.cumsum(per_request) - per_request)[row]
+    is_first = nth == 0
+    entry = first[row] + nth + np.where(is_first, 0, merged)
+    entries = np.where(is_first, 1 + merged, 1)
+    writes_tails = is_first & (not narrow)
+    columns = (slots[row], starts[row], ends[row], first_rows[row], entry, entries, writes_tails)
+    return np.stack(columns, axis=1)
 
 
 def fill_new_blocks(
@@ -189,27 +253,32 @@ def fill_new_blocks(
 
 
 def check_step(
+    schema: CacheSchema,
     buffers: StepBuffers,
     counts: I64,
     *,
     pad_tokens: int | None,
     pad_requests: int | None,
-) -> tuple[int, int]:
-    """The padded sizes of a step. Raises PlanError when it does not fit the buffers."""
-    tokens, requests = int(counts.sum()), len(counts)
-    padded_tokens = tokens if pad_tokens is None else pad_tokens
-    padded_requests = requests if pad_requests is None else pad_requests
+) -> None:
+    """Raises PlanError when a step does not fit the buffers, or its padding does not fit it."""
     for name, live, padded, most in (
-        ("tokens", tokens, padded_tokens, buffers.max_tokens),
-        ("requests", requests, padded_requests, buffers.max_requests),
+        ("tokens", int(counts.sum()), pad_tokens, buffers.max_tokens),
+        ("requests", len(counts), pad_requests, buffers.max_requests),
     ):
         if live > most:
             raise PlanError(
                 f"{live} {name} in one step, but the manager was built for {most}: "
                 f"split the step, or build it with a larger limit"
             )
-        if not live <= padded <= most:
+        if padded is None:
+            continue
+        if isinstance(padded, bool) or not isinstance(padded, int) or not live <= padded <= most:
             raise PlanError(
-                f"cannot pad {live} {name} to {padded}: the size must lie between {live} and {most}"
+                f"cannot pad {live} {name} to {padded!r}: the size must be a whole number between "
+                f"{live} and {most}"
             )
-    return padded_tokens, padded_requests
+        if not is_narrow(schema, counts):
+            raise PlanError(
+                f"a step with {counts.max()} tokens of one request cannot be padded: a graph "
+                f"holds at most {schema.max_rollback_tokens} a request (1 + max_draft_tokens)"
+            )

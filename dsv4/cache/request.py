@@ -11,7 +11,7 @@ class Request:
 
     Token positions, as the last commit left them:
       [0, length)              computed: entries in blocks, the rest in the slot
-      [length, capacity)       paid for: blocks are there, nothing is written
+      [length, end of blocks)  paid for: blocks are there, nothing is written
     """
 
     slot: int

@@ -451,6 +451,9 @@ class CacheSchema:
         return 1 + self.max_draft_tokens
 
     def blocks_for(self, tokens: int) -> int:
+        """A model of window-only layers keeps nothing in blocks and needs none."""
+        if not self.block_bytes:
+            return 0
         return -(-tokens // self.block_tokens)
 
     def request_bytes(self, tokens: int) -> int:

@@ -10,6 +10,28 @@ from dsv4.cache.schema import CompressorLayout, Page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompressorWeights:
+    """`ape` fp32 [ratio, columns] is added to the gate logits; `norm` fp32 [width]."""
+
+    ape: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """What of a layer's weights the cache applies.
+
+    `rope` is the table of dsv4.rope for this layer (`LayerSpec.yarn`). With `kv_norm` fp32
+    [head_dim] the layer hands over raw KV projections; without, KV after norm and RoPE.
+    """
+
+    rope: Tensor
+    compressor: CompressorWeights | None = None
+    index_compressor: CompressorWeights | None = None
+    kv_norm: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepTensors:
     """The arenas and a step's index tensors, cut to the padded sizes (prepare_forward.py names
     their columns). Rows of -1 are padding and write nothing.
@@ -24,6 +46,7 @@ class StepTensors:
     block_table: Tensor
     batch: Tensor
     tokens: Tensor
+    window: Tensor
     rope: Tensor
     rms_eps: float
     narrow: bool
@@ -45,13 +68,15 @@ class WindowWrite:
 class CompressorWrite:
     """fp32 projections `c`, `z` [tokens, columns] into tails and, where groups close, entries.
 
-    `items` is StepBuffers.groups of the ratio. Without `c` and `z` the groups are read from the
-    tails, which must hold the step's tokens already. `compress` and `write_tails` say which half
-    of the work to do. With `dense` [items, 2, width] closed entries go there and not into blocks.
+    `items` and `item_count` are StepBuffers.groups and .counts of the ratio. Without `c` and `z`
+    the groups are read from the tails, which must hold the step's tokens already. `compress` and
+    `write_tails` say which half of the work to do. With `dense` bf16 [items, width] the entries of
+    a narrow step go there and not into blocks.
     """
 
     layout: CompressorLayout
     items: Tensor
+    item_count: Tensor
     ape: Tensor
     norm: Tensor
     c: Tensor | None

@@ -26,11 +26,14 @@ from dsv4.kernels.numerics import (
     round_bf16,
 )
 from dsv4.kernels.record import RecordConstants, record_constants, store_record
+from dsv4.reference.numerics import SUM_LANES
 
 # Pooling more rows than this splits the channels over programs: a group of 128 tokens is 512 KB.
 MAX_ROWS_IN_ONE_PROGRAM = 8
-POOL_TILE_ELEMENTS = 4096
-FEW_ITEMS = 64
+SPLIT_CHANNELS = 32
+# Programs that share the work items of one compressor; each takes every so-manieth.
+MAX_WORK_PROGRAMS = 1024
+NUM_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,8 @@ class CompressorConstants:
     B_ROWS: int
     PAGE_ROWS: int
     SPLITS: int
-    TILE_ELEMENTS: int
+    LANES: int
+    LOOP: bool
     COMPRESS: bool
     TAILS: str
     FROM_TAILS: bool
@@ -69,35 +73,41 @@ def append(
     step: StepTensors, window: WindowWrite | None, compressors: Sequence[CompressorWrite]
 ) -> None:
     """One launch. Same result as dsv4.reference.append.append, byte for byte."""
+    grid, arguments, constants = launch_arguments(step, window, compressors)
+    if grid:
+        _append_kernel[(grid,)](
+            *arguments, **constants, num_warps=NUM_WARPS, enable_fp_fusion=False
+        )
+
+
+def launch_arguments(
+    step: StepTensors, window: WindowWrite | None, compressors: Sequence[CompressorWrite]
+) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+    """Programs, run-time arguments and compile-time constants of the launch."""
     main, index = _main_and_index(compressors)
-    tokens = step.tokens.shape[0] if window is not None else 0
+    window_programs = step.window.shape[0] if window is not None else 0
     main_programs, main_args, main_constants = _compressor_arguments(step, main)
     index_programs, index_args, index_constants = _compressor_arguments(step, index)
-    grid = tokens + main_programs + index_programs
-    if grid == 0:
-        return
     window_args, window_constants = _window_arguments(step, window)
-    _append_kernel[(grid,)](
+    arguments = (
         step.block_arena,
         step.slot_arena,
         step.block_table,
-        step.tokens,
+        step.batch,
+        step.window,
         step.rope,
         step.block_arena.stride(0),
         step.slot_arena.stride(0),
         step.block_table.stride(0),
         step.rms_eps,
-        tokens,
+        window_programs,
         main_programs,
         *window_args,
         *main_args,
         *index_args,
-        WINDOW=window_constants,
-        MAIN=main_constants,
-        INDEX=index_constants,
-        num_warps=4,
-        enable_fp_fusion=False,
     )
+    constants = {"WINDOW": window_constants, "MAIN": main_constants, "INDEX": index_constants}
+    return window_programs + main_programs + index_programs, arguments, constants
 
 
 def _main_and_index(
@@ -135,16 +145,20 @@ def _compressor_arguments(
 ) -> tuple[int, tuple[Any, ...], CompressorConstants | None]:
     nothing: Tensor = step.rope
     if write is None:
-        return 0, (step.tokens, *[nothing] * 6, step.arrived, *[0] * 9), None
+        return 0, (step.batch, step.batch, *[nothing] * 6, step.arrived, *[0] * 9), None
     layout, items = write.layout, write.items.shape[0]
     splits = 1
     if layout.slots_pooled > MAX_ROWS_IN_ONE_PROGRAM:
-        splits = min(16 if items <= FEW_ITEMS else 4, layout.width // 16)
+        splits = max(1, layout.width // SPLIT_CHANNELS)
     # Where a step is narrow its tails overwrite nothing that its groups read, so other programs
     # may write them meanwhile; a wide chunk's groups must be read first.
     tails = "none"
     if write.write_tails:
         tails = "apart" if step.narrow or not write.compress else "after"
+    work_programs = 0
+    if write.compress or tails == "after":
+        work_programs = min(items * splits, MAX_WORK_PROGRAMS)
+    programs = work_programs + (step.batch.shape[0] if tails == "apart" else 0)
     constants = CompressorConstants(
         RATIO=layout.ratio,
         OVERLAP=layout.overlap,
@@ -155,7 +169,8 @@ def _compressor_arguments(
         B_ROWS=layout.b_rows,
         PAGE_ROWS=layout.page.rows,
         SPLITS=splits,
-        TILE_ELEMENTS=POOL_TILE_ELEMENTS,
+        LANES=SUM_LANES,
+        LOOP=work_programs < items * splits,
         COMPRESS=write.compress,
         TAILS=tails,
         FROM_TAILS=write.c is None,
@@ -164,6 +179,7 @@ def _compressor_arguments(
     )
     arguments = (
         write.items,
+        write.item_count,
         nothing if write.c is None else write.c,
         nothing if write.z is None else write.z,
         write.ape,
@@ -171,7 +187,7 @@ def _compressor_arguments(
         nothing if write.dense is None else write.dense,
         step.scratch,
         step.arrived,
-        items if write.compress else 0,
+        work_programs,
         0 if write.c is None else write.c.stride(0),
         0 if write.z is None else write.z.stride(0),
         layout.page.offset_bytes,
@@ -181,7 +197,6 @@ def _compressor_arguments(
         layout.kb_offset_bytes,
         layout.zb_offset_bytes,
     )
-    programs = (items * splits if write.compress else 0) + (items if tails == "apart" else 0)
     return programs, arguments, constants
 
 
@@ -190,7 +205,8 @@ def _append_kernel(
     block_arena,
     slot_arena,
     block_table,
-    tokens_ptr,
+    batch_ptr,
+    window_ptr,
     rope_ptr,
     block_bytes,
     slot_bytes,
@@ -204,6 +220,7 @@ def _append_kernel(
     window_data,
     window_scale,
     m_items,
+    m_count,
     m_c,
     m_z,
     m_ape,
@@ -211,7 +228,7 @@ def _append_kernel(
     m_dense,
     m_scratch,
     m_arrived,
-    m_item_count,
+    m_work_programs,
     m_c_stride,
     m_z_stride,
     m_data,
@@ -221,6 +238,7 @@ def _append_kernel(
     m_kb,
     m_zb,
     i_items,
+    i_count,
     i_c,
     i_z,
     i_ape,
@@ -228,7 +246,7 @@ def _append_kernel(
     i_dense,
     i_scratch,
     i_arrived,
-    i_item_count,
+    i_work_programs,
     i_c_stride,
     i_z_stride,
     i_data,
@@ -245,32 +263,32 @@ def _append_kernel(
     if program < window_programs:
         if WINDOW is not None:
             _append_window(
-                program, slot_arena, tokens_ptr, rope_ptr, slot_bytes, eps,
+                program, slot_arena, window_ptr, rope_ptr, slot_bytes, eps,
                 kv_ptr, kv_norm_ptr, kv_stride, window_data, window_scale, WINDOW,
             )  # fmt: skip
     elif program < window_programs + main_programs:
         if MAIN is not None:
             _compress(
-                program - window_programs, block_arena, slot_arena, block_table, rope_ptr,
-                block_bytes, slot_bytes, table_stride, eps,
-                m_items, m_c, m_z, m_ape, m_norm, m_dense, m_scratch, m_arrived,
-                m_item_count, m_c_stride, m_z_stride, m_data, m_scale, m_ka, m_za, m_kb, m_zb,
+                program - window_programs, block_arena, slot_arena, block_table, batch_ptr,
+                rope_ptr, block_bytes, slot_bytes, table_stride, eps,
+                m_items, m_count, m_c, m_z, m_ape, m_norm, m_dense, m_scratch, m_arrived,
+                m_work_programs, m_c_stride, m_z_stride, m_data, m_scale, m_ka, m_za, m_kb, m_zb,
                 MAIN,
             )  # fmt: skip
     else:
         if INDEX is not None:
             _compress(
                 program - window_programs - main_programs, block_arena, slot_arena, block_table,
-                rope_ptr, block_bytes, slot_bytes, table_stride, eps,
-                i_items, i_c, i_z, i_ape, i_norm, i_dense, i_scratch, i_arrived,
-                i_item_count, i_c_stride, i_z_stride, i_data, i_scale, i_ka, i_za, i_kb, i_zb,
+                batch_ptr, rope_ptr, block_bytes, slot_bytes, table_stride, eps,
+                i_items, i_count, i_c, i_z, i_ape, i_norm, i_dense, i_scratch, i_arrived,
+                i_work_programs, i_c_stride, i_z_stride, i_data, i_scale, i_ka, i_za, i_kb, i_zb,
                 INDEX,
             )  # fmt: skip
 
 
 @triton.jit
 def _append_window(
-    token, slot_arena, tokens_ptr, rope_ptr, slot_bytes, eps,
+    program, slot_arena, window_ptr, rope_ptr, slot_bytes, eps,
     kv_ptr, norm_ptr, kv_stride, data_offset, scale_offset, W: tl.constexpr,
 ):  # fmt: skip
     RING: tl.constexpr = W.RING
@@ -278,10 +296,10 @@ def _append_window(
     ROPE: tl.constexpr = W.ROPE
     NORM: tl.constexpr = W.NORM
     RECORD: tl.constexpr = W.RECORD
-    slot = tl.load(tokens_ptr + token * 4).to(tl.int64)
-    position = tl.load(tokens_ptr + token * 4 + 1)
-    keep = tl.load(tokens_ptr + token * 4 + 3)
-    if keep == 1:
+    slot = tl.load(window_ptr + program * 4).to(tl.int64)
+    position = tl.load(window_ptr + program * 4 + 1)
+    token = tl.load(window_ptr + program * 4 + 2)
+    if slot >= 0:
         channel = tl.arange(0, WIDTH)
         x = tl.load(kv_ptr + token.to(tl.int64) * kv_stride + channel).to(tl.float32)
         if NORM:
@@ -301,40 +319,49 @@ def _append_window(
 
 @triton.jit
 def _compress(
-    program, block_arena, slot_arena, block_table, rope_ptr,
+    program, block_arena, slot_arena, block_table, batch_ptr, rope_ptr,
     block_bytes, slot_bytes, table_stride, eps,
-    items_ptr, c_ptr, z_ptr, ape_ptr, norm_ptr, dense_ptr, scratch_ptr, arrived_ptr,
-    items, c_stride, z_stride, data_offset, scale_offset,
+    items_ptr, count_ptr, c_ptr, z_ptr, ape_ptr, norm_ptr, dense_ptr, scratch_ptr, arrived_ptr,
+    work_programs, c_stride, z_stride, data_offset, scale_offset,
     ka_offset, za_offset, kb_offset, zb_offset,
     C: tl.constexpr,
 ):  # fmt: skip
     RATIO: tl.constexpr = C.RATIO
     SPLITS: tl.constexpr = C.SPLITS
-    # programs past the items write tails alone
-    is_tail = program >= items * SPLITS
-    item = tl.where(is_tail, program - items * SPLITS, program // SPLITS)
-    split = tl.where(is_tail, 0, program % SPLITS)
-    row = items_ptr + item * 8
-    slot = tl.load(row).to(tl.int64)
-    start = tl.load(row + 1)
-    end = tl.load(row + 2)
-    first_row = tl.load(row + 3)
-    entry0 = tl.load(row + 4)
-    entries = tl.load(row + 5)
-    is_first = tl.load(row + 6)
-    if slot >= 0:
-        slot_ptr = slot_arena + slot * slot_bytes
-        ka = (slot_ptr + ka_offset).to(tl.pointer_type(tl.float32))
-        za = (slot_ptr + za_offset).to(tl.pointer_type(tl.float32))
-        kb = (slot_ptr + kb_offset).to(tl.pointer_type(tl.float32))
-        zb = (slot_ptr + zb_offset).to(tl.pointer_type(tl.float32))
-        if is_tail:
-            if C.TAILS == "apart" and is_first == 1:
+    if program >= work_programs:
+        if C.TAILS == "apart":
+            request = batch_ptr + (program - work_programs) * 4
+            slot = tl.load(request).to(tl.int64)
+            start = tl.load(request + 1)
+            count = tl.load(request + 2)
+            first_row = tl.load(request + 3)
+            if slot >= 0:
+                slot_ptr = slot_arena + slot * slot_bytes
                 _write_tails(
-                    start, end, first_row, 0, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
-                    ka, za, kb, zb, C.WIDTH, C,
+                    start, start + count, first_row, 0, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
+                    slot_ptr, ka_offset, za_offset, kb_offset, zb_offset, C.WIDTH, C,
                 )  # fmt: skip
-        else:
+    else:
+        # with a program for every unit, padding rows tell; else the count does, and programs loop
+        last = program + 1
+        if C.LOOP:
+            last = tl.load(count_ptr) * SPLITS
+        for unit in range(program, last, work_programs):
+            item = unit // SPLITS
+            split = unit % SPLITS
+            row = items_ptr + item * 8
+            slot = tl.load(row).to(tl.int64)
+            start = tl.load(row + 1)
+            end = tl.load(row + 2)
+            first_row = tl.load(row + 3)
+            entry0 = tl.load(row + 4)
+            entries = tl.load(row + 5)
+            writes_tails = tl.load(row + 6)
+            slot_ptr = slot_arena + slot * slot_bytes
+            ka = (slot_ptr + ka_offset).to(tl.pointer_type(tl.float32))
+            za = (slot_ptr + za_offset).to(tl.pointer_type(tl.float32))
+            kb = (slot_ptr + kb_offset).to(tl.pointer_type(tl.float32))
+            zb = (slot_ptr + zb_offset).to(tl.pointer_type(tl.float32))
             if C.COMPRESS:
                 for nth in range(entries):
                     entry = entry0 + nth
@@ -345,12 +372,14 @@ def _compress(
                             c_ptr, z_ptr, ape_ptr, norm_ptr, dense_ptr, scratch_ptr, arrived_ptr,
                             c_stride, z_stride, data_offset, scale_offset, ka, za, kb, zb, C,
                         )  # fmt: skip
-            if C.TAILS == "after" and is_first == 1:
-                tl.debug_barrier()  # the rows read above may be among those written below
-                _write_tails(
-                    start, end, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
-                    ka, za, kb, zb, C.WIDTH // SPLITS, C,
-                )  # fmt: skip
+            if C.TAILS == "after":  # noqa: SIM102 (the outer one is decided at compile time)
+                if writes_tails == 1:
+                    tl.debug_barrier()  # the rows read above may be among those written below
+                    _write_tails(
+                        start, end, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
+                        slot_ptr, ka_offset, za_offset, kb_offset, zb_offset,
+                        C.WIDTH // SPLITS, C,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -374,7 +403,7 @@ def _close_group(
         entry, start, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
         ka, za, kb, zb, C,
     )  # fmt: skip
-    dense_row = dense_ptr.to(tl.pointer_type(tl.uint16)) + (item * 2 + nth).to(tl.int64) * WIDTH
+    dense_row = dense_ptr.to(tl.pointer_type(tl.uint16)) + item.to(tl.int64) * WIDTH
     if SPLITS == 1:
         _store_entry(
             pooled, norm, cos, sin, eps, page, entry % PAGE_ROWS, dense_row,
@@ -425,102 +454,135 @@ def _pool(
     entry, start, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
     ka, za, kb, zb, C: tl.constexpr,
 ):  # fmt: skip
-    """Gated softmax pooling of one group's rows: fp32 [WIDTH / SPLITS]."""
-    RATIO: tl.constexpr = C.RATIO
-    POOLED: tl.constexpr = RATIO * 2 if C.OVERLAP else RATIO
+    """Gated softmax pooling of one group's rows: fp32 [WIDTH / SPLITS].
+
+    Values are loaded before the logits are looked at, so that both are under way at once.
+    """
+    POOLED: tl.constexpr = C.RATIO * 2 if C.OVERLAP else C.RATIO
     PART: tl.constexpr = C.WIDTH // C.SPLITS
-    ROWS: tl.constexpr = min(POOLED, C.TILE_ELEMENTS // PART)
-    if ROWS == POOLED:
-        z, k, valid = _group_tile(
-            0, ROWS, True, entry, start, first_row, split, c_ptr, z_ptr, ape_ptr,
-            c_stride, z_stride, ka, za, kb, zb, C,
-        )  # fmt: skip
-        weight, product = _weigh(z, k, valid, tl.max(z, axis=0))
-        weight_sum = tl.sum(weight, axis=0)
-        value_sum = tl.sum(product, axis=0)
+    if POOLED == 8:
+        return _pool_8(
+            entry, start, first_row, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C
+        )
     else:
-        top = tl.full([PART], float("-inf"), dtype=tl.float32)
-        for at in range(0, POOLED, ROWS):
-            z, k, valid = _group_tile(
+        ROWS: tl.constexpr = min(POOLED, C.LANES)
+        tops = tl.full([ROWS, PART], float("-inf"), dtype=tl.float32)
+        for at in tl.static_range(0, POOLED, ROWS):
+            z, k, valid = _group_rows(
                 at, ROWS, False, entry, start, first_row, split, c_ptr, z_ptr, ape_ptr,
                 c_stride, z_stride, ka, za, kb, zb, C,
             )  # fmt: skip
-            top = tl.maximum(top, tl.max(z, axis=0))
-        weight_sum = tl.zeros([PART], dtype=tl.float64)
-        value_sum = tl.zeros([PART], dtype=tl.float64)
-        for at in range(0, POOLED, ROWS):
-            z, k, valid = _group_tile(
+            tops = tl.maximum(tops, z)
+        top = tl.max(tops, axis=0)[None, :]
+        weights = tl.zeros([ROWS, PART], dtype=tl.float32)
+        products = tl.zeros([ROWS, PART], dtype=tl.float32)
+        for at in tl.static_range(0, POOLED, ROWS):
+            z, k, valid = _group_rows(
                 at, ROWS, True, entry, start, first_row, split, c_ptr, z_ptr, ape_ptr,
                 c_stride, z_stride, ka, za, kb, zb, C,
             )  # fmt: skip
             weight, product = _weigh(z, k, valid, top)
-            weight_sum += tl.sum(weight, axis=0)
-            value_sum += tl.sum(product, axis=0)
-    return tl.div_rn(value_sum.to(tl.float32), weight_sum.to(tl.float32))
+            weights += weight
+            products += product
+        sums = _tree_sum(tl.join(products, weights), ROWS, PART)
+        product, weight = tl.split(sums)
+        return tl.div_rn(product, weight)
+
+
+@triton.jit
+def _pool_8(
+    entry, start, first_row, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Eight rows one by one, a thread holding its channels of all: no exchange between threads."""
+    z0, k0, v0 = _group_rows(0, 1, True, entry, start, first_row, 0, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C)  # noqa: E501  # fmt: skip
+    z1, k1, v1 = _group_rows(1, 1, True, entry, start, first_row, 0, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C)  # noqa: E501  # fmt: skip
+    z2, k2, v2 = _group_rows(2, 1, True, entry, start, first_row, 0, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C)  # noqa: E501  # fmt: skip
+    z3, k3, v3 = _group_rows(3, 1, True, entry, start, first_row, 0, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C)  # noqa: E501  # fmt: skip
+    z4, k4, v4 = _group_rows(4, 1, True, entry, start, first_row, 0, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C)  # noqa: E501  # fmt: skip
+    z5, k5, v5 = _group_rows(5, 1, True, entry, start, first_row, 0, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C)  # noqa: E501  # fmt: skip
+    z6, k6, v6 = _group_rows(6, 1, True, entry, start, first_row, 0, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C)  # noqa: E501  # fmt: skip
+    z7, k7, v7 = _group_rows(7, 1, True, entry, start, first_row, 0, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C)  # noqa: E501  # fmt: skip
+    top = tl.maximum(
+        tl.maximum(tl.maximum(z0, z1), tl.maximum(z2, z3)),
+        tl.maximum(tl.maximum(z4, z5), tl.maximum(z6, z7)),
+    )
+    w0, p0 = _weigh(z0, k0, v0, top)
+    w1, p1 = _weigh(z1, k1, v1, top)
+    w2, p2 = _weigh(z2, k2, v2, top)
+    w3, p3 = _weigh(z3, k3, v3, top)
+    w4, p4 = _weigh(z4, k4, v4, top)
+    w5, p5 = _weigh(z5, k5, v5, top)
+    w6, p6 = _weigh(z6, k6, v6, top)
+    w7, p7 = _weigh(z7, k7, v7, top)
+    weight = ((w0 + w4) + (w2 + w6)) + ((w1 + w5) + (w3 + w7))
+    product = ((p0 + p4) + (p2 + p6)) + ((p1 + p5) + (p3 + p7))
+    return tl.div_rn(tl.reshape(product, [C.WIDTH]), tl.reshape(weight, [C.WIDTH]))
 
 
 @triton.jit
 def _weigh(z, k, valid, top):
-    """Softmax numerators and their products with the values, in fp64 for the sums to come."""
-    weight = tl.where(valid[:, None], exp_nonpositive(z - top[None, :]), 0.0)
-    product = tl.where(valid[:, None], weight * k, 0.0)
-    return weight.to(tl.float64), product.to(tl.float64)
+    """Softmax numerators and their products with the values; rows that do not exist count 0."""
+    weight = tl.where(valid[:, None], exp_nonpositive(z - top), 0.0)
+    return weight, tl.where(valid[:, None], weight * k, 0.0)
 
 
 @triton.jit
-def _group_tile(
+def _tree_sum(x, ROWS: tl.constexpr, PART: tl.constexpr):
+    """[ROWS, PART, 2] → [PART, 2]: adds the lower half of the rows to the upper half until one is
+    left, as the reference does."""
+    if ROWS == 1:
+        return tl.reshape(x, [PART, 2])
+    else:
+        halves = tl.permute(tl.reshape(x, [2, ROWS // 2, PART, 2]), (1, 2, 3, 0))
+        first, second = tl.split(halves)
+        return _tree_sum(first + second, ROWS // 2, PART)
+
+
+@triton.jit
+def _group_rows(
     at, ROWS: tl.constexpr, VALUES: tl.constexpr, entry, start, first_row, split,
     c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C: tl.constexpr,
 ):  # fmt: skip
-    """Rows [at, at + ROWS) of a group: biased logits, values, and which rows exist."""
+    """Rows [at, at + ROWS) of a group, from the step's projections or from the tails: biased
+    logits, values, and which rows exist."""
     RATIO: tl.constexpr = C.RATIO
-    OVERLAP: tl.constexpr = C.OVERLAP
     WIDTH: tl.constexpr = C.WIDTH
-    A_ROWS: tl.constexpr = C.A_ROWS
-    B_ROWS: tl.constexpr = C.B_ROWS
     PART: tl.constexpr = WIDTH // C.SPLITS
-    COLUMNS: tl.constexpr = WIDTH * 2 if OVERLAP else WIDTH
+    COLUMNS: tl.constexpr = WIDTH * 2 if C.OVERLAP else WIDTH
     nth = at + tl.arange(0, ROWS)
-    column = split * PART + tl.arange(0, PART)
-    if OVERLAP:
+    column = (split * PART + tl.arange(0, PART))[None, :]
+    if C.OVERLAP:
         current = nth >= RATIO
         position = (entry - 1) * RATIO + nth
-        source_column = tl.where(current, WIDTH, 0)
+        half = tl.where(current, WIDTH, 0)
+        ring_row = tl.where(current, position % C.A_ROWS, position % C.B_ROWS) * WIDTH
+        old_z = tl.where(current, za, zb) + ring_row
+        old_k = tl.where(current, ka, kb) + ring_row
     else:
-        current = nth >= 0
         position = entry * RATIO + nth
-        source_column = tl.zeros([ROWS], dtype=tl.int32)
+        half = tl.zeros([ROWS], dtype=tl.int32)
+        ring_row = position % max(C.A_ROWS, 1) * WIDTH
+        old_z = za + ring_row
+        old_k = ka + ring_row
     valid = position >= 0
-    k = tl.zeros([ROWS, PART], dtype=tl.float32)
-    z = tl.full([ROWS, PART], float("-inf"), dtype=tl.float32)
-    if not C.FROM_TAILS:
-        is_new = valid & (position >= start)
-        token = (first_row + position - start).to(tl.int64)
-        at_input = source_column[:, None] + column[None, :]
-        bias = tl.load(
-            ape_ptr + (position % RATIO)[:, None] * COLUMNS + at_input, mask=is_new[:, None]
-        )
-        z = tl.load(z_ptr + token[:, None] * z_stride + at_input, mask=is_new[:, None])
-        z = z + bias
-        if VALUES:
-            k = tl.load(c_ptr + token[:, None] * c_stride + at_input, mask=is_new[:, None])
-        is_old = valid & (position < start)
+    if C.FROM_TAILS:
+        z = tl.load(old_z[:, None] + column, mask=valid[:, None], other=0.0)
+        k = tl.load(old_k[:, None] + column, mask=valid[:, None], other=0.0)
     else:
-        is_old = valid
-    if A_ROWS > 0:
-        ring_row = position % A_ROWS
-        if OVERLAP:
-            ring_row = tl.where(current, ring_row, position % B_ROWS)
-            old_z_ptr = tl.where(current[:, None], za + column[None, :], zb + column[None, :])
-            old_k_ptr = tl.where(current[:, None], ka + column[None, :], kb + column[None, :])
-        else:
-            old_z_ptr = tl.broadcast_to(za + column[None, :], [ROWS, PART])
-            old_k_ptr = tl.broadcast_to(ka + column[None, :], [ROWS, PART])
-        old_z = tl.load(old_z_ptr + ring_row[:, None] * WIDTH, mask=is_old[:, None])
-        z = tl.where(is_old[:, None], old_z, z)
+        is_new = position >= start
+        token = (first_row + position - start).to(tl.int64)
+        row_z = tl.where(is_new, z_ptr + token * z_stride + half, old_z)
+        row_k = tl.where(is_new, c_ptr + token * c_stride + half, old_k)
+        row_z = tl.multiple_of(row_z, 16)
+        row_k = tl.multiple_of(row_k, 16)
+        bias_row = ape_ptr + (position % RATIO) * COLUMNS + half
+        z = tl.load(row_z[:, None] + column, mask=valid[:, None], other=0.0)
+        k = z
         if VALUES:
-            old_k = tl.load(old_k_ptr + ring_row[:, None] * WIDTH, mask=is_old[:, None])
-            k = tl.where(is_old[:, None], old_k, k)
+            k = tl.load(row_k[:, None] + column, mask=valid[:, None], other=0.0)
+        bias = tl.load(bias_row[:, None] + column, mask=(valid & is_new)[:, None], other=0.0)
+        z = z + bias
     z = tl.where(valid[:, None], z, float("-inf"))
     return z, k, valid
 
@@ -528,9 +590,13 @@ def _group_tile(
 @triton.jit
 def _write_tails(
     start, end, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
-    ka, za, kb, zb, PART: tl.constexpr, C: tl.constexpr,
+    slot_ptr, ka_offset, za_offset, kb_offset, zb_offset, PART: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The newest tokens of the step into the rings: current stream, then previous stream."""
+    ka = (slot_ptr + ka_offset).to(tl.pointer_type(tl.float32))
+    za = (slot_ptr + za_offset).to(tl.pointer_type(tl.float32))
+    kb = (slot_ptr + kb_offset).to(tl.pointer_type(tl.float32))
+    zb = (slot_ptr + zb_offset).to(tl.pointer_type(tl.float32))
     _write_tail(
         start, end, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
         ka, za, C.OVERLAP, C.A_ROWS, PART, C,

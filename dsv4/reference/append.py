@@ -28,9 +28,9 @@ def append(
 
 def append_window(step: StepTensors, window: WindowWrite) -> None:
     """Quantises the step's newest rows into the ring, at position modulo its length."""
-    live = torch.nonzero(step.tokens[:, 3] == 1).flatten()
-    slot, position = step.tokens[live, 0].long(), step.tokens[live, 1].long()
-    rows = window.kv[live]
+    live = step.window[step.window[:, 0] >= 0].long()
+    slot, position = live[:, 0], live[:, 1]
+    rows = window.kv[live[:, 2]]
     if window.norm is not None:
         rows = rms_norm(rows, window.norm, step.rms_eps)
         rows = rotate(rows, *_cos_sin(step.rope, position))
@@ -50,7 +50,7 @@ def compress_groups(step: StepTensors, write: CompressorWrite) -> None:
     if layout.hadamard:
         entries = hadamard(entries)
     if write.dense is not None:
-        write.dense[item, entry - write.items[item, 4]] = entries
+        write.dense[item] = entries
         return
     block_id = step.block_table[slot, entry // layout.page.rows].long()
     write_records(step.block_arena, layout.page, block_id, entry % layout.page.rows, entries)
@@ -82,7 +82,10 @@ def write_tails(step: StepTensors, write: CompressorWrite) -> None:
 def write_records(
     arena: Tensor, page: Page, arena_row: Tensor, page_row: Tensor, rows: Tensor
 ) -> None:
-    """Encodes bf16 rows and puts them into pages: all data rows, then all scale rows."""
+    """Row i of bf16 `rows` into row `page_row[i]` of the page in arena row `arena_row[i]`; where
+    either is negative nothing is written."""
+    live = torch.nonzero((arena_row >= 0) & (page_row >= 0)).flatten()
+    arena_row, page_row, rows = arena_row[live], page_row[live], rows[live]
     data, scales = encode(page.format, rows)
     for offset, width, encoded in (
         (page.offset_bytes, page.format.data_row_bytes, data),

@@ -32,10 +32,10 @@ E2M1_STEPS = (
 def encode(record: RecordFormat, x: Tensor) -> tuple[Tensor, Tensor]:
     """bf16 [..., width] → data rows uint8 [..., data_row_bytes], scale rows
     uint8 [..., scale_row_bytes]. Padding bytes are 0. Raises InvalidInput for another type."""
-    if x.dtype != torch.bfloat16 or x.shape[-1] != record.width:
+    if x.dtype != torch.bfloat16 or x.dim() == 0 or x.shape[-1] != record.width:
         raise InvalidInput(
             f"{record.name} encodes bf16 vectors of {record.width} channels, got "
-            f"{x.dtype} with {x.shape[-1]}"
+            f"{x.dtype} of shape {list(x.shape)}"
         )
     data, scales = [], []
     for part in record.parts:
@@ -51,7 +51,14 @@ def encode(record: RecordFormat, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(record: RecordFormat, data: Tensor, scales: Tensor) -> Tensor:
-    """The bf16 vectors that `encode` would have read back: exact for power-of-two scales."""
+    """Data and scale rows → bf16 vectors: exact for power-of-two scales. Raises InvalidInput."""
+    rows = (("data", data, record.data_row_bytes), ("scale", scales, record.scale_row_bytes))
+    for name, tensor, width in rows:
+        if tensor.dtype != torch.uint8 or tensor.dim() == 0 or tensor.shape[-1] != width:
+            raise InvalidInput(
+                f"{record.name} has {name} rows of {width} bytes, got {tensor.dtype} of shape "
+                f"{list(tensor.shape)}"
+            )
     channels = []
     data_at = scale_at = 0
     for part in record.parts:
@@ -85,7 +92,7 @@ def _encode_tiles(code: TileCode, x: Tensor) -> tuple[Tensor, Tensor]:
     else:
         ratio = amax / largest
         scaled = tiles / ratio
-        scale = ratio.view(torch.uint8)
+        scale = ratio.squeeze(-1).contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
     scaled = scaled.clamp(-largest, largest)
     if code.element == "e4m3":
         codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)

@@ -1,8 +1,8 @@
 """The arithmetic of the specification in plain PyTorch, in an order that every backend can repeat.
 
-Two rules make the Triton kernels equal to this file bit for bit: products and sums are rounded one
-by one (no fused multiply-add), and sums over many terms run in fp64, where the order of addition
-does not reach the fp32 result.
+Three rules make the Triton kernels equal to this file bit for bit: products and sums are rounded
+one by one (no fused multiply-add); sums over the rows of a group follow the tree of `tree_sum`;
+sums over the channels of a vector run in fp64, where the order does not reach the fp32 result.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ EXP_POLY = (
     5.0000000e-1,
 )
 EXP_UNDERFLOW = -87.0
+SUM_LANES = 32
 ROUND_MAGIC = 12582912.0  # 1.5 · 2^23: adding and subtracting it rounds to the nearest integer
 
 
@@ -52,8 +53,24 @@ def gated_pool(values: Tensor, logits: Tensor, valid: Tensor) -> Tensor:
     weight = exp_nonpositive(z - z.amax(dim=-2, keepdim=True))
     weight = torch.where(mask, weight, torch.zeros_like(weight))
     product = torch.where(mask, weight * values, torch.zeros_like(weight))
-    total = product.double().sum(dim=-2).float()
-    return total / weight.double().sum(dim=-2).float()
+    return tree_sum(product) / tree_sum(weight)
+
+
+def tree_sum(x: Tensor) -> Tensor:
+    """Sum over axis -2 in fp32, in a fixed order: row r joins lane r mod SUM_LANES, in turn; then
+    the lower half of the lanes is added to the upper half until one is left."""
+    rows, lanes = x.shape[-2], 1
+    while lanes < min(rows, SUM_LANES):
+        lanes *= 2
+    x = torch.nn.functional.pad(x, (0, 0, 0, -rows % lanes))
+    chunks: tuple[Tensor, ...] = x.unflatten(-2, (-1, lanes)).unbind(-3)
+    total = chunks[0]
+    for chunk in chunks[1:]:
+        total = total + chunk
+    while lanes > 1:
+        lanes //= 2
+        total = total[..., :lanes, :] + total[..., lanes:, :]
+    return total.squeeze(-2)
 
 
 def to_bf16(x: Tensor) -> Tensor:

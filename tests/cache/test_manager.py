@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -170,7 +171,7 @@ def test_tokens_live_is_the_sum_of_the_lengths():
     assert manager.stats().to_dict()["tokens_live"] == 7
 
 
-# ---- planned bytes are allocated bytes ------------------------------------------------------------
+# ---- planned bytes are allocated bytes ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("entry_format", ENTRY_FORMATS)
@@ -242,26 +243,16 @@ def test_a_shorter_context_needs_less_memory():
 
 def test_a_window_only_model_needs_no_blocks():
     """Planned bytes must work when given, also where no layer keeps entries."""
-    model = ModelSpec(
-        **{
-            field: getattr(TINY, field)
-            for field in TINY.__dataclass_fields__
-            if field not in ("name", "layers")
-        },
-        name="window-only",
-        layers=v4_layers([0, 0], backbone=2),
-    )
+    model = replace(TINY, name="window-only", layers=v4_layers([0, 0], backbone=2))
     schema = CacheSchema.build(model, max_context=512)
     budget = compute_block_budget(schema, memory_bytes=2**20, max_requests=1)
     manager = KVCacheManager.from_budget(schema, budget, max_step_tokens=16)
     manager.release_request(manager.admit_request(512))
 
 
-@pytest.mark.parametrize("value", NOT_COUNTS)
+@pytest.mark.parametrize("value", [v for v in NOT_COUNTS if v is not None])
 @pytest.mark.parametrize("argument", ["memory_bytes", "max_requests", "context"])
 def test_a_budget_from_something_that_is_no_count_is_refused(argument: str, value: object):
-    if argument == "context" and value is None:
-        return  # the schema's own
     schema = CacheSchema.build(TINY, max_context=512)
     arguments = {"memory_bytes": 2**30, "max_requests": 1, "context": 512, argument: value}
     with pytest.raises(InvalidInput, match=f"{argument}="):
@@ -277,7 +268,7 @@ def test_a_manager_of_no_whole_size_is_refused(argument: str, value: object):
         KVCacheManager(schema, **arguments)
 
 
-# ---- errors change nothing ------------------------------------------------------------------------
+# ---- errors change nothing ----------------------------------------------------------------------
 
 
 def test_admitting_past_max_requests():
@@ -469,7 +460,7 @@ def test_releasing_twice_leaves_the_heirs_blocks_alone():
         manager.release_request(request)
 
 
-# ---- acquire --------------------------------------------------------------------------------------
+# ---- acquire ------------------------------------------------------------------------------------
 
 
 def allocations(call: Callable[[], object]) -> int:
@@ -520,7 +511,7 @@ def test_an_unknown_layer_is_refused(layer: int):
         manager.acquire(layer)
 
 
-# ---- check_invariants -------------------------------------------------------------------------------
+# ---- check_invariants ---------------------------------------------------------------------------
 
 
 def lose_a_block(manager: KVCacheManager, a: Request, b: Request) -> None:

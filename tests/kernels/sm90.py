@@ -1,6 +1,6 @@
-"""Compiles kernels for sm_90 without a GPU and reports what ptxas made of them.
+"""Compiles launches for sm_90 without a GPU and reports what ptxas made of them.
 
-Run in a process of its own, with TRITON_INTERPRET unset.
+Works in a process where TRITON_INTERPRET is unset.
 """
 
 from __future__ import annotations
@@ -8,15 +8,25 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-POINTERS = {"fp32": "*fp32", "bf16": "*bf16", "u8": "*u8", "i32": "*i32", "i64": "*i64"}
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.int16: "*i16",
+}
+_TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,44 +35,71 @@ class Compiled:
     spill_bytes: int
     shared_bytes: int
     ptx: str
+    opcodes: Counter[str]
 
 
-def compile_sm90(
+def compile_launch(
     kernel: Any,
-    signature: dict[str, str],
+    arguments: tuple[Any, ...],
     constants: dict[str, Any],
     *,
-    aligned: set[str],
     num_warps: int,
-    fp_fusion: bool = True,
+    fp_fusion: bool,
+    num_stages: int = 3,
 ) -> Compiled:
-    """`aligned` names the arguments that are multiples of 16 (Triton's own specialisation)."""
+    """Compiles the kernel as launching it with these arguments would."""
     names = list(kernel.arg_names)
-    full = {n: signature.get(n, "constexpr") for n in names}
-    attributes = {
-        (names.index(n),): [["tt.divisibility", 16]] for n in names if n in aligned
+    signature: dict[str, str] = {}
+    attributes: dict[tuple[int, ...], list[list[object]]] = {}
+    values: dict[tuple[int, ...], Any] = {}
+    for i, name in enumerate(names):
+        if name in constants:
+            signature[name] = "constexpr"
+            values[(i,)] = constants[name]
+            continue
+        argument = arguments[i]
+        if isinstance(argument, torch.Tensor):
+            signature[name] = _POINTERS[argument.dtype]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(argument, float):
+            signature[name] = "fp32"
+        elif argument == 1:
+            signature[name] = "constexpr"
+            values[(i,)] = 1
+        else:
+            signature[name] = "i32" if -(2**31) <= argument < 2**31 else "i64"
+            if argument % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
+    options = {
+        "num_warps": num_warps,
+        "enable_fp_fusion": fp_fusion,
+        "num_stages": num_stages,
     }
-    source = ASTSource(
-        fn=kernel,
-        signature=full,
-        constexprs={(names.index(n),): v for n, v in constants.items()},
-        attrs=attributes,
-    )
-    options = {"num_warps": num_warps, "enable_fp_fusion": fp_fusion}
     binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    ptx = binary.asm["ptx"]
-    return Compiled(*_resources(binary.asm["cubin"]), ptx=ptx)
-
-
-def _resources(cubin: bytes) -> tuple[int, int, int]:
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(binary.asm["cubin"])
         file.flush()
-        text = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        )
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text.stdout + text.stderr)
-    assert found, text.stdout
-    registers, stack, shared, local = map(int, found.groups())
-    return registers, stack + local, shared
+        usage = _run("cuobjdump", "-res-usage", file.name)
+        sass = _run("cuobjdump", "-sass", file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    assert found, usage
+    registers, _, shared, _ = map(int, found.groups())
+    opcodes = Counter(
+        m.group(1) for m in re.finditer(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", sass)
+    )
+    # STL and LDL are the stores to and loads from local memory, where spilled registers go
+    return Compiled(
+        registers=registers,
+        spill_bytes=4 * (opcodes["STL"] + opcodes["LDL"]),
+        shared_bytes=shared,
+        ptx=binary.asm["ptx"],
+        opcodes=opcodes,
+    )
+
+
+def _run(tool: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [str(_TOOLS / tool), *arguments], capture_output=True, text=True, check=True
+    )
+    return done.stdout + done.stderr

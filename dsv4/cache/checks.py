@@ -1,0 +1,89 @@
+"""What handles check before they launch anything. Each raises InvalidInput with what it found."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.schema import CompressorLayout
+from dsv4.errors import InvalidInput
+
+T = TypeVar("T")
+
+
+def rows(
+    name: str,
+    tensor: Tensor,
+    count: int,
+    width: int,
+    dtype: str,
+    device: torch.device,
+) -> None:
+    """A [count, width] tensor whose rows are contiguous."""
+    shape = (count, width)
+    if tuple(tensor.shape) != shape:
+        raise InvalidInput(
+            f"{name} has shape {list(tensor.shape)}, the plan's tokens (padding included) need "
+            f"{list(shape)}"
+        )
+    _dtype_and_device(name, tensor, dtype, device)
+    if tensor.stride(-1) != 1:
+        raise InvalidInput(
+            f"the last dimension of {name} has stride {tensor.stride(-1)}: make it contiguous"
+        )
+
+
+def vector(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """A contiguous fp32 weight."""
+    if tuple(tensor.shape) != shape:
+        raise InvalidInput(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
+    _dtype_and_device(name, tensor, "float32", device)
+    contiguous(name, tensor)
+
+
+def contiguous(name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise InvalidInput(f"{name} is not contiguous: call .contiguous() once, at load time")
+
+
+def rope_table(table: Tensor, rope_dim: int, device: torch.device) -> None:
+    """The table of dsv4.rope.rope_table."""
+    if table.dim() != 2 or table.shape[1] != rope_dim:
+        raise InvalidInput(
+            f"rope has shape {list(table.shape)}, expected [positions, {rope_dim}] (cos | sin)"
+        )
+    vector("rope", table, tuple(table.shape), device)
+
+
+def given(name: str, value: T | None, layer: int) -> T:
+    if value is None:
+        raise InvalidInput(f"layer {layer} needs {name}, got None")
+    return value
+
+
+def wanted(
+    layout: CompressorLayout | None,
+    c_name: str,
+    c: Tensor | None,
+    z_name: str,
+    z: Tensor | None,
+    layer: int,
+) -> bool:
+    """Whether a compressor's projections are written: exactly where the layer has it."""
+    if layout is None:
+        if c is not None or z is not None:
+            raise InvalidInput(f"layer {layer} has no compressor for {c_name}: leave it out")
+        return False
+    for name, tensor in ((c_name, c), (z_name, z)):
+        if tensor is None:
+            raise InvalidInput(f"layer {layer} compresses, but {name} is missing")
+    return True
+
+
+def _dtype_and_device(name: str, tensor: Tensor, dtype: str, device: torch.device) -> None:
+    if tensor.dtype != getattr(torch, dtype):
+        raise InvalidInput(f"{name} is {tensor.dtype}, must be torch.{dtype}")
+    if tensor.device != device:
+        raise InvalidInput(f"{name} is on {tensor.device}, the cache is on {device}")

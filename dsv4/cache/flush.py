@@ -1,0 +1,155 @@
+"""The original design's fine-grained names, over the same pieces as `append`.
+
+A decode step by hand: `handle.write_swa`, `handle.write_tail`, then `maybe_flush_csa` or
+`maybe_flush_hca`, which always make the same launches: kernels decide on the device what closes.
+Steps are narrow (at most 1 + max_draft_tokens tokens a request); chunks go through `append`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4.cache import checks
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.schema import CompressorLayout
+from dsv4.cache.writes import LayerWeights
+from dsv4.errors import InvalidInput, SchemaMismatch
+from dsv4.model import AttentionType
+
+
+def csa_compress_tail(
+    handle: LayerCacheHandle, weights: LayerWeights
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Entries bf16 [work items, head_dim], keys bf16 [work items, index_dim], and which rows are
+    live, bool [work items]: the others are padding. Allocates its results; writes nothing to the
+    cache."""
+    _require(handle, AttentionType.CSA)
+    assert handle.main is not None
+    assert handle.index is not None
+    entries, keys = _dense(handle, handle.main), _dense(handle, handle.index)
+    handle.compress_tail(handle.main, weights, entries)
+    handle.compress_tail(handle.index, weights, keys)
+    return entries, keys, _live_items(handle)
+
+
+def hca_compress_tail(handle: LayerCacheHandle, weights: LayerWeights) -> tuple[Tensor, Tensor]:
+    """Entries bf16 [work items, head_dim] and which rows are live, bool [work items]."""
+    _require(handle, AttentionType.HCA)
+    assert handle.main is not None
+    entries = _dense(handle, handle.main)
+    handle.compress_tail(handle.main, weights, entries)
+    return entries, _live_items(handle)
+
+
+def flush_write_csa(
+    handle: LayerCacheHandle, entries: Tensor, keys: Tensor, valid_mask: Tensor
+) -> None:
+    """Quantises entries and keys into their blocks; where `valid_mask` is false, nothing."""
+    _require(handle, AttentionType.CSA)
+    assert handle.main is not None
+    assert handle.index is not None
+    for layout, rows in ((handle.main, entries), (handle.index, keys)):
+        _check_flush(handle, layout, rows, valid_mask)
+    _flush_write(handle, handle.main, entries, valid_mask)
+    _flush_write(handle, handle.index, keys, valid_mask)
+
+
+def flush_write_hca(handle: LayerCacheHandle, entries: Tensor, valid_mask: Tensor) -> None:
+    """Quantises entries into their blocks; where `valid_mask` is false, nothing."""
+    _require(handle, AttentionType.HCA)
+    assert handle.main is not None
+    _check_flush(handle, handle.main, entries, valid_mask)
+    _flush_write(handle, handle.main, entries, valid_mask)
+
+
+def maybe_flush_csa(handle: LayerCacheHandle, weights: LayerWeights) -> None:
+    """Closes what ends in this step. Always called, always the same launch, no host branch."""
+    _require(handle, AttentionType.CSA)
+    handle.flush_compression(weights=weights)
+
+
+def maybe_flush_hca(handle: LayerCacheHandle, weights: LayerWeights) -> None:
+    """Closes what ends in this step. Always called, always the same launch, no host branch."""
+    _require(handle, AttentionType.HCA)
+    handle.flush_compression(weights=weights)
+
+
+def csa_rotate_state(handle: LayerCacheHandle, slot: int, length: int) -> dict[str, Tensor]:
+    """What the tails show in a request of that length: `ka`, `za` the rows of the unfinished group,
+    `kb`, `zb` those of the group before it.
+
+    Rings are addressed by position, so a flush rotates the streams by arithmetic; no byte moves.
+    """
+    _require(handle, AttentionType.CSA)
+    layer, start = handle.schema, length - length % handle.schema.spec.ratio
+    current = _ring_rows(start, length, layer.tail_a_rows)
+    previous = _ring_rows(max(0, start - layer.spec.ratio), start, layer.tail_b_rows)
+    state = handle.state
+    return {
+        "ka": state.tail_ka[slot, current],
+        "za": state.tail_za[slot, current],
+        "kb": state.tail_kb[slot, previous],
+        "zb": state.tail_zb[slot, previous],
+    }
+
+
+def hca_reset_state(handle: LayerCacheHandle, slot: int, length: int) -> dict[str, Tensor]:
+    """What the tail shows in a request of that length: the rows of the unfinished group, none
+    right after a flush. No byte moves."""
+    _require(handle, AttentionType.HCA)
+    start = length - length % handle.schema.spec.ratio
+    current = _ring_rows(start, length, handle.schema.tail_a_rows)
+    return {"ka": handle.state.tail_ka[slot, current], "za": handle.state.tail_za[slot, current]}
+
+
+def _items(handle: LayerCacheHandle) -> Tensor:
+    return handle.open_plan().items[handle.schema.spec.ratio]
+
+
+def _live_items(handle: LayerCacheHandle) -> Tensor:
+    return _items(handle)[:, 0] >= 0
+
+
+def _check_flush(
+    handle: LayerCacheHandle, layout: CompressorLayout, rows: Tensor, valid_mask: Tensor
+) -> None:
+    items = _items(handle)
+    checks.rows("rows", rows, items.shape[0], layout.width, "bfloat16", items.device)
+    if valid_mask.shape != items.shape[:1] or valid_mask.dtype != torch.bool:
+        raise InvalidInput(
+            f"valid_mask is {valid_mask.dtype} of shape {list(valid_mask.shape)}, the step has "
+            f"{items.shape[0]} work items: give a bool for each"
+        )
+
+
+def _flush_write(
+    handle: LayerCacheHandle, layout: CompressorLayout, rows: Tensor, valid_mask: Tensor
+) -> None:
+    items = _items(handle)
+    entry = items[:, 4]
+    valid = valid_mask & (items[:, 0] >= 0)
+    block = handle.block_table[items[:, 0].clamp_min(0), entry.clamp_min(0) // layout.page.rows]
+    nowhere = torch.full_like(entry, -1)
+    handle.write_entry_records(
+        layout,
+        torch.where(valid, block, nowhere).long(),
+        torch.where(valid, entry % layout.page.rows, nowhere).long(),
+        rows,
+    )
+
+
+def _dense(handle: LayerCacheHandle, layout: CompressorLayout) -> Tensor:
+    items = _items(handle)
+    return torch.zeros((items.shape[0], layout.width), dtype=torch.bfloat16, device=items.device)
+
+
+def _ring_rows(first: int, last: int, rows: int) -> list[int]:
+    return [position % rows for position in range(first, last)]
+
+
+def _require(handle: LayerCacheHandle, attention: AttentionType) -> None:
+    if handle.schema.spec.attention is not attention:
+        raise SchemaMismatch(
+            f"layer {handle.layer} is {handle.schema.spec.attention}, this call is for {attention}"
+        )

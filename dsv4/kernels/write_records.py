@@ -1,0 +1,53 @@
+"""Quantise bf16 rows and scatter them into pages: the last step of a flush, on its own."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4.cache.schema import Page
+from dsv4.kernels.record import record_constants, store_record
+
+
+def write_records(
+    arena: Tensor, page: Page, arena_row: Tensor, page_row: Tensor, rows: Tensor
+) -> None:
+    """Row i of bf16 `rows` into row `page_row[i]` of the page in arena row `arena_row[i]`; where
+    either is negative nothing is written. Same bytes as the reference's."""
+    if rows.shape[0] == 0:
+        return
+    _write_records_kernel[(rows.shape[0],)](
+        arena,
+        arena_row,
+        page_row,
+        rows,
+        arena.stride(0),
+        rows.stride(0),
+        page.offset_bytes,
+        page.scale_offset_bytes,
+        WIDTH=page.format.width,
+        RECORD=record_constants(page.format),
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def _write_records_kernel(
+    arena, arena_row_ptr, page_row_ptr, rows_ptr, row_bytes, rows_stride,
+    data_offset, scale_offset, WIDTH: tl.constexpr, RECORD: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    arena_row = tl.load(arena_row_ptr + program).to(tl.int64)
+    page_row = tl.load(page_row_ptr + program).to(tl.int64)
+    if (arena_row >= 0) & (page_row >= 0):
+        x = tl.load(rows_ptr + program * rows_stride + tl.arange(0, WIDTH)).to(tl.float32)
+        page = arena + arena_row * row_bytes
+        store_record(
+            x,
+            page + data_offset + page_row * RECORD.DATA_BYTES,
+            page + scale_offset + page_row * RECORD.SCALE_BYTES,
+            WIDTH,
+            RECORD,
+        )
