@@ -9,6 +9,7 @@ import typer
 
 from dsv4 import __version__
 from dsv4.cli_plan import plan_command
+from dsv4.cli_verify import verify_command
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -17,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("plan")(plan_command)
+app.command("verify")(verify_command)
 
 
 def _print_version(asked: bool) -> None:

@@ -1,0 +1,94 @@
+"""Dequantising gathers in plain PyTorch: records back to bf16, in the order the caller asks for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.reads import EntrySource, WindowSource
+from dsv4.cache.schema import Page
+from dsv4.reference.codec import decode
+
+
+def gather_entries(
+    source: EntrySource, *, slot: Tensor, position: Tensor, indices: Tensor, out: Tensor
+) -> None:
+    """Entries `indices` int32 [rows, k] of each row's slot into `out` bf16 [rows, k, width].
+
+    `position` is the query's: an index below 0, or of an entry that it cannot see, gives zeros.
+    Rows with a negative slot are padding and stay untouched.
+    """
+    live = torch.nonzero(slot >= 0).flatten()
+    chosen = indices[live].long()
+    visible = ((position[live].long() + 1) // source.ratio)[:, None]
+    valid = (chosen >= 0) & (chosen < visible)
+    entry = torch.where(valid, chosen, torch.zeros_like(chosen))
+    owner = slot[live].long()[:, None].expand_as(entry)
+    block = source.block_table[owner, entry // source.page.rows].long()
+    block = torch.where(valid, block, torch.zeros_like(block))
+    rows = read_records(source.arena, source.page, block, entry % source.page.rows)
+    out[live] = torch.where(valid.unsqueeze(-1), rows, torch.zeros_like(rows))
+
+
+def gather_all_entries(
+    source: EntrySource, *, slot: Tensor, position: Tensor, out: Tensor, lengths: Tensor
+) -> None:
+    """All entries visible at `position` of each row's slot, in order, into `out` bf16
+    [rows, n, width]; `lengths` int32 [rows] says how many, at most n. The rest of a row is zero."""
+    count = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
+    gather_entries(
+        source, slot=slot, position=position, indices=count.expand(out.shape[:2]), out=out
+    )
+    visible = ((position + 1) // source.ratio).clamp_max(out.shape[1])
+    lengths.copy_(torch.where(slot >= 0, visible, lengths))
+
+
+def gather_window(
+    source: WindowSource,
+    *,
+    batch: Tensor,
+    batch_row: Tensor,
+    position: Tensor,
+    out: Tensor,
+    lengths: Tensor,
+) -> None:
+    """The window of the query at `position` of each batch row, oldest first, into `out` bf16
+    [rows, window, width]; `lengths` int32 [rows]. The rest of a row is zero; rows with a negative
+    `batch_row` are padding and stay untouched."""
+    live = torch.nonzero(batch_row >= 0).flatten()
+    newest = position[live].long()[:, None]
+    first = (newest - source.window + 1).clamp_min(0)
+    wanted = first + torch.arange(source.window, device=out.device)
+    valid = wanted <= newest
+    wanted = torch.where(valid, wanted, newest)
+    row = batch_row[live].long()
+    arena_row, page_row = window_rows(source, batch[row].long(), row, wanted)
+    rows = read_records(source.arena, source.page, arena_row, page_row)
+    out[live] = torch.where(valid.unsqueeze(-1), rows, torch.zeros_like(rows))
+    lengths[live] = (newest - first + 1).flatten().to(torch.int32)
+
+
+def window_rows(
+    source: WindowSource, batch: Tensor, batch_row: Tensor, position: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Arena row and page row of window positions [rows, n] of the requests `batch` [rows, 4]."""
+    if not source.chunk:
+        return batch[:, :1].expand_as(position), position % source.page.rows
+    before = source.window - 1
+    base = batch[:, 3] + before * batch_row - (batch[:, 1] - before)
+    return torch.zeros_like(position), base[:, None] + position
+
+
+def read_records(arena: Tensor, page: Page, arena_row: Tensor, page_row: Tensor) -> Tensor:
+    """The records at these places, decoded to bf16 [..., width]."""
+    data = arena.as_strided(
+        (arena.shape[0], page.rows, page.format.data_row_bytes),
+        (arena.stride(0), page.format.data_row_bytes, 1),
+        page.offset_bytes,
+    )
+    scales = arena.as_strided(
+        (arena.shape[0], page.rows, page.format.scale_row_bytes),
+        (arena.stride(0), max(page.format.scale_row_bytes, 1), 1),
+        page.scale_offset_bytes if page.format.scale_row_bytes else page.offset_bytes,
+    )
+    return decode(page.format, data[arena_row, page_row], scales[arena_row, page_row])

@@ -1,0 +1,232 @@
+"""`dsv4 verify`: a golden file (inputs and outputs of an official run) through the cache.
+
+Format: arrays `swa/…`, `csa/…`, `hca/…` and `meta` (seed, tokens, heads, index heads, top-k,
+window); uint16 arrays are bf16 bits. Only what a file holds is compared.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsv4.backend import BackendName
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.records import ELEMENT_MAX, Part, RecordFormat
+from dsv4.cache.request import Request
+from dsv4.cache.schema import CacheSchema, Page
+from dsv4.cache.writes import CompressorWeights, LayerWeights
+from dsv4.errors import InvalidInput
+from dsv4.model import ModelSpec, RopeSpec, v4_layers
+from dsv4.reference.codec import E2M1_GRID, decode, encode
+from dsv4.rope import rope_table
+
+KINDS = ("swa", "csa", "hca")
+RATIOS = (0, 4, 128)
+ROPE_DIM = 64
+LEAST_IDENTICAL = 0.999
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayReport:
+    """How one array compares. `worst` is the largest difference in `unit`: neighbouring codes of
+    the record format, or bf16 neighbours in the RoPE channels."""
+
+    array: str
+    elements: int
+    differing: int
+    worst: float
+    unit: str
+    passed: bool
+
+
+def verify(
+    golden: str | Path | None = None,
+    *,
+    backend: BackendName | None = None,
+    device: str = "cpu",
+) -> list[ArrayReport]:
+    """Runs a golden file (default: the small one shipped with the package) through the cache and
+    compares array by array. Raises InvalidInput for a file that is not one."""
+    arrays = _load(golden)
+    schema, manager, request = _run(arrays, backend, device)
+    reports = []
+    for layer, kind in enumerate(KINDS):
+        if f"{kind}/kv_quant" in arrays:
+            page = _page(schema, "window", layer)
+            stored = _read(manager.slot_arena.bytes[request.slot], page, request.length)
+            reports.append(_compare(f"{kind}/kv_quant", stored, arrays, page.format, exact=True))
+        for name, page_kind in (("entries", "entries"), ("index_keys", "index_keys")):
+            if f"{kind}/{name}" in arrays:
+                page = _page(schema, page_kind, layer)
+                rows = arrays[f"{kind}/{name}"].shape[0]
+                blocks = [
+                    _read(manager.block_arena.bytes[i], page, page.rows) for i in request.block_ids
+                ]
+                stored = torch.cat(blocks)[:rows]
+                reports.append(_compare(f"{kind}/{name}", stored, arrays, page.format))
+    return reports
+
+
+def _load(golden: str | Path | None) -> dict[str, Tensor]:
+    path = (
+        Path(str(files("dsv4") / "data" / "golden_small.npz")) if golden is None else Path(golden)
+    )
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            raw = {name: file[name] for name in file.files}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise InvalidInput(f"{path} is not a golden file (.npz): {error}") from error
+    missing = [n for n in ("meta", *(f"{k}/kv" for k in KINDS)) if n not in raw]
+    if missing:
+        raise InvalidInput(f"{path} has no {missing}: not a golden file of `dsv4 verify`")
+    arrays = {}
+    for name, value in raw.items():
+        tensor = torch.from_numpy(value.view(np.int16) if value.dtype == np.uint16 else value)
+        arrays[name] = tensor.view(torch.bfloat16) if value.dtype == np.uint16 else tensor
+    return arrays
+
+
+def _run(
+    arrays: dict[str, Tensor], backend: BackendName | None, device: str
+) -> tuple[CacheSchema, KVCacheManager, Request]:
+    """One request, prefilled in two chunks that split a group, on the three layers of the file."""
+    _, tokens, heads, index_heads, top_k, window = (int(v) for v in arrays["meta"])
+    index_norm = arrays.get("csa/index_norm")
+    model = ModelSpec(
+        name="golden",
+        hidden=heads * arrays["swa/kv"].shape[1],
+        heads=heads,
+        head_dim=arrays["swa/kv"].shape[1],
+        rope_dim=ROPE_DIM,
+        index_heads=index_heads,
+        index_dim=128 if index_norm is None else index_norm.shape[0],
+        index_topk=top_k,
+        window=window,
+        max_context=max(tokens, 128),
+        rms_eps=1e-6,
+        rope=RopeSpec(),
+        layers=v4_layers(RATIOS, backbone=3),
+    )
+    # a ring that holds every token, so that all of the window KV can be compared at the end
+    schema = CacheSchema.build(model, ring_rows=max(window, tokens))
+    manager = KVCacheManager(
+        schema,
+        num_blocks=schema.max_blocks_per_request,
+        max_requests=1,
+        max_step_tokens=tokens,
+        device=device,
+        backend=backend,
+    )
+    request = manager.admit_request(tokens)
+    first = min(tokens, 2 * tokens // 3 + 1)
+    for start, end in ((0, first), (first, tokens)):
+        plan = manager.prepare_forward([(request, end - start)])
+        for layer, kind in enumerate(KINDS):
+            weights = _weights(arrays, model, layer, kind, device)
+            inputs = [arrays.get(f"{kind}/{n}") for n in ("kv", "C", "Z", "index_C", "index_Z")]
+            rows = [None if x is None else x[start:end].to(device) for x in inputs]
+            assert rows[0] is not None
+            manager.acquire(layer, plan).append(rows[0], *rows[1:], weights=weights)
+        manager.commit(plan)
+    return schema, manager, request
+
+
+def _weights(
+    arrays: dict[str, Tensor], model: ModelSpec, layer: int, kind: str, device: str
+) -> LayerWeights:
+    def compressor(prefix: str) -> CompressorWeights | None:
+        if f"{kind}/{prefix}ape" not in arrays:
+            return None
+        ape, norm = arrays[f"{kind}/{prefix}ape"], arrays[f"{kind}/{prefix}norm"]
+        return CompressorWeights(ape=ape.to(device), norm=norm.to(device))
+
+    return LayerWeights(
+        rope=rope_table(
+            model, yarn=model.layers[layer].yarn, tokens=model.max_context, device=device
+        ),
+        compressor=compressor(""),
+        index_compressor=compressor("index_"),
+    )
+
+
+def _page(schema: CacheSchema, kind: Any, layer: int) -> Page:
+    page = schema.page(kind, layer)
+    assert page is not None
+    return page
+
+
+def _read(row: Tensor, page: Page, count: int) -> Tensor:
+    """The first `count` records of a page, decoded, from one arena row."""
+    data_bytes, scale_bytes = page.format.data_row_bytes, page.format.scale_row_bytes
+    at = page.offset_bytes
+    data = row[at : at + page.rows * data_bytes].view(page.rows, data_bytes)
+    at = page.scale_offset_bytes
+    scales = row[at : at + page.rows * scale_bytes].view(page.rows, scale_bytes)
+    return decode(page.format, data[:count], scales[:count]).cpu()
+
+
+def _compare(
+    name: str,
+    stored: Tensor,
+    arrays: dict[str, Tensor],
+    record: RecordFormat,
+    *,
+    exact: bool = False,
+) -> ArrayReport:
+    expected = arrays[name]
+    differs = stored.view(torch.int16) != expected.view(torch.int16)
+    differing = int(differs.sum())
+    worst = max(
+        (_worst_steps(part, record, stored, expected) for part in record.parts), default=0.0
+    )
+    passed = differing == 0
+    if not exact:
+        passed = differing <= (1 - LEAST_IDENTICAL) * expected.numel() and worst <= 1
+    return ArrayReport(
+        array=name,
+        elements=expected.numel(),
+        differing=differing,
+        worst=worst,
+        unit="codes / bf16 ulp",
+        passed=passed,
+    )
+
+
+def _worst_steps(part: Part, record: RecordFormat, stored: Tensor, expected: Tensor) -> float:
+    """The largest difference in one part: in bf16 neighbours, or in steps of the element's grid at
+    the scale that the expected value was stored with."""
+    span = slice(part.start, part.start + part.width)
+    a, b = stored[:, span], expected[:, span]
+    if a.numel() == 0:
+        return 0.0
+    if part.code is None:
+        return float((_ordered_bits(a) - _ordered_bits(b)).abs().max())
+    _, scales = encode(record, expected)
+    factor = _power(scales[:, : part.tiles].int() - 127)
+    tiles = torch.stack((a, b)).float().unflatten(-1, (part.tiles, part.code.tile))
+    units = tiles / factor.unsqueeze(-1)
+    largest = units.abs().amax(0).clamp_max(ELEMENT_MAX[part.code.element])
+    if part.code.element == "e4m3":
+        step = _power(torch.frexp(largest)[1].clamp_min(-5) - 4)
+    else:
+        grid = torch.tensor(E2M1_GRID)
+        above = torch.bucketize(largest, grid).clamp(1, len(E2M1_GRID) - 1)
+        step = grid[above] - grid[above - 1]
+    return float(((units[0] - units[1]).abs() / step).max())
+
+
+def _power(exponent: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+
+
+def _ordered_bits(x: Tensor) -> Tensor:
+    """bf16 as integers in the order of their values."""
+    bits = x.view(torch.int16).int()
+    return torch.where(bits < 0, -(bits & 0x7FFF), bits)
