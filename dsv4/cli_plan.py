@@ -77,7 +77,7 @@ def plan_command(
         if as_json:
             typer.echo(json.dumps(_json(found, maps, plot), indent=2))
         else:
-            _print(found, maps, plot)
+            print_plan(found, maps, plot)
 
 
 def _model(name: str) -> ModelSpec:
@@ -98,7 +98,8 @@ def _json(found: Plan, maps: dict[str, str], plot: Path | None) -> dict[str, Any
     return result
 
 
-def _print(found: Plan, maps: dict[str, str], plot: Path | None) -> None:
+def print_plan(found: Plan, maps: dict[str, str], plot: Path | None) -> None:
+    """The plan as tables; with byte maps and the place of the plot where given."""
     console = Console()
     formats = found.formats
     console.print(

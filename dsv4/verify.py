@@ -81,7 +81,7 @@ def _load(golden: str | Path | None) -> dict[str, Tensor]:
     try:
         with np.load(path, allow_pickle=False) as file:
             raw = {name: file[name] for name in file.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
         raise InvalidInput(f"{path} is not a golden file (.npz): {error}") from error
     missing = [n for n in ("meta", *(f"{k}/kv" for k in KINDS)) if n not in raw]
     if missing:

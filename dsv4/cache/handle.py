@@ -217,7 +217,14 @@ class LayerCacheHandle:
         checks.rows("kv", kv, plan.padded_tokens, page.format.width, "bfloat16", device)
         if weights.kv_norm is not None:
             checks.vector("kv_norm", weights.kv_norm, (page.format.width,), device)
-        return WindowWrite(page=page, kv=kv, norm=weights.kv_norm)
+        return WindowWrite(
+            page=page,
+            kv=kv,
+            norm=weights.kv_norm,
+            window=self.schema.window,
+            chunk=None if plan.narrow else self._buffers.chunk,
+            chunk_page=None if plan.narrow else self._buffers.chunk_page,
+        )
 
     def _compressor_write(
         self,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.request import Request
-from dsv4.cache.schema import CacheSchema
+from dsv4.cache.schema import CacheSchema, Page
 from dsv4.errors import PlanError
 
 I32 = NDArray[np.int32]
@@ -27,8 +27,8 @@ BATCH_COLUMNS = 4
 # columns of StepBuffers.tokens, one row a token:
 #   slot, position, batch row
 TOKEN_COLUMNS = 4
-# columns of StepBuffers.window, one row a token that the window ring keeps:
-#   slot, position, token row
+# columns of StepBuffers.window, one row a token that is stored as a window record:
+#   slot, position, token row, 2 · chunk row + 1 if the ring keeps it. Narrow steps use no chunk.
 WINDOW_COLUMNS = 4
 # columns of StepBuffers.groups[ratio], one row a work item of a compressor:
 #   slot, start position, end position, first token row, first entry, entries, 1 if it writes the
@@ -84,6 +84,18 @@ class StepBuffers:
             (most_items, schema.model.head_dim), dtype=torch.float32, device=device
         )
         self.arrived = torch.zeros((most_items,), dtype=torch.int32, device=device)
+        # A wide step overwrites the ring before it is read: its window rows, and those before it,
+        # are staged here. One page, used by one layer after the other.
+        self.chunk_page = Page(
+            kind="window",
+            layer=-1,
+            offset_bytes=0,
+            rows=max_tokens + (schema.model.window - 1) * max_requests,
+            format=schema.window_format,
+        )
+        self.chunk = torch.empty(
+            (1, self.chunk_page.payload_bytes), dtype=torch.uint8, device=device
+        )
         self._copied = torch.cuda.Event() if pinned else None
 
     def max_items(self, ratio: int, *, tokens: int, requests: int) -> int:
@@ -91,7 +103,8 @@ class StepBuffers:
         return min(tokens, tokens // ratio + 2 * requests)
 
     def memory_bytes(self) -> int:
-        return 4 * (self.device_buffer.numel() + self.scratch.numel() + self.arrived.numel())
+        words = self.device_buffer.numel() + self.scratch.numel() + self.arrived.numel()
+        return 4 * words + self.chunk.numel()
 
     def clear(self) -> None:
         """Every row becomes padding. Waits for the previous step's copy, which may still read."""
@@ -152,12 +165,11 @@ def make_plan(
 
     Takes no blocks and copies nothing to the device.
     """
-    window_rows, item_counts = fill_step(schema, buffers, requests, starts, counts)
+    item_counts = fill_step(schema, buffers, requests, starts, counts)
     tokens, batch_rows = int(counts.sum()), len(requests)
     if pad_tokens is not None or pad_requests is not None:
         tokens = tokens if pad_tokens is None else pad_tokens
         batch_rows = batch_rows if pad_requests is None else pad_requests
-        window_rows = tokens
         item_counts = {
             ratio: buffers.max_items(ratio, tokens=tokens, requests=batch_rows)
             for ratio in buffers.ratios
@@ -170,7 +182,7 @@ def make_plan(
         narrow=is_narrow(schema, counts),
         batch=buffers.batch[:batch_rows],
         tokens=buffers.tokens[:tokens],
-        window=buffers.window[:window_rows],
+        window=buffers.window[:tokens],
         items={ratio: buffers.groups[ratio][:count] for ratio, count in item_counts.items()},
     )
 
@@ -185,9 +197,8 @@ def fill_step(
     requests: Sequence[Request],
     starts: I64,
     counts: I64,
-) -> tuple[int, dict[int, int]]:
-    """Writes a step into the host buffer. Returns how many rows the window keeps, and how many
-    work items each ratio has."""
+) -> dict[int, int]:
+    """Writes a step into the host buffer. Returns how many work items each ratio has."""
     host = buffers.host
     slots = np.fromiter((r.slot for r in requests), dtype=np.int64, count=len(requests))
     ends = starts + counts
@@ -198,8 +209,12 @@ def fill_step(
     position = np.arange(len(row_of_token)) - (first_rows - starts)[row_of_token]
     slot_of_token = slots[row_of_token]
     host["tokens"][: len(position), :3] = np.stack((slot_of_token, position, row_of_token), axis=1)
-    kept = np.flatnonzero(position >= ends[row_of_token] - schema.ring_rows)
-    host["window"][: len(kept), :3] = np.stack((slot_of_token[kept], position[kept], kept), axis=1)
+    kept = position >= ends[row_of_token] - schema.ring_rows
+    token = np.arange(len(position))
+    chunk_row = token + (row_of_token + 1) * (schema.model.window - 1)
+    host["window"][: len(token)] = np.stack(
+        (slot_of_token, position, token, 2 * chunk_row + kept), axis=1
+    )
 
     narrow = is_narrow(schema, counts)
     item_counts: dict[int, int] = {}
@@ -209,7 +224,7 @@ def fill_step(
         )
         host[f"groups_{ratio}"][: len(rows), :7] = rows
         host["counts"][nth_ratio] = item_counts[ratio] = len(rows)
-    return len(kept), item_counts
+    return item_counts
 
 
 def _items(

@@ -57,11 +57,18 @@ class StepTensors:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowWrite:
     """bf16 `kv` [tokens, head_dim] into the ring. With `norm` fp32 [head_dim] the rows are raw
-    projections: RMSNorm and RoPE come first."""
+    projections: RMSNorm and RoPE come first.
+
+    With `chunk` (uint8 [1, bytes] holding `chunk_page`) the step is wide: every row goes there too,
+    and before that the `window` - 1 rows in front of each request's first token, from the ring.
+    """
 
     page: Page
     kv: Tensor
     norm: Tensor | None
+    window: int
+    chunk: Tensor | None = None
+    chunk_page: Page | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,7 @@ class WindowConstants:
     WIDTH: int
     ROPE: int
     NORM: bool
+    CHUNK: bool
     RECORD: RecordConstants
 
 
@@ -72,12 +73,38 @@ class CompressorConstants:
 def append(
     step: StepTensors, window: WindowWrite | None, compressors: Sequence[CompressorWrite]
 ) -> None:
-    """One launch. Same result as dsv4.reference.append.append, byte for byte."""
+    """One launch; a wide step has one more, which saves the window in front of the chunk. Same
+    result as dsv4.reference.append.append, byte for byte."""
+    if window is not None and window.chunk is not None:
+        stage_window(step, window)
     grid, arguments, constants = launch_arguments(step, window, compressors)
     if grid:
         _append_kernel[(grid,)](
             *arguments, **constants, num_warps=NUM_WARPS, enable_fp_fusion=False
         )
+
+
+def stage_window(step: StepTensors, window: WindowWrite) -> None:
+    """The window in front of each request's chunk, from the ring that the chunk will overwrite."""
+    assert window.chunk is not None
+    assert window.chunk_page is not None
+    record = window.page.format
+    _stage_window_kernel[(step.batch.shape[0] * (window.window - 1),)](
+        step.slot_arena,
+        window.chunk,
+        step.batch,
+        step.slot_arena.stride(0),
+        window.page.offset_bytes,
+        window.page.scale_offset_bytes,
+        window.chunk_page.scale_offset_bytes,
+        BEFORE=window.window - 1,
+        RING=window.page.rows,
+        DATA=record.data_row_bytes,
+        SCALE=record.scale_row_bytes,
+        DATA_SPAN=triton.next_power_of_2(record.data_row_bytes),
+        SCALE_SPAN=triton.next_power_of_2(max(record.scale_row_bytes, 1)),
+        num_warps=1,
+    )
 
 
 def launch_arguments(
@@ -122,21 +149,24 @@ def _window_arguments(
     step: StepTensors, window: WindowWrite | None
 ) -> tuple[tuple[Any, ...], WindowConstants | None]:
     if window is None:
-        return (step.slot_arena, step.rope, 0, 0, 0), None
-    page = window.page
+        return (step.slot_arena, step.rope, step.slot_arena, 0, 0, 0, 0), None
+    page, chunk_page = window.page, window.chunk_page
     constants = WindowConstants(
         RING=page.rows,
         WIDTH=page.format.width,
         ROPE=step.rope.shape[1],
         NORM=window.norm is not None,
+        CHUNK=window.chunk is not None,
         RECORD=record_constants(page.format),
     )
     return (
         window.kv,
         step.rope if window.norm is None else window.norm,
+        step.slot_arena if window.chunk is None else window.chunk,
         window.kv.stride(0),
         page.offset_bytes,
         page.scale_offset_bytes,
+        0 if chunk_page is None else chunk_page.scale_offset_bytes,
     ), constants
 
 
@@ -201,6 +231,32 @@ def _compressor_arguments(
 
 
 @triton.jit
+def _stage_window_kernel(
+    slot_arena, chunk_ptr, batch_ptr, slot_bytes, data_offset, scale_offset, chunk_scale,
+    BEFORE: tl.constexpr, RING: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
+    DATA_SPAN: tl.constexpr, SCALE_SPAN: tl.constexpr,
+):  # fmt: skip
+    batch_row = tl.program_id(0) // BEFORE
+    nth = tl.program_id(0) % BEFORE
+    slot = tl.load(batch_ptr + batch_row * 4).to(tl.int64)
+    start = tl.load(batch_ptr + batch_row * 4 + 1)
+    count = tl.load(batch_ptr + batch_row * 4 + 2)
+    first_row = tl.load(batch_ptr + batch_row * 4 + 3)
+    position = start - BEFORE + nth
+    if (slot >= 0) & (position >= 0) & (count > 0):
+        ring_row = position % RING
+        chunk_row = (first_row + BEFORE * batch_row + nth).to(tl.int64)
+        page = slot_arena + slot * slot_bytes
+        byte = tl.arange(0, DATA_SPAN)
+        data = tl.load(page + data_offset + ring_row * DATA + byte, mask=byte < DATA)
+        tl.store(chunk_ptr + chunk_row * DATA + byte, data, mask=byte < DATA)
+        if SCALE > 0:
+            byte = tl.arange(0, SCALE_SPAN)
+            scale = tl.load(page + scale_offset + ring_row * SCALE + byte, mask=byte < SCALE)
+            tl.store(chunk_ptr + chunk_scale + chunk_row * SCALE + byte, scale, mask=byte < SCALE)
+
+
+@triton.jit
 def _append_kernel(
     block_arena,
     slot_arena,
@@ -216,9 +272,11 @@ def _append_kernel(
     main_programs,
     kv_ptr,
     kv_norm_ptr,
+    chunk_ptr,
     kv_stride,
     window_data,
     window_scale,
+    chunk_scale,
     m_items,
     m_count,
     m_c,
@@ -264,7 +322,8 @@ def _append_kernel(
         if WINDOW is not None:
             _append_window(
                 program, slot_arena, window_ptr, rope_ptr, slot_bytes, eps,
-                kv_ptr, kv_norm_ptr, kv_stride, window_data, window_scale, WINDOW,
+                kv_ptr, kv_norm_ptr, chunk_ptr, kv_stride, window_data, window_scale, chunk_scale,
+                WINDOW,
             )  # fmt: skip
     elif program < window_programs + main_programs:
         if MAIN is not None:
@@ -289,7 +348,8 @@ def _append_kernel(
 @triton.jit
 def _append_window(
     program, slot_arena, window_ptr, rope_ptr, slot_bytes, eps,
-    kv_ptr, norm_ptr, kv_stride, data_offset, scale_offset, W: tl.constexpr,
+    kv_ptr, norm_ptr, chunk_ptr, kv_stride, data_offset, scale_offset, chunk_scale,
+    W: tl.constexpr,
 ):  # fmt: skip
     RING: tl.constexpr = W.RING
     WIDTH: tl.constexpr = W.WIDTH
@@ -299,6 +359,7 @@ def _append_window(
     slot = tl.load(window_ptr + program * 4).to(tl.int64)
     position = tl.load(window_ptr + program * 4 + 1)
     token = tl.load(window_ptr + program * 4 + 2)
+    target = tl.load(window_ptr + program * 4 + 3)
     if slot >= 0:
         channel = tl.arange(0, WIDTH)
         x = tl.load(kv_ptr + token.to(tl.int64) * kv_stride + channel).to(tl.float32)
@@ -306,15 +367,25 @@ def _append_window(
             x = rms_norm(x, tl.load(norm_ptr + channel), eps, WIDTH)
             cos, sin = load_rope(rope_ptr + position.to(tl.int64) * ROPE, WIDTH, ROPE)
             x = rotate(x, cos, sin, WIDTH, ROPE)
-        row = position % RING
-        page = slot_arena + slot * slot_bytes
-        store_record(
-            x,
-            page + data_offset + row * RECORD.DATA_BYTES,
-            page + scale_offset + row * RECORD.SCALE_BYTES,
-            WIDTH,
-            RECORD,
-        )
+        if target % 2 == 1:
+            page = slot_arena + slot * slot_bytes
+            row = position % RING
+            store_record(
+                x,
+                page + data_offset + row * RECORD.DATA_BYTES,
+                page + scale_offset + row * RECORD.SCALE_BYTES,
+                WIDTH,
+                RECORD,
+            )
+        if W.CHUNK:
+            chunk_row = (target // 2).to(tl.int64)
+            store_record(
+                x,
+                chunk_ptr + chunk_row * RECORD.DATA_BYTES,
+                chunk_ptr + chunk_scale + chunk_row * RECORD.SCALE_BYTES,
+                WIDTH,
+                RECORD,
+            )
 
 
 @triton.jit

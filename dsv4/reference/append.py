@@ -27,14 +27,50 @@ def append(
 
 
 def append_window(step: StepTensors, window: WindowWrite) -> None:
-    """Quantises the step's newest rows into the ring, at position modulo its length."""
+    """Quantises the step's rows: the newest into the ring, at position modulo its length; all of a
+    wide step's into the chunk."""
+    if window.chunk is not None:
+        stage_window(step, window)
     live = step.window[step.window[:, 0] >= 0].long()
     slot, position = live[:, 0], live[:, 1]
     rows = window.kv[live[:, 2]]
     if window.norm is not None:
         rows = rms_norm(rows, window.norm, step.rms_eps)
         rows = rotate(rows, *_cos_sin(step.rope, position))
-    write_records(step.slot_arena, window.page, slot, position % window.page.rows, rows)
+    keep = live[:, 3] % 2 == 1
+    ring_row = torch.where(keep, position % window.page.rows, -1)
+    write_records(step.slot_arena, window.page, slot, ring_row, rows)
+    if window.chunk is not None:
+        assert window.chunk_page is not None
+        nowhere = torch.zeros_like(slot)
+        write_records(window.chunk, window.chunk_page, nowhere, live[:, 3] // 2, rows)
+
+
+def stage_window(step: StepTensors, window: WindowWrite) -> None:
+    """The window in front of each request's chunk, from the ring that the chunk will overwrite."""
+    assert window.chunk is not None
+    assert window.chunk_page is not None
+    batch = step.batch.long()
+    before = window.window - 1
+    row = torch.arange(batch.shape[0], device=batch.device)[:, None]
+    position = batch[:, 1:2] - before + torch.arange(before, device=batch.device)
+    valid = (position >= 0) & (batch[:, :1] >= 0) & (batch[:, 2:3] > 0)
+    slot = batch[:, :1].expand_as(position)[valid]
+    chunk_row = (batch[:, 3:4] + before * row + torch.arange(before, device=batch.device))[valid]
+    ring_row = position[valid] % window.page.rows
+    record = window.page.format
+    for width, source_offset, target_offset in (
+        (record.data_row_bytes, window.page.offset_bytes, window.chunk_page.offset_bytes),
+        (
+            record.scale_row_bytes,
+            window.page.scale_offset_bytes,
+            window.chunk_page.scale_offset_bytes,
+        ),
+    ):
+        if width:
+            source = _rows(step.slot_arena, window.page, width, source_offset)
+            target = _rows(window.chunk, window.chunk_page, width, target_offset)
+            target[0, chunk_row] = source[slot, ring_row]
 
 
 def compress_groups(step: StepTensors, write: CompressorWrite) -> None:
@@ -92,10 +128,12 @@ def write_records(
         (page.scale_offset_bytes, page.format.scale_row_bytes, scales),
     ):
         if width:
-            target = arena.as_strided(
-                (arena.shape[0], page.rows, width), (arena.stride(0), width, 1), offset
-            )
-            target[arena_row, page_row] = encoded
+            _rows(arena, page, width, offset)[arena_row, page_row] = encoded
+
+
+def _rows(arena: Tensor, page: Page, width: int, offset: int) -> Tensor:
+    """One kind of rows of a page in every arena row: uint8 [arena rows, page rows, width]."""
+    return arena.as_strided((arena.shape[0], page.rows, width), (arena.stride(0), width, 1), offset)
 
 
 def _closed_groups(write: CompressorWrite) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -1,0 +1,115 @@
+"""Loading records into registers: the decoder of dsv4/reference/codec.py inside a kernel.
+
+Values are bf16 numbers: in bf16 when compiled, in fp32 when interpreted (kernels/dot.py says why).
+A masked row is not read and gives zeros, whatever its pointers say. NaN codes are the caller's
+concern: records that were written from numbers hold none.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsv4.kernels.numerics import INTERPRETED, e4m3_value, round_bf16
+
+
+@triton.jit
+def load_record_rows(data_ptrs, scale_ptrs, mask, WIDTH: tl.constexpr, RECORD: tl.constexpr):
+    """Decodes [N] records, given by uint8 pointers to their data and scale rows, into [N, WIDTH].
+
+    Reads only rows where `mask` [N] holds.
+    """
+    CODED: tl.constexpr = RECORD.CODED
+    channel = tl.arange(0, WIDTH)
+    if CODED == 0:
+        return load_record_chunk(data_ptrs, scale_ptrs, mask, 0, WIDTH, RECORD)
+    else:
+        coded = mask[:, None] & (channel < CODED)[None, :]
+        codes = tl.load(_aligned(data_ptrs, RECORD)[:, None] + channel[None, :], coded, other=0)
+        tile = (channel // RECORD.TILE)[None, :]
+        if RECORD.SCALE == "ue8m0":
+            scale = tl.load(scale_ptrs[:, None] + tile, coded, other=127)
+        else:
+            scale = tl.load(
+                scale_ptrs.to(tl.pointer_type(tl.float32))[:, None] + tile, coded, other=1.0
+            )
+        values = _scaled(codes, scale, RECORD)
+        if CODED < WIDTH:
+            plain = mask[:, None] & (channel >= CODED)[None, :]
+            tail = _aligned(data_ptrs, RECORD) + CODED
+            values = tl.where(
+                (channel >= CODED)[None, :],
+                _bf16_values(tail, (channel - CODED)[None, :], plain),
+                values,
+            )
+        return values
+
+
+@triton.jit
+def load_record_chunk(
+    data_ptrs, scale_ptrs, mask, START: tl.constexpr, CHUNK: tl.constexpr, RECORD: tl.constexpr
+):
+    """Channels [START, START + CHUNK) of [N] records as [N, CHUNK]; CHUNK must divide CODED, the
+    bf16 part and the tile, so that a chunk is of one kind and a row of it has one scale."""
+    CODED: tl.constexpr = RECORD.CODED
+    channel = tl.arange(0, CHUNK)[None, :]
+    live = mask[:, None]
+    if START >= CODED:
+        tail = _aligned(data_ptrs, RECORD) + CODED
+        return _bf16_values(tail, START - CODED + channel, live)
+    else:
+        codes = tl.load(_aligned(data_ptrs, RECORD)[:, None] + (START + channel), live, other=0)
+        TILE: tl.constexpr = START // RECORD.TILE
+        if RECORD.SCALE == "ue8m0":
+            scale = tl.load(scale_ptrs + TILE, mask, other=127)
+        else:
+            scale = tl.load(scale_ptrs.to(tl.pointer_type(tl.float32)) + TILE, mask, other=1.0)
+        return _scaled(codes, scale[:, None], RECORD)
+
+
+@triton.jit
+def _aligned(data_ptrs, RECORD: tl.constexpr):
+    """Pages start on 16 bytes (schema.align_bytes), so rows of whole 16 bytes do too."""
+    if RECORD.DATA_BYTES % 16 == 0:
+        return tl.multiple_of(data_ptrs, 16)
+    else:
+        return data_ptrs
+
+
+@triton.jit
+def _bf16_values(row_ptrs, channel, mask):
+    ptrs = row_ptrs[:, None] + 2 * channel
+    bits = tl.load(ptrs.to(tl.pointer_type(tl.uint16)), mask, other=0)
+    if INTERPRETED:
+        return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return bits.to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _scaled(codes, scale, RECORD: tl.constexpr):
+    """E4M3 codes times their scales: exact in bf16 for powers of two, else rounded once."""
+    if RECORD.SCALE == "ue8m0":
+        if INTERPRETED:
+            return e4m3_value(codes) * _power_of_two(scale)
+        else:
+            exponent = scale.to(tl.uint16)
+            bits = tl.where(exponent == 0, 0x0040, exponent << 7).to(tl.uint16)
+            bits = tl.where(exponent == 255, 0x7FC0, bits).to(tl.uint16)
+            values = codes.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+            return values * bits.to(tl.bfloat16, bitcast=True)
+    else:
+        product = e4m3_value(codes) * scale
+        if INTERPRETED:
+            return round_bf16(product)
+        else:
+            return product.to(tl.bfloat16)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    """2^(exponent - 127) as fp32; 0 gives 2^-127 and 255 gives NaN."""
+    wide = exponent.to(tl.uint32)
+    bits = tl.where(wide == 0, 0x00400000, wide << 23).to(tl.uint32)
+    bits = tl.where(wide == 255, 0x7FC00000, bits).to(tl.uint32)
+    return bits.to(tl.float32, bitcast=True)

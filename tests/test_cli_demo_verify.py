@@ -1,0 +1,82 @@
+"""`dsv4 demo` and `dsv4 verify` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from dsv4.cli import app
+
+GOLDEN = Path(__file__).parents[1] / "dsv4" / "data" / "golden_small.npz"
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.stdout
+
+
+def test_demo_lives_and_ends_without_leaks() -> None:
+    code, out = run("demo", "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["passed"]
+    assert report["leaked_blocks"] == report["leaked_slots"] == 0
+    assert set(report["identical_to_single_prefill"]) == {"A", "B", "D", "E"}
+    assert report["plan"]["bytes_per_token"] <= 3550
+
+
+def test_demo_prints_its_steps() -> None:
+    code, out = run("demo")
+    assert code == 0
+    assert "all requests ended" in out
+
+
+def test_verify_passes_on_the_shipped_file() -> None:
+    code, out = run("verify", "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert {a["array"] for a in report["arrays"]} >= {
+        "csa/entries",
+        "csa/index_keys",
+        "hca/entries",
+    }
+    assert all(a["differing"] == 0 for a in report["arrays"])
+
+
+def test_verify_fails_on_a_changed_expectation(tmp_path: Path) -> None:
+    with np.load(GOLDEN) as file:
+        arrays = {name: file[name].copy() for name in file.files}
+    arrays["csa/entries"][3, 5] ^= 0x100
+    np.savez(tmp_path / "changed.npz", **arrays)
+    code, out = run("verify", "--golden", str(tmp_path / "changed.npz"), "--json")
+    assert code == 1
+    (entry,) = [a for a in json.loads(out)["arrays"] if a["array"] == "csa/entries"]
+    assert entry["differing"] == 1
+    assert not entry["passed"]
+
+
+def test_verify_fails_on_changed_inputs(tmp_path: Path) -> None:
+    with np.load(GOLDEN) as file:
+        arrays = {name: file[name].copy() for name in file.files}
+    arrays["hca/Z"][7] += 1.0
+    np.savez(tmp_path / "changed.npz", **arrays)
+    code, _ = run("verify", "--golden", str(tmp_path / "changed.npz"))
+    assert code == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"not a zip", None])
+def test_verify_refuses_what_is_no_golden_file(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "bad.npz"
+    if content is None:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("other.txt", "hello")
+    else:
+        path.write_bytes(content)
+    code, out = run("verify", "--golden", str(path), "--json")
+    assert code == 2
+    assert json.loads(out)["type"] == "InvalidInput"
