@@ -100,7 +100,9 @@ def _records(arena: Tensor, page: Page, arena_row: Tensor, row: Tensor) -> Tenso
         (page.scale_offset_bytes, page.format.scale_row_bytes),
     ):
         pages = arena.as_strided(
-            (arena.shape[0], page.rows, width), (arena.stride(0), width, 1), offset
+            (arena.shape[0], page.rows, width),
+            (arena.stride(0), width, 1),
+            arena.storage_offset() + offset,
         )
         rows.append(pages[arena_row, row % page.rows])
     return decode(page.format, *rows)

@@ -92,7 +92,8 @@ def _encode_tiles(code: TileCode, x: Tensor) -> tuple[Tensor, Tensor]:
     else:
         ratio = amax / largest
         scaled = tiles / ratio
-        scale = ratio.squeeze(-1).contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+        shifts = torch.tensor((0, 8, 16, 24), dtype=torch.int32, device=x.device)
+        scale = ((ratio.view(torch.int32) >> shifts) & 0xFF).to(torch.uint8)
     scaled = scaled.clamp(-largest, largest)
     if code.element == "e4m3":
         codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)

@@ -34,13 +34,14 @@ def gather_all_entries(
     source: EntrySource, *, slot: Tensor, position: Tensor, out: Tensor, lengths: Tensor
 ) -> None:
     """All entries visible at `position` of each row's slot, in order, into `out` bf16
-    [rows, n, width]; `lengths` int32 [rows] says how many, at most n. The rest of a row is zero."""
-    count = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
-    gather_entries(
-        source, slot=slot, position=position, indices=count.expand(out.shape[:2]), out=out
-    )
-    visible = ((position + 1) // source.ratio).clamp_max(out.shape[1])
-    lengths.copy_(torch.where(slot >= 0, visible, lengths))
+    [rows, n, width]; `lengths` int32 [rows] says how many, at most n. What lies behind them in
+    `out`, and padding rows (negative slot), stay untouched."""
+    for row in torch.nonzero(slot >= 0).flatten().tolist():
+        count = min(int(position[row] + 1) // source.ratio, out.shape[1])
+        entry = torch.arange(count, device=out.device)
+        block = source.block_table[slot[row], entry // source.page.rows].long()
+        out[row, :count] = read_records(source.arena, source.page, block, entry % source.page.rows)
+        lengths[row] = count
 
 
 def gather_window(
@@ -53,19 +54,15 @@ def gather_window(
     lengths: Tensor,
 ) -> None:
     """The window of the query at `position` of each batch row, oldest first, into `out` bf16
-    [rows, window, width]; `lengths` int32 [rows]. The rest of a row is zero; rows with a negative
-    `batch_row` are padding and stay untouched."""
-    live = torch.nonzero(batch_row >= 0).flatten()
-    newest = position[live].long()[:, None]
-    first = (newest - source.window + 1).clamp_min(0)
-    wanted = first + torch.arange(source.window, device=out.device)
-    valid = wanted <= newest
-    wanted = torch.where(valid, wanted, newest)
-    row = batch_row[live].long()
-    arena_row, page_row = window_rows(source, batch[row].long(), row, wanted)
-    rows = read_records(source.arena, source.page, arena_row, page_row)
-    out[live] = torch.where(valid.unsqueeze(-1), rows, torch.zeros_like(rows))
-    lengths[live] = (newest - first + 1).flatten().to(torch.int32)
+    [rows, window, width]; `lengths` int32 [rows] says how many. What lies behind them in `out`, and
+    padding rows (negative `batch_row`), stay untouched."""
+    for row in torch.nonzero(batch_row >= 0).flatten().tolist():
+        newest = int(position[row])
+        wanted = torch.arange(max(0, newest - source.window + 1), newest + 1, device=out.device)
+        of_batch = batch_row[row : row + 1].long()
+        arena_row, page_row = window_rows(source, batch[of_batch].long(), of_batch, wanted[None])
+        out[row, : len(wanted)] = read_records(source.arena, source.page, arena_row, page_row)[0]
+        lengths[row] = len(wanted)
 
 
 def window_rows(

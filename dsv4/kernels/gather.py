@@ -1,0 +1,187 @@
+"""Dequantising gathers: records back to bf16, one launch, no host knowledge of lengths."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4.cache.reads import EntrySource, WindowSource
+from dsv4.kernels.numerics import INTERPRETED, bf16_bits
+from dsv4.kernels.record import record_constants
+from dsv4.kernels.record_load import load_record_rows
+
+# keys that one program decodes
+BLOCK_KEYS = 16
+NUM_WARPS = 4
+
+
+def gather_entries(
+    source: EntrySource, *, slot: Tensor, position: Tensor, indices: Tensor, out: Tensor
+) -> None:
+    """As dsv4.reference.gather.gather_entries."""
+    _launch_entries(source, slot, position, indices, out, out)
+
+
+def gather_all_entries(
+    source: EntrySource, *, slot: Tensor, position: Tensor, out: Tensor, lengths: Tensor
+) -> None:
+    """As dsv4.reference.gather.gather_all_entries."""
+    _launch_entries(source, slot, position, None, out, lengths)
+
+
+def _launch_entries(
+    source: EntrySource,
+    slot: Tensor,
+    position: Tensor,
+    indices: Tensor | None,
+    out: Tensor,
+    lengths: Tensor,
+) -> None:
+    rows, keys, width = out.shape
+    if rows * keys == 0:
+        return
+    _gather_entries_kernel[(rows, triton.cdiv(keys, BLOCK_KEYS))](
+        source.arena,
+        source.block_table,
+        slot,
+        position,
+        out if indices is None else indices,
+        out,
+        lengths,
+        source.arena.stride(0),
+        source.block_table.stride(0),
+        slot.stride(0),
+        position.stride(0),
+        0 if indices is None else indices.stride(0),
+        out.stride(0),
+        keys,
+        source.page.offset_bytes,
+        source.page.scale_offset_bytes,
+        RATIO=source.ratio,
+        PAGE_ROWS=source.page.rows,
+        ALL=indices is None,
+        WIDTH=width,
+        RECORD=record_constants(source.page.format),
+        BLOCK=BLOCK_KEYS,
+        num_warps=NUM_WARPS,
+    )
+
+
+def gather_window(
+    source: WindowSource,
+    *,
+    batch: Tensor,
+    batch_row: Tensor,
+    position: Tensor,
+    out: Tensor,
+    lengths: Tensor,
+) -> None:
+    """As dsv4.reference.gather.gather_window."""
+    rows, _, width = out.shape
+    if rows == 0:
+        return
+    _gather_window_kernel[(rows, triton.cdiv(source.window, BLOCK_KEYS))](
+        source.arena,
+        batch,
+        batch_row,
+        position,
+        out,
+        lengths,
+        source.arena.stride(0),
+        batch_row.stride(0),
+        position.stride(0),
+        out.stride(0),
+        source.page.offset_bytes,
+        source.page.scale_offset_bytes,
+        WINDOW=source.window,
+        RING=source.page.rows,
+        CHUNK=source.chunk,
+        WIDTH=width,
+        RECORD=record_constants(source.page.format),
+        BLOCK=BLOCK_KEYS,
+        num_warps=NUM_WARPS,
+    )
+
+
+@triton.jit
+def _gather_entries_kernel(
+    arena, block_table, slot_ptr, position_ptr, indices_ptr, out_ptr, lengths_ptr,
+    arena_stride, table_stride, slot_stride, position_stride, indices_stride, out_stride, keys,
+    data_offset, scale_offset,
+    RATIO: tl.constexpr, PAGE_ROWS: tl.constexpr, ALL: tl.constexpr, WIDTH: tl.constexpr,
+    RECORD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    key = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slot_ptr + row * slot_stride).to(tl.int64)
+    visible = (tl.load(position_ptr + row * position_stride) + 1) // RATIO
+    if slot >= 0:
+        if ALL:
+            count = tl.minimum(visible, keys)
+            if tl.program_id(1) == 0:
+                tl.store(lengths_ptr + row, count)
+            entry = key
+            written = key < count
+            valid = written
+        else:
+            written = key < keys
+            entry = tl.load(indices_ptr + row * indices_stride + key, mask=written, other=-1)
+            valid = (entry >= 0) & (entry < visible)
+        block = tl.load(
+            block_table + slot * table_stride + entry // PAGE_ROWS, mask=valid, other=0
+        ).to(tl.int64)
+        page = arena + block * arena_stride
+        page_row = tl.where(valid, entry % PAGE_ROWS, 0)
+        values = load_record_rows(
+            page + data_offset + page_row * RECORD.DATA_BYTES,
+            page + scale_offset + page_row * RECORD.SCALE_BYTES,
+            valid, WIDTH, RECORD,
+        )  # fmt: skip
+        _store_rows(out_ptr + row * out_stride, key, values, written, WIDTH)
+
+
+@triton.jit
+def _gather_window_kernel(
+    arena, batch_ptr, batch_row_ptr, position_ptr, out_ptr, lengths_ptr,
+    arena_stride, batch_row_stride, position_stride, out_stride, data_offset, scale_offset,
+    WINDOW: tl.constexpr, RING: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    RECORD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    key = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    batch_row = tl.load(batch_row_ptr + row * batch_row_stride)
+    newest = tl.load(position_ptr + row * position_stride)
+    if batch_row >= 0:
+        first = tl.maximum(newest - WINDOW + 1, 0)
+        count = newest - first + 1
+        if tl.program_id(1) == 0:
+            tl.store(lengths_ptr + row, count)
+        valid = key < count
+        if CHUNK:
+            start = tl.load(batch_ptr + batch_row * 4 + 1)
+            first_row = tl.load(batch_ptr + batch_row * 4 + 3)
+            base = first_row + (WINDOW - 1) * (batch_row + 1) - start
+            page = arena + tl.zeros([BLOCK], dtype=tl.int64)
+            page_row = (base + first + key).to(tl.int64)
+        else:
+            slot = tl.load(batch_ptr + batch_row * 4).to(tl.int64)
+            page = arena + slot * arena_stride + tl.zeros([BLOCK], dtype=tl.int64)
+            page_row = ((first + key) % RING).to(tl.int64)
+        values = load_record_rows(
+            page + data_offset + page_row * RECORD.DATA_BYTES,
+            page + scale_offset + page_row * RECORD.SCALE_BYTES,
+            valid, WIDTH, RECORD,
+        )  # fmt: skip
+        _store_rows(out_ptr + row * out_stride, key, values, valid, WIDTH)
+
+
+@triton.jit
+def _store_rows(out_ptr, key, values, written, WIDTH: tl.constexpr):
+    """bf16 values (fp32 when interpreted) into rows of `out`."""
+    target = out_ptr + key.to(tl.int64)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    if INTERPRETED:
+        bits = bf16_bits(values)
+        tl.store(target.to(tl.pointer_type(tl.uint16)), bits, mask=written[:, None])
+    else:
+        tl.store(target, values, mask=written[:, None])

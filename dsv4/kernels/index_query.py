@@ -1,0 +1,70 @@
+"""Indexer queries as the indexer's keys are stored: RoPE, Hadamard, the round trip of the format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4.cache.records import RecordFormat
+from dsv4.kernels.numerics import bf16_bits, hadamard, load_rope, rotate
+from dsv4.kernels.record import record_constants
+from dsv4.kernels.round_trip import round_trip
+
+NUM_WARPS = 1
+
+
+def prepare_index_queries(
+    q: Tensor, *, tokens: Tensor, rope: Tensor, record: RecordFormat, out: Tensor
+) -> None:
+    """One launch. Same bits as dsv4.reference.index_query.prepare_index_queries."""
+    if q.shape[0] == 0:
+        return
+    arguments, constants = launch_arguments(q, tokens, rope, record, out)
+    _index_query_kernel[(q.shape[0], q.shape[1])](
+        *arguments, **constants, num_warps=NUM_WARPS, enable_fp_fusion=False
+    )
+
+
+def launch_arguments(
+    q: Tensor, tokens: Tensor, rope: Tensor, record: RecordFormat, out: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Run-time arguments and compile-time constants of the launch."""
+    arguments = (
+        q,
+        tokens,
+        rope,
+        out,
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        q.shape[-1] ** -0.5,
+    )
+    constants = {
+        "WIDTH": q.shape[-1],
+        "ROPE": rope.shape[1],
+        "RECORD": record_constants(record),
+    }
+    return arguments, constants
+
+
+@triton.jit
+def _index_query_kernel(
+    q_ptr, tokens_ptr, rope_ptr, out_ptr, q_stride, q_head_stride, out_stride, out_head_stride,
+    scale, WIDTH: tl.constexpr, ROPE: tl.constexpr, RECORD: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    slot = tl.load(tokens_ptr + token * 4)
+    position = tl.load(tokens_ptr + token * 4 + 1).to(tl.int64)
+    if slot >= 0:
+        channel = tl.arange(0, WIDTH)
+        x = tl.load(q_ptr + token * q_stride + head * q_head_stride + channel).to(tl.float32)
+        cos, sin = load_rope(rope_ptr + position * ROPE, WIDTH, ROPE)
+        x = hadamard(rotate(x, cos, sin, WIDTH, ROPE), scale, WIDTH)
+        x = round_trip(x, WIDTH, RECORD)
+        out = (out_ptr + token * out_stride + head * out_head_stride).to(tl.pointer_type(tl.uint16))
+        tl.store(out + channel, bf16_bits(x))

@@ -1,0 +1,525 @@
+"""How much each query wants each entry: I = Σ_h w_h · ReLU(q_h · k), in one launch.
+
+A program multiplies a tile of entries (rows of the matrix instruction) with all heads of a token
+(columns), so the sum over heads stays within four neighbouring lanes. Work is cut on the device:
+every program counts the tiles of all tokens and takes an equal share of them, whatever the lengths,
+so long and short requests of a batch keep all processors busy and no program is launched for
+entries that nobody sees.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4.cache.reads import EntrySource
+from dsv4.errors import InvalidInput
+from dsv4.kernels.numerics import INTERPRETED, e4m3_value, round_bf16
+from dsv4.kernels.record import RecordConstants, record_constants
+from dsv4.kernels.round_trip import e2m1_value, power_of_two
+from dsv4.reference.index_scores import MIN_HEADS
+
+ENTRY_TILE = 128
+NUM_WARPS = 4
+NUM_STAGES = 3
+PROGRAMS_PER_PROCESSOR = 3
+# Interpreted: few, so that shares of work begin and end inside requests.
+PROGRAMS_WITHOUT_GPU = 3
+MAX_GROUP = 16
+# A program looks at the lengths of all groups of its launch at once.
+MAX_GROUPS = 1024
+
+
+def index_scores(
+    q: Tensor,
+    weights: Tensor,
+    *,
+    tokens: Tensor,
+    keys: EntrySource,
+    first_entry: int,
+    scores: Tensor,
+    round_bf16: bool = True,
+    skip_visible: int = 0,
+    tokens_per_request: int = 1,
+) -> None:
+    """Same result as dsv4.reference.index_scores.index_scores, bit for bit where the dot product
+    is exact in fp32 (MXFP4 and NVFP4 unless scales lie very far apart).
+
+    One launch for up to 1,024 groups of tokens. `tokens_per_request` is how many neighbouring
+    tokens usually belong to one request (1 + drafts, or a prefill chunk): up to 16 share the keys
+    they load. Nothing but speed depends on it. Raises InvalidInput for a width below 32.
+    """
+    group = min(triton.next_power_of_2(max(tokens_per_request, 1)), MAX_GROUP)
+    for first in range(0, tokens.shape[0], group * MAX_GROUPS):
+        piece = slice(first, first + group * MAX_GROUPS)
+        programs, arguments, constants = launch_arguments(
+            q[piece],
+            weights[piece],
+            tokens[piece],
+            keys,
+            first_entry,
+            scores[piece],
+            round_bf16,
+            skip_visible,
+            group,
+        )
+        if programs:
+            _index_scores_kernel[(programs,)](
+                *arguments,
+                **constants,
+                num_warps=NUM_WARPS,
+                num_stages=NUM_STAGES,
+                enable_fp_fusion=False,
+            )
+
+
+def launch_arguments(
+    q: Tensor,
+    weights: Tensor,
+    tokens: Tensor,
+    keys: EntrySource,
+    first_entry: int,
+    scores: Tensor,
+    round_bf16: bool,
+    skip_visible: int,
+    group: int,
+) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+    """Programs, run-time arguments and compile-time constants of the launch."""
+    _, heads, width = q.shape
+    if width < 32 or width & (width - 1):
+        raise InvalidInput(
+            f"indexer keys of {width} channels: the kernel multiplies halves of a power of two "
+            f"of at least 32"
+        )
+    rows, columns = scores.shape
+    groups = triton.cdiv(rows, group)
+    tile = min(ENTRY_TILE, max(16, triton.next_power_of_2(columns)))
+    programs = min(_programs(q.device), groups * triton.cdiv(columns, tile))
+    arguments = (
+        q,
+        weights,
+        tokens,
+        keys.arena,
+        keys.block_table,
+        scores,
+        rows,
+        columns,
+        first_entry,
+        skip_visible,
+        q.stride(0),
+        q.stride(1),
+        weights.stride(0),
+        keys.arena.stride(0),
+        keys.block_table.stride(0),
+        scores.stride(0),
+        keys.page.offset_bytes,
+        keys.page.scale_offset_bytes,
+    )
+    constants = {
+        "HEADS": heads,
+        "HEADS_PADDED": max(MIN_HEADS, triton.next_power_of_2(heads)),
+        "WIDTH": width,
+        "RATIO": keys.ratio,
+        "PAGE_ROWS": keys.page.rows,
+        "GROUP": group,
+        "GROUPS": max(16, triton.next_power_of_2(groups)),
+        "TILE": tile,
+        "ROUND": round_bf16,
+        "RECORD": _index_record(keys),
+    }
+    return programs, arguments, constants
+
+
+def _index_record(keys: EntrySource) -> RecordConstants:
+    record = record_constants(keys.page.format)
+    if record.CODED not in (0, keys.page.format.width):
+        raise InvalidInput(
+            f"indexer keys have one code for all channels; {keys.page.format.name} leaves "
+            f"{keys.page.format.width - record.CODED} of them as bf16"
+        )
+    return record
+
+
+@cache
+def _programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return PROGRAMS_WITHOUT_GPU
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return int(processors) * PROGRAMS_PER_PROCESSOR
+
+
+@triton.jit
+def _index_scores_kernel(
+    q_ptr,
+    weights_ptr,
+    tokens_ptr,
+    arena,
+    table_ptr,
+    scores_ptr,
+    rows,
+    columns,
+    first_entry,
+    skip_visible,
+    q_stride,
+    q_head_stride,
+    weights_stride,
+    arena_stride,
+    table_stride,
+    scores_stride,
+    data_offset,
+    scale_offset,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RATIO: tl.constexpr,
+    PAGE_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROUND: tl.constexpr,
+    RECORD: tl.constexpr,
+):
+    token = tl.arange(0, GROUPS * GROUP)
+    _, seen = _seen_columns(token, tokens_ptr, rows, columns, first_entry, skip_visible, RATIO)
+    longest = tl.max(tl.reshape(seen, [GROUPS, GROUP]), axis=1)
+    tiles = (longest + TILE - 1) // TILE
+    ends = tl.cumsum(tiles, axis=0)
+    total = tl.sum(tiles, axis=0).to(tl.int64)
+    # this program's share of all tiles, counted through the groups: [at, stop)
+    at = (tl.program_id(0) * total // tl.num_programs(0)).to(tl.int32)
+    stop = ((tl.program_id(0) + 1) * total // tl.num_programs(0)).to(tl.int32)
+    while at < stop:
+        group = tl.sum((ends <= at).to(tl.int32), axis=0)
+        group_begin = tl.max(tl.where(ends <= at, ends, 0), axis=0)
+        group_end = tl.min(tl.where(ends > at, ends, 0x7FFFFFFF), axis=0)
+        share_end = tl.minimum(stop, group_end)
+        if GROUP == 1:
+            _score_token(
+                group, at - group_begin, share_end - group_begin, q_ptr, weights_ptr, tokens_ptr,
+                arena, table_ptr, scores_ptr, rows, columns, first_entry, skip_visible, q_stride,
+                q_head_stride, weights_stride, arena_stride, table_stride, scores_stride,
+                data_offset, scale_offset, HEADS, HEADS_PADDED, WIDTH, RATIO, PAGE_ROWS, TILE,
+                ROUND, RECORD,
+            )  # fmt: skip
+        else:
+            _score_group(
+                group, at - group_begin, share_end - group_begin, q_ptr, weights_ptr, tokens_ptr,
+                arena, table_ptr, scores_ptr, rows, columns, first_entry, skip_visible, q_stride,
+                q_head_stride, weights_stride, arena_stride, table_stride, scores_stride,
+                data_offset, scale_offset, HEADS, HEADS_PADDED, WIDTH, RATIO, PAGE_ROWS, GROUP,
+                TILE, ROUND, RECORD,
+            )  # fmt: skip
+        at = share_end
+
+
+@triton.jit
+def _seen_columns(
+    token, tokens_ptr, rows, columns, first_entry, skip_visible, RATIO: tl.constexpr
+):  # fmt: skip
+    """Slots of some tokens, and how many columns each has to fill."""
+    live = token < rows
+    slot = tl.load(tokens_ptr + token * 4, mask=live, other=-1)
+    position = tl.load(tokens_ptr + token * 4 + 1, mask=live, other=-1)
+    visible = (position + 1) // RATIO
+    seen = tl.minimum(tl.maximum(visible - first_entry, 0), columns)
+    return slot, tl.where((slot >= 0) & (visible > skip_visible), seen, 0)
+
+
+@triton.jit
+def _score_token(
+    token, tile_begin, tile_end, q_ptr, weights_ptr, tokens_ptr, arena, table_ptr, scores_ptr,
+    rows, columns, first_entry, skip_visible, q_stride, q_head_stride, weights_stride,
+    arena_stride, table_stride, scores_stride, data_offset, scale_offset,
+    HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr,
+    PAGE_ROWS: tl.constexpr, TILE: tl.constexpr, ROUND: tl.constexpr, RECORD: tl.constexpr,
+):  # fmt: skip
+    """Tiles [tile_begin, tile_end) of one token; its query is loaded once."""
+    slot, seen = _seen_columns(
+        token, tokens_ptr, rows, columns, first_entry, skip_visible, RATIO
+    )  # fmt: skip
+    q0, q1, weight = _load_query(
+        token, q_ptr, weights_ptr, q_stride, q_head_stride, weights_stride,
+        HEADS, HEADS_PADDED, WIDTH, RECORD,
+    )  # fmt: skip
+    table_row = table_ptr + slot.to(tl.int64) * table_stride
+    scores_row = scores_ptr + token.to(tl.int64) * scores_stride
+    for tile in range(tile_begin, tile_end):
+        column = tile * TILE + tl.arange(0, TILE)
+        k0, k1 = _load_keys(
+            first_entry + column, column < seen, arena, table_row, arena_stride, data_offset,
+            scale_offset, WIDTH, PAGE_ROWS, RECORD,
+        )  # fmt: skip
+        score = _score(q0, q1, k0, k1, weight, ROUND)
+        tl.store(scores_row + column, score, mask=column < seen)
+
+
+@triton.jit
+def _score_group(
+    group, tile_begin, tile_end, q_ptr, weights_ptr, tokens_ptr, arena, table_ptr, scores_ptr,
+    rows, columns, first_entry, skip_visible, q_stride, q_head_stride, weights_stride,
+    arena_stride, table_stride, scores_stride, data_offset, scale_offset,
+    HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr,
+    PAGE_ROWS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, ROUND: tl.constexpr,
+    RECORD: tl.constexpr,
+):  # fmt: skip
+    """Tiles [tile_begin, tile_end) of neighbouring tokens. Keys are loaded anew only where the
+    request changes from one token to the next."""
+    member = group * GROUP + tl.arange(0, GROUP)
+    slots, all_seen = _seen_columns(
+        member, tokens_ptr, rows, columns, first_entry, skip_visible, RATIO
+    )  # fmt: skip
+    for tile in range(tile_begin, tile_end):
+        column = tile * TILE + tl.arange(0, TILE)
+        loaded_slot = -1
+        k0, k1 = _load_keys(
+            column, column < 0, arena, table_ptr, arena_stride, data_offset, scale_offset,
+            WIDTH, PAGE_ROWS, RECORD,
+        )  # fmt: skip
+        for token in range(group * GROUP, group * GROUP + GROUP):
+            slot, seen = _seen_columns(
+                token, tokens_ptr, rows, columns, first_entry, skip_visible, RATIO
+            )  # fmt: skip
+            if tile * TILE < seen:
+                if slot != loaded_slot:
+                    most = tl.max(tl.where(slots == slot, all_seen, 0), axis=0)
+                    k0, k1 = _load_keys(
+                        first_entry + column, column < most, arena,
+                        table_ptr + slot.to(tl.int64) * table_stride, arena_stride, data_offset,
+                        scale_offset, WIDTH, PAGE_ROWS, RECORD,
+                    )  # fmt: skip
+                    loaded_slot = slot
+                q0, q1, weight = _load_query(
+                    token, q_ptr, weights_ptr, q_stride, q_head_stride, weights_stride,
+                    HEADS, HEADS_PADDED, WIDTH, RECORD,
+                )  # fmt: skip
+                score = _score(q0, q1, k0, k1, weight, ROUND)
+                scores_row = scores_ptr + tl.cast(token, tl.int64) * scores_stride
+                tl.store(scores_row + column, score, mask=column < seen)
+
+
+@triton.jit
+def _load_query(
+    token, q_ptr, weights_ptr, q_stride, q_head_stride, weights_stride,
+    HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, WIDTH: tl.constexpr, RECORD: tl.constexpr,
+):  # fmt: skip
+    """The two halves of a query [WIDTH / 2, heads] as `_load_keys` halves keys, and weights."""
+    head = tl.arange(0, HEADS_PADDED)
+    row = q_ptr + tl.cast(token, tl.int64) * q_stride + head[:, None] * q_head_stride
+    live = head[:, None] < HEADS
+    if RECORD.ELEMENT == "e2m1":
+        q = tl.load(row + tl.arange(0, WIDTH)[None, :], mask=live, other=0.0)
+        q0, q1 = tl.split(tl.reshape(q, [HEADS_PADDED, WIDTH // 2, 2]))
+    else:
+        channel = tl.arange(0, WIDTH // 2)[None, :]
+        q0 = tl.load(row + channel, mask=live, other=0.0)
+        q1 = tl.load(row + WIDTH // 2 + channel, mask=live, other=0.0)
+    weight_row = weights_ptr + tl.cast(token, tl.int64) * weights_stride
+    weight = tl.load(weight_row + head, mask=head < HEADS, other=0.0)
+    if INTERPRETED:
+        q0 = q0.to(tl.float32)
+        q1 = q1.to(tl.float32)
+        weight = weight.to(tl.float32)
+    return tl.trans(q0), tl.trans(q1), weight
+
+
+@triton.jit
+def _load_keys(
+    entry, live, arena, table_row, arena_stride, data_offset, scale_offset,
+    WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr, RECORD: tl.constexpr,
+):  # fmt: skip
+    """Two halves [entries, WIDTH / 2] of decoded keys: even and odd channels where a byte holds
+    two, else lower and upper ones. bf16, interpreted fp32; 0 where not live, nothing read."""
+    HALF: tl.constexpr = WIDTH // 2
+    block_id = tl.load(table_row + entry // PAGE_ROWS, mask=live, other=0).to(tl.int64)
+    page = arena + block_id * arena_stride
+    page_row = entry % PAGE_ROWS
+    data = page + data_offset + page_row * RECORD.DATA_BYTES
+    at = tl.arange(0, HALF)[None, :]
+    mask = live[:, None]
+    if RECORD.ELEMENT == "none":
+        values = data.to(tl.pointer_type(tl.bfloat16))[:, None] + at
+        k0 = tl.load(values, mask=mask, other=0.0)
+        k1 = tl.load(values + HALF, mask=mask, other=0.0)
+        if INTERPRETED:
+            k0 = k0.to(tl.float32)
+            k1 = k1.to(tl.float32)
+    else:
+        # one scale for a tile of channels; a half has that many bytes of it
+        TILES: tl.constexpr = WIDTH // RECORD.TILE
+        nth = tl.arange(0, TILES)[None, :]
+        scale_row = page + scale_offset + page_row * RECORD.SCALE_BYTES
+        if RECORD.ELEMENT == "e2m1":
+            packed = tl.load(data[:, None] + at, mask=mask, other=0)
+            scale = tl.load(scale_row[:, None] + nth, mask=mask, other=0)
+            if RECORD.SCALE == "ue8m0" and not INTERPRETED:
+                k0, k1 = _decode_mxfp4(packed, _spread(_bf16_power(scale), HALF))
+            else:
+                if RECORD.SCALE == "ue8m0":
+                    factor = power_of_two(scale.to(tl.int32))
+                else:
+                    factor = _e4m3_or_nan(scale) * RECORD.GLOBAL_SCALE
+                factor = _spread(factor, HALF)
+                code = packed.to(tl.int32)
+                k0 = _operand(e2m1_value(code & 15) * factor)
+                k1 = _operand(e2m1_value(code >> 4) * factor)
+        else:
+            tl.static_assert(RECORD.SCALE == "fp32" and TILES == 1, "no such indexer keys")
+            lower = tl.load(data[:, None] + at, mask=mask, other=0)
+            upper = tl.load(data[:, None] + HALF + at, mask=mask, other=0)
+            factor = tl.load(scale_row.to(tl.pointer_type(tl.float32)), mask=live, other=0.0)
+            k0 = _operand(_e4m3_or_nan(lower) * factor[:, None])
+            k1 = _operand(_e4m3_or_nan(upper) * factor[:, None])
+    return k0, k1
+
+
+@triton.jit
+def _e4m3_or_nan(code):
+    value = e4m3_value(code)
+    if INTERPRETED:
+        value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+    return value
+
+
+@triton.jit
+def _operand(x):
+    """fp32 → bf16 for the matrix instruction; interpreted it stays fp32 (toolchain: its bf16 dot
+    is wrong), holding the bf16 number."""
+    if INTERPRETED:
+        return round_bf16(x)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
+def _spread(scale, HALF: tl.constexpr):
+    """[entries, tiles] → [entries, HALF]: neighbouring columns share a tile."""
+    SPAN: tl.constexpr = HALF // scale.shape[1]
+    wide = tl.broadcast_to(scale[:, :, None], [scale.shape[0], scale.shape[1], SPAN])
+    return tl.reshape(wide, [scale.shape[0], HALF])
+
+
+@triton.jit
+def _bf16_power(exponent):
+    """2^(exponent - 127) as bf16 for a UE8M0 byte."""
+    wide = exponent.to(tl.int32)
+    bits = tl.where(wide == 0, 0x0040, wide << 7)
+    bits = tl.where(wide == 255, 0x7FC0, bits)
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _decode_mxfp4(packed, scale):
+    """Bytes of two E2M1 codes, and bf16 scales → low and high nibbles as bf16, four bytes at once.
+
+    The code's three magnitude bits, put where bf16 has the end of its exponent and the start of its
+    mantissa, read as the value times 2^-126 (the halves as denormals); its sign goes to the front.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 two, sign, size, unit;
+        mov.b32 unit, 0x7E807E80;               // 2^126 twice
+        prmt.b32 two, $4, 0, 0x4140;            // bytes 0 and 1, one in each half
+        shl.b32 sign, two, 12;
+        and.b32 sign, sign, 0x80008000;
+        shl.b32 size, two, 6;
+        and.b32 size, size, 0x01C001C0;
+        or.b32 size, size, sign;
+        mul.rn.bf16x2 size, size, unit;
+        mul.rn.bf16x2 $0, size, $5;
+        shl.b32 sign, two, 8;
+        and.b32 sign, sign, 0x80008000;
+        shl.b32 size, two, 2;
+        and.b32 size, size, 0x01C001C0;
+        or.b32 size, size, sign;
+        mul.rn.bf16x2 size, size, unit;
+        mul.rn.bf16x2 $2, size, $5;
+        prmt.b32 two, $4, 0, 0x4342;            // bytes 2 and 3
+        shl.b32 sign, two, 12;
+        and.b32 sign, sign, 0x80008000;
+        shl.b32 size, two, 6;
+        and.b32 size, size, 0x01C001C0;
+        or.b32 size, size, sign;
+        mul.rn.bf16x2 size, size, unit;
+        mul.rn.bf16x2 $1, size, $6;
+        shl.b32 sign, two, 8;
+        and.b32 sign, sign, 0x80008000;
+        shl.b32 size, two, 2;
+        and.b32 size, size, 0x01C001C0;
+        or.b32 size, size, sign;
+        mul.rn.bf16x2 size, size, unit;
+        mul.rn.bf16x2 $3, size, $6;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r,r,r",
+        [packed, scale],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _score(q0, q1, k0, k1, weight, ROUND: tl.constexpr):
+    """fp32 scores [entries]; with ROUND they are bf16 numbers."""
+    dot = tl.dot(k0, q0, input_precision="ieee")
+    dot = tl.dot(k1, q1, acc=dot, input_precision="ieee")
+    if ROUND:
+        if INTERPRETED:
+            dot = round_bf16(dot)
+            product = round_bf16(tl.where(dot < 0, 0.0, dot) * weight[None, :])
+        else:
+            product = _weighted_relu(dot, tl.broadcast_to(weight[None, :], dot.shape))
+        total = round_bf16(_head_sum(product))
+    else:
+        total = _head_sum(tl.where(dot < 0, 0.0, dot) * weight.to(tl.float32)[None, :])
+        total = tl.where(total != total, float("nan"), total)
+    return tl.where(total == 0, 0.0, total)
+
+
+@triton.jit
+def _weighted_relu(dot, weight):
+    """bf16(ReLU(bf16(dot)) · weight) as fp32, two at once."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 pair;
+        cvt.rn.relu.bf16x2.f32 pair, $3, $2;
+        mul.rn.bf16x2 pair, pair, $4;
+        shl.b32 $0, pair, 16;
+        and.b32 $1, pair, 0xFFFF0000;
+        }
+        """,
+        "=&r,=&r,f,f,r",
+        [dot, weight],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _head_sum(x):
+    """Sum over the heads in the order of the reference. Each step adds two numbers, so no layout
+    of registers can change it: neighbours lie in one thread, then the halves do, at last lanes."""
+    x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2)
+    if x.shape[1] >= 128:
+        x = _halve(x)
+    if x.shape[1] >= 64:
+        x = _halve(x)
+    if x.shape[1] >= 32:
+        x = _halve(x)
+    if x.shape[1] >= 16:
+        x = _halve(x)
+    x = _halve(_halve(_halve(x)))
+    return tl.reshape(x, [x.shape[0]])
+
+
+@triton.jit
+def _halve(x):
+    return tl.sum(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), axis=1)

@@ -1,0 +1,26 @@
+"""Indexer queries as the indexer's keys are stored: RoPE, Hadamard, the round trip of the format."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.records import RecordFormat
+from dsv4.reference.codec import decode, encode
+from dsv4.reference.numerics import hadamard, rotate
+
+
+def prepare_index_queries(
+    q: Tensor, *, tokens: Tensor, rope: Tensor, record: RecordFormat, out: Tensor
+) -> None:
+    """bf16 `q` [tokens, heads, width] → `out`, bf16 of the same shape: what encoding and decoding
+    with `record` leaves of the rotated and transformed query.
+
+    `rope` is the layer's table (dsv4.rope), `tokens` StepBuffers.tokens. Padding rows of `out` are
+    not touched.
+    """
+    live = torch.nonzero(tokens[:, 0] >= 0).flatten()
+    half = rope.shape[1] // 2
+    row = rope[tokens[live, 1].long()].unsqueeze(1)
+    x = hadamard(rotate(q[live], row[..., :half], row[..., half:]))
+    out[live] = decode(record, *encode(record, x))

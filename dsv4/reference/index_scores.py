@@ -1,0 +1,90 @@
+"""How much each query wants each entry: I = Σ_h w_h · ReLU(q_h · k)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.reads import EntrySource
+from dsv4.reference.codec import decode
+from dsv4.reference.numerics import to_bf16
+
+MIN_HEADS = 16
+
+
+def index_scores(
+    q: Tensor,
+    weights: Tensor,
+    *,
+    tokens: Tensor,
+    keys: EntrySource,
+    first_entry: int,
+    scores: Tensor,
+    round_bf16: bool = True,
+    skip_visible: int = 0,
+    tokens_per_request: int = 1,
+) -> None:
+    """Writes fp32 `scores` [tokens, columns]: column j is entry first_entry + j.
+
+    `q` bf16 [tokens, heads, width] as prepare_index_queries leaves it, `weights` bf16
+    [tokens, heads], already scaled. With `round_bf16` dots, products and the sum are rounded to
+    bf16, as the model was trained; else all is fp32. The heads are added in the order of
+    `head_sum`, so a score depends on its query and its key alone.
+
+    Only entries that the token sees are written: columns from (position + 1) // ratio on, the rows
+    of padding tokens and those of tokens that see at most `skip_visible` entries (top-k takes all
+    of them unseen) keep what they held. `tokens_per_request` is a hint to the kernel.
+    """
+    for token, (slot, position) in enumerate(tokens[:, :2].tolist()):
+        visible = (position + 1) // keys.ratio
+        if slot < 0 or visible <= skip_visible:
+            continue
+        end = min(visible, first_entry + scores.shape[1])
+        entry = torch.arange(first_entry, max(first_entry, end), device=q.device)
+        k = load_entries(keys, slot, entry)
+        # exact: products of bf16 numbers have 16 bits, and fp64 has room to add them
+        dot = (k.double() @ q[token].double().T).float()
+        weight = weights[token].float()
+        if round_bf16:
+            product = to_bf16(relu(to_bf16(dot).float()) * weight).float()
+            total = to_bf16(head_sum(product)).float()
+        else:
+            total = head_sum(relu(dot) * weight)
+        # one zero and one NaN, whatever the order of a backend's sum gave
+        total = torch.where(total == 0, torch.zeros_like(total), total)
+        total = torch.where(torch.isnan(total), torch.full_like(total, torch.nan), total)
+        scores[token, : len(entry)] = total
+
+
+def relu(x: Tensor) -> Tensor:
+    return torch.where(x < 0, torch.zeros_like(x), x)
+
+
+def head_sum(x: Tensor) -> Tensor:
+    """Sum over the last axis in fp32, in a fixed order: neighbours first, then the upper half is
+    added to the lower half until one is left. Padded with zeros to a power of two, at least 16."""
+    count = MIN_HEADS
+    while count < x.shape[-1]:
+        count *= 2
+    x = torch.nn.functional.pad(x, (0, count - x.shape[-1]))
+    x = x[..., 0::2] + x[..., 1::2]
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x.squeeze(-1)
+
+
+def load_entries(source: EntrySource, slot: int, entry: Tensor) -> Tensor:
+    """The decoded records of some entries of a slot, bf16 [entries, width]."""
+    page, arena = source.page, source.arena
+    block_id = source.block_table[slot, entry // page.rows].long()
+    rows = []
+    for offset, width in (
+        (page.offset_bytes, page.format.data_row_bytes),
+        (page.scale_offset_bytes, page.format.scale_row_bytes),
+    ):
+        view = arena.as_strided(
+            (arena.shape[0], page.rows, width), (arena.stride(0), width, 1), offset
+        )
+        rows.append(view[block_id, entry % page.rows])
+    return decode(page.format, rows[0], rows[1])
