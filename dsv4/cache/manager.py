@@ -248,18 +248,21 @@ class KVCacheManager:
         """
         if self._open_plan is not None:
             raise PlanError("the previous plan is still open: commit or abandon it first")
-        requests, starts, counts = self._checked_steps(steps)
+        requests, state, counts = self._checked_steps(steps)
         check_step(
             self.schema, self.buffers, counts, pad_tokens=pad_tokens, pad_requests=pad_requests
         )
-        ends = starts + counts
-        self._take_blocks(requests, ends)
+        slots, starts, held, published = state.T
+        block_tokens = self.schema.block_tokens if self.schema.block_bytes else np.inf
+        needed = np.ceil((starts + counts) / block_tokens).astype(np.int64)
+        self._take_blocks(requests, held, needed)
         self.buffers.clear()
-        new_blocks = fill_new_blocks(self.schema, self.buffers, requests, ends)
+        new_blocks = fill_new_blocks(self.schema, self.buffers, requests, published, needed)
         plan = make_plan(
             self.schema,
             self.buffers,
             requests,
+            slots,
             starts,
             counts,
             serial=self._next_serial,
@@ -404,37 +407,39 @@ class KVCacheManager:
             raise PlanError("this plan belongs to another manager")
 
     def _checked_steps(self, steps: Sequence[Step]) -> tuple[tuple[Request, ...], I64, I64]:
+        """Requests, their state (slot, length, blocks held, blocks published: one row each) and
+        their new tokens. Raises what `prepare_forward` does, for the first step that is wrong."""
         requests = tuple(step[0] for step in steps)
         if len({id(request) for request in requests}) != len(requests):
             raise PlanError("a request stands twice in one step: merge its tokens")
         for step in steps:
-            request, count = step[0], step[1]
-            self._check_live(request)
-            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-                raise PlanError(f"{count!r} new tokens for a request: give a count of 0 or more")
-            if len(step) == 3 and step[2] != request.length:
+            self._check_live(step[0])
+            if type(step[1]) is not int or step[1] < 0:
+                raise PlanError(f"{step[1]!r} new tokens for a request: give a count of 0 or more")
+            if len(step) == 3 and step[2] != step[0].length:
                 raise PlanError(
                     f"a step that starts at position {step[2]!r} would skip or repeat tokens: the "
-                    f"request has {request.length}"
+                    f"request has {step[0].length}"
                 )
-            self._check_context(request.length + count)
-        starts = np.fromiter((r.length for r in requests), dtype=np.int64, count=len(requests))
-        counts = np.fromiter((step[1] for step in steps), dtype=np.int64, count=len(requests))
-        return requests, starts, counts
+        state = np.array(
+            [(r.slot, r.length, len(r.block_ids), r.published_blocks) for r in requests],
+            dtype=np.int64,
+        ).reshape(-1, 4)
+        counts = np.array([step[1] for step in steps], dtype=np.int64)
+        if len(counts) and (longest := int((state[:, 1] + counts).max())) > self.schema.max_context:
+            raise ContextOverflow(asked_tokens=longest, max_context_tokens=self.schema.max_context)
+        return requests, state, counts
 
-    def _take_blocks(self, requests: Sequence[Request], ends: I64) -> None:
+    def _take_blocks(self, requests: Sequence[Request], held: I64, needed: I64) -> None:
         """All missing blocks of a step, or none."""
-        missing = [
-            max(0, self.schema.blocks_for(end) - len(request.block_ids))
-            for request, end in zip(requests, ends.tolist(), strict=True)
-        ]
-        if not any(missing):
+        missing = np.maximum(needed - held, 0)
+        if not missing.any():
             return
-        largest = self.schema.blocks_for(int(ends.max()))
-        new_ids = self.allocator.take(sum(missing), asker_blocks=largest)
+        new_ids = self.allocator.take(int(missing.sum()), asker_blocks=int(needed.max()))
         at = 0
-        for request, count in zip(requests, missing, strict=True):
-            request.block_ids.extend(new_ids[at : at + count])
+        for row in np.flatnonzero(missing).tolist():
+            count = int(missing[row])
+            requests[row].block_ids.extend(new_ids[at : at + count])
             at += count
 
     def _close(self, plan: ForwardPlan) -> None:

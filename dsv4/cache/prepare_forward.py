@@ -63,13 +63,14 @@ class StepBuffers:
         total = sum(-(-rows * columns // 8) * 8 for _, rows, columns in sizes)
         pinned = device.type == "cuda"
         self.host_buffer = torch.full((total,), -1, dtype=torch.int32, pin_memory=pinned)
-        self.device_buffer = self.host_buffer.to(device, copy=True)
+        self.device_buffer = self.host_buffer.to(device)  # on a CPU: the same memory
+        self._host_words: I32 = self.host_buffer.numpy()
         host: dict[str, I32] = {}
         on_device: dict[str, Tensor] = {}
         at = 0
         for name, rows, columns in sizes:
             span = slice(at, at + rows * columns)
-            host[name] = self.host_buffer[span].numpy().reshape(rows, columns)
+            host[name] = self._host_words[span].reshape(rows, columns)
             on_device[name] = self.device_buffer[span].view(rows, columns)
             at += -(-rows * columns // 8) * 8
         self.host = host
@@ -110,12 +111,12 @@ class StepBuffers:
         """Every row becomes padding. Waits for the previous step's copy, which may still read."""
         if self._copied is not None:
             self._copied.synchronize()
-        self.host_buffer.fill_(-1)
+        self._host_words.fill(-1)
 
     def send(self) -> None:
         """The one host-to-device copy of a step."""
-        self.device_buffer.copy_(self.host_buffer, non_blocking=True)
         if self._copied is not None:
+            self.device_buffer.copy_(self.host_buffer, non_blocking=True)
             self._copied.record()
 
 
@@ -154,6 +155,7 @@ def make_plan(
     schema: CacheSchema,
     buffers: StepBuffers,
     requests: tuple[Request, ...],
+    slots: I64,
     starts: I64,
     counts: I64,
     *,
@@ -165,7 +167,7 @@ def make_plan(
 
     Takes no blocks and copies nothing to the device.
     """
-    item_counts = fill_step(schema, buffers, requests, starts, counts)
+    item_counts = fill_step(schema, buffers, slots, starts, counts)
     tokens, batch_rows = int(counts.sum()), len(requests)
     if pad_tokens is not None or pad_requests is not None:
         tokens = tokens if pad_tokens is None else pad_tokens
@@ -194,13 +196,12 @@ def is_narrow(schema: CacheSchema, counts: I64) -> bool:
 def fill_step(
     schema: CacheSchema,
     buffers: StepBuffers,
-    requests: Sequence[Request],
+    slots: I64,
     starts: I64,
     counts: I64,
 ) -> dict[int, int]:
     """Writes a step into the host buffer. Returns how many work items each ratio has."""
     host = buffers.host
-    slots = np.fromiter((r.slot for r in requests), dtype=np.int64, count=len(requests))
     ends = starts + counts
     first_rows = np.cumsum(counts) - counts
     host["batch"][: len(slots)] = np.stack((slots, starts, counts, first_rows), axis=1)
@@ -250,20 +251,20 @@ def fill_new_blocks(
     schema: CacheSchema,
     buffers: StepBuffers,
     requests: Sequence[Request],
-    ends: I64,
+    published: I64,
+    needed: I64,
 ) -> int:
     """Lists the block ids that the device's table does not have yet. Returns how many."""
     at = buffers.host["new_block_at"].reshape(-1).view(np.int64)
     ids = buffers.host["new_block_id"].reshape(-1)
     count = 0
-    for request, end in zip(requests, ends.tolist(), strict=True):
-        needed = schema.blocks_for(end)
-        while request.published_blocks < needed:
-            block = request.published_blocks
-            at[count] = request.slot * schema.max_blocks_per_request + block
-            ids[count] = request.block_ids[block]
-            request.published_blocks += 1
-            count += 1
+    for row in np.flatnonzero(needed > published).tolist():
+        request, first, last = requests[row], int(published[row]), int(needed[row])
+        span = slice(count, count + last - first)
+        at[span] = request.slot * schema.max_blocks_per_request + np.arange(first, last)
+        ids[span] = request.block_ids[first:last]
+        request.published_blocks = last
+        count += last - first
     return count
 
 

@@ -237,6 +237,7 @@ def _block_heads(heads: int) -> int:
 
 def _chunk(width: int, rope_dim: int, window: WindowSource, entries: EntrySource | None) -> int:
     """The widest chunk that no boundary of a record or of the rotated channels falls into."""
+    return CHUNK
     chunk = gcd(CHUNK, width, rope_dim)
     for source in (window, entries):
         if source is not None:
@@ -408,7 +409,9 @@ def _attend_split(
 
 
 @triton.jit
-def _attend_tile(q, m, total, acc, data_ptrs, scale_ptrs, live, RECORD: tl.constexpr, A: tl.constexpr):
+def _attend_tile(
+    q, m, total, acc, data_ptrs, scale_ptrs, live, RECORD: tl.constexpr, A: tl.constexpr
+):
     """One tile of keys into the running softmax. Dead rows are not read and weigh nothing."""
     BLOCK_H: tl.constexpr = A.BLOCK_H
     BLOCK_N: tl.constexpr = A.BLOCK_N
@@ -419,7 +422,8 @@ def _attend_tile(q, m, total, acc, data_ptrs, scale_ptrs, live, RECORD: tl.const
     for chunk in tl.static_range(0, A.WIDTH // CHUNK):
         k = load_record_chunk(data_ptrs, scale_ptrs, live, chunk * CHUNK, CHUNK, RECORD)
         keys = keys + (k,)
-        logits = dot(q[chunk], tl.trans(k), logits)
+    for chunk in tl.static_range(0, A.WIDTH // CHUNK):
+        logits = dot(q[chunk], tl.trans(keys[chunk]), logits)
     logits = tl.where(live[None, :], logits * SCALE, float("-inf"))
     top = tl.maximum(m, tl.max(logits, axis=1))
     base = tl.where(top == float("-inf"), 0.0, top)  # no key yet

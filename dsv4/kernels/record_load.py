@@ -39,67 +39,58 @@ def load_record_rows(data_ptrs, scale_ptrs, mask, WIDTH: tl.constexpr, RECORD: t
 
     Reads only rows where `mask` [N] holds.
     """
-    CODED: tl.constexpr = RECORD.CODED
-    channel = tl.arange(0, WIDTH)
-    if CODED == 0:
-        return load_record_chunk(data_ptrs, scale_ptrs, mask, 0, WIDTH, RECORD)
-    else:
-        coded = mask[:, None] & (channel < CODED)[None, :]
-        codes = tl.load(_aligned(data_ptrs, RECORD)[:, None] + channel[None, :], coded, other=0)
-        tile = (channel // RECORD.TILE)[None, :]
-        if RECORD.SCALE == "ue8m0":
-            scale = tl.load(scale_ptrs[:, None] + tile, coded, other=127)
-        else:
-            scale = tl.load(
-                scale_ptrs.to(tl.pointer_type(tl.float32))[:, None] + tile, coded, other=1.0
-            )
-        values = _scaled(codes, scale, RECORD)
-        if CODED < WIDTH:
-            plain = mask[:, None] & (channel >= CODED)[None, :]
-            tail = _aligned(data_ptrs, RECORD) + CODED
-            values = tl.where(
-                (channel >= CODED)[None, :],
-                _bf16_values(tail, (channel - CODED)[None, :], plain),
-                values,
-            )
-        return values
+    return load_record_chunk(data_ptrs, scale_ptrs, mask, 0, WIDTH, RECORD)
 
 
 @triton.jit
 def load_record_chunk(
     data_ptrs, scale_ptrs, mask, START: tl.constexpr, CHUNK: tl.constexpr, RECORD: tl.constexpr
 ):
-    """Channels [START, START + CHUNK) of [N] records as [N, CHUNK]; CHUNK must divide CODED, the
-    bf16 part and the tile, so that a chunk is of one kind and a row of it has one scale."""
+    """Channels [START, START + CHUNK) of [N] records as [N, CHUNK]. START and CHUNK must be
+    multiples of SPAN below."""
     CODED: tl.constexpr = RECORD.CODED
-    channel = tl.arange(0, CHUNK)[None, :]
-    live = mask[:, None]
-    if START >= CODED:
-        tail = _aligned(data_ptrs, RECORD) + CODED
-        return _bf16_values(tail, START - CODED + channel, live)
+    # channels that share a scale and a kind: the largest power of two in tile and coded part
+    SPAN: tl.constexpr = min(CHUNK, (RECORD.TILE | CODED) & -(RECORD.TILE | CODED))
+    N: tl.constexpr = mask.shape[0]
+    span = START // SPAN + tl.arange(0, CHUNK // SPAN)
+    channel = span[None, :, None] * SPAN + tl.arange(0, SPAN)[None, None, :]
+    rows = data_ptrs[:, None, None]
+    live = mask[:, None, None]
+    if CODED <= START:
+        values = _bf16_values(rows, channel, live, RECORD)
     else:
-        codes = tl.load(_aligned(data_ptrs, RECORD)[:, None] + (START + channel), live, other=0)
-        TILE: tl.constexpr = START // RECORD.TILE
+        coded = span * SPAN < CODED
+        codes = tl.load(
+            _aligned(rows, RECORD) + channel, mask=live & coded[None, :, None], other=0
+        )
+        at = scale_ptrs[:, None]
+        tile = (span * SPAN // RECORD.TILE)[None, :]
+        scaled = mask[:, None] & coded[None, :]
         if RECORD.SCALE == "ue8m0":
-            scale = tl.load(scale_ptrs + TILE, mask, other=127)
+            scale = tl.load(at + tile, mask=scaled, other=127)
         else:
-            scale = tl.load(scale_ptrs.to(tl.pointer_type(tl.float32)) + TILE, mask, other=1.0)
-        return _scaled(codes, scale[:, None], RECORD)
+            scale = tl.load(at.to(tl.pointer_type(tl.float32)) + tile, mask=scaled, other=1.0)
+        values = _scaled(codes, scale[:, :, None], RECORD)
+        if START + CHUNK > CODED:
+            plain = (span * SPAN >= CODED)[None, :, None]
+            values = tl.where(plain, _bf16_values(rows, channel, live & plain, RECORD), values)
+    return tl.reshape(values, [N, CHUNK])
 
 
 @triton.jit
-def _aligned(data_ptrs, RECORD: tl.constexpr):
+def _aligned(rows, RECORD: tl.constexpr):
     """Pages start on 16 bytes (schema.align_bytes), so rows of whole 16 bytes do too."""
     if RECORD.DATA_BYTES % 16 == 0:
-        return tl.multiple_of(data_ptrs, 16)
+        return tl.multiple_of(rows, [16, 16, 16])
     else:
-        return data_ptrs
+        return rows
 
 
 @triton.jit
-def _bf16_values(row_ptrs, channel, mask):
-    ptrs = row_ptrs[:, None] + 2 * channel
-    bits = tl.load(ptrs.to(tl.pointer_type(tl.uint16)), mask, other=0)
+def _bf16_values(rows, channel, mask, RECORD: tl.constexpr):
+    """Channels behind the coded ones, where `mask` holds."""
+    ptrs = _aligned((rows + RECORD.CODED).to(tl.pointer_type(tl.uint16)), RECORD)
+    bits = tl.load(ptrs + (channel - RECORD.CODED), mask=mask, other=0)
     if INTERPRETED:
         return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:

@@ -23,11 +23,10 @@ _E2M1_MAX = tl.constexpr(ELEMENT_MAX["e2m1"])
 def e2m1_value(code):
     """E2M1 code (int32, low nibble) → fp32."""
     magnitude = code & 7
-    # codes from 2 on are exponent and mantissa of a normal number; below they count halves
-    bits = (magnitude + (126 << 1)) << 22
-    normal = bits.to(tl.float32, bitcast=True)
-    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
-    return tl.where((code & 8) != 0, -value, value)
+    # codes from 2 on are exponent and mantissa of a normal number; below they are 0 and a half
+    bits = tl.where(magnitude < 2, magnitude * 0x3F000000, (magnitude + (126 << 1)) << 22)
+    # by bits, because Triton's -x is 0 - x and loses the sign of zero
+    return (bits | ((code & 8) << 28)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
