@@ -1,33 +1,40 @@
 """Which implementation runs: plain PyTorch anywhere, or the Triton kernels.
 
-Both offer the same functions on the same arguments and leave the same bytes.
+Both offer the same functions on the same arguments. What they write is the same byte for byte; what
+they compute from it differs at most in the order of fp32 sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from dsv4.cache.schema import Page
-from dsv4.cache.writes import CompressorWrite, StepTensors, WindowWrite
 from dsv4.errors import InvalidInput
+from dsv4.model import ModelSpec
 
 BackendName = Literal["reference", "triton"]
-Append = Callable[[StepTensors, WindowWrite | None, Sequence[CompressorWrite]], None]
-WriteRecords = Callable[[Tensor, Page, Tensor, Tensor, Tensor], None]
+Operation = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """The operations of one implementation."""
+    """The operations of one implementation; dsv4/reference documents each."""
 
     name: BackendName
-    append: Append
-    write_records: WriteRecords
+    append: Operation
+    write_records: Operation
+    gather_entries: Operation
+    gather_all_entries: Operation
+    gather_window: Operation
+    prepare_index_queries: Operation
+    index_scores: Operation
+    select: Operation
+    attend: Operation
+    select_workspace_bytes: Callable[..., int]
+    attend_workspace_elements: Callable[[int, ModelSpec, int], int]
 
 
 def load_backend(name: BackendName | None, device: torch.device) -> Backend:
@@ -35,17 +42,64 @@ def load_backend(name: BackendName | None, device: torch.device) -> Backend:
     only under its interpreter (TRITON_INTERPRET=1 before the first import): for tests."""
     chosen = name or ("triton" if device.type == "cuda" else "reference")
     if chosen == "reference":
-        from dsv4.reference.append import append, write_records
-
-        return Backend(name="reference", append=append, write_records=write_records)
+        return Backend(
+            name="reference",
+            attend_workspace_elements=lambda tokens, model, entries: 0,
+            **_reference(),
+        )
     if chosen != "triton":
         raise InvalidInput(f"unknown backend {chosen!r}: choose 'reference' or 'triton'")
-    from dsv4.kernels import append as kernel
     from dsv4.kernels.numerics import INTERPRETED
-    from dsv4.kernels.write_records import write_records as write_records_kernel
 
     if device.type != "cuda" and not INTERPRETED.value:
         raise InvalidInput(
             f"the Triton backend needs a GPU, the cache is on {device}: use backend='reference'"
         )
-    return Backend(name="triton", append=kernel.append, write_records=write_records_kernel)
+    return Backend(name="triton", **_triton())
+
+
+def _reference() -> dict[str, Any]:
+    from dsv4.reference import append, attend, gather, index_query, index_scores, select
+
+    return {
+        "append": append.append,
+        "write_records": append.write_records,
+        "gather_entries": gather.gather_entries,
+        "gather_all_entries": gather.gather_all_entries,
+        "gather_window": gather.gather_window,
+        "prepare_index_queries": index_query.prepare_index_queries,
+        "index_scores": index_scores.index_scores,
+        "select": select.select,
+        "select_workspace_bytes": select.select_workspace_bytes,
+        "attend": attend.attend,
+    }
+
+
+def _triton() -> dict[str, Any]:
+    from dsv4.kernels import (
+        append,
+        attend,
+        gather,
+        index_query,
+        index_scores,
+        select,
+        write_records,
+    )
+
+    def attend_workspace_elements(tokens: int, model: ModelSpec, entries: int) -> int:
+        splits = attend.split_count(model.window, entries)
+        return attend.workspace_elements(tokens, model.heads, model.head_dim, splits)
+
+    return {
+        "append": append.append,
+        "write_records": write_records.write_records,
+        "gather_entries": gather.gather_entries,
+        "gather_all_entries": gather.gather_all_entries,
+        "gather_window": gather.gather_window,
+        "prepare_index_queries": index_query.prepare_index_queries,
+        "index_scores": index_scores.index_scores,
+        "select": select.select,
+        "select_workspace_bytes": select.select_workspace_bytes,
+        "attend": attend.attend,
+        "attend_workspace_elements": attend_workspace_elements,
+    }

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from dsv4.backend import BackendName
+from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.records import ELEMENT_MAX, Part, RecordFormat
 from dsv4.cache.request import Request
 from dsv4.cache.schema import CacheSchema, Page
@@ -31,12 +33,13 @@ KINDS = ("swa", "csa", "hca")
 RATIOS = (0, 4, 128)
 ROPE_DIM = 64
 LEAST_IDENTICAL = 0.999
+LEAST_IDENTICAL_SCORES = 0.995
+RELATIVE_ERROR: dict[BackendName, float] = {"reference": 2e-3, "triton": 4e-3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayReport:
-    """How one array compares. `worst` is the largest difference in `unit`: neighbouring codes of
-    the record format, or bf16 neighbours in the RoPE channels."""
+    """How one array compares. `worst` is the largest difference, in `unit`."""
 
     array: str
     elements: int
@@ -44,6 +47,15 @@ class ArrayReport:
     worst: float
     unit: str
     passed: bool
+
+
+@dataclass(slots=True)
+class _Outputs:
+    """What the read path gave, chunk after chunk."""
+
+    scores: list[Tensor]
+    selected: list[Tensor]
+    attended: dict[str, list[Tensor]]
 
 
 def verify(
@@ -55,7 +67,7 @@ def verify(
     """Runs a golden file (default: the small one shipped with the package) through the cache and
     compares array by array. Raises InvalidInput for a file that is not one."""
     arrays = _load(golden)
-    schema, manager, request = _run(arrays, backend, device)
+    schema, manager, request, outputs = _run(arrays, backend, device)
     reports = []
     for layer, kind in enumerate(KINDS):
         if f"{kind}/kv_quant" in arrays:
@@ -71,6 +83,13 @@ def verify(
                 ]
                 stored = torch.cat(blocks)[:rows]
                 reports.append(_compare(f"{kind}/{name}", stored, arrays, page.format))
+    if outputs.scores:
+        reports.append(_compare_scores(torch.cat(outputs.scores), arrays["csa/index_scores"]))
+    if outputs.selected:
+        reports.append(_compare_selection(torch.cat(outputs.selected), arrays))
+    limit = RELATIVE_ERROR[manager.backend.name]
+    for kind, pieces in outputs.attended.items():
+        reports.append(_compare_attention(kind, torch.cat(pieces), arrays, limit))
     return reports
 
 
@@ -95,7 +114,7 @@ def _load(golden: str | Path | None) -> dict[str, Tensor]:
 
 def _run(
     arrays: dict[str, Tensor], backend: BackendName | None, device: str
-) -> tuple[CacheSchema, KVCacheManager, Request]:
+) -> tuple[CacheSchema, KVCacheManager, Request, _Outputs]:
     """One request, prefilled in two chunks that split a group, on the three layers of the file."""
     _, tokens, heads, index_heads, top_k, window = (int(v) for v in arrays["meta"])
     index_norm = arrays.get("csa/index_norm")
@@ -125,6 +144,7 @@ def _run(
         backend=backend,
     )
     request = manager.admit_request(tokens)
+    outputs = _Outputs(scores=[], selected=[], attended={})
     first = min(tokens, 2 * tokens // 3 + 1)
     for start, end in ((0, first), (first, tokens)):
         plan = manager.prepare_forward([(request, end - start)])
@@ -133,9 +153,48 @@ def _run(
             inputs = [arrays.get(f"{kind}/{n}") for n in ("kv", "C", "Z", "index_C", "index_Z")]
             rows = [None if x is None else x[start:end].to(device) for x in inputs]
             assert rows[0] is not None
-            manager.acquire(layer, plan).append(rows[0], *rows[1:], weights=weights)
+            handle = manager.acquire(layer, plan)
+            handle.append(rows[0], *rows[1:], weights=weights)
+            _read_step(arrays, handle, plan, kind, slice(start, end), weights.rope, outputs)
         manager.commit(plan)
-    return schema, manager, request
+    return schema, manager, request, outputs
+
+
+def _read_step(
+    arrays: dict[str, Tensor],
+    handle: LayerCacheHandle,
+    plan: ForwardPlan,
+    kind: str,
+    span: slice,
+    rope: Tensor,
+    outputs: _Outputs,
+) -> None:
+    """Scores, selection and attention of one chunk on one layer, as far as the file has them."""
+
+    def rows(name: str) -> Tensor:
+        return arrays[f"{kind}/{name}"][span].contiguous().to(rope.device)
+
+    if f"{kind}/index_q" in arrays:
+        q, weights = rows("index_q"), rows("index_weights")
+        entries = arrays[f"{kind}/index_scores"].shape[1]
+        scores = torch.zeros((q.shape[0], entries), device=rope.device)
+        view = handle.read_indexer_view()
+        handle.backend.index_scores(
+            q, weights, tokens=plan.tokens, keys=handle.key_source(), first_entry=0, scores=scores
+        )
+        seen = (plan.tokens[:, 1:2] + 1) // view.ratio
+        hidden = torch.arange(entries, device=rope.device) >= seen
+        outputs.scores.append(scores.masked_fill(hidden, float("nan")).cpu())
+        outputs.selected.append(handle.select(q, weights, rope=rope, prepared=True).cpu())
+    if f"{kind}/q" in arrays:
+        indices = None
+        if kind == "csa":
+            tokens, window = int(arrays["meta"][1]), int(arrays["meta"][5])
+            named = rows("indices")[:, window:]
+            indices = torch.where(named >= 0, named - tokens, named).contiguous()
+        sink = arrays[f"{kind}/sink"].to(rope.device)
+        out, _ = handle.attend(rows("q"), sink, indices)
+        outputs.attended.setdefault(kind, []).append(out.cpu())
 
 
 def _weights(
@@ -196,6 +255,59 @@ def _compare(
         worst=worst,
         unit="codes / bf16 ulp",
         passed=passed,
+    )
+
+
+def _compare_scores(scores: Tensor, expected: Tensor) -> ArrayReport:
+    """Visible scores only; the file's are bf16."""
+    visible = ~torch.isnan(scores)
+    ours, theirs = scores[visible].to(torch.bfloat16), expected[visible]
+    apart = (_ordered_bits(ours) - _ordered_bits(theirs)).abs()
+    differing = int((apart > 0).sum())
+    worst = float(apart.max()) if apart.numel() else 0.0
+    return ArrayReport(
+        array="csa/index_scores",
+        elements=apart.numel(),
+        differing=differing,
+        worst=worst,
+        unit="bf16 ulp",
+        passed=differing <= (1 - LEAST_IDENTICAL_SCORES) * apart.numel() and worst <= 2,
+    )
+
+
+def _compare_selection(selected: Tensor, arrays: dict[str, Tensor]) -> ArrayReport:
+    """As sets. Entries may be exchanged only for others of exactly the same official score."""
+    tokens, window = int(arrays["meta"][1]), int(arrays["meta"][5])
+    official, scores = arrays["csa/indices"][:, window:], arrays["csa/index_scores"].float()
+    differing = wrong = 0
+    for t in range(tokens):
+        ours = {e for e in selected[t].tolist() if e >= 0}
+        theirs = {e - tokens for e in official[t].tolist() if e >= 0}
+        differing += len(ours - theirs)
+        exchanged = [sorted(scores[t, list(s)].tolist()) for s in (ours - theirs, theirs - ours)]
+        wrong += exchanged[0] != exchanged[1]
+    return ArrayReport(
+        array="csa/indices (as sets)",
+        elements=int((official >= 0).sum()),
+        differing=differing,
+        worst=float(wrong),
+        unit="tokens, ties apart",
+        passed=wrong == 0,
+    )
+
+
+def _compare_attention(
+    kind: str, out: Tensor, arrays: dict[str, Tensor], limit: float
+) -> ArrayReport:
+    expected = arrays[f"{kind}/out"]
+    error = (out.double() - expected.double()).norm() / expected.double().norm()
+    return ArrayReport(
+        array=f"{kind}/out",
+        elements=expected.numel(),
+        differing=int((out.view(torch.int16) != expected.view(torch.int16)).sum()),
+        worst=float(error),
+        unit=f"relative error (limit {limit:g})",
+        passed=bool(error <= limit),
     )
 
 

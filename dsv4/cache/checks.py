@@ -57,6 +57,28 @@ def rope_table(table: Tensor, rope_dim: int, device: torch.device) -> None:
     vector("rope", table, tuple(table.shape), device)
 
 
+def heads(name: str, tensor: Tensor, tokens: int, width: int, device: torch.device) -> None:
+    """A contiguous bf16 [tokens, heads, width] tensor."""
+    if tensor.dim() != 3 or tensor.shape[0] != tokens or tensor.shape[2] != width:
+        raise InvalidInput(
+            f"{name} has shape {list(tensor.shape)}, the plan's tokens (padding included) need "
+            f"[{tokens}, heads, {width}]"
+        )
+    _dtype_and_device(name, tensor, "bfloat16", device)
+    contiguous(name, tensor)
+
+
+def index_rows(name: str, tensor: Tensor, tokens: int, device: torch.device) -> None:
+    """A contiguous int32 [tokens, k] tensor of entry numbers."""
+    if tensor.dim() != 2 or tensor.shape[0] != tokens:
+        raise InvalidInput(
+            f"{name} has shape {list(tensor.shape)}, the plan's tokens (padding included) need "
+            f"[{tokens}, k]"
+        )
+    _dtype_and_device(name, tensor, "int32", device)
+    contiguous(name, tensor)
+
+
 def given(name: str, value: T | None, layer: int) -> T:
     if value is None:
         raise InvalidInput(f"layer {layer} needs {name}, got None")

@@ -25,6 +25,7 @@ from dsv4.cache.prepare_forward import (
 from dsv4.cache.request import Request
 from dsv4.cache.schema import BlockBudget, CacheSchema
 from dsv4.cache.state_cache import StateCachePool
+from dsv4.cache.workspace import Workspace
 from dsv4.errors import (
     ContextOverflow,
     Dsv4Error,
@@ -46,10 +47,12 @@ class MemoryBytes:
     slot_arena: int
     block_table: int
     step_buffers: int
+    workspace: int
 
     @property
     def total(self) -> int:
-        return self.block_arena + self.slot_arena + self.block_table + self.step_buffers
+        cache = self.block_arena + self.slot_arena + self.block_table
+        return cache + self.step_buffers + self.workspace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,13 @@ class KVCacheManager:
         self.buffers = StepBuffers(
             schema, max_requests=max_requests, max_tokens=max_step_tokens, device=self.device
         )
+        self.workspace = Workspace(
+            schema,
+            self.backend,
+            self.block_table,
+            max_tokens=max_step_tokens,
+            device=self.device,
+        )
         self._free_slots = list(range(max_requests - 1, -1, -1))
         self._requests: dict[int, Request] = {}
         self._next_serial = 0
@@ -126,6 +136,7 @@ class KVCacheManager:
                 slot_arena=self.slot_arena.bytes,
                 block_table=self.block_table,
                 buffers=self.buffers,
+                workspace=self.workspace,
                 backend=self.backend,
             )
             for layer in range(len(schema.layers))
@@ -344,6 +355,7 @@ class KVCacheManager:
             slot_arena=self.slot_arena.memory_bytes(),
             block_table=self.block_table.numel() * self.block_table.element_size(),
             step_buffers=self.buffers.memory_bytes(),
+            workspace=self.workspace.memory_bytes(),
         )
 
     def stats(self) -> Stats:

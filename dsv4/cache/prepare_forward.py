@@ -141,6 +141,7 @@ class ForwardPlan:
     items: dict[int, Tensor]
     done: bool = False
     appended_layers: set[int] = field(default_factory=set)
+    last_appended: int | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -6,19 +6,17 @@ the cache can hold and on nothing else. A split is computed from nothing, and th
 are merged in their order. So the result does not depend on who shares the launch, nor on which of
 two ways the work was shared out:
 
-    parallel  few queries: one program a split. Each leaves its sums in the workspace, and whoever
+    parallel  few queries: one program a split. Each parks its sums in the workspace, and whoever
               comes last merges them.
     serial    many queries: one program a query and block of heads, split after split; the sums so
-              far wait in the workspace (in L2) meanwhile.
+              far are parked meanwhile (in L2, as a program uses the same two places throughout).
 
-The channels are held in chunks of 64, which is a tile of the FP8 code: a chunk of a key has one
-scale, and a chunk of the accumulator is small enough to be merged in registers.
+A query whose keys fit one split goes from registers to the output.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
 from typing import Any
 
 import triton
@@ -28,7 +26,7 @@ from torch import Tensor
 from dsv4.cache.reads import EntrySource, WindowSource
 from dsv4.errors import InvalidInput, SchemaError
 from dsv4.kernels.dot import as_operand, dot, load_bf16
-from dsv4.kernels.numerics import bf16_bits, round_bf16
+from dsv4.kernels.numerics import INTERPRETED, bf16_bits, round_bf16
 from dsv4.kernels.record import RecordConstants, record_constants
 from dsv4.kernels.record_load import load_record_chunk
 
@@ -39,11 +37,15 @@ MIN_HEADS, MAX_HEADS = 16, 64
 # Changing them changes results in the last bit.
 TILES_PER_SPLIT = 5
 MAX_SPLITS = 16
-# Programs of a launch, and so places in the workspace; below it splits run in parallel.
-MAX_PROGRAMS = 512
-CHUNK = 64
+# Places in the workspace where sums can be parked. Splits run in parallel if all of them fit.
+PLACES = 512
+# Accumulators and decoded keys come in chunks of channels: up to this many, of one kind.
+MAX_CHUNK = 256
 NUM_WARPS = 8
-NUM_STAGES = 2
+# Tiles of stored keys under way. At 64 heads of 512 that is 37 KB each (64 KB in bf16) beside 64 KB
+# of queries and 64 KB of decoded keys, of 227 KB. The loops over tiles have stages of their own.
+CODED_BUFFERS, BF16_BUFFERS = 2, 1
+NUM_STAGES = 1
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -56,7 +58,9 @@ class AttendConstants:
     HEADS: int
     BLOCK_H: int
     WIDTH: int
-    CHUNK: int
+    CHUNKS: int
+    CHUNK_STARTS: tuple[int, ...]
+    CHUNK_WIDTHS: tuple[int, ...]
     BLOCK_N: int
     SPLIT_TILES: int
     SPLITS: int
@@ -71,6 +75,8 @@ class AttendConstants:
     ENTRY_RECORD: RecordConstants
     ROPE: int
     COUNTERS: int
+    WINDOW_STAGES: int
+    ENTRY_STAGES: int
 
 
 def split_count(window: int, max_entries: int) -> int:
@@ -88,8 +94,8 @@ def workspace_elements(tokens: int, heads: int, head_dim: int, max_splits: int) 
     if max_splits <= 1:
         return 0
     block = _block_heads(heads)
-    programs = min(tokens * -(-heads // block) * max_splits, MAX_PROGRAMS)
-    return MAX_PROGRAMS + programs * block * (head_dim + 2)
+    places = min(tokens * -(-heads // block) * max_splits, PLACES)
+    return PLACES + places * block * (head_dim + 2)
 
 
 def workspace_bytes(tokens: int, heads: int, head_dim: int, max_splits: int) -> int:
@@ -144,6 +150,7 @@ def launch_arguments(
     workspace: Tensor | None,
 ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
     """Programs, run-time arguments and compile-time constants of the launch."""
+    _check(q, out, window, entries)
     count, heads, width = q.shape
     max_entries = 0
     if entries is not None:
@@ -152,8 +159,9 @@ def launch_arguments(
     splits = split_count(window.window, max_entries)
     block = _block_heads(heads)
     items = count * -(-heads // block)
-    parallel = splits > 1 and items * splits <= MAX_PROGRAMS
+    parallel = splits > 1 and items * splits <= PLACES
     units = items * splits if parallel else items
+    programs = units if parallel or splits == 1 else min(units, PLACES // 2)
     needed = workspace_elements(count, heads, width, splits)
     given = 0 if workspace is None else workspace.numel()
     if needed > given:
@@ -161,22 +169,20 @@ def launch_arguments(
             f"attention of {count} tokens with {heads} heads of {width} in {splits} splits needs a "
             f"workspace of {needed} fp32 elements, got {given}: size it with workspace_elements"
         )
-    for name, tensor in (("q", q), ("out", out)):
-        if tensor.stride(1) != width or tensor.stride(2) != 1:
-            raise InvalidInput(
-                f"{name} has strides {tensor.stride()}: the heads of a token must be contiguous"
-            )
     source = entries or EntrySource(
         arena=window.arena, page=window.page, block_table=tokens, ratio=1
     )
     rope = sink if inverse_rope is None else inverse_rope
     rope_dim = 0 if inverse_rope is None else inverse_rope.shape[1]
     listed = tokens if indices is None else indices
+    chunks = _chunks(width, window, entries)
     constants = AttendConstants(
         HEADS=heads,
         BLOCK_H=block,
         WIDTH=width,
-        CHUNK=_chunk(width, rope_dim, window, entries),
+        CHUNKS=len(chunks),
+        CHUNK_STARTS=tuple(start for start, _ in chunks),
+        CHUNK_WIDTHS=tuple(extent for _, extent in chunks),
         BLOCK_N=BLOCK_N,
         SPLIT_TILES=_split_tiles(window.window, max_entries),
         SPLITS=splits,
@@ -190,7 +196,10 @@ def launch_arguments(
         ENTRY_ROWS=source.page.rows,
         ENTRY_RECORD=record_constants(source.page.format),
         ROPE=rope_dim,
-        COUNTERS=MAX_PROGRAMS,
+        COUNTERS=PLACES,
+        WINDOW_STAGES=1 + _buffers(window),
+        # Triton fetches block ids as many tiles ahead of the keys, and indices ahead of those
+        ENTRY_STAGES=1 + _buffers(source) * (2 if indices is None else 3),
     )
     arguments = (
         q,
@@ -220,7 +229,7 @@ def launch_arguments(
         units,
         int(parallel),
     )
-    return min(units, MAX_PROGRAMS), arguments, {"A": constants}
+    return programs, arguments, {"A": constants}
 
 
 def _tiles(window: int, max_entries: int) -> int:
@@ -235,19 +244,45 @@ def _block_heads(heads: int) -> int:
     return int(min(MAX_HEADS, max(MIN_HEADS, triton.next_power_of_2(heads))))
 
 
-def _chunk(width: int, rope_dim: int, window: WindowSource, entries: EntrySource | None) -> int:
-    """The widest chunk that no boundary of a record or of the rotated channels falls into."""
-    return CHUNK
-    chunk = gcd(CHUNK, width, rope_dim)
+def _buffers(source: WindowSource | EntrySource) -> int:
+    coded = record_constants(source.page.format).CODED > 0
+    return CODED_BUFFERS if coded else BF16_BUFFERS
+
+
+def _chunks(width: int, window: WindowSource, entries: EntrySource | None) -> list[tuple[int, int]]:
+    """Start and width of each chunk: powers of two, none with both coded and bf16 channels."""
+    edges = {width}
     for source in (window, entries):
         if source is not None:
-            record = record_constants(source.page.format)
-            if record.ELEMENT not in ("none", "e4m3") or record.SCALE == "e4m3":
-                raise SchemaError(
-                    f"attention reads bf16 and e4m3 records, not {source.page.format.name}"
-                )
-            chunk = gcd(chunk, record.CODED, record.TILE if record.CODED else 0)
-    return chunk
+            edges.add(record_constants(source.page.format).CODED)
+    chunks = []
+    start = 0
+    while start < width:
+        room = min(min(edge for edge in edges if edge > start) - start, MAX_CHUNK)
+        extent = 1 << (room.bit_length() - 1)
+        extent = min(extent, start & -start) if start else extent
+        chunks.append((start, extent))
+        start += extent
+    return chunks
+
+
+def _check(q: Tensor, out: Tensor, *sources: WindowSource | EntrySource | None) -> None:
+    width = q.shape[2]
+    if width & (width - 1):
+        raise SchemaError(f"attention needs a head_dim that is a power of two, not {width}")
+    for name, tensor in (("q", q), ("out", out)):
+        if tensor.stride(1) != width or tensor.stride(2) != 1:
+            raise InvalidInput(
+                f"{name} has strides {tensor.stride()}: the heads of a token must be contiguous"
+            )
+    for source in sources:
+        if source is None:
+            continue
+        record = record_constants(source.page.format)
+        if record.ELEMENT == "e2m1" or record.SCALE == "e4m3":
+            raise SchemaError(
+                f"attention reads bf16 and e4m3 records, not {source.page.format.name}"
+            )
 
 
 @triton.jit(do_not_specialize=["units", "parallel"])
@@ -281,11 +316,12 @@ def _attend_kernel(
     A: tl.constexpr,
 ):
     BLOCK_H: tl.constexpr = A.BLOCK_H
+    CHUNKS: tl.constexpr = A.CHUNKS
     SPLITS: tl.constexpr = A.SPLITS
     HEAD_BLOCKS: tl.constexpr = (A.HEADS + BLOCK_H - 1) // BLOCK_H
     WINDOW_TILES: tl.constexpr = (A.WINDOW + A.BLOCK_N - 1) // A.BLOCK_N
     program = tl.program_id(0)
-    for unit in range(program, units, tl.num_programs(0)):
+    for unit in tl.range(program, units, tl.num_programs(0), disable_licm=True):
         item = unit
         first = 0
         if parallel != 0:
@@ -312,44 +348,50 @@ def _attend_kernel(
         head = item % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
         # a row of the window: the ring's, or where a chunk's rows are staged
         window_page = window_arena + slot * window_bytes
-        shift = tl.zeros([], dtype=tl.int64)
+        shift = 0
         if A.STAGED:
             window_page = window_arena
             start = tl.load(batch_ptr + batch_row * 4 + 1, mask=slot >= 0, other=0)
             first_row = tl.load(batch_ptr + batch_row * 4 + 3, mask=slot >= 0, other=0)
             before = A.WINDOW - 1
-            shift = first_row.to(tl.int64) + before * batch_row.to(tl.int64) - (start - before)
-        for split in range(first, last):
-            m, total, acc = _attend_split(
+            shift = first_row + before * batch_row - (start - before)
+        for split in tl.range(first, last, disable_licm=True):
+            top, total, acc = _attend_split(
                 split * A.SPLIT_TILES, tl.minimum(tiles, (split + 1) * A.SPLIT_TILES),
                 q_ptr + token.to(tl.int64) * q_stride, head, position, visible, window_page,
                 window_data, window_scale, shift, entry_arena, entry_bytes, entry_data, entry_scale,
                 table_ptr + slot * table_stride,
                 indices_ptr + token.to(tl.int64) * indices_stride, indices_count, A,
             )  # fmt: skip
-            done = split == splits - 1
-            if SPLITS > 1:  # noqa: SIM102 (decided at compile time)
-                if splits > 1:
-                    place = program
-                    if parallel != 0:
-                        place = unit
-                    if (parallel == 0) & (split > 0):
-                        m, total, acc = _merge_before(place, m, total, acc, workspace_ptr, A)
-                    if (parallel != 0) | (split < splits - 1):
-                        _park(place, m, total, acc, workspace_ptr, A)
+            out_row = out_ptr + token.to(tl.int64) * out_stride
+            lse_row = lse_ptr + token.to(tl.int64) * lse_stride
+            rope_row = rope_ptr + position.to(tl.int64) * A.ROPE
+            if splits == 1:
+                inverse = _close(top, total, head, sink_ptr, lse_row, A)
+                for chunk in tl.static_range(0, CHUNKS):
+                    _store(acc[chunk] * inverse[:, None], chunk, head, out_row, A)
+                _turn_back(head, out_row, rope_row, A)
+            elif SPLITS > 1:
+                sums = workspace_ptr + A.COUNTERS
+                if parallel != 0:
+                    _park(unit, top, total, acc, sums, A)
                     tl.debug_barrier()
-                    if parallel != 0:
-                        counter = workspace_ptr.to(tl.pointer_type(tl.int32)) + item
-                        done = tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1
+                    counter = workspace_ptr.to(tl.pointer_type(tl.int32)) + item
+                    if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+                        tl.store(counter, 0)
+                        _merge(
+                            item * SPLITS, splits, True, head, sums, sink_ptr, out_row, lse_row, A
+                        )
+                        _turn_back(head, out_row, rope_row, A)
+                else:
+                    _park(2 * program + tl.minimum(split, 1), top, total, acc, sums, A)
+                    tl.debug_barrier()
+                    if split > 0:
+                        done = split == splits - 1
+                        _merge(2 * program, 2, done, head, sums, sink_ptr, out_row, lse_row, A)
                         if done:
-                            tl.store(counter, 0)
-                            m, total, acc = _merge_all(item * SPLITS, splits, workspace_ptr, A)
-            if done:
-                _finish(
-                    m, total, acc, head, sink_ptr, out_ptr + token.to(tl.int64) * out_stride,
-                    lse_ptr + token.to(tl.int64) * lse_stride,
-                    rope_ptr + position.to(tl.int64) * A.ROPE, A,
-                )  # fmt: skip
+                            _turn_back(head, out_row, rope_row, A)
+                    tl.debug_barrier()
 
 
 @triton.jit
@@ -360,38 +402,39 @@ def _attend_split(
 ):  # fmt: skip
     """Tiles [tile, end) of a query: maximum of the logits (base 2), sum, weighted sum of keys."""
     BLOCK_H: tl.constexpr = A.BLOCK_H
+    CHUNKS: tl.constexpr = A.CHUNKS
     BLOCK_N: tl.constexpr = A.BLOCK_N
-    WIDTH: tl.constexpr = A.WIDTH
-    CHUNK: tl.constexpr = A.CHUNK
     WINDOW_TILES: tl.constexpr = (A.WINDOW + BLOCK_N - 1) // BLOCK_N
     WINDOW_RECORD: tl.constexpr = A.WINDOW_RECORD
     ENTRY_RECORD: tl.constexpr = A.ENTRY_RECORD
+    WINDOW_STAGES: tl.constexpr = A.WINDOW_STAGES
+    ENTRY_STAGES: tl.constexpr = A.ENTRY_STAGES
     nth = tl.arange(0, BLOCK_N)
-    column = tl.arange(0, CHUNK)[None, :]
     q = ()
     acc = ()
-    for start in tl.static_range(0, WIDTH, CHUNK):
-        at = q_row + head[:, None] * WIDTH + start + column
-        q = q + (load_bf16(at, (head < A.HEADS)[:, None]),)
-        acc = acc + (tl.zeros([BLOCK_H, CHUNK], dtype=tl.float32),)
-    m = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
+    for chunk in tl.static_range(0, CHUNKS):
+        at = q_row + head[:, None] * A.WIDTH + _columns(chunk, A)
+        q = _with(q, load_bf16(at, (head < A.HEADS)[:, None]))
+        acc = _with(acc, _zeros(BLOCK_H, A.CHUNK_WIDTHS[chunk]))
+    top = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_H], dtype=tl.float32)
-    for at in range(tile, tl.minimum(end, WINDOW_TILES)):
+    for at in tl.range(
+        tile, tl.minimum(end, WINDOW_TILES), num_stages=WINDOW_STAGES, disable_licm=True
+    ):
         back = at * BLOCK_N + nth
         seen = position - (A.WINDOW - 1) + back
         live = (back < A.WINDOW) & (seen >= 0)
-        if A.STAGED:
-            row = seen + shift
-        else:
-            row = (seen % A.WINDOW_ROWS).to(tl.int64)
-        m, total, acc = _attend_tile(
-            q, m, total, acc,
+        row = (seen + shift if A.STAGED else seen % A.WINDOW_ROWS).to(tl.int64)
+        top, total, acc = _attend_tile(
+            q, top, total, acc,
             window_page + window_data + row * WINDOW_RECORD.DATA_BYTES,
             window_page + window_scale + row * WINDOW_RECORD.SCALE_BYTES,
             live, WINDOW_RECORD, A,
         )  # fmt: skip
     if A.ENTRIES:
-        for at in range(tl.maximum(tile, WINDOW_TILES), end):
+        for at in tl.range(
+            tl.maximum(tile, WINDOW_TILES), end, num_stages=ENTRY_STAGES, disable_licm=True
+        ):
             entry = (at - WINDOW_TILES) * BLOCK_N + nth
             if not A.ALL:
                 entry = tl.load(indices_row + entry, mask=entry < indices_count, other=-1)
@@ -399,133 +442,173 @@ def _attend_split(
             block_id = tl.load(table_row + entry // A.ENTRY_ROWS, mask=live, other=0).to(tl.int64)
             row = entry % A.ENTRY_ROWS
             page = entry_arena + block_id * entry_bytes
-            m, total, acc = _attend_tile(
-                q, m, total, acc,
+            top, total, acc = _attend_tile(
+                q, top, total, acc,
                 page + entry_data + row * ENTRY_RECORD.DATA_BYTES,
                 page + entry_scale + row * ENTRY_RECORD.SCALE_BYTES,
                 live, ENTRY_RECORD, A,
             )  # fmt: skip
-    return m, total, acc
+    return top, total, acc
 
 
 @triton.jit
 def _attend_tile(
-    q, m, total, acc, data_ptrs, scale_ptrs, live, RECORD: tl.constexpr, A: tl.constexpr
+    q, top, total, acc, data_ptrs, scale_ptrs, live, RECORD: tl.constexpr, A: tl.constexpr
 ):
     """One tile of keys into the running softmax. Dead rows are not read and weigh nothing."""
     BLOCK_H: tl.constexpr = A.BLOCK_H
+    CHUNKS: tl.constexpr = A.CHUNKS
     BLOCK_N: tl.constexpr = A.BLOCK_N
-    CHUNK: tl.constexpr = A.CHUNK
     SCALE: tl.constexpr = A.WIDTH**-0.5 * _LOG2_E
     keys = ()
     logits = tl.zeros([BLOCK_H, BLOCK_N], dtype=tl.float32)
-    for chunk in tl.static_range(0, A.WIDTH // CHUNK):
-        k = load_record_chunk(data_ptrs, scale_ptrs, live, chunk * CHUNK, CHUNK, RECORD)
-        keys = keys + (k,)
-    for chunk in tl.static_range(0, A.WIDTH // CHUNK):
+    for chunk in tl.static_range(0, CHUNKS):
+        k = load_record_chunk(
+            data_ptrs, scale_ptrs, live, A.CHUNK_STARTS[chunk], A.CHUNK_WIDTHS[chunk], RECORD
+        )
+        keys = _with(keys, k)
+    for chunk in tl.static_range(0, CHUNKS):
         logits = dot(q[chunk], tl.trans(keys[chunk]), logits)
     logits = tl.where(live[None, :], logits * SCALE, float("-inf"))
-    top = tl.maximum(m, tl.max(logits, axis=1))
-    base = tl.where(top == float("-inf"), 0.0, top)  # no key yet
-    alpha = tl.exp2(m - base)
+    highest = tl.maximum(top, tl.max(logits, axis=1))
+    base = tl.where(highest == float("-inf"), 0.0, highest)  # no key yet
+    alpha = tl.exp2(top - base)
     weight = tl.exp2(logits - base[:, None])
     p = as_operand(weight)
     summed = ()
-    for chunk in tl.static_range(0, A.WIDTH // CHUNK):
-        summed = summed + (dot(p, keys[chunk], acc[chunk] * alpha[:, None]),)
-    return top, total * alpha + tl.sum(weight, axis=1), summed
+    for chunk in tl.static_range(0, CHUNKS):
+        summed = _with(summed, dot(p, keys[chunk], acc[chunk] * alpha[:, None]))
+    return highest, total * alpha + tl.sum(weight, axis=1), summed
 
 
 @triton.jit
-def _place(place, workspace_ptr, A: tl.constexpr):
-    """Where one program's sums lie, and where its maxima, then totals."""
-    SIZE: tl.constexpr = A.BLOCK_H * (A.WIDTH + 2)
-    sums = workspace_ptr + A.COUNTERS + place.to(tl.int64) * SIZE
-    return sums, sums + A.BLOCK_H * A.WIDTH
+def _with(items, one):
+    """A tuple grown by one: what a chunked tensor is made of."""
+    return items + (one,)  # noqa: RUF005 (Triton does not unpack)
 
 
 @triton.jit
-def _park(place, m, total, acc, workspace_ptr, A: tl.constexpr):
-    CHUNK: tl.constexpr = A.CHUNK
-    sums, totals = _place(place, workspace_ptr, A)
-    line = tl.arange(0, A.BLOCK_H)
-    tl.store(totals + line, m)
-    tl.store(totals + A.BLOCK_H + line, total)
-    for chunk in tl.static_range(0, A.WIDTH // CHUNK):
-        at = chunk * A.BLOCK_H * CHUNK + line[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-        tl.store(sums + at, acc[chunk])
+def _place(place, sums, A: tl.constexpr):
+    """Where a program's sums are parked: [BLOCK_H, WIDTH], then maxima, then totals."""
+    return sums + tl.cast(place, tl.int64) * (A.BLOCK_H * (A.WIDTH + 2))
 
 
 @triton.jit
-def _weights(m, other):
-    """The common maximum of two splits and the factors that bring both to it."""
-    top = tl.maximum(m, other)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    return top, tl.exp2(m - base), tl.exp2(other - base)
+def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
 
 
 @triton.jit
-def _parked(place, workspace_ptr, A: tl.constexpr):
-    CHUNK: tl.constexpr = A.CHUNK
-    sums, totals = _place(place, workspace_ptr, A)
-    line = tl.arange(0, A.BLOCK_H)
-    m = tl.load(totals + line, cache_modifier=".cg")
-    total = tl.load(totals + A.BLOCK_H + line, cache_modifier=".cg")
-    acc = ()
-    for chunk in tl.static_range(0, A.WIDTH // CHUNK):
-        at = chunk * A.BLOCK_H * CHUNK + line[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-        acc = acc + (tl.load(sums + at, cache_modifier=".cg"),)
-    return m, total, acc
+def _columns(chunk: tl.constexpr, A: tl.constexpr):
+    """The channels of a chunk, [1, its width]."""
+    START: tl.constexpr = A.CHUNK_STARTS[chunk]
+    EXTENT: tl.constexpr = A.CHUNK_WIDTHS[chunk]
+    return (START + tl.arange(0, EXTENT))[None, :]
 
 
 @triton.jit
-def _merge(m0, total0, acc0, m1, total1, acc1, A: tl.constexpr):
-    top, w0, w1 = _weights(m0, m1)
-    acc = ()
-    for chunk in tl.static_range(0, A.WIDTH // A.CHUNK):
-        acc = acc + (acc0[chunk] * w0[:, None] + acc1[chunk] * w1[:, None],)
-    return top, total0 * w0 + total1 * w1, acc
-
-
-@triton.jit
-def _merge_before(place, m, total, acc, workspace_ptr, A: tl.constexpr):
-    """The sums so far, parked at `place`, with those of the split just computed."""
-    m0, total0, acc0 = _parked(place, workspace_ptr, A)
-    return _merge(m0, total0, acc0, m, total, acc, A)
-
-
-@triton.jit
-def _merge_all(place, splits, workspace_ptr, A: tl.constexpr):
-    """The splits parked from `place` on, merged in their order."""
-    m, total, acc = _parked(place, workspace_ptr, A)
-    for split in range(1, splits):
-        m1, total1, acc1 = _parked(place + split, workspace_ptr, A)
-        m, total, acc = _merge(m, total, acc, m1, total1, acc1, A)
-    return m, total, acc
-
-
-@triton.jit
-def _finish(m, total, acc, head, sink_ptr, out_row, lse_row, rope_row, A: tl.constexpr):
-    """Sink, division, rounding, inverse RoPE."""
-    CHUNK: tl.constexpr = A.CHUNK
+def _parked(chunk: tl.constexpr, A: tl.constexpr):
+    """Offsets of one chunk of parked sums; chunks lie one after the other."""
     BLOCK_H: tl.constexpr = A.BLOCK_H
+    START: tl.constexpr = A.CHUNK_STARTS[chunk]
+    EXTENT: tl.constexpr = A.CHUNK_WIDTHS[chunk]
+    line = tl.arange(0, BLOCK_H)[:, None] * EXTENT
+    return BLOCK_H * START + line + tl.arange(0, EXTENT)[None, :]
+
+
+@triton.jit
+def _park(place, top, total, acc, sums, A: tl.constexpr):
+    BLOCK_H: tl.constexpr = A.BLOCK_H
+    CHUNKS: tl.constexpr = A.CHUNKS
+    at = _place(place, sums, A)
+    line = at + BLOCK_H * A.WIDTH + tl.arange(0, BLOCK_H)
+    tl.store(line, top)
+    tl.store(line + BLOCK_H, total)
+    for chunk in tl.static_range(0, CHUNKS):
+        tl.store(at + _parked(chunk, A), acc[chunk])
+
+
+@triton.jit
+def _merge(place, count, done, head, sums, sink_ptr, out_row, lse_row, A: tl.constexpr):
+    """Merges `count` parked sums in their order: into the output if `done`, else into the first."""
+    BLOCK_H: tl.constexpr = A.BLOCK_H
+    CHUNKS: tl.constexpr = A.CHUNKS
+    SIZE: tl.constexpr = A.BLOCK_H * (A.WIDTH + 2)
+    first = _place(place, sums, A)
+    line = first + BLOCK_H * A.WIDTH + tl.arange(0, BLOCK_H)
+    top = tl.load(line, cache_modifier=".cg")
+    total = tl.load(line + BLOCK_H, cache_modifier=".cg")
+    for nth in tl.range(1, count, disable_licm=True):
+        other = line + nth * SIZE
+        top, old, new = _weights(top, tl.load(other, cache_modifier=".cg"))
+        total = total * old + tl.load(other + BLOCK_H, cache_modifier=".cg") * new
+    inverse = tl.zeros([BLOCK_H], dtype=tl.float32)
+    if done:
+        inverse = _close(top, total, head, sink_ptr, lse_row, A)
+    for chunk in tl.static_range(0, CHUNKS):
+        at = first + _parked(chunk, A)
+        highest = tl.load(line, cache_modifier=".cg")
+        summed = tl.load(at, cache_modifier=".cg")
+        for nth in tl.range(1, count, disable_licm=True):
+            highest, old, new = _weights(highest, tl.load(line + nth * SIZE, cache_modifier=".cg"))
+            more = tl.load(at + nth * SIZE, cache_modifier=".cg")
+            summed = summed * old[:, None] + more * new[:, None]
+        if done:
+            _store(summed * inverse[:, None], chunk, head, out_row, A)
+        else:
+            tl.store(at, summed)
+    if not done:
+        tl.debug_barrier()  # the old maxima have been read by all
+        tl.store(line, top)
+        tl.store(line + BLOCK_H, total)
+
+
+@triton.jit
+def _weights(top, other):
+    """The common maximum of two sums and the factors that bring both to it."""
+    common = tl.maximum(top, other)
+    base = tl.where(common == float("-inf"), 0.0, common)
+    return common, tl.exp2(top - base), tl.exp2(other - base)
+
+
+@triton.jit
+def _close(top, total, head, sink_ptr, lse_row, A: tl.constexpr):
+    """Stores the lse and returns what the sums are multiplied with: the sink enters here."""
     live = head < A.HEADS
-    tl.store(lse_row + head, (m + tl.log2(total)) * _LN_2, mask=live)
-    base = tl.where(m == float("-inf"), 0.0, m)
+    tl.store(lse_row + head, (top + tl.log2(total)) * _LN_2, mask=live)
     sink = tl.load(sink_ptr + head, mask=live, other=0.0)
-    denominator = total + tl.exp2(sink * _LOG2_E - base)
-    # without a key and a sink there is nothing to divide
-    inverse = tl.where(total > 0, 1.0 / denominator, 0.0)[:, None]
-    bits_ptr = out_row.to(tl.pointer_type(tl.uint16))
-    column = tl.arange(0, CHUNK)[None, :]
-    for chunk in tl.static_range(0, A.WIDTH // CHUNK):
-        x = round_bf16(acc[chunk] * inverse)
-        if chunk * CHUNK >= A.WIDTH - A.ROPE:
-            pair = (chunk * CHUNK - (A.WIDTH - A.ROPE)) // 2 + tl.arange(0, CHUNK // 2)[None, :]
-            cos = tl.load(rope_row + pair)
-            sin = tl.load(rope_row + A.ROPE // 2 + pair)
-            even, odd = tl.split(tl.reshape(x, [BLOCK_H, CHUNK // 2, 2]))
-            x = tl.join(round_bf16(even * cos + odd * sin), round_bf16(odd * cos - even * sin))
-            x = tl.reshape(x, [BLOCK_H, CHUNK])
-        at = head[:, None] * A.WIDTH + chunk * CHUNK + column
-        tl.store(bits_ptr + at, bf16_bits(x), mask=live[:, None])
+    base = tl.where(top == float("-inf"), 0.0, top)
+    inverse = 1.0 / (total + tl.exp2(sink * _LOG2_E - base))
+    return tl.where(total > 0, inverse, 0.0)
+
+
+@triton.jit
+def _store(x, chunk: tl.constexpr, head, out_row, A: tl.constexpr):
+    """One chunk of the result, fp32, as bf16 into the output."""
+    at = head[:, None] * A.WIDTH + _columns(chunk, A)
+    live = (head < A.HEADS)[:, None]
+    if INTERPRETED:
+        bits = out_row.to(tl.pointer_type(tl.uint16))
+        tl.store(bits + at, bf16_bits(round_bf16(x)), mask=live)
+    else:
+        tl.store(out_row + at, x.to(tl.bfloat16), mask=live)
+
+
+@triton.jit
+def _turn_back(head, out_row, rope_row, A: tl.constexpr):
+    """Inverse RoPE of the last channels of the bf16 output, which this program has stored."""
+    PAIRS: tl.constexpr = A.ROPE // 2
+    if PAIRS > 0:
+        tl.debug_barrier()
+        pair = tl.arange(0, PAIRS)[None, :]
+        cos = tl.load(rope_row + pair)
+        sin = tl.load(rope_row + PAIRS + pair)
+        words = out_row.to(tl.pointer_type(tl.uint32))
+        at = words + head[:, None] * (A.WIDTH // 2) + (A.WIDTH - A.ROPE) // 2 + pair
+        live = (head < A.HEADS)[:, None]
+        both = tl.load(at, mask=live, other=0)
+        even = (both << 16).to(tl.float32, bitcast=True)
+        odd = (both & 0xFFFF0000).to(tl.float32, bitcast=True)
+        low = round_bf16(even * cos + odd * sin).to(tl.uint32, bitcast=True) >> 16
+        high = round_bf16(odd * cos - even * sin).to(tl.uint32, bitcast=True)
+        tl.store(at, low | high, mask=live)

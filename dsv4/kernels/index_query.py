@@ -1,4 +1,4 @@
-"""Indexer queries as the indexer's keys are stored: RoPE, Hadamard, the round trip of the format."""
+"""Indexer queries as the indexer's keys are kept: RoPE, Hadamard, the round trip of the format."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def _index_query_kernel(
         channel = tl.arange(0, WIDTH)
         x = tl.load(q_ptr + token * q_stride + head * q_head_stride + channel).to(tl.float32)
         cos, sin = load_rope(rope_ptr + position * ROPE, WIDTH, ROPE)
-        x = hadamard(rotate(x, cos, sin, WIDTH, ROPE), scale, WIDTH)
+        x = rotate(x, cos, sin, WIDTH, ROPE)
+        exponent = x.to(tl.uint32, bitcast=True) & 0x7F800000
+        broken = tl.max(exponent, axis=0) == 0x7F800000
+        x = tl.where(broken, float("nan"), hadamard(x, scale, WIDTH))
         x = round_trip(x, WIDTH, RECORD)
         out = (out_ptr + token * out_stride + head * out_head_stride).to(tl.pointer_type(tl.uint16))
         tl.store(out + channel, bf16_bits(x))

@@ -24,15 +24,15 @@ from dsv4.kernels.record import RecordConstants, record_constants
 from dsv4.kernels.round_trip import e2m1_value, power_of_two
 from dsv4.reference.index_scores import MIN_HEADS
 
-ENTRY_TILE = 128
+ENTRY_TILE = 64
 NUM_WARPS = 4
 NUM_STAGES = 3
-PROGRAMS_PER_PROCESSOR = 3
+PROGRAMS_PER_PROCESSOR = 4
 # Interpreted: few, so that shares of work begin and end inside requests.
 PROGRAMS_WITHOUT_GPU = 3
 MAX_GROUP = 16
-# A program looks at the lengths of all groups of its launch at once.
-MAX_GROUPS = 1024
+# A program looks at the lengths of all tokens of its launch at once.
+MAX_TOKENS = 256
 
 
 def index_scores(
@@ -50,13 +50,13 @@ def index_scores(
     """Same result as dsv4.reference.index_scores.index_scores, bit for bit where the dot product
     is exact in fp32 (MXFP4 and NVFP4 unless scales lie very far apart).
 
-    One launch for up to 1,024 groups of tokens. `tokens_per_request` is how many neighbouring
+    One launch for up to 256 tokens. `tokens_per_request` is how many neighbouring
     tokens usually belong to one request (1 + drafts, or a prefill chunk): up to 16 share the keys
-    they load. Nothing but speed depends on it. Raises InvalidInput for a width below 32.
+    they load. Nothing but speed depends on it. Raises InvalidInput for a width below 64.
     """
     group = min(triton.next_power_of_2(max(tokens_per_request, 1)), MAX_GROUP)
-    for first in range(0, tokens.shape[0], group * MAX_GROUPS):
-        piece = slice(first, first + group * MAX_GROUPS)
+    for first in range(0, tokens.shape[0], MAX_TOKENS):
+        piece = slice(first, first + MAX_TOKENS)
         programs, arguments, constants = launch_arguments(
             q[piece],
             weights[piece],
@@ -91,10 +91,10 @@ def launch_arguments(
 ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
     """Programs, run-time arguments and compile-time constants of the launch."""
     _, heads, width = q.shape
-    if width < 32 or width & (width - 1):
+    if width < 64 or width & (width - 1):
         raise InvalidInput(
-            f"indexer keys of {width} channels: the kernel multiplies halves of a power of two "
-            f"of at least 32"
+            f"indexer keys of {width} channels: the kernel multiplies quarters of a power of two "
+            f"of at least 64"
         )
     rows, columns = scores.shape
     groups = triton.cdiv(rows, group)
@@ -184,16 +184,18 @@ def _index_scores_kernel(
     ROUND: tl.constexpr,
     RECORD: tl.constexpr,
 ):
-    token = tl.arange(0, GROUPS * GROUP)
-    _, seen = _seen_columns(token, tokens_ptr, rows, columns, first_entry, skip_visible, RATIO)
-    longest = tl.max(tl.reshape(seen, [GROUPS, GROUP]), axis=1)
-    tiles = (longest + TILE - 1) // TILE
-    ends = tl.cumsum(tiles, axis=0)
-    total = tl.sum(tiles, axis=0).to(tl.int64)
+    ends = _tile_ends(
+        tokens_ptr, rows, columns, first_entry, skip_visible, RATIO, GROUP, GROUPS, TILE
+    )  # fmt: skip
+    total = tl.max(ends, axis=0).to(tl.int64)
     # this program's share of all tiles, counted through the groups: [at, stop)
     at = (tl.program_id(0) * total // tl.num_programs(0)).to(tl.int32)
     stop = ((tl.program_id(0) + 1) * total // tl.num_programs(0)).to(tl.int32)
     while at < stop:
+        # counted anew, from the cache, rather than kept: registers are what limits the programs
+        ends = _tile_ends(
+            tokens_ptr, rows, columns, first_entry, skip_visible, RATIO, GROUP, GROUPS, TILE
+        )  # fmt: skip
         group = tl.sum((ends <= at).to(tl.int32), axis=0)
         group_begin = tl.max(tl.where(ends <= at, ends, 0), axis=0)
         group_end = tl.min(tl.where(ends > at, ends, 0x7FFFFFFF), axis=0)
@@ -215,6 +217,18 @@ def _index_scores_kernel(
                 TILE, ROUND, RECORD,
             )  # fmt: skip
         at = share_end
+
+
+@triton.jit
+def _tile_ends(
+    tokens_ptr, rows, columns, first_entry, skip_visible,
+    RATIO: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """How many tiles the groups up to each have, itself included."""
+    token = tl.arange(0, GROUPS * GROUP)
+    _, seen = _seen_columns(token, tokens_ptr, rows, columns, first_entry, skip_visible, RATIO)
+    longest = tl.max(tl.reshape(seen, [GROUPS, GROUP]), axis=1)
+    return tl.cumsum((longest + TILE - 1) // TILE, axis=0)
 
 
 @triton.jit
@@ -242,7 +256,7 @@ def _score_token(
     slot, seen = _seen_columns(
         token, tokens_ptr, rows, columns, first_entry, skip_visible, RATIO
     )  # fmt: skip
-    q0, q1, weight = _load_query(
+    q0, q1, q2, q3, weight = _load_query(
         token, q_ptr, weights_ptr, q_stride, q_head_stride, weights_stride,
         HEADS, HEADS_PADDED, WIDTH, RECORD,
     )  # fmt: skip
@@ -250,11 +264,11 @@ def _score_token(
     scores_row = scores_ptr + token.to(tl.int64) * scores_stride
     for tile in range(tile_begin, tile_end):
         column = tile * TILE + tl.arange(0, TILE)
-        k0, k1 = _load_keys(
+        k0, k1, k2, k3 = _load_keys(
             first_entry + column, column < seen, arena, table_row, arena_stride, data_offset,
             scale_offset, WIDTH, PAGE_ROWS, RECORD,
         )  # fmt: skip
-        score = _score(q0, q1, k0, k1, weight, ROUND)
+        score = _score(k0, k1, k2, k3, q0, q1, q2, q3, weight, ROUND)
         tl.store(scores_row + column, score, mask=column < seen)
 
 
@@ -276,10 +290,8 @@ def _score_group(
     for tile in range(tile_begin, tile_end):
         column = tile * TILE + tl.arange(0, TILE)
         loaded_slot = -1
-        k0, k1 = _load_keys(
-            column, column < 0, arena, table_ptr, arena_stride, data_offset, scale_offset,
-            WIDTH, PAGE_ROWS, RECORD,
-        )  # fmt: skip
+        k0 = tl.zeros([TILE, WIDTH // 4], dtype=tl.float32 if INTERPRETED else tl.bfloat16)
+        k1, k2, k3 = k0, k0, k0
         for token in range(group * GROUP, group * GROUP + GROUP):
             slot, seen = _seen_columns(
                 token, tokens_ptr, rows, columns, first_entry, skip_visible, RATIO
@@ -287,17 +299,17 @@ def _score_group(
             if tile * TILE < seen:
                 if slot != loaded_slot:
                     most = tl.max(tl.where(slots == slot, all_seen, 0), axis=0)
-                    k0, k1 = _load_keys(
+                    k0, k1, k2, k3 = _load_keys(
                         first_entry + column, column < most, arena,
                         table_ptr + slot.to(tl.int64) * table_stride, arena_stride, data_offset,
                         scale_offset, WIDTH, PAGE_ROWS, RECORD,
                     )  # fmt: skip
                     loaded_slot = slot
-                q0, q1, weight = _load_query(
+                q0, q1, q2, q3, weight = _load_query(
                     token, q_ptr, weights_ptr, q_stride, q_head_stride, weights_stride,
                     HEADS, HEADS_PADDED, WIDTH, RECORD,
                 )  # fmt: skip
-                score = _score(q0, q1, k0, k1, weight, ROUND)
+                score = _score(k0, k1, k2, k3, q0, q1, q2, q3, weight, ROUND)
                 scores_row = scores_ptr + tl.cast(token, tl.int64) * scores_stride
                 tl.store(scores_row + column, score, mask=column < seen)
 
@@ -307,24 +319,31 @@ def _load_query(
     token, q_ptr, weights_ptr, q_stride, q_head_stride, weights_stride,
     HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, WIDTH: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
-    """The two halves of a query [WIDTH / 2, heads] as `_load_keys` halves keys, and weights."""
+    """The quarters of a query [WIDTH / 4, heads], as `_load_keys` cuts keys, and its weights."""
+    QUARTER: tl.constexpr = WIDTH // 4
     head = tl.arange(0, HEADS_PADDED)
     row = q_ptr + tl.cast(token, tl.int64) * q_stride + head[:, None] * q_head_stride
     live = head[:, None] < HEADS
     if RECORD.ELEMENT == "e2m1":
         q = tl.load(row + tl.arange(0, WIDTH)[None, :], mask=live, other=0.0)
-        q0, q1 = tl.split(tl.reshape(q, [HEADS_PADDED, WIDTH // 2, 2]))
+        even, odd = tl.split(tl.reshape(q, [HEADS_PADDED, WIDTH // 2, 2]))
+        q0, q2 = tl.split(tl.reshape(even, [HEADS_PADDED, QUARTER, 2]))
+        q1, q3 = tl.split(tl.reshape(odd, [HEADS_PADDED, QUARTER, 2]))
     else:
-        channel = tl.arange(0, WIDTH // 2)[None, :]
-        q0 = tl.load(row + channel, mask=live, other=0.0)
-        q1 = tl.load(row + WIDTH // 2 + channel, mask=live, other=0.0)
+        first = row + tl.arange(0, QUARTER)[None, :]
+        q0 = tl.load(first, mask=live, other=0.0)
+        q1 = tl.load(first + QUARTER, mask=live, other=0.0)
+        q2 = tl.load(first + 2 * QUARTER, mask=live, other=0.0)
+        q3 = tl.load(first + 3 * QUARTER, mask=live, other=0.0)
     weight_row = weights_ptr + tl.cast(token, tl.int64) * weights_stride
     weight = tl.load(weight_row + head, mask=head < HEADS, other=0.0)
     if INTERPRETED:
         q0 = q0.to(tl.float32)
         q1 = q1.to(tl.float32)
+        q2 = q2.to(tl.float32)
+        q3 = q3.to(tl.float32)
         weight = weight.to(tl.float32)
-    return tl.trans(q0), tl.trans(q1), weight
+    return tl.trans(q0), tl.trans(q1), tl.trans(q2), tl.trans(q3), weight
 
 
 @triton.jit
@@ -332,49 +351,55 @@ def _load_keys(
     entry, live, arena, table_row, arena_stride, data_offset, scale_offset,
     WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
-    """Two halves [entries, WIDTH / 2] of decoded keys: even and odd channels where a byte holds
-    two, else lower and upper ones. bf16, interpreted fp32; 0 where not live, nothing read."""
-    HALF: tl.constexpr = WIDTH // 2
+    """Four quarters [entries, WIDTH / 4] of decoded keys: every fourth channel where 16 bits hold
+    four codes, else one run of channels after the other. bf16, interpreted fp32; 0 where not live,
+    nothing is read there."""
+    QUARTER: tl.constexpr = WIDTH // 4
     block_id = tl.load(table_row + entry // PAGE_ROWS, mask=live, other=0).to(tl.int64)
     page = arena + block_id * arena_stride
     page_row = entry % PAGE_ROWS
     data = page + data_offset + page_row * RECORD.DATA_BYTES
-    at = tl.arange(0, HALF)[None, :]
+    scale_row = page + scale_offset + page_row * RECORD.SCALE_BYTES
     mask = live[:, None]
-    if RECORD.ELEMENT == "none":
-        values = data.to(tl.pointer_type(tl.bfloat16))[:, None] + at
-        k0 = tl.load(values, mask=mask, other=0.0)
-        k1 = tl.load(values + HALF, mask=mask, other=0.0)
+    at = tl.arange(0, QUARTER)[None, :]
+    if RECORD.ELEMENT == "e2m1":
+        words = tl.load(data.to(tl.pointer_type(tl.int16))[:, None] + at, mask=mask, other=0)
+        TILES: tl.constexpr = WIDTH // RECORD.TILE
+        nth = tl.arange(0, TILES)[None, :]
+        scale = tl.load(scale_row[:, None] + nth, mask=mask, other=0)
+        if RECORD.SCALE == "ue8m0" and not INTERPRETED:
+            k0, k1, k2, k3 = _decode_mxfp4(words, _spread(_bf16_power(scale), QUARTER))
+        else:
+            if RECORD.SCALE == "ue8m0":
+                factor = power_of_two(scale.to(tl.int32))
+            else:
+                factor = _e4m3_or_nan(scale) * RECORD.GLOBAL_SCALE
+            factor = _spread(factor, QUARTER)
+            code = words.to(tl.int32)
+            k0 = _operand(e2m1_value(code & 15) * factor)
+            k1 = _operand(e2m1_value((code >> 4) & 15) * factor)
+            k2 = _operand(e2m1_value((code >> 8) & 15) * factor)
+            k3 = _operand(e2m1_value((code >> 12) & 15) * factor)
+    elif RECORD.ELEMENT == "e4m3":
+        tl.static_assert(RECORD.SCALE == "fp32" and RECORD.TILE == WIDTH, "one scale a key")
+        factor = tl.load(scale_row.to(tl.pointer_type(tl.float32)), mask=live, other=0.0)[:, None]
+        first = data[:, None] + at
+        k0 = _operand(_e4m3_or_nan(tl.load(first, mask=mask, other=0)) * factor)
+        k1 = _operand(_e4m3_or_nan(tl.load(first + QUARTER, mask=mask, other=0)) * factor)
+        k2 = _operand(_e4m3_or_nan(tl.load(first + 2 * QUARTER, mask=mask, other=0)) * factor)
+        k3 = _operand(_e4m3_or_nan(tl.load(first + 3 * QUARTER, mask=mask, other=0)) * factor)
+    else:
+        first = data.to(tl.pointer_type(tl.bfloat16))[:, None] + at
+        k0 = tl.load(first, mask=mask, other=0.0)
+        k1 = tl.load(first + QUARTER, mask=mask, other=0.0)
+        k2 = tl.load(first + 2 * QUARTER, mask=mask, other=0.0)
+        k3 = tl.load(first + 3 * QUARTER, mask=mask, other=0.0)
         if INTERPRETED:
             k0 = k0.to(tl.float32)
             k1 = k1.to(tl.float32)
-    else:
-        # one scale for a tile of channels; a half has that many bytes of it
-        TILES: tl.constexpr = WIDTH // RECORD.TILE
-        nth = tl.arange(0, TILES)[None, :]
-        scale_row = page + scale_offset + page_row * RECORD.SCALE_BYTES
-        if RECORD.ELEMENT == "e2m1":
-            packed = tl.load(data[:, None] + at, mask=mask, other=0)
-            scale = tl.load(scale_row[:, None] + nth, mask=mask, other=0)
-            if RECORD.SCALE == "ue8m0" and not INTERPRETED:
-                k0, k1 = _decode_mxfp4(packed, _spread(_bf16_power(scale), HALF))
-            else:
-                if RECORD.SCALE == "ue8m0":
-                    factor = power_of_two(scale.to(tl.int32))
-                else:
-                    factor = _e4m3_or_nan(scale) * RECORD.GLOBAL_SCALE
-                factor = _spread(factor, HALF)
-                code = packed.to(tl.int32)
-                k0 = _operand(e2m1_value(code & 15) * factor)
-                k1 = _operand(e2m1_value(code >> 4) * factor)
-        else:
-            tl.static_assert(RECORD.SCALE == "fp32" and TILES == 1, "no such indexer keys")
-            lower = tl.load(data[:, None] + at, mask=mask, other=0)
-            upper = tl.load(data[:, None] + HALF + at, mask=mask, other=0)
-            factor = tl.load(scale_row.to(tl.pointer_type(tl.float32)), mask=live, other=0.0)
-            k0 = _operand(_e4m3_or_nan(lower) * factor[:, None])
-            k1 = _operand(_e4m3_or_nan(upper) * factor[:, None])
-    return k0, k1
+            k2 = k2.to(tl.float32)
+            k3 = k3.to(tl.float32)
+    return k0, k1, k2, k3
 
 
 @triton.jit
@@ -396,11 +421,11 @@ def _operand(x):
 
 
 @triton.jit
-def _spread(scale, HALF: tl.constexpr):
-    """[entries, tiles] → [entries, HALF]: neighbouring columns share a tile."""
-    SPAN: tl.constexpr = HALF // scale.shape[1]
+def _spread(scale, QUARTER: tl.constexpr):
+    """[entries, tiles] → [entries, QUARTER]: neighbouring columns share a tile."""
+    SPAN: tl.constexpr = QUARTER // scale.shape[1]
     wide = tl.broadcast_to(scale[:, :, None], [scale.shape[0], scale.shape[1], SPAN])
-    return tl.reshape(wide, [scale.shape[0], HALF])
+    return tl.reshape(wide, [scale.shape[0], QUARTER])
 
 
 @triton.jit
@@ -413,62 +438,61 @@ def _bf16_power(exponent):
 
 
 @triton.jit
-def _decode_mxfp4(packed, scale):
-    """Bytes of two E2M1 codes, and bf16 scales → low and high nibbles as bf16, four bytes at once.
+def _decode_mxfp4(words, scale):
+    """16 bits of four E2M1 codes, and bf16 scales → the codes' values as bf16, two words at once.
 
-    The code's three magnitude bits, put where bf16 has the end of its exponent and the start of its
-    mantissa, read as the value times 2^-126 (the halves as denormals); its sign goes to the front.
+    A code's three magnitude bits, put where bf16 has the end of its exponent and the start of its
+    mantissa, read as its value times 2^-126 (a half as a denormal); its sign goes to the front.
     """
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 two, sign, size, unit;
-        mov.b32 unit, 0x7E807E80;               // 2^126 twice
-        prmt.b32 two, $4, 0, 0x4140;            // bytes 0 and 1, one in each half
-        shl.b32 sign, two, 12;
+        .reg .b32 sign, size, unit;
+        mov.b32 unit, 0x7E807E80;  // 2^126 twice
+        shl.b32 sign, $4, 12;
         and.b32 sign, sign, 0x80008000;
-        shl.b32 size, two, 6;
+        shl.b32 size, $4, 6;
         and.b32 size, size, 0x01C001C0;
         or.b32 size, size, sign;
         mul.rn.bf16x2 size, size, unit;
         mul.rn.bf16x2 $0, size, $5;
-        shl.b32 sign, two, 8;
+        shl.b32 sign, $4, 8;
         and.b32 sign, sign, 0x80008000;
-        shl.b32 size, two, 2;
+        shl.b32 size, $4, 2;
+        and.b32 size, size, 0x01C001C0;
+        or.b32 size, size, sign;
+        mul.rn.bf16x2 size, size, unit;
+        mul.rn.bf16x2 $1, size, $5;
+        shl.b32 sign, $4, 4;
+        and.b32 sign, sign, 0x80008000;
+        shr.u32 size, $4, 2;
         and.b32 size, size, 0x01C001C0;
         or.b32 size, size, sign;
         mul.rn.bf16x2 size, size, unit;
         mul.rn.bf16x2 $2, size, $5;
-        prmt.b32 two, $4, 0, 0x4342;            // bytes 2 and 3
-        shl.b32 sign, two, 12;
-        and.b32 sign, sign, 0x80008000;
-        shl.b32 size, two, 6;
+        and.b32 sign, $4, 0x80008000;
+        shr.u32 size, $4, 6;
         and.b32 size, size, 0x01C001C0;
         or.b32 size, size, sign;
         mul.rn.bf16x2 size, size, unit;
-        mul.rn.bf16x2 $1, size, $6;
-        shl.b32 sign, two, 8;
-        and.b32 sign, sign, 0x80008000;
-        shl.b32 size, two, 2;
-        and.b32 size, size, 0x01C001C0;
-        or.b32 size, size, sign;
-        mul.rn.bf16x2 size, size, unit;
-        mul.rn.bf16x2 $3, size, $6;
+        mul.rn.bf16x2 $3, size, $5;
         }
         """,
-        "=&r,=&r,=&r,=&r,r,r,r",
-        [packed, scale],
-        dtype=(tl.bfloat16, tl.bfloat16),
+        "=&r,=&r,=&r,=&r,r,r",
+        [words, scale],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
         is_pure=True,
-        pack=4,
+        pack=2,
     )
 
 
 @triton.jit
-def _score(q0, q1, k0, k1, weight, ROUND: tl.constexpr):
+def _score(k0, k1, k2, k3, q0, q1, q2, q3, weight, ROUND: tl.constexpr):
     """fp32 scores [entries]; with ROUND they are bf16 numbers."""
     dot = tl.dot(k0, q0, input_precision="ieee")
     dot = tl.dot(k1, q1, acc=dot, input_precision="ieee")
+    dot = tl.dot(k2, q2, acc=dot, input_precision="ieee")
+    dot = tl.dot(k3, q3, acc=dot, input_precision="ieee")
     if ROUND:
         if INTERPRETED:
             dot = round_bf16(dot)

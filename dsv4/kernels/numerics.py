@@ -122,23 +122,33 @@ def finite(x):
 
 @triton.jit
 def to_f64(x):
-    """fp32 (zero or normal) → fp64, exact. Denormals become zero."""
+    """fp32 → fp64, exact."""
     bits = x.to(tl.uint32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    wide = (magnitude.to(tl.uint64) << 29) + (896 << 52)
-    wide = tl.where(magnitude < 0x00800000, 0, wide)
+    magnitude = (bits & 0x7FFFFFFF).to(tl.uint64)
+    wide = (magnitude << 29) + (896 << 52)
+    wide = tl.where(magnitude >= 0x7F800000, wide + (896 << 52), wide)  # infinity and NaN
+    # a denormal counts units of 2^-149: put it into the mantissa of 2^-97 and take that away
+    base = (magnitude * 0) + (926 << 52)
+    denormal = (base | magnitude).to(tl.float64, bitcast=True) - base.to(tl.float64, bitcast=True)
+    wide = tl.where(magnitude < 0x00800000, denormal.to(tl.uint64, bitcast=True), wide)
     wide = wide | ((bits >> 31).to(tl.uint64) << 63)
     return wide.to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def to_f32(x):
-    """fp64 → fp32, nearest even. Results below the smallest normal become zero."""
+    """fp64 → fp32, nearest even; every NaN becomes the same NaN."""
     bits = x.to(tl.uint64, bitcast=True)
     magnitude = bits & 0x7FFFFFFFFFFFFFFF
-    rounded = (magnitude + 0x0FFFFFFF + ((magnitude >> 29) & 1)) >> 29
-    narrow = tl.where(magnitude < (897 << 52), 0, rounded - (896 << 23)).to(tl.uint32)
+    rounded = ((magnitude + 0x0FFFFFFF + ((magnitude >> 29) & 1)) >> 29) - (896 << 23)
+    rounded = tl.where(rounded > 0x7F800000, 0x7F800000, rounded)
+    # below the smallest normal: adding 2^-97 rounds to units of 2^-149
+    base = (magnitude * 0) + (926 << 52)
+    shifted = magnitude.to(tl.float64, bitcast=True) + base.to(tl.float64, bitcast=True)
+    units = shifted.to(tl.uint64, bitcast=True) - base
+    narrow = tl.where(magnitude < (897 << 52), units, rounded).to(tl.uint32)
     narrow = narrow | ((bits >> 63).to(tl.uint32) << 31)
+    narrow = tl.where(x != x, 0x7FC00000, narrow).to(tl.uint32)
     return narrow.to(tl.float32, bitcast=True)
 
 

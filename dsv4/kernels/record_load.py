@@ -46,11 +46,11 @@ def load_record_rows(data_ptrs, scale_ptrs, mask, WIDTH: tl.constexpr, RECORD: t
 def load_record_chunk(
     data_ptrs, scale_ptrs, mask, START: tl.constexpr, CHUNK: tl.constexpr, RECORD: tl.constexpr
 ):
-    """Channels [START, START + CHUNK) of [N] records as [N, CHUNK]. START and CHUNK must be
-    multiples of SPAN below."""
+    """Channels [START, START + CHUNK) of [N] records; CHUNK, a power of two, divides START."""
     CODED: tl.constexpr = RECORD.CODED
     # channels that share a scale and a kind: the largest power of two in tile and coded part
-    SPAN: tl.constexpr = min(CHUNK, (RECORD.TILE | CODED) & -(RECORD.TILE | CODED))
+    COMMON: tl.constexpr = RECORD.TILE | CODED if CODED > 0 else CHUNK
+    SPAN: tl.constexpr = min(CHUNK, COMMON & -COMMON)
     N: tl.constexpr = mask.shape[0]
     span = START // SPAN + tl.arange(0, CHUNK // SPAN)
     channel = span[None, :, None] * SPAN + tl.arange(0, SPAN)[None, None, :]
@@ -60,16 +60,18 @@ def load_record_chunk(
         values = _bf16_values(rows, channel, live, RECORD)
     else:
         coded = span * SPAN < CODED
-        codes = tl.load(
-            _aligned(rows, RECORD) + channel, mask=live & coded[None, :, None], other=0
-        )
-        at = scale_ptrs[:, None]
+        codes = tl.load(_aligned(rows, RECORD) + channel, mask=live & coded[None, :, None], other=0)
         tile = (span * SPAN // RECORD.TILE)[None, :]
-        scaled = mask[:, None] & coded[None, :]
-        if RECORD.SCALE == "ue8m0":
-            scale = tl.load(at + tile, mask=scaled, other=127)
+        if RECORD.SCALE == "ue8m0" and RECORD.SCALE_BYTES == 8:
+            # all scales of a row in one word; those of masked rows do not matter
+            word = tl.load(scale_ptrs.to(tl.pointer_type(tl.uint64)), mask=mask, other=0)
+            scale = ((word[:, None] >> (tile * 8).to(tl.uint64)) & 0xFF).to(tl.uint8)
+        elif RECORD.SCALE == "ue8m0":
+            scaled = mask[:, None] & coded[None, :]
+            scale = tl.load(scale_ptrs[:, None] + tile, mask=scaled, other=127)
         else:
-            scale = tl.load(at.to(tl.pointer_type(tl.float32)) + tile, mask=scaled, other=1.0)
+            at = scale_ptrs.to(tl.pointer_type(tl.float32))[:, None] + tile
+            scale = tl.load(at, mask=mask[:, None] & coded[None, :], other=1.0)
         values = _scaled(codes, scale[:, :, None], RECORD)
         if START + CHUNK > CODED:
             plain = (span * SPAN >= CODED)[None, :, None]

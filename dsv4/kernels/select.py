@@ -12,16 +12,12 @@ from dsv4.kernels.top_k import top_k as take_top_k
 from dsv4.kernels.top_k import top_k_workspace_bytes
 
 
-def select_workspace_bytes(
-    rows: int, *, keys: EntrySource, top_k: int, round_bf16: bool = True
-) -> int:
-    """The workspace with which `select` handles `rows` tokens at a time: fp32 scores of every
-    entry the block table can name, then what top-k needs. Nothing if no request can hold more
-    entries than are selected."""
+def select_workspace_bytes(rows: int, *, keys: EntrySource, top_k: int) -> int:
+    """A workspace with which `select` handles `rows` tokens at a time: fp32 scores of every entry
+    the block table can name, then what top-k needs for either rounding. It serves every number of
+    entries up to `top_k` and beyond."""
     columns = keys.block_table.shape[1] * keys.page.rows
-    if columns <= top_k:
-        return 0
-    return 4 * rows * columns + top_k_workspace_bytes(rows, columns, bf16_scores=round_bf16)
+    return 4 * rows * columns + top_k_workspace_bytes(rows, columns, bf16_scores=False)
 
 
 def select(
@@ -77,17 +73,20 @@ def _rows_at_a_time(
     tokens: int, keys: EntrySource, top_k: int, workspace_bytes: int, round_bf16: bool
 ) -> int:
     """From shapes alone, so a captured graph holds for every length."""
+    columns = keys.block_table.shape[1] * keys.page.rows
+    if columns <= top_k:
+        return tokens
 
     def needed(rows: int) -> int:
-        return select_workspace_bytes(rows, keys=keys, top_k=top_k, round_bf16=round_bf16)
+        return 4 * rows * columns + top_k_workspace_bytes(rows, columns, bf16_scores=round_bf16)
 
-    one_row = 4 * keys.block_table.shape[1] * keys.page.rows
-    rows = tokens if needed(1) == 0 else min(tokens, workspace_bytes // one_row)
-    while rows and needed(rows) > workspace_bytes:
+    rows = min(tokens, workspace_bytes // (4 * columns))
+    # few rows may be cut finer than many, and so the last piece may need more than the others
+    while rows and max(needed(rows), needed(tokens % rows)) > workspace_bytes:
         rows -= 1
     if rows == 0 and tokens:
         raise InvalidInput(
             f"a workspace of {workspace_bytes:,} bytes does not hold the scores of one token over "
-            f"{one_row // 4:,} entries: give at least {needed(1):,} bytes"
+            f"{columns:,} entries: give at least {needed(1):,} bytes"
         )
     return rows

@@ -85,6 +85,7 @@ def launch_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Run-time arguments and compile-time constants of the nth launch, or of ALL_IN_ONE."""
     rows, columns = scores.shape
+    tile = min(TILE, max(BINS, triton.next_power_of_2(columns)))
     arguments = (
         scores,
         tokens,
@@ -104,7 +105,8 @@ def launch_arguments(
         "NTH": nth,
         "SLICES": slices,
         "SLICES_PADDED": triton.next_power_of_2(slices),
-        "TILE": min(TILE, max(BINS, triton.next_power_of_2(columns))),
+        "TILE": tile,
+        "ONE_TILE": slices == 1 and columns <= tile,
     }
     return arguments, constants
 
@@ -115,7 +117,7 @@ def _passes(bf16_scores: bool) -> int:
 
 def _slices(rows: int, columns: int) -> int:
     """Programs a row, from shapes alone. What a program does with its slice depends on the row."""
-    return max(1, min(triton.cdiv(columns, TILE), MAX_PROGRAMS // max(rows, 1)))
+    return max(1, min(-(-columns // TILE), MAX_PROGRAMS // max(rows, 1)))
 
 
 @triton.jit
@@ -137,6 +139,7 @@ def _top_k_kernel(
     SLICES: tl.constexpr,
     SLICES_PADDED: tl.constexpr,
     TILE: tl.constexpr,
+    ONE_TILE: tl.constexpr,
 ):
     """NTH in [0, PASSES) counts one byte, NTH == PASSES writes; -1 does all for a single slice."""
     row = tl.program_id(0).to(tl.int64)
@@ -161,7 +164,15 @@ def _top_k_kernel(
             wanted = tl.zeros([], dtype=tl.int32) + K
             higher_before = tl.zeros([], dtype=tl.int32)
             equal_before = tl.zeros([], dtype=tl.int32)
-            if NTH == -1:
+            if ONE_TILE:
+                at = tl.arange(0, TILE)
+                image = _image(scores_row, at, end, PASSES)
+                for level in tl.static_range(PASSES):
+                    counts = _count_tile(image, at < end, prefix, level, PASSES)
+                    digit, wanted = _threshold_digit(counts, wanted)
+                    prefix = (prefix << 8) | digit.to(tl.uint32)
+                _emit_tile(out_row, at, at < end, image, first_entry, prefix, wanted, 0, 0)
+            elif NTH == -1:
                 for level in tl.static_range(PASSES):
                     counts = _count(scores_row, begin, end, prefix, level, PASSES, TILE)
                     digit, wanted = _threshold_digit(counts, wanted)
@@ -213,18 +224,21 @@ def _image(scores_row, at, end, PASSES: tl.constexpr):
 def _count(
     scores_row, begin, end, prefix, LEVEL: tl.constexpr, PASSES: tl.constexpr, TILE: tl.constexpr
 ):
-    """How often each value of byte LEVEL occurs where the bytes before it equal `prefix`."""
-    SHIFT: tl.constexpr = 8 * (PASSES - 1 - LEVEL)
     counts = tl.zeros([256], dtype=tl.int32)
     for tile in range(begin, end, TILE):
         at = tile + tl.arange(0, TILE)
         image = _image(scores_row, at, end, PASSES)
-        counted = at < end
-        if LEVEL > 0:
-            counted = counted & ((image >> (SHIFT + 8)) == prefix)
-        digit = ((image >> SHIFT) & 255).to(tl.int32)
-        counts += tl.histogram(digit, 256, mask=counted)
+        counts += _count_tile(image, at < end, prefix, LEVEL, PASSES)
     return counts
+
+
+@triton.jit
+def _count_tile(image, live, prefix, LEVEL: tl.constexpr, PASSES: tl.constexpr):
+    """How often each value of byte LEVEL occurs where the bytes before it equal `prefix`."""
+    SHIFT: tl.constexpr = 8 * (PASSES - 1 - LEVEL)
+    if LEVEL > 0:
+        live = live & ((image >> (SHIFT + 8)) == prefix)
+    return tl.histogram(((image >> SHIFT) & 255).to(tl.int32), 256, mask=live)
 
 
 @triton.jit
@@ -249,16 +263,27 @@ def _emit(
     for tile in range(begin, end, TILE):
         at = tile + tl.arange(0, TILE)
         image = _image(scores_row, at, end, PASSES)
-        higher = (at < end) & (image > threshold)
-        equal = (at < end) & (image == threshold)
-        # two running counts in one scan: TILE fits 16 bits
-        both = (higher.to(tl.int32) << 16) + equal.to(tl.int32)
-        upto = tl.cumsum(both, axis=0)
-        before = upto - both
-        equal_rank = equal_so_far + (before & 0xFFFF)
-        place = higher_so_far + (before >> 16) + tl.minimum(equal_rank, wanted)
-        take = higher | (equal & (equal_rank < wanted))
-        tl.store(out_row + place, first_entry + at, mask=take)
-        found = tl.sum(both, axis=0)
-        higher_so_far += found >> 16
-        equal_so_far += found & 0xFFFF
+        higher, equal = _emit_tile(
+            out_row, at, at < end, image, first_entry, threshold, wanted,
+            higher_so_far, equal_so_far,
+        )  # fmt: skip
+        higher_so_far += higher
+        equal_so_far += equal
+
+
+@triton.jit
+def _emit_tile(
+    out_row, at, live, image, first_entry, threshold, wanted, higher_before, equal_before
+):
+    """Returns how many scores of the tile are above the threshold, and how many equal it."""
+    higher = live & (image > threshold)
+    equal = live & (image == threshold)
+    # two running counts in one scan: TILE fits 16 bits
+    both = (higher.to(tl.int32) << 16) + equal.to(tl.int32)
+    before = tl.cumsum(both, axis=0) - both
+    equal_rank = equal_before + (before & 0xFFFF)
+    place = higher_before + (before >> 16) + tl.minimum(equal_rank, wanted)
+    take = higher | (equal & (equal_rank < wanted))
+    tl.store(out_row + place, first_entry + at, mask=take)
+    found = tl.sum(both, axis=0)
+    return found >> 16, found & 0xFFFF

@@ -1,4 +1,4 @@
-"""Indexer queries as the indexer's keys are stored: RoPE, Hadamard, the round trip of the format."""
+"""Indexer queries as the indexer's keys are kept: RoPE, Hadamard, the round trip of the format."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ def prepare_index_queries(
     with `record` leaves of the rotated and transformed query.
 
     `rope` is the layer's table (dsv4.rope), `tokens` StepBuffers.tokens. Padding rows of `out` are
-    not touched.
+    not touched. A head with a NaN or an infinity becomes NaN altogether.
     """
     live = torch.nonzero(tokens[:, 0] >= 0).flatten()
     half = rope.shape[1] // 2
     row = rope[tokens[live, 1].long()].unsqueeze(1)
-    x = hadamard(rotate(q[live], row[..., :half], row[..., half:]))
+    x = rotate(q[live], row[..., :half], row[..., half:])
+    finite = torch.isfinite(x).all(dim=-1, keepdim=True)
+    x = torch.where(finite, hadamard(x), torch.full_like(x, torch.nan))
     out[live] = decode(record, *encode(record, x))

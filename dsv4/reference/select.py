@@ -11,9 +11,7 @@ from dsv4.reference.index_scores import index_scores
 from dsv4.reference.top_k import top_k as take_top_k
 
 
-def select_workspace_bytes(
-    rows: int, *, keys: EntrySource, top_k: int, round_bf16: bool = True
-) -> int:
+def select_workspace_bytes(rows: int, *, keys: EntrySource, top_k: int) -> int:
     """The workspace with which `select` handles `rows` tokens at a time."""
     return 4 * rows * keys.block_table.shape[1] * keys.page.rows
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.request import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import ContextOverflow, OutOfBlocks, PlanError, RequestError
@@ -68,17 +69,32 @@ def check_buffers(
     manager: KVCacheManager, steps: list[tuple[Request, int, int]], ratios: dict[int, bool]
 ) -> dict[int, int]:
     """Compares every row, padding included; returns the work items of each ratio."""
-    expected = step_rows(steps, ring_rows=manager.schema.ring_rows, ratios=ratios)
-    buffers = manager.buffers
-    tensors = {"batch": buffers.batch, "tokens": buffers.tokens}
+    schema, buffers = manager.schema, manager.buffers
+    narrow = all(count <= schema.max_rollback_tokens for _, _, count in steps)
+    expected = step_rows(
+        steps,
+        window=schema.model.window,
+        ring_rows=schema.ring_rows,
+        ratios=ratios,
+        narrow=narrow,
+    )
+    tensors = {"batch": buffers.batch, "tokens": buffers.tokens, "window": buffers.window}
     tensors |= {f"groups {ratio}": buffers.groups[ratio] for ratio in ratios}
-    assert sorted(buffers.groups) == sorted(ratios)
+    assert sorted(buffers.groups) == sorted(buffers.counts) == sorted(ratios)
     for name, tensor in tensors.items():
         rows, found = expected[name], tensor.tolist()
-        columns = 7 if name.startswith("groups") else 4
-        assert [row[:columns] for row in found[: len(rows)]] == rows, name
+        padding = len(found[0]) - len(rows[0]) if rows else 0
+        assert found[: len(rows)] == [[*row, *[-1] * padding] for row in rows], name
         assert all(value == -1 for row in found[len(rows) :] for value in row), name
-    return {ratio: len(expected[f"groups {ratio}"]) for ratio in ratios}
+    items = {ratio: len(expected[f"groups {ratio}"]) for ratio in ratios}
+    assert {ratio: count.item() for ratio, count in buffers.counts.items()} == items
+    return items
+
+
+def launch_sizes(plan: ForwardPlan) -> dict[str, int]:
+    """Rows that kernels are launched for."""
+    sizes = {"batch": len(plan.batch), "tokens": len(plan.tokens), "window": len(plan.window)}
+    return sizes | {f"items {ratio}": len(rows) for ratio, rows in plan.items.items()}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -112,9 +128,14 @@ def test_buffers_hold_ragged_steps_token_by_token(name: str, seed: int):
         assert plan.starts.tolist() == [start for _, start, _ in steps]
         assert plan.counts.tolist() == [count for _, _, count in steps]
         assert plan.num_tokens == plan.padded_tokens == sum(count for _, _, count in steps)
-        assert plan.padded_requests == len(batch)
-        assert plan.widest == max((count for _, _, count in steps), default=0)
-        assert plan.padded_items == items
+        widest = max((count for _, _, count in steps), default=0)
+        assert plan.narrow == (widest <= manager.schema.max_rollback_tokens)
+        assert launch_sizes(plan) == {
+            "batch": len(batch),
+            "tokens": plan.num_tokens,
+            "window": plan.num_tokens,
+            **{f"items {ratio}": count for ratio, count in items.items()},
+        }
         new = [
             (r.slot * manager.schema.max_blocks_per_request + j, r.block_ids[j])
             for r, start, count in steps
@@ -127,8 +148,13 @@ def test_buffers_hold_ragged_steps_token_by_token(name: str, seed: int):
         for r, start, count in steps:
             held = manager.schema.blocks_for(start + count)
             assert manager.block_table[r.slot, :held].tolist() == r.block_ids[:held]
-        pointers = [t.data_ptr() for t in (manager.buffers.batch, manager.buffers.tokens)]
+        buffers = manager.buffers
+        tensors = (buffers.batch, buffers.tokens, buffers.window, *buffers.groups.values())
+        pointers = [tensor.data_ptr() for tensor in tensors]
         assert addresses in (None, pointers)  # the buffers never move
+        plan_tensors = (plan.batch, plan.tokens, plan.window, *plan.items.values())
+        for cut, whole in zip(plan_tensors, tensors, strict=True):
+            assert not len(cut) or cut.data_ptr() == whole.data_ptr()
         addresses = pointers
         manager.commit(plan)
         manager.check_invariants()
@@ -138,17 +164,22 @@ def test_a_step_longer_than_the_ring_keeps_the_newest_tokens():
     manager = build(max_draft_tokens=2)
     request = manager.admit_request()
     grow(manager, request, 7)
-    manager.prepare_forward([(request, 300)])
-    keep = manager.buffers.tokens[:300, 3].tolist()
-    assert keep == [0] * (300 - 130) + [1] * 130
+    plan = manager.prepare_forward([(request, 300)])
+    slot, position, token, target = plan.window.T.tolist()
+    assert set(slot) == {request.slot}
+    assert position == list(range(7, 307))
+    assert token == list(range(300))
+    assert [t % 2 for t in target] == [0] * (300 - 130) + [1] * 130
+    assert [t // 2 for t in target] == [127 + t for t in token]
 
 
 def test_an_empty_step_is_all_padding():
     manager = build()
     manager.admit_request(10)
     plan = manager.prepare_forward([])
-    assert (plan.num_tokens, plan.widest, plan.padded_requests) == (0, 0, 0)
-    assert (manager.buffers.device_buffer == -1).all()
+    assert plan.narrow
+    assert set(launch_sizes(plan).values()) == {0}
+    check_buffers(manager, [], MODELS["v4"][1])
     manager.commit(plan)
     plan = manager.prepare_forward([])
     manager.commit(plan, [])
@@ -161,6 +192,7 @@ def test_a_request_without_new_tokens_keeps_a_row_of_the_batch():
     plan = manager.prepare_forward([(a, 0), (b, 2)])
     assert manager.buffers.batch[:3].tolist() == [[a.slot, 5, 0, 0], [b.slot, 0, 2, 0], [-1] * 4]
     assert manager.buffers.tokens[:2, :3].tolist() == [[b.slot, 0, 1], [b.slot, 1, 1]]
+    check_buffers(manager, [(a, 5, 0), (b, 0, 2)], MODELS["v4"][1])
     manager.commit(plan)
     assert (a.length, b.length) == (5, 2)
 
@@ -174,36 +206,63 @@ def test_rows_of_an_earlier_larger_step_become_padding():
 
 
 def test_padding_sets_the_launch_sizes_and_leaves_the_rows_empty():
+    manager = build(max_draft_tokens=7)
+    a, b = manager.admit_request(), manager.admit_request()
+    plan = manager.prepare_forward([(a, 3)], pad_tokens=64, pad_requests=4)
+    sizes = launch_sizes(plan)
+    assert (plan.num_tokens, plan.padded_tokens, plan.narrow) == (3, 64, True)
+    assert (sizes["batch"], sizes["tokens"], sizes["window"]) == (4, 64, 64)
+    items = check_buffers(manager, [(a, 0, 3)], MODELS["v4"][1])
+    for ratio, rows in plan.items.items():
+        assert items[ratio] <= len(rows) <= len(manager.buffers.groups[ratio])
+    # the sizes depend on the padding alone, so a captured graph fits every smaller step
+    manager.commit(plan)
+    for steps in ([(a, 8), (b, 8)], [(b, 1)], []):
+        plan = manager.prepare_forward(steps, pad_tokens=64, pad_requests=4)
+        assert launch_sizes(plan) == sizes
+        manager.commit(plan)
+
+
+def test_one_kind_of_padding_leaves_the_other_as_it_is():
     manager = build()
     request = manager.admit_request()
-    plan = manager.prepare_forward([(request, 3)], pad_tokens=64, pad_requests=4)
-    assert (plan.num_tokens, plan.padded_tokens, plan.padded_requests) == (3, 64, 4)
-    items = check_buffers(manager, [(request, 0, 3)], MODELS["v4"][1])
-    for ratio, padded in plan.padded_items.items():
-        assert items[ratio] <= padded <= len(manager.buffers.groups[ratio])
-    # the padded sizes depend on the padding alone, so a captured graph fits every smaller step
-    manager.commit(plan)
-    again = manager.prepare_forward([(request, 60)], pad_tokens=64, pad_requests=4)
-    assert again.padded_items == plan.padded_items
+    for padding, expected in (({"pad_tokens": 9}, (9, 1)), ({"pad_requests": 3}, (1, 3))):
+        plan = manager.prepare_forward([(request, 1)], **padding)
+        assert (len(plan.tokens), len(plan.batch)) == expected
+        assert len(plan.window) == len(plan.tokens)
+        manager.commit(plan)
+
+
+@pytest.mark.parametrize("padding", [{"pad_tokens": 64}, {"pad_requests": 4}])
+def test_a_wide_step_is_not_padded(padding: dict[str, int]):
+    manager = build(max_draft_tokens=2)
+    a, b = manager.admit_request(), manager.admit_request()
+    with (
+        nothing_changes(manager),
+        pytest.raises(PlanError, match=r"4 tokens of one request cannot be padded: .* at most 3"),
+    ):
+        manager.prepare_forward([(a, 1), (b, 4)], **padding)
+    manager.commit(manager.prepare_forward([(a, 1), (b, 3)], **padding))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_padded_items_are_enough_for_the_worst_step(name: str):
+def test_items_are_enough_for_the_worst_step(name: str):
     """Every request starts at the last token of a group, so that it touches the most groups."""
     model, ratios = MODELS[name]
     for tokens, requests in ((1, 1), (5, 5), (6, 5), (10, 3), (400, 5)):
-        manager = build(model)
-        live = [manager.admit_request() for _ in range(requests)]
-        for request in live:
-            grow(manager, request, 127)
-        counts = [tokens // requests] * requests
-        counts[0] += tokens - sum(counts)
-        plan = manager.prepare_forward(
-            list(zip(live, counts, strict=True)), pad_tokens=tokens, pad_requests=requests
-        )
-        steps = [(r, 127, count) for r, count in zip(live, counts, strict=True)]
-        for ratio, items in check_buffers(manager, steps, ratios).items():
-            assert items <= plan.padded_items[ratio]
+        for drafts in (0, tokens):
+            manager = build(model, max_draft_tokens=drafts)
+            live = [manager.admit_request() for _ in range(requests)]
+            for request in live:
+                grow(manager, request, 127)
+            counts = [tokens // requests] * requests
+            counts[0] += tokens - sum(counts)
+            narrow = max(counts) <= 1 + drafts
+            padding = {"pad_tokens": tokens, "pad_requests": requests} if narrow else {}
+            plan = manager.prepare_forward(list(zip(live, counts, strict=True)), **padding)
+            steps = [(r, 127, count) for r, count in zip(live, counts, strict=True)]
+            for ratio, items in check_buffers(manager, steps, ratios).items():
+                assert items <= len(plan.items[ratio])
 
 
 # ---- blocks -------------------------------------------------------------------------------------
@@ -282,16 +341,14 @@ def test_the_same_request_twice():
         manager.prepare_forward([(a, 1), (b, 1), (a, 1)])
 
 
-@pytest.mark.parametrize(
-    ("start", "word"), [(6, "skip"), (1000, "skip"), (4, "repeat"), (0, "repeat")]
-)
-def test_a_start_that_skips_or_repeats(start: int, word: str):
+@pytest.mark.parametrize("start", [6, 1000, 4, 0, -1])
+def test_a_start_that_skips_or_repeats(start: int):
     manager = build()
     request = manager.admit_request()
     grow(manager, request, 5)
     with (
         nothing_changes(manager),
-        pytest.raises(PlanError, match=f"position {start} would {word} tokens: the request has 5"),
+        pytest.raises(PlanError, match=f"position {start} would skip or repeat .* has 5"),
     ):
         manager.prepare_forward([(request, 1, start)])
     manager.commit(manager.prepare_forward([(request, 1, 5)]))
@@ -337,7 +394,7 @@ def test_more_tokens_than_the_context():
     ],
 )
 def test_padding_that_does_not_fit(pad: dict[str, int], message: str):
-    manager = build()
+    manager = build(max_draft_tokens=2)
     request = manager.admit_request()
     with nothing_changes(manager), pytest.raises(PlanError, match=message):
         manager.prepare_forward([(request, 3)], **pad)
@@ -347,7 +404,7 @@ def test_more_requests_than_slots_cannot_be_live_so_the_batch_is_full_at_most():
     manager = build(max_requests=2)
     requests = [manager.admit_request() for _ in range(2)]
     plan = manager.prepare_forward([(r, 1) for r in requests], pad_requests=2)
-    assert plan.padded_requests == 2
+    assert len(plan.batch) == 2
 
 
 def test_a_second_plan_while_one_is_open():

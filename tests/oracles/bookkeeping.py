@@ -42,29 +42,38 @@ def nothing_changes(manager: KVCacheManager) -> Iterator[None]:
 
 
 def step_rows(
-    steps: list[tuple[Request, int, int]], *, ring_rows: int, ratios: dict[int, bool]
+    steps: list[tuple[Request, int, int]],
+    *,
+    window: int,
+    ring_rows: int,
+    ratios: dict[int, bool],
+    narrow: bool,
 ) -> dict[str, list[Row]]:
     """The rows of a step's buffers, token by token. `steps` are (request, start, tokens), `ratios`
     says for each compress ratio whether its groups overlap."""
-    rows: dict[str, list[Row]] = {"batch": [], "tokens": []}
+    rows: dict[str, list[Row]] = {"batch": [], "tokens": [], "window": []}
     for ratio in ratios:
         rows[f"groups {ratio}"] = []
+    chunk_row = 0  # of each request the window before the step, then its tokens
     for batch_row, (request, start, count) in enumerate(steps):
         first_token_row = len(rows["tokens"])
         end = start + count
         rows["batch"].append([request.slot, start, count, first_token_row])
+        chunk_row += window - 1
         for position in range(start, end):
             still_there = all(
                 later % ring_rows != position % ring_rows for later in range(position + 1, end)
             )
-            rows["tokens"].append([request.slot, position, batch_row, int(still_there)])
+            target = 2 * chunk_row + still_there
+            chunk_row += 1
+            rows["window"].append([request.slot, position, len(rows["tokens"]), target])
+            rows["tokens"].append([request.slot, position, batch_row])
         for ratio, overlap in ratios.items():
-            groups = sorted({position // ratio for position in range(start, end)})
-            # the first item of a request takes two groups where they overlap
-            items = [groups[: 1 + overlap]] if groups else []
-            items += [[group] for group in groups[1 + overlap :]]
-            for number, item in enumerate(items):
-                rows[f"groups {ratio}"].append(
-                    [request.slot, start, end, first_token_row, item[0], len(item), number == 0]
-                )
+            closed = [p // ratio for p in range(start, end) if (p + 1) % ratio == 0]
+            items = [(entry, 1, 0) for entry in closed]
+            if not narrow and count:
+                # the tails go to the first item, which takes two groups where they overlap
+                items = [(start // ratio, 1 + overlap, 1), *items[1 + overlap :]]
+            head = [request.slot, start, end, first_token_row]
+            rows[f"groups {ratio}"] += [[*head, *item] for item in items]
     return rows

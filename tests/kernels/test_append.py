@@ -1,0 +1,370 @@
+"""The fused append, interpreted, against the reference: whole arenas, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.cache.flush import csa_compress_tail, hca_compress_tail, maybe_flush_csa, maybe_flush_hca
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
+from dsv4.cache.request import Request
+from dsv4.cache.schema import CacheSchema
+from dsv4.kernels import append as append_kernel
+from dsv4.model import ModelSpec
+from tests.stack import POISON, Stack, Stream
+
+TINY = ModelSpec.preset("tiny")
+SWA, CSA, HCA = 0, 1, 2
+TINY_LAYERS = range(len(TINY.layers))
+
+
+def written(stack: Stack) -> tuple[Tensor, Tensor, Tensor]:
+    """All that an append can write."""
+    manager = stack.manager
+    return manager.block_arena.bytes, manager.slot_arena.bytes, manager.buffers.chunk
+
+
+class Both:
+    """The same life on two stacks, one a backend; after every step they have written the same."""
+
+    def __init__(
+        self,
+        *,
+        layers: Sequence[int] = TINY_LAYERS,
+        model: ModelSpec = TINY,
+        requests: int = 4,
+        tokens: int = 300,
+        stack: dict[str, Any] | None = None,
+        **schema: Any,
+    ) -> None:
+        self.schema = CacheSchema.build(model, max_context=512, **schema)
+        self.stacks = [
+            Stack(
+                self.schema,
+                layers=layers,
+                max_requests=requests,
+                num_blocks=3 * requests,
+                backend=backend,  # type: ignore[arg-type]
+                **(stack or {}),
+            )
+            for backend in ("reference", "triton")
+        ]
+        for each in self.stacks:
+            each.manager.buffers.chunk.fill_(POISON)
+        self.lives = [[s.manager.admit_request() for _ in range(requests)] for s in self.stacks]
+        self.streams = [self.stacks[0].stream(seed, tokens) for seed in range(requests)]
+
+    def step(self, counts: dict[int, int], accepted: list[int] | None = None, **pad: int) -> None:
+        for stack, requests in zip(self.stacks, self.lives, strict=True):
+            work = [(requests[nth], self.streams[nth], count) for nth, count in counts.items()]
+            stack.step(work, accepted, **pad)
+        self.assert_equal()
+
+    def empty_step(self, **pad: int) -> None:
+        """A step of nothing but padding rows."""
+        for stack in self.stacks:
+            plan = stack.manager.prepare_forward([], **pad)
+            for layer in stack.layers:
+                sources = (self.streams[0].kv[layer], *self.streams[0].projections[layer])
+                rows = [t.new_full((plan.padded_tokens, t.shape[1]), float("nan")) for t in sources]
+                handle = stack.manager.acquire(layer, plan)
+                handle.append(*rows, weights=stack.weights[layer])
+            stack.manager.commit(plan)
+        self.assert_equal()
+
+    def skip(self, counts: dict[int, int]) -> None:
+        """As `step`, but both stacks are written by the reference: prefills that cost nothing."""
+        reference, triton = self.stacks
+        for stack, requests in zip(self.stacks, self.lives, strict=True):
+            plan = stack.manager.prepare_forward([(requests[i], n) for i, n in counts.items()])
+            if stack is reference:
+                stack.write(plan, [self.streams[nth] for nth in counts])
+            stack.manager.commit(plan)
+        for expected, found in zip(*map(written, self.stacks), strict=True):
+            found.copy_(expected)
+
+    def assert_equal(self) -> None:
+        names = ("block arena", "slot arena", "chunk")
+        for name, expected, found in zip(names, *map(written, self.stacks), strict=True):
+            wrong = torch.nonzero(expected != found)
+            assert not len(wrong), f"{name}: {len(wrong)} bytes differ, first {wrong[:3].tolist()}"
+        assert not self.stacks[1].manager.buffers.arrived.any()
+
+
+# ---- every layer of the tiny model ---------------------------------------------------------------
+
+
+def test_token_by_token_from_the_start():
+    """The first groups, without and with a previous one."""
+    both = Both(requests=1)
+    for _ in range(9):
+        both.step({0: 1})
+
+
+def test_padded_decode_steps():
+    both = Both(requests=4)
+    both.skip({0: 3, 1: 126, 2: 255, 3: 7})
+    both.step({0: 1, 2: 1}, pad_tokens=4, pad_requests=4)
+    both.step({1: 1, 3: 1}, pad_tokens=3, pad_requests=3)
+    both.step({1: 1}, pad_tokens=2)
+    both.empty_step(pad_tokens=4, pad_requests=4)
+
+
+def test_a_step_without_tokens_launches_nothing():
+    both = Both(requests=1)
+    both.empty_step()
+    both.step({0: 0})
+    for stack in both.stacks:
+        assert (stack.manager.block_arena.bytes == POISON).all()
+        assert (stack.manager.slot_arena.bytes == POISON).all()
+
+
+def test_draft_steps_and_rejections():
+    both = Both(requests=3, max_draft_tokens=4)
+    both.skip({0: 126, 1: 2, 2: 9})
+    both.step({0: 5, 1: 5, 2: 0}, accepted=[1, 3, 0], pad_tokens=15, pad_requests=3)
+    both.step({2: 3, 0: 5}, accepted=[3, 5])
+    both.step({0: 5, 1: 2}, accepted=[0, 0])
+
+
+def test_chunks_that_straddle_groups():
+    both = Both(layers=(CSA, HCA), requests=3)
+    both.step({0: 6, 1: 2, 2: 1})
+    both.step({0: 3, 1: 4, 2: 0})
+    both.step({0: 1, 2: 5})
+
+
+def test_a_chunk_that_turns_the_rings():
+    """More tokens than any ring holds, and a group of 128 that began before."""
+    both = Both(layers=(HCA,), requests=1)
+    both.skip({0: 5})
+    both.step({0: 130})
+
+
+def test_a_csa_chunk_that_turns_the_tails():
+    both = Both(layers=(CSA,), requests=2)
+    both.skip({0: 3})
+    both.step({0: 14, 1: 13})
+
+
+def test_kv_that_is_normed_already():
+    both = Both(layers=(SWA, CSA), requests=2, stack={"kv_norm": False})
+    both.step({0: 5, 1: 1})
+    both.step({0: 1, 1: 1})
+
+
+def test_reused_slots_and_blocks_out_of_order():
+    both = Both(layers=(CSA, HCA), requests=2)
+    both.skip({0: 200, 1: 126})
+    for stack, requests in zip(both.stacks, both.lives, strict=True):
+        stack.manager.release_request(requests[0])
+        requests[0] = stack.manager.admit_request()
+    both.step({0: 1, 1: 1})
+    both.step({1: 6, 0: 4})
+
+
+# ---- formats and values --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entry_format", ENTRY_FORMATS)
+def test_entry_formats(entry_format: str):
+    both = Both(layers=(SWA, CSA, HCA), requests=1, entry_format=entry_format)
+    both.skip({0: 119})
+    both.step({0: 9})
+    both.step({0: 1})
+
+
+@pytest.mark.parametrize("index_format", INDEX_FORMATS)
+def test_index_formats(index_format: str):
+    both = Both(layers=(CSA,), requests=1, index_format=index_format)
+    both.step({0: 9})
+    for _ in range(3):
+        both.step({0: 1})
+
+
+@pytest.mark.parametrize(
+    ("entry_format", "index_format"),
+    [("fp8_ds", "mxfp4"), ("fp8_row", "nvfp4"), ("bf16", "fp8"), ("fp8_ds", "bf16")],
+)
+def test_outliers(entry_format: str, index_format: str):
+    both = Both(
+        layers=(SWA, CSA),
+        requests=1,
+        stack={"spread": 3.0},
+        entry_format=entry_format,
+        index_format=index_format,
+    )
+    both.step({0: 13})
+    both.step({0: 1})
+
+
+def poisoned(stream: Stream, values: Sequence[float]) -> Stream:
+    """Puts each value somewhere into every projection: first and last rows, spread channels."""
+    for tensors in (*stream.projections.values(), *((kv,) for kv in stream.kv.values())):
+        for tensor in tensors:
+            for nth, value in enumerate(values):
+                tensor[nth * 3 % 12, 5 + 17 * nth] = value
+    return stream
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "values", [(NAN,), (INF,), (-INF,), (NAN, INF, -INF, -NAN, 3e38, -3e38)], ids=str
+)
+@pytest.mark.parametrize(("entry_format", "index_format"), [("fp8_ds", "mxfp4"), ("bf16", "nvfp4")])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_nan_and_infinity(values: Sequence[float], entry_format: str, index_format: str):
+    """What they become is the codec's decision, and every NaN has the same bits."""
+    both = Both(
+        layers=(SWA, CSA),
+        requests=1,
+        entry_format=entry_format,
+        index_format=index_format,
+        tokens=16,
+    )
+    both.streams[0] = poisoned(both.streams[0], values)
+    both.step({0: 8})
+    for _ in range(4):
+        both.step({0: 1})
+
+
+@pytest.mark.parametrize("entry_format", ENTRY_FORMATS)
+def test_nan_in_kv_that_is_normed_already(entry_format: str):
+    """bf16 channels keep the bits they come with, whatever NaN it is."""
+    both = Both(layers=(SWA,), requests=1, stack={"kv_norm": False}, entry_format=entry_format)
+    bits = both.streams[0].kv[SWA].view(torch.int16)
+    for nth, nan in enumerate((0x7FC0, 0x7F81, 0x7FFF, -1, -64, -127, 0x7F80, -128)):
+        bits[0, 3 + 16 * nth], bits[1, nth] = nan, nan
+    both.step({0: 3})
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_nan_in_an_hca_group():
+    both = Both(layers=(HCA,), requests=1, entry_format="bf16")
+    for tensor in both.streams[0].projections[HCA]:
+        tensor[77, 9], tensor[127, 70] = NAN, INF
+    both.skip({0: 127})
+    both.step({0: 1})
+    page = both.stacks[1].manager.acquire(HCA).pool.views["entries_nope"]
+    entry = page[both.lives[1][0].block_ids[0], 0]
+    assert entry.isnan().any()
+    assert set(entry.view(torch.int16)[entry.isnan()].tolist()) == {0x7FC0}
+
+
+# ---- launches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [(CSA,), (HCA,)])
+def test_programs_that_take_several_work_items(
+    layers: Sequence[int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(append_kernel, "MAX_WORK_PROGRAMS", 2)
+    both = Both(layers=layers, requests=3, max_draft_tokens=3)
+    both.skip({0: 126, 1: 3, 2: 127})
+    both.step({0: 4, 1: 4, 2: 4}, accepted=[3, 4, 1], pad_tokens=12, pad_requests=3)
+    both.step({0: 13, 1: 9})
+    both.empty_step(pad_tokens=12, pad_requests=3)
+
+
+@pytest.mark.parametrize("layer", TINY_LAYERS)
+def test_a_layer_is_one_launch_and_a_chunk_one_more(layer: int, monkeypatch: pytest.MonkeyPatch):
+    launches: list[str] = []
+
+    class Counting:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            launches.append(self.name)
+            return lambda *arguments, **constants: None
+
+    for name in ("_append_kernel", "_stage_window_kernel"):
+        monkeypatch.setattr(append_kernel, name, Counting(name))
+    stack = Stack(
+        CacheSchema.build(TINY, max_context=512), layers=[layer], backend="triton", max_requests=2
+    )
+    stream = stack.stream(0, 200)
+    requests = [stack.manager.admit_request() for _ in range(2)]
+    for count in (1, 150):
+        stack.step([(request, stream, count) for request in requests])
+    assert launches == ["_append_kernel", "_stage_window_kernel", "_append_kernel"]
+
+
+# ---- the pieces by their own names ---------------------------------------------------------------
+
+
+def by_hand(stack: Stack, requests: list[Request], streams: list[Stream], layer: int) -> None:
+    """A decode step of one layer through write_swa, write_tail and the flush."""
+    plan = stack.manager.prepare_forward([(request, 1) for request in requests], pad_tokens=3)
+    handle = stack.manager.acquire(layer, plan)
+    kv, projections = stack.inputs(plan, streams, layer)
+    weights = stack.weights[layer]
+    handle.write_swa(kv, weights=weights)
+    if projections:
+        handle.write_tail(*projections, weights=weights)
+        flush = maybe_flush_csa if len(projections) == 4 else maybe_flush_hca
+        flush(handle, weights)
+    stack.manager.commit(plan)
+
+
+@pytest.mark.parametrize("layer", [SWA, CSA, HCA])
+def test_window_tails_and_flush_one_by_one(layer: int):
+    both = Both(layers=(layer,), requests=2)
+    both.skip({0: 126, 1: 254})
+    for _ in range(2):
+        for stack, requests in zip(both.stacks, both.lives, strict=True):
+            by_hand(stack, requests, both.streams, layer)
+        both.assert_equal()
+
+
+@pytest.mark.parametrize("layer", [CSA, HCA])
+def test_compressed_tails_as_dense_rows(layer: int):
+    both = Both(layers=(layer,), requests=3)
+    both.skip({0: 127, 1: 2, 2: 255})
+    results = []
+    for stack, requests in zip(both.stacks, both.lives, strict=True):
+        plan = stack.manager.prepare_forward([(r, 1) for r in requests], pad_tokens=4)
+        handle = stack.manager.acquire(layer, plan)
+        _, projections = stack.inputs(plan, both.streams, layer)
+        handle.write_tail(*projections, weights=stack.weights[layer])
+        compress: Callable[[LayerCacheHandle, Any], tuple[torch.Tensor, ...]]
+        compress = csa_compress_tail if layer == CSA else hca_compress_tail
+        results.append(compress(handle, stack.weights[layer]))
+        stack.manager.commit(plan)
+    both.assert_equal()
+    for expected, found in zip(*results, strict=True):
+        assert torch.equal(expected.view(torch.uint8), found.view(torch.uint8))
+    assert results[0][-1].tolist().count(True) == 2
+
+
+# ---- real widths ---------------------------------------------------------------------------------
+
+
+def two_layers_of_flash() -> ModelSpec:
+    """V4-Flash's layers 2 and 3 as a model of their own, so that whole arenas stay small."""
+    flash = ModelSpec.preset("v4-flash")
+    layers = tuple(
+        replace(flash.layers[layer], layer=layer - 2, owner=layer - 2) for layer in (2, 3)
+    )
+    return replace(flash, name="flash-2-3", layers=layers)
+
+
+def test_v4_flash_csa():
+    both = Both(model=two_layers_of_flash(), layers=(0,), requests=1, tokens=16)
+    both.step({0: 7})
+    both.step({0: 1})
+    both.step({0: 1}, pad_tokens=2)
+
+
+def test_v4_flash_hca():
+    both = Both(model=two_layers_of_flash(), layers=(1,), requests=1, tokens=140)
+    both.step({0: 130})
+    both.step({0: 1})

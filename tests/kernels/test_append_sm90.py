@@ -1,0 +1,134 @@
+"""The append launches of real layers compiled for sm_90, without a GPU: no spills, no fused
+multiply-adds, hardware conversions, wide loads.
+
+Run as a program (TRITON_INTERPRET unset) this file compiles one case and prints what came out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.cache.schema import CacheSchema
+from dsv4.model import ModelSpec
+from tests.stack import Stack
+
+ROOT = Path(__file__).parents[2]
+SWA, CSA, HCA = 0, 2, 3
+WIDE = 8192
+DECODE, CHUNK = (1,) * 8, (WIDE,)
+# name -> (preset, layer, tokens of each request)
+CASES: dict[str, tuple[str, int, tuple[int, ...]]] = {
+    "flash csa decode": ("v4-flash", CSA, DECODE),
+    "flash csa chunk": ("v4-flash", CSA, CHUNK),
+    "pro hca decode": ("v4-pro", HCA, DECODE),
+    "pro hca chunk": ("v4-pro", HCA, CHUNK),
+    "flash window decode": ("v4-flash", SWA, DECODE),
+}
+
+
+def launch(
+    preset: str, layer: int, counts: tuple[int, ...]
+) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+    """What handle.append would launch (decode steps at their padded size, as in a graph):
+    programs, arguments and constants."""
+    from dsv4.kernels.append import launch_arguments
+
+    schema = CacheSchema.build(ModelSpec.preset(preset), max_context=2 * WIDE)
+    tokens = sum(counts)
+    stack = Stack(
+        schema,
+        layers=[layer],
+        max_requests=len(counts),
+        num_blocks=sum(map(schema.blocks_for, counts)),
+        max_step_tokens=tokens,
+        backend="reference",
+    )
+    manager, captured = stack.manager, []
+    requests = [manager.admit_request() for _ in counts]
+    plan = manager.prepare_forward(
+        list(zip(requests, counts, strict=True)), pad_tokens=tokens if counts == DECODE else None
+    )
+    handle = manager.acquire(layer, plan)
+    handle.backend = replace(
+        manager.backend, append=lambda *step: captured.append(launch_arguments(*step))
+    )
+    kv = torch.empty(tokens, schema.model.head_dim, dtype=torch.bfloat16)
+    projections = [
+        torch.empty(tokens, layout.columns)
+        for layout in (handle.main, handle.index)
+        if layout is not None
+        for _ in range(2)
+    ]
+    handle.append(kv, *projections, weights=stack.weights[layer])
+    (result,) = captured
+    return result
+
+
+def specialization(arguments: tuple[Any, ...]) -> list[object]:
+    """What of the arguments decides which binary runs."""
+    return [
+        a.dtype if isinstance(a, torch.Tensor) else (type(a), a == 1, a % 16 == 0)
+        for a in arguments
+    ]
+
+
+def compile_case(name: str) -> dict[str, Any]:
+    from dsv4.kernels.append import NUM_WARPS, _append_kernel
+    from tests.kernels.sm90 import compile_launch
+
+    _, arguments, constants = launch(*CASES[name])
+    compiled = compile_launch(
+        _append_kernel, arguments, constants, num_warps=NUM_WARPS, fp_fusion=False
+    )
+    instructions = re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]+)", compiled.ptx, re.MULTILINE)
+    return {
+        "registers": compiled.registers,
+        "spill_bytes": compiled.spill_bytes,
+        "instructions": sorted(set(instructions)),
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_append(name: str):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.test_append_sm90", name],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["spill_bytes"] == 0
+    assert found["registers"] <= 255
+    instructions = found["instructions"]
+    assert any(i.startswith("cvt.rn.satfinite.e4m3x2") for i in instructions)
+    assert not [i for i in instructions if re.fullmatch(r"fma\.\w+(\.\w+)*\.f32(x2)?", i)]
+    if "window" not in name:
+        assert any(re.fullmatch(r"ld\.global(\.\w+)*\.v4\.b32", i) for i in instructions)
+
+
+@pytest.mark.parametrize("layer", [CSA, HCA])
+@pytest.mark.parametrize("counts", [DECODE, CHUNK], ids=["decode", "chunk"])
+def test_flash_and_pro_run_the_same_binaries(layer: int, counts: tuple[int, ...]):
+    """So that a case of one stands for both."""
+    _, flash, flash_constants = launch("v4-flash", layer, counts)
+    _, pro, pro_constants = launch("v4-pro", layer, counts)
+    assert flash_constants == pro_constants
+    assert specialization(flash) == specialization(pro)
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_case(sys.argv[1])))

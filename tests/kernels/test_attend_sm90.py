@@ -1,0 +1,136 @@
+"""What ptxas makes of the attention kernel at the models' shapes, in a process that compiles."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.cache.reads import EntrySource, WindowSource
+from dsv4.cache.schema import CacheSchema
+from dsv4.model import ModelSpec
+
+ROOT = Path(__file__).parents[2]
+CSA_LAYER, HCA_LAYER = 2, 3
+# name -> (model, heads, layer, entries listed or None for all, whether a chunk)
+CASES: dict[str, tuple[str, int, int, int | None, bool]] = {
+    "flash csa": ("v4-flash", 64, CSA_LAYER, 512, False),
+    "flash hca": ("v4-flash", 64, HCA_LAYER, None, False),
+    "pro csa": ("v4-pro", 128, CSA_LAYER, 1024, False),
+    "flash csa chunk": ("v4-flash", 64, CSA_LAYER, 512, True),
+    "four heads": ("v4-flash", 4, CSA_LAYER, 32, False),
+}
+# Local memory is used between the loops over tiles only: instructions × 4 bytes.
+SPILL_LIMIT = {"flash csa chunk": 384}
+SPILL_LIMIT_DECODE = 32
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, Any]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.test_attend_sm90"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return result
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_stays_in_registers(case: str, compiled: dict[str, dict[str, Any]]) -> None:
+    assert compiled[case]["spill_bytes"] <= SPILL_LIMIT.get(case, SPILL_LIMIT_DECODE)
+
+
+@pytest.mark.parametrize("case", [name for name, spec in CASES.items() if spec[1] >= 64])
+def test_matrix_products_run_on_wgmma(case: str, compiled: dict[str, dict[str, Any]]) -> None:
+    found = compiled[case]
+    assert found["wgmma"] > 0
+    # keys arrive while the tile before them is multiplied, 16 bytes a thread
+    assert found["wide_async_copies"] > 0
+    # and are decoded two at a time, not through the conversion unit
+    assert found["bf16x2_products"] > 0
+    assert found["fp8_conversions"] == 0
+
+
+def _arguments(case: str) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+    from dsv4.kernels import attend as kernel
+
+    model, heads, layer, listed, chunk = CASES[case]
+    schema = CacheSchema.build(ModelSpec.preset(model))
+    tokens, width = 4, schema.model.head_dim
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    window_page, entry_page = schema.page("window", layer), schema.page("entries", layer)
+    assert window_page is not None
+    assert entry_page is not None
+    blocks = schema.max_blocks_per_request
+    entries = EntrySource(
+        arena=empty(8, schema.block_bytes, dtype=torch.uint8),
+        page=entry_page,
+        block_table=empty(8, blocks, dtype=torch.int32),
+        ratio=schema.layers[layer].spec.ratio,
+    )
+    window = WindowSource(
+        arena=empty(8, schema.slot_bytes, dtype=torch.uint8),
+        page=window_page,
+        window=schema.model.window,
+        chunk=chunk,
+    )
+    splits = kernel.split_count(window.window, listed or blocks * entry_page.rows)
+    return kernel.launch_arguments(
+        empty(tokens, heads, width, dtype=torch.bfloat16),
+        empty(heads),
+        tokens=empty(tokens, 4, dtype=torch.int32),
+        batch=empty(tokens, 4, dtype=torch.int32),
+        window=window,
+        entries=entries,
+        indices=None if listed is None else empty(tokens, listed, dtype=torch.int32),
+        out=empty(tokens, heads, width, dtype=torch.bfloat16),
+        lse=empty(tokens, heads),
+        inverse_rope=empty(schema.max_context, schema.model.rope_dim),
+        workspace=empty(kernel.workspace_elements(tokens, heads, width, splits)),
+    )
+
+
+def _report() -> dict[str, dict[str, Any]]:
+    from dsv4.kernels import attend as kernel
+    from tests.kernels.sm90 import compile_launch
+
+    result = {}
+    for case in CASES:
+        _, arguments, constants = _arguments(case)
+        made = compile_launch(
+            kernel._attend_kernel,
+            arguments,
+            constants,
+            num_warps=kernel.NUM_WARPS,
+            num_stages=kernel.NUM_STAGES,
+            fp_fusion=False,
+        )
+        result[case] = {
+            "registers": made.registers,
+            "spill_bytes": made.spill_bytes,
+            "wgmma": made.ptx.count("wgmma.mma_async"),
+            "wide_async_copies": made.ptx.count("cp.async.cg.shared.global [ "),
+            "bf16x2_products": made.ptx.count("mul.rn.bf16x2"),
+            "fp8_conversions": made.ptx.count("e4m3"),
+        }
+    return result
+
+
+if __name__ == "__main__":
+    print(json.dumps(_report()))

@@ -1,0 +1,43 @@
+"""Interpreted query preparation equals the reference bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4.cache import records
+from dsv4.kernels import index_query as kernel
+from dsv4.reference import index_query as reference
+from tests.oracles.indexer import make_tokens, same_bits
+
+WIDTH, ROPE, POSITIONS = 128, 64, 40
+
+
+@pytest.mark.parametrize("spread", [0.0, 3.0])
+@pytest.mark.parametrize("name", records.INDEX_FORMATS)
+def test_equals_the_reference(name: str, spread: float):
+    generator = torch.Generator().manual_seed(5)
+    q = torch.randn(4, 3, WIDTH, generator=generator)
+    q *= torch.exp(spread * torch.randn(4, 3, WIDTH, generator=generator))
+    q = q.to(torch.bfloat16)
+    q[0, 1] = 0
+    q[3, 0, 100], q[3, 1, 2], q[3, 2, 70] = torch.nan, torch.inf, -torch.inf
+    rope = torch.rand(POSITIONS, ROPE, generator=generator) * 2 - 1
+    record = records.index_format(name, index_dim=WIDTH)
+    tokens = make_tokens([(2, POSITIONS - 1), None, (0, 0), (1, 17)])
+    found, expected = torch.full_like(q, 7.0), torch.full_like(q, 7.0)
+    kernel.prepare_index_queries(q, tokens=tokens, rope=rope, record=record, out=found)
+    reference.prepare_index_queries(q, tokens=tokens, rope=rope, record=record, out=expected)
+    assert same_bits(found, expected)
+
+
+def test_strided_queries():
+    wide = torch.randn(2, 5, 2 * WIDTH).to(torch.bfloat16)
+    q = wide[:, 1:3, WIDTH:]
+    rope = torch.rand(POSITIONS, ROPE)
+    record = records.mxfp4(WIDTH)
+    tokens = make_tokens([(0, 3), (1, 30)])
+    found, expected = torch.zeros(2, 2, WIDTH).bfloat16(), torch.zeros(2, 2, WIDTH).bfloat16()
+    kernel.prepare_index_queries(q, tokens=tokens, rope=rope, record=record, out=found)
+    reference.prepare_index_queries(q, tokens=tokens, rope=rope, record=record, out=expected)
+    assert same_bits(found, expected)

@@ -1,0 +1,146 @@
+"""The indexer's kernels compiled for sm_90 with V4's shapes: registers, spills, instructions.
+
+Compiling needs a process without TRITON_INTERPRET: this file, run as a script, is that process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+HEADS, WIDTH = 64, 128
+FORMATS = ("mxfp4", "nvfp4", "fp8", "bf16")
+GROUPS = (1, 16)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, Any]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return result
+
+
+def test_nothing_spills(compiled: dict[str, dict[str, Any]]):
+    assert {name: c["spill_bytes"] for name, c in compiled.items() if c["spill_bytes"]} == {}
+
+
+def test_scores_use_the_matrix_unit_and_leave_room_for_four_programs(
+    compiled: dict[str, dict[str, Any]],
+):
+    for record in FORMATS:
+        for group in GROUPS:
+            assert "HGMMA" in compiled[f"scores {record} group {group}"]["opcodes"]
+    # 65,536 registers hold four programs of 128 threads with 128 each
+    assert compiled["scores mxfp4 group 1"]["registers"] <= 128
+
+
+def test_the_head_sum_is_a_tree_of_additions(compiled: dict[str, dict[str, Any]]):
+    """63 additions an entry: 64 entries of a program are half a one for each of 128 threads. A
+    copy through shared memory or a shuffle at every step would show."""
+    opcodes = compiled["scores mxfp4 group 1"]["opcodes"]
+    assert opcodes["FADD"] <= 40
+    assert opcodes["HMUL2"] <= 90
+
+
+def main() -> None:
+    from dsv4.cache import records
+    from dsv4.cache.reads import EntrySource
+    from dsv4.cache.schema import Page
+    from dsv4.kernels import index_query, index_scores, top_k
+    from tests.kernels.sm90 import Compiled, compile_launch
+
+    found: dict[str, dict[str, Any]] = {}
+
+    def note(name: str, c: Compiled) -> None:
+        found[name] = {
+            "registers": c.registers,
+            "spill_bytes": c.spill_bytes,
+            "opcodes": dict(c.opcodes),
+        }
+
+    rows = 64
+    tokens = torch.zeros(rows, 4, dtype=torch.int32)
+    q = torch.zeros(rows, HEADS, WIDTH, dtype=torch.bfloat16)
+    weights = torch.zeros(rows, HEADS, dtype=torch.bfloat16)
+    for name in FORMATS:
+        record = records.index_format(name, index_dim=WIDTH)
+        arguments, constants = index_query.launch_arguments(
+            q, tokens, torch.zeros(16, 64), record, q
+        )
+        note(
+            f"query {name}",
+            compile_launch(
+                index_query._index_query_kernel,
+                arguments,
+                constants,
+                num_warps=index_query.NUM_WARPS,
+                fp_fusion=False,
+            ),
+        )
+        keys = EntrySource(
+            arena=torch.zeros(2, 449_824, dtype=torch.uint8),
+            page=Page(kind="index_keys", layer=2, offset_bytes=1024, rows=32, format=record),
+            block_table=torch.zeros(2, 8192, dtype=torch.int32),
+            ratio=4,
+        )
+        scores = torch.zeros(rows, 4096)
+        for group in GROUPS:
+            _, arguments, constants = index_scores.launch_arguments(
+                q, weights, tokens, keys, 0, scores, True, 512, group
+            )
+            # the most tokens of a launch, whose lengths every program holds
+            constants["GROUPS"] = index_scores.MAX_TOKENS // group
+            note(
+                f"scores {name} group {group}",
+                compile_launch(
+                    index_scores._index_scores_kernel,
+                    arguments,
+                    constants,
+                    num_warps=index_scores.NUM_WARPS,
+                    num_stages=index_scores.NUM_STAGES,
+                    fp_fusion=False,
+                ),
+            )
+    for rows, columns, k in ((1, 262_144, 1024), (256, 8192, 512)):
+        slices = top_k._slices(rows, columns)
+        counts = torch.zeros(16, dtype=torch.int32)
+        for nth in range(3) if slices > 1 else (top_k.ALL_IN_ONE,):
+            arguments, constants = top_k.launch_arguments(
+                torch.zeros(rows, columns),
+                tokens,
+                counts,
+                torch.zeros(rows, k, dtype=torch.int32),
+                4,
+                0,
+                True,
+                slices,
+                nth,
+            )
+            note(
+                f"top-k {rows} x {columns} launch {nth}",
+                compile_launch(
+                    top_k._top_k_kernel,
+                    arguments,
+                    constants,
+                    num_warps=top_k.NUM_WARPS,
+                    fp_fusion=True,
+                ),
+            )
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""Each helper of kernels/numerics.py, interpreted, against reference/numerics and the codec."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4.kernels import numerics as kernels
+from dsv4.model import ModelSpec
+from dsv4.reference import codec
+from dsv4.reference import numerics as reference
+from dsv4.rope import rope_table
+
+BLOCK = 8192
+NAN, INF = math.nan, math.inf
+
+
+@triton.jit
+def _elementwise_kernel(x_ptr, out_ptr, n, OP: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < n, other=0.0)
+    tl.store(out_ptr + at, OP(x), mask=at < n)
+
+
+@triton.jit
+def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, eps, WIDTH: tl.constexpr):
+    at = tl.arange(0, WIDTH)
+    row = tl.program_id(0) * WIDTH
+    x = tl.load(x_ptr + row + at)
+    tl.store(out_ptr + row + at, kernels.rms_norm(x, tl.load(weight_ptr + at), eps, WIDTH))
+
+
+@triton.jit
+def _rotate_kernel(x_ptr, rope_ptr, out_ptr, WIDTH: tl.constexpr, ROPE: tl.constexpr):
+    at = tl.arange(0, WIDTH)
+    row = tl.program_id(0)
+    cos, sin = kernels.load_rope(rope_ptr + row * ROPE, WIDTH, ROPE)
+    x = tl.load(x_ptr + row * WIDTH + at)
+    tl.store(out_ptr + row * WIDTH + at, kernels.rotate(x, cos, sin, WIDTH, ROPE))
+
+
+@triton.jit
+def _hadamard_kernel(x_ptr, out_ptr, WIDTH: tl.constexpr):
+    at = tl.arange(0, WIDTH)
+    row = tl.program_id(0) * WIDTH
+    x = tl.load(x_ptr + row + at)
+    tl.store(out_ptr + row + at, kernels.hadamard(x, WIDTH**-0.5, WIDTH))
+
+
+def elementwise(op: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty(x.shape, dtype=dtype)
+    _elementwise_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), OP=op, BLOCK=BLOCK)
+    return out
+
+
+def from_bits(bits: Tensor) -> Tensor:
+    """int64 bit patterns → fp32."""
+    return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
+
+
+def assert_same_bits(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
+    wrong = torch.nonzero(found.view(kind).flatten() != expected.view(kind).flatten()).flatten()
+    some = [(found.flatten()[i].item(), expected.flatten()[i].item()) for i in wrong[:4]]
+    assert not len(wrong), f"{len(wrong)} differ, (found, expected): {some}"
+
+
+def every_bf16() -> Tensor:
+    return from_bits(torch.arange(65536) << 16)
+
+
+# ---- element by element -------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_exp():
+    edges = torch.tensor([0.0, -0.0, -1e-30, -86.999, -87.0, -87.00001, -88.0, -1e30, -INF, NAN])
+    generator = torch.Generator().manual_seed(1)
+    x = torch.cat((edges, -torch.rand(40_000, generator=generator) * 90))
+    found = elementwise(kernels.exp_nonpositive, x, torch.float32)
+    expected = reference.exp_nonpositive(x)
+    assert_same_bits(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+    live = x > -86
+    relative = (found[live].double() / x[live].double().exp() - 1).abs().max().item()
+    assert relative < 2 * 2**-23
+
+
+@pytest.mark.parametrize("low", [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+def test_round_bf16_at_every_upper_half(low: int):
+    x = from_bits((torch.arange(65536) << 16) | low)
+    found = elementwise(kernels.round_bf16, x, torch.float32)
+    assert_same_bits(found, reference.to_bf16(x).float())
+
+
+def test_bf16_bits():
+    x = every_bf16()
+    found = elementwise(kernels.bf16_bits, x, torch.int16)
+    assert torch.equal(found.view(torch.int16).long() & 0xFFFF, torch.arange(65536))
+
+
+def test_e4m3_bits_of_every_bf16_and_every_tie():
+    values = every_bf16()
+    values = values[values.abs() <= 448]
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (codes[:-1] + codes[1:]) / 2
+    beside = [torch.nextafter(ties, torch.tensor(to)) for to in (0.0, 448.0)]
+    x = torch.cat((values, *(part for t in (ties, *beside) for part in (t, -t))))
+    found = elementwise(kernels.e4m3_bits, x, torch.uint8)
+    assert_same_bits(found, x.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_e4m3_values():
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 0x7F) != codec.E4M3_NAN]
+    found = elementwise(kernels.e4m3_value, codes, torch.float32)
+    assert_same_bits(found, codes.view(torch.float8_e4m3fn).float())
+
+
+def test_e2m1_codes_of_every_bf16_and_every_tie():
+    values = every_bf16()
+    values = values[values.abs() <= 6]
+    ties = torch.tensor([midpoint for midpoint, _ in codec.E2M1_STEPS])
+    beside = [torch.nextafter(ties, torch.tensor(to)) for to in (0.0, 6.0)]
+    x = torch.cat((values, *(part for t in (ties, *beside) for part in (t, -t))))
+    found = elementwise(kernels.e2m1_code, x, torch.int32)
+    assert torch.equal(found, codec._e2m1_codes(x).int())
+
+
+def test_exponent_at_least():
+    powers = 2.0 ** torch.arange(-126, 127).float()
+    x = torch.cat([torch.nextafter(powers, torch.tensor(to)) for to in (0.0, INF)] + [powers])
+    x = x[x >= 2.0**-126]
+    found = elementwise(kernels.exponent_at_least, x, torch.int32)
+    assert torch.equal(found, codec._exponent_at_least(x))
+
+
+def test_finite():
+    x = every_bf16()
+    found = elementwise(kernels.finite, x, torch.float32)
+    expected = torch.where(x.isnan(), torch.zeros_like(x), x)
+    assert torch.equal(found, expected.clamp(-reference.BF16_MAX, reference.BF16_MAX))
+
+
+# ---- fp32 and fp64 by integer arithmetic --------------------------------------------------------
+
+
+def test_to_f64_of_zero_and_normal_numbers():
+    generator = torch.Generator().manual_seed(2)
+    patterns = torch.randint(0, 2**32, (50_000,), generator=generator)
+    x = torch.cat((from_bits(patterns), every_bf16()))
+    x = x[x.isfinite() & ((x == 0) | (x.abs() >= 2.0**-126))]
+    assert_same_bits(elementwise(kernels.to_f64, x, torch.float64), x.double())
+
+
+def test_to_f64_of_denormals_is_exact():
+    x = torch.tensor([1e-40, -1e-45, 1.1e-38])
+    assert_same_bits(elementwise(kernels.to_f64, x, torch.float64), x.double())
+
+
+def test_to_f64_of_infinity_and_nan():
+    x = torch.tensor([INF, -INF, NAN, -NAN])
+    found = elementwise(kernels.to_f64, x, torch.float64)
+    assert found[:2].tolist() == [INF, -INF]
+    assert found[2:].isnan().all()
+
+
+def test_to_f32_rounds_to_nearest_even():
+    generator = torch.Generator().manual_seed(3)
+    narrow = torch.randn(20_000, generator=generator) * torch.exp2(
+        torch.randint(-120, 120, (20_000,), generator=generator).float()
+    )
+    narrow = narrow[narrow.isfinite() & (narrow.abs() >= 2.0**-120)]
+    exact = narrow.double()
+    step = torch.nextafter(narrow, torch.tensor(INF)).double() - exact
+    fractions = (0.0, 0.25, 0.5, 0.75, 0.5 + 2**-20, 0.5 - 2**-20)
+    x = torch.cat([exact + step * fraction for fraction in fractions] + [torch.zeros(1).double()])
+    x = x[x.float().isfinite()]
+    assert_same_bits(elementwise(kernels.to_f32, x, torch.float32), x.float())
+
+
+def test_to_f32_at_the_ends_of_the_range():
+    largest = torch.finfo(torch.float32).max
+    x = torch.tensor(
+        [largest, largest * (1 + 2**-26), largest * (1 + 2**-24), 2.0**128, 1e39, 1e300, INF, NAN],
+        dtype=torch.float64,
+    )
+    for sign in (1, -1):
+        found = elementwise(kernels.to_f32, sign * x, torch.float32)
+        expected = (sign * x).float()
+        assert torch.equal(found[:-1], expected[:-1]), (found.tolist(), expected.tolist())
+        assert found[-1].isnan()
+
+
+def test_to_f32_below_the_smallest_normal_is_rounded_too():
+    x = torch.tensor(
+        [2.0**-126, 2.0**-127, 2.0**-149, 2.0**-150, 1.5 * 2.0**-149, 1e-300, -(2.0**-130)],
+        dtype=torch.float64,
+    )
+    assert_same_bits(elementwise(kernels.to_f32, x, torch.float32), x.float())
+
+
+# ---- vector by vector ---------------------------------------------------------------------------
+
+
+def rows_of(kind: str, rows: int, width: int) -> Tensor:
+    """bf16 rows, as fp32."""
+    generator = torch.Generator().manual_seed(rows + width)
+    x = torch.randn(rows, width, generator=generator)
+    if kind == "outliers":
+        x = x * torch.exp(3 * torch.randn(rows, width, generator=generator))
+    elif kind == "tiny":
+        x = x * 1e-12
+    elif kind == "huge":
+        x = x * 1e15
+    elif kind == "not finite":
+        for row, value in enumerate((NAN, INF, -INF, 3e38, 1e20)):
+            x[row, row + 3 :: 7] = value
+        x[5] = 0.0
+    return reference.to_bf16(x).float()
+
+
+KINDS = ("normal", "outliers", "tiny", "huge", "not finite")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("width", "eps"), [(128, 1e-6), (512, 1e-6), (512, 1e-20)])
+def test_rms_norm(width: int, eps: float, kind: str):
+    x = rows_of(kind, 16, width)
+    weight = torch.randn(width, generator=torch.Generator().manual_seed(9))
+    found = torch.empty_like(x)
+    _rms_norm_kernel[(16,)](x, weight, found, eps, WIDTH=width)
+    assert_same_bits(found, reference.rms_norm(reference.to_bf16(x), weight, eps).float())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [128, 512])
+def test_rotate(width: int, kind: str):
+    x = rows_of(kind, 16, width)
+    table = rope_table(ModelSpec.preset("v4-flash"), yarn=True, tokens=16)
+    found = torch.empty_like(x)
+    _rotate_kernel[(16,)](x, table, found, WIDTH=width, ROPE=64)
+    expected = reference.rotate(reference.to_bf16(x), table[:, :32], table[:, 32:]).float()
+    assert_same_bits(found, expected)
+    assert_same_bits(found[:, : width - 64], x[:, : width - 64])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_hadamard(width: int, kind: str):
+    x = rows_of(kind, 8, width)
+    x = torch.where(x.isfinite() & (x.abs() > 1e16), torch.ones_like(x), x)  # sums stay exact
+    found = torch.empty_like(x)
+    _hadamard_kernel[(8,)](x, found, WIDTH=width)
+    assert_same_bits(found, reference.hadamard(reference.to_bf16(x)).float())
+
+
+def test_hadamard_of_unit_vectors_is_the_sylvester_matrix():
+    x = torch.eye(128)
+    found = torch.empty_like(x)
+    _hadamard_kernel[(128,)](x, found, WIDTH=128)
+    matrix = torch.ones(1, 1)
+    while len(matrix) < 128:
+        top, bottom = torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)
+        matrix = torch.cat((top, bottom), 0)
+    assert torch.equal(found, (matrix * 128**-0.5).bfloat16().float())

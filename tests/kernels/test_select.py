@@ -1,0 +1,151 @@
+"""Interpreted selection from keys equals the reference, whatever the workspace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.cache import records
+from dsv4.cache.reads import EntrySource
+from dsv4.errors import InvalidInput
+from dsv4.kernels import select as kernel
+from dsv4.kernels import top_k as top_k_kernel
+from dsv4.reference import select as reference
+from tests.oracles.indexer import make_keys, make_tokens, round_trip
+
+WIDTH, HEADS, K, PAGE_ROWS = 64, 4, 6, 8
+UNTOUCHED = -7
+ROWS = [(0, 1199), (0, 1198), None, (1, 12), (2, 163), (2, 1), (0, 27)]
+ENTRIES = (300, 3, 41)
+
+
+def case(name: str = "mxfp4", *, seed: int = 0) -> tuple[EntrySource, Tensor, Tensor, Tensor]:
+    record = records.index_format(name, index_dim=WIDTH)
+    generator = torch.Generator().manual_seed(seed)
+    values = [torch.randn(n, WIDTH, generator=generator).to(torch.bfloat16) for n in ENTRIES]
+    keys = make_keys(record, values, page_rows=PAGE_ROWS, seed=seed)
+    q = torch.randn(len(ROWS), HEADS, WIDTH, generator=generator).to(torch.bfloat16)
+    weights = torch.randn(len(ROWS), HEADS, generator=generator).to(torch.bfloat16)
+    return keys, make_tokens(ROWS), round_trip(record, q), weights
+
+
+def run(
+    module: object,
+    keys: EntrySource,
+    tokens: Tensor,
+    q: Tensor,
+    weights: Tensor,
+    *,
+    rows_at_a_time: int,
+    k: int = K,
+    round_bf16: bool = True,
+    tokens_per_request: int = 1,
+) -> list[list[int]]:
+    size = module.select_workspace_bytes(  # type: ignore[attr-defined]
+        rows_at_a_time, keys=keys, top_k=k
+    )
+    out = torch.full((len(tokens), k), UNTOUCHED, dtype=torch.int32)
+    module.select(  # type: ignore[attr-defined]
+        q,
+        weights,
+        tokens=tokens,
+        keys=keys,
+        top_k=k,
+        workspace=torch.full((size,), 0xFF, dtype=torch.uint8),
+        out=out,
+        round_bf16=round_bf16,
+        tokens_per_request=tokens_per_request,
+    )
+    return out.tolist()
+
+
+@pytest.mark.parametrize("tile", [256, 8192])
+@pytest.mark.parametrize("rows_at_a_time", [1, 3, 7])
+def test_equals_the_reference_whatever_the_workspace(
+    rows_at_a_time: int, tile: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(top_k_kernel, "TILE", tile)
+    expected = run(reference, *case(), rows_at_a_time=7)
+    assert run(kernel, *case(), rows_at_a_time=rows_at_a_time) == expected
+    assert expected[2] == [UNTOUCHED] * K
+
+
+@pytest.mark.parametrize("round_bf16", [True, False])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_formats_and_roundings(name: str, round_bf16: bool):
+    arguments = case(name, seed=1)
+    expected = run(reference, *arguments, rows_at_a_time=7, round_bf16=round_bf16)
+    found = run(kernel, *arguments, rows_at_a_time=7, round_bf16=round_bf16, tokens_per_request=2)
+    assert found == expected
+
+
+def test_decoding_several_tokens_equals_decoding_each_alone():
+    keys, tokens, q, weights = case(seed=2)
+    together = run(kernel, keys, tokens, q, weights, rows_at_a_time=7, tokens_per_request=4)
+    for i in range(len(tokens)):
+        one = slice(i, i + 1)
+        alone = run(kernel, keys, tokens[one], q[one], weights[one], rows_at_a_time=1)
+        assert alone == together[one]
+
+
+@pytest.mark.parametrize("needle", [0, 5, 6, 7, 8, 63, 64, 127, 128, 255, 256, 298, 299])
+def test_a_needle_is_found_wherever_it_lies(needle: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(top_k_kernel, "TILE", 256)
+    key = torch.ones(300, WIDTH, dtype=torch.bfloat16)
+    key[needle] *= 6
+    keys = make_keys(records.mxfp4(WIDTH), [key], page_rows=PAGE_ROWS)
+    q = torch.ones(1, HEADS, WIDTH, dtype=torch.bfloat16)
+    weights = torch.ones(1, HEADS, dtype=torch.bfloat16)
+    found = run(kernel, keys, make_tokens([(0, 1199)]), q, weights, rows_at_a_time=1)
+    others = [e for e in range(300) if e != needle][: K - 1]
+    assert found == [sorted([needle, *others])]
+
+
+def test_scores_that_relu_makes_equal_go_to_the_first_entries():
+    key = torch.ones(40, WIDTH, dtype=torch.bfloat16)
+    keys = make_keys(records.mxfp4(WIDTH), [key], page_rows=PAGE_ROWS)
+    tokens = make_tokens([(0, 159), (0, 159)])
+    q = torch.ones(2, HEADS, WIDTH, dtype=torch.bfloat16)
+    q[0] = -q[0]
+    weights = torch.ones(2, HEADS, dtype=torch.bfloat16)
+    weights[1] = -1
+    found = run(kernel, keys, tokens, q, weights, rows_at_a_time=2)
+    assert found == [list(range(K))] * 2
+
+
+def test_all_entries_are_selected_where_no_more_fit_the_table():
+    keys, tokens, q, weights = case()
+    expected = run(reference, keys, tokens, q, weights, rows_at_a_time=7, k=400)
+    assert run(kernel, keys, tokens, q, weights, rows_at_a_time=0, k=400) == expected
+
+
+def test_a_workspace_too_small_for_one_row_is_refused():
+    keys, tokens, q, weights = case()
+    size = kernel.select_workspace_bytes(1, keys=keys, top_k=K)
+    out = torch.full((len(tokens), K), UNTOUCHED, dtype=torch.int32)
+    with pytest.raises(InvalidInput, match=f"{size:,} bytes"):
+        kernel.select(
+            q,
+            weights,
+            tokens=tokens,
+            keys=keys,
+            top_k=K,
+            workspace=torch.empty(size - 1, dtype=torch.uint8),
+            out=out,
+        )
+    assert (out == UNTOUCHED).all()
+
+
+def test_every_piece_fits_a_workspace_that_holds_one_row(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(top_k_kernel, "TILE", 256)
+    monkeypatch.setattr(top_k_kernel, "MAX_PROGRAMS", 8)
+    keys, *_ = case()
+    columns = keys.block_table.shape[1] * keys.page.rows
+    for tokens in (1, 5, 9, 20):
+        one = 4 * columns + top_k_kernel.top_k_workspace_bytes(1, columns)
+        for size in range(one, 20 * one, 997):
+            rows = kernel._rows_at_a_time(tokens, keys, K, size, True)
+            for piece in {rows, tokens % rows} - {0}:
+                counts = top_k_kernel.top_k_workspace_bytes(piece, columns)
+                assert 4 * piece * columns + counts <= size

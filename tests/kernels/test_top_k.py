@@ -1,0 +1,179 @@
+"""Interpreted radix select against the reference and against sorting."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dsv4.errors import InvalidInput
+from dsv4.kernels import top_k as kernel
+from dsv4.reference import top_k as reference
+from tests.oracles.indexer import make_tokens, slow_top_k
+
+UNTOUCHED = -7
+TILE = 256
+SPECIAL = [0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-30, -1e-30, 3.0, -3.0]
+
+
+@pytest.fixture
+def short_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a few hundred scores are cut into slices as long ones are."""
+    monkeypatch.setattr(kernel, "TILE", TILE)
+
+
+def select(
+    scores: Tensor, tokens: Tensor, k: int, *, bf16_scores: bool = True, first_entry: int = 0
+) -> tuple[Tensor, Tensor]:
+    rows, columns = scores.shape
+    size = kernel.top_k_workspace_bytes(rows, columns, bf16_scores=bf16_scores)
+    workspace = torch.full((size,), 0xFF, dtype=torch.uint8)
+    results = []
+    for function in (kernel.top_k, reference.top_k):
+        out = torch.full((rows, k), UNTOUCHED, dtype=torch.int32)
+        function(
+            scores,
+            tokens=tokens,
+            ratio=4,
+            first_entry=first_entry,
+            out=out,
+            bf16_scores=bf16_scores,
+            workspace=workspace,
+        )
+        results.append(out)
+    return results[0], results[1]
+
+
+def random_scores(kind: str, rows: int, columns: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    if kind == "ties":
+        x = torch.round(x * 2)
+    elif kind == "equal":
+        x = torch.full_like(x, -2.5)
+    elif kind == "zeros":
+        x = torch.where(x > 0, 0.0, -0.0)
+    elif kind == "special":
+        at = torch.randint(len(SPECIAL), x.shape, generator=generator)
+        x = torch.tensor(SPECIAL)[at]
+    elif kind == "wide":
+        x = x * torch.exp(20 * torch.randn(rows, columns, generator=generator))
+    return x.to(torch.bfloat16).float()
+
+
+KINDS = ["normal", "ties", "equal", "zeros", "special", "wide"]
+# visible entries of the rows: none, one, fewer than k, k, one more, all; and padding
+SEEN = [0, 1, 5, 8, 9, 255, 256, 257, None, 700]
+
+
+def tokens_of(seen: list[int | None]) -> Tensor:
+    return make_tokens([None if n is None else (0, 4 * n + 2 if n else 0) for n in seen])
+
+
+@pytest.mark.usefixtures("short_tiles")
+@pytest.mark.parametrize("kind", KINDS)
+def test_slices_of_a_row_equal_the_reference(kind: str):
+    scores = random_scores(kind, len(SEEN), 700)
+    for row, seen in enumerate(SEEN):
+        scores[row, seen or 0 :] = torch.nan
+    found, expected = select(scores, tokens_of(SEEN), 8)
+    assert found.tolist() == expected.tolist()
+    for row, seen in enumerate(SEEN):
+        if seen is not None:
+            assert found[row].tolist() == slow_top_k(scores[row, :seen].tolist(), 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_program_a_row_equals_the_reference(kind: str, monkeypatch: pytest.MonkeyPatch):
+    scores = random_scores(kind, len(SEEN), 700, seed=1)
+    one_tile, expected = select(scores, tokens_of(SEEN), 8)
+    assert one_tile.tolist() == expected.tolist()
+    monkeypatch.setattr(kernel, "TILE", TILE)
+    monkeypatch.setattr(kernel, "MAX_PROGRAMS", 1)
+    several_tiles, _ = select(scores, tokens_of(SEEN), 8)
+    assert several_tiles.tolist() == expected.tolist()
+
+
+@pytest.mark.usefixtures("short_tiles")
+@pytest.mark.parametrize("columns", [200, 700])
+def test_fp32_scores(columns: int):
+    scores = torch.randn(2, columns, generator=torch.Generator().manual_seed(2))
+    scores[:, ::3] = scores[0, 0] * (1 + 2.0**-23)
+    found, expected = select(scores, tokens_of([columns, columns - 1]), 80, bf16_scores=False)
+    assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.usefixtures("short_tiles")
+def test_a_winner_is_found_at_the_edges_of_slices():
+    for needle in (0, 1, 255, 256, 511, 512, 699):
+        scores = torch.zeros(1, 700)
+        scores[0, needle] = 1.0
+        found, _ = select(scores, tokens_of([700]), 3)
+        assert needle in found[0].tolist()
+        assert found[0].tolist() == sorted({needle, 0, 1, 2} - ({2} if needle > 2 else set()))[:3]
+
+
+@pytest.mark.usefixtures("short_tiles")
+def test_entries_count_from_the_first():
+    scores = random_scores("ties", 2, 600)
+    found, expected = select(scores, tokens_of([700, 150]), 8, first_entry=100)
+    assert found.tolist() == expected.tolist()
+    assert found.min() >= 100
+
+
+@pytest.mark.usefixtures("short_tiles")
+def test_a_row_does_not_depend_on_its_batch():
+    scores = random_scores("ties", 6, 700)
+    seen: list[int | None] = [700, 300, None, 9, 650, 512]
+    together, _ = select(scores, tokens_of(seen), 8)
+    order = [3, 2, 5, 0, 4, 1]
+    permuted, _ = select(scores[order], tokens_of([seen[i] for i in order]), 8)
+    assert permuted.tolist() == together[order].tolist()
+    alone, _ = select(scores[4:5], tokens_of(seen[4:5]), 8)
+    assert alone.tolist() == together[4:5].tolist()
+
+
+def test_more_wanted_than_there_are_columns():
+    found, expected = select(torch.randn(2, 5), tokens_of([5, 3]), 9)
+    assert found.tolist() == expected.tolist()
+    assert found[1].tolist() == [0, 1, 2] + [-1] * 6
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    scores=st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=40),
+    k=st.integers(1, 12),
+    data=st.data(),
+)
+def test_equals_sorting(scores: list[float], k: int, data: st.DataObject):
+    seen = data.draw(st.integers(0, len(scores)))
+    row = torch.tensor(scores).to(torch.bfloat16).float().reshape(1, -1)
+    found, _ = select(row, tokens_of([seen]), k)
+    assert found[0].tolist() == slow_top_k(row[0, :seen].tolist(), k)
+
+
+@pytest.mark.usefixtures("short_tiles")
+def test_a_workspace_too_small_is_refused():
+    out = torch.full((1, 8), UNTOUCHED, dtype=torch.int32)
+    needed = kernel.top_k_workspace_bytes(1, 700)
+    assert needed == 2 * 3 * 1024
+    for workspace in (None, torch.empty(needed - 1, dtype=torch.uint8)):
+        with pytest.raises(InvalidInput, match=f"{needed:,} bytes"):
+            kernel.top_k(
+                torch.zeros(1, 700),
+                tokens=tokens_of([700]),
+                ratio=4,
+                first_entry=0,
+                out=out,
+                workspace=workspace,
+            )
+    assert (out == UNTOUCHED).all()
+
+
+def test_the_workspace_of_long_rows_is_bounded():
+    for rows in (1, 2, 31, 32, 33, 256, 1024, 8192):
+        assert kernel.top_k_workspace_bytes(rows, 262_144) <= 2 << 20

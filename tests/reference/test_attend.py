@@ -1,0 +1,272 @@
+"""Attention against the dense formula in float64, on arenas where every row that no query may read
+is NaN. `make_step` also feeds tests/kernels/test_attend.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.cache import records
+from dsv4.cache.reads import EntrySource, WindowSource
+from dsv4.cache.schema import Page, PageKind
+from dsv4.reference.append import write_records
+from dsv4.reference.attend import attend
+from dsv4.reference.codec import decode, encode
+
+TOLERANCE = 4e-3
+POISON = 0xFF
+WILD = (-1, -7, -(2**31), 2**31 - 1, 10**6)
+
+
+@dataclass
+class Step:
+    """Arguments of `attend`, and for each token the keys it may see, fp64 [n, width]."""
+
+    q: Tensor
+    sink: Tensor
+    tokens: Tensor
+    batch: Tensor
+    window: WindowSource
+    entries: EntrySource | None
+    indices: Tensor | None
+    keys: list[Tensor | None]
+    rope: Tensor
+
+    def run(self, function: Any, *, turn: bool = False, **more: Any) -> tuple[Tensor, Tensor]:
+        """Output and lse; what is not written stays NaN."""
+        out = torch.full_like(self.q, torch.nan)
+        lse = torch.full(self.q.shape[:2], torch.nan)
+        function(
+            self.q,
+            self.sink,
+            tokens=self.tokens,
+            batch=self.batch,
+            window=self.window,
+            entries=self.entries,
+            indices=self.indices,
+            out=out,
+            lse=lse,
+            inverse_rope=self.rope if turn else None,
+            **more,
+        )
+        return out, lse
+
+    def take(self, rows: Sequence[int]) -> Step:
+        """A step of only these tokens, in this order."""
+        at = torch.tensor(rows, dtype=torch.long)
+        return replace(
+            self,
+            q=self.q[at],
+            tokens=self.tokens[at],
+            indices=None if self.indices is None else self.indices[at],
+            keys=[self.keys[row] for row in rows],
+        )
+
+
+def make_step(
+    requests: Sequence[tuple[int, int]],
+    *,
+    kind: str,
+    seed: int = 0,
+    heads: int = 4,
+    width: int = 128,
+    rope_dim: int = 64,
+    window: int = 16,
+    ratio: int = 4,
+    page_rows: int = 8,
+    top_k: int = 24,
+    record: str = "fp8_ds",
+    window_record: str | None = None,
+    chunk: bool = False,
+    padding: int = 0,
+    slack: int = 3,
+    max_entries: int | None = None,
+    spread: float = 1.0,
+) -> Step:
+    """Requests of (start, tokens) with random records in blocks of random order.
+
+    `kind` is swa, csa (a list of `top_k` indices, wild ones among them) or hca.
+    """
+    rng = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=rng) * spread).to(torch.bfloat16)
+
+    def page(name: PageKind, rows: int, chosen: str) -> Page:
+        form = records.entry_format(chosen, head_dim=width, rope_dim=rope_dim)
+        return Page(kind=name, layer=0, offset_bytes=48, rows=rows, format=form)
+
+    def arena_of(rows: int, source: Page) -> Tensor:
+        row_bytes = -(-(source.offset_bytes + source.payload_bytes + 16) // 16) * 16
+        return torch.full((rows, row_bytes), POISON, dtype=torch.uint8)
+
+    def stored(source: Page, rows: Tensor) -> Tensor:
+        return decode(source.format, *encode(source.format, rows)).double()
+
+    slots = torch.randperm(len(requests) + 2, generator=rng)[: len(requests)].tolist()
+    first_rows = [sum(n for _, n in requests[:i]) for i in range(len(requests))]
+    total = sum(n for _, n in requests)
+    ring_rows = total + (window - 1) * len(requests) if chunk else window + slack
+    window_page = page("window", ring_rows, window_record or record)
+    window_arena = arena_of(1 if chunk else len(requests) + 2, window_page)
+    entry_page = page("entries", page_rows, record)
+    capacity = max_entries or max((s + n) // ratio for s, n in requests)
+    blocks = max(1, -(-capacity // page_rows))
+    entry_arena = arena_of(len(requests) * blocks + 3, entry_page)
+    table = torch.full((len(requests) + 2, blocks), 2**30, dtype=torch.int32)
+    order = torch.randperm(len(requests) * blocks + 3, generator=rng).int()
+
+    tokens, batch, indices, keys = [], [], [], []
+    for row, (start, count) in enumerate(requests):
+        slot, end, first_row = slots[row], start + count, first_rows[row]
+        batch.append((slot, start, count, first_row))
+        oldest = max(0, start - window + 1)
+        vectors = random(end - oldest, width)
+        position = torch.arange(oldest, end)
+        if chunk:
+            page_row = first_row + (window - 1) * row + position - (start - (window - 1))
+            write_records(window_arena, window_page, position * 0, page_row, vectors)
+        else:
+            at = torch.full_like(position, slot)
+            write_records(window_arena, window_page, at, position % ring_rows, vectors)
+        near = stored(window_page, vectors)
+        far = torch.zeros(0, width, dtype=torch.float64)
+        if kind != "swa" and end >= ratio:
+            used = order[row * blocks :][: -(-(end // ratio) // page_rows)]
+            table[slot, : len(used)] = used
+            vectors = random(end // ratio, width)
+            entry = torch.arange(end // ratio)
+            at = table[slot, entry // page_rows].long()
+            write_records(entry_arena, entry_page, at, entry % page_rows, vectors)
+            far = stored(entry_page, vectors)
+        for t in range(start, end):
+            tokens.append((slot, t, row, 0))
+            visible = (t + 1) // ratio
+            seen = far[:visible]
+            if kind == "csa":
+                chosen = torch.randperm(visible, generator=rng)[: top_k - len(WILD)]
+                listed = torch.cat((chosen, torch.tensor([*WILD, visible]), torch.full((64,), -1)))
+                listed = listed[:top_k]
+                indices.append(listed[torch.randperm(top_k, generator=rng)].int())
+                seen = far[chosen]
+            keys.append(torch.cat((near[max(0, t - window + 1) - oldest : t + 1 - oldest], seen)))
+    tokens += [(-1, -1, -1, -1)] * padding
+    indices += [torch.full((top_k,), 3, dtype=torch.int32)] * padding * (kind == "csa")
+    angles = torch.outer(
+        torch.arange(float(max(s + n for s, n in requests))),
+        10000 ** -(torch.arange(rope_dim // 2) * 2 / rope_dim),
+    )
+    return Step(
+        q=random(total + padding, heads, width),
+        sink=torch.randn(heads, generator=rng),
+        tokens=torch.tensor(tokens, dtype=torch.int32),
+        batch=torch.tensor(batch, dtype=torch.int32),
+        window=WindowSource(arena=window_arena, page=window_page, window=window, chunk=chunk),
+        entries=None
+        if kind == "swa"
+        else EntrySource(arena=entry_arena, page=entry_page, block_table=table, ratio=ratio),
+        indices=torch.stack(indices) if kind == "csa" else None,
+        keys=[*keys, *[None] * padding],
+        rope=torch.cat((angles.cos(), angles.sin()), dim=-1),
+    )
+
+
+def expected(step: Step, *, turn: bool = False) -> tuple[Tensor, Tensor]:
+    """The formula in float64; NaN in rows of padding."""
+    out = torch.full(step.q.shape, torch.nan, dtype=torch.float64)
+    lse = torch.full(step.q.shape[:2], torch.nan, dtype=torch.float64)
+    for row, keys in enumerate(step.keys):
+        if keys is None:
+            continue
+        logits = step.q[row].double() @ keys.T * step.q.shape[2] ** -0.5
+        lse[row] = torch.logsumexp(logits, dim=-1)
+        share = torch.softmax(torch.cat((logits, step.sink.double()[:, None]), dim=-1), dim=-1)
+        out[row] = share[:, :-1] @ keys
+        if turn:
+            width = step.rope.shape[1]
+            cos, sin = step.rope[step.tokens[row, 1]].double().chunk(2)
+            pairs = torch.view_as_complex(out[row, :, -width:].reshape(-1, width // 2, 2))
+            turned = torch.view_as_real(pairs * torch.complex(cos, -sin))
+            out[row, :, -width:] = turned.flatten(-2)
+    return out, lse
+
+
+def check(step: Step, found: tuple[Tensor, Tensor], *, turn: bool = False) -> None:
+    """Rows of padding are untouched; the others are near, each head of each token by itself."""
+    out, lse = expected(step, turn=turn)
+    live = torch.tensor([keys is not None for keys in step.keys])
+    assert torch.isnan(found[0][~live]).all()
+    assert torch.isnan(found[1][~live]).all()
+    error = (found[0][live].double() - out[live]).norm(dim=-1) / out[live].norm(dim=-1)
+    assert error.max() <= TOLERANCE, error
+    assert (found[1][live] - lse[live]).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
+@pytest.mark.parametrize("turn", [False, True])
+def test_is_the_dense_formula(kind: str, turn: bool) -> None:
+    step = make_step([(40, 2), (0, 1), (129, 3)], kind=kind, padding=2)
+    check(step, step.run(attend, turn=turn), turn=turn)
+
+
+@pytest.mark.parametrize("record", ["fp8_row", "bf16"])
+def test_other_records_and_a_window_of_its_own(record: str) -> None:
+    step = make_step([(77, 1), (12, 1)], kind="csa", record=record, window_record="fp8_ds")
+    check(step, step.run(attend))
+
+
+@pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
+def test_a_chunk_reads_staged_rows(kind: str) -> None:
+    step = make_step([(0, 9), (21, 30), (5, 1)], kind=kind, chunk=True)
+    check(step, step.run(attend, turn=True), turn=True)
+
+
+def test_one_token_attends_itself() -> None:
+    step = make_step([(0, 1)], kind="hca")
+    out, lse = step.run(attend)
+    assert step.keys[0] is not None
+    logit = (step.q[0].double() @ step.keys[0][0]) * step.q.shape[2] ** -0.5
+    assert torch.allclose(lse[0].double(), logit, atol=1e-5)
+    share = torch.sigmoid(logit - step.sink.double())
+    assert torch.allclose(out[0].double(), share[:, None] * step.keys[0], rtol=1e-2)
+
+
+def test_sinks_at_the_ends() -> None:
+    step = make_step([(40, 1)], kind="csa")
+    step.sink = torch.tensor([-torch.inf, torch.inf, 80.0, -80.0])
+    out, lse = step.run(attend)
+    without, _ = replace(step, sink=torch.full((4,), -1e9)).run(attend)
+    assert torch.equal(out[:, 0], without[:, 0])
+    assert torch.equal(out[:, 3], without[:, 3])
+    assert (out[:, 1] == 0).all()
+    assert out[:, 2].abs().max() < 1e-20
+    assert torch.isfinite(lse).all()
+
+
+def test_large_logits_do_not_overflow() -> None:
+    step = make_step([(60, 1)], kind="hca", spread=30.0)
+    check(step, step.run(attend))
+
+
+def test_a_step_of_padding_touches_nothing() -> None:
+    step = make_step([(3, 1)], kind="csa", padding=3).take([1, 2, 3])
+    out, lse = step.run(attend)
+    assert torch.isnan(out).all()
+    assert torch.isnan(lse).all()
+
+
+def test_inverse_rope_turns_the_rounded_output() -> None:
+    step = make_step([(50, 1)], kind="csa")
+    plain, _ = step.run(attend)
+    turned, _ = step.run(attend, turn=True)
+    width = step.rope.shape[1]
+    assert torch.equal(plain[..., :-width], turned[..., :-width])
+    cos, sin = step.rope[50].chunk(2)
+    even, odd = plain[..., -width::2].float(), plain[..., -width + 1 :: 2].float()
+    assert torch.equal(turned[..., -width::2], (even * cos + odd * sin).bfloat16())
+    assert torch.equal(turned[..., -width + 1 :: 2], (odd * cos - even * sin).bfloat16())

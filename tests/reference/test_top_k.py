@@ -1,0 +1,66 @@
+"""Selection against sorting by (NaN last, score, index)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4.reference.top_k import top_k
+from tests.oracles.indexer import make_tokens, slow_top_k
+
+INF, NAN = math.inf, math.nan
+UNTOUCHED = -7
+VALUES = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 2.0, -3.0, INF, -INF, NAN, 1e-30, -1e-30])
+
+
+def run(scores: list[float], k: int, *, visible: int | None = None, first_entry: int = 0):
+    row = torch.tensor(scores, dtype=torch.float32).reshape(1, -1)
+    seen = len(scores) if visible is None else visible
+    out = torch.full((1, k), UNTOUCHED, dtype=torch.int32)
+    tokens = make_tokens([(0, 4 * (seen + first_entry) - 1)])
+    top_k(row, tokens=tokens, ratio=4, first_entry=first_entry, out=out, bf16_scores=False)
+    return out[0].tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(scores=st.lists(VALUES, max_size=30), k=st.integers(1, 12), data=st.data())
+def test_equals_sorting(scores: list[float], k: int, data: st.DataObject):
+    visible = data.draw(st.integers(0, len(scores)))
+    first = data.draw(st.sampled_from([0, 5]))
+    expected = slow_top_k(scores[:visible], k, first_entry=first)
+    assert run(scores, k, visible=visible, first_entry=first) == expected
+
+
+@pytest.mark.parametrize(
+    ("scores", "k", "expected"),
+    [
+        ([1.0] * 6, 3, [0, 1, 2]),
+        ([0.0, -0.0, 0.0, 1.0], 3, [0, 1, 3]),
+        ([-1.0, -2.0, -1.0, -3.0], 2, [0, 2]),
+        ([NAN, 1.0, NAN, 2.0], 2, [1, 3]),
+        ([NAN, -INF, NAN, NAN], 2, [0, 1]),
+        ([1.0, 2.0], 4, [0, 1, -1, -1]),
+        ([], 2, [-1, -1]),
+        ([INF, 1.0, INF, -INF], 3, [0, 1, 2]),
+    ],
+)
+def test_ties_nan_and_short_rows(scores: list[float], k: int, expected: list[int]):
+    assert run(scores, k) == expected
+
+
+def test_padding_rows_keep_what_they_held():
+    out = torch.full((2, 3), UNTOUCHED, dtype=torch.int32)
+    top_k(
+        torch.randn(2, 8),
+        tokens=make_tokens([None, (0, 31)]),
+        ratio=4,
+        first_entry=0,
+        out=out,
+        bf16_scores=False,
+    )
+    assert out[0].tolist() == [UNTOUCHED] * 3
+    assert (out[1] >= 0).all()
