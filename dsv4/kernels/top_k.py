@@ -24,7 +24,7 @@ from dsv4.errors import InvalidInput
 
 BINS = 256
 TILE = 8192
-NUM_WARPS = 16
+NUM_WARPS = 8
 # Programs of a launch beyond which rows are no longer cut; so the workspace stays below 4 MiB.
 MAX_PROGRAMS = 1024
 ALL_IN_ONE = -1

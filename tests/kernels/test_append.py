@@ -80,7 +80,7 @@ class Both:
 
     def skip(self, counts: dict[int, int]) -> None:
         """As `step`, but both stacks are written by the reference: prefills that cost nothing."""
-        reference, triton = self.stacks
+        reference = self.stacks[0]
         for stack, requests in zip(self.stacks, self.lives, strict=True):
             plan = stack.manager.prepare_forward([(requests[i], n) for i, n in counts.items()])
             if stack is reference:
