@@ -151,7 +151,7 @@ def _run(
         for layer, kind in enumerate(KINDS):
             weights = _weights(arrays, model, layer, kind, device)
             inputs = [arrays.get(f"{kind}/{n}") for n in ("kv", "C", "Z", "index_C", "index_Z")]
-            rows = [None if x is None else x[start:end].to(device) for x in inputs]
+            rows = [None if x is None else x[start:end].clone().to(device) for x in inputs]
             assert rows[0] is not None
             handle = manager.acquire(layer, plan)
             handle.append(rows[0], *rows[1:], weights=weights)

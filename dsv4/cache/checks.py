@@ -20,8 +20,10 @@ def rows(
     width: int,
     dtype: str,
     device: torch.device,
+    *,
+    aligned: bool = True,
 ) -> None:
-    """A [count, width] tensor whose rows are contiguous."""
+    """A [count, width] tensor whose rows are contiguous and, if `aligned`, start on 16 bytes."""
     shape = (count, width)
     if tuple(tensor.shape) != shape:
         raise InvalidInput(
@@ -32,6 +34,12 @@ def rows(
     if tensor.stride(-1) != 1:
         raise InvalidInput(
             f"the last dimension of {name} has stride {tensor.stride(-1)}: make it contiguous"
+        )
+    row_bytes = tensor.stride(0) * tensor.element_size()
+    if aligned and (tensor.data_ptr() % 16 or (count > 1 and row_bytes % 16)):
+        raise InvalidInput(
+            f"rows of {name} start at address {tensor.data_ptr()} and lie {row_bytes} bytes apart: "
+            f"both must be multiples of 16 bytes, so that kernels can load 16 at a time"
         )
 
 
@@ -48,11 +56,12 @@ def contiguous(name: str, tensor: Tensor) -> None:
         raise InvalidInput(f"{name} is not contiguous: call .contiguous() once, at load time")
 
 
-def rope_table(table: Tensor, rope_dim: int, device: torch.device) -> None:
-    """The table of dsv4.rope.rope_table."""
-    if table.dim() != 2 or table.shape[1] != rope_dim:
+def rope_table(table: Tensor, rope_dim: int, max_context: int, device: torch.device) -> None:
+    """The table of dsv4.rope.rope_table, for every position that a request can reach."""
+    if table.dim() != 2 or table.shape[1] != rope_dim or table.shape[0] < max_context:
         raise InvalidInput(
-            f"rope has shape {list(table.shape)}, expected [positions, {rope_dim}] (cos | sin)"
+            f"rope has shape {list(table.shape)}, expected [positions, {rope_dim}] (cos | sin) "
+            f"with at least max_context={max_context} positions"
         )
     vector("rope", table, tuple(table.shape), device)
 

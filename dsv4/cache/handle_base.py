@@ -40,6 +40,7 @@ class LayerAccess:
         self.main = schema.compressor(layer, "tail")
         self.index = schema.compressor(layer, "index_tail")
         self._model = schema.model
+        self._max_context = schema.max_context
         self._buffers = buffers
         self._workspace = workspace
         self._block_arena, self._slot_arena = block_arena, slot_arena

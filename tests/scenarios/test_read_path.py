@@ -1,4 +1,4 @@
-"""append → select → attend over whole lives: chunks, drafts and batches do not show in the result."""
+"""append → select → attend over whole lives: chunks, drafts and batches leave no trace."""
 
 from __future__ import annotations
 
