@@ -23,7 +23,7 @@ test: lint                ## lint, then every test that needs no GPU, in paralle
 # A GPU machine has its own torch and triton, made for its driver: nothing is installed there.
 gpu-test:                 ## GPU tests, then benchmarks; results under benchmarks/results/
 	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu -m gpu
-	PYTHONPATH=. $(PYTHON) -m benchmarks.run
+	PYTHONPATH=. $(PYTHON) -m benchmarks.run $(if $(COMMIT),--commit $(COMMIT))
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -85,7 +85,7 @@ def measure_ceilings() -> Ceilings:
     return Ceilings(copy_bytes_per_us=2 * 4 * words / copy, empty_launch_us=empty)
 
 
-def report(results: list[Result], ceilings: Ceilings, name: str) -> Path:
+def report(results: list[Result], ceilings: Ceilings, name: str, commit: str) -> Path:
     """Prints the table and writes one JSON line a case under benchmarks/results/."""
     print(
         f"\n{torch.cuda.get_device_name()}: copy {ceilings.copy_bytes_per_us / 1e6:.2f} TB/s, "
@@ -102,19 +102,24 @@ def report(results: list[Result], ceilings: Ceilings, name: str) -> Path:
             f"{100 * rate / ceilings.copy_bytes_per_us:6.1f} {r.target_us or float('nan'):7.1f}  "
             f"{peers}"
         )
-        lines.append(json.dumps({**asdict(r), "floor_us": floor, **_environment(ceilings)}))
+        lines.append(json.dumps({**asdict(r), "floor_us": floor, **_environment(ceilings, commit)}))
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
-def _environment(ceilings: Ceilings) -> dict[str, object]:
-    commit = subprocess.run(
+def current_commit() -> str:
+    """The checkout's commit; `unknown` where the tree travelled without its history."""
+    found = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     )
+    return found.stdout.strip() or "unknown"
+
+
+def _environment(ceilings: Ceilings, commit: str) -> dict[str, object]:
     return {
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit,
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
