@@ -59,7 +59,7 @@ def cases(batches: tuple[int, ...] = (1, 8, 64, 256)) -> Iterator[Result]:
         yield Result(
             case=f"append {name} prefill {CHUNK_TOKENS}",
             microseconds=graph_time_us(call),
-            launches=1,
+            launches=2,
             must_move_bytes=moved,
             target_us=target,
             peers_us={"vLLM": vllm},
@@ -115,7 +115,8 @@ def _case(
 
 def _stored_bytes(schema: CacheSchema, layer: int, start: int, tokens: int, batch: int) -> int:
     """Window rows, tail rows and records written, and tail rows read by groups that close."""
-    total = min(tokens, schema.ring_rows) * schema.window_format.record_bytes
+    window_rows = min(tokens, schema.ring_rows) + (tokens if tokens > 1 else 0)  # ring and chunk
+    total = window_rows * schema.window_format.record_bytes
     for kind in ("tail", "index_tail"):
         layout = schema.compressor(layer, kind)  # type: ignore[arg-type]
         if layout is None:

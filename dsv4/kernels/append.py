@@ -34,6 +34,8 @@ SPLIT_CHANNELS = 32
 # Programs that share the work items of one compressor; each takes every so-manieth.
 MAX_WORK_PROGRAMS = 1024
 NUM_WARPS = 4
+# Left alone, ptxas stops at 128 registers and spills a few.
+MAX_REGISTERS = 144
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class WindowConstants:
     ROPE: int
     NORM: bool
     CHUNK: bool
+    STAGE: bool
+    BEFORE: int
     RECORD: RecordConstants
 
 
@@ -73,49 +77,53 @@ class CompressorConstants:
 def append(
     step: StepTensors, window: WindowWrite | None, compressors: Sequence[CompressorWrite]
 ) -> None:
-    """One launch; a wide step has one more, which saves the window in front of the chunk. Same
-    result as dsv4.reference.append.append, byte for byte."""
-    if window is not None and window.chunk is not None:
-        stage_window(step, window)
-    grid, arguments, constants = launch_arguments(step, window, compressors)
+    """One launch; a wide step has two. Same result as dsv4.reference.append.append, byte for byte.
+
+    A wide step's ring must be staged before it is overwritten, so its first launch stages and
+    compresses, and its second, which needs few registers, stores the window rows.
+    """
+    if window is None or window.chunk is None:
+        _launch(step, window, compressors)
+    else:
+        _launch(step, window, compressors, stage=True)
+        _launch(step, window, ())
+
+
+def _launch(
+    step: StepTensors,
+    window: WindowWrite | None,
+    compressors: Sequence[CompressorWrite],
+    *,
+    stage: bool = False,
+) -> None:
+    grid, arguments, constants = launch_arguments(step, window, compressors, stage=stage)
     if grid:
         _append_kernel[(grid,)](
-            *arguments, **constants, num_warps=NUM_WARPS, enable_fp_fusion=False
+            *arguments,
+            **constants,
+            num_warps=NUM_WARPS,
+            maxnreg=MAX_REGISTERS,
+            enable_fp_fusion=False,
         )
 
 
-def stage_window(step: StepTensors, window: WindowWrite) -> None:
-    """The window in front of each request's chunk, from the ring that the chunk will overwrite."""
-    assert window.chunk is not None
-    assert window.chunk_page is not None
-    record = window.page.format
-    _stage_window_kernel[(step.batch.shape[0] * (window.window - 1),)](
-        step.slot_arena,
-        window.chunk,
-        step.batch,
-        step.slot_arena.stride(0),
-        window.page.offset_bytes,
-        window.page.scale_offset_bytes,
-        window.chunk_page.scale_offset_bytes,
-        BEFORE=window.window - 1,
-        RING=window.page.rows,
-        DATA=record.data_row_bytes,
-        SCALE=record.scale_row_bytes,
-        DATA_SPAN=triton.next_power_of_2(record.data_row_bytes),
-        SCALE_SPAN=triton.next_power_of_2(max(record.scale_row_bytes, 1)),
-        num_warps=1,
-    )
-
-
 def launch_arguments(
-    step: StepTensors, window: WindowWrite | None, compressors: Sequence[CompressorWrite]
+    step: StepTensors,
+    window: WindowWrite | None,
+    compressors: Sequence[CompressorWrite],
+    *,
+    stage: bool = False,
 ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-    """Programs, run-time arguments and compile-time constants of the launch."""
+    """Programs, run-time arguments and compile-time constants of a launch. With `stage` the window
+    rows in front of each chunk are saved, and the step's own are not stored."""
     main, index = _main_and_index(compressors)
-    window_programs = step.window.shape[0] if window is not None else 0
+    window_programs = 0
+    if window is not None:
+        before = step.batch.shape[0] * (window.window - 1)
+        window_programs = before if stage else step.window.shape[0]
     main_programs, main_args, main_constants = _compressor_arguments(step, main)
     index_programs, index_args, index_constants = _compressor_arguments(step, index)
-    window_args, window_constants = _window_arguments(step, window)
+    window_args, window_constants = _window_arguments(step, window, stage)
     arguments = (
         step.block_arena,
         step.slot_arena,
@@ -146,7 +154,7 @@ def _main_and_index(
 
 
 def _window_arguments(
-    step: StepTensors, window: WindowWrite | None
+    step: StepTensors, window: WindowWrite | None, stage: bool
 ) -> tuple[tuple[Any, ...], WindowConstants | None]:
     if window is None:
         return (step.slot_arena, step.rope, step.slot_arena, 0, 0, 0, 0), None
@@ -157,6 +165,8 @@ def _window_arguments(
         ROPE=step.rope.shape[1],
         NORM=window.norm is not None,
         CHUNK=window.chunk is not None,
+        STAGE=stage,
+        BEFORE=window.window - 1,
         RECORD=record_constants(page.format),
     )
     return (
@@ -231,32 +241,6 @@ def _compressor_arguments(
 
 
 @triton.jit
-def _stage_window_kernel(
-    slot_arena, chunk_ptr, batch_ptr, slot_bytes, data_offset, scale_offset, chunk_scale,
-    BEFORE: tl.constexpr, RING: tl.constexpr, DATA: tl.constexpr, SCALE: tl.constexpr,
-    DATA_SPAN: tl.constexpr, SCALE_SPAN: tl.constexpr,
-):  # fmt: skip
-    batch_row = tl.program_id(0) // BEFORE
-    nth = tl.program_id(0) % BEFORE
-    slot = tl.load(batch_ptr + batch_row * 4).to(tl.int64)
-    start = tl.load(batch_ptr + batch_row * 4 + 1)
-    count = tl.load(batch_ptr + batch_row * 4 + 2)
-    first_row = tl.load(batch_ptr + batch_row * 4 + 3)
-    position = start - BEFORE + nth
-    if (slot >= 0) & (position >= 0) & (count > 0):
-        ring_row = position % RING
-        chunk_row = (first_row + BEFORE * batch_row + nth).to(tl.int64)
-        page = slot_arena + slot * slot_bytes
-        byte = tl.arange(0, DATA_SPAN)
-        data = tl.load(page + data_offset + ring_row * DATA + byte, mask=byte < DATA)
-        tl.store(chunk_ptr + chunk_row * DATA + byte, data, mask=byte < DATA)
-        if SCALE > 0:
-            byte = tl.arange(0, SCALE_SPAN)
-            scale = tl.load(page + scale_offset + ring_row * SCALE + byte, mask=byte < SCALE)
-            tl.store(chunk_ptr + chunk_scale + chunk_row * SCALE + byte, scale, mask=byte < SCALE)
-
-
-@triton.jit
 def _append_kernel(
     block_arena,
     slot_arena,
@@ -319,7 +303,12 @@ def _append_kernel(
 ):
     program = tl.program_id(0)
     if program < window_programs:
-        if WINDOW is not None:
+        if WINDOW is not None and WINDOW.STAGE:
+            _stage_window(
+                program, slot_arena, batch_ptr, chunk_ptr, slot_bytes, window_data, window_scale,
+                chunk_scale, WINDOW,
+            )  # fmt: skip
+        elif WINDOW is not None:
             _append_window(
                 program, slot_arena, window_ptr, rope_ptr, slot_bytes, eps,
                 kv_ptr, kv_norm_ptr, chunk_ptr, kv_stride, window_data, window_scale, chunk_scale,
@@ -386,6 +375,43 @@ def _append_window(
                 WIDTH,
                 RECORD,
             )
+
+
+@triton.jit
+def _stage_window(
+    program, slot_arena, batch_ptr, chunk_ptr, slot_bytes, data_offset, scale_offset, chunk_scale,
+    W: tl.constexpr,
+):  # fmt: skip
+    """One row in front of a request's chunk, from the ring that the chunk will overwrite."""
+    RECORD: tl.constexpr = W.RECORD
+    batch_row = program // W.BEFORE
+    nth = program % W.BEFORE
+    slot = tl.load(batch_ptr + batch_row * 4).to(tl.int64)
+    start = tl.load(batch_ptr + batch_row * 4 + 1)
+    count = tl.load(batch_ptr + batch_row * 4 + 2)
+    first_row = tl.load(batch_ptr + batch_row * 4 + 3)
+    position = start - W.BEFORE + nth
+    if (slot >= 0) & (position >= 0) & (count > 0):
+        chunk_row = (first_row + W.BEFORE * batch_row + nth).to(tl.int64)
+        page = slot_arena + slot * slot_bytes
+        ring_row = position % W.RING
+        _copy_bytes(
+            page + data_offset + ring_row * RECORD.DATA_BYTES,
+            chunk_ptr + chunk_row * RECORD.DATA_BYTES,
+            RECORD.DATA_BYTES,
+        )
+        if RECORD.SCALE_BYTES > 0:
+            _copy_bytes(
+                page + scale_offset + ring_row * RECORD.SCALE_BYTES,
+                chunk_ptr + chunk_scale + chunk_row * RECORD.SCALE_BYTES,
+                RECORD.SCALE_BYTES,
+            )
+
+
+@triton.jit
+def _copy_bytes(source, target, COUNT: tl.constexpr):
+    byte = tl.arange(0, triton.next_power_of_2(COUNT))
+    tl.store(target + byte, tl.load(source + byte, mask=byte < COUNT), mask=byte < COUNT)
 
 
 @triton.jit

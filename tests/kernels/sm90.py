@@ -46,6 +46,7 @@ def compile_launch(
     num_warps: int,
     fp_fusion: bool,
     num_stages: int = 3,
+    maxnreg: int | None = None,
 ) -> Compiled:
     """Compiles the kernel as launching it with these arguments would."""
     names = list(kernel.arg_names)
@@ -75,6 +76,7 @@ def compile_launch(
         "num_warps": num_warps,
         "enable_fp_fusion": fp_fusion,
         "num_stages": num_stages,
+        "maxnreg": maxnreg,
     }
     binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

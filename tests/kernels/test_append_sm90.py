@@ -39,8 +39,8 @@ CASES: dict[str, tuple[str, int, tuple[int, ...]]] = {
 def launch(
     preset: str, layer: int, counts: tuple[int, ...]
 ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-    """What handle.append would launch (decode steps at their padded size, as in a graph):
-    programs, arguments and constants."""
+    """What handle.append would launch (decode steps at their padded size, as in a graph; the first
+    launch of a chunk): programs, arguments and constants."""
     from dsv4.kernels.append import launch_arguments
 
     schema = CacheSchema.build(ModelSpec.preset(preset), max_context=2 * WIDE)
@@ -60,7 +60,8 @@ def launch(
     )
     handle = manager.acquire(layer, plan)
     handle.backend = replace(
-        manager.backend, append=lambda *step: captured.append(launch_arguments(*step))
+        manager.backend,
+        append=lambda *step: captured.append(launch_arguments(*step, stage=counts == CHUNK)),
     )
     kv = torch.empty(tokens, schema.model.head_dim, dtype=torch.bfloat16)
     projections = [
@@ -83,12 +84,17 @@ def specialization(arguments: tuple[Any, ...]) -> list[object]:
 
 
 def compile_case(name: str) -> dict[str, Any]:
-    from dsv4.kernels.append import NUM_WARPS, _append_kernel
+    from dsv4.kernels.append import MAX_REGISTERS, NUM_WARPS, _append_kernel
     from tests.kernels.sm90 import compile_launch
 
     _, arguments, constants = launch(*CASES[name])
     compiled = compile_launch(
-        _append_kernel, arguments, constants, num_warps=NUM_WARPS, fp_fusion=False
+        _append_kernel,
+        arguments,
+        constants,
+        num_warps=NUM_WARPS,
+        fp_fusion=False,
+        maxnreg=MAX_REGISTERS,
     )
     instructions = re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]+)", compiled.ptx, re.MULTILINE)
     return {

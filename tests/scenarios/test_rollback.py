@@ -160,6 +160,7 @@ def test_a_spread_of_phases_of_128(drafts: int):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("drafts", range(1, 17))
 def test_every_phase_of_128_and_every_accepted_count(drafts: int):
     width = 1 + drafts
