@@ -108,10 +108,6 @@ class ModelSpec:
                     f"keeps its own"
                 )
 
-    @property
-    def nope_dim(self) -> int:
-        return self.head_dim - self.rope_dim
-
     def count(self, attention: AttentionType, *, draft: bool = False) -> int:
         return sum(s.attention is attention and s.draft == draft for s in self.layers)
 

@@ -33,6 +33,10 @@ KINDS = ("swa", "csa", "hca")
 RATIOS = (0, 4, 128)
 ROPE_DIM = 64
 LEAST_IDENTICAL = 0.999
+# Official sums run in fp32 in an order of their own: about one pooled value in 10,000 lies so near
+# to the middle of two bf16 numbers that it goes the other way. Through the rotation that shows in
+# both channels of a pair, also in an array so small that two elements are more than 0.1 %.
+ONE_MOVED_ROUNDING = 2
 LEAST_IDENTICAL_SCORES = 0.995
 RELATIVE_ERROR: dict[BackendName, float] = {"reference": 2e-3, "triton": 4e-3}
 
@@ -247,7 +251,8 @@ def _compare(
     )
     passed = differing == 0
     if not exact:
-        passed = differing <= (1 - LEAST_IDENTICAL) * expected.numel() and worst <= 1
+        allowed = max((1 - LEAST_IDENTICAL) * expected.numel(), ONE_MOVED_ROUNDING)
+        passed = differing <= allowed and worst <= 1
     return ArrayReport(
         array=name,
         elements=expected.numel(),
@@ -319,7 +324,10 @@ def _worst_steps(part: Part, record: RecordFormat, stored: Tensor, expected: Ten
     if a.numel() == 0:
         return 0.0
     if part.code is None:
-        return float((_ordered_bits(a) - _ordered_bits(b)).abs().max())
+        # a rotation mixes the two channels of a pair: one ulp is that of the larger of them
+        pairs = torch.stack((a, b)).float().abs().unflatten(-1, (-1, 2)).amax(dim=(0, -1))
+        ulp = _power(torch.frexp(pairs)[1] - 8).repeat_interleave(2, dim=-1)
+        return float(((a.float() - b.float()).abs() / ulp).max())
     _, scales = encode(record, expected)
     factor = _power(scales[:, : part.tiles].int() - 127)
     tiles = torch.stack((a, b)).float().unflatten(-1, (part.tiles, part.code.tile))

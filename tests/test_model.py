@@ -101,7 +101,7 @@ def test_presets_have_the_published_shapes(
 ) -> None:
     model = ModelSpec.preset(name)
     assert (model.hidden, model.heads, model.index_topk) == (hidden, heads, topk)
-    assert (model.head_dim, model.nope_dim, model.rope_dim) == (512, 448, 64)
+    assert (model.head_dim, model.rope_dim) == (512, 64)
     assert (model.index_heads, model.index_dim) == (64, 128)
     assert (model.window, model.max_context, model.rms_eps) == (128, 1_048_576, 1e-6)
     assert model.rope == RopeSpec(

@@ -24,6 +24,7 @@ def rows(
     aligned: bool = True,
 ) -> None:
     """A [count, width] tensor whose rows are contiguous and, if `aligned`, start on 16 bytes."""
+    _tensor(name, tensor)
     shape = (count, width)
     if tuple(tensor.shape) != shape:
         raise InvalidInput(
@@ -45,6 +46,7 @@ def rows(
 
 def vector(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """A contiguous fp32 weight."""
+    _tensor(name, tensor)
     if tuple(tensor.shape) != shape:
         raise InvalidInput(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
     _dtype_and_device(name, tensor, "float32", device)
@@ -58,6 +60,7 @@ def contiguous(name: str, tensor: Tensor) -> None:
 
 def rope_table(table: Tensor, rope_dim: int, max_context: int, device: torch.device) -> None:
     """The table of dsv4.rope.rope_table, for every position that a request can reach."""
+    _tensor("rope", table)
     if table.dim() != 2 or table.shape[1] != rope_dim or table.shape[0] < max_context:
         raise InvalidInput(
             f"rope has shape {list(table.shape)}, expected [positions, {rope_dim}] (cos | sin) "
@@ -68,6 +71,7 @@ def rope_table(table: Tensor, rope_dim: int, max_context: int, device: torch.dev
 
 def heads(name: str, tensor: Tensor, tokens: int, width: int, device: torch.device) -> None:
     """A contiguous bf16 [tokens, heads, width] tensor."""
+    _tensor(name, tensor)
     if tensor.dim() != 3 or tensor.shape[0] != tokens or tensor.shape[2] != width:
         raise InvalidInput(
             f"{name} has shape {list(tensor.shape)}, the plan's tokens (padding included) need "
@@ -79,6 +83,7 @@ def heads(name: str, tensor: Tensor, tokens: int, width: int, device: torch.devi
 
 def index_rows(name: str, tensor: Tensor, tokens: int, device: torch.device) -> None:
     """A contiguous int32 [tokens, k] tensor of entry numbers."""
+    _tensor(name, tensor)
     if tensor.dim() != 2 or tensor.shape[0] != tokens:
         raise InvalidInput(
             f"{name} has shape {list(tensor.shape)}, the plan's tokens (padding included) need "
@@ -111,6 +116,11 @@ def wanted(
         if tensor is None:
             raise InvalidInput(f"layer {layer} compresses, but {name} is missing")
     return True
+
+
+def _tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise InvalidInput(f"{name} is {type(value).__name__}, must be a tensor")
 
 
 def _dtype_and_device(name: str, tensor: Tensor, dtype: str, device: torch.device) -> None:

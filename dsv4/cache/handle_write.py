@@ -32,7 +32,7 @@ class LayerWrites(LayerAccess):
         *,
         weights: LayerWeights,
     ) -> None:
-        """All that this layer writes in the step, in one launch.
+        """All that this layer writes in the step: one launch in a decode step, two in a chunk.
 
         Rows are the plan's tokens in its order (padding rows included, their content ignored): `kv`
         bf16 [tokens, head_dim]; `c`, `z` fp32 [tokens, columns] are the compressor's value and gate
@@ -40,29 +40,18 @@ class LayerWrites(LayerAccess):
         Window rows go to the ring, projections to the tails, closed groups to their blocks.
         Raises InvalidInput or PlanError before anything is launched.
         """
-        plan = self.open_plan()
-        if self.layer in plan.appended_layers and not plan.narrow:
-            raise PlanError(
-                f"layer {self.layer} has appended this plan already: a wide step is not repeatable"
-            )
+        plan = self._unwritten_plan()
         window = self._window_write(plan, kv, weights)
-        writes = [
-            self._compressor_write(plan, layout, w, name, values, gates)
-            for layout, w, name, values, gates in (
-                (self.main, weights.compressor, "", c, z),
-                (self.index, weights.index_compressor, "index_", index_c, index_z),
-            )
-            if checks.wanted(layout, f"{name}c", values, f"{name}z", gates, self.layer)
-        ]
+        writes = self._compressor_writes(plan, weights, c, z, index_c, index_z)
         self.backend.append(self.step_tensors(plan, weights), window, writes)
-        plan.appended_layers.add(self.layer)
-        plan.last_appended = self.layer
+        plan.note_append(self.layer)
 
     def write_swa(self, kv: Tensor, *, weights: LayerWeights) -> None:
         """The window rows alone. Wrap-around leaves exactly the newest ring-full."""
-        plan = self.open_plan()
+        plan = self._unwritten_plan()
         window = self._window_write(plan, kv, weights)
         self.backend.append(self.step_tensors(plan, weights), window, ())
+        plan.note_append(self.layer)
 
     def write_tail(
         self,
@@ -78,14 +67,7 @@ class LayerWrites(LayerAccess):
         Only for narrow steps: a tail holds no more than a group and the drafts.
         """
         plan = self._narrow_plan("write_tail")
-        writes = [
-            self._compressor_write(plan, layout, w, name, values, gates, compress=False)
-            for layout, w, name, values, gates in (
-                (self.main, weights.compressor, "", c, z),
-                (self.index, weights.index_compressor, "index_", index_c, index_z),
-            )
-            if checks.wanted(layout, f"{name}c", values, f"{name}z", gates, self.layer)
-        ]
+        writes = self._compressor_writes(plan, weights, c, z, index_c, index_z, compress=False)
         self.backend.append(self.step_tensors(plan, weights), None, writes)
 
     def flush_compression(self, *, weights: LayerWeights) -> None:
@@ -137,6 +119,35 @@ class LayerWrites(LayerAccess):
             scratch=self._buffers.scratch,
             arrived=self._buffers.arrived,
         )
+
+    def _unwritten_plan(self) -> ForwardPlan:
+        """A wide step overwrites the rows it has staged, so each layer writes it once."""
+        plan = self.open_plan()
+        if self.layer in plan.appended_layers and not plan.narrow:
+            raise PlanError(
+                f"layer {self.layer} has appended this plan already: a wide step is not repeatable"
+            )
+        return plan
+
+    def _compressor_writes(
+        self,
+        plan: ForwardPlan,
+        weights: LayerWeights,
+        c: Tensor | None,
+        z: Tensor | None,
+        index_c: Tensor | None,
+        index_z: Tensor | None,
+        *,
+        compress: bool = True,
+    ) -> list[CompressorWrite]:
+        return [
+            self._compressor_write(plan, layout, given, name, values, gates, compress=compress)
+            for layout, given, name, values, gates in (
+                (self.main, weights.compressor, "", c, z),
+                (self.index, weights.index_compressor, "index_", index_c, index_z),
+            )
+            if checks.wanted(layout, f"{name}c", values, f"{name}z", gates, self.layer)
+        ]
 
     def _window_write(self, plan: ForwardPlan, kv: Tensor, weights: LayerWeights) -> WindowWrite:
         page = self._swa_view.page

@@ -379,7 +379,7 @@ class KVCacheManager:
         for slot, request in self._requests.items():
             if request.slot != slot or request.released:
                 raise Dsv4Error(f"slot {slot} is held by a request that does not know it")
-            if request.length > len(request.block_ids) * self.schema.block_tokens:
+            if self.schema.blocks_for(request.length) > len(request.block_ids):
                 raise Dsv4Error(f"slot {slot} has more tokens than its blocks hold")
             for block_id in request.block_ids:
                 owners[block_id] = owners.get(block_id, 0) + 1
@@ -413,6 +413,8 @@ class KVCacheManager:
             )
 
     def _check_open(self, plan: ForwardPlan) -> None:
+        if not isinstance(plan, ForwardPlan):
+            raise PlanError(f"{plan!r} is not a plan: take what prepare_forward returned")
         if plan.done:
             raise PlanError("this plan is over: prepare a new one for each step")
         if plan is not self._open_plan:
@@ -421,6 +423,8 @@ class KVCacheManager:
     def _checked_steps(self, steps: Sequence[Step]) -> tuple[tuple[Request, ...], I64, I64]:
         """Requests, their state (slot, length, blocks held, blocks published: one row each) and
         their new tokens. Raises what `prepare_forward` does, for the first step that is wrong."""
+        if any(not isinstance(step, tuple) or len(step) not in (2, 3) for step in steps):
+            raise PlanError("a step is (request, new tokens) or (request, new tokens, start)")
         requests = tuple(step[0] for step in steps)
         if len({id(request) for request in requests}) != len(requests):
             raise PlanError("a request stands twice in one step: merge its tokens")

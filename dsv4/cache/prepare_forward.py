@@ -143,6 +143,11 @@ class ForwardPlan:
     appended_layers: set[int] = field(default_factory=set)
     last_appended: int | None = None
 
+    def note_append(self, layer: int) -> None:
+        """A layer has written this step; a chunk's staged rows are now that layer's."""
+        self.appended_layers.add(layer)
+        self.last_appended = layer
+
     @property
     def num_tokens(self) -> int:
         return int(self.counts.sum())

@@ -537,6 +537,10 @@ def compute_block_budget(
     _require_count("max_requests", max_requests, at_least=1)
     tokens = schema.max_context if context is None else context
     _require_count("context", tokens, at_least=1)
+    if tokens > schema.max_context:
+        raise InvalidInput(
+            f"context={tokens} is past max_context={schema.max_context} of the schema"
+        )
     fixed = max_requests * schema.bytes_per_request
     blocks = max(0, memory_bytes - fixed) // schema.block_bytes if schema.block_bytes else 0
     needed = schema.blocks_for(tokens) if schema.block_bytes else 0

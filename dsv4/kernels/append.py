@@ -188,7 +188,7 @@ def _compressor_arguments(
         return 0, (step.batch, step.batch, *[nothing] * 6, step.arrived, *[0] * 9), None
     layout, items = write.layout, write.items.shape[0]
     splits = 1
-    if layout.slots_pooled > MAX_ROWS_IN_ONE_PROGRAM:
+    if layout.slots_pooled > MAX_ROWS_IN_ONE_PROGRAM and not layout.overlap:
         splits = max(1, layout.width // SPLIT_CHANNELS)
     # Where a step is narrow its tails overwrite nothing that its groups read, so other programs
     # may write them meanwhile; a wide chunk's groups must be read first.
@@ -464,7 +464,7 @@ def _compress(
                     entry = entry0 + nth
                     if (entry + 1) * RATIO <= end:
                         _close_group(
-                            item, split, nth, entry, slot, start, first_row,
+                            item, split, entry, slot, start, first_row,
                             block_arena, block_table, rope_ptr, block_bytes, table_stride, eps,
                             c_ptr, z_ptr, ape_ptr, norm_ptr, dense_ptr, scratch_ptr, arrived_ptr,
                             c_stride, z_stride, data_offset, scale_offset, ka, za, kb, zb, C,
@@ -481,7 +481,7 @@ def _compress(
 
 @triton.jit
 def _close_group(
-    item, split, nth, entry, slot, start, first_row,
+    item, split, entry, slot, start, first_row,
     block_arena, block_table, rope_ptr, block_bytes, table_stride, eps,
     c_ptr, z_ptr, ape_ptr, norm_ptr, dense_ptr, scratch_ptr, arrived_ptr,
     c_stride, z_stride, data_offset, scale_offset, ka, za, kb, zb, C: tl.constexpr,

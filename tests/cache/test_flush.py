@@ -97,7 +97,7 @@ def test_rope_channels_are_stored_exactly():
     request, stream = stack.manager.admit_request(), stack.stream(0, 100)
     stack.step([(request, stream, 100)])
     stored = stack.manager.acquire(SWA).state.swa_rope[request.slot, :100]
-    nope = TINY.nope_dim
+    nope = TINY.head_dim - TINY.rope_dim
     assert torch.equal(stored.view(torch.int16), stream.kv[SWA][:, nope:].view(torch.int16))
 
 

@@ -298,3 +298,40 @@ def test_rows_that_do_not_start_on_16_bytes_are_refused(first: int):
     wide = torch.cat((call.tensors["c"], torch.zeros(TOKENS, 5)), dim=1)
     call.tensors["c"] = wide[:, first : first + 128]
     refuse(call, InvalidInput, "16 bytes")
+
+
+# ---- a wide step is written once -----------------------------------------------------------------
+
+
+def test_a_wide_write_swa_is_not_repeatable_and_cannot_be_abandoned():
+    call = good_call(CSA)
+    handle = call.stack.manager.acquire(CSA, call.plan)
+    handle.write_swa(call.tensors["kv"], weights=call.weights)
+    with pytest.raises(PlanError, match="appended this plan already"):
+        handle.write_swa(call.tensors["kv"], weights=call.weights)
+    refuse(call, PlanError, "appended this plan already")
+    with pytest.raises(PlanError, match="more than the"):
+        call.stack.manager.abandon(call.plan)
+    call.stack.manager.commit(call.plan)
+
+
+@pytest.mark.parametrize("steps", [[None], [()], [("r",)], [(1, 2, 3, 4)]])
+def test_steps_of_another_shape_are_refused(steps: list):
+    manager = good_call(CSA).stack.manager
+    manager.abandon(manager._open_plan)
+    with pytest.raises(PlanError, match="new tokens"):
+        manager.prepare_forward(steps)
+
+
+@pytest.mark.parametrize("plan", [None, "plan", 3])
+def test_only_plans_are_committed(plan: object):
+    manager = good_call(CSA).stack.manager
+    with pytest.raises(PlanError, match="not a plan"):
+        manager.commit(plan)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["kv", "c", "index_z"])
+def test_what_is_no_tensor_is_refused(name: str):
+    call = good_call(CSA)
+    call.tensors[name] = [1.0]
+    refuse(call, InvalidInput, "must be a tensor")

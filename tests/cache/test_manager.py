@@ -247,7 +247,16 @@ def test_a_window_only_model_needs_no_blocks():
     schema = CacheSchema.build(model, max_context=512)
     budget = compute_block_budget(schema, memory_bytes=2**20, max_requests=1)
     manager = KVCacheManager.from_budget(schema, budget, max_step_tokens=16)
-    manager.release_request(manager.admit_request(512))
+    request = manager.admit_request(512)
+    manager.commit(manager.prepare_forward([(request, 5)]))
+    manager.check_invariants()
+    manager.release_request(request)
+
+
+def test_a_budget_for_more_context_than_the_schema_has_is_refused():
+    schema = CacheSchema.build(TINY, max_context=512)
+    with pytest.raises(InvalidInput, match="max_context=512"):
+        compute_block_budget(schema, memory_bytes=2**40, max_requests=1, context=513)
 
 
 @pytest.mark.parametrize("value", [v for v in NOT_COUNTS if v is not None])
