@@ -26,21 +26,22 @@ ROOT = Path(__file__).parents[2]
 SWA, CSA, HCA = 0, 2, 3
 WIDE = 8192
 DECODE, CHUNK = (1,) * 8, (WIDE,)
-# name -> (preset, layer, tokens of each request)
-CASES: dict[str, tuple[str, int, tuple[int, ...]]] = {
-    "flash csa decode": ("v4-flash", CSA, DECODE),
-    "flash csa chunk": ("v4-flash", CSA, CHUNK),
-    "pro hca decode": ("v4-pro", HCA, DECODE),
-    "pro hca chunk": ("v4-pro", HCA, CHUNK),
-    "flash window decode": ("v4-flash", SWA, DECODE),
+# name -> (preset, layer, tokens of each request, whether it is the second launch of a chunk)
+CASES: dict[str, tuple[str, int, tuple[int, ...], bool]] = {
+    "flash csa decode": ("v4-flash", CSA, DECODE, False),
+    "flash csa chunk": ("v4-flash", CSA, CHUNK, False),
+    "pro hca decode": ("v4-pro", HCA, DECODE, False),
+    "pro hca chunk": ("v4-pro", HCA, CHUNK, False),
+    "flash window decode": ("v4-flash", SWA, DECODE, False),
+    "flash window chunk": ("v4-flash", CSA, CHUNK, True),
 }
 
 
 def launch(
-    preset: str, layer: int, counts: tuple[int, ...]
+    preset: str, layer: int, counts: tuple[int, ...], second: bool = False
 ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-    """What handle.append would launch (decode steps at their padded size, as in a graph; the first
-    launch of a chunk): programs, arguments and constants."""
+    """What handle.append would launch (decode steps at their padded size, as in a graph; one of
+    the two launches of a chunk): programs, arguments and constants."""
     from dsv4.kernels.append import launch_arguments
 
     schema = CacheSchema.build(ModelSpec.preset(preset), max_context=2 * WIDE)
@@ -61,7 +62,11 @@ def launch(
     handle = manager.acquire(layer, plan)
     handle.backend = replace(
         manager.backend,
-        append=lambda *step: captured.append(launch_arguments(*step, stage=counts == CHUNK)),
+        append=lambda step, window, compressors: captured.append(
+            launch_arguments(step, window, ())
+            if second
+            else launch_arguments(step, window, compressors, stage=counts == CHUNK)
+        ),
     )
     kv = torch.empty(tokens, schema.model.head_dim, dtype=torch.bfloat16)
     projections = [
