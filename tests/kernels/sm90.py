@@ -1,12 +1,15 @@
 """Compiles launches for sm_90 without a GPU and reports what ptxas made of them.
 
-Works in a process where TRITON_INTERPRET is unset.
+Works in a process where TRITON_INTERPRET is unset: `run_apart` starts one.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
@@ -26,6 +29,7 @@ _POINTERS = {
     torch.int64: "*i64",
     torch.int16: "*i16",
 }
+_ROOT = Path(__file__).parents[2]
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -98,6 +102,22 @@ def compile_launch(
         ptx=binary.asm["ptx"],
         opcodes=opcodes,
     )
+
+
+def run_apart(module: str, case: str) -> dict[str, Any]:
+    """What `python -m module case` prints as its last line, in JSON, with kernels compiled."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", module, case],
+        cwd=_ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def _run(tool: str, *arguments: str) -> str:

@@ -7,12 +7,9 @@ Run as a program (TRITON_INTERPRET unset) this file compiles one case and prints
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +17,9 @@ import torch
 
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
+from tests.kernels.sm90 import compile_launch, run_apart
 from tests.stack import Stack
 
-ROOT = Path(__file__).parents[2]
 SWA, CSA, HCA = 0, 2, 3
 WIDE = 8192
 DECODE, CHUNK = (1,) * 8, (WIDE,)
@@ -90,7 +87,6 @@ def specialization(arguments: tuple[Any, ...]) -> list[object]:
 
 def compile_case(name: str) -> dict[str, Any]:
     from dsv4.kernels.append import MAX_REGISTERS, NUM_WARPS, _append_kernel
-    from tests.kernels.sm90 import compile_launch
 
     _, arguments, constants = launch(*CASES[name])
     compiled = compile_launch(
@@ -111,17 +107,7 @@ def compile_case(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_append(name: str):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_append_sm90", name],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_apart("tests.kernels.test_append_sm90", name)
     assert found["spill_bytes"] == 0
     assert found["registers"] <= 255
     instructions = found["instructions"]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +11,8 @@ import torch
 from dsv4.cache.records import RecordFormat, fp8_ds, mxfp4
 from dsv4.cache.schema import CacheSchema, Page
 from dsv4.model import ModelSpec
+from tests.kernels.sm90 import compile_launch, run_apart
 
-ROOT = Path(__file__).parents[2]
 NAMES = ("write entries", "write keys", "gather entries", "gather all", "gather window")
 RECORDS: dict[str, RecordFormat] = {"entries": fp8_ds(512, 64), "keys": mxfp4(128)}
 
@@ -23,7 +20,6 @@ RECORDS: dict[str, RecordFormat] = {"entries": fp8_ds(512, 64), "keys": mxfp4(12
 def compile_case(name: str) -> dict[str, object]:
     from dsv4.kernels import gather, write_records
     from dsv4.kernels.record import record_constants
-    from tests.kernels.sm90 import compile_launch
 
     schema = CacheSchema.build(ModelSpec.preset("v4-flash"))
     page = schema.page("entries", 2)
@@ -66,17 +62,7 @@ def compile_case(name: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled(name: str) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_small_sm90", name],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_apart("tests.kernels.test_small_sm90", name)
     assert found["spill_bytes"] == 0
     assert found["registers"] <= 128
     if name == "write entries":
