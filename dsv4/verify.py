@@ -26,7 +26,8 @@ from dsv4.cache.schema import CacheSchema, Page
 from dsv4.cache.writes import CompressorWeights, LayerWeights
 from dsv4.errors import InvalidInput
 from dsv4.model import ModelSpec, RopeSpec, v4_layers
-from dsv4.reference.codec import E2M1_GRID, decode, encode
+from dsv4.reference.codec import E2M1_GRID, encode
+from dsv4.reference.pages import read_records
 from dsv4.rope import rope_table
 
 KINDS = ("swa", "csa", "hca")
@@ -241,12 +242,8 @@ def _page(schema: CacheSchema, kind: Any, layer: int) -> Page:
 
 def _read(row: Tensor, page: Page, count: int) -> Tensor:
     """The first `count` records of a page, decoded, from one arena row."""
-    data_bytes, scale_bytes = page.format.data_row_bytes, page.format.scale_row_bytes
-    at = page.offset_bytes
-    data = row[at : at + page.rows * data_bytes].view(page.rows, data_bytes)
-    at = page.scale_offset_bytes
-    scales = row[at : at + page.rows * scale_bytes].view(page.rows, scale_bytes)
-    return decode(page.format, data[:count], scales[:count]).cpu()
+    rows = torch.arange(count, device=row.device)
+    return read_records(row[None], page, torch.zeros_like(rows), rows).cpu()
 
 
 def _compare(

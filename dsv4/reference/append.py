@@ -11,6 +11,7 @@ from dsv4.cache.schema import Page
 from dsv4.cache.writes import CompressorWrite, StepTensors, WindowWrite
 from dsv4.reference.codec import encode
 from dsv4.reference.numerics import gated_pool, hadamard, rms_norm, rotate, to_bf16
+from dsv4.reference.pages import page_rows
 
 
 def append(
@@ -58,19 +59,10 @@ def stage_window(step: StepTensors, window: WindowWrite) -> None:
     slot = batch[:, :1].expand_as(position)[valid]
     chunk_row = (batch[:, 3:4] + before * row + torch.arange(before, device=batch.device))[valid]
     ring_row = position[valid] % window.page.rows
-    record = window.page.format
-    for width, source_offset, target_offset in (
-        (record.data_row_bytes, window.page.offset_bytes, window.chunk_page.offset_bytes),
-        (
-            record.scale_row_bytes,
-            window.page.scale_offset_bytes,
-            window.chunk_page.scale_offset_bytes,
-        ),
-    ):
-        if width:
-            source = _rows(step.slot_arena, window.page, width, source_offset)
-            target = _rows(window.chunk, window.chunk_page, width, target_offset)
-            target[0, chunk_row] = source[slot, ring_row]
+    stored = page_rows(step.slot_arena, window.page)
+    staged = page_rows(window.chunk, window.chunk_page)
+    for source, target in zip(stored, staged, strict=True):
+        target[0, chunk_row] = source[slot, ring_row]
 
 
 def compress_groups(step: StepTensors, write: CompressorWrite) -> None:
@@ -122,18 +114,8 @@ def write_records(
     either is negative nothing is written."""
     live = torch.nonzero((arena_row >= 0) & (page_row >= 0)).flatten()
     arena_row, page_row, rows = arena_row[live], page_row[live], rows[live]
-    data, scales = encode(page.format, rows)
-    for offset, width, encoded in (
-        (page.offset_bytes, page.format.data_row_bytes, data),
-        (page.scale_offset_bytes, page.format.scale_row_bytes, scales),
-    ):
-        if width:
-            _rows(arena, page, width, offset)[arena_row, page_row] = encoded
-
-
-def _rows(arena: Tensor, page: Page, width: int, offset: int) -> Tensor:
-    """One kind of rows of a page in every arena row: uint8 [arena rows, page rows, width]."""
-    return arena.as_strided((arena.shape[0], page.rows, width), (arena.stride(0), width, 1), offset)
+    for target, encoded in zip(page_rows(arena, page), encode(page.format, rows), strict=True):
+        target[arena_row, page_row] = encoded
 
 
 def _closed_groups(write: CompressorWrite) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.reads import EntrySource, WindowSource
-from dsv4.cache.schema import Page
-from dsv4.reference.codec import decode
+from dsv4.reference.gather import window_rows
 from dsv4.reference.numerics import rotate, to_bf16
+from dsv4.reference.pages import read_records
 
 
 def attend(
@@ -43,7 +43,7 @@ def attend(
     for row, (slot, position, batch_row, _) in enumerate(tokens.tolist()):
         if slot < 0:
             continue
-        keys = _window_keys(window, batch, slot, position, batch_row)
+        keys = _window_keys(window, batch, position, batch_row)
         if entries is not None:
             named = None if indices is None else indices[row]
             keys = torch.cat((keys, _entry_keys(entries, named, slot, position)))
@@ -67,18 +67,13 @@ def _softmax_sum(q: Tensor, keys: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]
     return to_bf16(result), (top + torch.log(total)).squeeze(-1)
 
 
-def _window_keys(
-    window: WindowSource, batch: Tensor, slot: int, position: int, batch_row: int
-) -> Tensor:
+def _window_keys(window: WindowSource, batch: Tensor, position: int, batch_row: int) -> Tensor:
     """The visible window of a query, oldest first."""
     first = max(0, position - window.window + 1)
     seen = torch.arange(first, position + 1, device=window.arena.device)
-    if not window.chunk:
-        return _records(window.arena, window.page, torch.full_like(seen, slot), seen)
-    _, start, _, first_row = batch[batch_row].tolist()
-    before = window.window - 1
-    staged = first_row + before * batch_row + seen - (start - before)
-    return _records(window.arena, window.page, torch.zeros_like(seen), staged)
+    row = torch.tensor([batch_row], device=seen.device)
+    arena_row, page_row = window_rows(window, batch[row].long(), row, seen[None])
+    return read_records(window.arena, window.page, arena_row[0], page_row[0])
 
 
 def _entry_keys(source: EntrySource, named: Tensor | None, slot: int, position: int) -> Tensor:
@@ -89,20 +84,4 @@ def _entry_keys(source: EntrySource, named: Tensor | None, slot: int, position: 
     else:
         entry = named[(named >= 0) & (named < visible)].long()
     block_id = source.block_table[slot, entry // source.page.rows].long()
-    return _records(source.arena, source.page, block_id, entry)
-
-
-def _records(arena: Tensor, page: Page, arena_row: Tensor, row: Tensor) -> Tensor:
-    """bf16 vectors: row `row[i]`, modulo the page's length, of the page in `arena_row[i]`."""
-    rows = []
-    for offset, width in (
-        (page.offset_bytes, page.format.data_row_bytes),
-        (page.scale_offset_bytes, page.format.scale_row_bytes),
-    ):
-        pages = arena.as_strided(
-            (arena.shape[0], page.rows, width),
-            (arena.stride(0), width, 1),
-            arena.storage_offset() + offset,
-        )
-        rows.append(pages[arena_row, row % page.rows])
-    return decode(page.format, *rows)
+    return read_records(source.arena, source.page, block_id, entry % source.page.rows)

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.reads import EntrySource, WindowSource
-from dsv4.cache.schema import Page
-from dsv4.reference.codec import decode
+from dsv4.reference.pages import read_records
 
 
 def gather_entries(
@@ -74,18 +73,3 @@ def window_rows(
     before = source.window - 1
     base = batch[:, 3] + before * batch_row - (batch[:, 1] - before)
     return torch.zeros_like(position), base[:, None] + position
-
-
-def read_records(arena: Tensor, page: Page, arena_row: Tensor, page_row: Tensor) -> Tensor:
-    """The records at these places, decoded to bf16 [..., width]."""
-    data = arena.as_strided(
-        (arena.shape[0], page.rows, page.format.data_row_bytes),
-        (arena.stride(0), page.format.data_row_bytes, 1),
-        page.offset_bytes,
-    )
-    scales = arena.as_strided(
-        (arena.shape[0], page.rows, page.format.scale_row_bytes),
-        (arena.stride(0), max(page.format.scale_row_bytes, 1), 1),
-        page.scale_offset_bytes if page.format.scale_row_bytes else page.offset_bytes,
-    )
-    return decode(page.format, data[arena_row, page_row], scales[arena_row, page_row])

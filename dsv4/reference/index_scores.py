@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.reads import EntrySource
-from dsv4.reference.codec import decode
 from dsv4.reference.numerics import to_bf16
+from dsv4.reference.pages import read_records
 
 MIN_HEADS = 16
 
@@ -76,15 +76,5 @@ def head_sum(x: Tensor) -> Tensor:
 
 def load_entries(source: EntrySource, slot: int, entry: Tensor) -> Tensor:
     """The decoded records of some entries of a slot, bf16 [entries, width]."""
-    page, arena = source.page, source.arena
-    block_id = source.block_table[slot, entry // page.rows].long()
-    rows = []
-    for offset, width in (
-        (page.offset_bytes, page.format.data_row_bytes),
-        (page.scale_offset_bytes, page.format.scale_row_bytes),
-    ):
-        view = arena.as_strided(
-            (arena.shape[0], page.rows, width), (arena.stride(0), width, 1), offset
-        )
-        rows.append(view[block_id, entry % page.rows])
-    return decode(page.format, rows[0], rows[1])
+    block_id = source.block_table[slot, entry // source.page.rows].long()
+    return read_records(source.arena, source.page, block_id, entry % source.page.rows)

@@ -11,6 +11,7 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.kernels import gather as kernel_gather
 from dsv4.model import ModelSpec
 from dsv4.reference import gather as reference_gather
+from dsv4.reference.pages import read_records
 from tests.stack import Stack, Stream
 
 BACKENDS = {"reference": reference_gather, "triton": kernel_gather}
@@ -51,7 +52,7 @@ def entry_source(stack: Stack, layer: int, kind: str = "entries") -> EntrySource
 def expected_entry(stack: Stack, source: EntrySource, request, entry: int) -> Tensor:
     block = torch.tensor(request.block_ids[entry // source.page.rows])
     row = torch.tensor(entry % source.page.rows)
-    return reference_gather.read_records(source.arena, source.page, block, row)
+    return read_records(source.arena, source.page, block, row)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

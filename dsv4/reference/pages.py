@@ -1,0 +1,32 @@
+"""Rows of pages in plain PyTorch: where the bytes of a record are, and records decoded."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dsv4.cache.schema import Page
+from dsv4.reference.codec import decode
+
+
+def page_rows(arena: Tensor, page: Page) -> tuple[Tensor, Tensor]:
+    """Data rows and scale rows of a page in every arena row: uint8 [arena rows, page rows, bytes],
+    sharing the arena's memory. A format without scales has rows of 0 bytes."""
+    data_bytes, scale_bytes = page.format.data_row_bytes, page.format.scale_row_bytes
+    data = _strided(arena, page.rows, data_bytes, page.offset_bytes)
+    if not scale_bytes:
+        return data, data[..., :0]
+    return data, _strided(arena, page.rows, scale_bytes, page.scale_offset_bytes)
+
+
+def read_records(arena: Tensor, page: Page, arena_row: Tensor, page_row: Tensor) -> Tensor:
+    """The records at these places, decoded to bf16 [..., width]."""
+    data, scales = page_rows(arena, page)
+    return decode(page.format, data[arena_row, page_row], scales[arena_row, page_row])
+
+
+def _strided(arena: Tensor, rows: int, width: int, offset_bytes: int) -> Tensor:
+    return arena.as_strided(
+        (arena.shape[0], rows, width),
+        (arena.stride(0), width, 1),
+        arena.storage_offset() + offset_bytes,
+    )
