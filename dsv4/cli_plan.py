@@ -37,10 +37,10 @@ def plan_command(
     requests: Annotated[int | None, typer.Option(help="Requests alive at once.")] = None,
     draft: Annotated[int, typer.Option(help="Draft tokens a step may have rejected.")] = 0,
     index_format: Annotated[
-        str, typer.Option(help="Indexer keys: mxfp4, fp8, nvfp4 or bf16.")
+        str, typer.Option(help="Indexer keys: mxfp4, fp8, nvfp4, bf16 or fp32.")
     ] = "mxfp4",
     record_format: Annotated[
-        str, typer.Option(help="Entries and window: fp8_ds, fp8_row or bf16.")
+        str, typer.Option(help="Entries and window: fp8_ds, fp8_row, bf16 or fp32.")
     ] = "fp8_ds",
     block_tokens: Annotated[int, typer.Option(help="Tokens of a block.")] = 128,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -141,6 +141,7 @@ def _sizes_table(found: Plan) -> Table:
     table.add_row(f"block of {found.block_tokens} tokens", *_bytes(found.block_bytes))
     table.add_row("slot of a request", *_bytes(found.slot_bytes))
     table.add_row("block table row of a request", *_bytes(found.block_table_row_bytes))
+    table.add_row("snapshot of the prefix cache", *_bytes(found.snapshot_bytes))
     return table
 
 

@@ -51,13 +51,17 @@ class OutOfBlocks(Dsv4Error):
 
 
 class OutOfSlots(Dsv4Error):
-    """All state slots are taken."""
+    """State slots are missing."""
 
-    def __init__(self, *, total: int) -> None:
-        self.total = total
+    def __init__(self, *, total: int, needed: int = 1, free: int = 0) -> None:
+        self.total, self.needed, self.free = total, needed, free
+        found = (
+            f"{needed} state slots needed, {free} of {total} are free"
+            if free
+            else f"all {total} state slots are taken"
+        )
         super().__init__(
-            f"all {total} state slots are taken: wait for a request to end, "
-            f"or build the manager with a larger max_requests"
+            f"{found}: wait for a request to end, or build the manager with a larger max_requests"
         )
 
 
@@ -78,3 +82,7 @@ class PlanError(Dsv4Error):
 
 class RequestError(Dsv4Error):
     """A request that is released, foreign, or not in the state the call needs."""
+
+
+class MissingExtra(Dsv4Error, ImportError):
+    """An optional dependency is not installed; the message names the extra that brings it."""

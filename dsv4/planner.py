@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
+from dsv4.cache.snapshot_layout import SnapshotLayout
 from dsv4.errors import InvalidInput, PoolTooSmall
 
 Question = Literal["bytes", "memory", "requests", "context", "fits"]
@@ -30,7 +31,8 @@ class Plan:
     was given; `context_tokens` and `requests` are given or found. `request_bytes` is one request of
     that context and `needed_bytes` all of them. `budget` says what to allocate: all memory given
     that makes whole blocks, so it can hold more blocks than the requests need. It is None when
-    nothing was asked, and when the answer is that it does not fit.
+    nothing was asked, and when the answer is that it does not fit. `snapshot_bytes` is one snapshot
+    of the prefix cache; how many there are is the manager's option, and not in the budget.
     """
 
     model: str
@@ -44,6 +46,7 @@ class Plan:
     block_bytes: int
     slot_bytes: int
     block_table_row_bytes: int
+    snapshot_bytes: int
     bytes_by_kind: dict[str, dict[str, int]]
 
     question: Question
@@ -205,6 +208,7 @@ def _plan(
         block_bytes=schema.block_bytes,
         slot_bytes=schema.slot_bytes,
         block_table_row_bytes=schema.block_table_row_bytes,
+        snapshot_bytes=SnapshotLayout(schema).row_bytes,
         bytes_by_kind=schema.bytes_by_kind(),
         question=question,
         memory_bytes=memory_bytes,

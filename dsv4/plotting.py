@@ -7,18 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.cache.schema import CacheSchema
-from dsv4.errors import Dsv4Error, InvalidInput
+from dsv4.errors import InvalidInput, MissingExtra
 from dsv4.units import format_bytes, format_tokens
 
 DEFAULT_REQUESTS = (1, 4, 16, 64)
 _SHORTEST_CONTEXT = 1024
 _POINTS_PER_DOUBLING = 8
 _LABELS_APART = 1.8
-_INK, _MUTED, _GRID, _LIMIT = "#1f2430", "#6b7280", "#e5e7eb", "#c2410c"
-
-
-class MissingExtra(Dsv4Error, ImportError):
-    """An optional dependency is not installed; the message names the extra that brings it."""
+INK, MUTED, _GRID, _LIMIT = "#1f2430", "#6b7280", "#e5e7eb", "#c2410c"
 
 
 def plot_plan(
@@ -40,6 +36,13 @@ def plot_plan(
             raise InvalidInput(f"cannot draw {count!r}: requests and memory must be at least 1")
     if not requests:
         raise InvalidInput("no number of requests to draw: give at least one")
+    figure = new_figure(9, 5.4)
+    _draw(figure.add_subplot(), schema, memory_bytes, sorted(set(requests)))
+    save_figure(figure, path)
+
+
+def new_figure(width_inches: float, height_inches: float) -> Any:
+    """An empty figure that no window shows. Raises MissingExtra without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -49,9 +52,13 @@ def plot_plan(
             f"plots need matplotlib ({error}): install it with pip install 'dsv4[plot]'"
         ) from error
     layout = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.14)
-    figure = Figure(figsize=(9, 5.4), dpi=150, layout=layout)
+    figure = Figure(figsize=(width_inches, height_inches), dpi=150, layout=layout)
     FigureCanvasAgg(figure)
-    _draw(figure.add_subplot(), schema, memory_bytes, sorted(set(requests)))
+    return figure
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Raises InvalidInput for a suffix matplotlib does not know or a place it cannot write to."""
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
@@ -136,21 +143,14 @@ def _dress(axes: Any, schema: CacheSchema, contexts: list[int], lowest: int, hig
     powers = [p for p in range(first, last + 1) if last - first <= 8 or p % 2 == 0]
     axes.set_yticks([1 << power for power in powers], [format_bytes(1 << p) for p in powers])
     axes.set_ylim(lowest / 1.6, highest * 1.6)
-    axes.minorticks_off()
-    axes.grid(color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(_MUTED)
-    axes.tick_params(colors=_MUTED, labelsize=9)
-    axes.set_xlabel("context of each request (tokens)", color=_INK)
-    axes.set_ylabel("KV cache memory", color=_INK)
+    dress_axes(axes)
+    axes.set_xlabel("context of each request (tokens)", color=INK)
+    axes.set_ylabel("KV cache memory", color=INK)
     axes.set_title(
         f"{schema.model.name}: {schema.bytes_per_token:,.0f} bytes a token "
         f"+ {format_bytes(schema.bytes_per_request)} a request",
         loc="left",
-        color=_INK,
+        color=INK,
         fontweight="bold",
         pad=26,
     )
@@ -160,9 +160,21 @@ def _dress(axes: Any, schema: CacheSchema, contexts: list[int], lowest: int, hig
         f"entries {schema.entry_format.name}, index keys {schema.index_format.name}, "
         f"blocks of {schema.block_tokens} tokens, {schema.max_draft_tokens} draft tokens",
         transform=axes.transAxes,
-        color=_MUTED,
+        color=MUTED,
         fontsize=9,
     )
+
+
+def dress_axes(axes: Any) -> None:
+    """Light grid, no frame."""
+    axes.minorticks_off()
+    axes.grid(color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(MUTED)
+    axes.tick_params(colors=MUTED, labelsize=9)
 
 
 def _contexts(schema: CacheSchema) -> list[int]:

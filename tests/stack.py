@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4.backend import BackendName
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prefix_options import PrefixOptions
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.request import Request
 from dsv4.cache.schema import CacheSchema
@@ -44,6 +45,7 @@ class Stack:
         backend: BackendName | None = None,
         kv_norm: bool = True,
         spread: float = 1.0,
+        prefix: PrefixOptions | None = None,
     ) -> None:
         self.schema, self.layers, self.device = schema, tuple(layers), device
         self.manager = KVCacheManager(
@@ -53,6 +55,7 @@ class Stack:
             max_step_tokens=max_step_tokens,
             device=device,
             backend=backend,
+            prefix=prefix,
         )
         self.manager.block_arena.bytes.fill_(POISON)
         self.manager.slot_arena.bytes.fill_(POISON)
@@ -102,7 +105,8 @@ class Stack:
 
         result = Stream()
         for layer in self.layers:
-            result.kv[layer] = random(self.schema.model.head_dim).to(torch.bfloat16)
+            value_dtype = getattr(torch, self.schema.window_format.value_dtype)
+            result.kv[layer] = random(self.schema.model.head_dim).to(value_dtype)
             widths = [
                 layout.columns
                 for kind in ("tail", "index_tail")
@@ -144,11 +148,12 @@ class Stack:
         self,
         work: Sequence[tuple[Request, Stream, int]],
         accepted: Sequence[int] | None = None,
+        tokens: Sequence[int] | None = None,
         **padding: int,
     ) -> None:
         plan = self.manager.prepare_forward([(r, n) for r, _, n in work], **padding)
         self.write(plan, [s for _, s, _ in work])
-        self.manager.commit(plan, accepted)
+        self.manager.commit(plan, accepted, tokens=tokens)
 
 
 def logical_bytes(stack: Stack, request: Request) -> tuple[Tensor, Tensor]:

@@ -242,3 +242,9 @@ def test_one_more_token_each_does_not_fit(memory_bytes: int, requests: int) -> N
 def test_a_billion_requests_are_only_arithmetic() -> None:
     found = plan(TINY, context_tokens=16_384, requests=10**9)
     assert found.needed_bytes == 10**9 * TINY.request_bytes(16_384) > parse_bytes("1PiB")
+
+
+def test_the_size_of_a_snapshot_is_in_the_plan():
+    # 44 layers of 127 window rows, 21 of them with 4 rows of a previous group, k and z, as fp32
+    assert plan(FLASH).snapshot_bytes == 44 * 127 * 584 + 21 * 2 * 4 * (512 + 128) * 4
+    assert plan(FLASH).to_dict()["snapshot_bytes"] == 3_693_472

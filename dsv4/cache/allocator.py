@@ -1,4 +1,4 @@
-"""Who owns which block: a free list with reference counts.
+"""Who owns which block: a free list with reference counts, and what the prefix index keeps.
 
 Blocks are taken and given back only between captured graphs. The order is deterministic: the block
 that was freed last is taken first (of one release: in its order), and a fresh pool hands out
@@ -14,7 +14,8 @@ from dsv4.errors import Dsv4Error, InvalidInput, OutOfBlocks
 
 
 class BlockAllocator:
-    """A fixed set of block ids. A block is free (0 references) or held by one or more owners."""
+    """A fixed set of block ids. A block is held by one or more requests, or cached and idle (the
+    prefix index keeps it, no request holds it), or free."""
 
     def __init__(self, total: int) -> None:
         if isinstance(total, bool) or not isinstance(total, int) or total < 0:
@@ -22,13 +23,26 @@ class BlockAllocator:
         self.total = total
         self._free = list(range(total - 1, -1, -1))
         self._references = [0] * total
+        self._cached = bytearray(total)
+        self.cached = 0  # blocks the index keeps, idle or held
+        self.idle = 0  # those of them that no request holds
 
     @property
     def free(self) -> int:
         return len(self._free)
 
+    @property
+    def held(self) -> int:
+        """Blocks that requests hold."""
+        return self.total - self.free - self.idle
+
     def references(self, block_id: int) -> int:
+        """How many requests hold the block."""
         return self._references[self._known(block_id)]
+
+    def is_shared(self, block_id: int) -> bool:
+        """Whether anybody but one request, another request or the index, relies on its bytes."""
+        return self._references[block_id] > 1 or bool(self._cached[block_id])
 
     def can_take(self, count: int) -> bool:
         return 0 <= count <= self.free
@@ -57,15 +71,23 @@ class BlockAllocator:
         return taken
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """One more owner for each of these blocks, which must be held."""
+        """One more owner for each of these blocks, which must be held or cached."""
+        if not block_ids:
+            return
+        references, cached = self._references, self._cached
+        self._known(min(block_ids))
+        self._known(max(block_ids))
         for block_id in block_ids:
-            if not self._references[self._known(block_id)]:
+            if not references[block_id] and not cached[block_id]:
                 raise InvalidInput(f"block {block_id} is free: only a held block can be shared")
         for block_id in block_ids:
-            self._references[block_id] += 1
+            if not references[block_id]:
+                self.idle -= 1
+            references[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> list[int]:
         """One owner less for each; the ids that became free are returned, in the given order.
+        Cached blocks become idle instead.
 
         Raises InvalidInput, with nothing released, if any would drop below zero.
         """
@@ -79,20 +101,48 @@ class BlockAllocator:
         freed = []
         for block_id in block_ids:
             self._references[block_id] -= 1
-            if not self._references[block_id]:
+            if self._references[block_id]:
+                continue
+            if self._cached[block_id]:
+                self.idle += 1
+            else:
                 freed.append(block_id)
         self._free.extend(reversed(freed))
         return freed
 
+    def keep(self, block_id: int) -> None:
+        """The index keeps a held block: it outlives the requests that hold it."""
+        if not self._references[self._known(block_id)] or self._cached[block_id]:
+            raise InvalidInput(f"block {block_id} is free or cached already: it cannot be cached")
+        self._cached[block_id] = True
+        self.cached += 1
+
+    def drop(self, block_id: int) -> None:
+        """The index lets go of a block, which is free as soon as nobody holds it."""
+        if not self._cached[self._known(block_id)]:
+            raise InvalidInput(f"block {block_id} is not cached")
+        self._cached[block_id] = False
+        self.cached -= 1
+        if not self._references[block_id]:
+            self.idle -= 1
+            self._free.append(block_id)
+
     def check_invariants(self) -> None:
-        """Every block is either free once or referenced. Raises Dsv4Error otherwise."""
+        """Every block is free once, or held, or cached. Raises Dsv4Error otherwise."""
         listed = Counter(self._free)
         for block_id, references in enumerate(self._references):
-            if references < 0 or listed[block_id] != (references == 0):
+            free = references == 0 and not self._cached[block_id]
+            if references < 0 or listed[block_id] != free:
                 raise Dsv4Error(
                     f"block {block_id} has {references} references and stands {listed[block_id]} "
                     f"times in the free list: the allocator's own state is broken"
                 )
+        idle = sum(not r and bool(c) for r, c in zip(self._references, self._cached, strict=True))
+        if (idle, sum(self._cached)) != (self.idle, self.cached):
+            raise Dsv4Error(
+                f"{idle} of {sum(self._cached)} cached blocks are idle, but {self.idle} of "
+                f"{self.cached} were counted: the allocator's own state is broken"
+            )
         unknown = [block_id for block_id in listed if not 0 <= block_id < self.total]
         if unknown:
             raise Dsv4Error(f"ids {unknown[:8]} in the free list of a pool of {self.total} blocks")

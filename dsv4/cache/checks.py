@@ -69,15 +69,17 @@ def rope_table(table: Tensor, rope_dim: int, max_context: int, device: torch.dev
     vector("rope", table, tuple(table.shape), device)
 
 
-def heads(name: str, tensor: Tensor, tokens: int, width: int, device: torch.device) -> None:
-    """A contiguous bf16 [tokens, heads, width] tensor."""
+def heads(
+    name: str, tensor: Tensor, tokens: int, width: int, dtype: str, device: torch.device
+) -> None:
+    """A contiguous [tokens, heads, width] tensor."""
     _tensor(name, tensor)
     if tensor.dim() != 3 or tensor.shape[0] != tokens or tensor.shape[2] != width:
         raise InvalidInput(
             f"{name} has shape {list(tensor.shape)}, the plan's tokens (padding included) need "
             f"[{tokens}, heads, {width}]"
         )
-    _dtype_and_device(name, tensor, "bfloat16", device)
+    _dtype_and_device(name, tensor, dtype, device)
     contiguous(name, tensor)
 
 

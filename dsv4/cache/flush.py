@@ -21,7 +21,7 @@ from dsv4.model import AttentionType
 def csa_compress_tail(
     handle: LayerCacheHandle, weights: LayerWeights
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Entries bf16 [work items, head_dim], keys bf16 [work items, index_dim], and which rows are
+    """Entries [work items, head_dim], keys [work items, index_dim], and which rows are
     live, bool [work items]: the others are padding. Allocates its results; writes nothing to the
     cache."""
     _require(handle, AttentionType.CSA)
@@ -34,7 +34,7 @@ def csa_compress_tail(
 
 
 def hca_compress_tail(handle: LayerCacheHandle, weights: LayerWeights) -> tuple[Tensor, Tensor]:
-    """Entries bf16 [work items, head_dim] and which rows are live, bool [work items]."""
+    """Entries [work items, head_dim] and which rows are live, bool [work items]."""
     _require(handle, AttentionType.HCA)
     assert handle.main is not None
     entries = _dense(handle, handle.main)
@@ -115,7 +115,8 @@ def _check_flush(
     handle: LayerCacheHandle, layout: CompressorLayout, rows: Tensor, valid_mask: Tensor
 ) -> None:
     items = _items(handle)
-    checks.rows("rows", rows, items.shape[0], layout.width, "bfloat16", items.device)
+    value_dtype = layout.page.format.value_dtype
+    checks.rows("rows", rows, items.shape[0], layout.width, value_dtype, items.device)
     if valid_mask.shape != items.shape[:1] or valid_mask.dtype != torch.bool:
         raise InvalidInput(
             f"valid_mask is {valid_mask.dtype} of shape {list(valid_mask.shape)}, the step has "
@@ -141,7 +142,8 @@ def _flush_write(
 
 def _dense(handle: LayerCacheHandle, layout: CompressorLayout) -> Tensor:
     items = _items(handle)
-    return torch.zeros((items.shape[0], layout.width), dtype=torch.bfloat16, device=items.device)
+    dtype: torch.dtype = getattr(torch, layout.page.format.value_dtype)
+    return torch.zeros((items.shape[0], layout.width), dtype=dtype, device=items.device)
 
 
 def _ring_rows(first: int, last: int, rows: int) -> list[int]:

@@ -40,6 +40,8 @@ class LayerAccess:
         self.main = schema.compressor(layer, "tail")
         self.index = schema.compressor(layer, "index_tail")
         self._model = schema.model
+        self._value_dtype = schema.entry_format.value_dtype
+        self._index_dtype = schema.index_format.value_dtype
         self._max_context = schema.max_context
         self._buffers = buffers
         self._workspace = workspace

@@ -16,11 +16,12 @@ from dsv4.model import AttentionType
 class LayerReads(LayerAccess):
     """Reads what the step's `append` has left. Nothing outside a request's length is read.
 
-    With results given by the caller, calls allocate nothing and look at no length on the host.
+    "Values" are bf16, or fp32 where the format keeps fp32. With results given by the caller, calls
+    allocate nothing and look at no length on the host.
     """
 
     def gather_compressed_kv(self, indices: Tensor, out: Tensor | None = None) -> Tensor:
-        """Entries `indices` int32 [tokens, k] of each of the step's tokens, as bf16
+        """Entries `indices` int32 [tokens, k] of each of the step's tokens, as values
         [tokens, k, head_dim]. K and V are this one tensor. An index below 0, or of an entry that
         the token cannot see, gives zeros; rows of padding tokens stay as they are."""
         plan = self._written_plan()
@@ -28,7 +29,7 @@ class LayerReads(LayerAccess):
         device = indices.device
         checks.index_rows("indices", indices, plan.padded_tokens, self._slot_arena.device)
         shape = (*indices.shape, width)
-        out = _result("out", out, shape, torch.bfloat16, device)
+        out = _result("out", out, shape, self._value_dtype, device)
         self.backend.gather_entries(
             self.entry_source(),
             slot=plan.tokens[:, 0],
@@ -41,7 +42,7 @@ class LayerReads(LayerAccess):
     def gather_all_compressed_kv(
         self, out: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """All entries that each request's newest token sees, in order, into `out` bf16
+        """All entries that each request's newest token sees, in order, into `out`, values
         [requests, n, head_dim], and how many, int32 [requests], at most n. What lies behind them in
         `out` stays as it is."""
         plan = self._written_plan()
@@ -49,8 +50,8 @@ class LayerReads(LayerAccess):
         if out.dim() != 3:
             raise InvalidInput(f"out has shape {list(out.shape)}, expected [requests, n, head_dim]")
         shape = (requests, out.shape[1], self._model.head_dim)
-        out = _result("out", out, shape, torch.bfloat16, self._slot_arena.device)
-        lengths = _result("lengths", lengths, (requests,), torch.int32, out.device)
+        out = _result("out", out, shape, self._value_dtype, self._slot_arena.device)
+        lengths = _result("lengths", lengths, (requests,), "int32", out.device)
         self.backend.gather_all_entries(
             self.entry_source(),
             slot=plan.batch[:, 0],
@@ -63,13 +64,13 @@ class LayerReads(LayerAccess):
     def gather_swa_kv(
         self, out: Tensor | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The window of each of the step's tokens, oldest first and its own row last, as bf16
+        """The window of each of the step's tokens, oldest first and its own row last, as values
         [tokens, window, head_dim], and how many rows, int32 [tokens]."""
         plan = self._written_plan()
         tokens, device = plan.padded_tokens, self._slot_arena.device
         shape = (tokens, self.schema.window, self._model.head_dim)
-        out = _result("out", out, shape, torch.bfloat16, device)
-        lengths = _result("lengths", lengths, (tokens,), torch.int32, device)
+        out = _result("out", out, shape, self._value_dtype, device)
+        lengths = _result("lengths", lengths, (tokens,), "int32", device)
         self.backend.gather_window(
             self.window_source(plan),
             batch=plan.batch,
@@ -94,10 +95,11 @@ class LayerReads(LayerAccess):
         """The indexer's choice: for every token the exact `top_k` entries (default: the model's)
         by score, as int32 [tokens, top_k], ascending, ties to the lowest entry, -1 behind them.
 
-        `q` bf16 [tokens, index heads, index_dim] are raw projections and are **overwritten** by
-        RoPE, Hadamard and the round trip through the index format, unless `prepared` says that this
-        has been done. `index_weights` bf16 [tokens, index heads] are already scaled. `round_bf16`
-        rounds scores as the model was trained; without, they are fp32.
+        `q` [tokens, index heads, index_dim] are raw projections and are **overwritten** by RoPE,
+        Hadamard and the round trip through the index format, unless `prepared` says that this has
+        been done. `index_weights` [tokens, index heads] are already scaled. Both are bf16, or fp32
+        where the index format keeps fp32. `round_bf16` rounds scores as the model was trained;
+        without, they are fp32.
         Raises SchemaMismatch on a layer without an indexer, InvalidInput, PlanError.
         """
         view = self.read_indexer_view()
@@ -106,12 +108,18 @@ class LayerReads(LayerAccess):
         count = self._model.index_topk if top_k is None else top_k
         if count < 1:
             raise InvalidInput(f"top_k={count}: select at least one entry")
-        checks.heads("q", q, tokens, self._model.index_dim, device)
+        checks.heads("q", q, tokens, self._model.index_dim, self._index_dtype, device)
         checks.rows(
-            "index_weights", index_weights, tokens, q.shape[1], "bfloat16", device, aligned=False
+            "index_weights",
+            index_weights,
+            tokens,
+            q.shape[1],
+            self._index_dtype,
+            device,
+            aligned=False,
         )
         checks.rope_table(rope, self._model.rope_dim, self._max_context, device)
-        out = _result("out", out, (tokens, count), torch.int32, device)
+        out = _result("out", out, (tokens, count), "int32", device)
         keys = self.key_source()
         if not prepared:
             self.backend.prepare_index_queries(
@@ -140,17 +148,18 @@ class LayerReads(LayerAccess):
         *,
         inverse_rope: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One softmax over window and entries, K = V: out bf16 [tokens, heads, head_dim] and the
+        """One softmax over window and entries, K = V: out [tokens, heads, head_dim] and the
         log-sum-exp of the logits fp32 [tokens, heads], without the sink.
 
-        `q` bf16 [tokens, heads, head_dim] after RoPE; `sink` fp32 [heads] joins the denominator.
-        CSA layers read the entries in `indices` (of `select`), HCA layers all visible ones, SWA
-        layers none. With `inverse_rope`, the layer's table, the output is rotated back.
+        `q` [tokens, heads, head_dim] after RoPE is of the type of out: bf16, or fp32 where the
+        formats keep fp32; `sink` fp32 [heads] joins the denominator. CSA layers read the entries
+        in `indices` (of `select`), HCA layers all visible ones, SWA layers none. With
+        `inverse_rope`, the layer's table, the output is rotated back.
         Raises PlanError before `append`, InvalidInput.
         """
         plan = self._written_plan()
         device, tokens, spec = self._slot_arena.device, plan.padded_tokens, self.schema.spec
-        checks.heads("q", q, tokens, self._model.head_dim, device)
+        checks.heads("q", q, tokens, self._model.head_dim, self._value_dtype, device)
         checks.vector("sink", sink, (q.shape[1],), device)
         if (indices is not None) != (spec.attention is AttentionType.CSA):
             raise InvalidInput(
@@ -161,8 +170,8 @@ class LayerReads(LayerAccess):
             checks.index_rows("indices", indices, tokens, device)
         if inverse_rope is not None:
             checks.rope_table(inverse_rope, self._model.rope_dim, self._max_context, device)
-        out = _result("out", out, tuple(q.shape), torch.bfloat16, device)
-        lse = _result("lse", lse, (tokens, q.shape[1]), torch.float32, device)
+        out = _result("out", out, tuple(q.shape), self._value_dtype, device)
+        lse = _result("lse", lse, (tokens, q.shape[1]), "float32", device)
         self.backend.attend(
             q,
             sink,
@@ -224,10 +233,11 @@ def _result(
     name: str,
     given: Tensor | None,
     shape: tuple[int, ...],
-    dtype: torch.dtype,
+    dtype_name: str,
     device: torch.device,
 ) -> Tensor:
     """The caller's tensor, checked, or a new one."""
+    dtype: torch.dtype = getattr(torch, dtype_name)
     if given is None:
         return torch.empty(shape, dtype=dtype, device=device)
     if tuple(given.shape) != shape or given.dtype != dtype or given.device != device:

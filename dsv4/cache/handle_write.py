@@ -35,23 +35,27 @@ class LayerWrites(LayerAccess):
         """All that this layer writes in the step: one launch in a decode step, two in a chunk.
 
         Rows are the plan's tokens in its order (padding rows included, their content ignored): `kv`
-        bf16 [tokens, head_dim]; `c`, `z` fp32 [tokens, columns] are the compressor's value and gate
-        projections, columns [previous | current] for CSA; `index_c`, `index_z` the indexer's.
+        [tokens, head_dim], bf16 or, where the format keeps it, fp32; `c`, `z` fp32
+        [tokens, columns] are the compressor's value and gate projections, columns
+        [previous | current] for CSA; `index_c`, `index_z` the indexer's.
         Window rows go to the ring, projections to the tails, closed groups to their blocks.
         Raises InvalidInput or PlanError before anything is launched.
         """
         plan = self._unwritten_plan()
         window = self._window_write(plan, kv, weights)
         writes = self._compressor_writes(plan, weights, c, z, index_c, index_z)
-        self.backend.append(self.step_tensors(plan, weights), window, writes)
-        plan.note_append(self.layer)
+        step = self.step_tensors(plan, weights)
+        if plan.captures is not None:
+            plan.captures.take_tails(self.layer, self._slot_arena, writes)
+        self.backend.append(step, window, writes)
+        self._note_append(plan)
 
     def write_swa(self, kv: Tensor, *, weights: LayerWeights) -> None:
         """The window rows alone. Wrap-around leaves exactly the newest ring-full."""
         plan = self._unwritten_plan()
         window = self._window_write(plan, kv, weights)
         self.backend.append(self.step_tensors(plan, weights), window, ())
-        plan.note_append(self.layer)
+        self._note_append(plan)
 
     def write_tail(
         self,
@@ -87,7 +91,8 @@ class LayerWrites(LayerAccess):
         self.backend.append(self.step_tensors(plan, weights), None, writes)
 
     def compress_tail(self, layout: CompressorLayout, weights: LayerWeights, out: Tensor) -> None:
-        """Closed groups as bf16 vectors into `out` [work items, width], and not into blocks."""
+        """Closed groups into `out` [work items, width], of the format's value type, and not into
+        blocks."""
         plan = self._narrow_plan("compress_tail")
         chosen = weights.index_compressor if layout.hadamard else weights.compressor
         name = "index_" if layout.hadamard else ""
@@ -99,7 +104,7 @@ class LayerWrites(LayerAccess):
     def write_entry_records(
         self, layout: CompressorLayout, block_id: Tensor, page_row: Tensor, rows: Tensor
     ) -> None:
-        """bf16 `rows` into this layer's pages; a negative `block_id` writes nothing."""
+        """`rows` into this layer's pages; a negative `block_id` writes nothing."""
         self.backend.write_records(self._block_arena, layout.page, block_id, page_row, rows)
 
     def step_tensors(self, plan: ForwardPlan, weights: LayerWeights) -> StepTensors:
@@ -119,6 +124,11 @@ class LayerWrites(LayerAccess):
             scratch=self._buffers.scratch,
             arrived=self._buffers.arrived,
         )
+
+    def _note_append(self, plan: ForwardPlan) -> None:
+        if plan.captures is not None:
+            plan.captures.take_window(self.layer, self._buffers.chunk, self._buffers.chunk_page)
+        plan.note_append(self.layer)
 
     def _unwritten_plan(self) -> ForwardPlan:
         """A wide step overwrites the rows it has staged, so each layer writes it once."""
@@ -152,7 +162,7 @@ class LayerWrites(LayerAccess):
     def _window_write(self, plan: ForwardPlan, kv: Tensor, weights: LayerWeights) -> WindowWrite:
         page = self._swa_view.page
         device = self._slot_arena.device
-        checks.rows("kv", kv, plan.padded_tokens, page.format.width, "bfloat16", device)
+        checks.rows("kv", kv, plan.padded_tokens, page.format.width, self._value_dtype, device)
         if weights.kv_norm is not None:
             checks.vector("kv_norm", weights.kv_norm, (page.format.width,), device)
         return WindowWrite(
@@ -187,7 +197,8 @@ class LayerWrites(LayerAccess):
                 checks.rows(label, tensor, plan.padded_tokens, layout.columns, "float32", device)
         items = plan.items[layout.ratio]
         if dense is not None:
-            checks.rows("out", dense, items.shape[0], layout.width, "bfloat16", device)
+            record = layout.page.format
+            checks.rows("out", dense, items.shape[0], layout.width, record.value_dtype, device)
             checks.contiguous("out", dense)
         return CompressorWrite(
             layout=layout,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from dsv4.cache.request import Request
 from dsv4.cache.schema import CacheSchema, Page
+from dsv4.cache.snapshots import WideCaptures
 from dsv4.errors import PlanError
 
 I32 = NDArray[np.int32]
@@ -74,6 +76,7 @@ class StepBuffers:
             on_device[name] = self.device_buffer[span].view(rows, columns)
             at += -(-rows * columns // 8) * 8
         self.host = host
+        self._on_device, self._last_cuts = on_device, dict[str, Tensor]()
         self.batch, self.tokens = on_device["batch"], on_device["tokens"]
         self.window = on_device["window"]
         self.groups = {ratio: on_device[f"groups_{ratio}"] for ratio in self.ratios}
@@ -98,6 +101,13 @@ class StepBuffers:
             (1, self.chunk_page.payload_bytes), dtype=torch.uint8, device=device
         )
         self._copied = torch.cuda.Event() if pinned else None
+
+    def cut(self, name: str, rows: int) -> Tensor:
+        """The first rows of a tensor. Steps of one size, one after the other, get the same."""
+        last = self._last_cuts.get(name)
+        if last is None or last.shape[0] != rows:
+            last = self._last_cuts[name] = self._on_device[name][:rows]
+        return last
 
     def max_items(self, ratio: int, *, tokens: int, requests: int) -> int:
         """The most groups, so the most work items, that such a step can touch."""
@@ -131,6 +141,7 @@ class ForwardPlan:
     """
 
     requests: tuple[Request, ...]
+    slots: I64
     starts: I64
     counts: I64
     serial: int
@@ -139,6 +150,7 @@ class ForwardPlan:
     tokens: Tensor
     window: Tensor
     items: dict[int, Tensor]
+    captures: WideCaptures | None = None
     done: bool = False
     appended_layers: set[int] = field(default_factory=set)
     last_appended: int | None = None
@@ -164,16 +176,18 @@ def make_plan(
     slots: I64,
     starts: I64,
     counts: I64,
+    reused: I64,
     *,
     serial: int,
     pad_tokens: int | None,
     pad_requests: int | None,
 ) -> ForwardPlan:
-    """Fills the host buffer with a step and cuts the device's tensors to size.
+    """Fills the host buffer with a step and cuts the device's tensors to size. Entries below
+    `reused` tokens of a request exist and are not written.
 
     Takes no blocks and copies nothing to the device.
     """
-    item_counts = fill_step(schema, buffers, slots, starts, counts)
+    item_counts = fill_step(schema, buffers, slots, starts, counts, reused)
     tokens, batch_rows = int(counts.sum()), len(requests)
     if pad_tokens is not None or pad_requests is not None:
         tokens = tokens if pad_tokens is None else pad_tokens
@@ -184,13 +198,14 @@ def make_plan(
         }
     return ForwardPlan(
         requests=requests,
+        slots=slots,
         starts=starts,
         counts=counts,
         serial=serial,
         narrow=is_narrow(schema, counts),
-        batch=buffers.batch[:batch_rows],
-        tokens=buffers.tokens[:tokens],
-        window=buffers.window[:tokens],
+        batch=buffers.cut("batch", batch_rows),
+        tokens=buffers.cut("tokens", tokens),
+        window=buffers.cut("window", tokens),
         items={ratio: buffers.groups[ratio][:count] for ratio, count in item_counts.items()},
     )
 
@@ -205,52 +220,91 @@ def fill_step(
     slots: I64,
     starts: I64,
     counts: I64,
+    reused: I64,
 ) -> dict[int, int]:
     """Writes a step into the host buffer. Returns how many work items each ratio has."""
     host = buffers.host
     ends = starts + counts
-    first_rows = np.cumsum(counts) - counts
-    host["batch"][: len(slots)] = np.stack((slots, starts, counts, first_rows), axis=1)
+    first_rows = counts.cumsum() - counts
+    _set_columns(host["batch"], slots, starts, counts, first_rows)
 
-    row_of_token = np.repeat(np.arange(len(slots)), counts)
-    position = np.arange(len(row_of_token)) - (first_rows - starts)[row_of_token]
+    row_of_token, nth = _spread(counts)
+    token = np.arange(len(row_of_token))
+    position = starts[row_of_token] + nth
     slot_of_token = slots[row_of_token]
-    host["tokens"][: len(position), :3] = np.stack((slot_of_token, position, row_of_token), axis=1)
-    kept = position >= ends[row_of_token] - schema.ring_rows
-    token = np.arange(len(position))
+    _set_columns(host["tokens"], slot_of_token, position, row_of_token)
+    kept = position >= (ends - schema.ring_rows)[row_of_token]
     chunk_row = token + (row_of_token + 1) * (schema.model.window - 1)
-    host["window"][: len(token)] = np.stack(
-        (slot_of_token, position, token, 2 * chunk_row + kept), axis=1
-    )
+    _set_columns(host["window"], slot_of_token, position, token, 2 * chunk_row + kept)
 
     narrow = is_narrow(schema, counts)
+    replays = bool((reused > starts).any())
     item_counts: dict[int, int] = {}
     for nth_ratio, ratio in enumerate(buffers.ratios):
-        rows = _items(
-            slots, starts, ends, first_rows, ratio, ratio in buffers.overlapping_ratios, narrow
+        items = _Items(
+            ratio=ratio,
+            merged=not narrow and ratio in buffers.overlapping_ratios,
+            tails=not narrow,
+            existing=reused // ratio if replays else None,
         )
-        host[f"groups_{ratio}"][: len(rows), :7] = rows
-        host["counts"][nth_ratio] = item_counts[ratio] = len(rows)
+        columns = items.columns(slots, starts, ends, first_rows)
+        _set_columns(host[f"groups_{ratio}"], *columns)
+        host["counts"][nth_ratio] = item_counts[ratio] = len(columns[0])
     return item_counts
 
 
-def _items(
-    slots: I64, starts: I64, ends: I64, first_rows: I64, ratio: int, overlap: bool, narrow: bool
-) -> I64:
-    """The work items of one ratio's compressors in a step."""
-    first = starts // ratio
-    closed = ends // ratio - first
-    merged = 0 if narrow or not overlap else 1
-    # a wide step has at least one item a request, for the tails
-    per_request = closed if narrow else np.where(ends > starts, np.maximum(closed - merged, 1), 0)
-    row = np.repeat(np.arange(len(slots)), per_request)
-    nth = np.arange(len(row)) - (np.cumsum(per_request) - per_request)[row]
-    is_first = nth == 0
-    entry = first[row] + nth + np.where(is_first, 0, merged)
-    entries = np.where(is_first, 1 + merged, 1)
-    writes_tails = is_first & (not narrow)
-    columns = (slots[row], starts[row], ends[row], first_rows[row], entry, entries, writes_tails)
-    return np.stack(columns, axis=1)
+def _spread(counts: I64) -> tuple[I64, I64]:
+    """Of `counts[row]` things a row, one after the other: their rows, and which of its row each
+    is."""
+    if counts.max(initial=0) <= 1:
+        row = np.flatnonzero(counts)
+        return row, np.zeros_like(row)
+    row = np.arange(len(counts)).repeat(counts)
+    return row, np.arange(len(row)) - (counts.cumsum() - counts)[row]
+
+
+def _set_columns(target: I32, *columns: NDArray[Any]) -> None:
+    for nth, column in enumerate(columns):
+        target[: len(column), nth] = column
+
+
+@dataclass(slots=True, kw_only=True)
+class _Items:
+    """How one ratio's compressors share the work of a step.
+
+    `merged`: the first item of a request takes two groups. `tails`: it writes the tails, and is
+    there even if nothing closes. Of each request the first `existing` entries are left out.
+    """
+
+    ratio: int
+    merged: bool
+    tails: bool
+    existing: I64 | None
+
+    def columns(self, slots: I64, starts: I64, ends: I64, first_rows: I64) -> list[I64]:
+        """The columns of GROUP_COLUMNS, one row an item."""
+        first = starts // self.ratio
+        items = ends // self.ratio - first
+        if self.tails:
+            items = np.where(ends > starts, np.maximum(items - self.merged, 1), 0)
+        row, nth = _spread(items)
+        entry, entries = first[row] + nth, np.ones_like(row)
+        writes_tails = np.zeros_like(row)
+        if self.tails:
+            is_first = nth == 0
+            entry += self.merged & ~is_first
+            entries += self.merged & is_first
+            writes_tails += is_first
+        result = [slots[row], starts[row], ends[row], first_rows[row], entry, entries, writes_tails]
+        return result if self.existing is None else self._without_existing(result, row)
+
+    def _without_existing(self, columns: list[I64], row: I64) -> list[I64]:
+        assert self.existing is not None
+        *head, entry, entries, writes_tails = columns
+        skipped = np.clip(self.existing[row] - entry, 0, entries)
+        result = [*head, entry + skipped, entries - skipped, writes_tails]
+        left = (entries > skipped) | (writes_tails > 0)
+        return [column[left] for column in result]
 
 
 def fill_new_blocks(

@@ -19,10 +19,12 @@ from dsv4.errors import SchemaError
 
 Element = Literal["e4m3", "e2m1"]
 ScaleType = Literal["ue8m0", "e4m3", "fp32"]
+ValueDtype = Literal["bfloat16", "float32"]
 
 ELEMENT_BITS: dict[Element, int] = {"e4m3": 8, "e2m1": 4}
 ELEMENT_MAX: dict[Element, float] = {"e4m3": 448.0, "e2m1": 6.0}
 SCALE_BYTES: dict[ScaleType, int] = {"ue8m0": 1, "e4m3": 1, "fp32": 4}
+VALUE_BITS: dict[ValueDtype, int] = {"bfloat16": 16, "float32": 32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +45,20 @@ class TileCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Channels [start, start + width) of a record. `code` None keeps them as bf16."""
+    """Channels [start, start + width) of a record. `code` None keeps them as they are, in
+    `value_dtype`; coded channels are bf16 before and after."""
 
     name: str
     start: int
     width: int
     code: TileCode | None = None
+    value_dtype: ValueDtype = "bfloat16"
 
     @property
     def bytes(self) -> int:
-        bits = 16 if self.code is None else ELEMENT_BITS[self.code.element]
+        bits = (
+            VALUE_BITS[self.value_dtype] if self.code is None else ELEMENT_BITS[self.code.element]
+        )
         return self.width * bits // 8
 
     @property
@@ -68,7 +74,8 @@ class Part:
 class RecordFormat:
     """A vector of `width` channels as one data row and one scale row.
 
-    `scale_pad_bytes` follow the scales of each row; writers set them to 0.
+    `value_dtype` is what it encodes from and decodes to, the same in all parts. `scale_pad_bytes`
+    follow the scales of each row; writers set them to 0.
     """
 
     name: str
@@ -93,9 +100,21 @@ class RecordFormat:
                     f"{self.name}: {part.width} channels of {part.name} do not fill whole bytes; "
                     f"choose an even width"
                 )
+            if part.value_dtype != self.value_dtype or (
+                part.code and part.value_dtype == "float32"
+            ):
+                raise SchemaError(
+                    f"{self.name}: part {part.name} is of {part.value_dtype} values beside "
+                    f"{self.parts[0].name} of {self.value_dtype}: a vector has one type, and coded "
+                    f"channels are bfloat16"
+                )
             start += part.width
         if start != self.width:
             raise SchemaError(f"{self.name}: parts cover {start} channels of {self.width}")
+
+    @property
+    def value_dtype(self) -> ValueDtype:
+        return self.parts[0].value_dtype
 
     @property
     def data_row_bytes(self) -> int:
@@ -147,13 +166,22 @@ def fp8_row(head_dim: int, rope_dim: int) -> RecordFormat:
 
 def bf16(head_dim: int, rope_dim: int) -> RecordFormat:
     """No quantisation: for exactness tests and parity with transformers."""
+    return _plain("bf16", head_dim, rope_dim, "bfloat16")
+
+
+def fp32(head_dim: int, rope_dim: int) -> RecordFormat:
+    """No quantisation of fp32 models: for parity with transformers on a CPU. Reference only."""
+    return _plain("fp32", head_dim, rope_dim, "float32")
+
+
+def _plain(name: str, head_dim: int, rope_dim: int, value_dtype: ValueDtype) -> RecordFormat:
     nope = head_dim - rope_dim
     return RecordFormat(
-        name="bf16",
+        name=name,
         width=head_dim,
         parts=(
-            Part(name="nope", start=0, width=nope),
-            Part(name="rope", start=nope, width=rope_dim),
+            Part(name="nope", start=0, width=nope, value_dtype=value_dtype),
+            Part(name="rope", start=nope, width=rope_dim, value_dtype=value_dtype),
         ),
     )
 
@@ -188,16 +216,24 @@ def index_bf16(index_dim: int) -> RecordFormat:
     )
 
 
+def index_fp32(index_dim: int) -> RecordFormat:
+    """Indexer keys of fp32 models without quantisation. Reference only."""
+    part = Part(name="fp32", start=0, width=index_dim, value_dtype="float32")
+    return RecordFormat(name="fp32", width=index_dim, parts=(part,))
+
+
 ENTRY_FORMATS: dict[str, Callable[[int, int], RecordFormat]] = {
     "fp8_ds": fp8_ds,
     "fp8_row": fp8_row,
     "bf16": bf16,
+    "fp32": fp32,
 }
 INDEX_FORMATS: dict[str, Callable[[int], RecordFormat]] = {
     "mxfp4": mxfp4,
     "nvfp4": nvfp4,
     "fp8": index_fp8,
     "bf16": index_bf16,
+    "fp32": index_fp32,
 }
 
 

@@ -2,22 +2,114 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import numpy as np
+from numpy.typing import NDArray
+
+from dsv4.cache.resume import ResumePlan
+from dsv4.cache.token_trail import TokenTrail
+
+# columns of the manager's table, one row a slot; a step reads the rows of its requests at once
+LENGTH, HELD, PUBLISHED, REUSED, WRITTEN = range(5)
+ROW_COLUMNS = 5
 
 
-@dataclass(slots=True, eq=False)
 class Request:
     """What one request holds. The manager changes it; callers read it.
 
     Token positions, as the last commit left them:
       [0, length)              computed: entries in blocks, the rest in the slot
+      [length, reused_tokens)  replayed: entries are there already and are not written again
       [length, end of blocks)  paid for: blocks are there, nothing is written
     """
 
-    slot: int
-    serial: int
-    length: int = 0
-    block_ids: list[int] = field(default_factory=list)
-    published_blocks: int = 0
-    released: bool = False
-    manager_key: object = field(default=None, repr=False)
+    __slots__ = (
+        "__weakref__",
+        "_block_ids",
+        "_row",
+        "exact_from",
+        "manager_key",
+        "released",
+        "resume",
+        "serial",
+        "slot",
+        "trail",
+    )
+
+    def __init__(
+        self,
+        *,
+        slot: int,
+        serial: int,
+        block_ids: list[int],
+        row: NDArray[np.int64],
+        manager_key: object,
+        resume: ResumePlan,
+    ) -> None:
+        self.slot, self.serial = slot, serial
+        self.manager_key = manager_key
+        self.released = False
+        self.resume = resume  # what the caller runs next to get where it wanted to be
+        self.exact_from = 0  # below, a replay may have left rings that differ from a cold run's
+        self.trail: TokenTrail | None = None
+        self._row = row
+        self._row[:] = 0
+        self.block_ids = block_ids
+
+    @property
+    def length(self) -> int:
+        return int(self._row[LENGTH])
+
+    @length.setter
+    def length(self, tokens: int) -> None:
+        self._row[LENGTH] = tokens
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The ids of its blocks, in order. Assign, or call `add_blocks`, to change them."""
+        return self._block_ids
+
+    @block_ids.setter
+    def block_ids(self, block_ids: list[int]) -> None:
+        self._block_ids = block_ids
+        self._row[HELD] = len(block_ids)
+
+    def add_blocks(self, block_ids: list[int]) -> None:
+        self._block_ids.extend(block_ids)
+        self._row[HELD] = len(self._block_ids)
+
+    @property
+    def published_blocks(self) -> int:
+        """Blocks that the device's table has."""
+        return int(self._row[PUBLISHED])
+
+    @published_blocks.setter
+    def published_blocks(self, blocks: int) -> None:
+        self._row[PUBLISHED] = blocks
+
+    @property
+    def reused_tokens(self) -> int:
+        """Entries below this position came from somebody else; the rings cannot go below it."""
+        return int(self._row[REUSED])
+
+    @reused_tokens.setter
+    def reused_tokens(self, tokens: int) -> None:
+        self._row[REUSED] = tokens
+
+    @property
+    def written_tokens(self) -> int:
+        """The end of what was ever written to the rings: rejected tokens count."""
+        return max(int(self._row[WRITTEN]), self.length)
+
+    @written_tokens.setter
+    def written_tokens(self, tokens: int) -> None:
+        self._row[WRITTEN] = tokens
+
+    def detach(self) -> None:
+        """The slot goes to another request; this one keeps its last values."""
+        self.released = True
+        self._row = self._row.copy()
+        self.block_ids = []
+
+    def __repr__(self) -> str:
+        state = "released" if self.released else f"slot {self.slot}"
+        return f"Request({self.serial}: {state}, {self.length} tokens)"

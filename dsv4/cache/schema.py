@@ -105,7 +105,7 @@ class Page:
         data_offset, scale_offset = self.offset_bytes, self.scale_offset_bytes
         coded_parts = 0
         for part in self.format.parts:
-            dtype: PlaneDtype = "bfloat16"
+            dtype: PlaneDtype = part.value_dtype
             columns = part.width
             if part.code is not None and part.code.element == "e4m3":
                 dtype = "float8_e4m3fn"
@@ -272,6 +272,13 @@ class CacheSchema:
                 f"{shortest} or at most {max(rows - model.window, 0)} drafts"
             )
         entry = _resolve_entry(entry_format, model)
+        window = entry if window_format is None else _resolve_entry(window_format, model)
+        if entry.value_dtype != window.value_dtype:
+            raise SchemaError(
+                f"entries as {entry.name} are {entry.value_dtype} values and window rows as "
+                f"{window.name} are {window.value_dtype}: one attention reads both, so choose "
+                f"formats of one type"
+            )
         return cls(
             model=model,
             block_tokens=block_tokens,
@@ -280,7 +287,7 @@ class CacheSchema:
             max_draft_tokens=max_draft_tokens,
             max_context=context,
             entry_format=entry,
-            window_format=entry if window_format is None else _resolve_entry(window_format, model),
+            window_format=window,
             index_format=_resolve_index(index_format, model),
         )
 

@@ -56,7 +56,7 @@ class StepTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowWrite:
-    """bf16 `kv` [tokens, head_dim] into the ring. With `norm` fp32 [head_dim] the rows are raw
+    """`kv` [tokens, head_dim] into the ring. With `norm` fp32 [head_dim] the rows are raw
     projections: RMSNorm and RoPE come first.
 
     With `chunk` (uint8 [1, bytes] holding `chunk_page`) the step is wide: every row goes there too,
@@ -77,7 +77,7 @@ class CompressorWrite:
 
     `items` and `item_count` are StepBuffers.groups and .counts of the ratio. Without `c` and `z`
     the groups are read from the tails, which must hold the step's tokens already. `compress` and
-    `write_tails` say which half of the work to do. With `dense` bf16 [items, width] the entries of
+    `write_tails` say which half of the work to do. With `dense` [items, width] the entries of
     a narrow step go there and not into blocks.
     """
 

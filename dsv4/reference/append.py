@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dsv4.cache.schema import Page
 from dsv4.cache.writes import CompressorWrite, StepTensors, WindowWrite
-from dsv4.reference.codec import encode
-from dsv4.reference.numerics import gated_pool, hadamard, rms_norm, rotate, to_bf16
+from dsv4.reference.codec import VALUE_TYPES, encode
+from dsv4.reference.numerics import gated_pool, hadamard, rms_norm, rotate, round_to
 from dsv4.reference.pages import page_rows
 
 
@@ -72,7 +72,8 @@ def compress_groups(step: StepTensors, write: CompressorWrite) -> None:
     if not len(item):
         return
     values, logits, valid = _group_rows(step, write, entry, slot, start, first_row)
-    pooled = to_bf16(gated_pool(values, logits, valid))
+    pooled = gated_pool(values, logits, valid)
+    pooled = round_to(pooled, VALUE_TYPES[layout.page.format.value_dtype])
     entries = rms_norm(pooled, write.norm, step.rms_eps)
     entries = rotate(entries, *_cos_sin(step.rope, entry * layout.ratio))
     if layout.hadamard:
@@ -110,8 +111,8 @@ def write_tails(step: StepTensors, write: CompressorWrite) -> None:
 def write_records(
     arena: Tensor, page: Page, arena_row: Tensor, page_row: Tensor, rows: Tensor
 ) -> None:
-    """Row i of bf16 `rows` into row `page_row[i]` of the page in arena row `arena_row[i]`; where
-    either is negative nothing is written."""
+    """Row i of `rows`, of the format's value type, into row `page_row[i]` of the page in arena row
+    `arena_row[i]`; where either is negative nothing is written."""
     live = torch.nonzero((arena_row >= 0) & (page_row >= 0)).flatten()
     arena_row, page_row, rows = arena_row[live], page_row[live], rows[live]
     for target, encoded in zip(page_rows(arena, page), encode(page.format, rows), strict=True):

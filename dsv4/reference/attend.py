@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv4.cache.reads import EntrySource, WindowSource
 from dsv4.reference.gather import window_rows
-from dsv4.reference.numerics import rotate, to_bf16
+from dsv4.reference.numerics import rotate, round_to
 from dsv4.reference.pages import read_records
 
 
@@ -25,7 +25,7 @@ def attend(
     inverse_rope: Tensor | None,
     workspace: Tensor | None = None,
 ) -> None:
-    """Attention of bf16 `q` [tokens, heads, head_dim] (after RoPE) into `out`, shaped like it.
+    """Attention of `q` [tokens, heads, head_dim] (after RoPE) into `out`, shaped and typed like it.
 
     `tokens` and `batch` are the step's index tensors (cache/prepare_forward.py); rows of padding
     stay as they are in `out` and `lse`. A query sees its window and, of `entries`, those that
@@ -35,10 +35,11 @@ def attend(
     Keys are values. With logits l = q·k / sqrt(head_dim) and M their maximum
         out = Σ exp(l - M) k / (Σ exp(l - M) + exp(sink - M))      sink fp32 [heads]
         lse = log Σ exp(l)                                         fp32 [tokens, heads], no sink
-    in fp32, except that exp(l - M) is rounded to bf16 before it multiplies k, as DeepSeek's kernel
-    does. A query without any key gives 0 and -inf. With `inverse_rope`, the rotation table of the
-    layer, the last channels of the bf16 output are then turned back by the query's position and
-    rounded again, as in DeepSeek's code. `workspace` is for the kernel and not used here.
+    in fp32, except that exp(l - M) is rounded to the type of `q` before it multiplies k, as
+    DeepSeek's kernel does. `q` is of the value type of the records: bf16, or fp32 with fp32 ones.
+    A query without any key gives 0 and -inf. With `inverse_rope`, the rotation table of the layer,
+    the last channels of the rounded output are then turned back by the query's position and rounded
+    again, as in DeepSeek's code. `workspace` is for the kernel and not used here.
     """
     for row, (slot, position, batch_row, _) in enumerate(tokens.tolist()):
         if slot < 0:
@@ -55,16 +56,16 @@ def attend(
 
 
 def _softmax_sum(q: Tensor, keys: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """bf16 [heads, head_dim] and fp32 [heads] of one query over fp32 `keys` [n, head_dim]."""
+    """[heads, head_dim] like `q` and fp32 [heads] of one query over fp32 `keys` [n, head_dim]."""
     if not len(keys):
         return torch.zeros_like(q), torch.full_like(sink, -torch.inf)
     logits = (q.float() @ keys.T) * q.shape[-1] ** -0.5
     top = logits.amax(dim=-1, keepdim=True)
     weights = torch.exp(logits - top)
     total = weights.sum(dim=-1, keepdim=True)
-    summed = to_bf16(weights).float() @ keys
+    summed = round_to(weights, q.dtype).float() @ keys
     result = summed / (total + torch.exp(sink[:, None] - top))
-    return to_bf16(result), (top + torch.log(total)).squeeze(-1)
+    return round_to(result, q.dtype), (top + torch.log(total)).squeeze(-1)
 
 
 def _window_keys(window: WindowSource, batch: Tensor, position: int, batch_row: int) -> Tensor:

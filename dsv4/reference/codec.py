@@ -1,4 +1,4 @@
-"""Records in plain PyTorch: bf16 vectors to bytes and back, exact by the specification.
+"""Records in plain PyTorch: vectors to bytes and back, exact by the specification.
 
 What no specification fixes is fixed here: ±inf behaves as the largest bf16 number of its sign. A
 NaN does not disturb its neighbours in an E4M3 tile (its own code is NaN); E2M1 has no NaN, so
@@ -10,10 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.cache.records import ELEMENT_MAX, Part, RecordFormat, TileCode
+from dsv4.cache.records import ELEMENT_MAX, Part, RecordFormat, TileCode, ValueDtype
 from dsv4.errors import InvalidInput
 from dsv4.reference.numerics import BF16_MAX, to_bf16
 
+VALUE_TYPES: dict[ValueDtype, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
 E4M3_NAN = 0x7F
 UE8M0_NAN = 0xFF
 E2M1_GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -30,11 +34,11 @@ E2M1_STEPS = (
 
 
 def encode(record: RecordFormat, x: Tensor) -> tuple[Tensor, Tensor]:
-    """bf16 [..., width] → data rows uint8 [..., data_row_bytes], scale rows
+    """[..., width] of the format's value type → data rows uint8 [..., data_row_bytes], scale rows
     uint8 [..., scale_row_bytes]. Padding bytes are 0. Raises InvalidInput for another type."""
-    if x.dtype != torch.bfloat16 or x.dim() == 0 or x.shape[-1] != record.width:
+    if x.dtype != VALUE_TYPES[record.value_dtype] or x.dim() == 0 or x.shape[-1] != record.width:
         raise InvalidInput(
-            f"{record.name} encodes bf16 vectors of {record.width} channels, got "
+            f"{record.name} encodes {record.value_dtype} vectors of {record.width} channels, got "
             f"{x.dtype} of shape {list(x.shape)}"
         )
     data, scales = [], []
@@ -51,7 +55,8 @@ def encode(record: RecordFormat, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(record: RecordFormat, data: Tensor, scales: Tensor) -> Tensor:
-    """Data and scale rows → bf16 vectors: exact for power-of-two scales. Raises InvalidInput."""
+    """Data and scale rows → vectors of the format's value type: exact for power-of-two scales.
+    Raises InvalidInput."""
     rows = (("data", data, record.data_row_bytes), ("scale", scales, record.scale_row_bytes))
     for name, tensor, width in rows:
         if tensor.dtype != torch.uint8 or tensor.dim() == 0 or tensor.shape[-1] != width:
@@ -65,7 +70,7 @@ def decode(record: RecordFormat, data: Tensor, scales: Tensor) -> Tensor:
         piece = data[..., data_at : data_at + part.bytes].contiguous()
         data_at += part.bytes
         if part.code is None:
-            channels.append(piece.view(torch.bfloat16))
+            channels.append(piece.view(VALUE_TYPES[part.value_dtype]))
             continue
         scale = scales[..., scale_at : scale_at + part.scale_bytes].contiguous()
         scale_at += part.scale_bytes

@@ -1,4 +1,6 @@
-"""Dequantising gathers in plain PyTorch: records back to bf16, in the order the caller asks for."""
+"""Dequantising gathers in plain PyTorch: records back to vectors, in the order the caller asks for.
+
+Results are of the value type of the records' format."""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from dsv4.reference.pages import read_records
 def gather_entries(
     source: EntrySource, *, slot: Tensor, position: Tensor, indices: Tensor, out: Tensor
 ) -> None:
-    """Entries `indices` int32 [rows, k] of each row's slot into `out` bf16 [rows, k, width].
+    """Entries `indices` int32 [rows, k] of each row's slot into `out` [rows, k, width].
 
     `position` is the query's: an index below 0, or of an entry that it cannot see, gives zeros.
     Rows with a negative slot are padding and stay untouched.
@@ -32,7 +34,7 @@ def gather_entries(
 def gather_all_entries(
     source: EntrySource, *, slot: Tensor, position: Tensor, out: Tensor, lengths: Tensor
 ) -> None:
-    """All entries visible at `position` of each row's slot, in order, into `out` bf16
+    """All entries visible at `position` of each row's slot, in order, into `out`
     [rows, n, width]; `lengths` int32 [rows] says how many, at most n. What lies behind them in
     `out`, and padding rows (negative slot), stay untouched."""
     for row in torch.nonzero(slot >= 0).flatten().tolist():
@@ -52,7 +54,7 @@ def gather_window(
     out: Tensor,
     lengths: Tensor,
 ) -> None:
-    """The window of the query at `position` of each batch row, oldest first, into `out` bf16
+    """The window of the query at `position` of each batch row, oldest first, into `out`
     [rows, window, width]; `lengths` int32 [rows] says how many. What lies behind them in `out`, and
     padding rows (negative `batch_row`), stay untouched."""
     for row in torch.nonzero(batch_row >= 0).flatten().tolist():

@@ -13,8 +13,8 @@ from dsv4.reference.numerics import hadamard, rotate
 def prepare_index_queries(
     q: Tensor, *, tokens: Tensor, rope: Tensor, record: RecordFormat, out: Tensor
 ) -> None:
-    """bf16 `q` [tokens, heads, width] → `out`, bf16 of the same shape: what encoding and decoding
-    with `record` leaves of the rotated and transformed query.
+    """`q` [tokens, heads, width] of the value type of `record` → `out` alike: what encoding
+    and decoding with `record` leaves of the rotated and transformed query.
 
     `rope` is the layer's table (dsv4.rope), `tokens` StepBuffers.tokens. Padding rows of `out` are
     not touched. A head with a NaN or an infinity becomes NaN altogether.

@@ -26,10 +26,10 @@ def index_scores(
 ) -> None:
     """Writes fp32 `scores` [tokens, columns]: column j is entry first_entry + j.
 
-    `q` bf16 [tokens, heads, width] as prepare_index_queries leaves it, `weights` bf16
-    [tokens, heads], already scaled. With `round_bf16` dots, products and the sum are rounded to
-    bf16, as the model was trained; else all is fp32. The heads are added in the order of
-    `head_sum`, so a score depends on its query and its key alone.
+    `q` [tokens, heads, width] as prepare_index_queries leaves it and `weights` [tokens, heads],
+    already scaled, are of the value type of the keys. With `round_bf16` dots, products and the
+    sum are rounded to bf16, as the model was trained; else all is fp32. The heads are added in the
+    order of `head_sum`, so a score depends on its query and its key alone.
 
     Only entries that the token sees are written: columns from (position + 1) // ratio on, the rows
     of padding tokens and those of tokens that see at most `skip_visible` entries (top-k takes all
@@ -42,7 +42,7 @@ def index_scores(
         end = min(visible, first_entry + scores.shape[1])
         entry = torch.arange(first_entry, max(first_entry, end), device=q.device)
         k = load_entries(keys, slot, entry)
-        # exact: products of bf16 numbers have 16 bits, and fp64 has room to add them
+        # exact for bf16: products have 16 bits, and fp64 has room to add them
         dot = (k.double() @ q[token].double().T).float()
         weight = weights[token].float()
         if round_bf16:
@@ -75,6 +75,6 @@ def head_sum(x: Tensor) -> Tensor:
 
 
 def load_entries(source: EntrySource, slot: int, entry: Tensor) -> Tensor:
-    """The decoded records of some entries of a slot, bf16 [entries, width]."""
+    """The decoded records of some entries of a slot, [entries, width]."""
     block_id = source.block_table[slot, entry // source.page.rows].long()
     return read_records(source.arena, source.page, block_id, entry % source.page.rows)

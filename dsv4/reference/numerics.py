@@ -80,25 +80,32 @@ def to_bf16(x: Tensor) -> Tensor:
     return torch.where(torch.isnan(x), canonical, bits).view(torch.bfloat16)
 
 
+def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 → bf16 as `to_bf16`, or fp32 as it is."""
+    return to_bf16(x) if dtype == torch.bfloat16 else x
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight · x / rms(x) over the last axis; bf16 in, fp32 inside, rounded once to bf16."""
+    """weight · x / rms(x) over the last axis; fp32 inside, rounded once to the type of `x`."""
     wide = x.float()
     mean_square = (wide * wide).double().sum(dim=-1, keepdim=True).float() / x.shape[-1]
     inverse = 1.0 / torch.sqrt(mean_square + eps)
-    return to_bf16(weight * (wide * inverse))
+    return round_to(weight * (wide * inverse), x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on the last 2·cos.shape[-1] channels, pairs interleaved; bf16 in and out."""
+    """RoPE on the last 2·cos.shape[-1] channels, pairs interleaved; fp32 inside, the type of `x`
+    in and out."""
     width = 2 * cos.shape[-1]
     pairs = x[..., x.shape[-1] - width :].float().unflatten(-1, (-1, 2))
     even, odd = pairs[..., 0], pairs[..., 1]
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    return torch.cat((x[..., : x.shape[-1] - width], to_bf16(turned.flatten(-2))), dim=-1)
+    rounded = round_to(turned.flatten(-2), x.dtype)
+    return torch.cat((x[..., : x.shape[-1] - width], rounded), dim=-1)
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """H·x / sqrt(n) in natural (Sylvester) order over the last axis; bf16 in and out.
+    """H·x / sqrt(n) in natural (Sylvester) order over the last axis; the type of `x` in and out.
 
     Sums of bf16 numbers are exact in fp64 whatever their order, up to 2^38 apart in size.
     """
@@ -111,4 +118,4 @@ def hadamard(x: Tensor) -> Tensor:
         y = torch.stack((top + bottom, top - bottom), dim=-2).flatten(-3)
         half *= 2
     scale = torch.tensor(n**-0.5, dtype=torch.float32, device=x.device)
-    return to_bf16(y.float() * scale)
+    return round_to(y.float() * scale, x.dtype)

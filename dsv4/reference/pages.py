@@ -19,7 +19,7 @@ def page_rows(arena: Tensor, page: Page) -> tuple[Tensor, Tensor]:
 
 
 def read_records(arena: Tensor, page: Page, arena_row: Tensor, page_row: Tensor) -> Tensor:
-    """The records at these places, decoded to bf16 [..., width]."""
+    """The records at these places, decoded to [..., width]."""
     data, scales = page_rows(arena, page)
     return decode(page.format, data[arena_row, page_row], scales[arena_row, page_row])
 

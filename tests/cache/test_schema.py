@@ -527,14 +527,16 @@ def schemas(draw: st.DrawFn) -> CacheSchema:
     )
     group = lcm(1, *(spec.ratio for spec in layers if spec.ratio))
     drafts = draw(st.integers(0, 5))
+    entry_format = draw(st.sampled_from(sorted(records.ENTRY_FORMATS)))
+    alike = ["fp32"] if entry_format == "fp32" else sorted({*records.ENTRY_FORMATS} - {"fp32"})
     return CacheSchema.build(
         model,
         block_tokens=group * draw(st.integers(1, 3)),
         align_bytes=16 * draw(st.integers(1, 5)),
         max_draft_tokens=drafts,
         ring_rows=model.window + drafts + draw(st.integers(0, 3)),
-        entry_format=draw(st.sampled_from(sorted(records.ENTRY_FORMATS))),
-        window_format=draw(st.sampled_from(sorted(records.ENTRY_FORMATS))),
+        entry_format=entry_format,
+        window_format=draw(st.sampled_from(alike)),
         index_format=draw(st.sampled_from(sorted(records.INDEX_FORMATS))),
     )
 

@@ -40,7 +40,7 @@ class Step:
     def run(self, function: Any, *, turn: bool = False, **more: Any) -> tuple[Tensor, Tensor]:
         """Output and lse; what is not written stays NaN."""
         out = torch.full_like(self.q, torch.nan)
-        lse = torch.full(self.q.shape[:2], torch.nan)
+        lse = torch.full(self.q.shape[:2], torch.nan, device=self.q.device)
         function(
             self.q,
             self.sink,
@@ -150,7 +150,9 @@ def make_step(
             seen = far[:visible]
             if kind == "csa":
                 chosen = torch.randperm(visible, generator=rng)[: top_k - len(WILD)]
-                listed = torch.cat((chosen, torch.tensor([*WILD, visible]), torch.full((64,), -1)))
+                listed = torch.cat(
+                    (chosen, torch.tensor([*WILD, visible]), torch.full((top_k,), -1))
+                )
                 listed = listed[:top_k]
                 indices.append(listed[torch.randperm(top_k, generator=rng)].int())
                 seen = far[chosen]
@@ -178,8 +180,8 @@ def make_step(
 
 def expected(step: Step, *, turn: bool = False) -> tuple[Tensor, Tensor]:
     """The formula in float64; NaN in rows of padding."""
-    out = torch.full(step.q.shape, torch.nan, dtype=torch.float64)
-    lse = torch.full(step.q.shape[:2], torch.nan, dtype=torch.float64)
+    out = torch.full_like(step.q, torch.nan, dtype=torch.float64)
+    lse = torch.full_like(out[..., 0], torch.nan)
     for row, keys in enumerate(step.keys):
         if keys is None:
             continue

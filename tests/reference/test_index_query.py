@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dsv4.cache import records
+from dsv4.reference.codec import VALUE_TYPES
 from dsv4.reference.index_query import prepare_index_queries
 from tests.oracles.indexer import make_tokens, round_trip, same_bits
 
@@ -13,23 +14,24 @@ WIDTH, ROPE = 128, 64
 
 
 def rotated_and_transformed(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """RoPE by complex numbers and the Sylvester matrix, float64; bf16 after each as specified."""
+    """RoPE by complex numbers and the Sylvester matrix, float64; rounded after each, as specified,
+    to the type of `x`."""
     head, tail = x[:-ROPE].double(), x[-ROPE:].double()
     turned = torch.view_as_complex(tail.view(-1, 2)) * torch.polar(
         torch.ones_like(angles).double(), angles.double()
     )
-    y = torch.cat((head, torch.view_as_real(turned).flatten())).to(torch.bfloat16).double()
+    y = torch.cat((head, torch.view_as_real(turned).flatten())).to(x.dtype).double()
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while matrix.shape[0] < WIDTH:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return (matrix @ y * WIDTH**-0.5).to(torch.bfloat16)
+    return (matrix @ y * WIDTH**-0.5).to(x.dtype)
 
 
 @pytest.mark.parametrize("name", records.INDEX_FORMATS)
 def test_queries_are_rotated_transformed_and_rounded_like_keys(name: str):
     record = records.index_format(name, index_dim=WIDTH)
     generator = torch.Generator().manual_seed(1)
-    q = torch.randn(3, 2, WIDTH, generator=generator).to(torch.bfloat16)
+    q = torch.randn(3, 2, WIDTH, generator=generator).to(VALUE_TYPES[record.value_dtype])
     angles = torch.rand(20, ROPE // 2, generator=generator) * 6
     rope = torch.cat((angles.cos(), angles.sin()), dim=-1)
     tokens = make_tokens([(0, 19), None, (2, 0)])
@@ -41,6 +43,9 @@ def test_queries_are_rotated_transformed_and_rounded_like_keys(name: str):
             x = rotated_and_transformed(q[token, head], angles[position])
             expected = round_trip(record, x).float()
             found = out[token, head].float()
+            if record.value_dtype == "float32":
+                torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+                continue
             # fp32 angles may move a value across a rounding boundary
             assert (found != expected).float().mean() <= 0.05
             torch.testing.assert_close(found, expected, rtol=0.5, atol=0.3)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dsv4.cache import records
+from dsv4.reference.codec import VALUE_TYPES
 from dsv4.reference.index_scores import head_sum, index_scores
 from tests.oracles.indexer import (
     UNTOUCHED,
@@ -24,7 +25,7 @@ def random_case(name: str, *, seed: int = 0, entries: tuple[int, ...] = (21, 0, 
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(torch.bfloat16)
+        return torch.randn(*shape, generator=generator).to(VALUE_TYPES[record.value_dtype])
 
     values = [random(n, WIDTH) for n in entries]
     keys = make_keys(record, values, seed=seed)

@@ -1,0 +1,55 @@
+"""How prefixes are cached: which boundaries get a snapshot, how many, where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dsv4.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPolicy:
+    """At which block boundaries a snapshot is taken: `full()`, `periodic(tokens)` or `zero()`.
+
+    Without a snapshot, a hit replays window · layers tokens (docs/lifecycle.md).
+    """
+
+    kind: Literal["full", "periodic", "zero"]
+    period_tokens: int = 0
+
+    def wants(self, boundary: int, prompt_tokens: int, block_tokens: int) -> bool:
+        """Periodic: every so many tokens; and the last boundaries of the prompt, one for the same
+        prompt again, of which a token must run, and one for prompts that continue it."""
+        if self.kind == "periodic":
+            last = prompt_tokens // block_tokens, (prompt_tokens - 1) // block_tokens
+            return boundary % self.period_tokens == 0 or boundary // block_tokens in last
+        return self.kind == "full"
+
+
+def full() -> SnapshotPolicy:
+    """A snapshot at every block boundary."""
+    return SnapshotPolicy("full")
+
+
+def periodic(tokens: int) -> SnapshotPolicy:
+    """A snapshot every `tokens` tokens (a multiple of block_tokens) and at the end of a prompt."""
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        raise InvalidInput(f"periodic({tokens!r}): must be a whole number of at least 1")
+    return SnapshotPolicy("periodic", tokens)
+
+
+def zero() -> SnapshotPolicy:
+    """No snapshots: the least memory, the longest replay."""
+    return SnapshotPolicy("zero")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixOptions:
+    """`snapshots` rows of `SnapshotLayout(schema).row_bytes` each, on the device or in pinned host
+    memory. `model_id` names the weights: prefixes of different models never match."""
+
+    policy: SnapshotPolicy = field(default_factory=lambda: periodic(1024))
+    snapshots: int = 64
+    where: Literal["device", "host"] = "device"
+    model_id: str = ""

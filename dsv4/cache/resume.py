@@ -1,0 +1,48 @@
+"""From where a request goes on: after a prefix hit, and after a rewind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dsv4.cache.schema import CacheSchema
+
+StateSource = Literal["nothing", "rings", "snapshot", "replay"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePlan:
+    """What the caller has to run so that a request reaches `end` tokens.
+
+        [0, start)              nothing: entries and state are there
+        [start, reused_tokens)  replay: entries are there and are not written; the rings fill
+        [.., end)               compute, as ever
+
+    `source` says where the state at `start` came from: "nothing" (start is 0), the request's own
+    "rings", a "snapshot", or "replay": the slot was zeroed, and what the replay leaves in it is
+    exact from `reused_tokens` on. Outputs of replayed tokens are not to be used.
+    """
+
+    start: int
+    reused_tokens: int
+    end: int
+    source: StateSource
+
+    @property
+    def run(self) -> range:
+        """Positions of the tokens to run."""
+        return range(self.start, self.end)
+
+    @property
+    def replay(self) -> range:
+        """Those of them whose entries exist."""
+        return range(self.start, max(self.start, self.reused_tokens))
+
+
+def replay_start(schema: CacheSchema, reused_tokens: int) -> int:
+    """Where a replay from a zeroed slot must start so that the state at `reused_tokens` is exact.
+
+    A layer is wrong for window - 1 tokens longer than the layer below it, so that many a layer are
+    enough; a whole window a layer keeps the start on a block.
+    """
+    return max(0, reused_tokens - schema.model.window * len(schema.layers))

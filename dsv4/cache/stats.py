@@ -1,0 +1,86 @@
+"""What a manager says about itself: bytes allocated, and who holds what."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+HitKind = Literal["snapshot", "replay", "blocks_only"]
+MissReason = Literal["too_short", "not_cached", "evicted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBytes:
+    """What the manager has allocated on its device."""
+
+    block_arena: int
+    slot_arena: int
+    block_table: int
+    step_buffers: int
+    workspace: int
+    snapshots: int = 0
+
+    @property
+    def total(self) -> int:
+        cache = self.block_arena + self.slot_arena + self.block_table + self.snapshots
+        return cache + self.step_buffers + self.workspace
+
+
+@dataclass(slots=True)
+class PrefixCounters:
+    """Counts since the manager was made, of admissions with token ids.
+
+    A hit on "blocks_only" shares memory, but found no state and runs from the start. "evicted" is
+    a miss of a prefix that was cached once.
+    """
+
+    hits: dict[HitKind, int] = field(
+        default_factory=lambda: {"snapshot": 0, "replay": 0, "blocks_only": 0}
+    )
+    misses: dict[MissReason, int] = field(
+        default_factory=lambda: {"too_short": 0, "not_cached": 0, "evicted": 0}
+    )
+    tokens_asked: int = 0
+    tokens_skipped: int = 0  # not run at all
+    tokens_shared: int = 0  # in blocks that were there
+    snapshot_evictions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixStats:
+    """The prefix cache: its counters, and what it keeps now. `cached_bytes_by_kind` splits the
+    blocks that no request holds by what is in them."""
+
+    hits: dict[HitKind, int]
+    misses: dict[MissReason, int]
+    tokens_asked: int
+    tokens_skipped: int
+    tokens_shared: int
+    block_evictions: int
+    snapshot_evictions: int
+    blocks_indexed: int
+    snapshots_total: int
+    snapshots_used: int
+    snapshot_bytes: int
+    cached_bytes_by_kind: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """A snapshot of who holds what. free + live = total, for slots; for blocks with the cached
+    ones, which the prefix index keeps and no request holds: free + live + cached = total."""
+
+    blocks_total: int
+    blocks_free: int
+    blocks_live: int
+    slots_total: int
+    slots_free: int
+    requests_live: int
+    tokens_live: int
+    block_bytes_live: int
+    slot_bytes_live: int
+    blocks_cached: int = 0
+    prefix: PrefixStats | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,124 @@
+"""What of a request's tokens is known: their ids, and one chain digest for each whole block."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsv4.errors import InvalidInput
+
+Ids = NDArray[np.int32]
+Tokens = Sequence[int] | NDArray[np.integer[Any]] | Tensor
+DIGEST_BYTES = 32
+
+
+def token_ids(tokens: Tokens) -> Ids:
+    """Token ids as int32, in memory of their own. Raises InvalidInput for anything else."""
+    if isinstance(tokens, Tensor):
+        tokens = tokens.detach().cpu().numpy()
+    try:
+        ids = np.asarray(tokens)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidInput(f"tokens are not a list of ids: {error}") from error
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise InvalidInput(
+            f"tokens are {ids.dtype} of shape {list(ids.shape)}: give a count, or the token ids as "
+            f"one row of whole numbers"
+        )
+    # as unsigned numbers negative ids are too large ones: one look at each id finds both
+    if ids.size and int(ids.view(f"u{ids.itemsize}").max()) > np.iinfo(np.int32).max:
+        raise InvalidInput(
+            f"token ids lie between {ids.min()} and {ids.max()}: they must be 0 or more and fit "
+            f"32 bits"
+        )
+    return np.array(ids, dtype=np.int32)
+
+
+class TokenTrail:
+    """Ids of a request's tokens from 0 on, and the chain digests made from them so far.
+
+    The digest of a block is a keyed hash over all tokens up to its end, so equal digests mean equal
+    prefixes under an equal root: nothing needs to be compared on a hit.
+    """
+
+    __slots__ = ("_ids", "_known", "block_tokens", "chain", "prompt_tokens", "root")
+
+    def __init__(self, root: bytes, block_tokens: int, ids: Ids) -> None:
+        self.root, self.block_tokens = root, block_tokens
+        self.prompt_tokens = len(ids)
+        self.chain: list[bytes] = []
+        self._ids, self._known = ids, len(ids)
+
+    @property
+    def ids(self) -> Ids:
+        return self._ids[: self._known]
+
+    def digest(self, block: int) -> bytes:
+        """The chain digest of a block whose tokens are all known."""
+        if block >= len(self.chain):
+            self.hash_blocks(block + 1)
+        return self.chain[block]
+
+    def hash_blocks(self, blocks: int) -> None:
+        """Makes the digests of the first so many blocks, whose tokens are all known."""
+        chain, block_bytes = self.chain, 4 * self.block_tokens
+        words = self._ids.view(np.uint8).data
+        digest, blake2b = chain[-1] if chain else self.root, hashlib.blake2b
+        for at in range(len(chain) * block_bytes, blocks * block_bytes, block_bytes):
+            span = words[at : at + block_bytes]
+            digest = blake2b(span, digest_size=DIGEST_BYTES, key=digest).digest()
+            chain.append(digest)
+
+    def check(self, start: int, ids: Ids) -> None:
+        """Raises InvalidInput if `ids`, the tokens from `start` on, contradict what is known."""
+        if start >= self._known:
+            return
+        known = self._ids[start : min(self._known, start + len(ids))]
+        if not np.array_equal(known, ids[: len(known)]):
+            wrong = start + int(np.flatnonzero(known != ids[: len(known)])[0])
+            raise InvalidInput(
+                f"token {wrong} was given as {self._ids[wrong]} before and as "
+                f"{ids[wrong - start]} now: rewind the request to change its tokens"
+            )
+
+    def learn(self, start: int, ids: Ids) -> None:
+        """Adds what `check` has let through. Behind a gap nothing can be learned."""
+        end = start + len(ids)
+        if start > self._known or end <= self._known:
+            return
+        if end > len(self._ids):
+            grown = np.empty(max(2 * len(self._ids), end), dtype=np.int32)
+            grown[: self._known] = self.ids
+            self._ids = grown
+        self._ids[start:end] = ids
+        self._known = end
+
+    def cut(self, tokens: int) -> None:
+        """Forgets all but the first so many tokens."""
+        if tokens < self._known:
+            self._known = tokens
+            del self.chain[tokens // self.block_tokens :]
+
+    def copy(self) -> TokenTrail:
+        twin = TokenTrail(self.root, self.block_tokens, self.ids.copy())
+        twin.chain, twin.prompt_tokens = list(self.chain), self.prompt_tokens
+        return twin
+
+
+def chain_root(*, fingerprint: str, model_id: str, salt: str | None) -> bytes:
+    """Where chains start. Different layouts, models or salts share no digest; no salt is not the
+    empty one."""
+    for name, value in (("salt", salt), ("model_id", model_id)):
+        if value is not None and not isinstance(value, str):
+            raise InvalidInput(f"{name}={value!r}: must be a string")
+    parts = [fingerprint.encode(), model_id.encode()]
+    parts += [] if salt is None else [salt.encode()]
+    root = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"dsv4 prefix")
+    for part in parts:
+        root.update(len(part).to_bytes(8, "little") + part)
+    return root.digest()
