@@ -6,13 +6,15 @@ they compute from it differs at most in the order of fp32 sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from dsv4.errors import InvalidInput
+from dsv4.cache.records import RecordFormat
+from dsv4.errors import InvalidInput, SchemaError
 from dsv4.model import ModelSpec
 
 BackendName = Literal["reference", "triton"]
@@ -55,7 +57,17 @@ def load_backend(name: BackendName | None, device: torch.device) -> Backend:
         raise InvalidInput(
             f"the Triton backend needs a GPU, the cache is on {device}: use backend='reference'"
         )
-    return Backend(name="triton", **_triton())
+    return Backend(name="triton", **_triton(device))
+
+
+def check_formats(backend: Backend, formats: Iterable[RecordFormat]) -> None:
+    """Raises SchemaError for a format that the backend has no code for."""
+    for record in formats:
+        if backend.name == "triton" and record.value_dtype != "bfloat16":
+            raise SchemaError(
+                f"the Triton kernels compute from bfloat16 values, the format {record.name} keeps "
+                f"{record.value_dtype}: use backend='reference' or another format"
+            )
 
 
 def _reference() -> dict[str, Any]:
@@ -75,7 +87,7 @@ def _reference() -> dict[str, Any]:
     }
 
 
-def _triton() -> dict[str, Any]:
+def _triton(device: torch.device) -> dict[str, Any]:
     from dsv4.kernels import (
         append,
         attend,
@@ -88,7 +100,18 @@ def _triton() -> dict[str, Any]:
 
     def attend_workspace_elements(tokens: int, model: ModelSpec, entries: int) -> int:
         splits = attend.split_count(model.window, entries)
-        return attend.workspace_elements(tokens, model.heads, model.head_dim, splits)
+        portable = attend.workspace_elements(tokens, model.heads, model.head_dim, splits)
+        return max(portable, hopper_elements)
+
+    hopper_elements, attend_op = 0, attend.attend
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:
+        from dsv4.kernels import attend_hopper  # needs Gluon, which only compiles
+
+        hopper_elements = attend_hopper.workspace_elements(device)
+
+        def attend_op(q: Tensor, sink: Tensor, **step: Any) -> None:
+            fits = attend_hopper.supports(q, step["window"], step["entries"])
+            (attend_hopper.attend if fits else attend.attend)(q, sink, **step)
 
     return {
         "append": append.append,
@@ -100,6 +123,6 @@ def _triton() -> dict[str, Any]:
         "index_scores": index_scores.index_scores,
         "select": select.select,
         "select_workspace_bytes": select.select_workspace_bytes,
-        "attend": attend.attend,
+        "attend": attend_op,
         "attend_workspace_elements": attend_workspace_elements,
     }

@@ -68,7 +68,13 @@ def index_scores(
             skip_visible,
             group,
         )
-        if programs:
+        if programs and _does_hopper(q, keys, first_entry, round_bf16, group):
+            from dsv4.kernels import index_scores_hopper  # needs Gluon, which only compiles
+
+            index_scores_hopper.launch(
+                programs, arguments, ratio=keys.ratio, page_rows=keys.page.rows
+            )
+        elif programs:
             _index_scores_kernel[(programs,)](
                 *arguments,
                 **constants,
@@ -133,6 +139,21 @@ def launch_arguments(
         "RECORD": _index_record(keys),
     }
     return programs, arguments, constants
+
+
+def _does_hopper(
+    q: Tensor, keys: EntrySource, first_entry: int, round_bf16: bool, group: int
+) -> bool:
+    if not _is_hopper(q.device):
+        return False
+    from dsv4.kernels import index_scores_hopper
+
+    return index_scores_hopper.supports(q, keys, first_entry, round_bf16, group)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _index_record(keys: EntrySource) -> RecordConstants:

@@ -14,10 +14,10 @@ from dsv4.kernels.top_k import top_k_workspace_bytes
 
 def select_workspace_bytes(rows: int, *, keys: EntrySource, top_k: int) -> int:
     """A workspace with which `select` handles `rows` tokens at a time: fp32 scores of every entry
-    the block table can name, then what top-k needs for either rounding. It serves every number of
-    entries up to `top_k` and beyond."""
+    the block table can name, then what top-k needs. It serves every number of entries up to `top_k`
+    and beyond."""
     columns = keys.block_table.shape[1] * keys.page.rows
-    return 4 * rows * columns + top_k_workspace_bytes(rows, columns, bf16_scores=False)
+    return 4 * rows * columns + top_k_workspace_bytes(rows, columns)
 
 
 def select(
@@ -32,13 +32,13 @@ def select(
     round_bf16: bool = True,
     tokens_per_request: int = 1,
 ) -> None:
-    """Same result as dsv4.reference.select.select. Two to six launches a piece of tokens, no
+    """Same result as dsv4.reference.select.select. One to four launches a piece of tokens, no
     allocation, no look at lengths on the host. Raises InvalidInput when one token's scores do not
     fit the workspace; nothing has been launched then.
     """
     tokens_count = tokens.shape[0]
     columns = keys.block_table.shape[1] * keys.page.rows
-    rows = _rows_at_a_time(tokens_count, keys, top_k, workspace.numel(), round_bf16)
+    rows = _rows_at_a_time(tokens_count, keys, top_k, workspace.numel())
     for first in range(0, tokens_count, max(rows, 1)):
         piece = slice(first, min(first + rows, tokens_count))
         count = piece.stop - first
@@ -69,16 +69,14 @@ def select(
         )
 
 
-def _rows_at_a_time(
-    tokens: int, keys: EntrySource, top_k: int, workspace_bytes: int, round_bf16: bool
-) -> int:
+def _rows_at_a_time(tokens: int, keys: EntrySource, top_k: int, workspace_bytes: int) -> int:
     """From shapes alone, so a captured graph holds for every length."""
     columns = keys.block_table.shape[1] * keys.page.rows
     if columns <= top_k:
         return tokens
 
     def needed(rows: int) -> int:
-        return 4 * rows * columns + top_k_workspace_bytes(rows, columns, bf16_scores=round_bf16)
+        return 4 * rows * columns + top_k_workspace_bytes(rows, columns)
 
     rows = min(tokens, workspace_bytes // (4 * columns))
     # few rows may be cut finer than many, and so the last piece may need more than the others

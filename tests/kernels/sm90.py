@@ -20,6 +20,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 _POINTERS = {
     torch.float32: "*fp32",
@@ -38,7 +39,9 @@ class Compiled:
     registers: int
     spill_bytes: int
     shared_bytes: int
+    dynamic_shared_bytes: int
     ptx: str
+    sass: str
     opcodes: Counter[str]
 
 
@@ -75,7 +78,8 @@ def compile_launch(
             signature[name] = "i32" if -(2**31) <= argument < 2**31 else "i64"
             if argument % 16 == 0:
                 attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
+    language = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = language(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
     options = {
         "num_warps": num_warps,
         "enable_fp_fusion": fp_fusion,
@@ -99,9 +103,19 @@ def compile_launch(
         registers=registers,
         spill_bytes=4 * (opcodes["STL"] + opcodes["LDL"]),
         shared_bytes=shared,
+        dynamic_shared_bytes=binary.metadata.shared,
         ptx=binary.asm["ptx"],
+        sass=sass,
         opcodes=opcodes,
     )
+
+
+def ptxas_messages(ptx: str) -> str:
+    """What ptxas has to say about a kernel: its registers, spills and warnings."""
+    with tempfile.NamedTemporaryFile(mode="w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        return _run("ptxas", "-v", "--gpu-name", "sm_90a", "-o", os.devnull, file.name)
 
 
 def run_apart(module: str, case: str) -> dict[str, Any]:

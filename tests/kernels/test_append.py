@@ -12,11 +12,11 @@ from torch import Tensor
 
 from dsv4.cache.flush import csa_compress_tail, hca_compress_tail, maybe_flush_csa, maybe_flush_hca
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
 from dsv4.cache.request import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.kernels import append as append_kernel
 from dsv4.model import ModelSpec
+from tests.formats import BF16_ENTRY_FORMATS, BF16_INDEX_FORMATS
 from tests.stack import POISON, Stack, Stream
 
 TINY = ModelSpec.preset("tiny")
@@ -172,7 +172,7 @@ def test_reused_slots_and_blocks_out_of_order():
 # ---- formats and values --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("entry_format", ENTRY_FORMATS)
+@pytest.mark.parametrize("entry_format", BF16_ENTRY_FORMATS)
 def test_entry_formats(entry_format: str):
     both = Both(layers=(SWA, CSA, HCA), requests=1, entry_format=entry_format)
     both.skip({0: 119})
@@ -180,7 +180,7 @@ def test_entry_formats(entry_format: str):
     both.step({0: 1})
 
 
-@pytest.mark.parametrize("index_format", INDEX_FORMATS)
+@pytest.mark.parametrize("index_format", BF16_INDEX_FORMATS)
 def test_index_formats(index_format: str):
     both = Both(layers=(CSA,), requests=1, index_format=index_format)
     both.step({0: 9})
@@ -236,7 +236,7 @@ def test_nan_and_infinity(values: Sequence[float], entry_format: str, index_form
         both.step({0: 1})
 
 
-@pytest.mark.parametrize("entry_format", ENTRY_FORMATS)
+@pytest.mark.parametrize("entry_format", BF16_ENTRY_FORMATS)
 def test_nan_in_kv_that_is_normed_already(entry_format: str):
     """bf16 channels keep the bits they come with, whatever NaN it is."""
     both = Both(layers=(SWA,), requests=1, stack={"kv_norm": False}, entry_format=entry_format)

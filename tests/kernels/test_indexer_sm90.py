@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 HEADS, WIDTH = 64, 128
 FORMATS = ("mxfp4", "nvfp4", "fp8", "bf16")
 GROUPS = (1, 16)
+TOP_K_SHAPES = ((1, 262_144, 1024), (8, 262_144, 512), (256, 8192, 512))
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,16 @@ def test_the_head_sum_is_a_tree_of_additions(compiled: dict[str, dict[str, Any]]
     assert opcodes["HMUL2"] <= 90
 
 
+def test_top_k_loads_16_bytes_a_thread_and_leaves_room_for_two_programs(
+    compiled: dict[str, dict[str, Any]],
+):
+    launches = {name: c for name, c in compiled.items() if name.startswith("top-k")}
+    assert len(launches) == 2 * (3 + 3 + 1)
+    for name, c in launches.items():
+        assert c["loads_of_16_bytes"] >= 2, name
+        assert c["registers"] <= 128, name  # 65,536 hold two programs of 256 threads
+
+
 def main() -> None:
     from dsv4.cache import records
     from dsv4.cache.reads import EntrySource
@@ -69,6 +80,7 @@ def main() -> None:
             "registers": c.registers,
             "spill_bytes": c.spill_bytes,
             "opcodes": dict(c.opcodes),
+            "loads_of_16_bytes": c.ptx.count("ld.global.v4.b32"),
         }
 
     rows = 64
@@ -114,31 +126,24 @@ def main() -> None:
                     fp_fusion=False,
                 ),
             )
-    for rows, columns, k in ((1, 262_144, 1024), (256, 8192, 512)):
-        slices = top_k._slices(rows, columns)
-        counts = torch.zeros(16, dtype=torch.int32)
-        for nth in range(3) if slices > 1 else (top_k.ALL_IN_ONE,):
-            arguments, constants = top_k.launch_arguments(
-                torch.zeros(rows, columns),
-                tokens,
-                counts,
-                torch.zeros(rows, k, dtype=torch.int32),
-                4,
-                0,
-                True,
-                slices,
-                nth,
+    for rows, columns, k in TOP_K_SHAPES:
+        work = torch.zeros(16, dtype=torch.int32)
+        out = torch.zeros(rows, k, dtype=torch.int32)
+        for bf16_scores in (True, False):
+            launches = top_k.launches(
+                torch.zeros(rows, columns), tokens, work, out, 4, 0, bf16_scores
             )
-            note(
-                f"top-k {rows} x {columns} launch {nth}",
-                compile_launch(
-                    top_k._top_k_kernel,
-                    arguments,
-                    constants,
-                    num_warps=top_k.NUM_WARPS,
-                    fp_fusion=True,
-                ),
-            )
+            for nth, launch in enumerate(launches):
+                note(
+                    f"top-k {rows} x {columns} {'bf16' if bf16_scores else 'fp32'} launch {nth}",
+                    compile_launch(
+                        launch.kernel,
+                        launch.arguments,
+                        launch.constants,
+                        num_warps=top_k.NUM_WARPS,
+                        fp_fusion=True,
+                    ),
+                )
     json.dump(found, sys.stdout)
 
 

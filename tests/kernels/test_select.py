@@ -60,12 +60,20 @@ def run(
     return out.tolist()
 
 
-@pytest.mark.parametrize("tile", [256, 8192])
+def cut_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a few hundred scores are cut into slices as long ones are."""
+    for name in ("MAX_ROW", "MAX_SLICE", "MIN_SLICE"):
+        monkeypatch.setattr(top_k_kernel, name, 256)
+    monkeypatch.setattr(top_k_kernel, "GROUPS", 64)
+
+
+@pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("rows_at_a_time", [1, 3, 7])
 def test_equals_the_reference_whatever_the_workspace(
-    rows_at_a_time: int, tile: int, monkeypatch: pytest.MonkeyPatch
+    rows_at_a_time: int, cut: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(top_k_kernel, "TILE", tile)
+    if cut:
+        cut_rows(monkeypatch)
     expected = run(reference, *case(), rows_at_a_time=7)
     assert run(kernel, *case(), rows_at_a_time=rows_at_a_time) == expected
     assert expected[2] == [UNTOUCHED] * K
@@ -91,7 +99,7 @@ def test_decoding_several_tokens_equals_decoding_each_alone():
 
 @pytest.mark.parametrize("needle", [0, 5, 6, 7, 8, 63, 64, 127, 128, 255, 256, 298, 299])
 def test_a_needle_is_found_wherever_it_lies(needle: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(top_k_kernel, "TILE", 256)
+    cut_rows(monkeypatch)
     key = torch.ones(300, WIDTH, dtype=torch.bfloat16)
     key[needle] *= 6
     keys = make_keys(records.mxfp4(WIDTH), [key], page_rows=PAGE_ROWS)
@@ -138,14 +146,15 @@ def test_a_workspace_too_small_for_one_row_is_refused():
 
 
 def test_every_piece_fits_a_workspace_that_holds_one_row(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(top_k_kernel, "TILE", 256)
-    monkeypatch.setattr(top_k_kernel, "MAX_PROGRAMS", 8)
+    cut_rows(monkeypatch)
+    monkeypatch.setattr(top_k_kernel, "MAX_SLICE", 512)
+    monkeypatch.setattr(top_k_kernel, "ENOUGH_PROGRAMS", 8)
     keys, *_ = case()
     columns = keys.block_table.shape[1] * keys.page.rows
     for tokens in (1, 5, 9, 20):
         one = 4 * columns + top_k_kernel.top_k_workspace_bytes(1, columns)
         for size in range(one, 20 * one, 997):
-            rows = kernel._rows_at_a_time(tokens, keys, K, size, True)
+            rows = kernel._rows_at_a_time(tokens, keys, K, size)
             for piece in {rows, tokens % rows} - {0}:
                 counts = top_k_kernel.top_k_workspace_bytes(piece, columns)
                 assert 4 * piece * columns + counts <= size

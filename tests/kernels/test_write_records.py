@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
 from dsv4.cache.schema import CacheSchema, Page, PageKind
 from dsv4.kernels.write_records import write_records
 from dsv4.model import ModelSpec
 from dsv4.reference.append import write_records as reference_write_records
+from tests.formats import BF16_ENTRY_FORMATS, BF16_INDEX_FORMATS
 from tests.stack import POISON
 
 CSA = 1
 CASES: list[tuple[str, PageKind, str]] = [
-    *(("tiny", "entries", name) for name in ENTRY_FORMATS),
-    *(("tiny", "index_keys", name) for name in INDEX_FORMATS),
-    *(("v4-flash", "entries", name) for name in ENTRY_FORMATS),
+    *(("tiny", "entries", name) for name in BF16_ENTRY_FORMATS),
+    *(("tiny", "index_keys", name) for name in BF16_INDEX_FORMATS),
+    *(("v4-flash", "entries", name) for name in BF16_ENTRY_FORMATS),
 ]
 
 

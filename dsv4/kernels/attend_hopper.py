@@ -1,0 +1,884 @@
+"""Sparse attention for Hopper: producers decode keys while two warpgroups multiply.
+
+The portable kernel (attend.py) lets every warp do everything in turn. Here the warps of a program
+have roles, which Triton's Gluon dialect can express and its interpreter cannot run, so this file is
+tested on GPUs only; it must agree with the portable kernel and the reference.
+
+    producer   4 warps: reads 32 records at a time, one thread for 16 channels of a row, the next
+               ones already under way, and stores them decoded, bf16, in shared memory
+    left       4 warps: logits of 64 heads × 64 keys, softmax, and channels [0, 256) of the sum
+    right      4 warps: channels [256, 512) of the sum, from the left's probabilities
+
+A query's keys are numbered as in attend.py and cut into `splits` parts of about equal length. With
+more than one, parts are parked and `_combine_kernel` adds them in their order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dsv4.cache.reads import EntrySource, WindowSource
+from dsv4.errors import InvalidInput
+from dsv4.kernels.attend import PLACES, _with
+from dsv4.kernels.record import record_constants
+
+HEADS_PER_PROGRAM = 64
+TILE_KEYS = 32
+SCALE_WORD_BYTES = 8
+WARPS_PER_ROLE = 4
+# A processor has 512 registers for a thread of each role: left gets what these two leave.
+RIGHT_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(168), gl.constexpr(104)
+# More parts than this cost more to combine than they save.
+MAX_SPLITS = 48
+# A part: the log2-sum-exp2 of 64 heads in fp32, their normalised sums of 512 channels in bf16.
+PART_ELEMENTS = HEADS_PER_PROGRAM * (1 + 512 // 2)
+# The portable kernel's counters lie in front of the parts.
+PARTS_START = PLACES
+COMBINE_ROWS, COMBINE_WARPS = 16, 2
+
+# Four E4M3 codes ($2) times a bf16 power of two, twice in $3: two words of two bf16. The bits of a
+# code, four places up in a bf16, are its value times 2^-120, denormals included; both products are
+# exact.
+_E4M3_TIMES_BF16 = gl.constexpr("""{
+    .reg .b32 low, high, sign, up;
+    mov.b32 up, 0x7B807B80;
+    prmt.b32 low, $2, 0, 0x1404;
+    prmt.b32 high, $2, 0, 0x3424;
+    and.b32 sign, low, 0x80008000;
+    shr.b32 low, low, 4;
+    lop3.b32 low, low, 0x07F007F0, sign, 0xEA;
+    and.b32 sign, high, 0x80008000;
+    shr.b32 high, high, 4;
+    lop3.b32 high, high, 0x07F007F0, sign, 0xEA;
+    mul.rn.bf16x2 low, low, up;
+    mul.rn.bf16x2 high, high, up;
+    mul.rn.bf16x2 $0, low, $3;
+    mul.rn.bf16x2 $1, high, $3;
+}""")
+
+_LOG2_E = gl.constexpr(1.4426950408889634)
+_LN_2 = gl.constexpr(0.6931471805599453)
+
+_SPAN = gl.constexpr(64)  # channels that share a scale
+_HALF = gl.constexpr(256)  # channels of one consumer
+_TILE = gl.constexpr(32)  # keys
+_HEADS = gl.constexpr(64)
+_KEY_STAGES = gl.constexpr(3)  # decoded tiles in shared memory
+_WEIGHT_STAGES = gl.constexpr(2)
+_AHEAD = gl.constexpr(3)  # tiles of records under way
+
+_SPANS = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 8, 4], [1, 4, 1], [2, 1, 0]))
+_CODES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
+_PAIRS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+_RECORD_ROW = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])))
+_QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+_LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE.value, 16]))
+_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+_OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
+_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))  # the same bytes as 32-bit words
+_WEIGHT = gl.constexpr(gl.NVMMASharedLayout(64, 16, rank=2))
+_RAW_SPANS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [2, 1, 0]))
+_RAW_CODES = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
+_RAW_ROPE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+_VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
+
+
+@dataclass(frozen=True, slots=True)
+class HopperConstants:
+    """A launch as compile-time constants. ALL: every visible entry, not a list."""
+
+    HEADS: int
+    WIDTH: int
+    WINDOW: int
+    WINDOW_ROWS: int
+    STAGED: bool
+    ENTRIES: bool
+    ALL: bool
+    RATIO: int
+    ENTRY_ROWS: int
+    DATA_BYTES: int
+    SCALE_BYTES: int
+    ROPE: int
+    SPLIT: bool
+
+
+class _Keys(NamedTuple):
+    """Decoded tiles in shared memory, from the producer to left and right. `bias` is -inf where a
+    key does not live."""
+
+    left: gl.shared_memory_descriptor
+    right: gl.shared_memory_descriptor
+    bias: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    free: gl.shared_memory_descriptor
+
+
+class _Weights(NamedTuple):
+    """Probabilities of a tile, and the factors that bring sums to its maximum, from left to right.
+    The factors behind those of all stages normalise: they are there once `closed` is."""
+
+    probabilities: gl.shared_memory_descriptor
+    factors: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    free: gl.shared_memory_descriptor
+    closed: gl.shared_memory_descriptor
+
+
+class _Records(NamedTuple):
+    """Tiles under way: four, two and one span of codes, and the RoPE channels, all as words."""
+
+    four: gl.shared_memory_descriptor
+    two: gl.shared_memory_descriptor
+    one: gl.shared_memory_descriptor
+    rope: gl.shared_memory_descriptor
+
+
+class _Source(NamedTuple):
+    """Where a query's keys are: offsets are bytes from `arena`, that of the entries, so that window
+    and entries are read by the same loads."""
+
+    arena: gl.tensor
+    window_data: gl.tensor
+    window_scale: gl.tensor
+    entry_data: gl.tensor
+    entry_scale: gl.tensor
+    entry_bytes: gl.tensor
+    table_row: gl.tensor
+    indices_row: gl.tensor
+    indices_count: gl.tensor
+    position: gl.tensor
+    visible: gl.tensor
+    shift: gl.tensor
+    last: gl.tensor
+
+
+def supports(q: Tensor, window: WindowSource, entries: EntrySource | None) -> bool:
+    """Whether this kernel does these shapes and records: V4's."""
+    formats = {source.page.format for source in (window, entries) if source is not None}
+    record = record_constants(window.page.format)
+    return (
+        q.shape[1] % HEADS_PER_PROGRAM == 0
+        and q.shape[2] == record.CODED + _SPAN.value == 2 * _HALF.value
+        and ("e4m3", "ue8m0", _SPAN.value) == (record.ELEMENT, record.SCALE, record.TILE)
+        and record.SCALE_BYTES == SCALE_WORD_BYTES
+        and len(formats) == 1
+        and window.window % TILE_KEYS == 0
+    )
+
+
+@lru_cache
+def processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def workspace_elements(device: torch.device) -> int:
+    """fp32 elements that any launch needs at most. A part for each processor: with more programs
+    than processors nothing is split."""
+    return PARTS_START + processors(device) * PART_ELEMENTS
+
+
+def split_count(tokens: int, heads: int, window: int, max_entries: int, programs: int) -> int:
+    """Into how many parts a query's keys are cut so that about `programs` of them run at once.
+    Follows from shapes alone: the same launch cuts the same way whatever the lengths are."""
+    tiles = -(-window // TILE_KEYS) - (-max_entries // TILE_KEYS)
+    items = max(1, tokens * (heads // HEADS_PER_PROGRAM))
+    splits = max(1, min(tiles, programs // items, MAX_SPLITS))
+    return splits - splits % COMBINE_ROWS if splits > 2 * COMBINE_ROWS else splits
+
+
+def attend(
+    q: Tensor,
+    sink: Tensor,
+    *,
+    tokens: Tensor,
+    batch: Tensor,
+    window: WindowSource,
+    entries: EntrySource | None,
+    indices: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    inverse_rope: Tensor | None,
+    workspace: Tensor,
+) -> None:
+    """One launch, two where the keys are split. As dsv4.reference.attend.attend, up to the order of
+    fp32 sums and, where split, one more rounding to bf16 of each part.
+
+    Deterministic; a query's result depends on its keys and on the number of tokens in the launch
+    (which sets the split), not on what else is in it. Only for what `supports` accepts.
+    """
+    programs, splits, arguments, constants = launch_arguments(
+        q, sink, tokens=tokens, batch=batch, window=window, entries=entries, indices=indices,
+        out=out, lse=lse, inverse_rope=inverse_rope, workspace=workspace,
+        programs=processors(q.device),
+    )  # fmt: skip
+    if not programs:
+        return
+    _attend_hopper_kernel[(programs,)](*arguments, **constants, num_warps=WARPS_PER_ROLE)
+    if splits > 1:
+        rope_dim = constants["A"].ROPE
+        _combine_kernel[(q.shape[0] * q.shape[1],)](
+            workspace[PARTS_START:], sink, tokens, out, lse,
+            sink if inverse_rope is None else inverse_rope,
+            out.stride(0), lse.stride(0), splits,
+            HEADS=q.shape[1], WIDTH=q.shape[2], ROPE=rope_dim,
+            ROWS=min(COMBINE_ROWS, triton.next_power_of_2(splits)), num_warps=COMBINE_WARPS,
+        )  # fmt: skip
+
+
+def launch_arguments(
+    q: Tensor,
+    sink: Tensor,
+    *,
+    tokens: Tensor,
+    batch: Tensor,
+    window: WindowSource,
+    entries: EntrySource | None,
+    indices: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    inverse_rope: Tensor | None,
+    workspace: Tensor,
+    programs: int,
+) -> tuple[int, int, tuple[Any, ...], dict[str, Any]]:
+    """Programs, splits, run-time arguments and compile-time constants of the launch."""
+    count, heads, width = q.shape
+    max_entries = 0
+    if entries is not None:
+        capacity = entries.block_table.shape[1] * entries.page.rows
+        max_entries = capacity if indices is None else indices.shape[1]
+    splits = split_count(count, heads, window.window, max_entries, programs)
+    units = count * (heads // HEADS_PER_PROGRAM) * splits
+    needed = PARTS_START + units * PART_ELEMENTS if splits > 1 else 0
+    if needed > workspace.numel():
+        raise InvalidInput(
+            f"attention of {count} tokens with {heads} heads in {splits} splits needs a workspace "
+            f"of {needed} fp32 elements, got {workspace.numel()}: size it with workspace_elements"
+        )
+    source = entries or EntrySource(
+        arena=window.arena, page=window.page, block_table=tokens, ratio=1
+    )
+    listed = tokens if indices is None else indices
+    constants = HopperConstants(
+        HEADS=heads,
+        WIDTH=width,
+        WINDOW=window.window,
+        WINDOW_ROWS=window.page.rows,
+        STAGED=window.chunk,
+        ENTRIES=entries is not None,
+        ALL=indices is None,
+        RATIO=source.ratio,
+        ENTRY_ROWS=source.page.rows,
+        DATA_BYTES=source.page.format.data_row_bytes,
+        SCALE_BYTES=source.page.format.scale_row_bytes,
+        ROPE=0 if inverse_rope is None else inverse_rope.shape[1],
+        SPLIT=splits > 1,
+    )
+    arguments = (
+        q,
+        sink,
+        tokens,
+        batch,
+        window.arena,
+        source.arena,
+        source.block_table,
+        listed,
+        out,
+        lse,
+        sink if inverse_rope is None else inverse_rope,
+        workspace[PARTS_START:],
+        q.stride(0),
+        out.stride(0),
+        lse.stride(0),
+        listed.stride(0),
+        listed.shape[1],
+        source.block_table.stride(0),
+        window.arena.stride(0),
+        window.page.offset_bytes,
+        window.page.scale_offset_bytes,
+        source.arena.stride(0),
+        source.page.offset_bytes,
+        source.page.scale_offset_bytes,
+        splits,
+    )
+    return units, splits, arguments, {"A": constants}
+
+
+@gluon.jit
+def _range(position, indices_count, split, splits, slot, A: gl.constexpr):
+    """First and last tile of a split, and how many entries the query sees."""
+    tiles = gl.to_tensor((A.WINDOW + _TILE - 1) // _TILE)
+    visible = gl.to_tensor(0)
+    if A.ENTRIES:
+        visible = (position + 1) // A.RATIO
+        if A.ALL:
+            tiles += (visible + _TILE - 1) // _TILE
+        else:
+            tiles += (indices_count + _TILE - 1) // _TILE
+    first = tiles * split // splits
+    last = tiles * (split + 1) // splits
+    return first, gl.where(slot < 0, first, last), visible
+
+
+@gluon.jit
+def _entry(tile, nth, source, A: gl.constexpr):
+    """The entries that the keys of a tile name; what lies outside the list is -1."""
+    key = (tile - A.WINDOW // _TILE) * _TILE + nth
+    if A.ALL:
+        return key
+    else:
+        listed = (key >= 0) & (key < source.indices_count)
+        return gl.load(source.indices_row + key, mask=listed, other=-1)
+
+
+@gluon.jit
+def _block(entry, tile, source, A: gl.constexpr):
+    live = (entry >= 0) & (entry < source.visible)
+    live = live & (tile >= A.WINDOW // _TILE) & (tile < source.last)
+    return gl.load(source.table_row + entry.to(gl.uint32) // A.ENTRY_ROWS, mask=live, other=0)
+
+
+@gluon.jit
+def _rows(tile, nth, entry, block_id, source, A: gl.constexpr):
+    """Byte offsets of a tile's data and scale rows from the entry arena, and which live."""
+    in_window = tile < A.WINDOW // _TILE
+    seen = source.position - (A.WINDOW - 1) + tile * _TILE + nth
+    visible = (entry >= 0) & (entry < source.visible)
+    live = gl.where(in_window, seen >= 0, visible) & (tile < source.last)
+    if A.STAGED:
+        ring = (seen + source.shift).to(gl.int64)
+    else:
+        ring = (seen.to(gl.uint32) % A.WINDOW_ROWS).to(gl.int64)
+    row = (entry.to(gl.uint32) % A.ENTRY_ROWS).to(gl.int64)
+    page = block_id.to(gl.int64) * source.entry_bytes
+    data = gl.where(
+        in_window,
+        source.window_data + ring * A.DATA_BYTES,
+        page + source.entry_data + row * A.DATA_BYTES,
+    )
+    scale = gl.where(
+        in_window,
+        source.window_scale + ring * A.SCALE_BYTES,
+        page + source.entry_scale + row * A.SCALE_BYTES,
+    )
+    return data, scale, live
+
+
+@gluon.jit
+def _fetch(records, place, tile, nth, entry, block_id, source, A: gl.constexpr):
+    """Sends for the records of a tile. Rows that do not live become zeros. Returns the scales, and
+    which rows live."""
+    data, scale, live = _rows(tile, nth, entry, block_id, source, A)
+    at = (source.arena + data).to(gl.pointer_type(gl.uint32))
+    _fetch_spans(records.four.index(place), at, live, 0)
+    _fetch_spans(records.two.index(place), at, live, 4)
+    word = gl.arange(0, _SPAN // 4, layout=gl.SliceLayout(0, _CODES))[None, :]
+    async_copy.async_copy_global_to_shared(
+        records.one.index(place),
+        gl.multiple_of(at[:, None], [16, 16]) + (6 * (_SPAN // 4) + word),
+        mask=live[:, None],
+    )
+    row: gl.constexpr = gl.SliceLayout(1, _PAIRS)
+    word = gl.arange(0, _SPAN // 2, layout=gl.SliceLayout(0, _PAIRS))[None, :]
+    rope_at = gl.multiple_of(gl.convert_layout(at, row, assert_trivial=True)[:, None], [16, 16])
+    rope_live = gl.convert_layout(live, row, assert_trivial=True)[:, None]
+    async_copy.async_copy_global_to_shared(
+        records.rope.index(place), rope_at + (7 * (_SPAN // 4) + word), mask=rope_live
+    )
+    async_copy.commit_group()
+    scales_at = (source.arena + scale).to(gl.pointer_type(gl.uint64))
+    return gl.load(scales_at, mask=live, other=0), live
+
+
+@gluon.jit
+def _fetch_spans(raw, at, live, FIRST: gl.constexpr):
+    """Spans from FIRST on, each [rows, words], so that rows of a span follow each other closely:
+    neighbouring rows then lie in different banks."""
+    row: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, _SPANS))
+    at = gl.convert_layout(at, row, assert_trivial=True)[None, :, None]
+    live = gl.convert_layout(live, row, assert_trivial=True)[None, :, None]
+    nth: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _SPANS))
+    span = FIRST + gl.arange(0, raw.shape[0], layout=nth)[:, None, None]
+    words: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, _SPANS))
+    word = gl.arange(0, _SPAN // 4, layout=words)[None, None, :]
+    source = gl.multiple_of(at, [16, 16, 16]) + (span * (_SPAN // 4) + word)
+    async_copy.async_copy_global_to_shared(raw, source, mask=live)
+
+
+@gluon.jit
+def _decode(codes, scales, NTH: gl.constexpr):
+    """Words of four E4M3 codes of one span times its scale: twice as many words of two bf16."""
+    exponent = ((scales >> (8 * NTH)) & 0xFF).to(gl.uint32)
+    bits = gl.where(exponent == 0, 0x0040, exponent << 7)
+    bits = gl.where(exponent == 255, 0x7FC0, bits)
+    power, codes = gl.broadcast((bits | (bits << 16))[:, None], codes)
+    low, high = gl.inline_asm_elementwise(
+        _E4M3_TIMES_BF16, "=r,=r,r,r", [codes, power], (gl.uint32, gl.uint32), True, 1
+    )
+    return gl.convert_layout(
+        gl.reshape(gl.join(low, high), [_TILE, _SPAN // 2]), _PAIRS, assert_trivial=True
+    )
+
+
+@gluon.jit
+def _side_by_side(a, b, c, d):
+    """Four spans of words as one row: they stay in the registers where they are."""
+    all_four = gl.join(gl.join(a, b), gl.join(c, d))  # [rows, words, second, first]
+    return gl.reshape(gl.permute(all_four, [0, 3, 2, 1]), [_TILE, 4 * (_SPAN // 2)])
+
+
+@gluon.jit
+def _produce(keys, records, source, first, A: gl.constexpr):
+    """Decodes tile after tile. The records of the next ones are under way, and of the one behind
+    them the block ids, and of the one behind that the indices.
+
+    Every buffer is written once a tile: Triton orders all writes to one with barriers."""
+    nth = gl.arange(0, _TILE, layout=_RECORD_ROW)
+    left = keys.left._reinterpret(gl.uint32, [_KEY_STAGES, _TILE, _HALF // 2], _WORDS)
+    right = keys.right._reinterpret(gl.uint32, [_KEY_STAGES, _TILE, _HALF // 2], _WORDS)
+    entry_0 = _entry(first, nth, source, A)
+    entry_1 = _entry(first + 1, nth, source, A)
+    entry_2 = _entry(first + 2, nth, source, A)
+    entry_3 = _entry(first + 3, nth, source, A)
+    entry_4 = _entry(first + 4, nth, source, A)
+    block_0 = _block(entry_0, first, source, A)
+    block_1 = _block(entry_1, first + 1, source, A)
+    block_2 = _block(entry_2, first + 2, source, A)
+    block_3 = _block(entry_3, first + 3, source, A)
+    scales_0, live_0 = _fetch(records, 0, first, nth, entry_0, block_0, source, A)
+    scales_1, live_1 = _fetch(records, 1, first + 1, nth, entry_1, block_1, source, A)
+    scales_2, live_2 = _fetch(records, 2, first + 2, nth, entry_2, block_2, source, A)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    for tile in range(first, source.last):
+        async_copy.wait_group(_AHEAD - 1)
+        c0, c1, c2, c3 = _apart_four(records.four.index(stage).load(_SPANS))
+        c4, c5 = _apart(gl.permute(records.two.index(stage).load(_SPANS), [1, 2, 0]))
+        c6 = records.one.index(stage).load(_CODES)
+        rope = records.rope.index(stage).load(_PAIRS)
+        mbarrier.wait(keys.free.index(stage), phase)
+        left.index(stage).store(
+            _side_by_side(
+                _decode(c0, scales_0, 0),
+                _decode(c1, scales_0, 1),
+                _decode(c2, scales_0, 2),
+                _decode(c3, scales_0, 3),
+            )
+        )
+        right.index(stage).store(
+            _side_by_side(
+                _decode(c4, scales_0, 4),
+                _decode(c5, scales_0, 5),
+                _decode(c6, scales_0, 6),
+                rope,
+            )
+        )
+        keys.bias.index(stage).store(gl.where(live_0, 0.0, float("-inf")))
+        fence_async_shared()
+        mbarrier.arrive(keys.ready.index(stage), count=1)
+        scales_0, scales_1, live_0, live_1 = scales_1, scales_2, live_1, live_2
+        scales_2, live_2 = _fetch(records, stage, tile + 3, nth, entry_3, block_3, source, A)
+        block_3 = _block(entry_4, tile + 4, source, A)
+        entry_3 = entry_4
+        entry_4 = _entry(tile + 5, nth, source, A)
+        stage, phase = _next(stage, phase, _KEY_STAGES)
+
+
+@gluon.jit
+def _apart(x):
+    """Two spans of codes [rows, words, 2]."""
+    first, second = gl.split(x)
+    return (
+        gl.convert_layout(first, _CODES, assert_trivial=True),
+        gl.convert_layout(second, _CODES, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def _apart_four(x):
+    """Four spans of codes [4, rows, words]."""
+    x = gl.reshape(gl.permute(x, [1, 2, 0]), [_TILE, _SPAN // 4, 2, 2])
+    even, odd = gl.split(x)
+    first, third = _apart(even)
+    second, fourth = _apart(odd)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def _next(stage, phase, STAGES: gl.constexpr):
+    """The stage after this one, and the parity of its next use."""
+    wraps = stage == STAGES - 1
+    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def _load_queries(queries, q_row, HALF: gl.constexpr, A: gl.constexpr):
+    """One half of the channels of the program's heads into shared memory."""
+    head = gl.arange(0, _HEADS, layout=gl.SliceLayout(1, _QUERY))[:, None]
+    column = HALF * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(0, _QUERY))[None, :]
+    queries.index(HALF).store(gl.load(q_row + head * A.WIDTH + column))
+    fence_async_shared()
+
+
+@gluon.jit
+def _logits(queries, keys, stage, phase):
+    """Starts the logits of a tile, once its keys are there."""
+    mbarrier.wait(keys.ready.index(stage), phase)
+    none = gl.full([_HEADS, _TILE], 0.0, gl.float32, _LOGITS)
+    logits = warpgroup_mma(
+        queries.index(0), keys.left.index(stage).permute((1, 0)), none, use_acc=False, is_async=True
+    )
+    return warpgroup_mma(
+        queries.index(1), keys.right.index(stage).permute((1, 0)), logits, is_async=True
+    )
+
+
+@gluon.jit
+def _softmax(logits, top, total, acc, dead, nth, weights, A: gl.constexpr):
+    """A tile's probabilities into shared memory, and the sums brought to the new maximum."""
+    SCALE: gl.constexpr = A.WIDTH**-0.5 * _LOG2_E
+    place = nth % _WEIGHT_STAGES
+    x = logits * SCALE + dead[None, :]
+    highest = gl.maximum(top, gl.max(x, axis=1))
+    base = gl.where(highest == float("-inf"), 0.0, highest)  # no key yet
+    alpha = gl.exp2(top - base)
+    weight = gl.exp2(x - base[:, None])
+    total = total * alpha + gl.sum(weight, axis=1)
+    mbarrier.wait(weights.free.index(place), (nth // _WEIGHT_STAGES) % 2 ^ 1)
+    weights.probabilities.index(place).store(weight.to(gl.bfloat16))
+    weights.factors.index(place).store(alpha)
+    fence_async_shared()
+    mbarrier.arrive(weights.ready.index(place), count=1)
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, _SUMS))[:, None]
+    return highest, total, acc
+
+
+@gluon.jit
+def _left(
+    queries, query_ready, keys, weights, q_row, sink_row, out_row, lse_row, first, last, live,
+    A: gl.constexpr,
+):  # fmt: skip
+    """Logits of the next tile run behind the sums of this one, so that only the softmax waits."""
+    LINE: gl.constexpr = gl.SliceLayout(1, _LOGITS)
+    KEY: gl.constexpr = gl.SliceLayout(0, _LOGITS)
+    _load_queries(queries, q_row, 0, A)
+    mbarrier.arrive(query_ready, count=1)
+    mbarrier.wait(query_ready, 0)
+    top = gl.full([_HEADS], float("-inf"), gl.float32, LINE)
+    total = gl.full([_HEADS], 0.0, gl.float32, LINE)
+    acc = gl.full([_HEADS, _HALF], 0.0, gl.float32, _SUMS)
+    tiles = last - first
+    if tiles > 0:
+        stage = gl.to_tensor(0)
+        phase = gl.to_tensor(0)
+        logits = warpgroup_mma_wait(0, deps=[_logits(queries, keys, stage, phase)])
+        for nth in range(0, tiles - 1):
+            top, total, acc = _softmax(
+                logits, top, total, acc, keys.bias.index(stage).load(KEY), nth, weights, A,
+            )  # fmt: skip
+            running = warpgroup_mma(
+                weights.probabilities.index(nth % _WEIGHT_STAGES),
+                keys.left.index(stage),
+                acc,
+                is_async=True,
+            )
+            used = stage
+            stage, phase = _next(stage, phase, _KEY_STAGES)
+            next_logits = _logits(queries, keys, stage, phase)
+            acc, logits = warpgroup_mma_wait(0, deps=[running, next_logits])
+            mbarrier.arrive(keys.free.index(used), count=1)
+        top, total, acc = _softmax(
+            logits, top, total, acc, keys.bias.index(stage).load(KEY), tiles - 1, weights, A,
+        )  # fmt: skip
+        running = warpgroup_mma(
+            weights.probabilities.index((tiles - 1) % _WEIGHT_STAGES),
+            keys.left.index(stage),
+            acc,
+            is_async=True,
+        )
+        acc = warpgroup_mma_wait(0, deps=[running])
+    head = gl.arange(0, _HEADS, layout=LINE)
+    lse = top + gl.log2(total)
+    base = gl.where(top == float("-inf"), 0.0, top)
+    if A.SPLIT:
+        gl.store(lse_row + head, lse, mask=live & (head >= 0))
+    else:
+        gl.store(lse_row + head, lse * _LN_2, mask=live & (head >= 0))
+        sink = gl.load(sink_row + head)
+        total += gl.where(total > 0, gl.exp2(sink * _LOG2_E - base), 0.0)
+    inverse = gl.where(total > 0, 1.0 / total, 0.0)
+    weights.factors.index(_WEIGHT_STAGES).store(inverse)  # right may still read the others
+    mbarrier.arrive(weights.closed, count=1)
+    acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, _SUMS))[:, None]
+    staged = keys.left._reinterpret(gl.bfloat16, [_HEADS, _HALF], _OPERAND)
+    staged.store(acc.to(gl.bfloat16))
+    _store(staged, out_row, live, A)
+
+
+@gluon.jit
+def _right(
+    queries, query_ready, keys, weights, q_row, out_row, rope_row, first, last, live,
+    A: gl.constexpr,
+):  # fmt: skip
+    _load_queries(queries, q_row, 1, A)
+    mbarrier.arrive(query_ready, count=1)
+    acc = gl.full([_HEADS, _HALF], 0.0, gl.float32, _SUMS)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for nth in range(0, last - first):
+        place = nth % _WEIGHT_STAGES
+        mbarrier.wait(keys.ready.index(stage), phase)
+        mbarrier.wait(weights.ready.index(place), (nth // _WEIGHT_STAGES) % 2)
+        alpha = weights.factors.index(place).load(gl.SliceLayout(1, _SUMS))
+        acc = acc * alpha[:, None]
+        acc = warpgroup_mma(
+            weights.probabilities.index(place), keys.right.index(stage), acc, is_async=True
+        )
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(weights.free.index(place), count=1)
+        mbarrier.arrive(keys.free.index(stage), count=1)
+        stage, phase = _next(stage, phase, _KEY_STAGES)
+    mbarrier.wait(weights.closed, 0)
+    acc = acc * weights.factors.index(_WEIGHT_STAGES).load(gl.SliceLayout(1, _SUMS))[:, None]
+    staged = keys.right._reinterpret(gl.bfloat16, [_HEADS, _HALF], _OPERAND)
+    if A.ROPE > 0 and not A.SPLIT:
+        low, high = _halves(acc)
+        middle, turned = _halves(high)
+        turned = _turn_back(turned, rope_row, A)
+        staged.slice(0, 128, dim=1).store(low.to(gl.bfloat16))
+        staged.slice(128, 64, dim=1).store(middle.to(gl.bfloat16))
+        staged.slice(192, 64, dim=1).store(turned.to(gl.bfloat16))
+    else:
+        staged.store(acc.to(gl.bfloat16))
+    _store(staged, out_row + _HALF, live, A)
+
+
+@gluon.jit
+def _halves(x):
+    """The left and the right half of the columns; they lie in different registers."""
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    return gl.split(gl.permute(gl.reshape(x, [ROWS, 2, COLUMNS // 2]), [0, 2, 1]))
+
+
+@gluon.jit
+def _store(staged, out_row, live, A: gl.constexpr):
+    """One half of the channels from shared memory into the output, a warp for a row."""
+    head = gl.arange(0, _HEADS, layout=gl.SliceLayout(1, _QUERY))[:, None]
+    column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, _QUERY))[None, :]
+    mask = live & (head >= 0) & (column >= 0)
+    gl.store(out_row + head * A.WIDTH + column, staged.load(_QUERY), mask=mask)
+
+
+@gluon.jit
+def _turn_back(x, rope_row, A: gl.constexpr):
+    """Inverse RoPE of the last channels, rounded to bf16 before as DeepSeek's code does."""
+    COLUMNS: gl.constexpr = x.shape[1]
+    rounded = x.to(gl.bfloat16).to(gl.float32)
+    even, odd = gl.split(gl.reshape(rounded, [_HEADS, COLUMNS // 2, 2]))
+    pair = gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, even.type.layout))
+    pair -= (COLUMNS - A.ROPE) // 2
+    cos = gl.load(rope_row + pair, mask=pair >= 0, other=1.0)[None, :]
+    sin = gl.load(rope_row + A.ROPE // 2 + pair, mask=pair >= 0, other=0.0)[None, :]
+    both = gl.join(even * cos + odd * sin, odd * cos - even * sin)
+    return gl.reshape(both, [_HEADS, COLUMNS])
+
+
+@gluon.jit(do_not_specialize=["splits"])
+def _attend_hopper_kernel(
+    q_ptr,
+    sink_ptr,
+    tokens_ptr,
+    batch_ptr,
+    window_arena,
+    entry_arena,
+    table_ptr,
+    indices_ptr,
+    out_ptr,
+    lse_ptr,
+    rope_ptr,
+    workspace_ptr,
+    q_stride,
+    out_stride,
+    lse_stride,
+    indices_stride,
+    indices_count,
+    table_stride,
+    window_bytes,
+    window_data,
+    window_scale,
+    entry_bytes,
+    entry_data,
+    entry_scale,
+    splits,
+    A: gl.constexpr,
+):
+    BLOCKS: gl.constexpr = A.HEADS // _HEADS
+    unit = gl.program_id(0)
+    block = unit % BLOCKS
+    split = unit // BLOCKS % splits
+    token = unit // BLOCKS // splits
+    slot = gl.load(tokens_ptr + token * 4).to(gl.int64)
+    position = gl.load(tokens_ptr + token * 4 + 1)
+    batch_row = gl.load(tokens_ptr + token * 4 + 2)
+    first, last, visible = _range(position, indices_count, split, splits, slot, A)
+    window_row = window_arena.to(gl.int64) - entry_arena.to(gl.int64)
+    shift = gl.to_tensor(0)
+    if A.STAGED:
+        start = gl.load(batch_ptr + batch_row * 4 + 1, mask=slot >= 0, other=0)
+        first_row = gl.load(batch_ptr + batch_row * 4 + 3, mask=slot >= 0, other=0)
+        shift = first_row + (A.WINDOW - 1) * batch_row - (start - (A.WINDOW - 1))
+    else:
+        window_row += slot * window_bytes
+    token = token.to(gl.int64)
+    head = block * _HEADS
+    live = slot >= 0
+    q_row = q_ptr + token * q_stride + head * A.WIDTH
+    out_row = out_ptr + token * out_stride + head * A.WIDTH
+    lse_row = lse_ptr + token * lse_stride + head
+    rope_row = rope_ptr + position.to(gl.int64) * A.ROPE
+    if A.SPLIT:  # a part: normalised sums in bf16, their log2-sum-exp2 in fp32
+        lse_row = workspace_ptr + unit.to(gl.int64) * (_HEADS * (A.WIDTH // 2 + 1))
+        out_row = (lse_row + _HEADS).to(gl.pointer_type(gl.bfloat16))
+
+    queries = gl.allocate_shared_memory(gl.bfloat16, [2, _HEADS, _HALF], _OPERAND)
+    query_ready = gl.allocate_shared_memory(gl.int64, [1], _BARRIER)
+    quarter: gl.constexpr = _SPAN // 4
+    keys = _Keys(
+        left=gl.allocate_shared_memory(gl.bfloat16, [_KEY_STAGES, _TILE, _HALF], _OPERAND),
+        right=gl.allocate_shared_memory(gl.bfloat16, [_KEY_STAGES, _TILE, _HALF], _OPERAND),
+        bias=gl.allocate_shared_memory(gl.float32, [_KEY_STAGES, _TILE], _VECTOR),
+        ready=gl.allocate_shared_memory(gl.int64, [_KEY_STAGES, 1], _BARRIER),
+        free=gl.allocate_shared_memory(gl.int64, [_KEY_STAGES, 1], _BARRIER),
+    )
+    weights = _Weights(
+        probabilities=gl.allocate_shared_memory(
+            gl.bfloat16, [_WEIGHT_STAGES, _HEADS, _TILE], _WEIGHT
+        ),
+        factors=gl.allocate_shared_memory(gl.float32, [_WEIGHT_STAGES + 1, _HEADS], _VECTOR),
+        ready=gl.allocate_shared_memory(gl.int64, [_WEIGHT_STAGES, 1], _BARRIER),
+        free=gl.allocate_shared_memory(gl.int64, [_WEIGHT_STAGES, 1], _BARRIER),
+        closed=gl.allocate_shared_memory(gl.int64, [1], _BARRIER),
+    )
+    records = _Records(
+        four=gl.allocate_shared_memory(gl.uint32, [_AHEAD, 4, _TILE, quarter], _RAW_SPANS),
+        two=gl.allocate_shared_memory(gl.uint32, [_AHEAD, 2, _TILE, quarter], _RAW_SPANS),
+        one=gl.allocate_shared_memory(gl.uint32, [_AHEAD, _TILE, quarter], _RAW_CODES),
+        rope=gl.allocate_shared_memory(gl.uint32, [_AHEAD, _TILE, 2 * quarter], _RAW_ROPE),
+    )
+    mbarrier.init(query_ready, count=2)
+    mbarrier.init(weights.closed, count=1)
+    for stage in gl.static_range(_KEY_STAGES):
+        mbarrier.init(keys.ready.index(stage), count=1)
+        mbarrier.init(keys.free.index(stage), count=2)
+    for place in gl.static_range(_WEIGHT_STAGES):
+        mbarrier.init(weights.ready.index(place), count=1)
+        mbarrier.init(weights.free.index(place), count=1)
+    fence_async_shared()
+    source = _Source(
+        arena=entry_arena,
+        window_data=window_row + window_data,
+        window_scale=window_row + window_scale,
+        entry_data=entry_data,
+        entry_scale=entry_scale,
+        entry_bytes=entry_bytes,
+        table_row=table_ptr + slot * table_stride,
+        indices_row=indices_ptr + token * indices_stride,
+        indices_count=indices_count,
+        position=position,
+        visible=visible,
+        shift=shift,
+        last=last,
+    )
+    gl.warp_specialize(
+        [
+            (
+                _left,
+                (
+                    queries, query_ready, keys, weights, q_row, sink_ptr + head, out_row, lse_row,
+                    first, last, live, A,
+                ),
+            ),
+            (
+                _right,
+                (
+                    queries, query_ready, keys, weights, q_row, out_row, rope_row, first, last,
+                    live, A,
+                ),
+            ),
+            (_produce, (keys, records, source, first, A)),
+        ],
+        [4, 4],
+        [RIGHT_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _combine_kernel(
+    parts_ptr, sink_ptr, tokens_ptr, out_ptr, lse_ptr, rope_ptr, out_stride, lse_stride, splits,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Adds the parts of one token and head in their order, ROWS of them under way at a time."""
+    BLOCK: tl.constexpr = 64
+    PART: tl.constexpr = BLOCK * (WIDTH // 2 + 1)
+    token = tl.program_id(0) // HEADS
+    head = tl.program_id(0) % HEADS
+    slot = tl.load(tokens_ptr + token * 4)
+    position = tl.load(tokens_ptr + token * 4 + 1).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    sink = tl.load(sink_ptr + head) * 1.4426950408889634
+    top = -1e30
+    total = 0.0
+    acc = tl.zeros([WIDTH], dtype=tl.float32)
+    for start in tl.range(0, splits, ROWS):
+        lses = ()
+        parts = ()
+        highest = top
+        for nth in tl.static_range(ROWS):
+            there = start + nth < splits
+            unit = (token * splits + start + nth).to(tl.int64) * (HEADS // BLOCK) + head // BLOCK
+            part = parts_ptr + unit * PART
+            lse = tl.load(part + head % BLOCK, mask=there, other=float("-inf"))
+            sums = (part + BLOCK).to(tl.pointer_type(tl.bfloat16)) + head % BLOCK * WIDTH
+            lses = _with(lses, lse)
+            parts = _with(parts, tl.load(sums + column, mask=there, other=0.0))
+            highest = tl.maximum(highest, lse)
+        alpha = tl.exp2(top - highest)
+        acc *= alpha
+        total *= alpha
+        top = highest
+        for nth in tl.static_range(ROWS):
+            weight = tl.exp2(lses[nth] - top)
+            acc += parts[nth].to(tl.float32) * weight
+            total += weight
+    if slot >= 0:
+        lse_row = lse_ptr + token.to(tl.int64) * lse_stride
+        tl.store(lse_row + head, (top + tl.log2(total)) * 0.6931471805599453)
+        total += tl.exp2(sink - top)
+        result = tl.where(total > 0, acc / total, 0.0).to(tl.bfloat16)
+        out_row = out_ptr + token.to(tl.int64) * out_stride + head * WIDTH
+        if ROPE > 0:
+            even, odd = tl.split(tl.reshape(result.to(tl.float32), [WIDTH // 2, 2]))
+            pair = tl.arange(0, WIDTH // 2) - (WIDTH - ROPE) // 2
+            rope_row = rope_ptr + position * ROPE
+            cos = tl.load(rope_row + pair, mask=pair >= 0, other=1.0)
+            sin = tl.load(rope_row + ROPE // 2 + pair, mask=pair >= 0, other=0.0)
+            both = tl.join(even * cos + odd * sin, odd * cos - even * sin)
+            result = tl.reshape(both, [WIDTH]).to(tl.bfloat16)
+        tl.store(out_row + column, result)

@@ -1,0 +1,306 @@
+"""The Hopper attention kernel against the float64 formula, the reference and the portable kernel,
+on arenas where every row that no query may read is NaN.
+
+`make_step` brings blocks in random order, block ids of 2**30 behind the used ones, wild indices and
+a ring longer than the window. Shapes are few: each new set of constants is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.kernels import attend as portable
+from dsv4.kernels import attend_hopper as hopper
+from dsv4.reference import attend as reference
+from tests.reference.test_attend import POISON, Step, check, make_step
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+PROCESSORS = 132
+GUARD = 7.0
+# 521 indices: not a multiple of a tile, of 16 or of 4
+SHAPES: dict[str, dict[str, int]] = {
+    "swa": {},
+    "csa": {"ratio": 4, "page_rows": 32, "top_k": 521, "max_entries": 2_560},
+    "hca": {"ratio": 128, "page_rows": 1, "max_entries": 2_112},
+}
+# (start, tokens): around one key, the window, and 127, 128 and 129 entries; up to thousands
+RAGGED: dict[str, list[tuple[int, int]]] = {
+    "swa": [(0, 1), (1, 2), (126, 3), (500, 4), (9_001, 4)],
+    "csa": [(0, 1), (2, 2), (126, 3), (506, 2), (511, 1), (515, 1), (2_083, 2), (9_001, 4)],
+    "hca": [(0, 1), (126, 2), (16_255, 1), (16_382, 2), (16_511, 1), (268_805, 3)],
+}
+
+
+@pytest.fixture(autouse=True)
+def _processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split counts as on an H200, whatever the device."""
+    set_processors(monkeypatch, PROCESSORS)
+
+
+def set_processors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(hopper, "processors", lambda _: count)
+
+
+def make(requests: Sequence[tuple[int, int]], kind: str, *, heads: int = 64, **more: Any) -> Step:
+    """A step at V4's shapes on the device."""
+    shape = {**SHAPES[kind], **more}
+    step = make_step(requests, kind=kind, heads=heads, width=512, window=128, **shape)
+    entries = step.entries and replace(
+        step.entries,
+        arena=step.entries.arena.to(DEVICE),
+        block_table=step.entries.block_table.to(DEVICE),
+    )
+    return Step(
+        q=step.q.to(DEVICE),
+        sink=step.sink.to(DEVICE),
+        tokens=step.tokens.to(DEVICE),
+        batch=step.batch.to(DEVICE),
+        window=replace(step.window, arena=step.window.arena.to(DEVICE)),
+        entries=entries,
+        indices=None if step.indices is None else step.indices.to(DEVICE),
+        keys=[None if keys is None else keys.to(DEVICE) for keys in step.keys],
+        rope=step.rope.to(DEVICE),
+    )
+
+
+def max_entries(step: Step) -> int:
+    if step.entries is None:
+        return 0
+    if step.indices is not None:
+        return step.indices.shape[1]
+    return step.entries.block_table.shape[1] * step.entries.page.rows
+
+
+def splits_of(step: Step) -> int:
+    tokens, heads, _ = step.q.shape
+    programs = hopper.processors(DEVICE)
+    return hopper.split_count(tokens, heads, step.window.window, max_entries(step), programs)
+
+
+def run(step: Step, *, turn: bool = True) -> tuple[Tensor, Tensor]:
+    """Parts of an earlier launch are NaN; what lies around them must stay."""
+    assert hopper.supports(step.q, step.window, step.entries)
+    end = hopper.workspace_elements(DEVICE)
+    workspace = torch.full((end + 1024,), torch.nan, device=DEVICE)
+    workspace[: hopper.PARTS_START] = 0
+    workspace[end:] = GUARD
+    found = step.run(hopper.attend, turn=turn, workspace=workspace[:end])
+    assert (workspace[: hopper.PARTS_START] == 0).all(), "the portable kernel's counters"
+    assert (workspace[end:] == GUARD).all()
+    return found
+
+
+def run_portable(step: Step, *, turn: bool = True) -> tuple[Tensor, Tensor]:
+    splits = portable.split_count(step.window.window, max_entries(step))
+    workspace = torch.zeros(portable.workspace_elements(*step.q.shape, splits), device=DEVICE)
+    return step.run(portable.attend, turn=turn, workspace=workspace)
+
+
+def assert_near(step: Step, found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+    live = step.tokens[:, 0] >= 0
+    out, out_wanted = found[0][live].double(), wanted[0][live].double()
+    error = (out - out_wanted).norm(dim=(1, 2)) / out_wanted.norm(dim=(1, 2))
+    assert error.max() <= 4e-3, error
+    assert (found[1][live] - wanted[1][live]).abs().max() <= 1e-3
+
+
+def assert_right(step: Step, found: tuple[Tensor, Tensor], *, turn: bool = True) -> None:
+    check(step, found, turn=turn)
+    assert_near(step, found, step.run(reference.attend, turn=turn))
+
+
+def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
+    return all(
+        torch.equal(x.view(torch.int16), y.view(torch.int16)) for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
+def test_decode_of_ragged_lengths(kind: str) -> None:
+    step = make(RAGGED[kind], kind, padding=2)
+    turn = kind != "swa"
+    found = run(step, turn=turn)
+    assert_right(step, found, turn=turn)
+    if kind != "swa":
+        assert_near(step, found, run_portable(step))
+
+
+def test_decode_of_128_heads() -> None:
+    lengths = [(0, 1), (127, 1), (128, 1), (4_099, 1), (9_001, 1)]
+    step = make(lengths, "csa", heads=128, top_k=1_024, slack=0, padding=1)
+    assert_right(step, run(step))
+
+
+@pytest.mark.parametrize(
+    ("requests", "splits"),
+    [
+        ([(9_001, 1)], 21),  # one tile each
+        (RAGGED["csa"], 8),
+        ([(37 * n, 4) for n in range(16)], 2),
+        ([(29 * n, 4) for n in range(50)], 1),
+    ],
+    ids=["1 token", "16 tokens", "64 tokens", "200 tokens"],
+)
+def test_splits_follow_the_token_count(requests: list[tuple[int, int]], splits: int) -> None:
+    step = make(requests, "csa")
+    assert splits_of(step) == splits
+    assert_right(step, run(step))
+
+
+@pytest.mark.parametrize(
+    ("kind", "splits"), [("csa", 1), ("csa", 3), ("hca", 2), ("hca", 23), ("hca", 64)]
+)
+def test_other_split_counts(kind: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 splits, most have no tile where the context is short."""
+    step = make(RAGGED[kind], kind)
+    set_processors(monkeypatch, len(step.q) * splits)
+    monkeypatch.setattr(hopper, "MAX_SPLITS", 100)
+    assert splits_of(step) == splits
+    assert_right(step, run(step))
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "requests", "turn"),
+    [
+        ("swa", 128, [(0, 20), (5, 1), (100, 60)], True),
+        ("csa", 64, [(0, 70), (21, 61), (700, 62), (9_000, 7)], True),
+        ("hca", 128, [(0, 5), (16_250, 140), (16_510, 2)], False),
+    ],
+    ids=["swa", "csa", "hca"],
+)
+def test_a_chunk_reads_staged_rows(
+    kind: str, heads: int, requests: list[tuple[int, int]], turn: bool
+) -> None:
+    step = make(requests, kind, heads=heads, chunk=True, padding=3)
+    assert_right(step, run(step, turn=turn), turn=turn)
+
+
+def test_indices_that_are_wild_or_named_twice() -> None:
+    step = make([(9_001, 4)], "csa", padding=1)
+    assert step.indices is not None
+    assert step.entries is not None
+    visible = 9_002 // 4
+    wild = torch.tensor([-1, -7, 2**30, 2**31 - 1, -(2**31), visible + 1, 40_000])
+    step.indices[:] = wild.repeat(75)[:521].int()
+    step.indices[1, 40:300] = 17
+    step.indices[2, ::2] = torch.arange(261, device=DEVICE, dtype=torch.int32) // 3
+    step.indices[3, 520] = visible - 1  # alone, the last of a tile that is not full
+    found = run(step)
+    assert_near(step, found, step.run(reference.attend, turn=True))
+    assert_near(step, found, run_portable(step))
+    assert torch.isnan(found[0][4]).all()
+
+
+@pytest.mark.parametrize("processors", [PROCESSORS, 1], ids=["split", "whole"])
+def test_sinks_at_the_ends(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_processors(monkeypatch, processors)
+    step = make(RAGGED["csa"], "csa")
+    step.sink[:4] = torch.tensor([-torch.inf, 80.0, -80.0, 0.0])
+    found = run(step)
+    assert_right(step, found)
+    assert found[0][:, 1].abs().max() < 1e-20
+    assert (found[0][:, 1] != 0).any()
+
+
+@pytest.mark.parametrize("processors", [PROCESSORS, 1], ids=["split", "whole"])
+def test_a_query_without_keys_gives_zero(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_processors(monkeypatch, processors)
+    step = make(RAGGED["csa"], "csa")
+    wanted = run(step)
+    step.rope = torch.cat((step.rope[:1], step.rope))[1:]  # the row at -1 is there to be read
+    step.tokens[3, 1] = -1
+    step.sink[0] = -torch.inf
+    out, lse = run(step)
+    assert (out[3] == 0).all()
+    assert (lse[3] == -torch.inf).all()
+    others = [row for row in range(16) if row != 3]
+    assert same((out[others, 1:], lse[others]), (wanted[0][others, 1:], wanted[1][others]))
+
+
+@pytest.mark.parametrize("kind", ["csa", "hca"])
+def test_bits_depend_on_nobody_else(kind: str) -> None:
+    step = make(RAGGED[kind], kind, padding=2)
+    tokens = len(step.q)
+    out, lse = run(step)
+    assert same(run(step), (out, lse))
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(1)).tolist()
+    assert same(run(step.take(order)), (out[order], lse[order]))
+    row = tokens - 3
+    alone = [tokens - 1] * (tokens - 1) + [row]  # the others are padding
+    assert same(run(step.take(alone)), (out[alone], lse[alone]))
+
+
+def test_a_replayed_graph_gives_the_bits_of_an_eager_launch() -> None:
+    step = make(RAGGED["csa"], "csa", padding=2)
+    assert step.indices is not None
+    eager = run(step)
+    captured = replace(
+        step,
+        q=torch.zeros_like(step.q),
+        tokens=torch.full_like(step.tokens, -1),
+        indices=torch.full_like(step.indices, -1),
+    )
+    workspace = torch.zeros(hopper.workspace_elements(DEVICE), device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = captured.run(hopper.attend, turn=True, workspace=workspace)
+    graph.replay()
+    assert torch.isnan(found[0]).all()
+    for static, tensor in (
+        (captured.q, step.q),
+        (captured.tokens, step.tokens),
+        (captured.indices, step.indices),
+    ):
+        assert isinstance(static, Tensor)
+        static.copy_(tensor)
+    for _ in range(2):
+        graph.replay()
+        assert same(found, eager)
+
+
+def test_entries_beyond_four_gigabytes() -> None:
+    step = make(RAGGED["csa"], "csa")
+    near = run(step)
+    assert step.entries is not None
+    small, table = step.entries.arena, step.entries.block_table
+    before = 2**32 // small.shape[1] + 1
+    arena = small.new_full((before + len(small), small.shape[1]), POISON)
+    arena[before:] = small
+    moved = torch.where(table < len(small), table + before, table)
+    step.entries = replace(step.entries, arena=arena, block_table=moved)
+    assert same(run(step), near)
+
+
+def test_tokens_may_lie_apart() -> None:
+    step = make(RAGGED["csa"], "csa")
+    dense = run(step)
+    tokens = len(step.q)
+    q = torch.full((tokens, 128, 512), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    q[:, :64] = step.q
+    out = torch.full_like(q, GUARD)
+    lse = torch.full((tokens, 128), GUARD, device=DEVICE)
+    hopper.attend(
+        q[:, :64], step.sink, tokens=step.tokens, batch=step.batch, window=step.window,
+        entries=step.entries, indices=step.indices, out=out[:, :64], lse=lse[:, :64],
+        inverse_rope=step.rope,
+        workspace=torch.full((hopper.workspace_elements(DEVICE),), torch.nan, device=DEVICE),
+    )  # fmt: skip
+    assert same((out[:, :64].contiguous(), lse[:, :64].contiguous()), dense)
+    assert (out[:, 64:] == GUARD).all()
+    assert (lse[:, 64:] == GUARD).all()
+
+
+def test_steps_of_padding_or_nothing_touch_nothing() -> None:
+    step = make(RAGGED["csa"], "csa", padding=1)
+    for rows in ([len(step.q) - 1] * 16, []):
+        out, lse = run(step.take(rows))
+        assert torch.isnan(out).all()
+        assert torch.isnan(lse).all()

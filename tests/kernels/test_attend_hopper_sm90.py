@@ -1,0 +1,170 @@
+"""What ptxas makes of the Hopper attention kernel at V4's shapes, in a process that compiles."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.cache.reads import EntrySource, WindowSource
+from dsv4.cache.schema import CacheSchema
+from dsv4.model import ModelSpec
+from tests.kernels.sm90 import compile_launch, ptxas_messages, run_apart
+
+CSA_LAYER, HCA_LAYER = 2, 3
+PROCESSORS = 132
+MAX_SHARED_BYTES = 232_448
+# name -> (model, layer or None for a window alone, tokens, whether a chunk)
+CASES: dict[str, tuple[str, int | None, int, bool]] = {
+    "flash csa split": ("v4-flash", CSA_LAYER, 4, False),
+    "flash hca whole": ("v4-flash", HCA_LAYER, 256, False),
+    "pro csa chunk": ("v4-pro", CSA_LAYER, 1024, True),
+    "pro window": ("v4-pro", None, 1024, False),
+}
+COMBINE = "combine"
+
+
+@pytest.fixture(scope="module", params=CASES)
+def attend(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return run_apart("tests.kernels.test_attend_hopper_sm90", request.param)
+
+
+def test_nothing_spills_and_products_overlap(attend: dict[str, Any]) -> None:
+    assert attend["spill_bytes"] == 0
+    found = re.findall(r"(\d+) bytes spill", attend["ptxas"])
+    assert found
+    assert set(found) == {"0"}
+    # where the accumulator of one wgmma moves under another, ptxas warns that it runs them in turn
+    assert "serialized" not in attend["ptxas"]
+    assert "warning" not in attend["ptxas"].lower()
+
+
+def test_it_fits_the_shared_memory(attend: dict[str, Any]) -> None:
+    assert attend["dynamic_shared_bytes"] <= MAX_SHARED_BYTES
+
+
+def test_products_run_on_wgmma_and_records_arrive_16_bytes_a_thread(attend: dict[str, Any]) -> None:
+    assert attend["wgmma"] > 0
+    assert attend["other_products"] == 0
+    assert attend["async_copies"]
+    assert set(attend["async_copies"]) == {"LDGSTS.E.BYPASS.128"}
+    # and are decoded two at a time, not through the conversion unit
+    assert attend["bf16x2_products"] > 0
+    assert attend["fp8_conversions"] == 0
+
+
+def test_each_role_sets_its_registers(attend: dict[str, Any]) -> None:
+    """Two of the three roles ask for what `warp_specialize` was told, and left takes the rest."""
+    from dsv4.kernels import attend_hopper as kernel
+
+    asked = (kernel.RIGHT_REGISTERS.value, kernel.PRODUCER_REGISTERS.value)
+    assert {str(count) for count in asked} <= set(attend["register_counts"])
+    assert attend["registers"] * 3 * 32 * kernel.WARPS_PER_ROLE <= 65_536
+
+
+def test_the_sum_of_parts_stays_in_registers() -> None:
+    combine = run_apart("tests.kernels.test_attend_hopper_sm90", COMBINE)
+    assert combine["spill_bytes"] == 0
+    assert combine["wide_loads"] > 0
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launch(case: str) -> tuple[int, int, tuple[Any, ...], dict[str, Any]]:
+    from dsv4.kernels import attend_hopper as kernel
+
+    model, layer, tokens, chunk = CASES[case]
+    schema = CacheSchema.build(ModelSpec.preset(model))
+    heads, width = schema.model.heads, schema.model.head_dim
+    window_page = schema.page("window", CSA_LAYER)
+    assert window_page is not None
+    entries = indices = None
+    if layer is not None:
+        entry_page = schema.page("entries", layer)
+        assert entry_page is not None
+        entries = EntrySource(
+            arena=empty(8, schema.block_bytes, dtype=torch.uint8),
+            page=entry_page,
+            block_table=empty(8, schema.max_blocks_per_request, dtype=torch.int32),
+            ratio=schema.layers[layer].spec.ratio,
+        )
+        if layer == CSA_LAYER:
+            indices = empty(tokens, schema.model.index_topk, dtype=torch.int32)
+    window = WindowSource(
+        arena=empty(8, schema.slot_bytes, dtype=torch.uint8),
+        page=window_page,
+        window=schema.model.window,
+        chunk=chunk,
+    )
+    q = empty(tokens, heads, width, dtype=torch.bfloat16)
+    assert kernel.supports(q, window, entries)
+    return kernel.launch_arguments(
+        q,
+        empty(heads),
+        tokens=empty(tokens, 4, dtype=torch.int32),
+        batch=empty(tokens, 4, dtype=torch.int32),
+        window=window,
+        entries=entries,
+        indices=indices,
+        out=empty(tokens, heads, width, dtype=torch.bfloat16),
+        lse=empty(tokens, heads),
+        inverse_rope=empty(schema.max_context, schema.model.rope_dim),
+        workspace=empty(kernel.PARTS_START + PROCESSORS * kernel.PART_ELEMENTS),
+        programs=PROCESSORS,
+    )
+
+
+def compile_attend(case: str) -> dict[str, Any]:
+    from dsv4.kernels import attend_hopper as kernel
+
+    _, splits, arguments, constants = launch(case)
+    assert (splits > 1) == ("split" in case)
+    made = compile_launch(
+        kernel._attend_hopper_kernel,
+        arguments,
+        constants,
+        num_warps=kernel.WARPS_PER_ROLE,
+        fp_fusion=True,
+    )
+    return {
+        "registers": made.registers,
+        "spill_bytes": made.spill_bytes,
+        "dynamic_shared_bytes": made.dynamic_shared_bytes,
+        "wgmma": made.opcodes["HGMMA"],
+        "other_products": made.opcodes["HMMA"],
+        "async_copies": re.findall(r"LDGSTS[.\w]*", made.sass),
+        "register_counts": re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", made.ptx),
+        "bf16x2_products": made.ptx.count("mul.rn.bf16x2"),
+        "fp8_conversions": made.ptx.count("e4m3"),
+        "ptxas": ptxas_messages(made.ptx),
+    }
+
+
+def compile_combine() -> dict[str, Any]:
+    from dsv4.kernels import attend_hopper as kernel
+
+    heads, width = 64, 512
+    f32, bf16, i32 = empty(16), empty(16, dtype=torch.bfloat16), empty(16, dtype=torch.int32)
+    made = compile_launch(
+        kernel._combine_kernel,
+        (f32, f32, i32, bf16, f32, f32, heads * width, heads, 21),
+        {"HEADS": heads, "WIDTH": width, "ROPE": 64, "ROWS": kernel.COMBINE_ROWS},
+        num_warps=kernel.COMBINE_WARPS,
+        fp_fusion=True,
+    )
+    return {
+        "spill_bytes": made.spill_bytes,
+        "wide_loads": len(re.findall(r"LDG\.E\.128", made.sass)),
+    }
+
+
+if __name__ == "__main__":
+    name = sys.argv[1]
+    print(json.dumps(compile_combine() if name == COMBINE else compile_attend(name)))

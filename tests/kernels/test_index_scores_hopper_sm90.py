@@ -1,0 +1,125 @@
+"""What ptxas makes of the Hopper scoring kernel at V4's shapes, and what it leaves to the other."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.cache.reads import EntrySource
+from dsv4.cache.schema import CacheSchema
+from dsv4.model import ModelSpec
+from tests.kernels.sm90 import compile_launch, ptxas_messages, run_apart
+
+CSA_LAYER = 2
+PROGRAMS_PER_PROCESSOR, REGISTERS_OF_A_PROCESSOR, SHARED_BYTES = 4, 65_536, 227 << 10
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Any]:
+    return run_apart("tests.kernels.test_index_scores_hopper_sm90", "256")
+
+
+def test_four_programs_fit_a_processor_and_nothing_spills(compiled: dict[str, Any]) -> None:
+    assert compiled["spill_bytes"] == 0
+    assert set(re.findall(r"(\d+) bytes spill", compiled["ptxas"])) == {"0"}
+    assert "serialized" not in compiled["ptxas"]
+    threads = 4 * 32 * PROGRAMS_PER_PROCESSOR
+    assert compiled["registers"] * threads <= REGISTERS_OF_A_PROCESSOR
+    assert compiled["dynamic_shared_bytes"] * PROGRAMS_PER_PROCESSOR <= SHARED_BYTES
+
+
+def test_keys_arrive_16_bytes_a_thread_and_multiply_from_registers(
+    compiled: dict[str, Any],
+) -> None:
+    assert compiled["wgmma"] > 0
+    assert "LDGSTS.E.BYPASS.128" in compiled["async_copies"]
+
+
+@pytest.mark.parametrize(
+    ("index_format", "block_tokens", "heads", "rounded", "group", "first_entry", "fits"),
+    [
+        ("mxfp4", 128, 64, True, 1, 0, True),
+        ("mxfp4", 512, 64, True, 1, 0, True),
+        ("mxfp4", 128, 64, False, 1, 0, False),
+        ("mxfp4", 128, 64, True, 4, 0, False),
+        ("mxfp4", 128, 64, True, 1, 32, False),
+        ("mxfp4", 128, 32, True, 1, 0, False),
+        ("nvfp4", 128, 64, True, 1, 0, False),
+        ("fp8", 128, 64, True, 1, 0, False),
+    ],
+)
+def test_what_it_does(
+    index_format: str,
+    block_tokens: int,
+    heads: int,
+    rounded: bool,
+    group: int,
+    first_entry: int,
+    fits: bool,
+) -> None:
+    from dsv4.kernels import index_scores_hopper
+
+    schema = CacheSchema.build(
+        ModelSpec.preset("v4-flash"), index_format=index_format, block_tokens=block_tokens
+    )
+    q = empty(4, heads, 128, dtype=torch.bfloat16)
+    found = index_scores_hopper.supports(q, key_source(schema), first_entry, rounded, group)
+    assert found == fits
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def key_source(schema: CacheSchema) -> EntrySource:
+    page = schema.page("index_keys", CSA_LAYER)
+    assert page is not None
+    return EntrySource(
+        arena=empty(8, schema.block_bytes, dtype=torch.uint8),
+        page=page,
+        block_table=empty(8, schema.max_blocks_per_request, dtype=torch.int32),
+        ratio=4,
+    )
+
+
+def compile_scores(tokens: int) -> dict[str, Any]:
+    from dsv4.kernels import index_scores, index_scores_hopper
+
+    keys = key_source(CacheSchema.build(ModelSpec.preset("v4-flash")))
+    _, arguments, _ = index_scores.launch_arguments(
+        empty(tokens, 64, 128, dtype=torch.bfloat16),
+        empty(tokens, 64, dtype=torch.bfloat16),
+        empty(tokens, 4, dtype=torch.int32),
+        keys,
+        0,
+        empty(tokens, 4096),
+        True,
+        512,
+        1,
+    )
+    made = compile_launch(
+        index_scores_hopper._index_scores_hopper_kernel,
+        arguments,
+        {"TOKENS": tokens, "RATIO": 4, "PAGE_ROWS": keys.page.rows},
+        num_warps=index_scores_hopper.NUM_WARPS,
+        fp_fusion=True,
+        maxnreg=index_scores_hopper.MAX_REGISTERS,
+    )
+    return {
+        "registers": made.registers,
+        "spill_bytes": made.spill_bytes,
+        "dynamic_shared_bytes": made.dynamic_shared_bytes,
+        "wgmma": made.opcodes["HGMMA"],
+        "async_copies": re.findall(r"LDGSTS[.\w]*", made.sass),
+        "ptxas": ptxas_messages(made.ptx),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_scores(int(sys.argv[1]))))
