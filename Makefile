@@ -3,15 +3,16 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+NEWEST := .venv-newest
 
-.PHONY: demo test lint gpu-test clean
+.PHONY: demo test lint gpu-test test-newest-transformers clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP)            ## plan V4-Flash, then watch requests live and end on this machine
+demo: $(STAMP)            ## a tiny V4 on transformers' cache and on this one, then V4-Flash's bill
 	$(BIN)/dsv4 demo
 
 lint: $(STAMP)            ## ruff and mypy --strict
@@ -25,5 +26,13 @@ gpu-test:                 ## GPU tests, then benchmarks; results under benchmark
 	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu -m gpu
 	PYTHONPATH=. $(PYTHON) -m benchmarks.run $(if $(COMMIT),--commit $(COMMIT))
 
+# torch, triton and numpy stay as pinned: it is transformers that moves.
+test-newest-transformers: ## the integration's tests on the newest transformers, in .venv-newest
+	$(PYTHON) -m venv $(NEWEST)
+	grep -E '^(torch|triton|numpy)==' constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check -U -c $(NEWEST)/constraints.txt \
+		-e '.[dev]' transformers
+	$(NEWEST)/bin/pytest -n 2 --dist worksteal tests/integrations
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NEWEST) .pytest_cache .mypy_cache .ruff_cache

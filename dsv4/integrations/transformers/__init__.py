@@ -1,0 +1,6 @@
+"""DeepSeek-V4 of Hugging Face transformers on this cache."""
+
+from dsv4.integrations.transformers.accelerate import accelerate, restore
+from dsv4.integrations.transformers.paged_cache import PagedCache, transformers_cache_bytes
+
+__all__ = ["PagedCache", "accelerate", "restore", "transformers_cache_bytes"]

@@ -1,0 +1,99 @@
+"""`accelerate(model)`: a V4 model of transformers attends on our cache, on its own parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prefix_options import PrefixOptions
+from dsv4.errors import InvalidInput
+from dsv4.integrations.transformers.fast_attention import (
+    FastAttention,
+    RunningStep,
+    make_rope_tables,
+)
+from dsv4.integrations.transformers.fast_caches import FastCaches
+from dsv4.integrations.transformers.fast_forward import FastForward
+from dsv4.integrations.transformers.model_check import cache_schema, require_v4
+
+PREFIX = PrefixOptions()
+
+
+def accelerate(
+    model: Any,
+    *,
+    max_batch: int,
+    max_context: int,
+    records: str = "fp8_ds",
+    index: str | None = None,
+    max_step_tokens: int = 4096,
+    capture: bool = True,
+    prefix: PrefixOptions | None = PREFIX,
+) -> None:
+    """Replaces the attention of every layer of a DeepseekV4ForCausalLM, in place, for inference.
+
+    Forward and generate work as before, also with left or right padding, and give out PagedCaches.
+    All caches together have `max_batch` rows of `max_context` tokens. `records` and `index` are
+    formats as in PagedCache.for_model. Prompts run in pieces of `max_step_tokens` tokens. With
+    `capture`, decode steps on a GPU are captured and replayed where the experts allow it; do not
+    move the model then. Modules, parameters and state_dict stay as they are.
+
+    Prompts that `generate` runs are cached as `prefix` says, and a later prompt that begins like
+    one of them runs only from there; None switches that off. What is cached belongs to the weights
+    it was computed with: restore and accelerate again after changing them.
+
+    Raises InvalidInput, ConfigError or SchemaError, and the model is unchanged.
+    """
+    require_v4(model)
+    if is_accelerated(model):
+        raise InvalidInput("the model is accelerated already: restore(model) first")
+    for name, count in (("max_batch", max_batch), ("max_step_tokens", max_step_tokens)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise InvalidInput(f"{name}={count!r}: must be a whole number of at least 1")
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise InvalidInput(f"the model lies on {', '.join(devices)}: put it on one device")
+    with torch.inference_mode(False), torch.no_grad():
+        schema = cache_schema(model, max_context=max_context, records=records, index=index)
+        manager = KVCacheManager(
+            schema,
+            num_blocks=max_batch * schema.blocks_for(max_context),
+            max_requests=max_batch,
+            max_step_tokens=max_step_tokens,
+            device=model.device,
+            prefix=prefix,
+        )
+        tables = make_rope_tables(model.model.rotary_emb, max_context, manager.device)
+    step = RunningStep(manager=manager, rope_tables=tables)
+    forward = FastForward(model.model, step, FastCaches(manager, model), capture=capture)
+    for layer in model.model.layers:
+        _replace_forward(layer.self_attn, FastAttention(layer.self_attn, step))
+    _replace_forward(model.model, forward)
+    forward.hook = model.register_forward_pre_hook(forward.observe, with_kwargs=True)
+
+
+def restore(model: Any) -> None:
+    """Gives the model its own forward back; caches of the fast path cannot be used with it.
+
+    Raises InvalidInput if the model is not accelerated.
+    """
+    require_v4(model)
+    if not is_accelerated(model):
+        raise InvalidInput("the model is not accelerated: there is nothing to restore")
+    vars(model.model)["forward"].hook.remove()
+    for module in (model.model, *(layer.self_attn for layer in model.model.layers)):
+        replaced = vars(module).pop("forward").replaced
+        if replaced is not None:
+            vars(module)["forward"] = replaced
+
+
+def is_accelerated(model: Any) -> bool:
+    return isinstance(vars(model.model).get("forward"), FastForward)
+
+
+def _replace_forward(module: Any, forward: FastForward | FastAttention) -> None:
+    """An instance's own forward goes before its class's. It may have had one: hooks of others."""
+    forward.replaced = vars(module).get("forward")
+    vars(module)["forward"] = forward

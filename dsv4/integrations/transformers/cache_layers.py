@@ -1,0 +1,205 @@
+"""Cache layers as transformers' V4 modules call them, over the planes and pages of one manager.
+
+All rows of a batch have the same tokens here, so positions are the same in each: a step of n
+columns starts at `rows.start`. What a module hands over is stored first and given back as stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.schema import Page
+from dsv4.errors import InvalidInput
+from dsv4.integrations.transformers.cache_rows import CacheRows
+from dsv4.reference.codec import VALUE_TYPES, decode, encode
+from dsv4.reference.pages import page_rows, read_records
+
+# transformers' names of the two compressors -> prefix of the tail planes
+_TAILS = {"compressor": "tail", "indexer": "index_tail"}
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer: `update` for window rows, and for compressed layers the three calls of a
+    compressor: store_compression_weights, update_overlap_state (CSA), update_compressor_states."""
+
+    is_sliding = True
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, rows: CacheRows, layer: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows, self.layer = rows, layer
+        handle = rows.manager.acquire(layer)
+        self.window_page = handle.read_swa_view().page
+        self.window = handle.schema.window
+        self.compressors: dict[str, _Compressor] = {}
+        if handle.main is not None:
+            page = handle.read_classical_view().page
+            self.compressors["compressor"] = _Compressor(rows, handle, "compressor", page)
+        if handle.index is not None:
+            page = handle.read_indexer_view().page
+            self.compressors["indexer"] = _Compressor(rows, handle, "indexer", page)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """The arenas were allocated with the manager."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """KV [rows, 1, n, head_dim] of the step's tokens; the window in front of them and them,
+        twice the same tensor: keys are values."""
+        batch, columns, width = key_states.shape[0], key_states.shape[2], key_states.shape[3]
+        if width != self.window_page.format.width:
+            raise InvalidInput(
+                f"KV of {width} channels in a cache of {self.window_page.format.width}: it was "
+                f"made for another model"
+            )
+        if self.layer == 0:
+            self.rows.begin_step(batch, columns)
+        start, slots = self.rows.start, self.rows.slots[:, None]
+        arena, page = self.rows.manager.slot_arena.bytes, self.window_page
+        past = torch.arange(max(0, start - self.window + 1), start, device=arena.device)
+        before = read_records(arena, page, slots, past % page.rows)
+        data, scales = _encoded(page, key_states[:, 0].to(arena.device))
+        kept = min(columns, page.rows)
+        ring_row = torch.arange(start + columns - kept, start + columns, device=arena.device)
+        for target, new in zip(page_rows(arena, page), (data, scales), strict=True):
+            target[slots, ring_row % page.rows] = new[:, columns - kept :]
+        stored = torch.cat((before, decode(page.format, data, scales)), dim=1)
+        stored = stored.to(key_states.device, key_states.dtype).unsqueeze(1)
+        self.rows.layers_done = self.layer + 1
+        return stored, stored
+
+    def store_compression_weights(
+        self, name: str, kv: Tensor, gate: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        """Projections [rows, n, columns] of the step's tokens; those of all groups that are whole
+        now, and the position of the first."""
+        return self.compressors[name].store_projections(kv, gate)
+
+    def update_overlap_state(
+        self, name: str, chunk_kv: Tensor, chunk_gate: Tensor, head_dim: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Values and biased gates [rows, ratio, head_dim] of the group before the first whole one;
+        None where there is none. The groups of the step are in the tails already."""
+        return self.compressors[name].previous_group()
+
+    def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
+        """New entries [rows, n, width]; all entries so far."""
+        return self.compressors[name].store_entries(compressed)
+
+    def get_seq_length(self) -> int:
+        return self.rows.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many keys `update` will return for so many tokens, and the position of the first."""
+        past = min(self.rows.columns, self.window - 1)
+        return past + query_length, self.rows.columns - past
+
+    def get_max_length(self) -> int:
+        return self.rows.manager.schema.max_context
+
+    @property
+    def batch_size(self) -> int:
+        """Rows in use; as many as there may be while none is."""
+        return len(self.rows.requests) or self.rows.manager.max_requests
+
+
+class _Compressor:
+    """One compressor's tails and pages. Tails hold projections as they come, gates without bias:
+    the a planes the current half of the columns, the b planes the previous half."""
+
+    def __init__(self, rows: CacheRows, handle: LayerCacheHandle, name: str, page: Page) -> None:
+        self.rows, self.layer, self.name, self.page = rows, handle.layer, name, page
+        self.ratio, self.width = handle.schema.spec.ratio, page.format.width
+        views = handle.state.views
+        planes = {
+            stream: views.get(f"{_TAILS[name]}_{stream}") for stream in ("ka", "za", "kb", "zb")
+        }
+        # (values, gates) of each half of the columns, in their order
+        self.streams = [
+            (values, gates)
+            for values, gates in ((planes["kb"], planes["zb"]), (planes["ka"], planes["za"]))
+            if values is not None and gates is not None
+        ]
+        self._previous: tuple[Tensor, Tensor] | None = None
+
+    def store_projections(self, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
+        start = self.rows.start
+        first = start - start % self.ratio
+        usable = (start - first + kv.shape[1]) // self.ratio * self.ratio
+        # a long step overwrites what it reads, so reading comes first
+        self._previous = None
+        if usable and first and len(self.streams) == 2:
+            values, gates = self._read(self.streams[:1], first - self.ratio, first)
+            self._previous = values.to(kv), gates.to(gate)
+        full_kv, full_gate = kv, gate
+        if start > first:
+            values, gates = self._read(self.streams, first, start)
+            full_kv = torch.cat((values.to(kv), kv), dim=1)
+            full_gate = torch.cat((gates.to(gate), gate), dim=1)
+        self._write(kv.detach(), gate.detach())
+        return full_kv[:, :usable], full_gate[:, :usable], first
+
+    def previous_group(self) -> tuple[Tensor | None, Tensor | None]:
+        previous, self._previous = self._previous, None
+        if previous is None:
+            return None, None
+        values, gates = previous
+        return values, gates + self._position_bias()[:, : self.width]
+
+    def store_entries(self, compressed: Tensor) -> Tensor:
+        first = self.rows.start // self.ratio
+        total = first + compressed.shape[1]
+        if not total:
+            return compressed
+        manager, page = self.rows.manager, self.page
+        arena, slots = manager.block_arena.bytes, self.rows.slots[:, None]
+        entry = torch.arange(total, device=arena.device)
+        block = manager.block_table[slots, entry // page.rows].long()
+        row = entry % page.rows
+        if total > first:
+            encoded = _encoded(page, compressed.to(arena.device))
+            for target, new in zip(page_rows(arena, page), encoded, strict=True):
+                target[block[:, first:], row[first:]] = new
+        return read_records(arena, page, block, row).to(compressed)
+
+    def _read(
+        self, streams: list[tuple[Tensor, Tensor]], first: int, end: int
+    ) -> tuple[Tensor, Tensor]:
+        """Values and gates [rows, tokens, columns of these streams], fp32."""
+        slots = self.rows.slots[:, None]
+        position = torch.arange(first, end, device=slots.device)
+        found = [[plane[slots, position % plane.shape[1]] for plane in pair] for pair in streams]
+        values, gates = zip(*found, strict=True)
+        return torch.cat(values, dim=-1), torch.cat(gates, dim=-1)
+
+    def _write(self, kv: Tensor, gate: Tensor) -> None:
+        """The newest tokens into the rings, as many as each holds."""
+        columns, end = kv.shape[1], self.rows.start + kv.shape[1]
+        slots = self.rows.slots[:, None]
+        for half, pair in enumerate(self.streams):
+            channels = slice(half * self.width, (half + 1) * self.width)
+            for plane, new in zip(pair, (kv, gate), strict=True):
+                kept = min(columns, plane.shape[1])
+                position = torch.arange(end - kept, end, device=slots.device)
+                plane[slots, position % plane.shape[1]] = new[:, columns - kept :, channels].to(
+                    plane
+                )
+
+    def _position_bias(self) -> Tensor:
+        model = self.rows.model()
+        assert model is not None  # it is running
+        compressor = model.model.layers[self.layer].self_attn.compressor
+        module = compressor.indexer if self.name == "indexer" else compressor
+        bias: Tensor = module.position_bias
+        return bias
+
+
+def _encoded(page: Page, values: Tensor) -> tuple[Tensor, Tensor]:
+    return encode(page.format, values.detach().to(VALUE_TYPES[page.format.value_dtype]))

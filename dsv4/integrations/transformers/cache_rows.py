@@ -1,0 +1,197 @@
+"""The rows of one batch in a cache: their requests, their tokens, and the step that runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.request import Request
+from dsv4.errors import ContextOverflow, InvalidInput, RequestError
+
+Writer = Literal["transformers", "accelerate"]
+UNKNOWN_ID = -1
+# what a forward of DeepseekV4Model takes by position
+_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What is known of a forward before it reaches the first layer."""
+
+    ids: Tensor | None
+    mask: Tensor | None
+
+
+class CacheRows:
+    """One request a batch row. `columns` columns of the batch have been processed; `history_ids`
+    int64 (-1 where embeddings were given) and `history_mask` bool (False: padding, which no request
+    has) are [rows, columns]. Layers and cache share this object; it does not know the cache.
+    """
+
+    def __init__(self, manager: KVCacheManager, model: Any) -> None:
+        self.manager = manager
+        self.model: weakref.ref[Any] = weakref.ref(model)
+        self.last_call: Call | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.requests: list[Request] = []
+        self.columns = 0
+        self.history_ids = torch.empty((0, 0), dtype=torch.int64)
+        self.history_mask = torch.empty((0, 0), dtype=torch.bool)
+        self.writer: Writer | None = None
+        # the step that the layers are in
+        self.start, self.layers_done = 0, 0
+        self.slots = torch.empty(0, dtype=torch.int64)
+
+    # ---- rows ------------------------------------------------------------------------------
+
+    def open(
+        self,
+        batch: int,
+        writer: Writer,
+        prompts: Sequence[NDArray[np.int64]] | None = None,
+    ) -> None:
+        """Admits a request for each row, for its prompt if that is given, or finds them there.
+        Raises InvalidInput, OutOfSlots."""
+        self.check_batch(batch, writer)
+        if self.requests:
+            return
+        admitted: list[Request] = []
+        try:
+            for row in range(batch):
+                prompt = 0 if prompts is None else prompts[row]
+                admitted.append(self.manager.admit_request(prompt))
+        except BaseException:
+            for request in admitted:
+                self.manager.release_request(request)
+            raise
+        self.requests, self.writer = admitted, writer
+        self.history_ids = torch.empty((batch, 0), dtype=torch.int64)
+        self.history_mask = torch.empty((batch, 0), dtype=torch.bool)
+
+    def check_batch(self, batch: int, writer: Writer) -> None:
+        """Raises InvalidInput for a batch that these rows cannot be."""
+        if batch > self.manager.max_requests:
+            raise InvalidInput(
+                f"a batch of {batch} rows, but the cache was made for max_batch="
+                f"{self.manager.max_requests}: make it larger or split the batch"
+            )
+        if self.requests and batch != len(self.requests):
+            raise InvalidInput(
+                f"a batch of {batch} rows continues a cache of {len(self.requests)}: reset() the "
+                f"cache for another batch"
+            )
+        if self.requests and writer != self.writer:
+            raise InvalidInput(
+                f"the cache holds what {self.writer} wrote, and {writer} keeps unfinished groups "
+                f"another way: reset() the cache when the model changes hands"
+            )
+
+    def release(self) -> None:
+        """Gives all rows back; the next forward opens new ones."""
+        for request in self.requests:
+            self.manager.release_request(request)
+        self._forget()
+
+    def take(self, index: list[int]) -> None:
+        """Row i becomes what row index[i] was: rows that nobody continues are released, then those
+        with several heirs are forked. Raises InvalidInput, and nothing has changed."""
+        if not index or not all(0 <= row < len(self.requests) for row in index):
+            raise InvalidInput(f"rows {index} of a cache of {len(self.requests)} rows")
+        self.check_size(len(index))
+        for row, request in enumerate(self.requests):
+            if row not in index:
+                self.manager.release_request(request)
+        heirs: dict[int, list[Request]] = {}
+        for row in set(index):
+            extra = index.count(row) - 1
+            forks = self.manager.fork(self.requests[row], extra) if extra else []
+            heirs[row] = [*forks, self.requests[row]]
+        self.requests = [heirs[row].pop() for row in index]
+        chosen = torch.tensor(index, device=self.history_ids.device)
+        self.history_ids = self.history_ids[chosen]
+        self.history_mask = self.history_mask[chosen]
+
+    def check_size(self, rows: int) -> None:
+        free = self.manager.max_requests - self.manager.stats().requests_live
+        if rows - len(self.requests) > free:
+            raise InvalidInput(
+                f"{len(self.requests)} rows cannot become {rows}: the cache was made for max_batch="
+                f"{self.manager.max_requests}, and {free} more are free"
+            )
+
+    # ---- tokens ----------------------------------------------------------------------------
+
+    def note_columns(self, ids: Tensor | None, mask: Tensor) -> None:
+        """Columns [rows, n] that have been processed: their ids, if known, and which are real."""
+        if ids is None:
+            ids = torch.full(mask.shape, UNKNOWN_ID, dtype=torch.int64, device=mask.device)
+        device = ids.device
+        self.history_ids = torch.cat((self.history_ids.to(device), ids.long()), dim=1)
+        self.history_mask = torch.cat((self.history_mask.to(device), mask.to(device).bool()), dim=1)
+        self.columns += mask.shape[1]
+
+    def cut(self, columns: int) -> None:
+        """Forgets the tokens of later columns; the step is over."""
+        self.columns = columns
+        self.history_ids = self.history_ids[:, :columns]
+        self.history_mask = self.history_mask[:, :columns]
+        self.layers_done = 0
+
+    # ---- steps of transformers' own layers -------------------------------------------------
+
+    def observe(self, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        """A forward begins that has this cache."""
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | given
+        self.last_call = Call(ids=given.get("input_ids"), mask=given.get("attention_mask"))
+
+    def begin_step(self, batch: int, columns: int) -> None:
+        """The first layer sees a step: checks it, takes its blocks and moves the lengths.
+
+        Raises InvalidInput, RequestError or ContextOverflow before anything has changed.
+        """
+        call, self.last_call = self.last_call, None
+        if call is None:
+            raise InvalidInput(
+                "the cache was made for another model than the one that runs: make one with "
+                "PagedCache.for_model(model, ...)"
+            )
+        if self.layers_done not in (0, len(self.manager.schema.layers)):
+            raise RequestError(
+                f"the last forward broke off after {self.layers_done} layers, so the newest "
+                f"{self.columns - self.start} columns are incomplete: crop({self.start}) or reset()"
+            )
+        if isinstance(call.mask, Tensor) and call.mask.dim() == 2 and not bool(call.mask.all()):
+            raise InvalidInput(
+                "the attention mask has padding, which transformers' own V4 attention cannot place "
+                "in a cache: run rows of one length, or dsv4.integrations.transformers.accelerate"
+            )
+        self.check_batch(batch, "transformers")
+        end, most = self.columns + columns, self.manager.schema.max_context
+        if end > most:
+            raise ContextOverflow(asked_tokens=end, max_context_tokens=most)
+        self.open(batch, "transformers")
+        self._take_blocks(columns)
+        self.start, self.layers_done = self.columns, 0
+        self.slots = torch.tensor([r.slot for r in self.requests], device=self.manager.device)
+        ids = call.ids
+        device = torch.device("cpu") if ids is None else ids.device
+        self.note_columns(ids, torch.ones((batch, columns), dtype=torch.bool, device=device))
+
+    def _take_blocks(self, columns: int) -> None:
+        """Plans of at most a step buffer each: layers here write through plane views, so a plan
+        only takes blocks, tells the block table and moves the lengths."""
+        piece = max(1, self.manager.buffers.max_tokens // len(self.requests))
+        for first in range(0, columns, piece):
+            count = min(piece, columns - first)
+            plan = self.manager.prepare_forward([(request, count) for request in self.requests])
+            self.manager.commit(plan)

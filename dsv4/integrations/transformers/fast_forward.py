@@ -1,0 +1,243 @@
+"""The forward of an accelerated model: pack, plan, run the layers, commit, unpack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from dsv4.cache.prepare_forward import ForwardPlan
+from dsv4.cache.request import Request
+from dsv4.errors import ContextOverflow, InvalidInput
+from dsv4.integrations.transformers.decode_graph import DecodeGraphs, can_capture
+from dsv4.integrations.transformers.fast_attention import RunningStep
+from dsv4.integrations.transformers.fast_caches import FastCaches
+from dsv4.integrations.transformers.packing import Packing, read_packing
+from dsv4.integrations.transformers.paged_cache import PagedCache
+
+# transformers builds a dense mask unless it is given a dictionary of finished ones
+_NO_MASK = {"packed": None}
+
+
+class FastForward:
+    """Takes the place of the forward of one DeepseekV4Model. For inference: no gradients.
+
+    The model's own forward then sees the tokens of all rows one after the other, as one row
+    without padding; everything but attention works on tokens alone.
+    """
+
+    def __init__(self, model: Any, step: RunningStep, caches: FastCaches, *, capture: bool) -> None:
+        self.model, self.step, self.caches = model, step, caches
+        self.replaced: Any = None
+        self.hook: Any = None
+        self._last_column_only: Any = None  # ids of a call that wants no more
+        self.max_step_tokens = step.manager.buffers.max_tokens
+        self.own_forward: Callable[..., Any] = model.forward
+        self.graphs: DecodeGraphs | None = None
+        if capture and can_capture(model):
+            self.graphs = DecodeGraphs(
+                self.decode,
+                max_rows=min(step.manager.max_requests, self.max_step_tokens),
+                device=step.manager.device,
+            )
+
+    def observe(self, model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        """A forward of the causal LM begins. Only where nothing but the last column's logits are
+        wanted, as generate does for a prompt, may columns be left out that are cached."""
+        wants_one = given.get("logits_to_keep", 0) == 1 if len(args) < 2 else False
+        ids = given.get("input_ids", args[0] if args else None)
+        self._last_column_only = ids if isinstance(ids, Tensor) and wants_one else None
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        return_dict = options.pop("return_dict", getattr(self.model.config, "return_dict", True))
+        given = self._checked_input(input_ids, inputs_embeds, options)
+        if use_cache is None:
+            use_cache = self.model.config.use_cache
+        keep = use_cache or past_key_values is not None
+        rows, columns = given.shape[:2]
+        begun = self.caches.find(past_key_values, rows=rows)
+        if begun is not None and not begun.requests:
+            begun = None
+        lengths = [0] * rows if begun is None else [r.length for r in begun.requests]
+        packing = read_packing(
+            batch=rows,
+            columns=columns,
+            past_columns=0 if begun is None else begun.columns,
+            lengths=lengths,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            device=given.device,
+        )
+        self._check_context(lengths, packing)
+        prompts = None
+        may_reuse = self._may_reuse(input_ids, options)
+        if may_reuse and begun is None and keep and input_ids is not None:
+            prompts = packing.rows_of(input_ids)
+        cache = self.caches.open(past_key_values, rows=rows, prompts=prompts)
+        run = packing
+        if prompts is not None:
+            run = packing.behind([request.length for request in cache.requests], given.device)
+        try:
+            outputs = self._run(cache, run, input_ids, inputs_embeds, options)
+        except BaseException:
+            if begun is None:
+                self.caches.discard(cache)
+            elif lengths != [request.length for request in cache.requests]:
+                self.caches.close(cache, "a call with it failed halfway; run the prompt again")
+            raise
+        cache.note_columns(input_ids, torch.from_numpy(packing.mask).to(given.device))
+        if not keep:
+            self.caches.discard(cache)
+        result = _unpacked(outputs, run)
+        result.past_key_values = cache if keep else None
+        return result if return_dict else result.to_tuple()
+
+    def _may_reuse(self, input_ids: Tensor | None, options: dict[str, Any]) -> bool:
+        """Whether this call may leave out tokens of a prompt that the prefix cache has."""
+        asked, self._last_column_only = self._last_column_only, None
+        is_recorded = any(self._wants(options, name) for name in ("hidden_states", "router_logits"))
+        return (
+            self.step.manager.prefix is not None
+            and asked is not None
+            and asked is input_ids
+            and not is_recorded
+        )
+
+    def _checked_input(
+        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        """The one input that is given. Raises InvalidInput for what the fast path cannot do."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise InvalidInput("give exactly one of input_ids and inputs_embeds")
+        if self._wants(options, "attentions"):
+            raise InvalidInput(
+                "output_attentions: the fast path never forms attention weights; restore(model) "
+                "for a call that needs them"
+            )
+        if self.model.training:
+            raise InvalidInput(
+                "the model is in training mode, but the fast path computes no gradients: call "
+                "model.eval(), or restore(model) to train"
+            )
+        given = inputs_embeds if input_ids is None else input_ids
+        assert given is not None
+        rows, most = given.shape[0], self.step.manager.max_requests
+        if rows > most:
+            raise InvalidInput(
+                f"a batch of {rows} rows, but the model was accelerated for max_batch={most}: "
+                f"split it, or accelerate with a larger max_batch"
+            )
+        return given
+
+    def _wants(self, options: dict[str, Any], what: str) -> bool:
+        """Whether transformers is to record this output, by argument or by config."""
+        name = f"output_{what}"
+        asked = options.get(name)
+        return bool(getattr(self.model.config, name, False) if asked is None else asked)
+
+    def _check_context(self, lengths: Sequence[int], packing: Packing) -> None:
+        longest = max(map(sum, zip(lengths, packing.counts, strict=True)))
+        most = self.step.manager.schema.max_context
+        if longest > most:
+            raise ContextOverflow(asked_tokens=longest, max_context_tokens=most)
+
+    def _run(
+        self,
+        cache: PagedCache,
+        packing: Packing,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        options: dict[str, Any],
+    ) -> list[Any]:
+        """The outputs of all pieces, in order."""
+        ids = None if input_ids is None else packing.pack(input_ids)
+        embeds = None if inputs_embeds is None else packing.pack(inputs_embeds)
+        is_recorded = any(self._wants(options, name) for name in ("hidden_states", "router_logits"))
+        captured = max(packing.counts) == 1 and ids is not None and not is_recorded
+        outputs = []
+        for piece, rows in packing.pieces(self.max_step_tokens):
+            steps = [(cache.requests[row], count) for row, count in rows]
+            if captured and self.graphs is not None and ids is not None:
+                outputs.append(self._replay(steps, ids[:, piece]))
+            else:
+                inputs = {
+                    "input_ids": None if ids is None else ids[:, piece],
+                    "inputs_embeds": None if embeds is None else embeds[:, piece],
+                }
+                with self._planned(steps) as plan:
+                    outputs.append(self._forward(plan, **inputs, **options))
+        return outputs
+
+    def _replay(self, steps: list[tuple[Request, int]], ids: Tensor) -> Any:
+        assert self.graphs is not None
+        size = self.graphs.padded(len(steps))
+        with self._planned(steps, pad_tokens=size, pad_requests=size) as plan:
+            hidden: Any = self.graphs(ids, plan)
+        return MoeModelOutputWithPast(last_hidden_state=hidden)
+
+    @contextmanager
+    def _planned(self, steps: list[tuple[Request, int]], **padding: int) -> Iterator[ForwardPlan]:
+        """A plan that is committed at the end. After a failure it is abandoned, so that lengths
+        stay; if that is too late they move, which tells that the rows are lost."""
+        manager = self.step.manager
+        self.step.plan = plan = manager.prepare_forward(steps, **padding)
+        try:
+            yield plan
+        except BaseException:
+            if plan.narrow or not plan.appended_layers:
+                manager.abandon(plan)
+            else:
+                manager.commit(plan)
+            raise
+        finally:
+            self.step.plan = None
+        manager.commit(plan)
+
+    def _forward(self, plan: ForwardPlan, **options: Any) -> Any:
+        return self.own_forward(
+            attention_mask=_NO_MASK,
+            position_ids=plan.tokens[:, 1].long().unsqueeze(0),
+            use_cache=False,
+            return_dict=True,
+            **options,
+        )
+
+    def decode(self, ids: Tensor, plan: ForwardPlan) -> Tensor:
+        hidden: Tensor = self._forward(plan, input_ids=ids).last_hidden_state
+        return hidden
+
+
+def _unpacked(pieces: Sequence[Any], packing: Packing) -> Any:
+    """One output of transformers for the padded batch from those of its packed pieces."""
+
+    def by_column(tensors: Sequence[Tensor]) -> Any:
+        flat = packing.unpack(torch.cat([tensor[0] for tensor in tensors]))
+        return flat.view(packing.batch, packing.columns, *flat.shape[1:])
+
+    result: Any = MoeModelOutputWithPast(
+        last_hidden_state=by_column([piece.last_hidden_state for piece in pieces])
+    )
+    if pieces[0].hidden_states is not None:
+        layers = zip(*(piece.hidden_states for piece in pieces), strict=True)
+        # of layers that were not asked for there is None
+        result.hidden_states = tuple(
+            None if layer[0] is None else by_column(layer) for layer in layers
+        )
+    if pieces[0].router_logits is not None:
+        layers = zip(*(piece.router_logits for piece in pieces), strict=True)
+        result.router_logits = tuple(packing.unpack(torch.cat(layer)) for layer in layers)
+    return result

@@ -1,0 +1,76 @@
+"""Which models the cache can serve, and the schema that fits one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import lcm
+from typing import Any
+
+import torch
+from transformers import DeepseekV4ForCausalLM
+
+from dsv4.cache.schema import CacheSchema
+from dsv4.errors import InvalidInput, SchemaMismatch
+from dsv4.model import ModelSpec
+
+# the format that keeps a model's own numbers
+UNQUANTISED = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+BLOCK_TOKENS = 128
+
+
+def require_v4(model: Any) -> None:
+    """Raises InvalidInput for anything but a DeepseekV4ForCausalLM in bf16 or fp32."""
+    if not isinstance(model, DeepseekV4ForCausalLM):
+        raise InvalidInput(
+            f"{type(model).__name__} is not a DeepseekV4ForCausalLM: this cache knows the layers "
+            f"of DeepSeek-V4 alone"
+        )
+    if model.dtype not in UNQUANTISED:
+        raise InvalidInput(
+            f"the model is {model.dtype}, which no record format holds: convert it with "
+            f"model.to(torch.bfloat16) or model.to(torch.float32)"
+        )
+
+
+def model_spec(model: Any) -> ModelSpec:
+    """The layers that transformers runs: the backbone without draft layers. ConfigError."""
+    spec = ModelSpec.from_config(model.config.to_dict())
+    return replace(spec, layers=tuple(layer for layer in spec.layers if not layer.draft))
+
+
+def cache_schema(
+    model: Any,
+    *,
+    max_context: int,
+    records: str = "bf16",
+    index: str | None = None,
+    max_draft_tokens: int = 0,
+) -> CacheSchema:
+    """The layout for a model. "bf16" stands for unquantised and keeps an fp32 model in fp32; keys
+    are unquantised beside unquantised records and "mxfp4" beside others unless `index` is given.
+    Raises InvalidInput, ConfigError or SchemaError."""
+    require_v4(model)
+    spec = model_spec(model)
+    if index is None:
+        index = "bf16" if records == "bf16" else "mxfp4"
+    unquantised = UNQUANTISED[model.dtype]
+    group = lcm(1, *(layer.ratio for layer in spec.layers if layer.ratio))
+    return CacheSchema.build(
+        spec,
+        block_tokens=-(-BLOCK_TOKENS // group) * group,
+        max_context=max_context,
+        max_draft_tokens=max_draft_tokens,
+        entry_format=unquantised if records == "bf16" else records,
+        index_format=unquantised if index == "bf16" else index,
+    )
+
+
+def require_schema(schema: CacheSchema, model: Any) -> None:
+    """Raises SchemaMismatch unless the schema was made for a model of this shape."""
+    ours, theirs = schema.model, model_spec(model)
+    for field in ("head_dim", "rope_dim", "index_dim", "window", "layers"):
+        if getattr(ours, field) != getattr(theirs, field):
+            raise SchemaMismatch(
+                f"the cache was laid out for {ours.name} and the model differs in {field}: make "
+                f"the cache with PagedCache.for_model(model, ...)"
+            )

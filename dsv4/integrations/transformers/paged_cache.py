@@ -1,0 +1,225 @@
+"""A transformers.Cache whose every KV byte lies in the arenas of a KVCacheManager."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.request import Request
+from dsv4.cache.stats import MemoryBytes
+from dsv4.errors import InvalidInput
+from dsv4.integrations.transformers.cache_layers import PagedLayer
+from dsv4.integrations.transformers.cache_rows import UNKNOWN_ID, CacheRows
+from dsv4.integrations.transformers.model_check import cache_schema, require_schema, require_v4
+
+# columns that a replay runs at once: transformers' attention is dense in them
+REPLAY_COLUMNS = 2048
+
+
+class PagedCache(Cache):
+    """Pass it as `past_key_values` to the model it was made for: forward and generate.
+
+    One request of the manager a batch row, admitted at the first forward. Forgotten caches give
+    their rows back. For inference: no gradient flows through what is stored.
+    """
+
+    def __init__(self, manager: KVCacheManager, model: Any) -> None:
+        """Rows of a manager that may serve several caches. Raises InvalidInput, SchemaMismatch."""
+        require_v4(model)
+        require_schema(manager.schema, model)
+        self.rows = CacheRows(manager, model)
+        super().__init__(
+            layers=[PagedLayer(self.rows, i) for i in range(len(manager.schema.layers))]
+        )
+        weakref.finalize(self, self.rows.release)
+        weakref.finalize(self, _observe(self, model.model))
+
+    @classmethod
+    def for_model(
+        cls,
+        model: Any,
+        *,
+        max_batch: int,
+        max_context: int,
+        records: str = "bf16",
+        index: str | None = None,
+        max_draft_tokens: int = 0,
+        device: torch.device | str | None = None,
+    ) -> PagedCache:
+        """A cache with its own manager, with memory for `max_batch` rows of `max_context` tokens.
+
+        `records` "bf16" keeps window rows and entries unquantised, in the model's own type (an fp32
+        model's as fp32); "fp8_ds" as DeepSeek-V4 was trained. `index` is the format of indexer
+        keys: unquantised beside "bf16", "mxfp4" beside "fp8_ds". `max_draft_tokens` + 1 tokens
+        can be cropped without running the model. Raises InvalidInput, ConfigError, SchemaError.
+        """
+        schema = cache_schema(
+            model,
+            max_context=max_context,
+            records=records,
+            index=index,
+            max_draft_tokens=max_draft_tokens,
+        )
+        if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1:
+            raise InvalidInput(f"max_batch={max_batch!r}: must be a whole number of at least 1")
+        with torch.inference_mode(False):  # arenas are written in every mode
+            manager = KVCacheManager(
+                schema,
+                num_blocks=max_batch * schema.blocks_for(max_context),
+                max_requests=max_batch,
+                max_step_tokens=max_batch * schema.block_tokens,
+                device=model.device if device is None else device,
+                backend="reference",  # the layers here read and write pages with plain torch
+            )
+        return cls(manager, model)
+
+    # ---- what the cache holds --------------------------------------------------------------
+
+    @property
+    def manager(self) -> KVCacheManager:
+        return self.rows.manager
+
+    @property
+    def requests(self) -> list[Request]:
+        """One a batch row; none before the first forward."""
+        return self.rows.requests
+
+    @property
+    def columns(self) -> int:
+        """Columns of the batch that have been processed, padding included: get_seq_length()."""
+        return self.rows.columns
+
+    @property
+    def history_ids(self) -> Tensor:
+        """int64 [rows, columns]: the ids of all processed columns, -1 where embeddings came."""
+        return self.rows.history_ids
+
+    @property
+    def history_mask(self) -> Tensor:
+        """bool [rows, columns]: False where a column is padding, which the cache does not hold."""
+        return self.rows.history_mask
+
+    def memory_bytes(self) -> MemoryBytes:
+        """What the manager has allocated, used or not."""
+        return self.manager.memory_bytes()
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        return self.manager.schema.max_context
+
+    # ---- for who writes through handles: accelerate ----------------------------------------
+
+    def open_rows(
+        self, batch: int, prompts: Sequence[NDArray[np.int64]] | None = None
+    ) -> list[Request]:
+        """The requests of the rows, admitted if there are none; with the ids of their prompts they
+        reuse what the manager has cached. Raises InvalidInput, OutOfSlots."""
+        self.rows.open(batch, "accelerate", prompts)
+        return self.requests
+
+    def note_columns(self, ids: Tensor | None, mask: Tensor) -> None:
+        """Columns [rows, n] have been processed: their ids, if known, and which are real."""
+        self.rows.note_columns(ids, mask)
+
+    # ---- transformers' verbs ---------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Gives all rows back. The next forward starts from nothing."""
+        self.rows.release()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the newest -n columns for a negative n, all behind the first n for a positive.
+
+        Up to 1 + max_draft_tokens tokens it is arithmetic. Further back the window is gone, and the
+        model runs the tokens that stay again; then they must have come as ids: InvalidInput.
+        """
+        if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int):
+            raise InvalidInput(f"crop({tokens_to_remove!r}): give a whole number of columns")
+        target = tokens_to_remove if tokens_to_remove > 0 else self.columns + tokens_to_remove
+        if target >= self.columns:
+            return
+        if target <= 0:
+            self.reset()
+            return
+        lengths = self.history_mask[:, :target].sum(dim=1).tolist()
+        if all(self._rings_hold(r, n) for r, n in zip(self.requests, lengths, strict=True)):
+            for request, length in zip(self.requests, lengths, strict=True):
+                self.manager.rewind(request, length)
+            self.rows.cut(target)
+            return
+        ids, mask = self.history_ids[:, :target], self.history_mask[:, :target]
+        if bool((ids[mask] == UNKNOWN_ID).any()):
+            raise InvalidInput(
+                f"crop to {target} of {self.columns} columns needs tokens that came as embeddings "
+                f"to run again: keep the cache, or crop at most "
+                f"{self.manager.schema.max_rollback_tokens} tokens"
+            )
+        self.reset()
+        self._replay(ids, mask)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i continues row beam_idx[i]."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these rows, in this order."""
+        if self.requests:
+            self.rows.take(torch.arange(len(self.requests))[indices.cpu()].tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times, side by side. Raises InvalidInput past max_batch."""
+        if self.requests:
+            self.rows.take([row for row in range(len(self.requests)) for _ in range(repeats)])
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: crop goes back to any length."""
+
+    def _rings_hold(self, request: Request, length: int) -> bool:
+        reach = request.written_tokens - self.manager.schema.max_rollback_tokens
+        return length >= max(reach, request.reused_tokens)
+
+    @torch.no_grad()
+    def _replay(self, ids: Tensor, mask: Tensor) -> None:
+        model = self.rows.model()
+        if model is None:
+            raise InvalidInput("the model of this cache is gone, so its tokens cannot run again")
+        padded = not bool(mask.all())
+        for first in range(0, ids.shape[1], REPLAY_COLUMNS):
+            end = min(first + REPLAY_COLUMNS, ids.shape[1])
+            model(
+                input_ids=ids[:, first:end],
+                attention_mask=mask[:, :end].long() if padded else None,
+                past_key_values=self,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+
+
+def transformers_cache_bytes(cache: Cache) -> int:
+    """Bytes of all states in a cache of transformers' own; keys that are also values count once."""
+    tensors: dict[tuple[int, int], int] = {}
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            for state in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(state, Tensor) and state.is_floating_point():
+                    tensors[state.data_ptr(), state.nbytes] = state.nbytes
+    return sum(tensors.values())
+
+
+def _observe(cache: PagedCache, model: Any) -> Any:
+    """Lets the cache see the calls of `model` that use it. Returns what ends it."""
+    seen = weakref.ref(cache)
+
+    def observe(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        alive = seen()
+        if alive is not None and any(value is alive for value in (*args, *kwargs.values())):
+            alive.rows.observe(args, kwargs)
+
+    return model.register_forward_pre_hook(observe, with_kwargs=True).remove

@@ -1,0 +1,223 @@
+"""A decode loop without any framework, a few seconds on a CPU.
+
+A model of random weights with layers of every kind generates greedily. Prompts are prefilled in
+chunks, the last request joins while the others decode, and every decode step also checks draft
+tokens: `commit` keeps those that the model chooses itself, the others vanish.
+
+    python -m examples.decode_loop
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4 import CacheSchema, KVCacheManager, ModelSpec
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.prepare_forward import ForwardPlan
+from dsv4.cache.request import Request
+from dsv4.cache.writes import CompressorWeights, LayerWeights
+from dsv4.rope import rope_table
+
+VOCABULARY = 32
+PROMPT_TOKENS = (150, 5, 130)
+JOINS_AT_STEP = (0, 0, 6)
+NEW_TOKENS = 24
+CHUNK_TOKENS = 60
+DRAFT_TOKENS = 3
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """Weights of one layer; `compressors` are the value and gate projections of its compressors."""
+
+    q: Tensor
+    kv: Tensor
+    compressors: list[Tensor]
+    index_q: Tensor
+    index_weights: Tensor
+    sink: Tensor
+    out: Tensor
+    cache: LayerWeights
+
+
+class Model:
+    """The least around the cache that makes a language model: embedding, attention, head.
+
+    Projections are fp64, so a token's numbers do not depend on which tokens share its step.
+    """
+
+    def __init__(self, schema: CacheSchema) -> None:
+        self.schema, self.spec = schema, schema.model
+        self._generator = torch.Generator().manual_seed(0)
+        self.embedding = self._random(VOCABULARY, self.spec.hidden)
+        self.head = self._random(self.spec.hidden, VOCABULARY)
+        self.layers = [self._layer(layer) for layer in range(len(schema.layers))]
+
+    def logits(self, ids: list[int], manager: KVCacheManager, plan: ForwardPlan) -> Tensor:
+        """[tokens, vocabulary] of the plan's tokens, which every layer writes to the cache."""
+        hidden = self.embedding[ids]
+        for number, layer in enumerate(self.layers):
+            hidden = hidden + self._attention(layer, _normed(hidden), manager.acquire(number, plan))
+        return _normed(hidden) @ self.head
+
+    def _attention(self, layer: Layer, x: Tensor, handle: LayerCacheHandle) -> Tensor:
+        spec, tokens = self.spec, x.shape[0]
+        projections = [(x @ weight).float() for weight in layer.compressors]
+        handle.append((x @ layer.kv).bfloat16(), *projections, weights=layer.cache)
+        indices = None
+        if handle.index is not None:
+            index_q = (x @ layer.index_q).bfloat16().view(tokens, spec.index_heads, spec.index_dim)
+            weights = (x @ layer.index_weights).bfloat16()
+            indices = handle.select(index_q, weights, rope=layer.cache.rope)
+        q = _normed((x @ layer.q).view(tokens, spec.heads, spec.head_dim))
+        positions = handle.open_plan().tokens[:, 1].long()
+        q = _rotated(q, layer.cache.rope[positions].double()).bfloat16()
+        out, _ = handle.attend(q, layer.sink, indices, inverse_rope=layer.cache.rope)
+        return out.double().flatten(1) @ layer.out
+
+    def _layer(self, number: int) -> Layer:
+        spec, kind = self.spec, self.schema.layers[number].spec
+        main = self.schema.compressor(number, "tail")
+        index = self.schema.compressor(number, "index_tail")
+        ape = [
+            c and torch.randn(c.ratio, c.columns, generator=self._generator) for c in (main, index)
+        ]
+        return Layer(
+            q=self._random(spec.hidden, spec.heads * spec.head_dim),
+            kv=self._random(spec.hidden, spec.head_dim),
+            compressors=[
+                self._random(spec.hidden, c.columns) for c in (main, index) if c for _ in range(2)
+            ],
+            index_q=self._random(spec.hidden, spec.index_heads * spec.index_dim),
+            index_weights=self._random(spec.hidden, spec.index_heads),
+            sink=torch.zeros(spec.heads),
+            out=self._random(spec.heads * spec.head_dim, spec.hidden),
+            cache=LayerWeights(
+                rope=rope_table(spec, yarn=kind.yarn, tokens=self.schema.max_context),
+                compressor=main and CompressorWeights(ape=ape[0], norm=torch.ones(main.width)),
+                index_compressor=index
+                and CompressorWeights(ape=ape[1], norm=torch.ones(index.width)),
+                kv_norm=torch.ones(spec.head_dim),  # kv is handed over raw
+            ),
+        )
+
+    def _random(self, rows: int, columns: int) -> Tensor:
+        weight = torch.randn(rows, columns, generator=self._generator, dtype=torch.float64)
+        return weight.div_(rows**0.5)
+
+
+def _normed(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + 1e-6)
+
+
+def _rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """RoPE on the last channels of [tokens, heads, head_dim], pairs next to each other."""
+    cos, sin = (half.unsqueeze(1) for half in cos_sin.chunk(2, dim=-1))
+    even, odd = x[..., -cos_sin.shape[1] :: 2], x[..., 1 - cos_sin.shape[1] :: 2]
+    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    return torch.cat((x[..., : -cos_sin.shape[1]], turned), dim=-1)
+
+
+# ---- the loop ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Generation:
+    """One request and its tokens: the prompt, then what was generated.
+
+    [0, request.length)      in the cache
+    [request.length, end)    known, not yet run: the rest of the prompt, or the newest token
+    """
+
+    request: Request
+    tokens: list[int]
+    prompt_tokens: int
+    drafts_kept: int = 0
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.prompt_tokens :]
+
+    def next_input(self) -> list[int]:
+        """A chunk of the prompt, or the newest token with drafts behind it."""
+        known = self.tokens[self.request.length :]
+        return known[:CHUNK_TOKENS] if len(known) > 1 else known + self._drafts()
+
+    def take(self, ids: list[int], chosen: list[int]) -> int:
+        """Adds what the model chose behind `ids`. Returns how many of `ids` are right."""
+        known = len(self.tokens) - self.request.length
+        if len(ids) < known:
+            return len(ids)
+        right = known
+        while right < len(ids) and ids[right] == chosen[right - 1]:
+            right += 1
+        self.tokens += chosen[known - 1 : right]
+        self.drafts_kept += right - known
+        return right
+
+    def _drafts(self) -> list[int]:
+        """A cheap guess: what followed when the newest token was last seen."""
+        earlier = [at for at, token in enumerate(self.tokens[:-1]) if token == self.tokens[-1]]
+        return self.tokens[earlier[-1] + 1 :][:DRAFT_TOKENS] if earlier else []
+
+
+def run_step(model: Model, manager: KVCacheManager, live: Sequence[Generation]) -> None:
+    """One forward pass over all live requests, whatever each of them is doing."""
+    inputs = [generation.next_input() for generation in live]
+    counts = [len(ids) for ids in inputs]
+    plan = manager.prepare_forward(
+        [(g.request, count) for g, count in zip(live, counts, strict=True)]
+    )
+    logits = model.logits([token for ids in inputs for token in ids], manager, plan)
+    chosen = [best.tolist() for best in logits.argmax(dim=-1).split(counts)]
+    manager.commit(plan, [g.take(*ids) for g, *ids in zip(live, inputs, chosen, strict=True)])
+
+
+def generate(prompts: Sequence[list[int]], joins_at_step: Sequence[int]) -> list[Generation]:
+    """Runs every prompt until it has NEW_TOKENS more. Prompt n joins at step joins_at_step[n]."""
+    schema = CacheSchema.build(
+        ModelSpec.preset("tiny"), max_draft_tokens=DRAFT_TOKENS, max_context=1024
+    )
+    manager = KVCacheManager(schema, num_blocks=12, max_requests=4, max_step_tokens=512)
+    model = Model(schema)
+    live: list[Generation] = []
+    done: list[Generation] = []
+    step = 0
+    while len(done) < len(prompts):
+        for prompt, joins_at in zip(prompts, joins_at_step, strict=True):
+            if joins_at == step:
+                request = manager.admit_request(len(prompt))
+                live.append(
+                    Generation(request=request, tokens=list(prompt), prompt_tokens=len(prompt))
+                )
+        run_step(model, manager, live)
+        for generation in [g for g in live if len(g.generated) >= NEW_TOKENS]:
+            manager.release_request(generation.request)
+            live.remove(generation)
+            done.append(generation)
+        step += 1
+    return done
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # the tensors are small: threads would wait for each other
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        torch.randint(VOCABULARY, (count,), generator=generator).tolist() for count in PROMPT_TOKENS
+    ]
+    for generation in generate(prompts, JOINS_AT_STEP):
+        print(
+            f"prompt of {generation.prompt_tokens} tokens: {len(generation.generated)} generated, "
+            f"{generation.drafts_kept} of them from drafts: {generation.generated[:12]} …"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Small models on the fast path, with poisoned arenas, and the plain model beside them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DeepseekV4ForCausalLM
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.integrations.transformers.accelerate import accelerate, restore
+from tests.integrations.tiny_v4 import POISON, tiny_config
+
+KINDS = (
+    "sliding_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+    "compressed_sparse_attention",
+)
+
+
+@cache
+def plain_model(
+    seed: int = 0, index_topk: int = 16, dtype: torch.dtype = torch.float32
+) -> DeepseekV4ForCausalLM:
+    """A model that nothing is done to, with experts by hash and by router. Biases, sinks, norms and
+    hash routes are random: as zeros and ones they would hide who applies them."""
+    torch.manual_seed(seed)
+    config = tiny_config(
+        layer_types=list(KINDS),
+        mlp_layer_types=["hash_moe", "moe", "moe", "moe"],
+        index_topk=index_topk,
+    )
+    model = DeepseekV4ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("position_bias", "sinks")):
+                parameter.normal_()
+            elif "norm" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):
+                buffer.random_(0, config.n_routed_experts)
+    return model.to(dtype)
+
+
+@contextmanager
+def fast(
+    plain: DeepseekV4ForCausalLM, *, max_batch: int = 4, max_context: int = 640, **options: Any
+) -> Iterator[DeepseekV4ForCausalLM]:
+    """A copy of a model, accelerated; free memory of its cache is 0xFF: NaN in every float."""
+    model = copy.deepcopy(plain)
+    options = {"records": "bf16"} | options
+    accelerate(model, max_batch=max_batch, max_context=max_context, **options)
+    manager = manager_of(model)
+    manager.block_arena.bytes.fill_(POISON)
+    manager.slot_arena.bytes.fill_(POISON)
+    yield model
+    manager.check_invariants()
+    restore(model)
+
+
+def manager_of(model: DeepseekV4ForCausalLM) -> KVCacheManager:
+    manager: KVCacheManager = vars(model.model)["forward"].step.manager
+    return manager
+
+
+def generate(model: DeepseekV4ForCausalLM, ids: Tensor, new_tokens: int, **options: Any) -> Any:
+    """Greedy, with the logits of every step."""
+    return model.generate(
+        ids,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+
+
+def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert found.shape == expected.shape
+    assert torch.isfinite(found).all()
+    difference = (found - expected).abs().max().item() if found.numel() else 0.0
+    assert difference <= tolerance, f"{difference} > {tolerance}"

@@ -1,0 +1,126 @@
+"""Prompts that begin alike: generate runs the shared part once, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.cache.prefix_options import PrefixOptions, full, zero
+from dsv4.integrations.transformers.accelerate import accelerate, restore
+from tests.integrations.fast_v4 import fast, generate, manager_of, plain_model
+
+NEW_TOKENS = 6
+
+
+def ids(count: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, plain_model().config.vocab_size, (1, count), generator=generator)
+
+
+@contextmanager
+def counted(model: Any) -> Iterator[list[int]]:
+    """How many tokens each forward of the model's own code ran."""
+    forward = vars(model.model)["forward"]
+    own, seen = forward.own_forward, []
+
+    def count(**options: Any) -> Any:
+        seen.append(options["input_ids"].shape[1])
+        return own(**options)
+
+    forward.own_forward = count
+    yield seen
+    forward.own_forward = own
+
+
+def check_like_plain(found: Any, prompt: Tensor, **options: Any) -> None:
+    expected = generate(plain_model(), prompt, NEW_TOKENS, **options)
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    for ours, theirs in zip(found.logits, expected.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", [None, full(), zero()])
+def test_the_second_prompt_runs_from_where_it_differs(policy: Any) -> None:
+    shared = ids(300, 1)
+    first = torch.cat((shared, ids(20, 2)), dim=1)
+    second = torch.cat((shared, ids(37, 3)), dim=1)
+    options = {} if policy is None else {"prefix": PrefixOptions(policy=policy)}
+    with fast(plain_model(), **options) as model, counted(model) as runs:
+        check_like_plain(generate(model, first, NEW_TOKENS), first)
+        assert runs[0] == 320
+        del runs[:]
+        check_like_plain(generate(model, second, NEW_TOKENS), second)
+        stats = manager_of(model).stats().prefix
+        assert stats is not None
+        assert sum(stats.hits.values()) == 1
+        if policy is None or policy.kind == "full":
+            assert runs[0] == 337 - 256
+        del runs[:]
+        check_like_plain(generate(model, second, NEW_TOKENS), second)
+        if policy is None or policy.kind == "full":
+            assert runs[0] == 337 - 256
+
+
+def test_rows_of_a_padded_batch_reuse_each_its_own() -> None:
+    model_ids = [ids(300, 1), torch.cat((ids(300, 1)[:, :200], ids(30, 4)), dim=1), ids(9, 5)]
+    longest = max(row.shape[1] for row in model_ids)
+    batch = torch.zeros((3, longest), dtype=torch.int64)
+    mask = torch.zeros((3, longest), dtype=torch.int64)
+    for row, prompt in enumerate(model_ids):
+        batch[row, longest - prompt.shape[1] :] = prompt
+        mask[row, longest - prompt.shape[1] :] = 1
+    with fast(plain_model(), prefix=PrefixOptions(policy=full())) as model, counted(model) as runs:
+        generate(model, model_ids[0], NEW_TOKENS)
+        del runs[:]
+        found = generate(model, batch, NEW_TOKENS, attention_mask=mask)
+        assert runs[0] == (300 - 256) + (230 - 128) + 9
+        for row, prompt in enumerate(model_ids):
+            alone = generate(plain_model(), prompt, NEW_TOKENS)
+            assert (
+                found.sequences[row, longest:].tolist() == alone.sequences[0, -NEW_TOKENS:].tolist()
+            )
+
+
+def test_a_forward_that_wants_all_logits_runs_all_tokens() -> None:
+    prompt = ids(300, 1)
+    with fast(plain_model()) as model, counted(model) as runs:
+        generate(model, prompt, NEW_TOKENS)
+        del runs[:]
+        found = model(prompt).logits
+        assert runs == [300]
+        torch.testing.assert_close(found, plain_model()(prompt).logits, rtol=0, atol=1e-4)
+        hidden = model(prompt, logits_to_keep=1, output_hidden_states=True).hidden_states
+        assert runs == [300, 300]
+        assert all(bool(layer.any(dim=-1).all()) for layer in hidden)
+        model.model(prompt)
+        assert runs == [300, 300, 300]
+
+
+def test_without_it_every_prompt_runs_whole() -> None:
+    prompt = ids(300, 1)
+    with fast(plain_model(), prefix=None) as model, counted(model) as runs:
+        for _ in range(2):
+            generate(model, prompt, NEW_TOKENS)
+        assert [count for count in runs if count > 1] == [300, 300]
+        assert manager_of(model).stats().prefix is None
+
+
+def test_cached_prompts_make_room_for_new_ones() -> None:
+    prompts = [ids(250, seed) for seed in range(4)]
+    with fast(plain_model(), max_batch=1, max_context=384) as model:
+        for prompt in (*prompts, prompts[0]):
+            check_like_plain(generate(model, prompt, NEW_TOKENS), prompt)
+
+
+def test_restore_leaves_no_hook() -> None:
+    model = plain_model()
+    before = dict(model._forward_pre_hooks)
+    accelerate(model, max_batch=1, max_context=640, records="bf16")
+    assert len(model._forward_pre_hooks) == len(before) + 1
+    restore(model)
+    assert dict(model._forward_pre_hooks) == before

@@ -1,0 +1,176 @@
+"""Bad input: a typed error that says what to do, and cache and model are as before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from transformers import DeepseekV4ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from dsv4.errors import ContextOverflow, InvalidInput, OutOfSlots, SchemaError, SchemaMismatch
+from dsv4.integrations.transformers import PagedCache
+from tests.integrations.tiny_v4 import (
+    assert_same_logits,
+    own_cache,
+    paged,
+    prompt,
+    run,
+    tiny_config,
+    tiny_model,
+)
+
+
+@contextmanager
+def unchanged(model: DeepseekV4ForCausalLM, cache: PagedCache) -> Iterator[None]:
+    """Bytes, lengths, blocks and history; and the model's hooks."""
+    manager = cache.manager
+    before = manager.block_arena.bytes.clone(), manager.slot_arena.bytes.clone()
+    state = manager.stats(), cache.columns, cache.history_ids.clone(), list(cache.requests)
+    hooks = dict(model.model._forward_pre_hooks)
+    yield
+    assert torch.equal(before[0], manager.block_arena.bytes)
+    assert torch.equal(before[1], manager.slot_arena.bytes)
+    assert state[:2] == (manager.stats(), cache.columns)
+    assert torch.equal(state[2], cache.history_ids)
+    assert state[3] == cache.requests
+    assert hooks == dict(model.model._forward_pre_hooks)
+    manager.check_invariants()
+
+
+def test_models_that_are_not_v4():
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=16,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+        )
+    )
+    for model in (llama, tiny_model().model, "v4"):
+        with pytest.raises(InvalidInput, match="is not a DeepseekV4ForCausalLM"):
+            PagedCache.for_model(model, max_batch=1, max_context=64)
+
+
+def test_models_and_formats_that_do_not_fit():
+    half = DeepseekV4ForCausalLM(tiny_config()).to(torch.float16)
+    with pytest.raises(InvalidInput, match="float16, which no record format holds"):
+        PagedCache.for_model(half, max_batch=1, max_context=64)
+    model = tiny_model()
+    hooks = len(model.model._forward_pre_hooks)
+    with pytest.raises(SchemaError, match="past the 2048 positions"):
+        PagedCache.for_model(model, max_batch=1, max_context=2049)
+    with pytest.raises(SchemaError, match="unknown record format 'int8'"):
+        PagedCache.for_model(model, max_batch=1, max_context=64, records="int8")
+    with pytest.raises(SchemaError, match="unknown index format 'fp8_ds'"):
+        PagedCache.for_model(model, max_batch=1, max_context=64, index="fp8_ds")
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(InvalidInput, match="max_batch"):
+            PagedCache.for_model(model, max_batch=wrong, max_context=64)
+    assert len(model.model._forward_pre_hooks) == hooks
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("started", [False, True], ids=["new", "started"])
+def test_the_cache_of_another_model(started: bool):
+    """Of another shape, and of the same: its biases and replays would be the wrong model's."""
+    model = tiny_model()
+    others = [
+        DeepseekV4ForCausalLM(tiny_config(layer_types=["sliding_attention"] * 3)).eval(),
+        DeepseekV4ForCausalLM(tiny_config(head_dim=128)).eval(),
+        DeepseekV4ForCausalLM(tiny_config()).eval(),
+    ]
+    cache = paged(model)
+    if started:
+        run(model, prompt(9), cache, [9])
+    for other in others:
+        with pytest.raises(InvalidInput, match="made for another model"), unchanged(model, cache):
+            other(input_ids=prompt(5), past_key_values=cache)
+    with pytest.raises(SchemaMismatch, match="differs in layers"):
+        PagedCache(cache.manager, others[0])
+
+
+@torch.no_grad()
+def test_batches_that_do_not_fit():
+    model = tiny_model()
+    cache = paged(model, max_batch=2)
+    with (
+        pytest.raises(InvalidInput, match=r"batch of 3 rows.*max_batch=2"),
+        unchanged(model, cache),
+    ):
+        model(input_ids=prompt(5, rows=3), past_key_values=cache)
+    run(model, prompt(5, rows=2), cache, [5])
+    with pytest.raises(InvalidInput, match="continues a cache of 2"), unchanged(model, cache):
+        model(input_ids=prompt(1), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_shared_manager_without_free_slots():
+    model = tiny_model()
+    first = paged(model, max_batch=3)
+    run(model, prompt(5, rows=2), first, [5])
+    second = PagedCache(first.manager, model)
+    with pytest.raises(OutOfSlots), unchanged(model, second):
+        model(input_ids=prompt(5, rows=2), past_key_values=second)
+
+
+@torch.no_grad()
+def test_a_context_overrun():
+    """Refused before the first layer has written; what fits goes on."""
+    model = tiny_model()
+    cache, own = paged(model, max_context=140), own_cache(model)
+    with pytest.raises(ContextOverflow, match="141 tokens asked"), unchanged(model, cache):
+        model(input_ids=prompt(141, rows=2), past_key_values=cache)
+    ids = prompt(140, rows=2)
+    run(model, ids[:, :135], cache, [135])
+    with pytest.raises(ContextOverflow), unchanged(model, cache):
+        model(input_ids=prompt(6, rows=2), past_key_values=cache)
+    run(model, ids[:, :135], own, [135])
+    found = run(model, ids[:, 135:], cache, [5])
+    assert_same_logits(found, run(model, ids[:, 135:], own, [5]))
+    with pytest.raises(ContextOverflow), unchanged(model, cache):
+        model(input_ids=prompt(1, rows=2), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_padding_points_to_accelerate():
+    model = tiny_model()
+    cache = paged(model)
+    ids = prompt(6, rows=2)
+    for padded in ([0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]):
+        mask = torch.tensor([padded, [1] * 6])
+        with pytest.raises(InvalidInput, match="accelerate"), unchanged(model, cache):
+            model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(InvalidInput, match="accelerate"), unchanged(model, cache):
+            model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2)
+    found = model(input_ids=ids, attention_mask=torch.ones(2, 6), past_key_values=cache).logits
+    assert_same_logits([found], run(model, ids, own_cache(model), [6]))
+
+
+@torch.no_grad()
+def test_a_cache_of_the_fast_path_is_not_continued_here():
+    """Its tails hold biased gates, those of the modules unbiased ones."""
+    model = tiny_model()
+    cache = paged(model)
+    cache.open_rows(2)
+    cache.note_columns(prompt(3, rows=2), torch.ones(2, 3))
+    with pytest.raises(InvalidInput, match="holds what accelerate wrote"), unchanged(model, cache):
+        model(input_ids=prompt(1, rows=2), past_key_values=cache)
+    cache.reset()
+    run(model, prompt(3, rows=2), cache, [3])
+    with pytest.raises(InvalidInput, match="holds what transformers wrote"):
+        cache.open_rows(2)
+
+
+@torch.no_grad()
+def test_positional_arguments_and_the_base_model():
+    """The hook sees a call however its arguments are given."""
+    model = tiny_model()
+    cache, own, ids = paged(model), own_cache(model), prompt(8, rows=2)
+    for past in (cache, own):
+        model.model(ids[:, :5], None, None, past)
+    found = model(ids[:, 5:], None, None, cache).logits
+    assert_same_logits([found], [model(ids[:, 5:], None, None, own).logits])
+    assert torch.equal(cache.history_ids, ids)

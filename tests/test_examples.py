@@ -1,0 +1,84 @@
+"""The examples run as they stand, and what they show is true."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from examples import decode_loop, transformers_generate
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randint(decode_loop.VOCABULARY, (n,), generator=generator).tolist()
+        for n in (61, 3, 129)
+    ]
+
+
+def test_chunks_drafts_and_company_do_not_change_what_is_generated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode_loop, "NEW_TOKENS", 16)
+    together = {
+        tuple(g.tokens[: g.prompt_tokens]): g for g in decode_loop.generate(prompts(), (0, 0, 3))
+    }
+    assert sum(g.drafts_kept for g in together.values()) > 0
+
+    # alone, the prompt in one piece, then token by token
+    monkeypatch.setattr(decode_loop, "CHUNK_TOKENS", 1000)
+    monkeypatch.setattr(decode_loop, "DRAFT_TOKENS", 0)
+    for prompt in prompts():
+        (alone,) = decode_loop.generate([prompt], (0,))
+        assert len(alone.generated) == 16
+        assert alone.generated == together[tuple(prompt)].generated[:16]
+
+
+def test_wrong_drafts_are_dropped() -> None:
+    """The guess is often wrong: were wrong drafts kept, the answers would be copies of it."""
+
+    class Known:
+        length = 4
+
+    generation = decode_loop.Generation(
+        request=Known(),  # type: ignore[arg-type]
+        tokens=[7, 8, 9, 3, 7],
+        prompt_tokens=4,
+    )
+    assert generation.next_input() == [7, 8, 9, 3]  # the newest token, and what followed it before
+    assert generation.take([7, 8, 9, 3], chosen=[8, 5, 1, 2]) == 2
+    assert generation.tokens == [7, 8, 9, 3, 7, 8, 5]
+
+
+def test_the_decode_loop_runs_as_a_script() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "examples.decode_loop"], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    prompts_done = sorted(int(line.split()[2]) for line in ran.stdout.splitlines())
+    assert prompts_done == sorted(decode_loop.PROMPT_TOKENS)
+
+
+def test_the_transformers_example_runs_as_a_script() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "examples.transformers_generate"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    assert lines[-1] == "as transformers generates them alone: yes"
+    for tokens in transformers_generate.PROMPT_TOKENS:
+        assert any(f"prompt of {tokens} tokens: [" in line for line in lines)
+
+
+def test_the_transformers_example_notices_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = transformers_generate.padded
+    monkeypatch.setattr(transformers_generate, "padded", lambda p: right(p[::-1]))
+    threads = torch.get_num_threads()
+    assert transformers_generate.main() == 1
+    torch.set_num_threads(threads)
