@@ -1,30 +1,36 @@
 """Decode attention of one layer, one query a request: window 128 and top-k or all entries.
 
 Blocks lie where an allocator that has lived a while would put them: anywhere in an arena with the
-strides of the whole model. Above ARENA_BYTES requests share blocks.
+strides of the whole model. Above ARENA_BYTES requests share blocks. FlashMLA, where installed,
+reads the same pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from benchmarks.timing import Result, graph_time_us
+from benchmarks.case import Case, Measurement, Work, sets_to_outgrow_l2
+from benchmarks.peers import flash_mla_call, flash_mla_modules
+from benchmarks.timing import measure
+from dsv4.backend import Backend, load_backend
 from dsv4.cache.reads import EntrySource, WindowSource
 from dsv4.cache.schema import CacheSchema, Page
-from dsv4.kernels.attend import attend, split_count, workspace_elements
+from dsv4.cache.views import page_tensor
 from dsv4.model import ModelSpec
 from dsv4.reference.codec import encode
 
 CSA_LAYER, HCA_LAYER = 2, 3
 ARENA_BYTES = 60_000_000_000
-L2_BYTES = 60 << 20
 MAX_SETS = 32
-# up to this batch the target is the peer's time, above it 1.6 times that
-PARITY_BATCH = 16
+# the target is 0.7 of FlashMLA's time up to the first batch, its time above; the first step is its
+# time up to the second batch, 1.6 times that above
+TARGET_BATCH, FIRST_STEP_BATCH = 8, 16
+BATCHES = (1, 4, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +43,8 @@ class Row:
     layer: int
     context: int
     listed: int | None
-    flash_mla_us: dict[int, float]
+    flash_mla_us: dict[int, float] = field(default_factory=dict)
+    batches: tuple[int, ...] = BATCHES
 
 
 ROWS = (
@@ -47,7 +54,7 @@ ROWS = (
         layer=CSA_LAYER,
         context=131_072,
         listed=512,
-        flash_mla_us={1: 12.3, 4: 12.5, 16: 15.7, 64: 43.5, 256: 87.9},
+        flash_mla_us={1: 12.3, 4: 12.5, 16: 15.7, 32: 21.6, 64: 43.5, 128: 44.8, 256: 87.9},
     ),
     Row(
         name="pro csa 128+1024",
@@ -55,7 +62,7 @@ ROWS = (
         layer=CSA_LAYER,
         context=131_072,
         listed=1024,
-        flash_mla_us={1: 14.1, 4: 15.2, 16: 27.0, 64: 54.5, 256: 208.7},
+        flash_mla_us={1: 14.1, 4: 15.2, 16: 27.0, 32: 45.7, 64: 54.5, 128: 106.5, 256: 208.7},
     ),
     Row(
         name="flash hca 128k 128+1024",
@@ -63,7 +70,7 @@ ROWS = (
         layer=HCA_LAYER,
         context=131_072,
         listed=None,
-        flash_mla_us={1: 13.9, 4: 14.9, 16: 19.9, 64: 60.6, 256: 143.7},
+        flash_mla_us={1: 13.9, 4: 14.9, 16: 19.9, 32: 32.5, 64: 60.6, 128: 73.4, 256: 143.7},
     ),
     Row(
         name="flash hca 1M 128+8192",
@@ -71,90 +78,203 @@ ROWS = (
         layer=HCA_LAYER,
         context=1_048_576,
         listed=None,
-        flash_mla_us={1: 27.2, 4: 31.0, 16: 83.3, 64: 248.5, 256: 934.5},
+        flash_mla_us={1: 27.2, 4: 31.0, 16: 83.3, 32: 133.9, 64: 248.5, 128: 462.3, 256: 934.5},
+    ),
+    Row(
+        name="pro hca 128k 128+1024",
+        model="v4-pro",
+        layer=HCA_LAYER,
+        context=131_072,
+        listed=None,
+        batches=(1, 16, 64, 256),
     ),
 )
 
 
-def cases() -> Iterator[Result]:
+def cases() -> Iterator[Case]:
     for row in ROWS:
-        for batch, peer in row.flash_mla_us.items():
-            calls, moved = make_calls(row, batch)
-            yield Result(
-                case=f"attend {row.name} batch {batch}",
-                microseconds=graph_time_us(calls, repeats=max(1, 16 // len(calls))),
-                launches=1,
-                must_move_bytes=moved,
-                target_us=peer if batch <= PARITY_BATCH else round(1.6 * peer, 1),
-                peers_us={"FlashMLA": peer},
+        for batch in row.batches:
+            peer = row.flash_mla_us.get(batch)
+            yield Case(
+                name=f"attend {row.name} batch {batch}",
+                suite="attention",
+                series=row.name,
+                model=row.model,
+                batch=batch,
+                context=row.context,
+                measure=partial(_measure, row, batch),
+                target_us=peer and round(peer * (0.7 if batch <= TARGET_BATCH else 1.0), 2),
+                first_step_us=peer and round(peer * (1.0 if batch <= FIRST_STEP_BATCH else 1.6), 2),
+                anchors_us={"FlashMLA": peer} if peer else {},
             )
-            del calls
-            torch.cuda.empty_cache()
 
 
-def make_calls(
-    row: Row, batch: int, *, device: str = "cuda", arena_bytes: int = ARENA_BYTES
-) -> tuple[list[Callable[[], None]], int]:
-    """Calls with different queries and keys, so that together they outgrow the L2, and the bytes
-    that one of them has to move."""
-    schema = CacheSchema.build(ModelSpec.preset(row.model), max_context=row.context)
-    model = schema.model
-    ratio = model.layers[row.layer].ratio
-    window_page, entry_page = schema.page("window", row.layer), schema.page("entries", row.layer)
-    assert window_page is not None
-    assert entry_page is not None
-    visible = row.context // ratio
-    keys = model.window + (row.listed or visible)
-    moved = batch * (keys * entry_page.format.record_bytes + 2 * 2 * model.heads * model.head_dim)
-    sets = max(1, min(MAX_SETS, 2 * L2_BYTES // moved))
+def _measure(row: Row, batch: int) -> Measurement:
+    return measure(make_work(row, batch))
 
-    blocks = min(
-        max(sets, 2) * batch * schema.max_blocks_per_request, arena_bytes // schema.block_bytes
+
+def make_work(
+    row: Row,
+    batch: int,
+    *,
+    device: str = "cuda",
+    arena_bytes: int = ARENA_BYTES,
+    max_sets: int = MAX_SETS,
+) -> Work:
+    """Calls with different queries and keys, and what FlashMLA would be called with."""
+    shared = Shared.make(row, batch, device, arena_bytes, max_sets)
+    inputs = [Inputs.make(row, batch, shared) for _ in range(shared.sets)]
+    return Work(
+        calls=[given.ours for given in inputs],
+        must_move_bytes=shared.moved_bytes,
+        peers={
+            name: [flash_mla_call(module, given.flash_mla_arguments()) for given in inputs]
+            for name, module in flash_mla_modules().items()
+        },
     )
-    block_arena = _filled(blocks, schema.block_bytes, entry_page, device)
-    slot_arena = _filled(batch, schema.slot_bytes, window_page, device)
-    window = WindowSource(arena=slot_arena, page=window_page, window=model.window, chunk=False)
-    rows = torch.arange(batch, dtype=torch.int32, device=device)
-    last = torch.full_like(rows, row.context - 1)
-    tokens = torch.stack((rows, last, rows, torch.zeros_like(rows)), dim=1)
-    request = torch.stack((rows, last, torch.ones_like(rows), rows), dim=1)
-    sink = torch.randn(model.heads, device=device)
-    splits = split_count(model.window, row.listed or visible)
-    workspace = torch.zeros(
-        workspace_elements(batch, model.heads, model.head_dim, splits), device=device
-    )
-    rope = torch.randn(row.context, model.rope_dim, device=device)
 
-    def make_call() -> Callable[[], None]:
-        q = torch.randn(batch, model.heads, model.head_dim, device=device).to(torch.bfloat16)
-        out = torch.empty_like(q)
-        lse = torch.empty(batch, model.heads, device=device)
-        table = torch.randint(
-            blocks, (batch, schema.max_blocks_per_request), dtype=torch.int32, device=device
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What the calls of one case have in common: arenas, positions, sink, workspace."""
+
+    backend: Backend
+    schema: CacheSchema
+    window: WindowSource
+    blocks: int
+    block_arena: Tensor
+    entry_page: Page
+    ratio: int
+    visible: int
+    sets: int
+    moved_bytes: int
+    tokens: Tensor
+    request: Tensor
+    sink: Tensor
+    workspace: Tensor
+    rope: Tensor
+
+    @classmethod
+    def make(cls, row: Row, batch: int, device: str, arena_bytes: int, max_sets: int) -> Shared:
+        schema = CacheSchema.build(ModelSpec.preset(row.model), max_context=row.context)
+        model = schema.model
+        ratio = model.layers[row.layer].ratio
+        window_page = schema.page("window", row.layer)
+        entry_page = schema.page("entries", row.layer)
+        assert window_page is not None
+        assert entry_page is not None
+        visible = row.context // ratio
+        keys = model.window + (row.listed or visible)
+        record_bytes = entry_page.format.record_bytes
+        moved = batch * (keys * record_bytes + 2 * 2 * model.heads * model.head_dim)
+        sets = sets_to_outgrow_l2(moved, max_sets)
+        blocks = min(
+            max(sets, 2) * batch * schema.max_blocks_per_request, arena_bytes // schema.block_bytes
         )
-        entries = EntrySource(arena=block_arena, page=entry_page, block_table=table, ratio=ratio)
-        indices: Tensor | None = None
+        slot_arena = _filled(batch, schema.slot_bytes, window_page, device)
+        rows = torch.arange(batch, dtype=torch.int32, device=device)
+        last = torch.full_like(rows, row.context - 1)
+        backend = load_backend("triton", torch.device(device))
+        needed = backend.attend_workspace_elements(batch, model, row.listed or visible)
+        return cls(
+            backend=backend,
+            schema=schema,
+            window=WindowSource(
+                arena=slot_arena, page=window_page, window=model.window, chunk=False
+            ),
+            blocks=blocks,
+            block_arena=_filled(blocks, schema.block_bytes, entry_page, device),
+            entry_page=entry_page,
+            ratio=ratio,
+            visible=visible,
+            sets=sets,
+            moved_bytes=moved,
+            tokens=torch.stack((rows, last, rows, torch.zeros_like(rows)), dim=1),
+            request=torch.stack((rows, last, torch.ones_like(rows), rows), dim=1),
+            sink=torch.randn(model.heads, device=device),
+            workspace=torch.zeros(needed, device=device),
+            rope=torch.randn(row.context, model.rope_dim, device=device),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Queries, blocks and chosen entries of one call, and where its result goes."""
+
+    shared: Shared
+    q: Tensor
+    entries: EntrySource
+    indices: Tensor | None
+    out: Tensor
+    lse: Tensor
+
+    @classmethod
+    def make(cls, row: Row, batch: int, shared: Shared) -> Inputs:
+        model, device = shared.schema.model, shared.tokens.device
+        q = torch.randn(batch, model.heads, model.head_dim, device=device).to(torch.bfloat16)
+        shape = (batch, shared.schema.max_blocks_per_request)
+        table = torch.randint(shared.blocks, shape, dtype=torch.int32, device=device)
+        indices = None
         if row.listed is not None:
-            indices = torch.randint(visible, (batch, row.listed), dtype=torch.int32, device=device)
+            shape = (batch, row.listed)
+            indices = torch.randint(shared.visible, shape, dtype=torch.int32, device=device)
+        return cls(
+            shared=shared,
+            q=q,
+            entries=EntrySource(
+                arena=shared.block_arena,
+                page=shared.entry_page,
+                block_table=table,
+                ratio=shared.ratio,
+            ),
+            indices=indices,
+            out=torch.empty_like(q),
+            lse=torch.empty(batch, model.heads, device=device),
+        )
 
-        def call() -> None:
-            attend(
-                q,
-                sink,
-                tokens=tokens,
-                batch=request,
-                window=window,
-                entries=entries,
-                indices=indices,
-                out=out,
-                lse=lse,
-                inverse_rope=rope,
-                workspace=workspace,
-            )
+    def ours(self, *, turn_back: bool = True) -> None:
+        shared = self.shared
+        shared.backend.attend(
+            self.q,
+            shared.sink,
+            tokens=shared.tokens,
+            batch=shared.request,
+            window=shared.window,
+            entries=self.entries,
+            indices=self.indices,
+            out=self.out,
+            lse=self.lse,
+            inverse_rope=shared.rope if turn_back else None,
+            workspace=shared.workspace,
+        )
 
-        return call
-
-    return [make_call() for _ in range(sets)], moved
+    def flash_mla_arguments(self) -> dict[str, object]:
+        """The same keys as FlashMLA takes them (examples/flash_mla.py). It does not turn the
+        output back, which `ours` does in passing."""
+        shared, table, page = self.shared, self.entries.block_table, self.entries.page
+        batch, width = self.q.shape[0], self.q.shape[2]
+        listed = self.indices
+        if listed is None:
+            listed = torch.arange(shared.visible, dtype=torch.int32, device=table.device)
+            listed = listed.expand(batch, -1)
+        block_id = table.gather(1, (listed // page.rows).long())
+        ring = shared.window.page.rows
+        window = shared.tokens[:, :1] * ring + torch.arange(
+            shared.window.window, dtype=torch.int32, device=table.device
+        )
+        return {
+            "q": self.q[:, None],
+            "k_cache": page_tensor(shared.window.arena, shared.window.page),
+            "indices": window[:, None],
+            "head_dim_v": width,
+            "softmax_scale": width**-0.5,
+            "attn_sink": shared.sink,
+            "is_fp8_kvcache": True,
+            "block_table": None,
+            "cache_seqlens": None,
+            "extra_k_cache": page_tensor(shared.block_arena, page),
+            "extra_indices_in_kvcache": (block_id * page.rows + listed % page.rows)[:, None],
+        }
 
 
 def _filled(rows: int, row_bytes: int, page: Page, device: str) -> Tensor:

@@ -1,46 +1,130 @@
-"""`python -m benchmarks.run [name] [--only writes,gather,…]`: GPU benchmarks; results are written
-under benchmarks/results/."""
+"""`python -m benchmarks.run [name] [--only writes,attention,…]`: GPU benchmarks; results are
+written under benchmarks/results/, suite by suite. Lines of suites that do not run stay there."""
 
 from __future__ import annotations
 
 import argparse
+import gc
+import platform
+import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
+import triton
 
-from benchmarks import attention, gather, host, indexer, writes
-from benchmarks.timing import Result, current_commit, measure_ceilings, report
+from benchmarks.case import Case, Measurement
+from benchmarks.registry import SUITES
+from benchmarks.timing import Ceilings, measure_ceilings
+from dsv4.bench import BenchResult, read_results, write_results
 
-SUITES: dict[str, Callable[[], Iterable[Result]]] = {
-    "host": host.cases,
-    "writes": writes.cases,
-    "gather": gather.cases,
-    "indexer": indexer.cases,
-    "attention": attention.cases,
-}
+RESULTS = Path(__file__).parent / "results"
+HEADER = (
+    f"{'case':44} {'µs':>9} {'launches':>8} {'MB':>9} {'GB/s':>6} {'%floor':>6} {'target':>8}"
+    "  peers, measured | published"
+)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", nargs="?", help="name of the results file; default: the GPU's")
-    parser.add_argument("--only", default=",".join(SUITES), help="suites, separated by commas")
+    parser.add_argument("--only", help=f"suites, separated by commas: {', '.join(SUITES)}")
     parser.add_argument("--commit", default=current_commit(), help="what the results are of")
     arguments = parser.parse_args()
+    suites = arguments.only.split(",") if arguments.only else list(SUITES)
+    if unknown := [suite for suite in suites if suite not in SUITES]:
+        parser.error(f"no suite {unknown[0]!r}: choose of {', '.join(SUITES)}")
     if not torch.cuda.is_available():
         print("no CUDA device here: benchmarks need one", file=sys.stderr)
         return 1
     ceilings = measure_ceilings()
-    results: list[Result] = []
-    for suite in arguments.only.split(","):
-        for result in SUITES[suite]():
-            print(f"  {result.case}: {result.microseconds:.2f} µs", flush=True)
-            results.append(result)
-        torch.cuda.empty_cache()
+    print(
+        f"{torch.cuda.get_device_name()}: copy {ceilings.copy_bytes_per_us / 1e6:.2f} TB/s, "
+        f"empty kernel {ceilings.empty_launch_us:.2f} µs\n{HEADER}"
+    )
+    environment = _environment(arguments.commit)
     device = torch.cuda.get_device_name().split()[-1].lower()
-    path = report(results, ceilings, arguments.name or device, arguments.commit)
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{arguments.name or device}.jsonl"
+    for suite in suites:
+        results = []
+        for case in SUITES[suite]():
+            results.append(make_result(case, case.measure(), ceilings, environment))
+            print(line(results[-1]), flush=True)
+            gc.collect()  # managers and their requests refer to each other
+            torch.cuda.empty_cache()
+        write_results(path, merged(path, results, suite))
     print(f"\nwritten to {path}")
     return 0
+
+
+def make_result(
+    case: Case, found: Measurement, ceilings: Ceilings, environment: dict[str, str]
+) -> BenchResult:
+    return BenchResult(
+        case=case.name,
+        suite=case.suite,
+        series=case.series,
+        model=case.model,
+        batch=case.batch,
+        context=case.context,
+        microseconds=found.microseconds,
+        launches=found.launches,
+        must_move_bytes=found.must_move_bytes,
+        floor_us=ceilings.floor_us(found.must_move_bytes),
+        copy_bytes_per_us=ceilings.copy_bytes_per_us,
+        empty_launch_us=ceilings.empty_launch_us,
+        target_us=case.target_us,
+        first_step_us=case.first_step_us,
+        peers_us=found.peers_us,
+        anchors_us=case.anchors_us,
+        parts_us=found.parts_us,
+        parts_launches=found.parts_launches,
+        note=found.note,
+        **environment,
+    )
+
+
+def merged(path: Path, results: list[BenchResult], suite: str) -> list[BenchResult]:
+    """The new results of a suite, and what the file has of the others, in the order of suites."""
+    order = list(SUITES)
+    kept = [r for r in read_results(path) if r.suite in order] if path.exists() else []
+    everything = [*results, *(r for r in kept if r.suite != suite)]
+    return sorted(everything, key=lambda r: order.index(r.suite))
+
+
+def line(result: BenchResult) -> str:
+    target = f"{result.target_us:8.1f}" if result.target_us else f"{'':8}"
+    others = " | ".join(
+        ", ".join(f"{name} {time_us:.1f}" for name, time_us in times.items())
+        for times in (result.peers_us, result.anchors_us)
+    )
+    text = (
+        f"{result.case:44} {result.microseconds:9.2f} {result.launches:8} "
+        f"{result.must_move_bytes / 1e6:9.2f} {result.gigabytes_per_second:6.0f} "
+        f"{result.percent_of_floor:6.1f} {target}  {others}"
+    )
+    for name, time_us in result.parts_us.items():
+        text += f"\n{'':6}{name:38} {time_us:9.2f} {result.parts_launches[name]:8}"
+    return text + (f"\n{'':6}{result.note}" if result.note else "")
+
+
+def current_commit() -> str:
+    """The checkout's commit; `unknown` where the tree travelled without its history."""
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def _environment(commit: str) -> dict[str, str]:
+    return {
+        "commit": commit,
+        "gpu": torch.cuda.get_device_name(),
+        "torch": str(torch.__version__),
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+    }
 
 
 if __name__ == "__main__":

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import platform
+import ctypes
 import statistics
-import subprocess
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-RESULTS = Path(__file__).parent / "results"
-REPLAYS = 40
+from benchmarks.case import Call, Measurement, Work
+
+MAX_REPLAYS, MIN_REPLAYS = 40, 5
+REPLAY_SECONDS = 0.25  # long graphs are replayed less often
+CALLS_A_GRAPH = 20
+# kernels, copies and fills among CUgraphNodeType
+LAUNCHING_NODES = (0, 1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,43 +29,77 @@ class Ceilings:
     copy_bytes_per_us: float
     empty_launch_us: float
 
+    def floor_us(self, must_move_bytes: int) -> float:
+        return must_move_bytes / self.copy_bytes_per_us + self.empty_launch_us
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """One timed case. `must_move_bytes` counts each byte once that has to move."""
+class Timed:
+    """Median time of one call, and how many nodes of the graph it is."""
 
-    case: str
     microseconds: float
     launches: int
-    must_move_bytes: int
-    target_us: float | None = None
-    peers_us: dict[str, float] | None = None
 
 
-def graph_time_us(calls: list[Callable[[], None]], *, repeats: int = 1) -> float:
-    """Median time of one call; `calls` are rotated over, so that their buffers outgrow the L2."""
+def measure(work: Work) -> Measurement:
+    """Times a case and its peers."""
+    timed = time_graph(work.calls)
+    return Measurement(
+        microseconds=timed.microseconds,
+        launches=timed.launches,
+        must_move_bytes=work.must_move_bytes,
+        peers_us={name: time_graph(calls).microseconds for name, calls in work.peers.items()},
+    )
+
+
+def time_graph(calls: Sequence[Call], *, calls_a_graph: int = CALLS_A_GRAPH) -> Timed:
+    """`calls` are rotated over inside one graph, which holds each at least once."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for call in calls:
             call()
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
+    repeats = max(1, calls_a_graph // len(calls))
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         for _ in range(repeats):
             for call in calls:
                 call()
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / (repeats * len(calls)))
-    return statistics.median(times)
+    graph.instantiate()
+    count = repeats * len(calls)
+    first_us = _replay_us(graph)
+    replays = int(REPLAY_SECONDS * 1e6 / max(first_us, 1.0))
+    times = [_replay_us(graph) for _ in range(min(MAX_REPLAYS, max(MIN_REPLAYS, replays)))]
+    return Timed(microseconds=statistics.median(times) / count, launches=launches(graph) // count)
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1000
+
+
+def launches(graph: torch.cuda.CUDAGraph) -> int:
+    """Kernels, copies and fills in a kept graph, as the driver counts them."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    handle, count, kind = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t(), ctypes.c_int()
+    _ask(driver.cuGraphGetNodes, handle, None, ctypes.byref(count))
+    nodes = (ctypes.c_void_p * count.value)()
+    _ask(driver.cuGraphGetNodes, handle, nodes, ctypes.byref(count))
+    total = 0
+    for node in nodes:
+        _ask(driver.cuGraphNodeGetType, ctypes.c_void_p(node), ctypes.byref(kind))
+        total += kind.value in LAUNCHING_NODES
+    return total
+
+
+def _ask(function: Any, *arguments: object) -> None:
+    if error := function(*arguments):
+        raise RuntimeError(f"the CUDA driver answered {function.__name__} with error {error}")
 
 
 @triton.jit
@@ -80,50 +117,10 @@ def measure_ceilings() -> Ceilings:
     words = 1 << 28
     source = torch.zeros(words, dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
-    copy = graph_time_us([lambda: _copy_kernel[(words // 4096,)](source, target, 4096)])
-    empty = graph_time_us([lambda: _empty_kernel[(1,)](source)], repeats=50)
-    return Ceilings(copy_bytes_per_us=2 * 4 * words / copy, empty_launch_us=empty)
-
-
-def report(results: list[Result], ceilings: Ceilings, name: str, commit: str) -> Path:
-    """Prints the table and writes one JSON line a case under benchmarks/results/."""
-    print(
-        f"\n{torch.cuda.get_device_name()}: copy {ceilings.copy_bytes_per_us / 1e6:.2f} TB/s, "
-        f"empty kernel {ceilings.empty_launch_us:.2f} µs"
+    copy = time_graph(
+        [lambda: _copy_kernel[(words // 4096,)](source, target, 4096)], calls_a_graph=1
     )
-    print(f"{'case':44} {'µs':>8} {'floor':>7} {'GB/s':>7} {'%copy':>6} {'target':>7}  peers")
-    lines = []
-    for r in results:
-        floor = r.must_move_bytes / ceilings.copy_bytes_per_us + ceilings.empty_launch_us
-        rate = r.must_move_bytes / r.microseconds
-        peers = ", ".join(f"{k} {v}" for k, v in (r.peers_us or {}).items())
-        print(
-            f"{r.case:44} {r.microseconds:8.2f} {floor:7.2f} {rate / 1e3:7.0f} "
-            f"{100 * rate / ceilings.copy_bytes_per_us:6.1f} {r.target_us or float('nan'):7.1f}  "
-            f"{peers}"
-        )
-        lines.append(json.dumps({**asdict(r), "floor_us": floor, **_environment(ceilings, commit)}))
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.jsonl"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
-
-
-def current_commit() -> str:
-    """The checkout's commit; `unknown` where the tree travelled without its history."""
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    empty = time_graph([lambda: _empty_kernel[(1,)](source)], calls_a_graph=50)
+    return Ceilings(
+        copy_bytes_per_us=2 * 4 * words / copy.microseconds, empty_launch_us=empty.microseconds
     )
-    return found.stdout.strip() or "unknown"
-
-
-def _environment(ceilings: Ceilings, commit: str) -> dict[str, object]:
-    return {
-        "commit": commit,
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "copy_bytes_per_us": ceilings.copy_bytes_per_us,
-        "empty_launch_us": ceilings.empty_launch_us,
-    }

@@ -1,22 +1,23 @@
-"""The write path of one V4-Flash layer: decode steps where every request or none completes a
-group, and one prefill chunk. Targets and peers: the project's anchors for one H200."""
+"""The write path of one layer: decode steps where every request or none completes a group, and one
+prefill chunk. Targets and anchors: the project's for one H200. Calls rotate over the layers of the
+kind, as a step does; their rings and tails lie apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 
-from benchmarks.timing import Result, graph_time_us
+from benchmarks.case import Call, Case, Measurement, Work, sets_to_outgrow_l2
+from benchmarks.timing import measure
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.schema import CacheSchema
+from dsv4.cache.schema import CacheSchema, CompressorLayout
 from dsv4.cache.writes import CompressorWeights, LayerWeights
 from dsv4.model import ModelSpec
 from dsv4.rope import rope_table
 
-CSA_LAYER, HCA_LAYER = 2, 3
-L2_BYTES = 60 << 20
-# (layer, mode) -> batch -> (target, SGLang, vLLM), µs
+# (layer kind, mode) -> batch -> (target, SGLang, vLLM), µs; measured at V4-Flash's shapes
 ANCHORS: dict[tuple[str, str], dict[int, tuple[float, float, float]]] = {
     ("csa", "flush"): {
         1: (3.3, 6.7, 16.6),
@@ -35,44 +36,52 @@ ANCHORS: dict[tuple[str, str], dict[int, tuple[float, float, float]]] = {
 }
 PREFILL_ANCHORS = {"csa": (30.0, 118.0), "hca": (14.0, 145.0)}
 CHUNK_TOKENS = 8192
+BATCHES = {"v4-flash": (1, 8, 64, 256), "v4-pro": (1, 64, 256)}
 
 
-def cases(batches: tuple[int, ...] = (1, 8, 64, 256)) -> Iterator[Result]:
-    schema = CacheSchema.build(ModelSpec.preset("v4-flash"), max_context=2 * CHUNK_TOKENS)
+def cases() -> Iterator[Case]:
+    for model, batches in BATCHES.items():
+        schema = CacheSchema.build(ModelSpec.preset(model), max_context=2 * CHUNK_TOKENS)
+        short = model.removeprefix("v4-")
+        for kind in ("csa", "hca"):
+            ratio = _layers(schema, kind)[0][1]
+            for mode, start in (("flush", 4 * ratio - 1), ("idle", 4 * ratio + ratio // 2 - 1)):
+                for batch in batches:
+                    anchor = ANCHORS[kind, mode].get(batch) if model == "v4-flash" else None
+                    yield Case(
+                        name=f"append {short} {kind} {mode} batch {batch}",
+                        suite="writes",
+                        series=f"{kind} {mode}",
+                        model=model,
+                        batch=batch,
+                        measure=partial(_measure, schema, kind, batch=batch, start=start, tokens=1),
+                        target_us=anchor[0] if anchor else None,
+                        anchors_us={"SGLang": anchor[1], "vLLM": anchor[2]} if anchor else {},
+                    )
+            target, vllm = PREFILL_ANCHORS[kind]
+            yield Case(
+                name=f"append {short} {kind} prefill {CHUNK_TOKENS}",
+                suite="writes",
+                series=f"{kind} prefill",
+                model=model,
+                batch=1,
+                context=CHUNK_TOKENS,
+                measure=partial(_measure, schema, kind, batch=1, start=0, tokens=CHUNK_TOKENS),
+                target_us=target if model == "v4-flash" else None,
+                anchors_us={"vLLM": vllm} if model == "v4-flash" else {},
+            )
+
+
+def _layers(schema: CacheSchema, kind: str) -> list[tuple[int, int]]:
+    """Layers of one kind, and their ratio."""
+    return [(s.layer, s.ratio) for s in schema.model.layers if s.attention == kind]
+
+
+def _measure(schema: CacheSchema, kind: str, *, batch: int, start: int, tokens: int) -> Measurement:
     rope = rope_table(schema.model, yarn=True, tokens=schema.max_context, device="cuda")
-    for name, layer in (("csa", CSA_LAYER), ("hca", HCA_LAYER)):
-        ratio = schema.layers[layer].spec.ratio
-        for mode, start in (("flush", 4 * ratio - 1), ("idle", 4 * ratio + ratio // 2 - 1)):
-            for batch in batches:
-                call, moved = _case(schema, layer, rope, batch=batch, start=start, tokens=1)
-                anchor = ANCHORS[name, mode].get(batch)
-                yield Result(
-                    case=f"append {name} {mode} batch {batch}",
-                    microseconds=graph_time_us(call, repeats=20 // len(call)),
-                    launches=1,
-                    must_move_bytes=moved,
-                    target_us=anchor[0] if anchor else None,
-                    peers_us={"SGLang": anchor[1], "vLLM": anchor[2]} if anchor else None,
-                )
-        call, moved = _case(schema, layer, rope, batch=1, start=0, tokens=CHUNK_TOKENS)
-        target, vllm = PREFILL_ANCHORS[name]
-        yield Result(
-            case=f"append {name} prefill {CHUNK_TOKENS}",
-            microseconds=graph_time_us(call),
-            launches=2,
-            must_move_bytes=moved,
-            target_us=target,
-            peers_us={"vLLM": vllm},
-        )
-
-
-def _case(
-    schema: CacheSchema, layer: int, rope: torch.Tensor, *, batch: int, start: int, tokens: int
-) -> tuple[list[Callable[[], None]], int]:
-    blocks = schema.blocks_for(start + tokens)
     manager = KVCacheManager(
         schema,
-        num_blocks=batch * blocks,
+        num_blocks=batch * schema.blocks_for(start + tokens),
         max_requests=batch,
         max_step_tokens=batch * tokens,
         device="cuda",
@@ -83,44 +92,60 @@ def _case(
         request.length = start
         request.published_blocks = start // schema.block_tokens
     plan = manager.prepare_forward([(r, tokens) for r in requests])
-    handle = manager.acquire(layer, plan)
-    compressors = {}
-    for kind in ("tail", "index_tail"):
-        layout = schema.compressor(layer, kind)
-        compressors[kind] = layout and CompressorWeights(
-            ape=torch.randn(layout.ratio, layout.columns, device="cuda"),
-            norm=torch.randn(layout.width, device="cuda"),
-        )
-    weights = LayerWeights(
-        rope=rope,
-        compressor=compressors["tail"],
-        index_compressor=compressors["index_tail"],
-    )
-    rows = batch * tokens
-    widths = [la.columns for la in (handle.main, handle.index) if la for _ in range(2)]
-    moved = rows * 2 * schema.model.head_dim + 4 * rows * sum(widths)
-    sets = max(1, min(6, L2_BYTES * 2 // moved)) if tokens > 1 else 1
-    calls: list[Callable[[], None]] = []
-    for _ in range(sets + (tokens > 1)):
-        kv = torch.randn(rows, schema.model.head_dim, device="cuda").to(torch.bfloat16)
-        projections = [torch.randn(rows, width, device="cuda") for width in widths]
+    layers = [layer for layer, _ in _layers(schema, kind)]
+    moved = append_bytes(schema, layers[0], start=start, tokens=tokens, batch=batch)
 
-        def call(kv: torch.Tensor = kv, projections: list[torch.Tensor] = projections) -> None:
+    def make_call(layer: int) -> Call:
+        handle = manager.acquire(layer, plan)
+        weights = random_weights(schema, layer, rope)
+        inputs = random_inputs(schema, layer, batch * tokens)
+
+        def call() -> None:
             plan.appended_layers.clear()
-            handle.append(kv, *projections, weights=weights)
+            handle.append(*inputs, weights=weights)
 
-        calls.append(call)
-    return calls, moved + _stored_bytes(schema, layer, start, tokens, batch)
+        return call
+
+    sets = sets_to_outgrow_l2(moved, len(layers))
+    return measure(Work(calls=[make_call(layer) for layer in layers[:sets]], must_move_bytes=moved))
 
 
-def _stored_bytes(schema: CacheSchema, layer: int, start: int, tokens: int, batch: int) -> int:
-    """Window rows, tail rows and records written, and tail rows read by groups that close."""
+def compressors(schema: CacheSchema, layer: int) -> list[CompressorLayout]:
+    """The main compressor of a layer and the indexer's, where it has them."""
+    found = [schema.compressor(layer, "tail"), schema.compressor(layer, "index_tail")]
+    return [layout for layout in found if layout is not None]
+
+
+def random_weights(
+    schema: CacheSchema, layer: int, rope: torch.Tensor, device: str = "cuda"
+) -> LayerWeights:
+    made: list[CompressorWeights | None] = [
+        CompressorWeights(
+            ape=torch.randn(layout.ratio, layout.columns, device=device),
+            norm=torch.randn(layout.width, device=device),
+        )
+        for layout in compressors(schema, layer)
+    ]
+    made += [None] * (2 - len(made))
+    return LayerWeights(rope=rope, compressor=made[0], index_compressor=made[1])
+
+
+def random_inputs(
+    schema: CacheSchema, layer: int, tokens: int, device: str = "cuda"
+) -> list[torch.Tensor]:
+    """KV rows and projections of one layer, as `append` takes them."""
+    kv = torch.randn(tokens, schema.model.head_dim, device=device).to(torch.bfloat16)
+    columns = [layout.columns for layout in compressors(schema, layer) for _ in "cz"]
+    return [kv, *(torch.randn(tokens, count, device=device) for count in columns)]
+
+
+def append_bytes(schema: CacheSchema, layer: int, *, start: int, tokens: int, batch: int) -> int:
+    """Inputs, window rows, tail rows and records of `batch` requests at `start`, and tail rows
+    that closing groups read."""
     window_rows = min(tokens, schema.ring_rows) + (tokens if tokens > 1 else 0)  # ring and chunk
-    total = window_rows * schema.window_format.record_bytes
-    for kind in ("tail", "index_tail"):
-        layout = schema.compressor(layer, kind)  # type: ignore[arg-type]
-        if layout is None:
-            continue
+    total = 2 * tokens * schema.model.head_dim + window_rows * schema.window_format.record_bytes
+    for layout in compressors(schema, layer):
+        total += 2 * 4 * tokens * layout.columns
         closed = (start + tokens) // layout.ratio - start // layout.ratio
         total += closed * layout.page.format.record_bytes
         tail_row_bytes = 2 * 4 * layout.width

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dsv4 import __version__
+from dsv4.cli_bench import bench_command
 from dsv4.cli_demo import demo_command
 from dsv4.cli_plan import plan_command
 from dsv4.cli_verify import verify_command
@@ -18,6 +19,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
+app.command("bench")(bench_command)
 app.command("demo")(demo_command)
 app.command("plan")(plan_command)
 app.command("verify")(verify_command)

@@ -1,0 +1,220 @@
+"""A whole decode step: append → select → attend of every backbone layer, captured as one graph.
+
+Queries and projections are preset, so the time is the cache's alone. Requests stand at different
+phases of their groups, as in a server: in the step one in 4 closes a CSA group, one in 128 an HCA
+group (a single request closes none). The schema is built for the context of the case. Where the
+blocks of all requests do not fit BLOCK_ARENA_BYTES, tables name the same blocks several times,
+except the block a request writes to; the case's note says how many are distinct.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.case import Case, Measurement
+from benchmarks.timing import time_graph
+from benchmarks.writes import append_bytes, random_inputs, random_weights
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.schema import CacheSchema
+from dsv4.model import AttentionType, ModelSpec
+from dsv4.rope import rope_table
+from dsv4.units import format_tokens
+
+MODELS = ("v4-flash", "v4-pro")
+BATCHES = (1, 16, 64, 256)
+CONTEXTS = (8_192, 131_072, 1_048_576)
+BLOCK_ARENA_BYTES = 40_000_000_000
+PARTS = ("append", "select", "attend")
+PHASES = 128
+
+
+def cases() -> Iterator[Case]:
+    for model in MODELS:
+        for context in CONTEXTS:
+            for batch in BATCHES:
+                yield Case(
+                    name=f"step {model} at {format_tokens(context)} batch {batch}",
+                    suite="decode_step",
+                    series=f"at {format_tokens(context)}",
+                    model=model,
+                    batch=batch,
+                    context=context,
+                    measure=partial(_measure, ModelSpec.preset(model), batch, context),
+                )
+
+
+def _measure(model: ModelSpec, batch: int, context: int) -> Measurement:
+    step = DecodeStep(model, batch=batch, context=context, device="cuda")
+    step.run(PARTS)
+    whole = time_graph([partial(step.run, PARTS)], calls_a_graph=1)
+    parts = {part: time_graph([partial(step.run, (part,))], calls_a_graph=1) for part in PARTS}
+    return Measurement(
+        microseconds=whole.microseconds,
+        launches=whole.launches,
+        must_move_bytes=step.must_move_bytes(),
+        parts_us={part: timed.microseconds for part, timed in parts.items()},
+        parts_launches={part: timed.launches for part, timed in parts.items()},
+        note=step.note(),
+    )
+
+
+class DecodeStep:
+    """`batch` requests of about `context` tokens, and one open decode step over all of them."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        *,
+        batch: int,
+        context: int,
+        device: str,
+        block_arena_bytes: int = BLOCK_ARENA_BYTES,
+    ) -> None:
+        self.schema = CacheSchema.build(model, max_context=context)
+        self.batch, self.context = batch, context
+        self.blocks_named = batch * self.schema.max_blocks_per_request
+        fitting = block_arena_bytes // self.schema.block_bytes
+        self.blocks = min(self.blocks_named, max(fitting, batch + 1))
+        self.manager = KVCacheManager(
+            self.schema,
+            num_blocks=self.blocks,
+            max_requests=batch,
+            max_step_tokens=batch,
+            device=device,
+        )
+        self.layers = [s.layer for s in model.layers if not s.draft]
+        self.layer_of = {model.layers[layer].attention: layer for layer in self.layers}
+        self.selecting_layers = [n for n in self.layers if model.layers[n].index_keys != "none"]
+        self._fill_arenas()
+        self._admit_requests()
+        self.plan = self.manager.prepare_forward(  # launched at full size, as an engine's graph is
+            [(r, 1) for r in self.requests], pad_tokens=batch, pad_requests=batch
+        )
+        self.handles = {layer: self.manager.acquire(layer, self.plan) for layer in self.layers}
+        self._make_inputs(device)
+
+    # ---- the step --------------------------------------------------------------------------------
+
+    def run(self, parts: Sequence[str]) -> None:
+        """The named parts of the step. The first run must have all, for reads follow writes."""
+        for layer in self.layers:
+            handle = self.handles[layer]
+            kind = handle.schema.spec.attention
+            if "append" in parts:
+                handle.append(*self.inputs[kind], weights=self.weights[layer])
+            if "select" in parts and layer in self.selecting_layers:
+                self._select(handle, self.weights[layer].rope)
+            if "attend" in parts:
+                handle.attend(
+                    self.q,
+                    self.sink,
+                    self.chosen if kind is AttentionType.CSA else None,
+                    self.out,
+                    self.lse,
+                    inverse_rope=self.weights[layer].rope,
+                )
+
+    def _select(self, handle: LayerCacheHandle, rope: Tensor) -> None:
+        """What `select` does with raw queries, which it would overwrite; here they serve again."""
+        handle.backend.prepare_index_queries(
+            self.raw_index_q,
+            tokens=self.plan.tokens,
+            rope=rope,
+            record=self.schema.index_format,
+            out=self.index_q,
+        )
+        handle.select(self.index_q, self.index_weights, self.chosen, rope=rope, prepared=True)
+
+    def must_move_bytes(self) -> int:
+        """Each byte once: inputs, outputs, what is stored, keys scored, records attended to."""
+        kinds = Counter(self.handles[layer].schema.spec.attention for layer in self.layers)
+        return sum(count * self._layer_bytes(self.layer_of[kind]) for kind, count in kinds.items())
+
+    def _layer_bytes(self, layer: int) -> int:
+        model, spec = self.schema.model, self.schema.model.layers[layer]
+        total = 2 * 2 * self.batch * model.heads * model.head_dim  # q and out
+        for start in self.plan.starts.tolist():
+            total += append_bytes(self.schema, layer, start=start, tokens=1, batch=1)
+            entries = (start + 1) // spec.ratio if spec.ratio else 0
+            if layer in self.selecting_layers:
+                total += entries * self.schema.index_format.record_bytes
+                total += 2 * model.index_heads * (model.index_dim + 1)  # queries and weights
+                entries = min(entries, model.index_topk)
+            total += min(start + 1, model.window) * self.schema.window_format.record_bytes
+            total += entries * self.schema.entry_format.record_bytes
+        return total
+
+    def note(self) -> str:
+        if self.blocks == self.blocks_named:
+            return f"{self.blocks:,} blocks, all distinct"
+        return f"tables name {self.blocks_named:,} blocks, of which {self.blocks:,} are distinct"
+
+    # ---- setting up ------------------------------------------------------------------------------
+
+    def _fill_arenas(self) -> None:
+        """Bytes that are small numbers in every format; index keys and scales as they would be."""
+        for arena in (self.manager.block_arena, self.manager.slot_arena):
+            words = arena.bytes.view(torch.int64)
+            words.random_().bitwise_and_(0x0707070707070707).bitwise_or_(0x3838383838383838)
+        for layer in self.layers:
+            handle = self.manager.acquire(layer)
+            for name, view in (*handle.pool.views.items(), *handle.state.views.items()):
+                if name == "indexer_keys_fp4":
+                    view.random_(0, 256)
+                elif name in ("inv_scale", "swa_inv", "indexer_scale"):
+                    view.random_(120, 128)
+
+    def _admit_requests(self) -> None:
+        """As if they had been computed: lengths `context` - 1 and a little less, tables filled.
+        Each request ends in a block of its own; before it come blocks from all over the arena."""
+        self.requests = [self.manager.admit_request() for _ in range(self.batch)]
+        width = self.schema.max_blocks_per_request
+        shared = torch.arange(self.batch * (width - 1)) % max(self.blocks - self.batch, 1)
+        shared = self.batch + shared[torch.randperm(len(shared))].view(self.batch, width - 1)
+        table = torch.cat((shared, torch.arange(self.batch)[:, None]), dim=1)
+        for nth, (request, block_ids) in enumerate(zip(self.requests, table, strict=True)):
+            request.block_ids = block_ids.tolist()
+            request.published_blocks = width
+            request.length = self.context - 1 - (nth + 1) % PHASES
+        slots = [request.slot for request in self.requests]
+        self.manager.block_table[slots] = table.int().to(self.manager.device)
+
+    def _make_inputs(self, device: str) -> None:
+        """Inputs are shared by the layers of a kind: in a model they come from the launch before,
+        so they are in the L2. Weights are each layer's own."""
+        model, batch = self.schema.model, self.batch
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=device).to(torch.bfloat16)
+
+        ropes = _rope_tables(model, self.context, device)
+        self.weights = {
+            layer: random_weights(self.schema, layer, ropes[model.layers[layer].yarn], device)
+            for layer in self.layers
+        }
+        self.inputs = {
+            kind: random_inputs(self.schema, layer, batch, device)
+            for kind, layer in self.layer_of.items()
+        }
+        self.q = random(batch, model.heads, model.head_dim)
+        self.out = torch.empty_like(self.q)
+        self.lse = torch.empty(batch, model.heads, device=device)
+        self.sink = torch.randn(model.heads, device=device)
+        self.raw_index_q = random(batch, model.index_heads, model.index_dim)
+        self.index_q = torch.empty_like(self.raw_index_q)
+        self.index_weights = 0.01 * random(batch, model.index_heads)
+        self.chosen = torch.empty(batch, model.index_topk, dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=1)
+def _rope_tables(model: ModelSpec, tokens: int, device: str) -> dict[bool, Tensor]:
+    """Both tables by `LayerSpec.yarn`; at 1M tokens they take a second to make."""
+    return {
+        yarn: rope_table(model, yarn=yarn, tokens=tokens, device=device) for yarn in (False, True)
+    }

@@ -1,0 +1,205 @@
+"""`python -m benchmarks.report [results.jsonl]`: writes the tables of docs/performance.md, every
+registered case beside its target, from a results file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.case import Case
+from benchmarks.registry import SUITES
+from dsv4.bench import BenchResult, read_results
+from dsv4.cache.schema import CacheSchema
+from dsv4.errors import Dsv4Error, InvalidInput
+from dsv4.model import ModelSpec
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT = ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "benchmarks" / "results" / "h200.jsonl"
+BEGIN, END = "<!-- tables: written by python -m benchmarks.report -->", "<!-- end of tables -->"
+TITLES = {
+    "writes": "Cache writes of one layer",
+    "attention": "Decode attention of one layer",
+    "indexer": "Indexer of one layer",
+    "gather": "Dequantising gather",
+    "host": "Host",
+}
+# launches of cache writes in a decode step of V4-Flash
+WRITE_LAUNCHES = {"vLLM": "187", "SGLang": "about 230"}
+WRITE_LAUNCHES_TARGET = 43
+# V4-Flash: (what, DeepSeek's papers, vLLM, SGLang, target in bytes)
+MEMORY = (
+    ("bytes a token", "3,514.25", "3,915", "7,033 to 7,705", 3_550),
+    ("bytes a request, at any length", "15.4 MB", "26.1 MB", "+ 10 MiB of HCA ring", 15_600_000),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
+    try:
+        results = read_results(parser.parse_args().results)
+        DOCUMENT.write_text(
+            updated(DOCUMENT.read_text(encoding="utf-8"), results), encoding="utf-8"
+        )
+    except Dsv4Error as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{DOCUMENT}: {summary(results)}")
+    return 0
+
+
+def updated(document: str, results: Sequence[BenchResult]) -> str:
+    """The document with new tables between its marks. Raises InvalidInput if they are missing."""
+    before, begin, rest = document.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise InvalidInput(f"the document has no lines {BEGIN!r} and {END!r}: put them back")
+    return f"{before}{BEGIN}\n\n{tables(results)}\n\n{END}{after}"
+
+
+def tables(results: Sequence[BenchResult]) -> str:
+    measured = {result.case: result for result in results}
+    sections = [summary(results), _conditions(results)]
+    for suite, title in TITLES.items():
+        sections += [f"## {title}", _cases_table(SUITES[suite](), measured)]
+    sections += ["## Whole decode steps", _steps_table(SUITES["decode_step"](), measured)]
+    sections += ["## Memory, V4-Flash", _memory_table()]
+    return "\n\n".join(sections)
+
+
+def summary(results: Sequence[BenchResult]) -> str:
+    verdicts = [result.verdict for result in results if result.verdict != "no target"]
+    return (
+        f"Of {len(verdicts)} measured cases with a target, {verdicts.count('target')} reach it, "
+        f"{verdicts.count('first step')} reach the first step and {verdicts.count('miss')} miss."
+    )
+
+
+def _conditions(results: Sequence[BenchResult]) -> str:
+    def of(name: str) -> str:
+        return ", ".join(sorted({str(getattr(result, name)) for result in results}))
+
+    copies = [result.copy_bytes_per_us / 1e6 for result in results]
+    empties = [result.empty_launch_us for result in results]
+    return (
+        f"{of('gpu')}; torch {of('torch')}, triton {of('triton')}; commit {of('commit')}. Copy "
+        f"{_range(copies, 2)} TB/s, an empty kernel in a graph {_range(empties, 2)} µs."
+    )
+
+
+def _range(values: Sequence[float], digits: int) -> str:
+    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _cases_table(cases: Iterable[Case], measured: dict[str, BenchResult]) -> str:
+    rows, left_out = [], 0
+    for case in cases:
+        found = measured.get(case.name)
+        if found is not None:
+            ours = (
+                _times(found.peers_us),
+                _target(case),
+                f"{found.microseconds:.1f}",
+                str(found.launches),
+                f"{found.percent_of_floor:.0f} %" if found.launches else "",
+                _mark(found),
+            )
+        elif case.target_us is not None:
+            ours = ("", _target(case), "not measured", "", "", "")
+        else:
+            left_out += 1
+            continue
+        rows.append((case.name, _times(case.anchors_us), *ours))
+    header = ("case, µs", "published", "peer, same run", "target", "ours", "launches", "of floor")
+    return _table((*header, ""), rows) + _left_out(left_out)
+
+
+def _steps_table(cases: Iterable[Case], measured: dict[str, BenchResult]) -> str:
+    rows, write_launches, left_out = [], set(), 0
+    for case in cases:
+        found = measured.get(case.name)
+        if found is None:
+            left_out += 1
+            continue
+        if case.model == "v4-flash":
+            write_launches.add(found.parts_launches["append"])
+        parts = [f"{found.parts_us[part]:,.0f}" for part in ("append", "select", "attend")]
+        rows.append(
+            (
+                case.name,
+                f"{found.microseconds:,.0f}",
+                *parts,
+                str(found.launches),
+                f"{found.percent_of_floor:.0f} %",
+                found.note,
+            )
+        )
+    header = ("case, µs", "step", "append", "select", "attend", "launches", "of floor", "blocks")
+    peers = ", ".join(f"{name} {count}" for name, count in WRITE_LAUNCHES.items())
+    ours = ", ".join(str(count) for count in sorted(write_launches)) or "not measured"
+    return (
+        f"{_table(header, rows) if rows else ''}{_left_out(left_out)}\n\n"
+        f"Launches of cache writes in a decode step of V4-Flash: {peers}; target "
+        f"{WRITE_LAUNCHES_TARGET}; ours {ours}."
+    ).lstrip()
+
+
+def _left_out(count: int) -> str:
+    return f"\n\n{count} registered cases have no result in this file." if count else ""
+
+
+def _memory_table() -> str:
+    schema = CacheSchema.build(ModelSpec.preset("v4-flash"))
+    ours = (schema.bytes_per_token, schema.bytes_per_request)
+    rows = [
+        (
+            what,
+            paper,
+            vllm,
+            sglang,
+            f"{target:,}",
+            f"{found:,.0f}",
+            "reached" if found <= target else f"**miss** ({found / target:.2f} x)",
+        )
+        for (what, paper, vllm, sglang, target), found in zip(MEMORY, ours, strict=True)
+    ]
+    header = ("", "DeepSeek's papers", "vLLM", "SGLang", "target", "ours", "")
+    return _table(header, rows)
+
+
+def _times(times_us: dict[str, float]) -> str:
+    return ", ".join(f"{name} {time_us:,.1f}" for name, time_us in times_us.items())
+
+
+def _target(case: Case) -> str:
+    if case.target_us is None:
+        return ""
+    first = f" (first {case.first_step_us:.1f})" if case.first_step_us is not None else ""
+    return f"{case.target_us:.1f}{first}"
+
+
+def _mark(result: BenchResult) -> str:
+    """Reached or not, and by how much of what was wanted."""
+    if result.target_us is None:
+        return ""
+    match result.verdict:
+        case "target":
+            return "reached"
+        case "first step":
+            return f"first step; target {result.microseconds / result.target_us:.2f} x"
+        case _:
+            wanted = result.first_step_us or result.target_us
+            return f"**miss** ({result.microseconds / wanted:.2f} x)"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""The benchmarks without a GPU: which cases there are, what they would run, what is reported."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import attention, report, run, timing, writes
+from benchmarks.case import Case, Measurement, sets_to_outgrow_l2
+from benchmarks.decode_step import PARTS, DecodeStep
+from benchmarks.registry import SUITES
+from dsv4.bench import BenchResult, read_results, write_results
+from dsv4.cache.schema import CacheSchema
+from dsv4.errors import InvalidInput
+from dsv4.model import ModelSpec, v4_layers
+from examples.flash_mla import stand_in
+from tests.test_bench import BASE
+
+TINY = ModelSpec.preset("tiny")
+
+
+# ---- the registry -------------------------------------------------------------------------------
+
+
+def test_every_case_is_registered_once_and_under_its_suite() -> None:
+    names = []
+    for suite, cases in SUITES.items():
+        listed = list(cases())
+        assert {case.suite for case in listed} == {suite}
+        points = [(case.series, case.model, case.batch) for case in listed]
+        assert len(set(points)) == len(points), "two points of one line at the same batch"
+        names += [case.name for case in listed]
+    assert len(set(names)) == len(names)
+
+
+def test_the_cases_span_what_the_models_do() -> None:
+    cases = [case for listed in SUITES.values() for case in listed()]
+    for suite in ("writes", "attention", "decode_step"):
+        chosen = [case for case in cases if case.suite == suite]
+        for model in ("v4-flash", "v4-pro"):
+            batches = {case.batch for case in chosen if case.model == model}
+            assert {1, 64, 256} <= batches
+    contexts = {case.context for case in cases if case.suite == "decode_step"}
+    assert contexts == {8_192, 131_072, 1_048_576}
+    assert any(case.context == 8192 and "prefill" in case.name for case in cases)
+    for case in cases:
+        if case.anchors_us and case.target_us is not None:
+            assert case.target_us <= max(case.anchors_us.values())
+        if case.first_step_us is not None and case.target_us is not None:
+            assert case.target_us <= case.first_step_us
+
+
+@pytest.mark.parametrize(
+    ("touched_bytes", "sets"), [(1, 32), (60 << 20, 2), (64 << 20, 2), (1 << 30, 1), (10 << 20, 12)]
+)
+def test_rotating_buffers_outgrow_the_l2(touched_bytes: int, sets: int) -> None:
+    assert sets_to_outgrow_l2(touched_bytes, 32) == sets
+
+
+def test_bytes_of_an_append_counted_by_hand() -> None:
+    """V4-Flash, one request. kv 2 · 512; CSA projections 4 · 2 · (1024 + 256); a window record of
+    584 bytes; a tail row of k and z, streams a and b, fp32. A closing group reads 7 earlier rows
+    and writes a record (584 + 68)."""
+    schema = CacheSchema.build(ModelSpec.preset("v4-flash"), max_context=1024)
+    inputs, tails = 2 * 512 + 4 * 2 * (1024 + 256), 2 * 2 * 4 * (512 + 128)
+    idle = writes.append_bytes(schema, 2, start=16, tokens=1, batch=1)
+    assert idle == inputs + 584 + tails
+    flush = writes.append_bytes(schema, 2, start=15, tokens=1, batch=3)
+    assert flush == 3 * (idle + 584 + 68 + 7 * 2 * 4 * (512 + 128))
+    assert writes.append_bytes(schema, 0, start=15, tokens=1, batch=1) == 2 * 512 + 584
+
+
+# ---- a decode step ------------------------------------------------------------------------------
+
+
+def make_step(*, batch: int = 9, context: int = 512, share: float = 1.0) -> DecodeStep:
+    schema = CacheSchema.build(TINY, max_context=context)
+    named = batch * context // schema.block_tokens
+    return DecodeStep(
+        TINY,
+        batch=batch,
+        context=context,
+        device="cpu",
+        block_arena_bytes=int(share * named) * schema.block_bytes,
+    )
+
+
+def test_blocks_are_shared_within_the_budget_but_not_where_requests_write() -> None:
+    step = make_step(share=0.5)
+    assert step.blocks == 18
+    assert step.manager.block_arena.rows == 18
+    assert step.note() == "tables name 36 blocks, of which 18 are distinct"
+    tables = [request.block_ids for request in step.requests]
+    assert {block for table in tables for block in table} == set(range(18))
+    last = [table[-1] for table in tables]
+    assert len(set(last)) == len(last)
+    assert not set(last) & {block for table in tables for block in table[:-1]}
+    slots = [request.slot for request in step.requests]
+    assert step.manager.block_table[slots].tolist() == tables
+    assert make_step(share=1.0).note() == "36 blocks, all distinct"
+
+
+def test_a_quarter_of_the_requests_closes_a_group() -> None:
+    step = make_step(batch=128, context=256, share=0.6)
+    ends = step.plan.starts + 1
+    assert (ends % 4 == 0).sum() == 32
+    assert (ends % 128 == 0).sum() == 1
+    assert (ends <= 256).all()
+    assert (step.plan.starts >= 128).all(), "all write into their last block"
+    assert (make_step(batch=1, context=256).plan.starts + 1) % 4 != 0
+
+
+def test_a_step_runs_all_layers_and_its_parts_repeat_it() -> None:
+    step = make_step(share=0.5)
+    assert step.layers == [0, 1, 2, 3], "backbone only"
+    before = step.manager.block_arena.bytes.clone()
+    step.run(PARTS)
+    changed = (step.manager.block_arena.bytes != before).any(dim=1).nonzero().flatten().tolist()
+    assert set(changed) <= set(range(step.batch)), "entries go into blocks of one request"
+    assert len(changed) == sum((step.plan.starts + 1) % 4 == 0)
+    assert torch.isfinite(step.out.float()).all()
+    assert torch.isfinite(step.lse).all()
+    for row, start in enumerate(step.plan.starts.tolist()):
+        chosen = step.chosen[row].tolist()
+        assert chosen == sorted(set(chosen))
+        assert chosen[0] >= 0
+        assert chosen[-1] < (start + 1) // 4
+    # the last layer is CSA: its selection and output are what the buffers hold
+    out, arena = step.out.clone(), step.manager.slot_arena.bytes.clone()
+    step.out.fill_(7)
+    step.run(("attend",))
+    assert torch.equal(step.out, out)
+    step.run(("append",))
+    assert torch.equal(step.manager.slot_arena.bytes, arena), "a narrow append repeats itself"
+
+
+def test_bytes_of_a_step_counted_by_hand() -> None:
+    """4 heads of 128, 16 of the entries selected by 8 index heads, at position 510 of 512. A layer
+    reads q and 128 window records and writes out; beside that what append moves."""
+    records = 64 + 2 * 64 + 8  # 64 fp8 channels, 64 bf16 ones, a scale row
+    window_only = 2 * 2 * 4 * 128 + 128 * records + (2 * 128 + records)
+    for ratio, entries in ((4, 16), (128, 511 // 128)):
+        model = replace(TINY, layers=v4_layers([0, ratio], backbone=2))
+        step = DecodeStep(model, batch=1, context=512, device="cpu")
+        append = writes.append_bytes(step.schema, 1, start=510, tokens=1, batch=1)
+        other = 2 * 2 * 4 * 128 + 128 * records + append + entries * records
+        if ratio == 4:
+            other += 511 // 4 * 68 + 2 * 8 * 128 + 2 * 8  # keys scored, queries, their weights
+        assert step.must_move_bytes() == window_only + other
+
+
+# ---- peers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", [attention.CSA_LAYER, attention.HCA_LAYER])
+def test_flash_mla_would_be_timed_on_the_same_attention(layer: int) -> None:
+    row = attention.Row(
+        name="small",
+        model="v4-flash",
+        layer=layer,
+        context=1024,
+        listed=64 if layer == attention.CSA_LAYER else None,
+    )
+    torch.manual_seed(layer)
+    shared = attention.Shared.make(row, 2, "cpu", arena_bytes=20_000_000, max_sets=1)
+    for pages, page in (
+        (shared.block_arena, shared.entry_page),
+        (shared.window.arena, shared.window.page),
+    ):  # records that differ from page to page
+        for arena_row in range(pages.shape[0]):
+            pages[arena_row, page.offset_bytes : page.scale_offset_bytes].random_(0x30, 0x38)
+    given = attention.Inputs.make(row, 2, shared)
+    given.ours(turn_back=False)
+    out, lse = stand_in(**given.flash_mla_arguments())  # type: ignore[arg-type]
+    error = (given.out.double() - out[:, 0].double()).norm() / out.double().norm()
+    assert error < 4e-3
+    torch.testing.assert_close(given.lse, lse[:, :, 0], rtol=1e-3, atol=1e-3)
+
+
+# ---- counting, merging, reporting ---------------------------------------------------------------
+
+
+def test_launches_are_the_working_nodes_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a driver of three kernels, a fill, and an empty node."""
+    kinds = {11: 0, 12: 0, 13: 5, 14: 2, 15: 0}
+
+    class Driver:
+        def cuGraphGetNodes(self, graph, nodes, count):
+            assert graph.value == 4711
+            count._obj.value = len(kinds)
+            for i, node in enumerate(kinds if nodes is not None else ()):
+                nodes[i] = node
+            return 0
+
+        def cuGraphNodeGetType(self, node, kind):
+            kind._obj.value = kinds[node.value]
+            return 0
+
+    class Graph:
+        def raw_cuda_graph(self) -> int:
+            return 4711
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    assert timing.launches(Graph()) == 4  # type: ignore[arg-type]
+    monkeypatch.setattr(Driver, "cuGraphNodeGetType", lambda *_: 1)
+    with pytest.raises(RuntimeError, match="error 1"):
+        timing.launches(Graph())  # type: ignore[arg-type]
+
+
+def result(case: str, suite: str, **fields: object) -> BenchResult:
+    return replace(BASE, case=case, suite=suite, **fields)  # type: ignore[arg-type]
+
+
+def test_a_suite_replaces_its_own_lines(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.jsonl"
+    assert run.merged(path, [result("a", "host")], "host") == [result("a", "host")]
+    old = [result("x", "attention"), result("y", "writes"), result("z", "forgotten")]
+    write_results(path, old)
+    new = [result("new", "writes")]
+    assert run.merged(path, new, "writes") == [new[0], old[0]]
+
+
+def test_a_result_has_the_case_the_measurement_and_the_floor() -> None:
+    case = Case(
+        name="n", suite="writes", series="s", model="v4-pro", batch=8, measure=lambda: found,
+        context=4, target_us=5.0, first_step_us=6.0, anchors_us={"vLLM": 9.0},
+    )  # fmt: skip
+    found = Measurement(
+        microseconds=10.0, launches=3, must_move_bytes=8_000_000, peers_us={"FlashMLA": 4.0},
+        parts_us={"append": 1.0}, parts_launches={"append": 2}, note="shared",
+    )  # fmt: skip
+    ceilings = timing.Ceilings(copy_bytes_per_us=4e6, empty_launch_us=0.5)
+    environment = dict.fromkeys(("commit", "gpu", "torch", "triton", "python"), "?")
+    made = run.make_result(case, case.measure(), ceilings, environment)
+    assert made.floor_us == 2.5
+    assert made.percent_of_floor == 25
+    text = run.line(made)
+    for shown in ("10.00", "FlashMLA 4.0 | vLLM 9.0", "shared", "800", "25.0"):
+        assert shown in text
+
+
+def test_the_document_is_what_the_results_say() -> None:
+    """`python -m benchmarks.report` puts it right."""
+    document = report.DOCUMENT.read_text(encoding="utf-8")
+    assert report.updated(document, read_results(report.RESULTS)) == document
+
+
+def test_misses_are_marked_and_nothing_is_hidden() -> None:
+    cases = {case.name: case for listed in SUITES.values() for case in listed()}
+    chosen = cases["attend flash csa 128+512 batch 64"]
+    limits = {"target_us": chosen.target_us, "first_step_us": chosen.first_step_us}
+    for time_us, mark in (
+        (43.5, "| reached |"),
+        (50.0, "| first step; target 1.15 x |"),
+        (139.2, "| **miss** (2.00 x) |"),
+    ):
+        text = report.tables([result(chosen.name, "attention", microseconds=time_us, **limits)])
+        (line,) = [line for line in text.splitlines() if line.startswith(f"| {chosen.name} ")]
+        assert line.endswith(mark)
+        assert "FlashMLA 43.5" in line
+        assert "| attend flash csa 128+512 batch 256 | FlashMLA 87.9 |" in text
+        assert "24 registered cases have no result" in text
+    with pytest.raises(InvalidInput, match="no lines"):
+        report.updated("# Performance", [BASE])
