@@ -1,8 +1,10 @@
-"""`dsv4 demo`: the rendering of dsv4/demo.py."""
+"""`dsv4 demo`: a tiny V4 on transformers' cache and on this one, then the real model's bill."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,63 +12,62 @@ import typer
 from dsv4.cli_errors import reported_errors
 
 if TYPE_CHECKING:
-    from dsv4.demo import DemoEvent
+    from dsv4.demo_events import DemoEvent, StepEvent
 
 
 def demo_command(
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw bytes and time into this file (.png, .svg).")
+    ] = None,
 ) -> None:
-    """Watch requests live and end on this machine, then see what the real V4-Flash costs."""
+    """Generate with a tiny V4, with transformers' own cache and with this one, side by side.
+
+    Exit code 1 if this cache generates anything else than transformers does.
+    """
+    with reported_errors(as_json=as_json):
+        passed = _run(as_json=as_json, plot=plot)
+    raise typer.Exit(0 if passed else 1)
+
+
+def _run(*, as_json: bool, plot: Path | None) -> bool:
     from rich.console import Console
 
-    from dsv4.cache.schema import CacheSchema
-    from dsv4.cli_plan import print_plan
+    from dsv4.demo_flash import flash_bill
+    from dsv4.demo_model import tiny_v4
+    from dsv4.demo_view import demo_view, print_report
+    from dsv4.plotting import new_figure, save_figure
+
+    figure = None if plot is None else new_figure(11, 4.6)
+    model = tiny_v4()  # says what is missing where transformers is not installed
+
     from dsv4.demo import run_demo
-    from dsv4.model import ModelSpec
-    from dsv4.planner import plan
+    from dsv4.demo_events import StepEvent
 
-    console = Console()
-    events: list[DemoEvent] = []
+    steps: list[StepEvent] = []
+    console = Console(quiet=as_json)
+    with demo_view(console) as view:
 
-    def show(event: DemoEvent) -> None:
-        events.append(event)
-        if as_json:
-            return
-        used = "█" * event.blocks_live + "░" * (event.blocks_total - event.blocks_live)
-        lengths = "  ".join(f"{name}:{length}" for name, length in event.lengths.items())
-        console.print(f"[bold]{event.what}[/bold]")
-        console.print(
-            f"  blocks [cyan]{used}[/cyan] {event.blocks_live}/{event.blocks_total}   "
-            f"{event.entries} entries, {event.bytes_live:,} bytes",
-            highlight=False,
-        )
-        console.print(f"  tokens {lengths}", highlight=False)
+        def see(event: DemoEvent) -> None:
+            view(event)
+            if isinstance(event, StepEvent):
+                steps.append(event)
 
-    with reported_errors(as_json=as_json):
-        if not as_json:
-            console.rule("a tiny V4 with every layer kind, on this CPU")
-        summary = run_demo(show)
-        flash = plan(
-            CacheSchema.build(ModelSpec.preset("v4-flash")),
-            memory_bytes=80 << 30,
-            context_tokens=None,
-            requests=None,
-        )
-    good = all(summary["identical_to_single_prefill"].values())  # type: ignore[attr-defined]
-    good = good and not summary["leaked_blocks"] and not summary["leaked_slots"]
+        report = run_demo(model, see)
+    bill = flash_bill()
+    print_report(console, report, bill)
+    if figure is not None and plot is not None:
+        from dsv4.demo_plot import draw_demo
+
+        draw_demo(figure, [step for step in steps if step.part == "batch"], report.prefix)
+        save_figure(figure, plot)
+        console.print(f"plot written to {plot}", soft_wrap=True, markup=False)
     if as_json:
-        report = {
-            "passed": good,
-            **summary,
-            "events": [event.to_dict() for event in events],
-            "plan": flash.to_dict(),
+        found = {
+            **report.to_dict(),
+            "steps": [asdict(step) for step in steps],
+            "v4_flash": bill.to_dict(),
+            "plot": None if plot is None else str(plot),
         }
-        typer.echo(json.dumps(report))
-    else:
-        mark = "[green]yes[/green]" if good else "[red]NO[/red]"
-        console.print(
-            f"\nbytes of every survivor equal to one single prefill, nothing leaked: {mark}\n"
-        )
-        console.rule("the real V4-Flash on 80 GiB")
-        print_plan(flash, {}, None)
-    raise typer.Exit(0 if good else 1)
+        typer.echo(json.dumps(found))
+    return report.passed

@@ -1,185 +1,221 @@
-"""`dsv4 demo`: several requests live and end on this machine, and the real model's bill.
+"""`dsv4 demo`: a tiny V4 generates with transformers' cache and with this one, side by side.
 
-A tiny model with every layer kind, random projections, the reference backend: what is shown is
-the cache's own bookkeeping and its own bytes.
+transformers  each prompt alone, on transformers' own cache: what the others are held against
+paged         the same model with a PagedCache: logits must be equal bit for bit
+batch         accelerated, all prompts in one padded batch: tokens must be equal
+prefix        a prompt whose beginning is cached: tokens must be equal
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.request import Request
-from dsv4.cache.schema import CacheSchema
-from dsv4.cache.writes import CompressorWeights, LayerWeights
-from dsv4.model import ModelSpec
-from dsv4.rope import rope_table
+from dsv4.demo_events import DemoReport, PartBegins, PartResult, PrefixResult, Verdict
+from dsv4.demo_model import random_prompt
+from dsv4.demo_prefix import run_twice
+from dsv4.demo_watch import Emit, Watcher
+from dsv4.integrations.transformers import PagedCache, accelerate, restore
+from dsv4.units import format_bytes
 
-MAX_DRAFT_TOKENS = 3
-PROMPT_TOKENS = (300, 5, 129, 128)
-DECODE_STEPS = 12
+# while they decode, A and C each close an HCA group and take a block
+PROMPT_TOKENS = {"A": 250, "B": 5, "C": 118, "D": 64}
+NEW_TOKENS = 16
+SHARED_TOKENS, QUESTION_TOKENS = 384, 24
+RECORDS = "bf16"  # unquantised
+# transformers adds in another order, so where its own two best logits are this close, either is
+# right, and so is what follows
+TIE = 1e-3
+ALL_AGREE = "all tokens as transformers generates them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemoEvent:
-    """One step of the demonstration, after it was committed."""
+class Generated:
+    """`tokens` [rows, n] that were generated, and the `logits` [rows, n, vocabulary] of each."""
 
-    what: str
-    lengths: dict[str, int]
-    blocks_live: int
-    blocks_total: int
-    requests_live: int
-    entries: int
-    bytes_live: int
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
+    tokens: Tensor
+    logits: Tensor
 
 
-class _TinyModel:
-    """Random weights, and projections that depend only on a request's name and the position."""
+class Story:
+    """Runs the parts on one model and reports through `emit`. The model is left as it was."""
 
-    def __init__(self, schema: CacheSchema) -> None:
-        self.schema = schema
-        self._generator = torch.Generator().manual_seed(4)
-        tables = {
-            yarn: rope_table(schema.model, yarn=yarn, tokens=schema.max_context)
-            for yarn in (False, True)
+    def __init__(self, model: Any, emit: Emit) -> None:
+        self.model, self._emit = model, emit
+        self.prompts = {
+            name: random_prompt(count, seed=nth)
+            for nth, (name, count) in enumerate(PROMPT_TOKENS.items())
         }
-        self.weights = [
-            LayerWeights(
-                rope=tables[layer.spec.yarn],
-                compressor=self._compressor(layer.spec.layer, "tail"),
-                index_compressor=self._compressor(layer.spec.layer, "index_tail"),
-                kv_norm=torch.ones(schema.model.head_dim),
-            )
-            for layer in schema.layers
-        ]
+        self.max_context = max(PROMPT_TOKENS.values()) + NEW_TOKENS
+        self.alone: dict[str, Generated] = {}
+        self.alone_bytes: dict[str, list[int]] = {}
+        self.parts: list[PartResult] = []
 
-    def _compressor(self, layer: int, kind: str) -> CompressorWeights | None:
-        layout = self.schema.compressor(layer, kind)  # type: ignore[arg-type]
-        if layout is None:
-            return None
-        ape = torch.randn(layout.ratio, layout.columns, generator=self._generator)
-        return CompressorWeights(ape=ape, norm=torch.ones(layout.width))
-
-    def project(self, seed: int, layer: int, start: int, count: int) -> list[Tensor]:
-        """KV, then values and gates of each compressor, for `count` tokens from `start` on."""
-        widths = [self.schema.model.head_dim]
-        for kind in ("tail", "index_tail"):
-            layout = self.schema.compressor(layer, kind)
-            widths += [layout.columns] * 2 if layout else []
-        generator = torch.Generator().manual_seed(1000 * seed + layer)
-        rows = torch.randn(start + count, sum(widths), generator=generator)[start:]
-        kv, *projections = rows.split(widths, dim=1)
-        return [kv.to(torch.bfloat16), *projections]
-
-
-def run_demo(on_event: Callable[[DemoEvent], None]) -> dict[str, object]:
-    """Runs the demonstration, reporting each step. Returns a summary.
-
-    Chunked prefill, ragged decode, rejected drafts, an early end and a late arrival in reused
-    memory; at the end every survivor's bytes are compared with a single prefill of the same tokens.
-    """
-    schema = CacheSchema.build(
-        ModelSpec.preset("tiny"), max_draft_tokens=MAX_DRAFT_TOKENS, max_context=1024
-    )
-    model = _TinyModel(schema)
-    manager = KVCacheManager(schema, num_blocks=12, max_requests=4, max_step_tokens=512)
-    live: dict[str, tuple[Request, int]] = {}
-
-    def step(what: str, counts: dict[str, int], accepted: dict[str, int] | None = None) -> None:
-        names = list(counts)
-        plan = manager.prepare_forward([(live[n][0], counts[n]) for n in names])
-        for layer in range(len(schema.layers)):
-            pieces = [model.project(live[n][1], layer, live[n][0].length, counts[n]) for n in names]
-            inputs = [torch.cat(columns) for columns in zip(*pieces, strict=True)]
-            manager.acquire(layer, plan).append(*inputs, weights=model.weights[layer])
-        manager.commit(plan, [accepted[n] for n in names] if accepted else None)
-        report(what)
-
-    def report(what: str) -> None:
-        stats = manager.stats()
-        on_event(
-            DemoEvent(
-                what=what,
-                lengths={name: request.length for name, (request, _) in live.items()},
-                blocks_live=stats.blocks_live,
-                blocks_total=stats.blocks_total,
-                requests_live=stats.requests_live,
-                entries=sum(_entries(schema, request.length) for request, _ in live.values()),
-                bytes_live=stats.block_bytes_live + stats.slot_bytes_live,
-            )
+    def transformers(self) -> None:
+        *others, last = map(str, PROMPT_TOKENS.values())
+        lengths = f"{', '.join(others)} and {last} tokens"
+        clock = self._begin(
+            "transformers", f"transformers' own cache, prompts of {lengths}, each alone"
         )
+        for name, prompt in self.prompts.items():
+            watcher = Watcher("transformers", [name], self._emit)
+            self.alone[name] = self._generate(watcher, prompt[None])
+            self.alone_bytes[name] = watcher.transformers_bytes
+        total = sum(in_use[-1] for in_use in self.alone_bytes.values())
+        self._end(clock, "not compared", f"{format_bytes(total)} of states in fp32", self.alone)
 
-    for seed, tokens in enumerate(PROMPT_TOKENS):
-        live["ABCD"[seed]] = (manager.admit_request(tokens), seed)
-    report("four prompts admitted: 300, 5, 129 and 128 tokens")
-    step(
-        "A prefills a chunk of 150 tokens, B and C their whole prompts",
-        {"A": 150, "B": 5, "C": 129},
-    )
-    step("A's second chunk splits a group; D prefills", {"A": 150, "D": 128})
-    for nth in range(DECODE_STEPS // 4):
-        step(f"decode, one token each ({nth + 1})", dict.fromkeys(live, 1))
-    drafts = dict.fromkeys(live, 1 + MAX_DRAFT_TOKENS)
-    step(
-        "4 tokens drafted for each; 4, 1, 2 and 0 accepted",
-        drafts,
-        {"A": 4, "B": 1, "C": 2, "D": 0},
-    )
-    manager.release_request(live.pop("C")[0])
-    report("C ends: its slot and blocks are free again")
-    live["E"] = (manager.admit_request(200), 9)
-    step("E gets C's memory, which nobody wiped, and prefills 200 tokens", {"E": 200})
-    for nth in range(DECODE_STEPS // 4):
-        step(f"decode, one token each ({nth + 1})", dict.fromkeys(live, 1))
-    manager.check_invariants()
-    identical = {
-        name: _equals_single_prefill(manager, model, request, seed)
-        for name, (request, seed) in live.items()
-    }
-    for name in list(live):
-        manager.release_request(live.pop(name)[0])
-    report("all requests ended")
-    manager.check_invariants()
-    return {
-        "identical_to_single_prefill": identical,
-        "leaked_blocks": manager.stats().blocks_live,
-        "leaked_slots": manager.stats().requests_live,
-    }
+    def paged(self) -> None:
+        name = next(iter(self.prompts))
+        clock = self._begin("paged", f"model untouched, PagedCache instead, prompt {name}")
+        cache = PagedCache.for_model(self.model, max_batch=1, max_context=self.max_context)
+        watcher = Watcher("paged", [name], self._emit, self.alone_bytes[name])
+        ours = self._generate(watcher, self.prompts[name][None], past_key_values=cache)
+        equal = torch.equal(ours.logits, self.alone[name].logits)
+        found = "equal bit for bit" if equal else "NOT equal bit for bit"
+        self._end(clock, "agrees" if equal else "differs", f"all logits {found}", [name])
+
+    def batch(self) -> None:
+        clock = self._begin("batch", "accelerated, all prompts in one padded batch")
+        verdict, note = self._compare(self._generate_batch())
+        self._end(clock, verdict, note, self.prompts)
+
+    def prefix(self) -> PrefixResult:
+        clock = self._begin("prefix", "a second prompt with the same beginning")
+        shared = random_prompt(SHARED_TOKENS, seed=100)
+        first, second = (
+            torch.cat((shared, random_prompt(QUESTION_TOKENS, seed=seed))) for seed in (101, 102)
+        )
+        result, tokens = run_twice(self.model, first, second, new_tokens=NEW_TOKENS)
+        theirs = _generate(self.model, second[None])
+        verdict, note = compare_tokens("the second prompt", tokens, theirs)
+        if result.second_run_tokens == result.second_prompt_tokens:
+            verdict, note = "differs", "nothing was reused"
+        self._end(clock, verdict, f"{_saving(result)}; {note}", ["second"])
+        return result
+
+    def _generate_batch(self) -> Generated:
+        """All prompts, padded on the left, through the accelerated model."""
+        steps = zip(*self.alone_bytes.values(), strict=True)
+        watcher = Watcher("batch", list(self.prompts), self._emit, [sum(step) for step in steps])
+        accelerate(
+            self.model,
+            max_batch=len(self.prompts),
+            max_context=self.max_context,
+            records=RECORDS,
+        )
+        try:
+            return self._generate(watcher, **pad_left(list(self.prompts.values())))
+        finally:
+            restore(self.model)
+
+    def _generate(self, watcher: Watcher, ids: Tensor, **options: Any) -> Generated:
+        with watcher.watching(self.model):
+            return _generate(self.model, ids, **options)
+
+    def _compare(self, ours: Generated) -> tuple[Verdict, str]:
+        """All rows with the prompts alone."""
+        found = [
+            compare_tokens(f"prompt {name}", tokens.tolist(), self.alone[name])
+            for name, tokens in zip(self.alone, ours.tokens, strict=True)
+        ]
+        for verdict, note in found:
+            if verdict == "differs":
+                return verdict, note
+        ties = [note for _, note in found if note != ALL_AGREE]
+        return "agrees", ties[0] if ties else ALL_AGREE
+
+    def _begin(self, part: str, title: str) -> tuple[str, str, float]:
+        self._emit(PartBegins(part=part, title=title))
+        return part, title, time.perf_counter()
+
+    def _end(
+        self,
+        begun: tuple[str, str, float],
+        verdict: Verdict,
+        note: str,
+        prompts: Sequence[str] | dict[str, Any],
+    ) -> None:
+        part, title, begin = begun
+        result = PartResult(
+            part=part,
+            title=title,
+            note=note,
+            verdict=verdict,
+            seconds=time.perf_counter() - begin,
+            tokens=len(prompts) * NEW_TOKENS,
+        )
+        self.parts.append(result)
+        self._emit(result)
 
 
-def _entries(schema: CacheSchema, length: int) -> int:
-    return sum(length // la.spec.ratio for la in schema.layers if la.spec.owns_entries)
+def run_demo(model: Any, emit: Emit) -> DemoReport:
+    """Runs the whole story on a model of `tiny_v4()` and reports each step."""
+    story = Story(model, emit)
+    with _one_thread():
+        story.transformers()
+        story.paged()
+        story.batch()
+        prefix = story.prefix()
+    return DemoReport(parts=story.parts, prefix=prefix)
 
 
-def _equals_single_prefill(
-    manager: KVCacheManager, model: _TinyModel, request: Request, seed: int
-) -> bool:
-    """Whether entries and keys of this life equal those of one prefill in a fresh cache."""
-    schema = manager.schema
-    fresh = KVCacheManager(schema, num_blocks=12, max_requests=1, max_step_tokens=512)
-    twin = fresh.admit_request(request.length)
-    plan = fresh.prepare_forward([(twin, request.length)])
-    for layer in range(len(schema.layers)):
-        inputs = model.project(seed, layer, 0, request.length)
-        fresh.acquire(layer, plan).append(*inputs, weights=model.weights[layer])
-    fresh.commit(plan)
-    for kept in schema.layers:
-        if not kept.spec.owns_entries:
+def compare_tokens(who: str, ours: Sequence[int], theirs: Generated) -> tuple[Verdict, str]:
+    """Greedy tokens of one row must be equal up to where transformers' own logits tie."""
+    expected = theirs.tokens[0].tolist()
+    for step, (found, wanted) in enumerate(zip(ours, expected, strict=True)):
+        if found == wanted:
             continue
-        entries = request.length // kept.spec.ratio
-        pools = [m.acquire(kept.spec.layer).pool.views for m in (manager, fresh)]
-        for name in pools[0]:
-            ours, theirs = (
-                torch.cat([pool[name][i] for i in r.block_ids])[:entries].view(torch.uint8)
-                for pool, r in zip(pools, (request, twin), strict=True)
-            )
-            if not torch.equal(ours, theirs):
-                return False
-    return True
+        best, next_best = theirs.logits[0, step].topk(2).values.tolist()
+        if best - next_best <= TIE:
+            return "agrees", f"{who}: tokens equal up to step {step}, where two logits tie"
+        return "differs", (
+            f"{who}: token {found} at step {step}, but transformers generates {wanted}, "
+            f"{best - next_best:.4f} ahead of the next"
+        )
+    return "agrees", ALL_AGREE
+
+
+def pad_left(prompts: Sequence[Tensor]) -> dict[str, Tensor]:
+    """`ids` and `attention_mask` [rows, longest], as generate takes them."""
+    longest = max(map(len, prompts))
+    ids = torch.stack([torch.nn.functional.pad(p, (longest - len(p), 0)) for p in prompts])
+    counts = torch.tensor([len(p) for p in prompts])
+    mask = torch.arange(longest) >= (longest - counts)[:, None]
+    return {"ids": ids, "attention_mask": mask.long()}
+
+
+def _saving(found: PrefixResult) -> str:
+    return (
+        f"{found.second_run_tokens} of {found.second_prompt_tokens} tokens run, "
+        f"{found.second_seconds:.2f} s after {found.first_seconds:.2f} s for the first "
+        f"({found.source})"
+    )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The tensors are small: threads would wait for each other, on a busy machine for long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _generate(model: Any, ids: Tensor, **options: Any) -> Generated:
+    out = model.generate(
+        ids,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    return Generated(tokens=out.sequences[:, ids.shape[1] :], logits=torch.stack(out.logits, dim=1))

@@ -1,0 +1,90 @@
+"""What the demo reports while it runs, and at the end: plain values, for people and for JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Verdict = Literal["agrees", "differs", "not compared"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheState:
+    """The cache after a step. `closed` counts groups that became entries in this step, `entries`
+    all that live requests have, both by layer kind and over all layers of it. `trained_bytes` is
+    what the same blocks and slots take in fp8 entries and fp4 keys, as V4 was trained."""
+
+    blocks_live: int
+    blocks_total: int
+    slots_live: int
+    slots_total: int
+    blocks_taken: int
+    closed: dict[str, int]
+    entries: dict[str, int]
+    block_bytes: int
+    slot_bytes: int
+    trained_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEvent:
+    """A forward that is over. `step` 0 ran the prompts. `lengths` are tokens in the cache and
+    `chosen` all tokens generated so far, by request. `transformers_bytes` is what transformers' own
+    caches have after this step, one cache a request. No cache state where the cache is theirs."""
+
+    part: str
+    step: int
+    lengths: dict[str, int]
+    chosen: dict[str, list[int]]
+    transformers_bytes: int
+    cache: CacheState | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartBegins:
+    part: str
+    title: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartResult:
+    """`note` says what was found; only a part that `differs` fails the demo."""
+
+    part: str
+    title: str
+    note: str
+    verdict: Verdict
+    seconds: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixResult:
+    """Two prompts with the same beginning, one after the other."""
+
+    shared_tokens: int
+    first_prompt_tokens: int
+    first_run_tokens: int
+    first_seconds: float
+    second_prompt_tokens: int
+    second_run_tokens: int
+    second_seconds: float
+    reused_tokens: int
+    source: str
+    snapshot_bytes: int
+
+
+DemoEvent = PartBegins | StepEvent | PartResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoReport:
+    parts: list[PartResult]
+    prefix: PrefixResult
+
+    @property
+    def passed(self) -> bool:
+        return all(part.verdict != "differs" for part in self.parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"passed": self.passed, **asdict(self)}

@@ -1,0 +1,56 @@
+"""What the real V4-Flash costs, for the end of the demo. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dsv4.cache.schema import CacheSchema
+from dsv4.model import ModelSpec
+from dsv4.planner import plan
+from dsv4.units import parse_bytes, parse_tokens
+
+MODEL = "v4-flash"
+MEMORIES = ("80GB", "141GB")
+CONTEXTS = ("128k", "1M")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """So many requests of this context, in memory for the cache alone."""
+
+    memory_bytes: int
+    context_tokens: int
+    requests: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlashBill:
+    """`bf16_bytes_per_token` is what the same entries and keys take unquantised, as transformers
+    keeps them."""
+
+    bytes_per_token: float
+    bf16_bytes_per_token: float
+    bytes_per_request: int
+    fits: list[Fit]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def flash_bill() -> FlashBill:
+    model = ModelSpec.preset(MODEL)
+    schema = CacheSchema.build(model)
+    unquantised = CacheSchema.build(model, entry_format="bf16", index_format="bf16")
+    fits = []
+    for memory in map(parse_bytes, MEMORIES):
+        for context in map(parse_tokens, CONTEXTS):
+            found = plan(schema, memory_bytes=memory, context_tokens=context)
+            assert found.requests is not None
+            fits.append(Fit(memory_bytes=memory, context_tokens=context, requests=found.requests))
+    return FlashBill(
+        bytes_per_token=schema.bytes_per_token,
+        bf16_bytes_per_token=unquantised.bytes_per_token,
+        bytes_per_request=schema.bytes_per_request,
+        fits=fits,
+    )

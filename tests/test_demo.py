@@ -1,0 +1,246 @@
+"""`dsv4 demo`: what it reports is true, and it fails when the cache is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from dsv4 import demo
+from dsv4.cli import app
+from dsv4.demo_events import (
+    CacheState,
+    DemoReport,
+    PartBegins,
+    PartResult,
+    PrefixResult,
+    StepEvent,
+)
+from dsv4.demo_flash import flash_bill
+from dsv4.demo_model import random_prompt, tiny_v4
+from dsv4.demo_view import demo_view, print_report
+from dsv4.integrations.transformers.cache_layers import PagedLayer
+from dsv4.integrations.transformers.fast_attention import FastAttention
+
+LENGTHS = {"A": 250, "B": 5, "C": 118, "D": 64}
+CSA_LAYERS, HCA_LAYERS = 2, 1
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["demo", *arguments])
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One whole demo: standard output is one JSON object and nothing else."""
+    picture = tmp_path_factory.mktemp("demo") / "demo.png"
+    result = run("--json", "--plot", str(picture))
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same story in a second or two."""
+    monkeypatch.setattr(demo, "PROMPT_TOKENS", {"A": 9, "B": 5})
+    monkeypatch.setattr(demo, "NEW_TOKENS", 3)
+    monkeypatch.setattr(demo, "SHARED_TOKENS", 128)
+    monkeypatch.setattr(demo, "QUESTION_TOKENS", 4)
+
+
+# ---- what it reports -----------------------------------------------------------------------------
+
+
+def test_everything_that_must_agree_does(ran: dict[str, Any]) -> None:
+    assert ran["passed"] is True
+    verdicts = {part["part"]: part["verdict"] for part in ran["parts"]}
+    assert verdicts == {
+        "transformers": "not compared",
+        "paged": "agrees",
+        "batch": "agrees",
+        "prefix": "agrees",
+    }
+
+
+def test_tokens_are_those_of_the_model_without_any_cache(ran: dict[str, Any]) -> None:
+    (last,) = [s for s in ran["steps"] if s["part"] == "batch" and s["step"] == 15]
+    model = tiny_v4()
+    for name in ("B", "D"):
+        ids = random_prompt(LENGTHS[name], seed="ABCD".index(name)).tolist()
+        for _ in range(16):
+            with torch.no_grad():
+                logits = model(torch.tensor([ids]), use_cache=False).logits
+            ids.append(int(logits[0, -1].argmax()))
+        assert last["chosen"][name] == ids[LENGTHS[name] :]
+
+
+def test_blocks_slots_and_groups_follow_from_the_lengths(ran: dict[str, Any]) -> None:
+    steps = [s for s in ran["steps"] if s["part"] == "batch"]
+    assert len(steps) == 16
+    seen = {"csa": 0, "hca": 0}
+    for nth, step in enumerate(steps):
+        lengths = {name: tokens + nth for name, tokens in LENGTHS.items()}
+        cache = step["cache"]
+        assert step["lengths"] == lengths
+        assert cache["blocks_live"] == sum(-(-n // 128) for n in lengths.values())
+        assert cache["slots_live"] == 4
+        csa = CSA_LAYERS * sum(n // 4 for n in lengths.values())
+        hca = HCA_LAYERS * sum(n // 128 for n in lengths.values())
+        assert cache["entries"] == {"csa": csa, "hca": hca}
+        assert cache["closed"] == {"csa": csa - seen["csa"], "hca": hca - seen["hca"]}
+        seen = cache["entries"]
+    assert sum(s["cache"]["closed"]["hca"] for s in steps[1:]) == 2
+    assert sum(s["cache"]["blocks_taken"] for s in steps[1:]) == 2
+
+
+def test_bytes_are_compared_with_the_same_requests_alone(ran: dict[str, Any]) -> None:
+    alone = [s for s in ran["steps"] if s["part"] == "transformers"]
+    batch = [s for s in ran["steps"] if s["part"] == "batch"]
+    for step in batch:
+        theirs = [s["transformers_bytes"] for s in alone if s["step"] == step["step"]]
+        assert len(theirs) == 4
+        assert step["transformers_bytes"] == sum(theirs)
+        cache = step["cache"]
+        # entries of 512 and keys of 128 numbers: in fp32 2,560 bytes, in fp8 and fp4 584 + 68
+        assert cache["trained_bytes"] < 0.6 * (cache["block_bytes"] + cache["slot_bytes"])
+
+
+def test_the_second_prompt_runs_only_what_is_new(ran: dict[str, Any]) -> None:
+    prefix = ran["prefix"]
+    assert (prefix["first_run_tokens"], prefix["second_run_tokens"]) == (408, 24)
+    assert prefix["shared_tokens"] == prefix["reused_tokens"] == 384
+    assert prefix["second_seconds"] < prefix["first_seconds"] / 2
+
+
+def test_the_real_model_fits_as_often_as_it_says(ran: dict[str, Any]) -> None:
+    bill = ran["v4_flash"]
+    assert bill["bytes_per_token"] == 3518
+    assert bill["bytes_per_request"] == 15_097_856
+    assert {(f["memory_bytes"], f["context_tokens"]) for f in bill["fits"]} == {
+        (memory, context) for memory in (80 * 10**9, 141 * 10**9) for context in (2**17, 2**20)
+    }
+    for fit in bill["fits"]:
+        one = 3518 * fit["context_tokens"] + 15_097_856
+        assert fit["requests"] == fit["memory_bytes"] // one
+
+
+def test_the_picture_is_a_png(ran: dict[str, Any]) -> None:
+    assert Path(ran["plot"]).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_the_readme_shows_what_it_prints(ran: dict[str, Any]) -> None:
+    """Line by line, but for the times; "…" stands for lines left out."""
+    console = Console(file=io.StringIO(), width=80)
+    with demo_view(console) as view:
+        for part in ran["parts"]:
+            view(PartBegins(part=part["part"], title=part["title"]))
+            for step in ran["steps"]:
+                if step["part"] == part["part"]:
+                    cache = step["cache"] and CacheState(**step["cache"])
+                    view(StepEvent(**step | {"cache": cache}))
+            view(PartResult(**part))
+    parts = [PartResult(**part) for part in ran["parts"]]
+    report = DemoReport(parts=parts, prefix=PrefixResult(**ran["prefix"]))
+    print_report(console, report, flash_bill())
+    assert isinstance(console.file, io.StringIO)
+    printed = iter(without_times(console.file.getvalue()))
+    readme = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+    (shown,) = re.findall(r"```text\n(.*?)```", readme, re.DOTALL)
+    for line in without_times(shown):
+        assert line.strip() == "…" or line in printed, line
+
+
+def without_times(text: str) -> list[str]:
+    return re.sub(r"[0-9.]+ s\b", "N s", text).splitlines()
+
+
+# ---- a cache that is wrong -----------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("short")
+def test_attention_that_reads_wrong_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = FastAttention.__call__
+
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out, weights = right(self, *args, **kwargs)
+        return -out, weights
+
+    monkeypatch.setattr(FastAttention, "__call__", wrong)
+    result = run()
+    assert result.exit_code == 1
+    assert "FAILED: accelerated" in result.stdout
+    assert "but transformers generates" in result.stdout
+    assert "FAILED: model untouched" not in result.stdout
+    assert "Passed" not in result.stdout
+
+
+@pytest.mark.usefixtures("short")
+def test_one_wrong_bit_behind_the_paged_cache_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = PagedLayer.update
+
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        keys, _ = right(self, *args, **kwargs)
+        keys = keys * (1 + 2**-22)
+        return keys, keys
+
+    monkeypatch.setattr(PagedLayer, "update", wrong)
+    result = run("--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert not found["passed"]
+    assert [p["part"] for p in found["parts"] if p["verdict"] == "differs"] == ["paged"]
+
+
+@pytest.mark.usefixtures("short")
+def test_a_prefix_that_is_not_reused_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "SHARED_TOKENS", 0)
+    monkeypatch.setattr(demo, "QUESTION_TOKENS", 132)
+    result = run()
+    assert result.exit_code == 1
+    assert "nothing was reused" in result.stdout
+
+
+def test_tokens_may_differ_only_where_logits_tie() -> None:
+    logits = torch.tensor([[[0.0, 5.0, 1.0], [2.0, 2.0005, 0.0], [9.0, 0.0, 0.0]]])
+    theirs = demo.Generated(tokens=torch.tensor([[1, 1, 0]]), logits=logits)
+    assert demo.compare_tokens("x", [1, 1, 0], theirs) == ("agrees", demo.ALL_AGREE)
+    verdict, note = demo.compare_tokens("x", [1, 0, 2], theirs)
+    assert verdict == "agrees"
+    assert "step 1" in note
+    verdict, note = demo.compare_tokens("x", [1, 1, 2], theirs)
+    assert verdict == "differs"
+    assert "token 2 at step 2" in note
+
+
+# ---- what is missing -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "extra"),
+    [
+        ("transformers", (), "dsv4[transformers]"),
+        ("matplotlib.figure", ("--plot", "x"), "dsv4[plot]"),
+    ],
+)
+def test_what_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, module: str, arguments: tuple[str, ...], extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("MissingExtra:")
+    assert f"pip install '{extra}'" in result.stderr
+    assert result.stdout == ""
+    as_json = run(*arguments, "--json")
+    assert as_json.exit_code == 2
+    assert json.loads(as_json.stdout)["type"] == "MissingExtra"
