@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def plain_model(experts: str = "grouped_mm") -> DeepseekV4ForCausalLM:
 
 
 def accelerated(
-    plain: DeepseekV4ForCausalLM, *, capture: bool, records: str = "fp8_ds"
+    plain: DeepseekV4ForCausalLM, *, capture: bool, records: str = "fp8_ds", **options: Any
 ) -> DeepseekV4ForCausalLM:
     model = copy.deepcopy(plain)
     accelerate(
@@ -72,6 +73,7 @@ def accelerated(
         records=records,
         max_step_tokens=1024,
         capture=capture,
+        **options,
     )
     manager = vars(model.model)["forward"].step.manager
     manager.block_arena.bytes.fill_(0xFF)
@@ -165,7 +167,8 @@ def test_logits_stay_with_transformers(records: str, allowed: float) -> None:
 
 
 def test_generate_on_the_fast_path_is_repeatable() -> None:
+    """Without reuse of prompts, which changes the shapes of matrix products."""
     ids, mask, _ = inputs(4)
-    model = accelerated(plain_model(), capture=True)
+    model = accelerated(plain_model(), capture=True, prefix=None)
     options = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False}
     assert torch.equal(model.generate(ids, **options), model.generate(ids, **options))
