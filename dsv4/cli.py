@@ -41,3 +41,7 @@ def main(
     ] = False,
 ) -> None:
     """The KV cache for DeepSeek-V4 inference."""
+
+
+if __name__ == "__main__":
+    app()

@@ -133,7 +133,7 @@ class KVCacheManager(RequestCalls):
             raise PlanError(
                 f"layers {sorted(plan.appended_layers)[:4]} already wrote {plan.counts.max()} "
                 f"tokens of a request, more than the {self.schema.max_rollback_tokens} that can be "
-                f"undone: commit the plan, or release its requests"
+                f"undone: commit the plan and release its requests; nothing of it is cached"
             )
         if self.prefix is not None:
             self.prefix.note_abandon(plan)

@@ -164,7 +164,7 @@ class ManagerBase:
         """Block ids straight into the device's table, where a step could have too many to list."""
         ids = request.block_ids[first:last]
         if ids:
-            self.block_table[request.slot, first : first + len(ids)] = torch.tensor(
-                ids, dtype=torch.int32, device=self.device
-            )
+            host = torch.tensor(ids, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+            row = self.block_table[request.slot, first : first + len(ids)]
+            row.copy_(host, non_blocking=True)
             request.published_blocks = max(request.published_blocks, first + len(ids))

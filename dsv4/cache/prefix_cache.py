@@ -76,14 +76,15 @@ class PrefixCache:
         self.pool = SnapshotPool(schema, rows, where=options.where, device=device)
         self._free_rows = list(range(rows - 1, -1, -1))
         self._taken: OrderedDict[int, PrefixNode] = OrderedDict()  # row -> node, oldest use first
+        self._pins: set[PinnedPrefix] = set()
         self.counters = PrefixCounters()
 
     # ---- a request begins --------------------------------------------------------------------
 
     def trail(self, ids: Ids, salt: str | None) -> TokenTrail:
-        root = chain_root(
-            fingerprint=self.schema.fingerprint, model_id=self.options.model_id, salt=salt
-        )
+        # how many entries are selected moves no byte, but what the bytes say
+        layout = f"{self.schema.fingerprint}/{self.schema.model.index_topk}"
+        root = chain_root(fingerprint=layout, model_id=self.options.model_id, salt=salt)
         return TokenTrail(root, self.schema.block_tokens, ids)
 
     def match(self, trail: TokenTrail) -> PrefixMatch:
@@ -138,11 +139,12 @@ class PrefixCache:
 
     def put_state(self, match: PrefixMatch, slot: Tensor) -> None:
         """The state at the start of `match.resume` into a slot. In front of a replay nothing is
-        known, so it is zeroed: finite, and gone from everything by the time the replay ends."""
+        known, so it is zeroed: finite, and gone from everything by the time the replay ends. The
+        windows of draft layers, which snapshots leave out, start as zeros too."""
+        if match.resume.source != "nothing":
+            slot.zero_()
         if match.snapshot is not None and match.snapshot.snapshot is not None:
             self.pool.restore(slot, match.snapshot.snapshot, match.resume.start)
-        elif match.resume.source == "replay":
-            slot.zero_()
 
     # ---- steps -------------------------------------------------------------------------------
 
@@ -202,6 +204,9 @@ class PrefixCache:
 
         The rings still hold the state at every boundary that a few tokens have crossed.
         """
+        if not plan.narrow and not self._is_complete(plan.appended_layers):
+            for request in plan.requests:  # a step that failed halfway: nothing of it may be found
+                request.trail = None
         for trail, start, span in learned:
             trail.learn(start, span)
         block_tokens = self.schema.block_tokens
@@ -249,7 +254,8 @@ class PrefixCache:
 
     def _cache_block(self, request: Request, block: int) -> PrefixNode | None:
         """The node of a complete block of a request, made now if there is none; None if its tokens
-        are not known. Blocks before it that are cached no more are cached again."""
+        are not known or it follows the same tokens in another request's block. Blocks before it
+        that are cached no more are cached again."""
         trail = request.trail
         if trail is None or len(trail.ids) < (block + 1) * self.schema.block_tokens:
             return None
@@ -259,6 +265,8 @@ class PrefixCache:
             first -= 1
         if first == block and node is not None and node.digest == trail.chain[block]:
             return node
+        if node is not None and node.block_id != request.block_ids[first - 1]:
+            return None  # another request was first; its blocks must not wait for this one's
         for nth in range(first, block + 1):
             node = self.index.add(trail.chain[nth], request.block_ids[nth], node)
         return node
@@ -266,10 +274,7 @@ class PrefixCache:
     def _finish_captures(self, plan: ForwardPlan, kept: I64) -> None:
         """A snapshot is valid once its step has happened and every layer has given its part."""
         assert plan.captures is not None
-        complete = all(
-            layer.spec.draft or layer.spec.layer in plan.captures.layers
-            for layer in self.schema.layers
-        )
+        complete = self._is_complete(plan.captures.layers)
         for capture in plan.captures.captures:
             request = plan.requests[capture.batch_row]
             reached = plan.starts[capture.batch_row] + kept[capture.batch_row]
@@ -281,6 +286,10 @@ class PrefixCache:
                 self._free_rows.append(capture.row)
             else:
                 self._attach(node, capture.row)
+
+    def _is_complete(self, layers: set[int]) -> bool:
+        """Whether these are all layers but those that draft, which not every engine runs."""
+        return all(spec.draft or spec.layer in layers for spec in self.schema.model.layers)
 
     # ---- memory ------------------------------------------------------------------------------
 
@@ -297,16 +306,19 @@ class PrefixCache:
         nodes = self.index.match(trail, len(trail.ids) // self.schema.block_tokens)
         if not nodes:
             raise InvalidInput("nothing of this prefix is cached: run it once before pinning it")
-        kept = [nodes[-1], *[node for node in reversed(nodes) if node.snapshot is not None][:1]]
+        # the same prompt again resumes one block earlier than one that goes on behind it
+        resumed = [node for node in reversed(nodes) if node.snapshot is not None][:2]
+        kept = [nodes[-1], *resumed]
         for node in kept:
             node.pins += 1
-        return PinnedPrefix(len(nodes) * self.schema.block_tokens, tuple(kept))
+        pin = PinnedPrefix(len(nodes) * self.schema.block_tokens, tuple(kept))
+        self._pins.add(pin)
+        return pin
 
     def unpin(self, pin: PinnedPrefix) -> None:
-        if not isinstance(pin, PinnedPrefix) or not all(
-            self.index.get(node.digest) is node and node.pins for node in pin.nodes
-        ):
+        if not isinstance(pin, PinnedPrefix) or pin not in self._pins:
             raise InvalidInput(f"{pin!r} is not pinned here: give what pin returned, once")
+        self._pins.remove(pin)
         for node in pin.nodes:
             node.pins -= 1
 

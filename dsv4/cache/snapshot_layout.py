@@ -2,7 +2,8 @@
 
 At position P, a multiple of block_tokens, every group is closed. A later step reads the window rows
 of P - window + 1 … P - 1 and, where groups overlap, the previous stream of the last group. Nothing
-else of a slot is alive. Torch-free.
+else of a slot is alive. Draft layers (MTP, DSpark) are left out: not every engine runs them, and a
+row of theirs belongs to one continuation; their windows fill again as tokens run. Torch-free.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ class SnapshotLayout:
     def _runs(self) -> Iterator[Run]:
         schema = self.schema
         before = schema.model.window - 1
-        for layer in range(len(schema.layers)):
+        for layer, spec in enumerate(schema.model.layers):
+            if spec.draft:
+                continue
             page = schema.page("window", layer)
             assert page is not None
             for kind, width, offset in (

@@ -151,7 +151,8 @@ class WideCaptures:
         device, before = pool.device, pool.layout.schema.model.window - 1
 
         def column(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
+            host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+            return host.to(device, non_blocking=True)
 
         batch = [c.batch_row for c in captures]
         self._rows = column([c.row for c in captures])

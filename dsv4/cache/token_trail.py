@@ -19,10 +19,8 @@ DIGEST_BYTES = 32
 
 def token_ids(tokens: Tokens) -> Ids:
     """Token ids as int32, in memory of their own. Raises InvalidInput for anything else."""
-    if isinstance(tokens, Tensor):
-        tokens = tokens.detach().cpu().numpy()
     try:
-        ids = np.asarray(tokens)
+        ids = np.asarray(tokens.detach().cpu() if isinstance(tokens, Tensor) else tokens)
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidInput(f"tokens are not a list of ids: {error}") from error
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
@@ -116,8 +114,8 @@ def chain_root(*, fingerprint: str, model_id: str, salt: str | None) -> bytes:
     for name, value in (("salt", salt), ("model_id", model_id)):
         if value is not None and not isinstance(value, str):
             raise InvalidInput(f"{name}={value!r}: must be a string")
-    parts = [fingerprint.encode(), model_id.encode()]
-    parts += [] if salt is None else [salt.encode()]
+    given = [model_id] if salt is None else [model_id, salt]
+    parts = [fingerprint.encode(), *(text.encode(errors="surrogatepass") for text in given)]
     root = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"dsv4 prefix")
     for part in parts:
         root.update(len(part).to_bytes(8, "little") + part)

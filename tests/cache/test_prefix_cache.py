@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix_options import PrefixOptions, full, periodic, zero
+from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.request import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput, MissingExtra, OutOfBlocks
@@ -46,7 +48,14 @@ def compute(manager: KVCacheManager, ids: np.ndarray, salt: str | None = None) -
 def finish(manager: KVCacheManager, request: Request) -> None:
     while request.length < request.resume.end:
         count = min(500, request.resume.end - request.length)
-        manager.commit(manager.prepare_forward([(request, count)]))
+        manager.commit(appended(manager.prepare_forward([(request, count)])))
+
+
+def appended(plan: ForwardPlan) -> ForwardPlan:
+    """As if every layer had written the step."""
+    for layer in range(len(TINY.layers)):
+        plan.note_append(layer)
+    return plan
 
 
 def reused(manager: KVCacheManager, ids: np.ndarray, salt: str | None = None) -> int:
@@ -316,7 +325,9 @@ def test_metrics_without_the_extra(monkeypatch: pytest.MonkeyPatch):
 # ---- bad input ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", [[-1], [[1, 2]], [1.5], "abc", [2**31]])
+@pytest.mark.parametrize(
+    "tokens", [[-1], [[1, 2]], [1.5], "abc", [2**31], torch.ones(300, dtype=torch.bfloat16)]
+)
 def test_ids_that_are_none(tokens: object):
     manager = build()
     with nothing_changes(manager), pytest.raises(InvalidInput):
@@ -340,7 +351,7 @@ def test_ids_at_commit_must_fit_the_step_and_the_prompt():
         manager.commit(plan, tokens=[1, 2, 3])
     with nothing_changes(manager), pytest.raises(InvalidInput, match=r"token 7 .* rewind"):
         manager.commit(plan, tokens=[*range(7), 9, *range(8, 150)])
-    manager.commit(plan, tokens=IDS[:150])
+    manager.commit(appended(plan), tokens=IDS[:150])
     assert request.length == 150
 
 
@@ -354,3 +365,72 @@ def test_options_that_cannot_be():
     )
     with pytest.raises(InvalidInput, match="window-only"):
         build(schema=windows)
+
+
+def test_a_chunk_that_failed_halfway_is_not_found_again():
+    manager = build(policy=full())
+    request = manager.admit_request(IDS[:300])
+    plan = manager.prepare_forward([(request, 300)])
+    plan.note_append(0)  # the layers behind it raised
+    manager.commit(plan)
+    plan = manager.prepare_forward([(request, 200)])
+    manager.commit(appended(plan), tokens=IDS[300:500])
+    manager.release_request(request)
+    assert reused(manager, IDS[:500]) == 0
+    compute(manager, IDS[:300])
+    assert reused(manager, IDS[:500]) == 256
+
+
+def test_the_same_prompt_twice_at_once_does_not_keep_blocks_from_going():
+    stack = tiny_stack(prefix=PrefixOptions(policy=full()), num_blocks=10)
+    manager, text = stack.manager, Text.random(stack, 0, 1200)
+    first, second = (manager.admit_request(text.ids[:512]) for _ in range(2))
+    run_to(stack, first, text, 512)
+    run_to(stack, second, text, 512)
+    manager.release_request(first)
+    run_to(stack, second, text, 1100, chunk=100)
+    assert second.length == 1100
+    manager.check_invariants()
+
+
+def test_a_pin_counts_once():
+    manager = build()
+    compute(manager, IDS[:300])
+    pins = [manager.pin(IDS[:300]) for _ in range(2)]
+    manager.unpin(pins[0])
+    with nothing_changes(manager), pytest.raises(InvalidInput, match="once"):
+        manager.unpin(pins[0])
+    assert manager.evict() == 0
+    manager.unpin(pins[1])
+    assert manager.evict() == 2
+
+
+def test_what_drafts_wrote_stays_with_its_request():
+    """Another tenant's snapshot takes the same row; after its hit draft windows are empty."""
+    stack = tiny_stack(prefix=PrefixOptions(policy=full(), snapshots=2), num_blocks=20)
+    manager = stack.manager
+    drafting = [spec.layer for spec in TINY.layers if spec.draft]
+    assert drafting
+    for salt, layers in (("a", stack.layers), ("b", tuple(set(stack.layers) - set(drafting)))):
+        text = Text.random(stack, ord(salt), 290)
+        request = manager.admit_request(text.ids, salt=salt)
+        plan = manager.prepare_forward([(request, 290)])
+        stack.write(plan, [text.stream], layers=layers)
+        manager.commit(plan)
+        manager.release_request(request)
+    request = manager.admit_request(text.ids, salt="b")
+    assert request.resume.source == "snapshot"
+    for layer in drafting:
+        for view in manager.acquire(layer).state.views.values():
+            assert not view[request.slot].view(torch.uint8).any()
+
+
+def test_going_back_to_where_a_replay_is_changes_nothing():
+    manager = build()
+    compute(manager, IDS[:900])
+    request = manager.admit_request(IDS[:901])
+    manager.commit(appended(manager.prepare_forward([(request, 100)])))
+    at, blocks = request.length, request.block_ids
+    assert at < request.reused_tokens
+    assert manager.rewind(request, at).run == range(at, at)
+    assert (request.length, request.block_ids) == (at, blocks)

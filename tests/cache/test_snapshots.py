@@ -54,6 +54,8 @@ def live_rows(
         if plane.arena != "slot":
             continue
         spec = schema.model.layers[plane.layer]
+        if spec.draft:
+            continue  # left out of snapshots
         if plane.name.startswith("swa"):
             first = max(0, boundary - schema.model.window + 1)
         elif plane.name.endswith("b"):
@@ -106,8 +108,8 @@ def test_other_bytes_of_the_slot_stay():
     ("preset", "expected_bytes"),
     [
         # layers · 127 rows of 584 B, and of each CSA layer 4 rows of 512 and of 128 values, k and z
-        ("v4-flash", 44 * 127 * 584 + 21 * 2 * 4 * (512 + 128) * 4),
-        ("v4-pro", 62 * 127 * 584 + 30 * 2 * 4 * (512 + 128) * 4),
+        ("v4-flash", 43 * 127 * 584 + 21 * 2 * 4 * (512 + 128) * 4),
+        ("v4-pro", 61 * 127 * 584 + 30 * 2 * 4 * (512 + 128) * 4),
     ],
 )
 def test_the_size_is_what_the_specification_counts(preset: str, expected_bytes: int):

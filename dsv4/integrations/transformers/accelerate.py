@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.prefix_options import PrefixOptions
+from dsv4.cache.prefix_options import PrefixOptions, periodic
+from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput
 from dsv4.integrations.transformers.fast_attention import (
     FastAttention,
@@ -16,7 +18,7 @@ from dsv4.integrations.transformers.fast_attention import (
 )
 from dsv4.integrations.transformers.fast_caches import FastCaches
 from dsv4.integrations.transformers.fast_forward import FastForward
-from dsv4.integrations.transformers.model_check import cache_schema, require_v4
+from dsv4.integrations.transformers.model_check import cache_schema, require_type, require_v4
 
 PREFIX = PrefixOptions()
 
@@ -59,11 +61,12 @@ def accelerate(
         schema = cache_schema(model, max_context=max_context, records=records, index=index)
         manager = KVCacheManager(
             schema,
-            num_blocks=max_batch * schema.blocks_for(max_context),
+            # with prompts cached one more a row: a rewind into a cached block copies it
+            num_blocks=max_batch * (schema.blocks_for(max_context) + (prefix is not None)),
             max_requests=max_batch,
             max_step_tokens=max_step_tokens,
             device=model.device,
-            prefix=prefix,
+            prefix=_default_prefix(schema) if prefix is PREFIX else prefix,
         )
         tables = make_rope_tables(model.model.rotary_emb, max_context, manager.device)
     step = RunningStep(manager=manager, rope_tables=tables)
@@ -79,7 +82,7 @@ def restore(model: Any) -> None:
 
     Raises InvalidInput if the model is not accelerated.
     """
-    require_v4(model)
+    require_type(model)
     if not is_accelerated(model):
         raise InvalidInput("the model is not accelerated: there is nothing to restore")
     vars(model.model)["forward"].hook.remove()
@@ -87,6 +90,14 @@ def restore(model: Any) -> None:
         replaced = vars(module).pop("forward").replaced
         if replaced is not None:
             vars(module)["forward"] = replaced
+
+
+def _default_prefix(schema: CacheSchema) -> PrefixOptions | None:
+    """PREFIX, fitted: a period of whole blocks, and nothing where layers keep no blocks."""
+    if not schema.block_bytes:
+        return None
+    blocks = -(-PREFIX.policy.period_tokens // schema.block_tokens)
+    return replace(PREFIX, policy=periodic(blocks * schema.block_tokens))
 
 
 def is_accelerated(model: Any) -> bool:

@@ -102,6 +102,21 @@ class CacheRows:
             self.manager.release_request(request)
         self._forget()
 
+    def fork_from(self, other: CacheRows) -> None:
+        """Becomes what other rows are. Raises OutOfSlots, OutOfBlocks, with nothing changed."""
+        forks: list[Request] = []
+        try:
+            for request in other.requests:
+                forks.extend(self.manager.fork(request, 1))
+        except BaseException:
+            for fork in forks:
+                self.manager.release_request(fork)
+            raise
+        self.requests, self.writer, self.columns = forks, other.writer, other.columns
+        self.history_ids, self.history_mask = other.history_ids.clone(), other.history_mask.clone()
+        self.start, self.layers_done = other.start, other.layers_done
+        self.slots = torch.tensor([fork.slot for fork in forks], device=self.manager.device)
+
     def take(self, index: list[int]) -> None:
         """Row i becomes what row index[i] was: rows that nobody continues are released, then those
         with several heirs are forked. Raises InvalidInput, and nothing has changed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ class FastForward:
         self.model, self.step, self.caches = model, step, caches
         self.replaced: Any = None
         self.hook: Any = None
-        self._last_column_only: Any = None  # ids of a call that wants no more
+        self._last_column_only: Tensor | None = None  # ids of a call that wants no more
+        self._lock = RLock()
         self.max_step_tokens = step.manager.buffers.max_tokens
         self.own_forward: Callable[..., Any] = model.forward
         self.graphs: DecodeGraphs | None = None
@@ -48,13 +50,27 @@ class FastForward:
     def observe(self, model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         """A forward of the causal LM begins. Only where nothing but the last column's logits are
         wanted, as generate does for a prompt, may columns be left out that are cached."""
-        wants_one = given.get("logits_to_keep", 0) == 1 if len(args) < 2 else False
+        keep = given.get("logits_to_keep", 0) if len(args) < 2 else 0
         ids = given.get("input_ids", args[0] if args else None)
-        self._last_column_only = ids if isinstance(ids, Tensor) and wants_one else None
+        is_last = isinstance(keep, int) and keep == 1
+        self._last_column_only = ids if isinstance(ids, Tensor) and is_last else None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidInput(
+            "an accelerated model cannot be copied or pickled, for its cache would be too: "
+            "restore(model), copy it, and accelerate both"
+        )
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """One call at a time: all share one plan."""
+        with self._lock:
+            asked, self._last_column_only = self._last_column_only, None
+            return self._call(asked, *args, **options)
 
     @torch.no_grad()
-    def __call__(
+    def _call(
         self,
+        last_column_only: Tensor | None,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
@@ -84,7 +100,7 @@ class FastForward:
         )
         self._check_context(lengths, packing)
         prompts = None
-        may_reuse = self._may_reuse(input_ids, options)
+        may_reuse = last_column_only is input_ids and self._may_reuse(options)
         if may_reuse and begun is None and keep and input_ids is not None:
             prompts = packing.rows_of(input_ids)
         cache = self.caches.open(past_key_values, rows=rows, prompts=prompts)
@@ -106,16 +122,10 @@ class FastForward:
         result.past_key_values = cache if keep else None
         return result if return_dict else result.to_tuple()
 
-    def _may_reuse(self, input_ids: Tensor | None, options: dict[str, Any]) -> bool:
-        """Whether this call may leave out tokens of a prompt that the prefix cache has."""
-        asked, self._last_column_only = self._last_column_only, None
+    def _may_reuse(self, options: dict[str, Any]) -> bool:
+        """Whether a call that wants the last column alone may leave out what is cached."""
         is_recorded = any(self._wants(options, name) for name in ("hidden_states", "router_logits"))
-        return (
-            self.step.manager.prefix is not None
-            and asked is not None
-            and asked is input_ids
-            and not is_recorded
-        )
+        return self.step.manager.prefix is not None and not is_recorded
 
     def _checked_input(
         self, input_ids: Tensor | None, inputs_embeds: Tensor | None, options: dict[str, Any]

@@ -18,13 +18,18 @@ UNQUANTISED = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 BLOCK_TOKENS = 128
 
 
-def require_v4(model: Any) -> None:
-    """Raises InvalidInput for anything but a DeepseekV4ForCausalLM in bf16 or fp32."""
+def require_type(model: Any) -> None:
+    """Raises InvalidInput for anything but a DeepseekV4ForCausalLM."""
     if not isinstance(model, DeepseekV4ForCausalLM):
         raise InvalidInput(
             f"{type(model).__name__} is not a DeepseekV4ForCausalLM: this cache knows the layers "
             f"of DeepSeek-V4 alone"
         )
+
+
+def require_v4(model: Any) -> None:
+    """Raises InvalidInput for anything but a DeepseekV4ForCausalLM in bf16 or fp32."""
+    require_type(model)
     if model.dtype not in UNQUANTISED:
         raise InvalidInput(
             f"the model is {model.dtype}, which no record format holds: convert it with "

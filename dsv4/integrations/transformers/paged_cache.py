@@ -150,8 +150,12 @@ class PagedCache(Cache):
             return
         lengths = self.history_mask[:, :target].sum(dim=1).tolist()
         if all(self._rings_hold(r, n) for r, n in zip(self.requests, lengths, strict=True)):
-            for request, length in zip(self.requests, lengths, strict=True):
-                self.manager.rewind(request, length)
+            try:
+                for request, length in zip(self.requests, lengths, strict=True):
+                    self.manager.rewind(request, length)
+            except BaseException:
+                self.reset()  # rows of different lengths are of no use
+                raise
             self.rows.cut(target)
             return
         ids, mask = self.history_ids[:, :target], self.history_mask[:, :target]
@@ -161,8 +165,9 @@ class PagedCache(Cache):
                 f"to run again: keep the cache, or crop at most "
                 f"{self.manager.schema.max_rollback_tokens} tokens"
             )
+        model = self._replaying_model(mask)
         self.reset()
-        self._replay(ids, mask)
+        self._replay(model, ids, mask)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i continues row beam_idx[i]."""
@@ -185,14 +190,25 @@ class PagedCache(Cache):
         reach = request.written_tokens - self.manager.schema.max_rollback_tokens
         return length >= max(reach, request.reused_tokens)
 
-    @torch.no_grad()
-    def _replay(self, ids: Tensor, mask: Tensor) -> None:
+    def _replaying_model(self, mask: Tensor) -> Any:
+        """The model that can run the tokens again. Raises InvalidInput, and the rows are there."""
         model = self.rows.model()
         if model is None:
             raise InvalidInput("the model of this cache is gone, so its tokens cannot run again")
-        padded = not bool(mask.all())
-        for first in range(0, ids.shape[1], REPLAY_COLUMNS):
-            end = min(first + REPLAY_COLUMNS, ids.shape[1])
+        if not bool(mask.all()) and "forward" not in vars(model.model):
+            raise InvalidInput(
+                "the rows are padded, and the model that would run them again is restored: "
+                "accelerate it first, or crop fewer tokens"
+            )
+        return model
+
+    @torch.no_grad()
+    def _replay(self, model: Any, ids: Tensor, mask: Tensor) -> None:
+        padded, first = not bool(mask.all()), 0
+        # columns before the first token of any row go with it
+        least = int(mask.any(dim=0).long().argmax()) + 1
+        while first < ids.shape[1]:
+            end = min(max(first + REPLAY_COLUMNS, least), ids.shape[1])
             model(
                 input_ids=ids[:, first:end],
                 attention_mask=mask[:, :end].long() if padded else None,
@@ -200,6 +216,14 @@ class PagedCache(Cache):
                 use_cache=True,
                 logits_to_keep=1,
             )
+            first = end
+
+    def __deepcopy__(self, memo: Any) -> PagedCache:
+        """A cache that goes on from the same tokens: its rows are forks, whole blocks are shared.
+        Raises OutOfSlots where the manager has no rows left."""
+        twin = type(self)(self.manager, self.rows.model())
+        twin.rows.fork_from(self.rows)
+        return twin
 
 
 def transformers_cache_bytes(cache: Cache) -> int:
