@@ -91,7 +91,9 @@ class Story:
         first, second = (
             torch.cat((shared, random_prompt(QUESTION_TOKENS, seed=seed))) for seed in (101, 102)
         )
-        result, tokens = run_twice(self.model, first, second, new_tokens=NEW_TOKENS)
+        result, tokens = run_twice(
+            self.model, first, second, new_tokens=NEW_TOKENS, records=RECORDS
+        )
         theirs = _generate(self.model, second[None])
         verdict, note = compare_tokens("the second prompt", tokens, theirs)
         if result.second_run_tokens == result.second_prompt_tokens:

@@ -26,6 +26,7 @@ from dsv4.demo_events import (
 )
 from dsv4.demo_flash import flash_bill
 from dsv4.demo_model import random_prompt, tiny_v4
+from dsv4.demo_prefix import run_twice
 from dsv4.demo_view import demo_view, print_report
 from dsv4.integrations.transformers.cache_layers import PagedLayer
 from dsv4.integrations.transformers.fast_attention import FastAttention
@@ -120,6 +121,20 @@ def test_the_second_prompt_runs_only_what_is_new(ran: dict[str, Any]) -> None:
     assert (prefix["first_run_tokens"], prefix["second_run_tokens"]) == (408, 24)
     assert prefix["shared_tokens"] == prefix["reused_tokens"] == 384
     assert prefix["second_seconds"] < prefix["first_seconds"] / 2
+
+
+def test_the_tokens_said_to_run_are_those_that_the_model_saw() -> None:
+    model, seen = tiny_v4(), []
+    model.model.embed_tokens.register_forward_hook(
+        lambda module, args, output: seen.append(args[0].numel())
+    )
+    first, second = (random_prompt(132, seed=1) for _ in range(2))
+    second[128:] += 1
+    second %= 128
+    result, tokens = run_twice(model, first, second, new_tokens=2, records="bf16")
+    assert seen == [result.first_run_tokens, 1, result.second_run_tokens, 1] == [132, 1, 4, 1]
+    assert (result.shared_tokens, result.source, len(tokens)) == (128, "snapshot", 2)
+    assert result.first_seconds > result.second_seconds > 0
 
 
 def test_the_real_model_fits_as_often_as_it_says(ran: dict[str, Any]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import runpy
+import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -53,24 +54,35 @@ def test_wrong_drafts_are_dropped() -> None:
     assert generation.tokens == [7, 8, 9, 3, 7, 8, 5]
 
 
-def test_the_decode_loop_runs_as_a_script() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "examples.decode_loop"], capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    prompts_done = sorted(int(line.split()[2]) for line in ran.stdout.splitlines())
+@pytest.fixture(autouse=True)
+def _threads_stay() -> Iterator[None]:
+    """The examples choose for their own process."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def run_script(name: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines that `python -m examples.NAME` prints; here, where torch is loaded already."""
+    code: object = 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'examples", RuntimeWarning)  # imported above
+        try:
+            runpy.run_module(f"examples.{name}", run_name="__main__", alter_sys=True)
+        except SystemExit as ended:
+            code = ended.code
+    assert not code
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_decode_loop_runs_as_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run_script("decode_loop", capsys)
+    prompts_done = sorted(int(line.split()[2]) for line in lines)
     assert prompts_done == sorted(decode_loop.PROMPT_TOKENS)
 
 
-def test_the_transformers_example_runs_as_a_script() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "examples.transformers_generate"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    lines = ran.stdout.splitlines()
+def test_the_transformers_example_runs_as_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run_script("transformers_generate", capsys)
     assert lines[-1] == "as transformers generates them alone: yes"
     for tokens in transformers_generate.PROMPT_TOKENS:
         assert any(f"prompt of {tokens} tokens: [" in line for line in lines)
@@ -79,6 +91,4 @@ def test_the_transformers_example_runs_as_a_script() -> None:
 def test_the_transformers_example_notices_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     right = transformers_generate.padded
     monkeypatch.setattr(transformers_generate, "padded", lambda p: right(p[::-1]))
-    threads = torch.get_num_threads()
     assert transformers_generate.main() == 1
-    torch.set_num_threads(threads)

@@ -108,10 +108,6 @@ class RequestCalls(ManagerBase):
         """
         step_checks.idle(request, self, self._open_plan)
         step_checks.rewind_length(request, length)
-        if length == request.length < request.reused_tokens:  # in a replay, and it stays there
-            return ResumePlan(
-                start=length, reused_tokens=request.reused_tokens, end=length, source="rings"
-            )
         reach = request.written_tokens - self.schema.max_rollback_tokens
         if length >= max(reach, request.reused_tokens):
             self._own_unfinished_block(request, length)

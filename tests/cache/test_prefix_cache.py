@@ -423,14 +423,3 @@ def test_what_drafts_wrote_stays_with_its_request():
     for layer in drafting:
         for view in manager.acquire(layer).state.views.values():
             assert not view[request.slot].view(torch.uint8).any()
-
-
-def test_going_back_to_where_a_replay_is_changes_nothing():
-    manager = build()
-    compute(manager, IDS[:900])
-    request = manager.admit_request(IDS[:901])
-    manager.commit(appended(manager.prepare_forward([(request, 100)])))
-    at, blocks = request.length, request.block_ids
-    assert at < request.reused_tokens
-    assert manager.rewind(request, at).run == range(at, at)
-    assert (request.length, request.block_ids) == (at, blocks)

@@ -49,8 +49,9 @@ def test_prompts_and_greedy_steps_equal_transformers(tokens: int, topk: int) -> 
     check_parity(tokens=tokens, new_tokens=10, seed=tokens % 3, topk=topk)
 
 
-def test_500_tokens_equal_transformers() -> None:
-    check_parity(tokens=5, new_tokens=500, seed=1, topk=16)
+def test_long_answers_equal_transformers() -> None:
+    """Past two ends of blocks and rings."""
+    check_parity(tokens=120, new_tokens=145, seed=1, topk=16)
 
 
 @pytest.mark.nightly
@@ -92,7 +93,7 @@ def test_steps_of_several_tokens_continue_a_cache() -> None:
 
 @torch.no_grad()
 def test_a_long_prompt_runs_in_pieces() -> None:
-    plain, ids = plain_model(), prompt(140, rows=3)
+    plain, ids = plain_model(), prompt(140, rows=2)
     mask = torch.ones_like(ids)
     mask[1, :77] = 0
     with fast(plain) as model:

@@ -44,26 +44,26 @@ def check_like_plain(found: Any, prompt: Tensor, **options: Any) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("policy", [None, full(), zero()])
-def test_the_second_prompt_runs_from_where_it_differs(policy: Any) -> None:
-    shared = ids(300, 1)
+@pytest.mark.parametrize(("policy", "shared_tokens"), [(None, 300), (full(), 140), (zero(), 140)])
+def test_the_second_prompt_runs_from_where_it_differs(policy: Any, shared_tokens: int) -> None:
+    shared, cached = ids(shared_tokens, 1), shared_tokens // 128 * 128
     first = torch.cat((shared, ids(20, 2)), dim=1)
     second = torch.cat((shared, ids(37, 3)), dim=1)
     options = {} if policy is None else {"prefix": PrefixOptions(policy=policy)}
     with fast(plain_model(), **options) as model, counted(model) as runs:
         check_like_plain(generate(model, first, NEW_TOKENS), first)
-        assert runs[0] == 320
+        assert runs[0] == shared_tokens + 20
         del runs[:]
         check_like_plain(generate(model, second, NEW_TOKENS), second)
         stats = manager_of(model).stats().prefix
         assert stats is not None
         assert sum(stats.hits.values()) == 1
         if policy is None or policy.kind == "full":
-            assert runs[0] == 337 - 256
+            assert runs[0] == shared_tokens + 37 - cached
         del runs[:]
         check_like_plain(generate(model, second, NEW_TOKENS), second)
         if policy is None or policy.kind == "full":
-            assert runs[0] == 337 - 256
+            assert runs[0] == shared_tokens + 37 - cached
 
 
 def test_rows_of_a_padded_batch_reuse_each_its_own() -> None:
@@ -87,34 +87,38 @@ def test_rows_of_a_padded_batch_reuse_each_its_own() -> None:
 
 
 def test_a_forward_that_wants_all_logits_runs_all_tokens() -> None:
-    prompt = ids(300, 1)
+    prompt = ids(140, 1)
     with fast(plain_model()) as model, counted(model) as runs:
         generate(model, prompt, NEW_TOKENS)
         del runs[:]
         found = model(prompt).logits
-        assert runs == [300]
+        assert runs == [140]
         torch.testing.assert_close(found, plain_model()(prompt).logits, rtol=0, atol=1e-4)
         hidden = model(prompt, logits_to_keep=1, output_hidden_states=True).hidden_states
-        assert runs == [300, 300]
+        assert runs == [140, 140]
         assert all(bool(layer.any(dim=-1).all()) for layer in hidden)
         model.model(prompt)
-        assert runs == [300, 300, 300]
+        assert runs == [140, 140, 140]
 
 
 def test_without_it_every_prompt_runs_whole() -> None:
-    prompt = ids(300, 1)
+    prompt = ids(140, 1)
     with fast(plain_model(), prefix=None) as model, counted(model) as runs:
         for _ in range(2):
             generate(model, prompt, NEW_TOKENS)
-        assert [count for count in runs if count > 1] == [300, 300]
+        assert [count for count in runs if count > 1] == [140, 140]
         assert manager_of(model).stats().prefix is None
 
 
 def test_cached_prompts_make_room_for_new_ones() -> None:
-    prompts = [ids(250, seed) for seed in range(4)]
-    with fast(plain_model(), max_batch=1, max_context=384) as model:
+    """There are two blocks, and each prompt needs both."""
+    prompts = [ids(140, seed) for seed in range(3)]
+    with fast(plain_model(), max_batch=1, max_context=256) as model:
         for prompt in (*prompts, prompts[0]):
             check_like_plain(generate(model, prompt, NEW_TOKENS), prompt)
+        stats = manager_of(model).stats().prefix
+        assert stats is not None
+        assert stats.block_evictions == 3
 
 
 def test_restore_leaves_no_hook() -> None:

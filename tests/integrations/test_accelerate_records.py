@@ -96,7 +96,7 @@ def test_window_rows_of_the_first_layer_are_the_rounded_ones() -> None:
     [("fp8_ds", None), ("fp8_ds", "nvfp4"), ("fp8_row", "fp8"), ("bf16", "mxfp4")],
 )
 def test_formats_are_chosen_apart(records: str, index: str | None) -> None:
-    plain, ids = plain_model(), prompt(100, rows=2)
+    plain, ids = plain_model(), prompt(80)
     with fast(plain, records=records, index=index) as model:
         schema = manager_of(model).schema
         assert schema.entry_format.name == {"bf16": "fp32"}.get(records, records)

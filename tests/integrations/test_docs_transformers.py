@@ -1,15 +1,17 @@
-"""The Python blocks of docs/transformers.md run as they stand."""
+"""The Python blocks of docs/transformers.md run as they stand, one after the other."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 TEXT = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text("utf-8")
 
 
 def test_python_blocks_run() -> None:
     blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert blocks
+    assert len(blocks) == 2
+    namespace: dict[str, Any] = {"__name__": "docs"}
     for block in blocks:
-        exec(compile(block, "transformers.md", "exec"), {"__name__": "docs"})
+        exec(compile(block, "transformers.md", "exec"), namespace)

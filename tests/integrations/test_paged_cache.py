@@ -45,11 +45,12 @@ def check_generation(
 @pytest.mark.parametrize("tokens", PROMPTS)
 def test_greedy_generation_is_identical(tokens: int, dtype: torch.dtype):
     rows = 1 + tokens % 2
-    check_generation(tokens=tokens, new_tokens=12, seed=tokens % 3, dtype=dtype, topk=16, rows=rows)
+    check_generation(tokens=tokens, new_tokens=8, seed=tokens % 3, dtype=dtype, topk=16, rows=rows)
 
 
-def test_500_tokens_are_identical():
-    check_generation(tokens=5, new_tokens=500, seed=1, dtype=torch.float32, topk=16)
+def test_long_answers_are_identical():
+    """Past two ends of blocks and rings."""
+    check_generation(tokens=120, new_tokens=145, seed=1, dtype=torch.float32, topk=16)
 
 
 @pytest.mark.nightly

@@ -20,6 +20,7 @@ from tests.stack import POISON, Stack, readable_bytes
 TINY = ModelSpec.preset("tiny")
 # windows and blocks of 16 tokens, so that many boundaries can be tried
 SMALL = replace(TINY, window=16, layers=v4_layers([0, 4, 16, 4, 0], backbone=4))
+THREE_LAYERS = replace(TINY, layers=v4_layers([0, 4, 128], backbone=3))
 
 
 class Runner:
@@ -127,14 +128,23 @@ def test_replayed_outputs_are_not_exact_and_a_shorter_replay_would_not_do(
     assert different(runner.readable(runner.manager, request), expected)
 
 
-def test_a_1000_token_prompt_with_windows_of_128():
-    runner = Runner(TINY, 128)
-    ids = tokens(1, 1000)
+def test_windows_of_128():
+    check_long_replay(THREE_LAYERS, prompt=600, start=128, reused=512)
+
+
+@pytest.mark.nightly
+def test_windows_of_128_in_all_layers():
+    check_long_replay(TINY, prompt=1000, start=256, reused=896)
+
+
+def check_long_replay(model: ModelSpec, *, prompt: int, start: int, reused: int) -> None:
+    runner = Runner(model, 128)
+    ids = tokens(1, prompt)
     states, expected = runner.compute(ids, chunk=200)
     request = runner.manager.admit_request(ids)
-    assert (request.resume.start, request.resume.reused_tokens) == (256, 896)
+    assert (request.resume.start, request.resume.reused_tokens) == (start, reused)
     found = runner.run(runner.manager, request, ids, 250)
-    assert torch.equal(found[896 - 256 :], states[896:])
+    assert torch.equal(found[reused - start :], states[reused:])
     assert not different(runner.readable(runner.manager, request), expected)
 
 
