@@ -50,7 +50,7 @@ def test_greedy_generation_is_identical(tokens: int, dtype: torch.dtype):
 
 def test_long_answers_are_identical():
     """Past two ends of blocks and rings."""
-    check_generation(tokens=120, new_tokens=145, seed=1, dtype=torch.float32, topk=16)
+    check_generation(tokens=5, new_tokens=500, seed=1, dtype=torch.float32, topk=16)
 
 
 @pytest.mark.nightly
