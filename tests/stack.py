@@ -182,6 +182,9 @@ def readable_bytes(stack: Stack, request: Request) -> dict[str, Tensor]:
         for name, view in state.views.items():
             if name.startswith("swa"):
                 rows = window
+            elif name == "tail_state":
+                newest = range(max(length - length % spec.ratio, length - 1), length)
+                rows = [p % handle.schema.state_rows for p in newest]
             elif name.endswith("a"):
                 start = length - length % spec.ratio
                 rows = [p % handle.schema.tail_a_rows for p in range(start, length)]
