@@ -110,7 +110,8 @@ def print_plan(found: Plan, maps: dict[str, str], plot: Path | None) -> None:
         Text.assemble(
             (found.model, "bold"),
             f"  entries {formats['entries']}, index keys {formats['index_keys']}, "
-            f"HCA state {found.hca_state}, {found.max_draft_tokens} draft tokens, layout {found.fingerprint[:12]}",
+            f"HCA state {found.hca_state}, {found.max_draft_tokens} draft tokens, "
+            f"layout {found.fingerprint[:12]}",
         )
     )
     console.print(_sizes_table(found))

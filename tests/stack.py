@@ -14,11 +14,12 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix_options import PrefixOptions
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.request import Request
-from dsv4.cache.schema import CacheSchema
+from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.cache.writes import CompressorWeights, LayerWeights
 from dsv4.rope import rope_table
 
 POISON = 0xFF
+HCA_STATES: tuple[HcaState, ...] = ("raw", "online")
 
 
 @dataclass
@@ -154,6 +155,13 @@ class Stack:
         plan = self.manager.prepare_forward([(r, n) for r, _, n in work], **padding)
         self.write(plan, [s for _, s, _ in work])
         self.manager.commit(plan, accepted, tokens=tokens)
+
+
+def layers_to_run(schema: CacheSchema) -> tuple[int, ...]:
+    """All layers; with online state only those that have it, as the others are the same."""
+    return tuple(
+        layer.spec.layer for layer in schema.layers if layer.online or schema.hca_state == "raw"
+    )
 
 
 def logical_bytes(stack: Stack, request: Request) -> tuple[Tensor, Tensor]:

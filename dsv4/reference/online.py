@@ -7,6 +7,7 @@ before it; a rollback finds the row of the token that became the last one.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -32,8 +33,8 @@ def pool_groups(
         state = _stored(step, write.layout, slot, end - 1)
     else:
         begin = torch.maximum(start, entry * ratio)
-        for _, _, state in _folds(step, write, slot, start, first_row, begin, end):
-            pass
+        folds = _folds(step, write, slot, start, first_row, begin, end)
+        ((_, _, state),) = deque(folds, maxlen=1)
     return state[:, 2] / state[:, 1]
 
 

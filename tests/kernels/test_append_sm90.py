@@ -47,9 +47,7 @@ def launch(
     the two launches of a chunk): programs, arguments and constants."""
     from dsv4.kernels.append import launch_arguments
 
-    schema = CacheSchema.build(
-        ModelSpec.preset(preset), max_context=2 * WIDE, hca_state=hca_state
-    )
+    schema = CacheSchema.build(ModelSpec.preset(preset), max_context=2 * WIDE, hca_state=hca_state)
     tokens = sum(counts)
     stack = Stack(
         schema,
@@ -127,9 +125,7 @@ def test_compiled_append(name: str):
 
 @pytest.mark.parametrize(("layer", "state"), [(CSA, "raw"), (HCA, "raw"), (HCA, "online")])
 @pytest.mark.parametrize("counts", [DECODE, CHUNK], ids=["decode", "chunk"])
-def test_flash_and_pro_run_the_same_binaries(
-    layer: int, state: HcaState, counts: tuple[int, ...]
-):
+def test_flash_and_pro_run_the_same_binaries(layer: int, state: HcaState, counts: tuple[int, ...]):
     """So that a case of one stands for both."""
     _, flash, flash_constants = launch("v4-flash", layer, counts, hca_state=state)
     _, pro, pro_constants = launch("v4-pro", layer, counts, hca_state=state)
