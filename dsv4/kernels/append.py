@@ -34,6 +34,7 @@ MAX_ROWS_IN_ONE_PROGRAM = 8
 SPLIT_CHANNELS = 32
 # Folding goes token by token, so a thread has one channel; a narrow step folds only a few.
 FOLD_SPLIT_CHANNELS = 128
+FOLD_AHEAD_TOKENS = 8
 # Programs that share the work items of one compressor; each takes every so-manieth.
 MAX_WORK_PROGRAMS = 1024
 NUM_WARPS = 4
@@ -70,6 +71,7 @@ class CompressorConstants:
     PAGE_ROWS: int
     SPLITS: int
     LANES: int
+    AHEAD: int
     LOOP: bool
     COMPRESS: bool
     TAILS: str
@@ -217,6 +219,7 @@ def _compressor_arguments(
         PAGE_ROWS=layout.page.rows,
         SPLITS=splits,
         LANES=SUM_LANES,
+        AHEAD=1 if step.narrow else FOLD_AHEAD_TOKENS,
         LOOP=work_programs < items * splits,
         COMPRESS=write.compress,
         TAILS=tails,

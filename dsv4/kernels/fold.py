@@ -32,32 +32,49 @@ def fold_tokens(
     c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Folds the tokens [begin, end), token p from row p + row_offset of the projections. A wide
-    step loads eight at a time, so that they are under way at once."""
-    if C.TAILS == "after":
-        for at in range(begin, end - 7, 8):
-            z0, c0 = _load_token(at, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C)  # noqa: E501  # fmt: skip
-            z1, c1 = _load_token(at + 1, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C)  # noqa: E501  # fmt: skip
-            z2, c2 = _load_token(at + 2, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C)  # noqa: E501  # fmt: skip
-            z3, c3 = _load_token(at + 3, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C)  # noqa: E501  # fmt: skip
-            z4, c4 = _load_token(at + 4, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C)  # noqa: E501  # fmt: skip
-            z5, c5 = _load_token(at + 5, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C)  # noqa: E501  # fmt: skip
-            z6, c6 = _load_token(at + 6, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C)  # noqa: E501  # fmt: skip
-            z7, c7 = _load_token(at + 7, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C)  # noqa: E501  # fmt: skip
-            top, weight, product = fold_token(top, weight, product, z0, c0, at % C.RATIO == 0)
-            top, weight, product = fold_token(top, weight, product, z1, c1, (at + 1) % C.RATIO == 0)
-            top, weight, product = fold_token(top, weight, product, z2, c2, (at + 2) % C.RATIO == 0)
-            top, weight, product = fold_token(top, weight, product, z3, c3, (at + 3) % C.RATIO == 0)
-            top, weight, product = fold_token(top, weight, product, z4, c4, (at + 4) % C.RATIO == 0)
-            top, weight, product = fold_token(top, weight, product, z5, c5, (at + 5) % C.RATIO == 0)
-            top, weight, product = fold_token(top, weight, product, z6, c6, (at + 6) % C.RATIO == 0)
-            top, weight, product = fold_token(top, weight, product, z7, c7, (at + 7) % C.RATIO == 0)
-        begin = end - tl.maximum(end - begin, 0) % 8
-    for at in range(begin, end):
-        z, c = _load_token(
-            at, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C
+    step has the next AHEAD tokens under way while it folds as many: a load takes as long."""
+    AHEAD: tl.constexpr = C.AHEAD
+    if AHEAD > 1:
+        rows = _load_ahead(
+            begin, end, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C
         )
-        top, weight, product = fold_token(top, weight, product, z, c, at % C.RATIO == 0)
+        for at in range(begin, end, AHEAD):
+            following = _load_ahead(
+                at + AHEAD, end, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
+                PART, C,
+            )  # fmt: skip
+            for nth in tl.static_range(AHEAD):
+                first = (at + nth) % C.RATIO == 0
+                z = rows[3 * nth] + rows[3 * nth + 1]
+                folded = fold_token(top, weight, product, z, rows[3 * nth + 2], first)
+                live = at + nth < end
+                top = tl.where(live, folded[0], top)
+                weight = tl.where(live, folded[1], weight)
+                product = tl.where(live, folded[2], product)
+            rows = following
+    else:
+        for at in range(begin, end):
+            z, bias, c = _load_token(
+                at, True, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C
+            )
+            top, weight, product = fold_token(top, weight, product, z + bias, c, at % C.RATIO == 0)
     return top, weight, product
+
+
+@triton.jit
+def _load_ahead(
+    at, end, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
+    PART: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """AHEAD tokens as one tuple, three vectors each; zeros from `end` on."""
+    AHEAD: tl.constexpr = C.AHEAD
+    rows = ()
+    for nth in tl.static_range(AHEAD):
+        rows += _load_token(
+            at + nth, at + nth < end, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
+            PART, C,
+        )  # fmt: skip
+    return rows
 
 
 @triton.jit
@@ -78,10 +95,10 @@ def write_states(
     )  # fmt: skip
     channel = split * PART + tl.arange(0, PART)
     for at in range(kept, end):
-        z, c = _load_token(
-            at, first_row - start, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C
+        z, bias, c = _load_token(
+            at, True, first_row - start, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C
         )
-        top, weight, product = fold_token(top, weight, product, z, c, at % C.RATIO == 0)
+        top, weight, product = fold_token(top, weight, product, z + bias, c, at % C.RATIO == 0)
         row = ring + at % C.STATE_ROWS * (3 * WIDTH) + channel
         tl.store(row, top)
         tl.store(row + WIDTH, weight)
@@ -102,12 +119,14 @@ def load_state(ring, position, exists, split, PART: tl.constexpr, C: tl.constexp
 
 @triton.jit
 def _load_token(
-    position, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
+    position, live, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
     PART: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Biased logits and values of one token of the step."""
+    """Logits, their bias and values of one token of the step."""
     channel = split * PART + tl.arange(0, PART)
+    mask = tl.full([PART], 1, dtype=tl.int1) & live
     token = (position + row_offset).to(tl.int64)
-    bias = tl.load(ape_ptr + position % C.RATIO * C.WIDTH + channel)
-    z = tl.load(z_ptr + token * z_stride + channel)
-    return z + bias, tl.load(c_ptr + token * c_stride + channel)
+    z = tl.load(z_ptr + token * z_stride + channel, mask=mask, other=0.0)
+    bias = tl.load(ape_ptr + position % C.RATIO * C.WIDTH + channel, mask=mask, other=0.0)
+    c = tl.load(c_ptr + token * c_stride + channel, mask=mask, other=0.0)
+    return z, bias, c
