@@ -220,6 +220,7 @@ class LayerCacheSchema:
             and spec.attention is AttentionType.HCA
             and spec.owns_entries
             and not spec.overlap
+            and spec.index_keys == "none"
             and spec.ratio > 1
         )
 

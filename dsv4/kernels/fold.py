@@ -88,7 +88,7 @@ def write_states(
     kept = tl.maximum(start, end - C.STATE_ROWS)
     begin = tl.maximum(start, kept - kept % C.RATIO)
     top, weight, product = load_state(ring, begin - 1, begin % C.RATIO != 0, split, PART, C)
-    tl.debug_barrier()
+    tl.debug_barrier()  # the row read above may be among those written below
     top, weight, product = fold_tokens(
         top, weight, product, begin, kept, first_row - start, split,
         c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C,

@@ -3,6 +3,7 @@ arenas, byte for byte."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from dsv4.cache.flush import hca_compress_tail
 from dsv4.kernels import append as append_kernel
+from dsv4.model import ModelSpec, v4_layers
 from tests.formats import BF16_ENTRY_FORMATS
 from tests.kernels.test_append import HCA, INF, NAN, Both, by_hand, two_layers_of_flash
 
@@ -52,10 +54,12 @@ def test_chunks_that_straddle_groups(drafts: int):
     both.step({2: 150 - both.lives[0][2].length})
 
 
-def test_a_chunk_from_a_boundary_to_a_boundary():
-    both = online(requests=1)
-    both.skip({0: 128})
-    both.step({0: 128})
+def test_chunks_of_whole_groups():
+    """Small groups: from a boundary to a boundary, and with a piece at both ends."""
+    model = replace(ModelSpec.preset("tiny"), layers=v4_layers([16], backbone=1))
+    both = online(model=model, layers=(0,), requests=2, block_tokens=16)
+    both.skip({0: 16, 1: 5})
+    both.step({0: 32, 1: 48})
 
 
 def test_a_slot_that_held_another_request():

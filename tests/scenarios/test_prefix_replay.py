@@ -99,7 +99,6 @@ def different(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     [
         (0, 1, [113], "raw"),
         (0, 33, [113, 144], "raw"),
-        (0, 33, [113], "online"),
         (3, 4, [150], "raw"),
         (3, 4, [150], "online"),
         (3, 70, [129, 159], "raw"),
