@@ -12,7 +12,7 @@ import torch
 from benchmarks.case import Call, Case, Measurement, Work, sets_to_outgrow_l2
 from benchmarks.timing import measure
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.schema import CacheSchema, CompressorLayout
+from dsv4.cache.schema import CacheSchema, CompressorLayout, HcaState
 from dsv4.cache.writes import CompressorWeights, LayerWeights
 from dsv4.model import ModelSpec
 from dsv4.rope import rope_table
@@ -37,21 +37,29 @@ ANCHORS: dict[tuple[str, str], dict[int, tuple[float, float, float]]] = {
 PREFILL_ANCHORS = {"csa": (30.0, 118.0), "hca": (14.0, 145.0)}
 CHUNK_TOKENS = 8192
 BATCHES = {"v4-flash": (1, 8, 64, 256), "v4-pro": (1, 64, 256)}
+# series -> layer kind, how its unfinished groups are kept
+SERIES: dict[str, tuple[str, HcaState]] = {
+    "csa": ("csa", "raw"),
+    "hca": ("hca", "raw"),
+    "hca online": ("hca", "online"),
+}
 
 
 def cases() -> Iterator[Case]:
     for model, batches in BATCHES.items():
-        schema = CacheSchema.build(ModelSpec.preset(model), max_context=2 * CHUNK_TOKENS)
         short = model.removeprefix("v4-")
-        for kind in ("csa", "hca"):
+        for series, (kind, state) in SERIES.items():
+            schema = CacheSchema.build(
+                ModelSpec.preset(model), max_context=2 * CHUNK_TOKENS, hca_state=state
+            )
             ratio = _layers(schema, kind)[0][1]
             for mode, start in (("flush", 4 * ratio - 1), ("idle", 4 * ratio + ratio // 2 - 1)):
                 for batch in batches:
                     anchor = ANCHORS[kind, mode].get(batch) if model == "v4-flash" else None
                     yield Case(
-                        name=f"append {short} {kind} {mode} batch {batch}",
+                        name=f"append {short} {series} {mode} batch {batch}",
                         suite="writes",
-                        series=f"{kind} {mode}",
+                        series=f"{series} {mode}",
                         model=model,
                         batch=batch,
                         measure=partial(_measure, schema, kind, batch=batch, start=start, tokens=1),
@@ -60,9 +68,9 @@ def cases() -> Iterator[Case]:
                     )
             target, vllm = PREFILL_ANCHORS[kind]
             yield Case(
-                name=f"append {short} {kind} prefill {CHUNK_TOKENS}",
+                name=f"append {short} {series} prefill {CHUNK_TOKENS}",
                 suite="writes",
-                series=f"{kind} prefill",
+                series=f"{series} prefill",
                 model=model,
                 batch=1,
                 context=CHUNK_TOKENS,
@@ -141,13 +149,17 @@ def random_inputs(
 
 def append_bytes(schema: CacheSchema, layer: int, *, start: int, tokens: int, batch: int) -> int:
     """Inputs, window rows, tail rows and records of `batch` requests at `start`, and tail rows
-    that closing groups read."""
+    that closing groups read; of a folded group the state before the step and those it writes."""
     window_rows = min(tokens, schema.ring_rows) + (tokens if tokens > 1 else 0)  # ring and chunk
     total = 2 * tokens * schema.model.head_dim + window_rows * schema.window_format.record_bytes
     for layout in compressors(schema, layer):
         total += 2 * 4 * tokens * layout.columns
         closed = (start + tokens) // layout.ratio - start // layout.ratio
         total += closed * layout.page.format.record_bytes
+        if layout.online:
+            states = min(tokens, layout.state_rows) + (start % layout.ratio > 0)
+            total += 3 * 4 * layout.width * states
+            continue
         tail_row_bytes = 2 * 4 * layout.width
         total += tail_row_bytes * (min(tokens, layout.a_rows) + min(tokens, layout.b_rows))
         if closed:

@@ -42,6 +42,9 @@ def plan_command(
     record_format: Annotated[
         str, typer.Option(help="Entries and window: fp8_ds, fp8_row, bf16 or fp32.")
     ] = "fp8_ds",
+    hca_state: Annotated[
+        str, typer.Option(help="Unfinished groups of HCA layers: raw or online.")
+    ] = "raw",
     block_tokens: Annotated[int, typer.Option(help="Tokens of a block.")] = 128,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[
@@ -63,6 +66,7 @@ def plan_command(
             max_draft_tokens=draft,
             entry_format=record_format,
             index_format=index_format,
+            hca_state=hca_state,  # type: ignore[arg-type]
         )
         found = plan(
             schema,
@@ -106,7 +110,8 @@ def print_plan(found: Plan, maps: dict[str, str], plot: Path | None) -> None:
         Text.assemble(
             (found.model, "bold"),
             f"  entries {formats['entries']}, index keys {formats['index_keys']}, "
-            f"{found.max_draft_tokens} draft tokens, layout {found.fingerprint[:12]}",
+            f"HCA state {found.hca_state}, {found.max_draft_tokens} draft tokens, "
+            f"layout {found.fingerprint[:12]}",
         )
     )
     console.print(_sizes_table(found))

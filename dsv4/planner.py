@@ -40,6 +40,7 @@ class Plan:
     formats: dict[str, str]
     max_context_tokens: int
     max_draft_tokens: int
+    hca_state: str
     block_tokens: int
     bytes_per_token: float
     bytes_per_request: int
@@ -202,6 +203,7 @@ def _plan(
         },
         max_context_tokens=schema.max_context,
         max_draft_tokens=schema.max_draft_tokens,
+        hca_state=schema.hca_state,
         block_tokens=schema.block_tokens,
         bytes_per_token=schema.bytes_per_token,
         bytes_per_request=schema.bytes_per_request,

@@ -11,18 +11,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.request import Request
-from dsv4.cache.schema import CacheSchema
+from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.model import ModelSpec
-from tests.stack import POISON, Stack, Stream, readable_bytes
+from tests.stack import POISON, Stack, Stream, layers_to_run, readable_bytes
 
 TINY = ModelSpec.preset("tiny")
 TINY_LAYERS = tuple(range(len(TINY.layers)))
 
 
-def tiny_stack(drafts: int = 0, **options: Any) -> Stack:
+def tiny_stack(drafts: int = 0, state: HcaState = "raw", **options: Any) -> Stack:
     """All layer kinds of the tiny model, all memory poisoned, weights that are always the same."""
-    schema = CacheSchema.build(TINY, max_context=2048, max_draft_tokens=drafts)
-    stack = Stack(schema, layers=TINY_LAYERS, **options)
+    schema = CacheSchema.build(TINY, max_context=2048, max_draft_tokens=drafts, hca_state=state)
+    # a snapshot needs all layers
+    layers = layers_to_run(schema) if options.get("prefix") is None else TINY_LAYERS
+    stack = Stack(schema, layers=layers, **options)
     if stack.manager.prefix is not None:
         stack.manager.prefix.pool.bytes.fill_(POISON)
     return stack

@@ -14,11 +14,12 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix_options import PrefixOptions
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.request import Request
-from dsv4.cache.schema import CacheSchema
+from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.cache.writes import CompressorWeights, LayerWeights
 from dsv4.rope import rope_table
 
 POISON = 0xFF
+HCA_STATES: tuple[HcaState, ...] = ("raw", "online")
 
 
 @dataclass
@@ -156,6 +157,13 @@ class Stack:
         self.manager.commit(plan, accepted, tokens=tokens)
 
 
+def layers_to_run(schema: CacheSchema) -> tuple[int, ...]:
+    """All layers; with online state only those that have it, as the others are the same."""
+    return tuple(
+        layer.spec.layer for layer in schema.layers if layer.online or schema.hca_state == "raw"
+    )
+
+
 def logical_bytes(stack: Stack, request: Request) -> tuple[Tensor, Tensor]:
     """A request's blocks in logical order, and its slot: the same for the same life, wherever
     the allocator put it."""
@@ -182,6 +190,9 @@ def readable_bytes(stack: Stack, request: Request) -> dict[str, Tensor]:
         for name, view in state.views.items():
             if name.startswith("swa"):
                 rows = window
+            elif name == "tail_state":
+                newest = range(max(length - length % spec.ratio, length - 1), length)
+                rows = [p % handle.schema.state_rows for p in newest]
             elif name.endswith("a"):
                 start = length - length % spec.ratio
                 rows = [p % handle.schema.tail_a_rows for p in range(start, length)]

@@ -74,6 +74,18 @@ def test_bytes_of_an_append_counted_by_hand() -> None:
     assert writes.append_bytes(schema, 0, start=15, tokens=1, batch=1) == 2 * 512 + 584
 
 
+def test_bytes_of_an_append_to_a_folded_group() -> None:
+    """An HCA layer of V4-Flash: a state of 3 · 512 fp32 is read where a group is open and one is
+    written for each of the newest two tokens, whatever closes."""
+    schema = CacheSchema.build(ModelSpec.preset("v4-flash"), max_context=1024, hca_state="online")
+    inputs, state = 2 * 512 + 4 * 2 * 512, 3 * 4 * 512
+    assert writes.append_bytes(schema, 3, start=128, tokens=1, batch=1) == inputs + 584 + state
+    flush = writes.append_bytes(schema, 3, start=127, tokens=1, batch=2)
+    assert flush == 2 * (inputs + 584 + 2 * state + 584)
+    chunk = writes.append_bytes(schema, 3, start=0, tokens=128, batch=1)
+    assert chunk == 128 * inputs + (128 + 128) * 584 + 2 * state + 584
+
+
 # ---- a decode step ------------------------------------------------------------------------------
 
 

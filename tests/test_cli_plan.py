@@ -63,7 +63,7 @@ def test_without_memory_only_bytes_are_answered() -> None:
 def test_every_option_reaches_the_schema() -> None:
     found = run_json(
         *("v4-flash", "--draft", "4", "--index-format", "fp8", "--record-format", "fp8_row"),
-        *("--block-tokens", "256"),
+        *("--block-tokens", "256", "--hca-state", "online"),
     )
     schema = CacheSchema.build(
         PRESETS["v4-flash"],
@@ -71,9 +71,12 @@ def test_every_option_reaches_the_schema() -> None:
         index_format="fp8",
         entry_format="fp8_row",
         block_tokens=256,
+        hca_state="online",
     )
     assert found["fingerprint"] == schema.fingerprint
     assert found["max_draft_tokens"] == 4
+    assert found["hca_state"] == "online"
+    assert found["slot_bytes"] == schema.slot_bytes
 
 
 @pytest.mark.parametrize(
@@ -167,6 +170,7 @@ ERRORS = [
     (["v4-flash", "--index-format", "fp3"], "SchemaError", "mxfp4"),
     (["v4-flash", "--record-format", "fp3"], "SchemaError", "fp8_ds"),
     (["v4-flash", "--draft", "-1"], "InvalidInput", "max_draft_tokens=-1"),
+    (["v4-flash", "--hca-state", "folded"], "InvalidInput", "choose one of raw, online"),
     (["v4-flash", "--plot", "no/such/folder/plot.png"], "InvalidInput", "no/such/folder"),
     (["v4-flash", "--plot", "plot.nonsense"], "InvalidInput", "plot.nonsense"),
 ]

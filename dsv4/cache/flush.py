@@ -96,9 +96,16 @@ def csa_rotate_state(handle: LayerCacheHandle, slot: int, length: int) -> dict[s
 
 def hca_reset_state(handle: LayerCacheHandle, slot: int, length: int) -> dict[str, Tensor]:
     """What the tail shows in a request of that length: the rows of the unfinished group, none
-    right after a flush. No byte moves."""
+    right after a flush. No byte moves.
+
+    With online state there are no such rows: `state` [1 or 0, 3, head_dim] is their fold, running
+    maximum, sum and weighted sum.
+    """
     _require(handle, AttentionType.HCA)
     start = length - length % handle.schema.spec.ratio
+    if handle.schema.online:
+        newest = _ring_rows(max(start, length - 1), length, handle.schema.state_rows)
+        return {"state": handle.state.tail_state[slot, newest]}
     current = _ring_rows(start, length, handle.schema.tail_a_rows)
     return {"ka": handle.state.tail_ka[slot, current], "za": handle.state.tail_za[slot, current]}
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import lcm
-from typing import Literal
+from typing import Literal, get_args
 
 from dsv4.cache import records
 from dsv4.cache.records import ELEMENT_BITS, RecordFormat, ScaleType
@@ -27,6 +27,7 @@ __all__ = [
     "BlockBudget",
     "CacheSchema",
     "CompressorLayout",
+    "HcaState",
     "LayerCacheSchema",
     "Page",
     "Plane",
@@ -36,6 +37,7 @@ __all__ = [
 ArenaName = Literal["block", "slot"]
 PageKind = Literal["entries", "index_keys", "window"]
 CompressorKind = Literal["tail", "index_tail"]
+HcaState = Literal["raw", "online"]
 PlaneDtype = Literal["uint8", "float8_e4m3fn", "bfloat16", "float32"]
 
 ITEM_BYTES: dict[PlaneDtype, int] = {
@@ -144,6 +146,7 @@ class CompressorLayout:
     """Where one compressor reads and writes: its rings in a slot, its page in a block.
 
     Ring planes are fp32 [rows, width]; those of the previous stream exist only with `overlap`.
+    With `online` there are none of them but one ring of states, fp32 [state_rows, 3, width].
     """
 
     ratio: int
@@ -158,6 +161,13 @@ class CompressorLayout:
     za_offset_bytes: int
     kb_offset_bytes: int
     zb_offset_bytes: int
+    state_rows: int
+    state_offset_bytes: int
+
+    @property
+    def online(self) -> bool:
+        """Whether the unfinished group is kept folded and not token by token."""
+        return self.state_rows > 0
 
     @property
     def columns(self) -> int:
@@ -175,7 +185,8 @@ class LayerCacheSchema:
     """What one layer keeps: rows a block in the block arena, rings in the slot arena.
 
     `tail_a_rows` is the ring of the current stream, `tail_b_rows` that of the previous one (only
-    layers whose groups overlap have it). Both are addressed by token position modulo their length.
+    layers whose groups overlap have it). Both are addressed by token position modulo their length,
+    and so is the ring of `state_rows`, which a layer with online state has instead.
     """
 
     spec: LayerSpec
@@ -183,6 +194,7 @@ class LayerCacheSchema:
     window: int
     ring_rows: int
     max_draft_tokens: int
+    hca_state: HcaState
 
     @property
     def entries_per_block(self) -> int:
@@ -195,9 +207,28 @@ class LayerCacheSchema:
     @property
     def tail_a_rows(self) -> int:
         """A group of one token closes at once and leaves nothing behind."""
-        if not self.spec.owns_entries or self.spec.ratio == 1:
+        if not self.spec.owns_entries or self.spec.ratio == 1 or self.online:
             return 0
         return self.spec.ratio + self.max_draft_tokens
+
+    @property
+    def online(self) -> bool:
+        """Only HCA layers: folding a group of a few tokens would take more bytes than it saves."""
+        spec = self.spec
+        return (
+            self.hca_state == "online"
+            and spec.attention is AttentionType.HCA
+            and spec.owns_entries
+            and not spec.overlap
+            and spec.index_keys == "none"
+            and spec.ratio > 1
+        )
+
+    @property
+    def state_rows(self) -> int:
+        """The newest token's state and those of the 1 + max_draft_tokens before it, to which a
+        request can be rolled back."""
+        return 2 + self.max_draft_tokens if self.online else 0
 
     @property
     def tail_b_rows(self) -> int:
@@ -220,6 +251,7 @@ class CacheSchema:
     entry_format: RecordFormat
     window_format: RecordFormat
     index_format: RecordFormat
+    hca_state: HcaState
 
     @classmethod
     def build(
@@ -234,19 +266,26 @@ class CacheSchema:
         entry_format: str | RecordFormat = "fp8_ds",
         window_format: str | RecordFormat | None = None,
         index_format: str | RecordFormat = "mxfp4",
+        hca_state: HcaState = "raw",
     ) -> CacheSchema:
         """Lays a model out.
 
         `block_tokens` must be a multiple of every ratio. `align_bytes` is where pages start (32:
         a memory sector; 576 where SM100's TMA asks for it). `ring_rows` is the length of the window
         ring, by default the shortest that survives the rejection of `1 + max_draft_tokens` tokens.
-        `window_format` is `entry_format` unless given. Raises SchemaError or InvalidInput.
+        `window_format` is `entry_format` unless given. `hca_state` says how HCA layers keep their
+        unfinished group: "raw", every token of it, or "online", folded into a running softmax.
+        Raises SchemaError or InvalidInput.
         """
         _require_count("block_tokens", block_tokens, at_least=1)
         _require_count("align_bytes", align_bytes, at_least=1)
         _require_count("max_draft_tokens", max_draft_tokens, at_least=0)
         context = model.max_context if max_context is None else max_context
         _require_count("max_context", context, at_least=1)
+        if hca_state not in get_args(HcaState):
+            raise InvalidInput(
+                f"hca_state={hca_state!r}: choose one of {', '.join(get_args(HcaState))}"
+            )
         if context > model.max_context:
             raise SchemaError(
                 f"max_context={context} is past the {model.max_context} positions of {model.name}"
@@ -289,6 +328,7 @@ class CacheSchema:
             entry_format=entry,
             window_format=window,
             index_format=_resolve_index(index_format, model),
+            hca_state=hca_state,
         )
 
     def __post_init__(self) -> None:
@@ -305,6 +345,7 @@ class CacheSchema:
                 window=self.model.window,
                 ring_rows=self.ring_rows,
                 max_draft_tokens=self.max_draft_tokens,
+                hca_state=self.hca_state,
             )
             for spec in self.model.layers
         )
@@ -350,7 +391,21 @@ class CacheSchema:
 
     def _tail_planes(self, layer: LayerCacheSchema, offset: int) -> Iterator[Plane]:
         """Unfinished groups: values (k) and gate logits (z) of the current (a) and previous (b)
-        stream, for the main compressor and, where it has its own, for the indexer's."""
+        stream, for the main compressor and, where it has its own, for the indexer's. An online
+        layer has instead, for each of its newest tokens, maximum, sum and weighted sum."""
+        if layer.online:
+            row_bytes = 3 * self.model.head_dim * _FP32_BYTES
+            yield Plane(
+                name="tail_state",
+                layer=layer.spec.layer,
+                kind="tail",
+                arena="slot",
+                offset_bytes=offset,
+                shape=(layer.state_rows, 3, self.model.head_dim),
+                strides_bytes=(row_bytes, row_bytes // 3, _FP32_BYTES),
+                dtype="float32",
+            )
+            return
         compressors = [("tail", self.model.head_dim)]
         if layer.spec.index_keys == "compressor" and layer.spec.owns_entries:
             compressors.append(("index_tail", self.model.index_dim))
@@ -407,7 +462,8 @@ class CacheSchema:
         page = self._page_index.get(("index_keys" if indexer else "entries", layer))
         if page is None or (indexer and spec.index_keys != "compressor"):
             return None
-        planes = {name: self.plane(f"{kind}_{name}", layer) for name in ("ka", "za", "kb", "zb")}
+        names = ("ka", "za", "kb", "zb", "state")
+        planes = {name: self.plane(f"{kind}_{name}", layer) for name in names}
         offsets = {
             f"{name}_offset_bytes": plane.offset_bytes if plane else 0
             for name, plane in planes.items()
@@ -421,6 +477,7 @@ class CacheSchema:
             page=page,
             a_rows=self.layers[layer].tail_a_rows,
             b_rows=self.layers[layer].tail_b_rows,
+            state_rows=0 if indexer else self.layers[layer].state_rows,
             **offsets,
         )
 

@@ -11,8 +11,9 @@ class StateCachePool(LayerPlanes):
 
     `swa_fp8`, `swa_rope`, `swa_inv`: ring row = token position modulo the ring's length.
     `tail_ka/za` (current stream) and `tail_kb/zb` (previous stream) likewise, and `index_tail_*`
-    for the indexer's own compressor. Which rows are live follows from the request's length alone:
-    see `swa_pos` and `tail_len`.
+    for the indexer's own compressor. HCA layers with online state have `tail_state` and no other
+    tail: row p modulo its length holds maximum, sum and weighted sum after token p. Which rows are
+    live follows from the request's length alone: see `swa_pos` and `tail_len`.
     """
 
     def __init__(self, schema: CacheSchema, arena: Arena, layer: int) -> None:

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.cache.writes import CompressorWrite, StepTensors, WindowWrite
+from dsv4.kernels.fold import fold_tokens, load_state, write_states
 from dsv4.kernels.numerics import (
     bf16_bits,
     exp_nonpositive,
@@ -31,6 +32,9 @@ from dsv4.reference.numerics import SUM_LANES
 # Pooling more rows than this splits the channels over programs: a group of 128 tokens is 512 KB.
 MAX_ROWS_IN_ONE_PROGRAM = 8
 SPLIT_CHANNELS = 32
+# Folding goes token by token, so a thread has one channel; a narrow step folds only a few.
+FOLD_SPLIT_CHANNELS = 128
+FOLD_AHEAD_TOKENS = 8
 # Programs that share the work items of one compressor; each takes every so-manieth.
 MAX_WORK_PROGRAMS = 1024
 NUM_WARPS = 4
@@ -63,9 +67,11 @@ class CompressorConstants:
     HADAMARD: bool
     A_ROWS: int
     B_ROWS: int
+    STATE_ROWS: int
     PAGE_ROWS: int
     SPLITS: int
     LANES: int
+    AHEAD: int
     LOOP: bool
     COMPRESS: bool
     TAILS: str
@@ -188,7 +194,9 @@ def _compressor_arguments(
         return 0, (step.batch, step.batch, *[nothing] * 6, step.arrived, *[0] * 9), None
     layout, items = write.layout, write.items.shape[0]
     splits = 1
-    if layout.slots_pooled > MAX_ROWS_IN_ONE_PROGRAM and not layout.overlap:
+    if layout.online:
+        splits = 1 if step.narrow else max(1, layout.width // FOLD_SPLIT_CHANNELS)
+    elif layout.slots_pooled > MAX_ROWS_IN_ONE_PROGRAM and not layout.overlap:
         splits = max(1, layout.width // SPLIT_CHANNELS)
     # Where a step is narrow its tails overwrite nothing that its groups read, so other programs
     # may write them meanwhile; a wide chunk's groups must be read first.
@@ -207,9 +215,11 @@ def _compressor_arguments(
         HADAMARD=layout.hadamard,
         A_ROWS=layout.a_rows,
         B_ROWS=layout.b_rows,
+        STATE_ROWS=layout.state_rows,
         PAGE_ROWS=layout.page.rows,
         SPLITS=splits,
         LANES=SUM_LANES,
+        AHEAD=1 if step.narrow else FOLD_AHEAD_TOKENS,
         LOOP=work_programs < items * splits,
         COMPRESS=write.compress,
         TAILS=tails,
@@ -232,7 +242,7 @@ def _compressor_arguments(
         0 if write.z is None else write.z.stride(0),
         layout.page.offset_bytes,
         layout.page.scale_offset_bytes,
-        layout.ka_offset_bytes,
+        layout.state_offset_bytes if layout.online else layout.ka_offset_bytes,
         layout.za_offset_bytes,
         layout.kb_offset_bytes,
         layout.zb_offset_bytes,
@@ -557,7 +567,11 @@ def _pool(
     """
     POOLED: tl.constexpr = C.RATIO * 2 if C.OVERLAP else C.RATIO
     PART: tl.constexpr = C.WIDTH // C.SPLITS
-    if POOLED == 8:
+    if C.STATE_ROWS > 0:
+        return _pool_folded(
+            entry, start, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, C
+        )
+    elif POOLED == 8:
         return _pool_8(
             entry, start, first_row, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C
         )
@@ -584,6 +598,26 @@ def _pool(
         sums = _tree_sum(tl.join(products, weights), ROWS, PART)
         product, weight = tl.split(sums)
         return tl.div_rn(product, weight)
+
+
+@triton.jit
+def _pool_folded(
+    entry, start, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ring,
+    C: tl.constexpr,
+):  # fmt: skip
+    """A group whose tokens before the step are folded: goes on from their state."""
+    PART: tl.constexpr = C.WIDTH // C.SPLITS
+    end = (entry + 1) * C.RATIO
+    if C.FROM_TAILS:
+        top, weight, product = load_state(ring, end - 1, True, split, PART, C)
+    else:
+        begin = tl.maximum(start, entry * C.RATIO)
+        top, weight, product = load_state(ring, begin - 1, begin % C.RATIO != 0, split, PART, C)
+        top, weight, product = fold_tokens(
+            top, weight, product, begin, end, first_row - start, split,
+            c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C,
+        )  # fmt: skip
+    return tl.div_rn(product, weight)
 
 
 @triton.jit
@@ -689,15 +723,21 @@ def _write_tails(
     start, end, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
     slot_ptr, ka_offset, za_offset, kb_offset, zb_offset, PART: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The newest tokens of the step into the rings: current stream, then previous stream."""
+    """The newest tokens of the step into the rings: current stream, then previous stream; or their
+    states, where groups are kept folded."""
     ka = (slot_ptr + ka_offset).to(tl.pointer_type(tl.float32))
     za = (slot_ptr + za_offset).to(tl.pointer_type(tl.float32))
     kb = (slot_ptr + kb_offset).to(tl.pointer_type(tl.float32))
     zb = (slot_ptr + zb_offset).to(tl.pointer_type(tl.float32))
-    _write_tail(
-        start, end, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
-        ka, za, C.OVERLAP, C.A_ROWS, PART, C,
-    )  # fmt: skip
+    if C.STATE_ROWS > 0:
+        write_states(
+            start, end, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, PART, C
+        )
+    else:
+        _write_tail(
+            start, end, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
+            ka, za, C.OVERLAP, C.A_ROWS, PART, C,
+        )  # fmt: skip
     if C.OVERLAP:
         _write_tail(
             start, end, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,

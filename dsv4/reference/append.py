@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv4.cache.schema import Page
 from dsv4.cache.writes import CompressorWrite, StepTensors, WindowWrite
+from dsv4.reference import online
 from dsv4.reference.codec import VALUE_TYPES, encode
 from dsv4.reference.numerics import gated_pool, hadamard, rms_norm, rotate, round_to
 from dsv4.reference.pages import page_rows
@@ -23,7 +24,9 @@ def append(
     for write in compressors:
         if write.compress:
             compress_groups(step, write)
-        if write.write_tails:
+        if write.write_tails and write.layout.online:
+            online.write_states(step, write)
+        elif write.write_tails:
             write_tails(step, write)
 
 
@@ -71,8 +74,11 @@ def compress_groups(step: StepTensors, write: CompressorWrite) -> None:
     item, entry, slot, start, first_row = _closed_groups(write)
     if not len(item):
         return
-    values, logits, valid = _group_rows(step, write, entry, slot, start, first_row)
-    pooled = gated_pool(values, logits, valid)
+    if layout.online:
+        pooled = online.pool_groups(step, write, entry, slot, start, first_row)
+    else:
+        values, logits, valid = _group_rows(step, write, entry, slot, start, first_row)
+        pooled = gated_pool(values, logits, valid)
     pooled = round_to(pooled, VALUE_TYPES[layout.page.format.value_dtype])
     entries = rms_norm(pooled, write.norm, step.rms_eps)
     entries = rotate(entries, *_cos_sin(step.rope, entry * layout.ratio))

@@ -56,6 +56,26 @@ def gated_pool(values: Tensor, logits: Tensor, valid: Tensor) -> Tensor:
     return tree_sum(product) / tree_sum(weight)
 
 
+def fold_token(state: Tensor, values: Tensor, logits: Tensor, first: Tensor) -> Tensor:
+    """One more token in a running softmax, channel by channel: fp32 [..., 3, width] before and
+    after, the largest logit, the sum of the weights and that of the weighted values.
+
+    Where `first` [...] is true the token begins a group and the state before it does not count.
+    """
+    top, weight, product = state.unbind(-2)
+    begins = first.unsqueeze(-1)
+    top = torch.where(begins, logits, top)
+    weight = torch.where(begins, torch.zeros_like(weight), weight)
+    product = torch.where(begins, torch.zeros_like(product), product)
+    rises = logits > top
+    gap = torch.where(rises, top - logits, logits - top)
+    gap = torch.where(logits == top, torch.zeros_like(gap), gap)  # equal infinities too
+    shrink = exp_nonpositive(gap)
+    weight = torch.where(rises, weight * shrink + 1.0, weight + shrink)
+    product = torch.where(rises, product * shrink + values, product + shrink * values)
+    return torch.stack((torch.where(rises, logits, top), weight, product), dim=-2)
+
+
 def tree_sum(x: Tensor) -> Tensor:
     """Sum over axis -2 in fp32, in a fixed order: row r joins lane r mod SUM_LANES, in turn; then
     the lower half of the lanes is added to the upper half until one is left."""

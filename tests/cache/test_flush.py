@@ -21,7 +21,7 @@ from dsv4.cache.flush import (
 )
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.request import Request
-from dsv4.cache.schema import CacheSchema
+from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.errors import InvalidInput, PlanError, SchemaMismatch
 from dsv4.model import ModelSpec
 from dsv4.reference.codec import encode
@@ -32,8 +32,19 @@ SWA, CSA, HCA = 0, 1, 2
 RATIO = {CSA: 4, HCA: 128}
 
 
-def build(layer: int, *, requests: int = 3, drafts: int = 0, **options: Any) -> Stack:
-    schema = CacheSchema.build(TINY, max_context=512, max_draft_tokens=drafts)
+# layers that compress, and how they keep their unfinished group
+COMPRESSORS = [(CSA, "raw"), (HCA, "raw"), (HCA, "online")]
+
+
+def build(
+    layer: int,
+    state: HcaState = "raw",
+    *,
+    requests: int = 3,
+    drafts: int = 0,
+    **options: Any,
+) -> Stack:
+    schema = CacheSchema.build(TINY, max_context=512, max_draft_tokens=drafts, hca_state=state)
     return Stack(schema, layers=[layer], max_requests=requests, **options)
 
 
@@ -146,12 +157,12 @@ def flush_compression(handle: LayerCacheHandle, weights: Any) -> None:
 
 @pytest.mark.parametrize("close", [flush, compress_and_write, flush_compression])
 @pytest.mark.parametrize("drafts", [0, 5])
-@pytest.mark.parametrize("layer", [CSA, HCA])
+@pytest.mark.parametrize(("layer", "state"), COMPRESSORS)
 def test_steps_by_hand_leave_the_bytes_of_append(
-    layer: int, drafts: int, close: Callable[[LayerCacheHandle, Any], None]
+    layer: int, state: HcaState, drafts: int, close: Callable[[LayerCacheHandle, Any], None]
 ):
     """Step after step over the end of a group, ragged phases, several tokens with drafts."""
-    by_append, by_hand = (build(layer, drafts=drafts) for _ in range(2))
+    by_append, by_hand = (build(layer, state, drafts=drafts) for _ in range(2))
     count = 1 + drafts
     lives = [start(stack, [125, 2, 254]) for stack in (by_append, by_hand)]
     for _ in range(5):
@@ -165,9 +176,9 @@ def test_steps_by_hand_leave_the_bytes_of_append(
         assert_same(arenas(by_hand), arenas(by_append))
 
 
-@pytest.mark.parametrize("layer", [CSA, HCA])
-def test_nothing_closes_where_no_group_ends(layer: int):
-    stack = build(layer)
+@pytest.mark.parametrize(("layer", "state"), COMPRESSORS)
+def test_nothing_closes_where_no_group_ends(layer: int, state: HcaState):
+    stack = build(layer, state)
     requests, streams = start(stack, [124, 1, 130])
     handle = tails_written(stack, requests, streams)
     before = arenas(stack)
@@ -176,9 +187,9 @@ def test_nothing_closes_where_no_group_ends(layer: int):
     assert_same(arenas(stack), before)
 
 
-@pytest.mark.parametrize("layer", [CSA, HCA])
-def test_compressing_writes_nothing_to_the_cache(layer: int):
-    stack = build(layer)
+@pytest.mark.parametrize(("layer", "state"), COMPRESSORS)
+def test_compressing_writes_nothing_to_the_cache(layer: int, state: HcaState):
+    stack = build(layer, state)
     requests, streams = start(stack, [127, 1, 255])
     handle = tails_written(stack, requests, streams)
     before = arenas(stack)
@@ -196,9 +207,9 @@ def flush_write(handle: LayerCacheHandle, rows: list[Tensor], mask: Tensor) -> N
     (flush_write_csa if handle.layer == CSA else flush_write_hca)(handle, *rows, mask)
 
 
-@pytest.mark.parametrize("layer", [CSA, HCA])
-def test_where_the_mask_is_false_nothing_is_written(layer: int):
-    stack = build(layer)
+@pytest.mark.parametrize(("layer", "state"), COMPRESSORS)
+def test_where_the_mask_is_false_nothing_is_written(layer: int, state: HcaState):
+    stack = build(layer, state)
     requests, streams = start(stack, [127, 255, 3])
     handle = tails_written(stack, requests, streams)
     compress = csa_compress_tail if layer == CSA else hca_compress_tail
@@ -214,9 +225,9 @@ def test_where_the_mask_is_false_nothing_is_written(layer: int):
     assert torch.equal(arenas(stack)[1], before[1])
 
 
-@pytest.mark.parametrize("layer", [CSA, HCA])
-def test_padding_items_are_not_written_even_if_the_mask_says_so(layer: int):
-    stack = build(layer)
+@pytest.mark.parametrize(("layer", "state"), COMPRESSORS)
+def test_padding_items_are_not_written_even_if_the_mask_says_so(layer: int, state: HcaState):
+    stack = build(layer, state)
     requests, streams = start(stack, [127, 2, 4])
     handle = tails_written(stack, requests, streams)
     compress = csa_compress_tail if layer == CSA else hca_compress_tail
@@ -263,6 +274,28 @@ def test_an_hca_tail_is_empty_right_after_a_flush(length: int):
     assert torch.equal(shown["za"], biased[first:length])
 
 
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 300])
+def test_online_state_is_the_softmax_of_the_unfinished_group_so_far(length: int):
+    stack = build(HCA, "online", drafts=2)
+    (request, *_), (stream, *_) = start(stack, [length, 1, 1])
+    c, z = (rows.double() for rows in stream.projections[HCA])
+    compressor = stack.weights[HCA].compressor
+    assert compressor is not None
+    group = slice(length - length % 128, length)
+    biased = (z + compressor.ape[torch.arange(len(z)) % 128])[group]
+    shown = hca_reset_state(stack.manager.acquire(HCA), request.slot, request.length)
+    assert shown.keys() == {"state"}
+    assert shown["state"].shape == (1 if length % 128 else 0, 3, TINY.head_dim)
+    for top, weight, product in shown["state"].double():
+        weights = torch.exp(biased - biased.amax(dim=0))
+        assert torch.equal(top.float(), biased.amax(dim=0).float())
+        torch.testing.assert_close(weight, weights.sum(dim=0), rtol=1e-5, atol=0.0)
+        expected = (weights * c[group]).sum(dim=0)
+        torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(AttributeError, match="it has swa_fp8, swa_rope, swa_inv, tail_state"):
+        _ = stack.manager.acquire(HCA).state.tail_ka
+
+
 # ---- what is refused ----------------------------------------------------------------------------
 
 
@@ -290,9 +323,9 @@ def test_calls_for_another_kind_of_layer():
     assert_same(arenas(stack), before)
 
 
-@pytest.mark.parametrize("layer", [CSA, HCA])
-def test_chunks_do_not_go_through_the_tails(layer: int):
-    stack = build(layer, drafts=2)
+@pytest.mark.parametrize(("layer", "state"), COMPRESSORS)
+def test_chunks_do_not_go_through_the_tails(layer: int, state: HcaState):
+    stack = build(layer, state, drafts=2)
     request, stream = stack.manager.admit_request(), stack.stream(0, 10)
     plan = stack.manager.prepare_forward([(request, 4)])
     handle = stack.manager.acquire(layer, plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dsv4.cache.schema import HcaState
 from dsv4.errors import InvalidInput, OutOfBlocks, OutOfSlots, RequestError
 from tests.lives import assert_cold, run_to, splice, tiny_stack
 from tests.oracles.bookkeeping import nothing_changes
@@ -11,9 +12,12 @@ from tests.oracles.bookkeeping import nothing_changes
 CASES = [(0, 3), (1, 3), (127, 3), (128, 3), (129, 0), (255, 3), (256, 0), (300, 3)]
 
 
-@pytest.mark.parametrize(("length", "drafts"), CASES)
-def test_forks_diverge_and_each_equals_a_cold_run(length: int, drafts: int):
-    stack = tiny_stack(drafts, max_requests=4, num_blocks=24)
+@pytest.mark.parametrize(
+    ("length", "drafts", "state"),
+    [*((*case, "raw") for case in CASES), (127, 3, "online"), (129, 0, "online")],
+)
+def test_forks_diverge_and_each_equals_a_cold_run(length: int, drafts: int, state: HcaState):
+    stack = tiny_stack(drafts, state, max_requests=4, num_blocks=24)
     streams = [stack.stream(seed, 512) for seed in range(4)]
     parent = stack.manager.admit_request(length)
     run_to(stack, parent, streams[0], length)

@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.request import Request
-from dsv4.cache.schema import CacheSchema
+from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.cache.writes import CompressorWeights, LayerWeights
 from dsv4.errors import Dsv4Error, InvalidInput, PlanError, RequestError
 from dsv4.model import ModelSpec
@@ -41,8 +41,10 @@ class Call:
         self.handle.append(**self.tensors, weights=self.weights)
 
 
-def good_call(layer: int, *, tokens: int = TOKENS, drafts: int = 0) -> Call:
-    schema = CacheSchema.build(TINY, max_context=512, max_draft_tokens=drafts)
+def good_call(
+    layer: int, *, tokens: int = TOKENS, drafts: int = 0, state: HcaState = "raw"
+) -> Call:
+    schema = CacheSchema.build(TINY, max_context=512, max_draft_tokens=drafts, hca_state=state)
     stack = Stack(schema, layers=[layer])
     request, stream = stack.manager.admit_request(), stack.stream(0, 100)
     plan = stack.manager.prepare_forward([(request, tokens)])
@@ -219,8 +221,9 @@ def test_a_wide_plan_is_appended_once():
     refuse(call, PlanError, "layer 1 has appended this plan already")
 
 
-def test_a_narrow_plan_can_be_appended_again():
-    call = good_call(CSA, tokens=3, drafts=2)
+@pytest.mark.parametrize(("layer", "state"), [(CSA, "raw"), (HCA, "raw"), (HCA, "online")])
+def test_a_narrow_plan_can_be_appended_again(layer: int, state: HcaState):
+    call = good_call(layer, tokens=3, drafts=2, state=state)
     manager = call.stack.manager
     call.append()
     before = manager.block_arena.bytes.clone(), manager.slot_arena.bytes.clone()
@@ -274,10 +277,12 @@ def assert_same_arenas(one: Stack, other: Stack) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, TOKENS])
-@pytest.mark.parametrize("layer", [SWA, CSA, HCA])
-def test_rows_inside_a_wider_tensor(layer: int, tokens: int):
+@pytest.mark.parametrize(
+    ("layer", "state"), [(SWA, "raw"), (CSA, "raw"), (HCA, "raw"), (HCA, "online")]
+)
+def test_rows_inside_a_wider_tensor(layer: int, state: HcaState, tokens: int):
     """As a fused projection leaves them: kv and all c and z side by side."""
-    plain, strided = good_call(layer, tokens=tokens), good_call(layer, tokens=tokens)
+    plain, strided = (good_call(layer, tokens=tokens, state=state) for _ in range(2))
     plain.append()
     floats = [tensor for name, tensor in strided.tensors.items() if name != "kv"]
     if floats:

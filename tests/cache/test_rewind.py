@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from dsv4.cache.schema import HcaState
 from dsv4.errors import InvalidInput, OutOfBlocks, RequestError
 from tests.lives import assert_cold, run_to, splice, tiny_stack
 from tests.oracles.bookkeeping import nothing_changes
+from tests.stack import HCA_STATES
 
 
+@pytest.mark.parametrize("state", HCA_STATES)
 @pytest.mark.parametrize("length", [4, 129, 256, 259])
 @pytest.mark.parametrize("back", [1, 2, 3, 4])
-def test_within_the_rings_nothing_runs_again(length: int, back: int):
-    stack = tiny_stack(drafts=3, num_blocks=10)
+def test_within_the_rings_nothing_runs_again(length: int, back: int, state: HcaState):
+    stack = tiny_stack(drafts=3, state=state, num_blocks=10)
     stream, other = stack.stream(0, 512), stack.stream(1, 512)
     request = stack.manager.admit_request(length)
     run_to(stack, request, stream, length)

@@ -605,7 +605,9 @@ def test_the_numbers_of_the_layout_page_are_the_schema_s() -> None:
     schema = CacheSchema.build(FLASH)
     sm100 = CacheSchema.build(FLASH, align_bytes=576)
     large = [CacheSchema.build(FLASH, block_tokens=tokens) for tokens in (256, 512)]
+    online = CacheSchema.build(FLASH, hca_state="online")
     numbers = [
+        *(online.slot_bytes, online.bytes_per_request, online.bytes_by_kind()["slot"]["hca tail"]),
         *(schema.block_bytes, schema.slot_bytes, schema.bytes_per_request, schema.bytes_per_token),
         *(schema.block_table_row_bytes, sm100.block_bytes, sm100.bytes_per_token),
         *(size.block_bytes for size in large),

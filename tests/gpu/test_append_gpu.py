@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.request import Request
-from dsv4.cache.schema import CacheSchema
+from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.model import ModelSpec
-from tests.stack import POISON, Stack, Stream, logical_bytes
+from tests.stack import HCA_STATES, POISON, Stack, Stream, logical_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -75,10 +75,12 @@ def no_allocation_and_no_sync() -> Iterator[None]:
 # ---- the reference's bytes ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layer", [SWA, CSA, HCA])
-def test_compiled_append_leaves_the_bytes_of_the_reference(layer: int):
+@pytest.mark.parametrize(
+    ("layer", "state"), [(SWA, "raw"), (CSA, "raw"), (HCA, "raw"), (HCA, "online")]
+)
+def test_compiled_append_leaves_the_bytes_of_the_reference(layer: int, state: HcaState):
     """Chunks that straddle groups and turn the rings, then decode and draft steps."""
-    pair = Pair(schema_of(FLASH), [layer])
+    pair = Pair(schema_of(FLASH, hca_state=state), [layer])
     pair.step({0: 9, 1: 126, 2: 300, 3: 6})
     pair.assert_equal()
     pair.step({0: 1, 1: 1, 2: 1, 3: 1}, **PADDING)
@@ -168,8 +170,9 @@ def changed_rows(before: Tensor, after: Tensor) -> set[int]:
     return set((before != after).any(dim=1).nonzero().flatten().tolist())
 
 
-def test_a_graph_replayed_at_smaller_sizes_touches_live_rows_only():
-    pair = Pair(schema_of(FLASH), [SWA, CSA, HCA])
+@pytest.mark.parametrize("state", HCA_STATES)
+def test_a_graph_replayed_at_smaller_sizes_touches_live_rows_only(state: HcaState):
+    pair = Pair(schema_of(FLASH, hca_state=state), [SWA, CSA, HCA])
     arenas = (pair.gpu.manager.block_arena.bytes, pair.gpu.manager.slot_arena.bytes)
     captured = Captured(pair.gpu)
     assert all(bool((arena == POISON).all()) for arena in arenas)  # an empty step writes nothing

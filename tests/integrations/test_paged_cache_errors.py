@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import DeepseekV4ForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.schema import CacheSchema
 from dsv4.errors import ContextOverflow, InvalidInput, OutOfSlots, SchemaError, SchemaMismatch
 from dsv4.integrations.transformers import PagedCache
 from tests.integrations.tiny_v4 import (
@@ -90,6 +92,20 @@ def test_the_cache_of_another_model(started: bool):
             other(input_ids=prompt(5), past_key_values=cache)
     with pytest.raises(SchemaMismatch, match="differs in layers"):
         PagedCache(cache.manager, others[0])
+
+
+def test_a_cache_that_folds_its_groups():
+    model = tiny_model()
+    schema = CacheSchema.build(
+        paged(model).manager.schema.model,
+        max_context=256,
+        entry_format="fp32",
+        index_format="fp32",
+        hca_state="online",
+    )
+    manager = KVCacheManager(schema, num_blocks=4, max_requests=1)
+    with pytest.raises(SchemaMismatch, match="lay it out with hca_state='raw'"):
+        PagedCache(manager, model)
 
 
 @torch.no_grad()

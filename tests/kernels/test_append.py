@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4.cache.flush import csa_compress_tail, hca_compress_tail, maybe_flush_csa, maybe_flush_hca
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.request import Request
-from dsv4.cache.schema import CacheSchema
+from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.kernels import append as append_kernel
 from dsv4.model import ModelSpec
 from tests.formats import BF16_ENTRY_FORMATS, BF16_INDEX_FORMATS
@@ -274,8 +274,12 @@ def test_programs_that_take_several_work_items(
     both.empty_step(pad_tokens=12, pad_requests=3)
 
 
-@pytest.mark.parametrize("layer", TINY_LAYERS)
-def test_a_layer_is_one_launch_and_a_chunk_one_more(layer: int, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("layer", "state"), [*((layer, "raw") for layer in TINY_LAYERS), (HCA, "online")]
+)
+def test_a_layer_is_one_launch_and_a_chunk_one_more(
+    layer: int, state: HcaState, monkeypatch: pytest.MonkeyPatch
+):
     launches: list[int] = []
 
     class Counting:
@@ -284,9 +288,8 @@ def test_a_layer_is_one_launch_and_a_chunk_one_more(layer: int, monkeypatch: pyt
             return lambda *arguments, **constants: None
 
     monkeypatch.setattr(append_kernel, "_append_kernel", Counting())
-    stack = Stack(
-        CacheSchema.build(TINY, max_context=512), layers=[layer], backend="triton", max_requests=2
-    )
+    schema = CacheSchema.build(TINY, max_context=512, hca_state=state)
+    stack = Stack(schema, layers=[layer], backend="triton", max_requests=2)
     stream = stack.stream(0, 200)
     requests = [stack.manager.admit_request() for _ in range(2)]
     for count, expected in ((1, 1), (150, 2)):

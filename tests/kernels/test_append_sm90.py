@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4.cache.schema import CacheSchema
+from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.model import ModelSpec
 from tests.kernels.sm90 import compile_launch, run_apart
 from tests.stack import Stack
@@ -23,25 +23,31 @@ from tests.stack import Stack
 SWA, CSA, HCA = 0, 2, 3
 WIDE = 8192
 DECODE, CHUNK = (1,) * 8, (WIDE,)
-# name -> (preset, layer, tokens of each request, whether it is the second launch of a chunk)
-CASES: dict[str, tuple[str, int, tuple[int, ...], bool]] = {
-    "flash csa decode": ("v4-flash", CSA, DECODE, False),
-    "flash csa chunk": ("v4-flash", CSA, CHUNK, False),
-    "pro hca decode": ("v4-pro", HCA, DECODE, False),
-    "pro hca chunk": ("v4-pro", HCA, CHUNK, False),
-    "flash window decode": ("v4-flash", SWA, DECODE, False),
-    "flash window chunk": ("v4-flash", CSA, CHUNK, True),
+# name -> (preset, layer, tokens of each request, whether it is the second launch of a chunk, state)
+CASES: dict[str, tuple[str, int, tuple[int, ...], bool, HcaState]] = {
+    "flash csa decode": ("v4-flash", CSA, DECODE, False, "raw"),
+    "flash csa chunk": ("v4-flash", CSA, CHUNK, False, "raw"),
+    "pro hca decode": ("v4-pro", HCA, DECODE, False, "raw"),
+    "pro hca chunk": ("v4-pro", HCA, CHUNK, False, "raw"),
+    "pro online hca decode": ("v4-pro", HCA, DECODE, False, "online"),
+    "pro online hca chunk": ("v4-pro", HCA, CHUNK, False, "online"),
+    "flash window decode": ("v4-flash", SWA, DECODE, False, "raw"),
+    "flash window chunk": ("v4-flash", CSA, CHUNK, True, "raw"),
 }
 
 
 def launch(
-    preset: str, layer: int, counts: tuple[int, ...], second: bool = False
+    preset: str,
+    layer: int,
+    counts: tuple[int, ...],
+    second: bool = False,
+    hca_state: HcaState = "raw",
 ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
     """What handle.append would launch (decode steps at their padded size, as in a graph; one of
     the two launches of a chunk): programs, arguments and constants."""
     from dsv4.kernels.append import launch_arguments
 
-    schema = CacheSchema.build(ModelSpec.preset(preset), max_context=2 * WIDE)
+    schema = CacheSchema.build(ModelSpec.preset(preset), max_context=2 * WIDE, hca_state=hca_state)
     tokens = sum(counts)
     stack = Stack(
         schema,
@@ -117,12 +123,12 @@ def test_compiled_append(name: str):
         assert any(re.fullmatch(r"ld\.global(\.\w+)*\.v4\.b32", i) for i in instructions)
 
 
-@pytest.mark.parametrize("layer", [CSA, HCA])
+@pytest.mark.parametrize(("layer", "state"), [(CSA, "raw"), (HCA, "raw"), (HCA, "online")])
 @pytest.mark.parametrize("counts", [DECODE, CHUNK], ids=["decode", "chunk"])
-def test_flash_and_pro_run_the_same_binaries(layer: int, counts: tuple[int, ...]):
+def test_flash_and_pro_run_the_same_binaries(layer: int, state: HcaState, counts: tuple[int, ...]):
     """So that a case of one stands for both."""
-    _, flash, flash_constants = launch("v4-flash", layer, counts)
-    _, pro, pro_constants = launch("v4-pro", layer, counts)
+    _, flash, flash_constants = launch("v4-flash", layer, counts, hca_state=state)
+    _, pro, pro_constants = launch("v4-pro", layer, counts, hca_state=state)
     assert flash_constants == pro_constants
     assert specialization(flash) == specialization(pro)
 

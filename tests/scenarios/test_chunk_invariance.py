@@ -12,12 +12,19 @@ from torch import Tensor
 
 from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
 from dsv4.cache.request import Request
-from dsv4.cache.schema import ArenaName, CacheSchema
+from dsv4.cache.schema import ArenaName, CacheSchema, HcaState
 from dsv4.model import ModelSpec
-from tests.stack import POISON, Stack, Stream, logical_bytes, readable_bytes
+from tests.stack import (
+    HCA_STATES,
+    POISON,
+    Stack,
+    Stream,
+    layers_to_run,
+    logical_bytes,
+    readable_bytes,
+)
 
 TINY = ModelSpec.preset("tiny")
-TINY_LAYERS = range(len(TINY.layers))
 LENGTHS = (1, 3, 4, 5, 7, 8, 127, 128, 129, 255, 256, 257, 300)
 
 Cut = Callable[[int], list[int]]
@@ -56,14 +63,14 @@ def live(
     lengths: Sequence[int],
     cut: Cut,
     *,
-    layers: Sequence[int] = TINY_LAYERS,
+    layers: Sequence[int] | None = None,
     **options: float | bool,
 ) -> Life:
     """One request of each length, all in the same steps; the stream of a length is always the
     same."""
     stack = Stack(
         schema,
-        layers=layers,
+        layers=layers_to_run(schema) if layers is None else layers,
         max_requests=len(lengths) + 1,
         num_blocks=sum(map(schema.blocks_for, lengths)) + 2,
         max_step_tokens=sum(lengths),
@@ -136,10 +143,10 @@ def writable_runs(
 
 
 @pytest.mark.parametrize("drafts", [0, 5])
-@pytest.mark.parametrize("kv_norm", [True, False])
-def test_tiny_model_at_the_edges_of_groups_and_rings(drafts: int, kv_norm: bool):
+@pytest.mark.parametrize(("kv_norm", "state"), [(True, "raw"), (False, "raw"), (True, "online")])
+def test_tiny_model_at_the_edges_of_groups_and_rings(drafts: int, kv_norm: bool, state: HcaState):
     """All lengths are one ragged batch. `drafts` decides which steps are narrow."""
-    schema = CacheSchema.build(TINY, max_context=512, max_draft_tokens=drafts)
+    schema = CacheSchema.build(TINY, max_context=512, max_draft_tokens=drafts, hca_state=state)
     whole = live(schema, LENGTHS, in_one_piece, kv_norm=kv_norm)
     assert_no_stray_bytes(whole)
     for cut in (token_by_token, random_splits(1), random_splits(2), random_splits(3)):
@@ -148,12 +155,15 @@ def test_tiny_model_at_the_edges_of_groups_and_rings(drafts: int, kv_norm: bool)
         assert_no_stray_bytes(pieces)
 
 
+@pytest.mark.parametrize("state", HCA_STATES)
 @pytest.mark.parametrize("seed", range(4))
-def test_tiny_model_at_random_lengths(seed: int):
+def test_tiny_model_at_random_lengths(seed: int, state: HcaState):
     rng = random.Random(seed)
     lengths = rng.sample(range(1, 450), 6)
     options = {"block_tokens": rng.choice((128, 256)), "max_draft_tokens": rng.randrange(9)}
-    schema = CacheSchema.build(TINY, max_context=512, ring_rows=rng.randrange(137, 300), **options)
+    schema = CacheSchema.build(
+        TINY, max_context=512, ring_rows=rng.randrange(137, 300), hca_state=state, **options
+    )
     whole = live(schema, lengths, in_one_piece)
     pieces = live(schema, lengths, random_splits(seed))
     assert_same_bytes(whole, pieces)
@@ -174,6 +184,16 @@ def test_every_format_with_outliers(entry_format: str, index_format: str):
     assert_no_stray_bytes(pieces)
 
 
+@pytest.mark.parametrize("entry_format", ENTRY_FORMATS)
+def test_every_entry_format_with_online_state_and_outliers(entry_format: str):
+    schema = CacheSchema.build(TINY, max_context=512, entry_format=entry_format, hca_state="online")
+    lengths = (9, 130, 261)
+    whole = live(schema, lengths, in_one_piece, spread=3.0)
+    pieces = live(schema, lengths, random_splits(7), spread=3.0)
+    assert_same_bytes(whole, pieces)
+    assert_no_stray_bytes(pieces)
+
+
 def test_window_and_entries_in_different_formats():
     schema = CacheSchema.build(TINY, max_context=512, entry_format="bf16", window_format="fp8_ds")
     lengths = (5, 130)
@@ -182,14 +202,15 @@ def test_window_and_entries_in_different_formats():
     assert_no_stray_bytes(whole)
 
 
-def test_v4_flash_csa_and_hca():
+@pytest.mark.parametrize(("state", "layers"), [("raw", (2, 3)), ("online", (3,))])
+def test_v4_flash_csa_and_hca(state: HcaState, layers: tuple[int, ...]):
     """Real widths, in a schema of all 43 layers."""
-    schema = CacheSchema.build(ModelSpec.preset("v4-flash"), max_context=512)
+    schema = CacheSchema.build(ModelSpec.preset("v4-flash"), max_context=512, hca_state=state)
     lengths = (1, 6, 130)
-    whole = live(schema, lengths, in_one_piece, layers=(2, 3))
+    whole = live(schema, lengths, in_one_piece, layers=layers)
     assert_no_stray_bytes(whole)
     for cut in (token_by_token, random_splits(1)):
-        pieces = live(schema, lengths, cut, layers=(2, 3))
+        pieces = live(schema, lengths, cut, layers=layers)
         assert_same_bytes(whole, pieces)
         assert_no_stray_bytes(pieces)
 
@@ -218,16 +239,17 @@ def run(stack: Stack, request: Request, stream: Stream, chunks: Sequence[int]) -
         stack.step([(request, stream, count)])
 
 
+@pytest.mark.parametrize("state", HCA_STATES)
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_a_slot_reused_after_a_longer_request(drafts: int):
+def test_a_slot_reused_after_a_longer_request(drafts: int, state: HcaState):
     """At every length of the heir, from 0 on, nothing of the dead request shows."""
-    schema = CacheSchema.build(TINY, max_context=512, max_draft_tokens=drafts)
-    stack = Stack(schema, layers=TINY_LAYERS, max_requests=1, num_blocks=3)
+    schema = CacheSchema.build(TINY, max_context=512, max_draft_tokens=drafts, hca_state=state)
+    stack = Stack(schema, layers=layers_to_run(schema), max_requests=1, num_blocks=3)
     dead = stack.manager.admit_request()
     run(stack, dead, stack.stream(1, 300), [300])
     stack.manager.release_request(dead)
     heir = stack.manager.admit_request()
-    fresh = Stack(schema, layers=TINY_LAYERS, max_requests=1, num_blocks=3)
+    fresh = Stack(schema, layers=layers_to_run(schema), max_requests=1, num_blocks=3)
     twin = fresh.manager.admit_request()
     assert heir.slot == dead.slot
     stream = stack.stream(2, 290)
@@ -237,10 +259,11 @@ def test_a_slot_reused_after_a_longer_request(drafts: int):
         assert_same_readable(stack, heir, fresh, twin)
 
 
-def test_a_slot_reused_many_times():
+@pytest.mark.parametrize("state", HCA_STATES)
+def test_a_slot_reused_many_times(state: HcaState):
     rng = random.Random(5)
-    schema = CacheSchema.build(TINY, max_context=512)
-    stack = Stack(schema, layers=TINY_LAYERS, max_requests=2, num_blocks=8)
+    schema = CacheSchema.build(TINY, max_context=512, hca_state=state)
+    stack = Stack(schema, layers=layers_to_run(schema), max_requests=2, num_blocks=8)
     neighbour = stack.manager.admit_request()
     run(stack, neighbour, stack.stream(99, 200), [200])
     before = logical_bytes(stack, neighbour)
@@ -248,7 +271,7 @@ def test_a_slot_reused_many_times():
         length = rng.randrange(1, 400)
         request, stream = stack.manager.admit_request(), stack.stream(seed, length)
         run(stack, request, stream, random_splits(seed)(length))
-        fresh = Stack(schema, layers=TINY_LAYERS, max_requests=1, num_blocks=8)
+        fresh = Stack(schema, layers=layers_to_run(schema), max_requests=1, num_blocks=8)
         twin = fresh.manager.admit_request()
         run(fresh, twin, stream, [length])
         assert_same_readable(stack, request, fresh, twin)
@@ -257,13 +280,14 @@ def test_a_slot_reused_many_times():
         assert torch.equal(mine, old)
 
 
-def test_a_request_that_starts_over_after_reset_slot():
-    schema = CacheSchema.build(TINY, max_context=512)
-    stack = Stack(schema, layers=TINY_LAYERS, max_requests=1)
+@pytest.mark.parametrize("state", HCA_STATES)
+def test_a_request_that_starts_over_after_reset_slot(state: HcaState):
+    schema = CacheSchema.build(TINY, max_context=512, hca_state=state)
+    stack = Stack(schema, layers=layers_to_run(schema), max_requests=1)
     request = stack.manager.admit_request()
     run(stack, request, stack.stream(1, 200), [200])
     stack.manager.reset_slot(request)
-    fresh = Stack(schema, layers=TINY_LAYERS, max_requests=1)
+    fresh = Stack(schema, layers=layers_to_run(schema), max_requests=1)
     twin = fresh.manager.admit_request()
     stream = stack.stream(2, 131)
     run(stack, request, stream, [3, 128])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,17 +11,17 @@ import torch
 
 from dsv4.cache.prefix_options import PrefixOptions, SnapshotPolicy, full, periodic, zero
 from dsv4.cache.resume import ResumePlan
-from dsv4.cache.schema import CacheSchema
+from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.model import v4_layers
 from tests.lives import TINY, TINY_LAYERS, ColdRun, Text, run_to, tiny_stack
-from tests.stack import Stack
+from tests.stack import HCA_STATES, Stack
 
 PROMPT = 1000
 REPLAY = 128 * len(TINY_LAYERS)
 
 
 def prefix_stack(
-    policy: SnapshotPolicy, *, drafts: int = 0, snapshots: int = 16, **options: object
+    policy: SnapshotPolicy, *, drafts: int = 0, snapshots: int = 16, **options: Any
 ) -> Stack:
     return tiny_stack(drafts, prefix=PrefixOptions(policy=policy, snapshots=snapshots), **options)
 
@@ -51,19 +52,21 @@ def check_hit(stack: Stack, text: Text, tokens: int, chunk: int) -> ResumePlan:
 
 
 @pytest.mark.parametrize(
-    ("policy", "drafts"),
+    ("policy", "drafts", "state"),
     [
-        (full(), 0),
-        (full(), 3),
-        (periodic(256), 3),
-        (zero(), 0),
-        pytest.param(periodic(256), 0, marks=pytest.mark.nightly),
-        pytest.param(zero(), 3, marks=pytest.mark.nightly),
+        (full(), 0, "raw"),
+        (full(), 3, "raw"),
+        (full(), 0, "online"),
+        (periodic(256), 3, "raw"),
+        (zero(), 0, "raw"),
+        (zero(), 3, "online"),
+        pytest.param(periodic(256), 0, "raw", marks=pytest.mark.nightly),
+        pytest.param(zero(), 3, "raw", marks=pytest.mark.nightly),
     ],
     ids=str,
 )
-def test_every_boundary_of_a_prompt(policy: SnapshotPolicy, drafts: int):
-    stack = prefix_stack(policy, drafts=drafts, num_blocks=40, snapshots=64)
+def test_every_boundary_of_a_prompt(policy: SnapshotPolicy, drafts: int, state: HcaState):
+    stack = prefix_stack(policy, drafts=drafts, state=state, num_blocks=40, snapshots=64)
     prompt = Text.random(stack, 0, PROMPT)
     compute(stack, prompt, PROMPT)
     for nth, boundary in enumerate(range(128, PROMPT, 128)):
@@ -167,8 +170,9 @@ def test_a_request_reuses_what_another_has_computed_so_far():
     stack.manager.check_invariants()
 
 
-def test_what_was_generated_is_reused_too():
-    stack = prefix_stack(full(), drafts=3, num_blocks=20)
+@pytest.mark.parametrize("state", HCA_STATES)
+def test_what_was_generated_is_reused_too(state: HcaState):
+    stack = prefix_stack(full(), drafts=3, state=state, num_blocks=20)
     text, wrong = Text.random(stack, 0, 700), Text.random(stack, 1, 700)
     request = stack.manager.admit_request(text.ids[:100])
     run_to(stack, request, text, 100)

@@ -12,10 +12,10 @@ from dsv4.cache import prefix_cache
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix_options import PrefixOptions, zero
 from dsv4.cache.request import Request
-from dsv4.cache.schema import CacheSchema
+from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.model import ModelSpec, v4_layers
 from tests.attending_model import AttendingModel
-from tests.stack import POISON, Stack, readable_bytes
+from tests.stack import HCA_STATES, POISON, Stack, readable_bytes
 
 TINY = ModelSpec.preset("tiny")
 # windows and blocks of 16 tokens, so that many boundaries can be tried
@@ -26,9 +26,19 @@ THREE_LAYERS = replace(TINY, layers=v4_layers([0, 4, 128], backbone=3))
 class Runner:
     """A manager with poisoned memory and a model that attends."""
 
-    def __init__(self, model: ModelSpec, block_tokens: int, drafts: int = 0) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        block_tokens: int,
+        drafts: int = 0,
+        state: HcaState = "raw",
+    ) -> None:
         self.schema = CacheSchema.build(
-            model, max_context=1280, block_tokens=block_tokens, max_draft_tokens=drafts
+            model,
+            max_context=1280,
+            block_tokens=block_tokens,
+            max_draft_tokens=drafts,
+            hca_state=state,
         )
         self.layers = range(len(self.schema.layers))
         self.model = AttendingModel(self.schema)
@@ -86,11 +96,19 @@ def different(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 
 @pytest.mark.parametrize(
-    ("drafts", "chunk", "prompts"),
-    [(0, 1, [113]), (0, 33, [113, 144]), (3, 4, [150]), (3, 70, [129, 159])],
+    ("drafts", "chunk", "prompts", "state"),
+    [
+        (0, 1, [113], "raw"),
+        (0, 33, [113, 144], "raw"),
+        (3, 4, [150], "raw"),
+        (3, 4, [150], "online"),
+        (3, 70, [129, 159], "raw"),
+    ],
 )
-def test_the_state_behind_a_replay_is_exact(drafts: int, chunk: int, prompts: list[int]):
-    runner = Runner(SMALL, 16, drafts)
+def test_the_state_behind_a_replay_is_exact(
+    drafts: int, chunk: int, prompts: list[int], state: HcaState
+):
+    runner = Runner(SMALL, 16, drafts, state)
     ids = tokens(0, 160)
     states, expected = runner.compute(ids)
     reach = 16 * len(SMALL.layers)
@@ -148,8 +166,9 @@ def check_long_replay(model: ModelSpec, *, prompt: int, start: int, reused: int)
     assert not different(runner.readable(runner.manager, request), expected)
 
 
-def test_a_rewind_without_a_snapshot_replays():
-    runner = Runner(SMALL, 16)
+@pytest.mark.parametrize("state", HCA_STATES)
+def test_a_rewind_without_a_snapshot_replays(state: HcaState):
+    runner = Runner(SMALL, 16, state=state)
     ids = tokens(0, 160)
     request = runner.manager.admit_request(ids)
     runner.run(runner.manager, request, ids, 64)

@@ -11,13 +11,19 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.request import Request
-from dsv4.cache.schema import CacheSchema
+from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.errors import PlanError, SchemaError
 from dsv4.model import ModelSpec
-from tests.stack import Stack, Stream, logical_bytes, readable_bytes
+from tests.stack import (
+    HCA_STATES,
+    Stack,
+    Stream,
+    layers_to_run,
+    logical_bytes,
+    readable_bytes,
+)
 
 TINY = ModelSpec.preset("tiny")
-TINY_LAYERS = range(len(TINY.layers))
 MAX_BATCH = 64
 # phases mod 128 around the end of a group of 128, and a few inside it
 SPREAD = (0, 1, 63, 95, 110, 114, *range(119, 128))
@@ -34,15 +40,15 @@ class Case:
     accepted: int
 
 
-def tiny_schema(drafts: int) -> CacheSchema:
+def tiny_schema(drafts: int, state: HcaState = "raw") -> CacheSchema:
     """The shortest rings that survive so many drafts."""
-    return CacheSchema.build(TINY, max_context=1024, max_draft_tokens=drafts)
+    return CacheSchema.build(TINY, max_context=1024, max_draft_tokens=drafts, hca_state=state)
 
 
 def build(schema: CacheSchema, requests: int) -> Stack:
     return Stack(
         schema,
-        layers=TINY_LAYERS,
+        layers=layers_to_run(schema),
         max_requests=requests,
         num_blocks=requests * 6,
         max_step_tokens=requests * 600,
@@ -89,10 +95,10 @@ def assert_same_readable(stack: Stack, request: Request, other: Stack, twin: Req
         assert torch.equal(found, theirs[name]), f"{name} at length {request.length}"
 
 
-def check(drafts: int, cases: Sequence[Case]) -> None:
+def check(drafts: int, cases: Sequence[Case], state: HcaState = "raw") -> None:
     """Drafts and rejects, many requests at once, and compares with requests that never did: right
     after the rejection, a few tokens on, and (every fourth) when all rings have turned."""
-    schema = tiny_schema(drafts)
+    schema = tiny_schema(drafts, state)
     for at in range(0, len(cases), MAX_BATCH):
         _check_batch(schema, cases[at : at + MAX_BATCH])
 
@@ -146,8 +152,9 @@ def test_every_accepted_count_at_every_phase_of_four(drafts: int):
     )
 
 
+@pytest.mark.parametrize("state", HCA_STATES)
 @pytest.mark.parametrize("drafts", [1, 3, 7, 16])
-def test_a_spread_of_phases_of_128(drafts: int):
+def test_a_spread_of_phases_of_128(drafts: int, state: HcaState):
     width = 1 + drafts
     check(
         drafts,
@@ -156,13 +163,15 @@ def test_a_spread_of_phases_of_128(drafts: int):
             for phase in SPREAD
             for accepted in sorted({0, width // 2, width - 1})
         ],
+        state,
     )
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("state", HCA_STATES)
 @pytest.mark.parametrize("drafts", range(1, 17))
-def test_every_phase_of_128_and_every_accepted_count(drafts: int):
+def test_every_phase_of_128_and_every_accepted_count(drafts: int, state: HcaState):
     width = 1 + drafts
     check(
         drafts,
@@ -171,12 +180,18 @@ def test_every_phase_of_128_and_every_accepted_count(drafts: int):
             for phase in range(128)
             for accepted in range(width + 1)
         ],
+        state,
     )
 
 
-def test_drafts_at_the_start_of_a_request():
+@pytest.mark.parametrize("state", HCA_STATES)
+def test_drafts_at_the_start_of_a_request(state: HcaState):
     """The first groups, where no previous one is there."""
-    check(4, [Case(length, 5, accepted) for length in (1, 2, 3, 4, 5, 7) for accepted in range(6)])
+    check(
+        4,
+        [Case(length, 5, accepted) for length in (1, 2, 3, 4, 5, 7) for accepted in range(6)],
+        state,
+    )
 
 
 def test_fewer_drafts_than_the_rings_hold_and_none():
@@ -191,7 +206,8 @@ def test_fewer_drafts_than_the_rings_hold_and_none():
     )
 
 
-def test_the_end_of_a_chunk_can_be_rejected():
+@pytest.mark.parametrize("state", HCA_STATES)
+def test_the_end_of_a_chunk_can_be_rejected(state: HcaState):
     """A wide step may lose as many tokens as a narrow one."""
     check(
         3,
@@ -201,18 +217,20 @@ def test_the_end_of_a_chunk_can_be_rejected():
             for width in (9, 130, 140)
             for rejected in range(5)
         ],
+        state,
     )
 
 
 # ---- whole lives --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("state", HCA_STATES)
 @pytest.mark.parametrize("drafts", [1, 3, 7, 16])
-def test_lives_of_drafts_and_rejections(drafts: int):
+def test_lives_of_drafts_and_rejections(drafts: int, state: HcaState):
     """Ragged and zero-width steps, some requests absent, rejections in a row with other tokens
     each time, at the end the same as one prefill of the tokens that stayed."""
     rng = random.Random(drafts)
-    schema = tiny_schema(drafts)
+    schema = tiny_schema(drafts, state)
     stack = build(schema, 9)
     streams = Streams(stack, 600)
     requests = [stack.manager.admit_request() for _ in range(9)]
@@ -235,10 +253,11 @@ def test_lives_of_drafts_and_rejections(drafts: int):
                 assert_same_readable(stack, request, never, twin)
 
 
+@pytest.mark.parametrize("state", HCA_STATES)
 @pytest.mark.parametrize("length", [125, 126, 127, 128, 255])
-def test_rejections_in_a_row(length: int):
+def test_rejections_in_a_row(length: int, state: HcaState):
     """Nothing is accepted three times over, with different tokens each time, then all is."""
-    schema = tiny_schema(5)
+    schema = tiny_schema(5, state)
     stack, never = build(schema, 1), build(schema, 1)
     streams = Streams(stack, length + 200)
     request, twin = stack.manager.admit_request(), never.manager.admit_request()
@@ -255,8 +274,9 @@ def test_rejections_in_a_row(length: int):
         assert torch.equal(mine, theirs)
 
 
-def test_an_abandoned_narrow_step_is_a_rejection_of_all():
-    schema = tiny_schema(3)
+@pytest.mark.parametrize("state", HCA_STATES)
+def test_an_abandoned_narrow_step_is_a_rejection_of_all(state: HcaState):
+    schema = tiny_schema(3, state)
     stack, never = build(schema, 1), build(schema, 1)
     streams = Streams(stack, 300)
     request, twin = stack.manager.admit_request(), never.manager.admit_request()

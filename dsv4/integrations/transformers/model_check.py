@@ -71,7 +71,8 @@ def cache_schema(
 
 
 def require_schema(schema: CacheSchema, model: Any) -> None:
-    """Raises SchemaMismatch unless the schema was made for a model of this shape."""
+    """Raises SchemaMismatch unless the schema was made for a model of this shape, with tails that
+    keep every token: transformers hands them over one by one and reads them back."""
     ours, theirs = schema.model, model_spec(model)
     for field in ("head_dim", "rope_dim", "index_dim", "window", "layers"):
         if getattr(ours, field) != getattr(theirs, field):
@@ -79,3 +80,8 @@ def require_schema(schema: CacheSchema, model: Any) -> None:
                 f"the cache was laid out for {ours.name} and the model differs in {field}: make "
                 f"the cache with PagedCache.for_model(model, ...)"
             )
+    if any(layer.online for layer in schema.layers):
+        raise SchemaMismatch(
+            "the cache was laid out with hca_state='online', which folds the tokens that "
+            "PagedCache must hand back: lay it out with hca_state='raw'"
+        )
