@@ -97,6 +97,7 @@ def _triton(device: torch.device) -> dict[str, Any]:
         select,
         write_records,
     )
+    from dsv4.kernels.device import is_hopper
 
     def attend_workspace_elements(tokens: int, model: ModelSpec, entries: int) -> int:
         splits = attend.split_count(model.window, entries)
@@ -104,7 +105,7 @@ def _triton(device: torch.device) -> dict[str, Any]:
         return max(portable, hopper_elements)
 
     hopper_elements, attend_op = 0, attend.attend
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:
+    if is_hopper(device):
         from dsv4.kernels import attend_hopper  # needs Gluon, which only compiles
 
         hopper_elements = attend_hopper.workspace_elements(device)

@@ -86,3 +86,9 @@ class RequestError(Dsv4Error):
 
 class MissingExtra(Dsv4Error, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
+
+
+def require_count(name: str, value: object, *, at_least: int = 1) -> None:
+    """Raises InvalidInput unless a value is a whole number of at least so much."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise InvalidInput(f"{name}={value!r}: must be a whole number of at least {at_least}")

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.cache.snapshot_layout import SnapshotLayout
-from dsv4.errors import InvalidInput, PoolTooSmall
+from dsv4.errors import InvalidInput, PoolTooSmall, require_count
 
 Question = Literal["bytes", "memory", "requests", "context", "fits"]
 
@@ -87,9 +87,13 @@ def plan(
     memory cannot hold even one request of the context (or, with the context in question, one block
     for each request), and InvalidInput for counts below 1 and contexts past max_context.
     """
-    _require_count("memory_bytes", memory_bytes)
-    _require_count("context_tokens", context_tokens)
-    _require_count("requests", requests)
+    for name, value in (
+        ("memory_bytes", memory_bytes),
+        ("context_tokens", context_tokens),
+        ("requests", requests),
+    ):
+        if value is not None:
+            require_count(name, value)
     _require_context(schema, context_tokens)
     if memory_bytes is None and context_tokens is None and requests is None:
         return _plan(schema, question="bytes")
@@ -221,13 +225,6 @@ def _plan(
         fits=fits,
         budget=budget,
     )
-
-
-def _require_count(name: str, value: object) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidInput(f"{name}={value!r}: must be a whole number of at least 1")
 
 
 def _require_context(schema: CacheSchema, context_tokens: int | None) -> None:

@@ -19,7 +19,7 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.cache.state_cache import StateCachePool
 from dsv4.cache.step_checks import StepReader
 from dsv4.cache.workspace import Workspace
-from dsv4.errors import InvalidInput
+from dsv4.errors import InvalidInput, require_count
 
 
 class ManagerBase:
@@ -42,8 +42,7 @@ class ManagerBase:
             ("max_step_tokens", max_step_tokens),
         ):
             least = 0 if name == "num_blocks" and not schema.block_bytes else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InvalidInput(f"{name}={value!r}: must be a whole number of at least {least}")
+            require_count(name, value, at_least=least)
         self.schema = schema
         self.device = torch.device(device)
         self.max_requests = max_requests

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 from dsv4.cache import records
 from dsv4.cache.records import ELEMENT_BITS, RecordFormat, ScaleType
-from dsv4.errors import InvalidInput, PoolTooSmall, SchemaError
+from dsv4.errors import InvalidInput, PoolTooSmall, SchemaError, require_count
 from dsv4.model import AttentionType, LayerSpec, ModelSpec
 
 __all__ = [
@@ -277,11 +277,11 @@ class CacheSchema:
         unfinished group: "raw", every token of it, or "online", folded into a running softmax.
         Raises SchemaError or InvalidInput.
         """
-        _require_count("block_tokens", block_tokens, at_least=1)
-        _require_count("align_bytes", align_bytes, at_least=1)
-        _require_count("max_draft_tokens", max_draft_tokens, at_least=0)
+        require_count("block_tokens", block_tokens, at_least=1)
+        require_count("align_bytes", align_bytes, at_least=1)
+        require_count("max_draft_tokens", max_draft_tokens, at_least=0)
         context = model.max_context if max_context is None else max_context
-        _require_count("max_context", context, at_least=1)
+        require_count("max_context", context, at_least=1)
         if hca_state not in get_args(HcaState):
             raise InvalidInput(
                 f"hca_state={hca_state!r}: choose one of {', '.join(get_args(HcaState))}"
@@ -303,7 +303,7 @@ class CacheSchema:
             )
         shortest = model.window + max_draft_tokens
         rows = shortest if ring_rows is None else ring_rows
-        _require_count("ring_rows", rows, at_least=1)
+        require_count("ring_rows", rows, at_least=1)
         if rows < shortest:
             raise SchemaError(
                 f"a ring of {rows} rows cannot survive max_draft_tokens={max_draft_tokens}: a "
@@ -597,10 +597,10 @@ def compute_block_budget(
     Raises PoolTooSmall, with the minimum, when the blocks left could not hold one request of
     `context` tokens (default: the schema's max_context).
     """
-    _require_count("memory_bytes", memory_bytes, at_least=0)
-    _require_count("max_requests", max_requests, at_least=1)
+    require_count("memory_bytes", memory_bytes, at_least=0)
+    require_count("max_requests", max_requests, at_least=1)
     tokens = schema.max_context if context is None else context
-    _require_count("context", tokens, at_least=1)
+    require_count("context", tokens, at_least=1)
     if tokens > schema.max_context:
         raise InvalidInput(
             f"context={tokens} is past max_context={schema.max_context} of the schema"
@@ -626,11 +626,6 @@ def compute_block_budget(
         block_table_bytes=max_requests * schema.block_table_row_bytes,
         unused_bytes=memory_bytes - used,
     )
-
-
-def _require_count(name: str, value: object, *, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise InvalidInput(f"{name}={value!r}: must be a whole number of at least {at_least}")
 
 
 def _resolve_entry(chosen: str | RecordFormat, model: ModelSpec) -> RecordFormat:

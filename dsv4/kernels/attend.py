@@ -150,12 +150,11 @@ def launch_arguments(
     workspace: Tensor | None,
 ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
     """Programs, run-time arguments and compile-time constants of the launch."""
-    _check(q, out, window, entries)
     count, heads, width = q.shape
-    max_entries = 0
-    if entries is not None:
-        capacity = entries.block_table.shape[1] * entries.page.rows
-        max_entries = capacity if indices is None else indices.shape[1]
+    source, max_entries, arguments = common_arguments(
+        q, sink, tokens=tokens, batch=batch, window=window, entries=entries, indices=indices,
+        out=out, lse=lse, inverse_rope=inverse_rope, workspace=workspace,
+    )  # fmt: skip
     splits = split_count(window.window, max_entries)
     block = _block_heads(heads)
     items = count * -(-heads // block)
@@ -169,12 +168,6 @@ def launch_arguments(
             f"attention of {count} tokens with {heads} heads of {width} in {splits} splits needs a "
             f"workspace of {needed} fp32 elements, got {given}: size it with workspace_elements"
         )
-    source = entries or EntrySource(
-        arena=window.arena, page=window.page, block_table=tokens, ratio=1
-    )
-    rope = sink if inverse_rope is None else inverse_rope
-    rope_dim = 0 if inverse_rope is None else inverse_rope.shape[1]
-    listed = tokens if indices is None else indices
     chunks = _chunks(width, window, entries)
     constants = AttendConstants(
         HEADS=heads,
@@ -195,12 +188,41 @@ def launch_arguments(
         RATIO=source.ratio,
         ENTRY_ROWS=source.page.rows,
         ENTRY_RECORD=record_constants(source.page.format),
-        ROPE=rope_dim,
+        ROPE=0 if inverse_rope is None else inverse_rope.shape[1],
         COUNTERS=PLACES,
         WINDOW_STAGES=1 + _buffers(window),
         # Triton fetches block ids as many tiles ahead of the keys, and indices ahead of those
         ENTRY_STAGES=1 + _buffers(source) * (2 if indices is None else 3),
     )
+    return programs, (*arguments, units, int(parallel)), {"A": constants}
+
+
+def common_arguments(
+    q: Tensor,
+    sink: Tensor,
+    *,
+    tokens: Tensor,
+    batch: Tensor,
+    window: WindowSource,
+    entries: EntrySource | None,
+    indices: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    inverse_rope: Tensor | None,
+    workspace: Tensor | None,
+) -> tuple[EntrySource, int, tuple[Any, ...]]:
+    """What this kernel and Hopper's have in common: where entries are read (the window stands in
+    for none), how many a query can have, and the run-time arguments. What is not given is replaced
+    by a tensor of the right type, which is not read. Raises InvalidInput, SchemaError."""
+    _check(q, out, window, entries)
+    max_entries = 0
+    if entries is not None:
+        capacity = entries.block_table.shape[1] * entries.page.rows
+        max_entries = capacity if indices is None else indices.shape[1]
+    source = entries or EntrySource(
+        arena=window.arena, page=window.page, block_table=tokens, ratio=1
+    )
+    listed = tokens if indices is None else indices
     arguments = (
         q,
         sink,
@@ -212,7 +234,7 @@ def launch_arguments(
         listed,
         out,
         lse,
-        rope,
+        sink if inverse_rope is None else inverse_rope,
         sink if workspace is None else workspace,
         q.stride(0),
         out.stride(0),
@@ -226,10 +248,8 @@ def launch_arguments(
         source.arena.stride(0),
         source.page.offset_bytes,
         source.page.scale_offset_bytes,
-        units,
-        int(parallel),
     )
-    return programs, arguments, {"A": constants}
+    return source, max_entries, arguments
 
 
 def _tiles(window: int, max_entries: int) -> int:

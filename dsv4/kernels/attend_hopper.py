@@ -16,7 +16,6 @@ more than one, parts are parked and `_combine_kernel` adds them in their order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +34,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dsv4.cache.reads import EntrySource, WindowSource
 from dsv4.errors import InvalidInput
-from dsv4.kernels.attend import PLACES, _with
+from dsv4.kernels.attend import _LN_2, _LOG2_E, PLACES, _with, common_arguments
+from dsv4.kernels.device import processors
 from dsv4.kernels.record import record_constants
+from dsv4.kernels.record_load import e4m3_times_bf16
 
 HEADS_PER_PROGRAM = 64
 TILE_KEYS = 32
@@ -52,28 +53,8 @@ PART_ELEMENTS = HEADS_PER_PROGRAM * (1 + 512 // 2)
 PARTS_START = PLACES
 COMBINE_ROWS, COMBINE_WARPS = 16, 2
 
-# Four E4M3 codes ($2) times a bf16 power of two, twice in $3: two words of two bf16. The bits of a
-# code, four places up in a bf16, are its value times 2^-120, denormals included; both products are
-# exact.
-_E4M3_TIMES_BF16 = gl.constexpr("""{
-    .reg .b32 low, high, sign, up;
-    mov.b32 up, 0x7B807B80;
-    prmt.b32 low, $2, 0, 0x1404;
-    prmt.b32 high, $2, 0, 0x3424;
-    and.b32 sign, low, 0x80008000;
-    shr.b32 low, low, 4;
-    lop3.b32 low, low, 0x07F007F0, sign, 0xEA;
-    and.b32 sign, high, 0x80008000;
-    shr.b32 high, high, 4;
-    lop3.b32 high, high, 0x07F007F0, sign, 0xEA;
-    mul.rn.bf16x2 low, low, up;
-    mul.rn.bf16x2 high, high, up;
-    mul.rn.bf16x2 $0, low, $3;
-    mul.rn.bf16x2 $1, high, $3;
-}""")
-
-_LOG2_E = gl.constexpr(1.4426950408889634)
-_LN_2 = gl.constexpr(0.6931471805599453)
+# One scale for the four codes of a word: a power of two, twice in $3.
+_E4M3_TIMES_BF16 = gl.constexpr(e4m3_times_bf16("$3", "$3"))
 
 _SPAN = gl.constexpr(64)  # channels that share a scale
 _HALF = gl.constexpr(256)  # channels of one consumer
@@ -183,11 +164,6 @@ def supports(q: Tensor, window: WindowSource, entries: EntrySource | None) -> bo
     )
 
 
-@lru_cache
-def processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def workspace_elements(device: torch.device) -> int:
     """fp32 elements that any launch needs at most. A part for each processor: with more programs
     than processors nothing is split."""
@@ -259,10 +235,10 @@ def launch_arguments(
 ) -> tuple[int, int, tuple[Any, ...], dict[str, Any]]:
     """Programs, splits, run-time arguments and compile-time constants of the launch."""
     count, heads, width = q.shape
-    max_entries = 0
-    if entries is not None:
-        capacity = entries.block_table.shape[1] * entries.page.rows
-        max_entries = capacity if indices is None else indices.shape[1]
+    source, max_entries, arguments = common_arguments(
+        q, sink, tokens=tokens, batch=batch, window=window, entries=entries, indices=indices,
+        out=out, lse=lse, inverse_rope=inverse_rope, workspace=workspace[PARTS_START:],
+    )  # fmt: skip
     splits = split_count(count, heads, window.window, max_entries, programs)
     units = count * (heads // HEADS_PER_PROGRAM) * splits
     needed = PARTS_START + units * PART_ELEMENTS if splits > 1 else 0
@@ -271,10 +247,6 @@ def launch_arguments(
             f"attention of {count} tokens with {heads} heads in {splits} splits needs a workspace "
             f"of {needed} fp32 elements, got {workspace.numel()}: size it with workspace_elements"
         )
-    source = entries or EntrySource(
-        arena=window.arena, page=window.page, block_table=tokens, ratio=1
-    )
-    listed = tokens if indices is None else indices
     constants = HopperConstants(
         HEADS=heads,
         WIDTH=width,
@@ -290,34 +262,7 @@ def launch_arguments(
         ROPE=0 if inverse_rope is None else inverse_rope.shape[1],
         SPLIT=splits > 1,
     )
-    arguments = (
-        q,
-        sink,
-        tokens,
-        batch,
-        window.arena,
-        source.arena,
-        source.block_table,
-        listed,
-        out,
-        lse,
-        sink if inverse_rope is None else inverse_rope,
-        workspace[PARTS_START:],
-        q.stride(0),
-        out.stride(0),
-        lse.stride(0),
-        listed.stride(0),
-        listed.shape[1],
-        source.block_table.stride(0),
-        window.arena.stride(0),
-        window.page.offset_bytes,
-        window.page.scale_offset_bytes,
-        source.arena.stride(0),
-        source.page.offset_bytes,
-        source.page.scale_offset_bytes,
-        splits,
-    )
-    return units, splits, arguments, {"A": constants}
+    return units, splits, (*arguments, splits), {"A": constants}
 
 
 @gluon.jit
@@ -842,7 +787,7 @@ def _combine_kernel(
     slot = tl.load(tokens_ptr + token * 4)
     position = tl.load(tokens_ptr + token * 4 + 1).to(tl.int64)
     column = tl.arange(0, WIDTH)
-    sink = tl.load(sink_ptr + head) * 1.4426950408889634
+    sink = tl.load(sink_ptr + head) * _LOG2_E
     top = -1e30
     total = 0.0
     acc = tl.zeros([WIDTH], dtype=tl.float32)
@@ -869,7 +814,7 @@ def _combine_kernel(
             total += weight
     if slot >= 0:
         lse_row = lse_ptr + token.to(tl.int64) * lse_stride
-        tl.store(lse_row + head, (top + tl.log2(total)) * 0.6931471805599453)
+        tl.store(lse_row + head, (top + tl.log2(total)) * _LN_2)
         total += tl.exp2(sink - top)
         result = tl.where(total > 0, acc / total, 0.0).to(tl.bfloat16)
         out_row = out_ptr + token.to(tl.int64) * out_stride + head * WIDTH

@@ -9,7 +9,7 @@ entries that nobody sees.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dsv4.cache.reads import EntrySource
 from dsv4.errors import InvalidInput
+from dsv4.kernels.device import is_hopper, processors
 from dsv4.kernels.numerics import INTERPRETED, e4m3_value, round_bf16
 from dsv4.kernels.record import RecordConstants, record_constants
 from dsv4.kernels.round_trip import e2m1_value, power_of_two
@@ -33,6 +34,38 @@ PROGRAMS_WITHOUT_GPU = 3
 MAX_GROUP = 16
 # A program looks at the lengths of all tokens of its launch at once.
 MAX_TOKENS = 256
+
+
+def _decode_nibble(nth: int) -> str:
+    """PTX: code `nth` of the words in $4 times the powers of two in $5, into ${nth}."""
+    sign, size = 12 - 4 * nth, 6 - 4 * nth  # places from where a code has them to where bf16 does
+    aligned = f"shl.b32 sign, $4, {sign};\n        and.b32 sign, sign, 0x80008000;"
+    word = aligned if sign else "and.b32 sign, $4, 0x80008000;"
+    shift = f"shl.b32 size, $4, {size};" if size > 0 else f"shr.u32 size, $4, {-size};"
+    return f"""
+        {word}
+        {shift}
+        and.b32 size, size, 0x01C001C0;
+        or.b32 size, size, sign;
+        mul.rn.bf16x2 size, size, unit;
+        mul.rn.bf16x2 ${nth}, size, $5;"""
+
+
+# unit is 2^126 twice
+DECODE_MXFP4 = tl.constexpr(
+    "{.reg .b32 sign, size, unit; mov.b32 unit, 0x7E807E80;"
+    + "".join(map(_decode_nibble, range(4)))
+    + "}"
+)
+WEIGHTED_RELU = tl.constexpr("""
+        {
+        .reg .b32 pair;
+        cvt.rn.relu.bf16x2.f32 pair, $3, $2;
+        mul.rn.bf16x2 pair, pair, $4;
+        shl.b32 $0, pair, 16;
+        and.b32 $1, pair, 0xFFFF0000;
+        }
+        """)
 
 
 def index_scores(
@@ -55,6 +88,7 @@ def index_scores(
     they load. Nothing but speed depends on it. Raises InvalidInput for a width below 64.
     """
     group = min(triton.next_power_of_2(max(tokens_per_request, 1)), MAX_GROUP)
+    hopper_launch = _hopper_launch(q, keys, first_entry, round_bf16, group)
     for first in range(0, tokens.shape[0], MAX_TOKENS):
         piece = slice(first, first + MAX_TOKENS)
         programs, arguments, constants = launch_arguments(
@@ -68,12 +102,8 @@ def index_scores(
             skip_visible,
             group,
         )
-        if programs and _does_hopper(q, keys, first_entry, round_bf16, group):
-            from dsv4.kernels import index_scores_hopper  # needs Gluon, which only compiles
-
-            index_scores_hopper.launch(
-                programs, arguments, ratio=keys.ratio, page_rows=keys.page.rows
-            )
+        if programs and hopper_launch is not None:
+            hopper_launch(programs, arguments, ratio=keys.ratio, page_rows=keys.page.rows)
         elif programs:
             _index_scores_kernel[(programs,)](
                 *arguments,
@@ -141,19 +171,16 @@ def launch_arguments(
     return programs, arguments, constants
 
 
-def _does_hopper(
+def _hopper_launch(
     q: Tensor, keys: EntrySource, first_entry: int, round_bf16: bool, group: int
-) -> bool:
-    if not _is_hopper(q.device):
-        return False
-    from dsv4.kernels import index_scores_hopper
+) -> Callable[..., None] | None:
+    """The launcher of the kernel for Hopper, where it does this."""
+    if not is_hopper(q.device):
+        return None
+    from dsv4.kernels import index_scores_hopper as hopper  # needs Gluon, which only compiles
 
-    return index_scores_hopper.supports(q, keys, first_entry, round_bf16, group)
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    fits = hopper.supports(q, keys, first_entry, round_bf16, group)
+    return hopper.launch if fits else None
 
 
 def _index_record(keys: EntrySource) -> RecordConstants:
@@ -166,12 +193,10 @@ def _index_record(keys: EntrySource) -> RecordConstants:
     return record
 
 
-@cache
 def _programs(device: torch.device) -> int:
     if device.type != "cuda":
         return PROGRAMS_WITHOUT_GPU
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return int(processors) * PROGRAMS_PER_PROCESSOR
+    return processors(device) * PROGRAMS_PER_PROCESSOR
 
 
 @triton.jit
@@ -466,39 +491,7 @@ def _decode_mxfp4(words, scale):
     mantissa, read as its value times 2^-126 (a half as a denormal); its sign goes to the front.
     """
     return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 sign, size, unit;
-        mov.b32 unit, 0x7E807E80;  // 2^126 twice
-        shl.b32 sign, $4, 12;
-        and.b32 sign, sign, 0x80008000;
-        shl.b32 size, $4, 6;
-        and.b32 size, size, 0x01C001C0;
-        or.b32 size, size, sign;
-        mul.rn.bf16x2 size, size, unit;
-        mul.rn.bf16x2 $0, size, $5;
-        shl.b32 sign, $4, 8;
-        and.b32 sign, sign, 0x80008000;
-        shl.b32 size, $4, 2;
-        and.b32 size, size, 0x01C001C0;
-        or.b32 size, size, sign;
-        mul.rn.bf16x2 size, size, unit;
-        mul.rn.bf16x2 $1, size, $5;
-        shl.b32 sign, $4, 4;
-        and.b32 sign, sign, 0x80008000;
-        shr.u32 size, $4, 2;
-        and.b32 size, size, 0x01C001C0;
-        or.b32 size, size, sign;
-        mul.rn.bf16x2 size, size, unit;
-        mul.rn.bf16x2 $2, size, $5;
-        and.b32 sign, $4, 0x80008000;
-        shr.u32 size, $4, 6;
-        and.b32 size, size, 0x01C001C0;
-        or.b32 size, size, sign;
-        mul.rn.bf16x2 size, size, unit;
-        mul.rn.bf16x2 $3, size, $5;
-        }
-        """,
+        DECODE_MXFP4,
         "=&r,=&r,=&r,=&r,r,r",
         [words, scale],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
@@ -531,15 +524,7 @@ def _score(k0, k1, k2, k3, q0, q1, q2, q3, weight, ROUND: tl.constexpr):
 def _weighted_relu(dot, weight):
     """bf16(ReLU(bf16(dot)) · weight) as fp32, two at once."""
     return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 pair;
-        cvt.rn.relu.bf16x2.f32 pair, $3, $2;
-        mul.rn.bf16x2 pair, pair, $4;
-        shl.b32 $0, pair, 16;
-        and.b32 $1, pair, 0xFFFF0000;
-        }
-        """,
+        WEIGHTED_RELU,
         "=&r,=&r,f,f,r",
         [dot, weight],
         dtype=tl.float32,

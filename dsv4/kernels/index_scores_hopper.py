@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dsv4.cache.reads import EntrySource
+from dsv4.kernels.index_scores import DECODE_MXFP4, WEIGHTED_RELU
 from dsv4.kernels.record import record_constants
 
 HEADS, WIDTH, SCALE_GROUP = 64, 128, 32
@@ -139,35 +140,7 @@ def _decode(words, scales):
     # writer stores a byte of 0.
     power, wide = gl.broadcast((exponent << 7).to(gl.int16)[:, :, None], wide)
     k0, k1, k2, k3 = gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 sign, size, unit;
-        mov.b32 unit, 0x7E807E80;
-        shl.b32 sign, $4, 12;
-        shl.b32 size, $4, 6;
-        and.b32 size, size, 0x01C001C0;
-        lop3.b32 size, sign, 0x80008000, size, 0xEA;
-        mul.rn.bf16x2 size, size, unit;
-        mul.rn.bf16x2 $0, size, $5;
-        shl.b32 sign, $4, 8;
-        shl.b32 size, $4, 2;
-        and.b32 size, size, 0x01C001C0;
-        lop3.b32 size, sign, 0x80008000, size, 0xEA;
-        mul.rn.bf16x2 size, size, unit;
-        mul.rn.bf16x2 $1, size, $5;
-        shl.b32 sign, $4, 4;
-        shr.u32 size, $4, 2;
-        and.b32 size, size, 0x01C001C0;
-        lop3.b32 size, sign, 0x80008000, size, 0xEA;
-        mul.rn.bf16x2 size, size, unit;
-        mul.rn.bf16x2 $2, size, $5;
-        shr.u32 size, $4, 6;
-        and.b32 size, size, 0x01C001C0;
-        lop3.b32 size, $4, 0x80008000, size, 0xEA;
-        mul.rn.bf16x2 size, size, unit;
-        mul.rn.bf16x2 $3, size, $5;
-        }
-        """,
+        DECODE_MXFP4,
         "=&r,=&r,=&r,=&r,r,r",
         [wide, power],
         (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
@@ -186,15 +159,7 @@ def _operand(x):
 def _weighted_relu(dot, weight):
     """bf16(ReLU(bf16(dot)) · weight) as fp32, two at once."""
     return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 pair;
-        cvt.rn.relu.bf16x2.f32 pair, $3, $2;
-        mul.rn.bf16x2 pair, pair, $4;
-        shl.b32 $0, pair, 16;
-        and.b32 $1, pair, 0xFFFF0000;
-        }
-        """,
+        WEIGHTED_RELU,
         "=&r,=&r,f,f,r",
         [dot, weight],
         gl.float32,

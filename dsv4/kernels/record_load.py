@@ -12,10 +12,13 @@ import triton.language as tl
 
 from dsv4.kernels.numerics import INTERPRETED, e4m3_value, round_bf16
 
-# Four E4M3 codes ($2) times four bf16 powers of two ($3, $4). The bits of a code, four places up in
-# a bf16, are its value times 2^-120, denormals included; both products are exact. The hardware's
-# conversion goes through fp16 and fp32, one number at a time.
-_E4M3_TIMES_BF16 = tl.constexpr("""{
+
+def e4m3_times_bf16(low_power: str, high_power: str) -> str:
+    """PTX: four E4M3 codes ($2) times two bf16 powers of two in each of these operands, into $0 and
+    $1. The bits of a code, four places up in a bf16, are its value times 2^-120, denormals
+    included; both products are exact. The hardware's conversion goes through fp16 and fp32, one
+    number at a time."""
+    return f"""{{
     .reg .b32 low, high, sign, up;
     mov.b32 up, 0x7B807B80;
     prmt.b32 low, $2, 0, 0x1404;
@@ -28,9 +31,12 @@ _E4M3_TIMES_BF16 = tl.constexpr("""{
     lop3.b32 high, high, 0x07F007F0, sign, 0xEA;
     mul.rn.bf16x2 low, low, up;
     mul.rn.bf16x2 high, high, up;
-    mul.rn.bf16x2 $0, low, $3;
-    mul.rn.bf16x2 $1, high, $4;
-}""")
+    mul.rn.bf16x2 $0, low, {low_power};
+    mul.rn.bf16x2 $1, high, {high_power};
+}}"""
+
+
+_E4M3_TIMES_BF16 = tl.constexpr(e4m3_times_bf16("$3", "$4"))
 
 
 @triton.jit

@@ -6,11 +6,6 @@ import torch
 from torch import Tensor
 
 
-def top_k_workspace_bytes(rows: int, columns: int, *, bf16_scores: bool = True) -> int:
-    """What top_k needs as `workspace`: nothing here."""
-    return 0
-
-
 def top_k(
     scores: Tensor,
     *,

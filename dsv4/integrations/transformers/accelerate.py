@@ -10,7 +10,7 @@ import torch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix_options import PrefixOptions, periodic
 from dsv4.cache.schema import CacheSchema
-from dsv4.errors import InvalidInput
+from dsv4.errors import InvalidInput, require_count
 from dsv4.integrations.transformers.fast_attention import (
     FastAttention,
     RunningStep,
@@ -52,8 +52,7 @@ def accelerate(
     if is_accelerated(model):
         raise InvalidInput("the model is accelerated already: restore(model) first")
     for name, count in (("max_batch", max_batch), ("max_step_tokens", max_step_tokens)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise InvalidInput(f"{name}={count!r}: must be a whole number of at least 1")
+        require_count(name, count)
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
         raise InvalidInput(f"the model lies on {', '.join(devices)}: put it on one device")

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.request import Request
 from dsv4.cache.stats import MemoryBytes
-from dsv4.errors import InvalidInput
+from dsv4.errors import InvalidInput, require_count
 from dsv4.integrations.transformers.cache_layers import PagedLayer
 from dsv4.integrations.transformers.cache_rows import UNKNOWN_ID, CacheRows
 from dsv4.integrations.transformers.model_check import cache_schema, require_schema, require_v4
@@ -68,8 +68,7 @@ class PagedCache(Cache):
             index=index,
             max_draft_tokens=max_draft_tokens,
         )
-        if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1:
-            raise InvalidInput(f"max_batch={max_batch!r}: must be a whole number of at least 1")
+        require_count("max_batch", max_batch)
         with torch.inference_mode(False):  # arenas are written in every mode
             manager = KVCacheManager(
                 schema,
