@@ -22,8 +22,10 @@ test: lint                ## lint, then every test that needs no GPU, in paralle
 	$(BIN)/pytest -n 2 --dist worksteal
 
 # A GPU machine has its own torch and triton, made for its driver: nothing is installed there.
+# Test files run beside each other, for most of their time goes into compiling kernels.
+GPU_TEST_JOBS ?= 8
 gpu-test:                 ## GPU tests, then benchmarks; results under benchmarks/results/
-	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu -m gpu
+	ls tests/gpu/test_*.py | PYTHONPATH=. xargs -P $(GPU_TEST_JOBS) -I {} $(PYTHON) -m pytest -q -m gpu {}
 	PYTHONPATH=. $(PYTHON) -m benchmarks.run $(if $(COMMIT),--commit $(COMMIT))
 
 # torch, triton and numpy stay as pinned: it is transformers that moves.

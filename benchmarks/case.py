@@ -19,6 +19,8 @@ class Measurement:
     peers_us: dict[str, float] = field(default_factory=dict)
     parts_us: dict[str, float] = field(default_factory=dict)
     parts_launches: dict[str, int] = field(default_factory=dict)
+    cache_bytes: dict[str, int] = field(default_factory=dict)
+    step_bytes: dict[str, int] = field(default_factory=dict)
     note: str = ""
 
 

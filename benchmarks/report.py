@@ -1,5 +1,5 @@
 """`python -m benchmarks.report [results.jsonl]`: writes the tables of docs/performance.md, every
-registered case beside its target, from a results file."""
+registered case beside its target, and the plots under docs/plots/, from a results file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,18 @@ from dsv4.bench import BenchResult, read_results
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import Dsv4Error, InvalidInput
 from dsv4.model import ModelSpec
+from dsv4.plotting_bench import plot_results
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results" / "h200.jsonl"
+PLOT_FOLDER = ROOT / "docs" / "plots"
+# file name -> suites it shows
+PLOTS = {
+    "kernels.png": ("attention", "writes"),
+    "steps.png": ("decode_step",),
+    "transformers.png": ("transformers",),
+}
 BEGIN, END = "<!-- tables: written by python -m benchmarks.report -->", "<!-- end of tables -->"
 TITLES = {
     "writes": "Cache writes of one layer",
@@ -25,6 +33,7 @@ TITLES = {
     "indexer": "Indexer of one layer",
     "gather": "Dequantising gather",
     "host": "Host",
+    "prefix": "Prefix hits, host time",
 }
 # launches of cache writes in a decode step of V4-Flash
 WRITE_LAUNCHES = {"vLLM": "187", "SGLang": "about 230"}
@@ -44,6 +53,9 @@ def main() -> int:
         DOCUMENT.write_text(
             updated(DOCUMENT.read_text(encoding="utf-8"), results), encoding="utf-8"
         )
+        PLOT_FOLDER.mkdir(exist_ok=True)
+        for name, suites in PLOTS.items():
+            plot_results(results, PLOT_FOLDER / name, suites=suites)
     except Dsv4Error as error:
         print(error, file=sys.stderr)
         return 2
@@ -66,6 +78,8 @@ def tables(results: Sequence[BenchResult]) -> str:
     for suite, title in TITLES.items():
         sections += [f"## {title}", _cases_table(SUITES[suite](), measured)]
     sections += ["## Whole decode steps", _steps_table(SUITES["decode_step"](), measured)]
+    decoding = _decoding_table(SUITES["transformers"](), measured)
+    sections += ["## Decoding with transformers, five layers", decoding]
     sections += ["## Memory, V4-Flash", _memory_table()]
     return "\n\n".join(sections)
 
@@ -146,6 +160,23 @@ def _steps_table(cases: Iterable[Case], measured: dict[str, BenchResult]) -> str
         f"Launches of cache writes in a decode step of V4-Flash: {peers}; target "
         f"{WRITE_LAUNCHES_TARGET}; ours {ours}."
     ).lstrip()
+
+
+def _decoding_table(cases: Iterable[Case], measured: dict[str, BenchResult]) -> str:
+    rows, left_out = [], 0
+    for case in cases:
+        found = measured.get(case.name)
+        if found is None:
+            left_out += 1
+            continue
+        times = {"dsv4": found.microseconds, **found.peers_us}
+        for name, time_us in times.items():
+            launches = str(found.launches) if name == "dsv4" else ""
+            cache, step = found.cache_bytes.get(name), found.step_bytes.get(name)
+            bytes_held = (f"{count:,}" if count is not None else "" for count in (cache, step))
+            rows.append((case.name, name, f"{time_us:,.0f}", launches, *bytes_held))
+    header = ("case", "", "µs a token", "launches", "cache, bytes", "allocated in a step, bytes")
+    return (_table(header, rows) if rows else "") + _left_out(left_out)
 
 
 def _left_out(count: int) -> str:

@@ -80,6 +80,8 @@ def make_result(
         anchors_us=case.anchors_us,
         parts_us=found.parts_us,
         parts_launches=found.parts_launches,
+        cache_bytes=found.cache_bytes,
+        step_bytes=found.step_bytes,
         note=found.note,
         **environment,
     )

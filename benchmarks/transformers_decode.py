@@ -8,7 +8,7 @@ them. Times are wall-clock times a token, host included, as a loop over `model(.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -21,11 +21,12 @@ from benchmarks.case import Case, Measurement
 from dsv4.cache.manager import KVCacheManager
 from dsv4.integrations.transformers import PagedCache, transformers_cache_bytes
 from dsv4.integrations.transformers.accelerate import accelerate, restore
-from dsv4.units import format_bytes, format_tokens
+from dsv4.units import format_tokens
 
 CONTEXTS = (8_192, 65_536, 524_288)
 STEPS = 16
 WARM_UP_STEPS = 4
+COUNTED_STEPS = 1
 STEP_TOKENS = 8192
 FLASH: dict[str, Any] = {
     "vocab_size": 4096,
@@ -60,11 +61,13 @@ FLASH: dict[str, Any] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
     """`cache_bytes`: what the cache holds for the context. `step_bytes`: what a step allocates
-    besides, at its peak; 0 where the device does not count."""
+    besides, at its peak, `launches` its kernels, copies and fills; 0 where the device does not
+    count."""
 
     microseconds: float
     cache_bytes: int
     step_bytes: int
+    launches: int
 
 
 def cases() -> Iterator[Case]:
@@ -99,7 +102,7 @@ def compare(model: Any, context: int, *, steps: int) -> Measurement:
     accelerate(
         model,
         max_batch=1,
-        max_context=context + WARM_UP_STEPS + steps,
+        max_context=context + WARM_UP_STEPS + steps + COUNTED_STEPS,
         max_step_tokens=min(context, STEP_TOKENS),
     )
     try:
@@ -110,14 +113,12 @@ def compare(model: Any, context: int, *, steps: int) -> Measurement:
         restore(model)
     return Measurement(
         microseconds=ours.microseconds,
-        launches=1,
+        launches=ours.launches,
         must_move_bytes=moved,
         peers_us={"transformers": theirs.microseconds},
-        note=(
-            f"{len(model.model.layers)} layers; cache {format_bytes(ours.cache_bytes)}, "
-            f"transformers {format_bytes(theirs.cache_bytes)}; a step allocates "
-            f"{format_bytes(ours.step_bytes)}, transformers {format_bytes(theirs.step_bytes)}"
-        ),
+        cache_bytes={"dsv4": ours.cache_bytes, "transformers": theirs.cache_bytes},
+        step_bytes={"dsv4": ours.step_bytes, "transformers": theirs.step_bytes},
+        note=f"{len(model.model.layers)} layers; transformers: {theirs.launches} launches a token",
     )
 
 
@@ -140,8 +141,19 @@ def decode(model: Any, cache: Any, *, steps: int) -> Decoding:
     seconds = time.perf_counter() - began
     peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
     return Decoding(
-        microseconds=1e6 * seconds / steps, cache_bytes=cache_bytes, step_bytes=int(peak)
+        microseconds=1e6 * seconds / steps,
+        cache_bytes=cache_bytes,
+        step_bytes=int(peak),
+        launches=counted_launches(lambda: model(token, past_key_values=cache)) if on_gpu else 0,
     )
+
+
+def counted_launches(step: Callable[[], Any]) -> int:
+    """What the device runs in a step, replayed kernels included, as the profiler counts it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
 
 
 def stored_bytes(cache: Any) -> int:

@@ -20,7 +20,8 @@ class BenchResult:
     `must_move_bytes` counts each byte once that has to move; `floor_us` is the time of a copy of as
     many bytes plus that of an empty kernel, both measured in the same run. `peers_us` are other
     libraries in that run too, `anchors_us` their published times on the same GPU. `parts_us` and
-    `parts_launches` split a step by operation.
+    `parts_launches` split a step by operation. `cache_bytes` is what the cache of each library
+    holds, `step_bytes` what a step of it allocates besides, at its peak.
     """
 
     case: str
@@ -46,6 +47,8 @@ class BenchResult:
     anchors_us: dict[str, float] = field(default_factory=dict)
     parts_us: dict[str, float] = field(default_factory=dict)
     parts_launches: dict[str, int] = field(default_factory=dict)
+    cache_bytes: dict[str, int] = field(default_factory=dict)
+    step_bytes: dict[str, int] = field(default_factory=dict)
     note: str = ""
 
     @property

@@ -17,7 +17,7 @@ from dsv4.bench import BenchResult, Comparison, read_results
 from dsv4.bench import compare as compare_results
 from dsv4.cli_errors import reported_errors
 from dsv4.errors import InvalidInput
-from dsv4.plotting_bench import plot_results
+from dsv4.plotting_bench import SUITES, plot_results
 
 # differences below this are not coloured
 NOISE = 0.03
@@ -32,6 +32,10 @@ def bench_command(
         tuple[Path, Path] | None,
         typer.Option(metavar="FILE RESULTS", help="Draw a results file into FILE (.png, .svg)."),
     ] = None,
+    suites: Annotated[
+        list[str] | None,
+        typer.Option("--suite", help=f"Draw this alone, of {', '.join(SUITES)}; may be repeated."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare two benchmark results files, or draw one."""
@@ -41,7 +45,7 @@ def bench_command(
                 "say what to do with results: either --compare A B or --plot FILE RESULTS"
             )
         if plot is not None:
-            plot_results(read_results(plot[1]), plot[0])
+            plot_results(read_results(plot[1]), plot[0], suites=suites or SUITES)
             typer.echo(json.dumps({"plot": str(plot[0])}) if as_json else f"written to {plot[0]}")
         if compare is not None:
             a, b = (read_results(path) for path in compare)

@@ -72,7 +72,11 @@ def test_both_sides_are_measured_and_the_model_is_left_alone(model: Any) -> None
     assert not is_accelerated(model)
     assert found.microseconds > 0
     assert found.peers_us["transformers"] > 0
-    assert "5 layers; cache" in found.note
+    assert found.note.startswith("5 layers; ")
+    assert found.cache_bytes.keys() == found.step_bytes.keys() == {"dsv4", "transformers"}
+    assert found.cache_bytes["transformers"] == benchmark.stored_bytes(
+        benchmark.filled_dynamic_cache(model, 512)
+    )
     weights = sum(p.numel() * 4 for p in model.parameters())
     assert 0.5 * weights < found.must_move_bytes < 1.5 * weights
 
