@@ -1,9 +1,11 @@
 """`python -m benchmarks.report [results.jsonl]`: writes the tables of docs/performance.md, every
-registered case beside its target, and the plots under docs/plots/, from a results file."""
+registered case beside its target, the plots under docs/plots/ and the README's figures, from a
+results file."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from dsv4.plotting_bench import plot_results
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "performance.md"
+README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results" / "h200.jsonl"
 PLOT_FOLDER = ROOT / "docs" / "plots"
 # file name -> suites it shows
@@ -53,6 +56,7 @@ def main() -> int:
         DOCUMENT.write_text(
             updated(DOCUMENT.read_text(encoding="utf-8"), results), encoding="utf-8"
         )
+        README.write_text(refreshed(README.read_text(encoding="utf-8"), results), encoding="utf-8")
         PLOT_FOLDER.mkdir(exist_ok=True)
         for name, suites in PLOTS.items():
             plot_results(results, PLOT_FOLDER / name, suites=suites)
@@ -70,6 +74,23 @@ def updated(document: str, results: Sequence[BenchResult]) -> str:
     if not begin or not end:
         raise InvalidInput(f"the document has no lines {BEGIN!r} and {END!r}: put them back")
     return f"{before}{BEGIN}\n\n{tables(results)}\n\n{END}{after}"
+
+
+def refreshed(readme: str, results: Sequence[BenchResult]) -> str:
+    """The README with new figures in rows that end with their case, and with their commits."""
+    measured = {result.case: result for result in results}
+    commits: list[str] = []
+
+    def row(found: re.Match[str]) -> str:
+        result = measured[found["case"]]
+        if result.commit not in commits:
+            commits.append(result.commit)
+        ours = f"{result.microseconds:,.{0 if result.microseconds >= 100 else 1}f}"
+        return f"{found['what']}| {ours} |{found['others']}"
+
+    pattern = r"^(?P<what>\| [^|]+ )\|[^|]+\|(?P<others>.*<!-- case: (?P<case>.+?) --> \|)$"
+    readme = re.sub(pattern, row, readme, flags=re.MULTILINE)
+    return re.sub(r"(?<=one H200 at )[^;]+", f"commit {', '.join(commits)}", readme)
 
 
 def tables(results: Sequence[BenchResult]) -> str:

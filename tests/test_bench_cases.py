@@ -258,7 +258,10 @@ def test_a_result_has_the_case_the_measurement_and_the_floor() -> None:
 def test_the_document_is_what_the_results_say() -> None:
     """`python -m benchmarks.report` puts it right."""
     document = report.DOCUMENT.read_text(encoding="utf-8")
-    assert report.updated(document, read_results(report.RESULTS)) == document
+    results = read_results(report.RESULTS)
+    assert report.updated(document, results) == document
+    readme = report.README.read_text(encoding="utf-8")
+    assert report.refreshed(readme, results) == readme
 
 
 def test_misses_are_marked_and_nothing_is_hidden() -> None:
