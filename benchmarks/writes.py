@@ -103,10 +103,13 @@ def _measure(schema: CacheSchema, kind: str, *, batch: int, start: int, tokens: 
     layers = [layer for layer, _ in _layers(schema, kind)]
     moved = append_bytes(schema, layers[0], start=start, tokens=tokens, batch=batch)
 
+    # a decode step finds its inputs in the L2, where the launch before left them; a chunk does not
+    step_inputs = random_inputs(schema, layers[0], batch) if tokens == 1 else None
+
     def make_call(layer: int) -> Call:
         handle = manager.acquire(layer, plan)
         weights = random_weights(schema, layer, rope)
-        inputs = random_inputs(schema, layer, batch * tokens)
+        inputs = step_inputs or random_inputs(schema, layer, batch * tokens)
 
         def call() -> None:
             plan.appended_layers.clear()
