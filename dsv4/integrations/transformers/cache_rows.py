@@ -15,9 +15,9 @@ from torch import Tensor
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.request import Request
 from dsv4.errors import ContextOverflow, InvalidInput, RequestError
+from dsv4.integrations.transformers.history import History
 
 Writer = Literal["transformers", "accelerate"]
-UNKNOWN_ID = -1
 # what a forward of DeepseekV4Model takes by position
 _ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds")
 
@@ -31,10 +31,9 @@ class Call:
 
 
 class CacheRows:
-    """One request a batch row. `columns` columns of the batch have been processed; `history_ids`
-    int64 (-1 where embeddings were given) and `history_mask` bool (False: padding, which no request
-    has) are [rows, columns]. Layers and cache share this object; it does not know the cache.
-    """
+    """One request a batch row, and the history of the columns that have been processed; padding is
+    in the history and in no request. Layers and cache share this object; it does not know the
+    cache."""
 
     def __init__(self, manager: KVCacheManager, model: Any) -> None:
         self.manager = manager
@@ -44,13 +43,15 @@ class CacheRows:
 
     def _forget(self) -> None:
         self.requests: list[Request] = []
-        self.columns = 0
-        self.history_ids = torch.empty((0, 0), dtype=torch.int64)
-        self.history_mask = torch.empty((0, 0), dtype=torch.bool)
+        self.history = History(0)
         self.writer: Writer | None = None
         # the step that the layers are in
         self.start, self.layers_done = 0, 0
         self.slots = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def columns(self) -> int:
+        return self.history.columns
 
     # ---- rows ------------------------------------------------------------------------------
 
@@ -75,8 +76,7 @@ class CacheRows:
                 self.manager.release_request(request)
             raise
         self.requests, self.writer = admitted, writer
-        self.history_ids = torch.empty((batch, 0), dtype=torch.int64)
-        self.history_mask = torch.empty((batch, 0), dtype=torch.bool)
+        self.history = History(batch)
 
     def check_batch(self, batch: int, writer: Writer) -> None:
         """Raises InvalidInput for a batch that these rows cannot be."""
@@ -112,8 +112,8 @@ class CacheRows:
             for fork in forks:
                 self.manager.release_request(fork)
             raise
-        self.requests, self.writer, self.columns = forks, other.writer, other.columns
-        self.history_ids, self.history_mask = other.history_ids.clone(), other.history_mask.clone()
+        self.requests, self.writer = forks, other.writer
+        self.history = other.history.take(list(range(len(forks))))
         self.start, self.layers_done = other.start, other.layers_done
         self.slots = torch.tensor([fork.slot for fork in forks], device=self.manager.device)
 
@@ -132,9 +132,7 @@ class CacheRows:
             forks = self.manager.fork(self.requests[row], extra) if extra else []
             heirs[row] = [*forks, self.requests[row]]
         self.requests = [heirs[row].pop() for row in index]
-        chosen = torch.tensor(index, device=self.history_ids.device)
-        self.history_ids = self.history_ids[chosen]
-        self.history_mask = self.history_mask[chosen]
+        self.history = self.history.take(index)
 
     def check_size(self, rows: int) -> None:
         free = self.manager.max_requests - self.manager.stats().requests_live
@@ -148,18 +146,11 @@ class CacheRows:
 
     def note_columns(self, ids: Tensor | None, mask: Tensor) -> None:
         """Columns [rows, n] that have been processed: their ids, if known, and which are real."""
-        if ids is None:
-            ids = torch.full(mask.shape, UNKNOWN_ID, dtype=torch.int64, device=mask.device)
-        device = ids.device
-        self.history_ids = torch.cat((self.history_ids.to(device), ids.long()), dim=1)
-        self.history_mask = torch.cat((self.history_mask.to(device), mask.to(device).bool()), dim=1)
-        self.columns += mask.shape[1]
+        self.history.add(ids, mask)
 
     def cut(self, columns: int) -> None:
         """Forgets the tokens of later columns; the step is over."""
-        self.columns = columns
-        self.history_ids = self.history_ids[:, :columns]
-        self.history_mask = self.history_mask[:, :columns]
+        self.history.cut(columns)
         self.layers_done = 0
 
     # ---- steps of transformers' own layers -------------------------------------------------

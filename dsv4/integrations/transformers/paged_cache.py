@@ -17,7 +17,8 @@ from dsv4.cache.request import Request
 from dsv4.cache.stats import MemoryBytes
 from dsv4.errors import InvalidInput, require_count
 from dsv4.integrations.transformers.cache_layers import PagedLayer
-from dsv4.integrations.transformers.cache_rows import UNKNOWN_ID, CacheRows
+from dsv4.integrations.transformers.cache_rows import CacheRows
+from dsv4.integrations.transformers.history import UNKNOWN_ID
 from dsv4.integrations.transformers.model_check import cache_schema, require_schema, require_v4
 
 # columns that a replay runs at once: transformers' attention is dense in them
@@ -99,12 +100,12 @@ class PagedCache(Cache):
     @property
     def history_ids(self) -> Tensor:
         """int64 [rows, columns]: the ids of all processed columns, -1 where embeddings came."""
-        return self.rows.history_ids
+        return self.rows.history.ids
 
     @property
     def history_mask(self) -> Tensor:
         """bool [rows, columns]: False where a column is padding, which the cache does not hold."""
-        return self.rows.history_mask
+        return self.rows.history.mask
 
     def memory_bytes(self) -> MemoryBytes:
         """What the manager has allocated, used or not."""
