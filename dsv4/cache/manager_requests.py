@@ -63,11 +63,15 @@ class RequestCalls(ManagerBase):
             self.allocator.release(shared)
             raise
         request = self._new_request(shared + own, match.resume)
+        if shared:
+            try:
+                self._publish(request, 0, len(shared))
+                self._resume(request, match)
+            except BaseException:  # the device's error
+                self.release_request(request)
+                raise
         request.trail = trail
         self.prefix.use(match, trail)
-        if shared:
-            self._publish(request, 0, len(shared))
-            self._resume(request, match)
         return request
 
     def fork(self, request: Request, count: int) -> list[Request]:
@@ -92,11 +96,17 @@ class RequestCalls(ManagerBase):
             fork.length, fork.written_tokens = request.length, request.written_tokens
             fork.reused_tokens, fork.exact_from = request.reused_tokens, request.exact_from
             fork.trail = request.trail and request.trail.copy()
-            self.slot_arena.bytes[fork.slot].copy_(self.slot_arena.bytes[request.slot])
-            if copies:
-                self._copy_block(request.block_ids[len(shared)], copies[nth])
-            self._publish(fork, 0)
             forks.append(fork)
+        try:
+            for fork in forks:
+                self.slot_arena.bytes[fork.slot].copy_(self.slot_arena.bytes[request.slot])
+                if copies:
+                    self._copy_block(request.block_ids[len(shared)], fork.block_ids[-1])
+                self._publish(fork, 0)
+        except BaseException:  # the device's error
+            for fork in forks:
+                self.release_request(fork)
+            raise
         return forks
 
     def rewind(self, request: Request, length: int) -> ResumePlan:

@@ -423,3 +423,34 @@ def test_what_drafts_wrote_stays_with_its_request():
     for layer in drafting:
         for view in manager.acquire(layer).state.views.values():
             assert not view[request.slot].view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("failing", ["_publish", "_resume"])
+def test_a_device_error_in_admission_gives_everything_back(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+):
+    manager = build()
+    compute(manager, IDS[:300])
+    with nothing_changes(manager), monkeypatch.context() as patch:
+        patch.setattr(manager, failing, _no_device)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            manager.admit_request(IDS[:300])
+    assert reused(manager, IDS[:300]) == 256
+
+
+def test_a_device_error_in_a_fork_gives_everything_back(monkeypatch: pytest.MonkeyPatch):
+    manager = build()
+    request = manager.admit_request(IDS[:300])
+    finish(manager, request)
+    before = manager.stats()
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "_copy_block", _no_device)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            manager.fork(request, 2)
+    assert manager.stats() == before
+    manager.check_invariants()
+    assert [fork.length for fork in manager.fork(request, 2)] == [300, 300]
+
+
+def _no_device(*given: object) -> None:
+    raise RuntimeError("CUDA error: out of memory")
