@@ -81,7 +81,8 @@ def index_scores(
     tokens_per_request: int = 1,
 ) -> None:
     """Same result as dsv4.reference.index_scores.index_scores, bit for bit where the dot product
-    is exact in fp32 (MXFP4 and NVFP4 unless scales lie very far apart).
+    is exact in fp32 (MXFP4 and NVFP4 unless scales lie very far apart). `q` has been through the
+    keys' format, as prepare_index_queries leaves it: index_scores_hopper.py relies on that.
 
     One launch for up to 256 tokens. `tokens_per_request` is how many neighbouring
     tokens usually belong to one request (1 + drafts, or a prefill chunk): up to 16 share the keys
@@ -103,7 +104,7 @@ def index_scores(
             group,
         )
         if programs and hopper_launch is not None:
-            hopper_launch(programs, arguments, ratio=keys.ratio, page_rows=keys.page.rows)
+            hopper_launch(arguments, ratio=keys.ratio, page_rows=keys.page.rows)
         elif programs:
             _index_scores_kernel[(programs,)](
                 *arguments,

@@ -53,7 +53,7 @@ def on_gpu(keys: EntrySource) -> EntrySource:
 
 
 def wanted(
-    keys: EntrySource, tokens: Tensor, q: Tensor, weights: Tensor, skip_visible: int
+    keys: EntrySource, tokens: Tensor, q: Tensor, weights: Tensor, skip_visible: int = 0
 ) -> Tensor:
     scores = torch.full((len(tokens), COLUMNS), UNTOUCHED)
     reference.index_scores(
@@ -63,34 +63,38 @@ def wanted(
     return scores
 
 
-@pytest.mark.parametrize("skip_visible", [0, 64])
-@pytest.mark.parametrize("page_rows", [32, 64, 128])
-def test_ragged_batch_equals_the_reference(page_rows: int, skip_visible: int) -> None:
-    keys, tokens, q, weights = case(page_rows)
+def found(
+    keys: EntrySource,
+    tokens: Tensor,
+    q: Tensor,
+    weights: Tensor,
+    *,
+    skip_visible: int = 0,
+) -> Tensor:
     assert hopper.supports(q, keys, 0, True, 1)
     scores = torch.full((len(tokens), COLUMNS), UNTOUCHED, device="cuda")
     kernel.index_scores(
         q.cuda(), weights.cuda(), tokens=tokens.cuda(), keys=on_gpu(keys), first_entry=0,
         scores=scores, skip_visible=skip_visible,
     )  # fmt: skip
+    return scores.cpu()
+
+
+@pytest.mark.parametrize("skip_visible", [0, 64])
+@pytest.mark.parametrize("page_rows", [32, 64, 128])
+def test_ragged_batch_equals_the_reference(page_rows: int, skip_visible: int) -> None:
+    keys, tokens, q, weights = case(page_rows)
     expected = wanted(keys, tokens, q, weights, skip_visible)
     assert torch.isnan(expected[0, 7])
-    assert same_bits(scores.cpu(), expected)
+    assert same_bits(found(keys, tokens, q, weights, skip_visible=skip_visible), expected)
 
 
 def test_a_score_does_not_depend_on_its_batch() -> None:
     keys, tokens, q, weights = case(32, seed=1)
     order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(2))
-    results = []
-    for rows in (torch.arange(len(tokens)), order, order[:3]):
-        scores = torch.full((len(rows), COLUMNS), UNTOUCHED, device="cuda")
-        kernel.index_scores(
-            q[rows].cuda(), weights[rows].cuda(), tokens=tokens[rows].cuda(), keys=on_gpu(keys),
-            first_entry=0, scores=scores,
-        )  # fmt: skip
-        results.append(scores)
-    assert same_bits(results[0][order.cuda()], results[1])
-    assert same_bits(results[1][:3], results[2])
+    whole = found(keys, tokens, q, weights)
+    for rows in (order, order[:3]):
+        assert same_bits(found(keys, tokens[rows], q[rows], weights[rows]), whole[rows])
 
 
 def test_many_tokens_of_a_launch_and_of_several() -> None:
@@ -102,9 +106,45 @@ def test_many_tokens_of_a_launch_and_of_several() -> None:
         RECORD, torch.randn(300, hopper.HEADS, hopper.WIDTH, generator=generator).bfloat16()
     )
     weights = torch.randn(300, hopper.HEADS, generator=generator).bfloat16()
-    scores = torch.full((300, COLUMNS), UNTOUCHED, device="cuda")
-    kernel.index_scores(
-        q.cuda(), weights.cuda(), tokens=tokens.cuda(), keys=on_gpu(keys), first_entry=0,
-        scores=scores,
-    )  # fmt: skip
-    assert same_bits(scores.cpu(), wanted(keys, tokens, q, weights, 0))
+    assert same_bits(found(keys, tokens, q, weights), wanted(keys, tokens, q, weights))
+
+
+def test_a_nan_in_a_query_makes_its_scores_nan() -> None:
+    keys, tokens, q, weights = case(32)
+    q[0, 3, 32:64] = torch.nan
+    scores = found(keys, tokens, q, weights)
+    assert torch.isnan(scores[0, :1500]).all()
+    assert same_bits(scores, wanted(keys, tokens, q, weights))
+
+
+def scaled_case(exponents: tuple[int, ...], key_exponent: int) -> tuple[Tensor, Tensor]:
+    """Raw queries whose scale groups lie at powers of two drawn from `exponents`, and raw keys."""
+    generator = torch.Generator().manual_seed(4)
+    q = torch.randn(len(ROWS), hopper.HEADS, 4, 32, generator=generator)
+    drawn = torch.tensor(exponents)[torch.randint(len(exponents), q.shape[:3], generator=generator)]
+    keys = torch.randn(1500, hopper.WIDTH, generator=generator) * 2.0**key_exponent
+    return torch.ldexp(q, drawn[..., None]).flatten(2).bfloat16(), keys.bfloat16()
+
+
+@pytest.mark.parametrize("exponents", [(0, -3, -6), (-40, -45), (33, 34)])
+@pytest.mark.parametrize("key_exponent", [-35, 30])
+def test_scales_of_any_size(exponents: tuple[int, ...], key_exponent: int) -> None:
+    _, tokens, _, weights = case(32)
+    raw_q, raw_keys = scaled_case(exponents, key_exponent)
+    keys = make_keys(RECORD, [raw_keys[:n] for n in ENTRIES], page_rows=32)
+    q = round_trip(RECORD, raw_q)
+    assert same_bits(found(keys, tokens, q, weights), wanted(keys, tokens, q, weights))
+
+
+def test_queries_with_scales_far_apart_are_off_by_little() -> None:
+    """Keys without the first group, where queries are largest, see nothing but what is rounded."""
+    _, tokens, _, weights = case(32)
+    raw_q, raw_keys = scaled_case((-17, -20), 0)
+    raw_q[:, :, :32] = 1.0
+    raw_keys[:, :32] = 0
+    keys = make_keys(RECORD, [raw_keys[:n] for n in ENTRIES], page_rows=32)
+    q = round_trip(RECORD, raw_q)
+    key_sum = round_trip(RECORD, raw_keys[:COLUMNS]).float().abs().sum(1)
+    bound = weights[0].float().abs().sum() * key_sum * 2.0**-18 * 1.05
+    off = (found(keys, tokens, q, weights) - wanted(keys, tokens, q, weights))[0, :1500].abs()
+    assert (off <= bound).all()

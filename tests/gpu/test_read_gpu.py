@@ -16,6 +16,7 @@ from dsv4.model import ModelSpec
 from dsv4.reference import attend as reference_attend
 from dsv4.reference import select as reference_select
 from dsv4.rope import rope_table
+from tests.oracles.indexer import round_trip
 
 pytestmark = pytest.mark.gpu
 
@@ -77,8 +78,11 @@ class Model:
             self.q[layer] = random(
                 PADDED, self.spec.heads, self.spec.head_dim, dtype=torch.bfloat16
             )
+            index_q = random(
+                PADDED, self.spec.index_heads, self.spec.index_dim, dtype=torch.bfloat16
+            )
             self.index[layer] = (
-                random(PADDED, self.spec.index_heads, self.spec.index_dim, dtype=torch.bfloat16),
+                round_trip(self.schema.index_format, index_q.cpu()).cuda(),  # as `prepared` says
                 random(PADDED, self.spec.index_heads, dtype=torch.bfloat16) * 0.01,
             )
             self.out[layer] = (

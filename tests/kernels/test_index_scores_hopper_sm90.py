@@ -17,7 +17,7 @@ from dsv4.model import ModelSpec
 from tests.kernels.sm90 import compile_launch, ptxas_messages, run_apart
 
 CSA_LAYER = 2
-PROGRAMS_PER_PROCESSOR, REGISTERS_OF_A_PROCESSOR, SHARED_BYTES = 4, 65_536, 227 << 10
+REGISTERS_OF_A_PROCESSOR, SHARED_BYTES = 65_536, 227 << 10
 
 
 @pytest.fixture(scope="module")
@@ -25,19 +25,19 @@ def compiled() -> dict[str, Any]:
     return run_apart("tests.kernels.test_index_scores_hopper_sm90", "256")
 
 
-def test_four_programs_fit_a_processor_and_nothing_spills(compiled: dict[str, Any]) -> None:
+def test_the_programs_of_a_processor_fit_and_nothing_spills(compiled: dict[str, Any]) -> None:
     assert compiled["spill_bytes"] == 0
     assert set(re.findall(r"(\d+) bytes spill", compiled["ptxas"])) == {"0"}
     assert "serialized" not in compiled["ptxas"]
-    threads = 4 * 32 * PROGRAMS_PER_PROCESSOR
-    assert compiled["registers"] * threads <= REGISTERS_OF_A_PROCESSOR
-    assert compiled["dynamic_shared_bytes"] * PROGRAMS_PER_PROCESSOR <= SHARED_BYTES
+    programs = compiled["programs_per_processor"]
+    assert compiled["registers"] * 4 * 32 * programs <= REGISTERS_OF_A_PROCESSOR
+    assert compiled["dynamic_shared_bytes"] * programs <= SHARED_BYTES
 
 
 def test_keys_arrive_16_bytes_a_thread_and_multiply_from_registers(
     compiled: dict[str, Any],
 ) -> None:
-    assert compiled["wgmma"] > 0
+    assert compiled["multiplications"] == ["QGMMA.64x64x32.F32.E4M3.E4M3"] * 4
     assert "LDGSTS.E.BYPASS.128" in compiled["async_copies"]
 
 
@@ -112,10 +112,11 @@ def compile_scores(tokens: int) -> dict[str, Any]:
         maxnreg=index_scores_hopper.MAX_REGISTERS,
     )
     return {
+        "programs_per_processor": index_scores_hopper.PROGRAMS_PER_PROCESSOR,
         "registers": made.registers,
         "spill_bytes": made.spill_bytes,
         "dynamic_shared_bytes": made.dynamic_shared_bytes,
-        "wgmma": made.opcodes["HGMMA"],
+        "multiplications": re.findall(r"[HQ]GMMA[.\w]*", made.sass),
         "async_copies": re.findall(r"LDGSTS[.\w]*", made.sass),
         "ptxas": ptxas_messages(made.ptx),
     }
