@@ -1,8 +1,9 @@
 """The write path of one layer in one launch: window rows, tails, closed groups.
 
-Programs of three sorts share a grid: one a token for the window, one an item (and channel split)
-for each compressor. An item is all that a step does to one group of one request; the first item of
-a request also writes the tails, after it has read what it overwrites (prepare_forward.py).
+Programs of several sorts share a grid: one a token for the window; for each compressor some an item
+or for several items, and some for the tails. An item is all that a step does to one group of one
+request; in a wide step the first item of a request also writes the tails, after it has read what it
+overwrites (prepare_forward.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.cache.writes import CompressorWrite, StepTensors, WindowWrite
-from dsv4.kernels.fold import fold_tokens, load_state, write_states
+from dsv4.kernels.fold import fold_tokens, load_state, load_token, write_states
 from dsv4.kernels.numerics import (
     bf16_bits,
     exp_nonpositive,
@@ -26,20 +27,25 @@ from dsv4.kernels.numerics import (
     rotate,
     round_bf16,
 )
-from dsv4.kernels.record import RecordConstants, record_constants, store_record
+from dsv4.kernels.record import RecordConstants, record_constants, store_records
 from dsv4.reference.numerics import SUM_LANES
 
 # Pooling more rows than this splits the channels over programs: a group of 128 tokens is 512 KB.
 MAX_ROWS_IN_ONE_PROGRAM = 8
 SPLIT_CHANNELS = 32
+# Else a program takes as many groups as give each of its threads four channels of every row.
+CHANNELS_IN_ONE_PROGRAM = 512
 # Folding goes token by token, so a thread has one channel; a narrow step folds only a few.
 FOLD_SPLIT_CHANNELS = 128
-FOLD_AHEAD_TOKENS = 8
-# Programs that share the work items of one compressor; each takes every so-manieth.
-MAX_WORK_PROGRAMS = 1024
+FOLD_AHEAD_TOKENS = 16
 NUM_WARPS = 4
-# Left alone, ptxas stops at 128 registers and spills a few.
+# A chunk's second launch has a warp a window row: no exchange between warps.
+CHUNK_WINDOW_WARPS = 1
+# Left alone, ptxas stops at 128 registers and spills a few. A chunk that is folded keeps
+# 2 · FOLD_AHEAD_TOKENS rows, and there are never more than two such programs for a multiprocessor.
 MAX_REGISTERS = 144
+MAX_CHUNK_REGISTERS = 168
+MAX_FOLD_REGISTERS = 224
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +75,11 @@ class CompressorConstants:
     B_ROWS: int
     STATE_ROWS: int
     PAGE_ROWS: int
+    GROUPS: int
     SPLITS: int
     LANES: int
+    WIDE: bool
     AHEAD: int
-    LOOP: bool
     COMPRESS: bool
     TAILS: str
     FROM_TAILS: bool
@@ -105,12 +112,19 @@ def _launch(
     grid, arguments, constants = launch_arguments(step, window, compressors, stage=stage)
     if grid:
         _append_kernel[(grid,)](
-            *arguments,
-            **constants,
-            num_warps=NUM_WARPS,
-            maxnreg=MAX_REGISTERS,
-            enable_fp_fusion=False,
+            *arguments, **constants, **launch_options(constants), enable_fp_fusion=False
         )
+
+
+def launch_options(constants: dict[str, Any]) -> dict[str, int]:
+    """Warps and the bound on registers of a launch with these constants."""
+    window, main, index = (constants[name] for name in ("WINDOW", "MAIN", "INDEX"))
+    if main is None and index is None and window is not None and window.CHUNK:
+        return {"num_warps": CHUNK_WINDOW_WARPS, "maxnreg": MAX_REGISTERS}
+    registers = MAX_REGISTERS
+    if main is not None and main.WIDE:
+        registers = MAX_FOLD_REGISTERS if main.STATE_ROWS else MAX_CHUNK_REGISTERS
+    return {"num_warps": NUM_WARPS, "maxnreg": registers}
 
 
 def launch_arguments(
@@ -191,22 +205,26 @@ def _compressor_arguments(
 ) -> tuple[int, tuple[Any, ...], CompressorConstants | None]:
     nothing: Tensor = step.rope
     if write is None:
-        return 0, (step.batch, step.batch, *[nothing] * 6, step.arrived, *[0] * 9), None
+        return 0, (step.batch, *[nothing] * 6, step.arrived, *[0] * 12), None
     layout, items = write.layout, write.items.shape[0]
-    splits = 1
+    groups = splits = 1
     if layout.online:
         splits = 1 if step.narrow else max(1, layout.width // FOLD_SPLIT_CHANNELS)
-    elif layout.slots_pooled > MAX_ROWS_IN_ONE_PROGRAM and not layout.overlap:
+    elif layout.slots_pooled > MAX_ROWS_IN_ONE_PROGRAM:
         splits = max(1, layout.width // SPLIT_CHANNELS)
+    else:
+        groups = max(1, CHANNELS_IN_ONE_PROGRAM // layout.width)
     # Where a step is narrow its tails overwrite nothing that its groups read, so other programs
     # may write them meanwhile; a wide chunk's groups must be read first.
     tails = "none"
     if write.write_tails:
         tails = "apart" if step.narrow or not write.compress else "after"
-    work_programs = 0
+    requests = step.batch.shape[0]
+    work_programs = tail_programs = 0
     if write.compress or tails == "after":
-        work_programs = min(items * splits, MAX_WORK_PROGRAMS)
-    programs = work_programs + (step.batch.shape[0] if tails == "apart" else 0)
+        work_programs = -(-items // groups) * splits
+    if tails == "apart" or (tails == "after" and layout.online):
+        tail_programs = -(-requests // groups) * splits
     constants = CompressorConstants(
         RATIO=layout.ratio,
         OVERLAP=layout.overlap,
@@ -217,10 +235,11 @@ def _compressor_arguments(
         B_ROWS=layout.b_rows,
         STATE_ROWS=layout.state_rows,
         PAGE_ROWS=layout.page.rows,
+        GROUPS=groups,
         SPLITS=splits,
         LANES=SUM_LANES,
+        WIDE=not step.narrow,
         AHEAD=1 if step.narrow else FOLD_AHEAD_TOKENS,
-        LOOP=work_programs < items * splits,
         COMPRESS=write.compress,
         TAILS=tails,
         FROM_TAILS=write.c is None,
@@ -229,7 +248,6 @@ def _compressor_arguments(
     )
     arguments = (
         write.items,
-        write.item_count,
         nothing if write.c is None else write.c,
         nothing if write.z is None else write.z,
         write.ape,
@@ -237,7 +255,10 @@ def _compressor_arguments(
         nothing if write.dense is None else write.dense,
         step.scratch,
         step.arrived,
+        items,
+        requests,
         work_programs,
+        tail_programs,
         0 if write.c is None else write.c.stride(0),
         0 if write.z is None else write.z.stride(0),
         layout.page.offset_bytes,
@@ -247,7 +268,7 @@ def _compressor_arguments(
         layout.kb_offset_bytes,
         layout.zb_offset_bytes,
     )
-    return programs, arguments, constants
+    return work_programs + tail_programs, arguments, constants
 
 
 @triton.jit
@@ -272,7 +293,6 @@ def _append_kernel(
     window_scale,
     chunk_scale,
     m_items,
-    m_count,
     m_c,
     m_z,
     m_ape,
@@ -280,7 +300,10 @@ def _append_kernel(
     m_dense,
     m_scratch,
     m_arrived,
+    m_item_rows,
+    m_requests,
     m_work_programs,
+    m_tail_programs,
     m_c_stride,
     m_z_stride,
     m_data,
@@ -290,7 +313,6 @@ def _append_kernel(
     m_kb,
     m_zb,
     i_items,
-    i_count,
     i_c,
     i_z,
     i_ape,
@@ -298,7 +320,10 @@ def _append_kernel(
     i_dense,
     i_scratch,
     i_arrived,
+    i_item_rows,
+    i_requests,
     i_work_programs,
+    i_tail_programs,
     i_c_stride,
     i_z_stride,
     i_data,
@@ -329,8 +354,9 @@ def _append_kernel(
             _compress(
                 program - window_programs, block_arena, slot_arena, block_table, batch_ptr,
                 rope_ptr, block_bytes, slot_bytes, table_stride, eps,
-                m_items, m_count, m_c, m_z, m_ape, m_norm, m_dense, m_scratch, m_arrived,
-                m_work_programs, m_c_stride, m_z_stride, m_data, m_scale, m_ka, m_za, m_kb, m_zb,
+                m_items, m_c, m_z, m_ape, m_norm, m_dense, m_scratch, m_arrived,
+                m_item_rows, m_requests, m_work_programs, m_tail_programs, m_c_stride, m_z_stride,
+                m_data, m_scale, m_ka, m_za, m_kb, m_zb,
                 MAIN,
             )  # fmt: skip
     else:
@@ -338,8 +364,9 @@ def _append_kernel(
             _compress(
                 program - window_programs - main_programs, block_arena, slot_arena, block_table,
                 batch_ptr, rope_ptr, block_bytes, slot_bytes, table_stride, eps,
-                i_items, i_count, i_c, i_z, i_ape, i_norm, i_dense, i_scratch, i_arrived,
-                i_work_programs, i_c_stride, i_z_stride, i_data, i_scale, i_ka, i_za, i_kb, i_zb,
+                i_items, i_c, i_z, i_ape, i_norm, i_dense, i_scratch, i_arrived,
+                i_item_rows, i_requests, i_work_programs, i_tail_programs, i_c_stride, i_z_stride,
+                i_data, i_scale, i_ka, i_za, i_kb, i_zb,
                 INDEX,
             )  # fmt: skip
 
@@ -355,36 +382,38 @@ def _append_window(
     ROPE: tl.constexpr = W.ROPE
     NORM: tl.constexpr = W.NORM
     RECORD: tl.constexpr = W.RECORD
-    slot = tl.load(window_ptr + program * 4).to(tl.int64)
-    position = tl.load(window_ptr + program * 4 + 1)
-    token = tl.load(window_ptr + program * 4 + 2)
-    target = tl.load(window_ptr + program * 4 + 3)
-    if slot >= 0:
+    row = window_ptr + (program + tl.arange(0, 1)) * 4
+    slot = tl.load(row).to(tl.int64)
+    position = tl.load(row + 1)
+    token = tl.load(row + 2)
+    target = tl.load(row + 3)
+    if tl.max(slot, axis=0) >= 0:
         channel = tl.arange(0, WIDTH)
-        x = tl.load(kv_ptr + token.to(tl.int64) * kv_stride + channel).to(tl.float32)
+        source = kv_ptr + (token.to(tl.int64) * kv_stride)[:, None]
+        x = tl.load(source + channel[None, :])
+        x = x.to(tl.float32)
         if NORM:
-            x = rms_norm(x, tl.load(norm_ptr + channel), eps, WIDTH)
-            cos, sin = load_rope(rope_ptr + position.to(tl.int64) * ROPE, WIDTH, ROPE)
+            x = rms_norm(x, tl.load(norm_ptr + channel)[None, :], eps, WIDTH)
+            angles = rope_ptr + (position.to(tl.int64) * ROPE)[:, None]
+            cos, sin = load_rope(angles, WIDTH, ROPE)
             x = rotate(x, cos, sin, WIDTH, ROPE)
-        if target % 2 == 1:
-            page = slot_arena + slot * slot_bytes
-            row = position % RING
-            store_record(
-                x,
-                page + data_offset + row * RECORD.DATA_BYTES,
-                page + scale_offset + row * RECORD.SCALE_BYTES,
-                WIDTH,
-                RECORD,
-            )
+        page = slot_arena + slot * slot_bytes
+        ring_row = position % RING
+        kept = (slot >= 0) & (target % 2 == 1)
+        store_records(
+            x, kept,
+            page + data_offset + ring_row * RECORD.DATA_BYTES,
+            page + scale_offset + ring_row * RECORD.SCALE_BYTES,
+            WIDTH, RECORD,
+        )  # fmt: skip
         if W.CHUNK:
             chunk_row = (target // 2).to(tl.int64)
-            store_record(
-                x,
+            store_records(
+                x, slot >= 0,
                 chunk_ptr + chunk_row * RECORD.DATA_BYTES,
                 chunk_ptr + chunk_scale + chunk_row * RECORD.SCALE_BYTES,
-                WIDTH,
-                RECORD,
-            )
+                WIDTH, RECORD,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -428,168 +457,307 @@ def _copy_bytes(source, target, COUNT: tl.constexpr):
 def _compress(
     program, block_arena, slot_arena, block_table, batch_ptr, rope_ptr,
     block_bytes, slot_bytes, table_stride, eps,
-    items_ptr, count_ptr, c_ptr, z_ptr, ape_ptr, norm_ptr, dense_ptr, scratch_ptr, arrived_ptr,
-    work_programs, c_stride, z_stride, data_offset, scale_offset,
-    ka_offset, za_offset, kb_offset, zb_offset,
+    items_ptr, c_ptr, z_ptr, ape_ptr, norm_ptr, dense_ptr, scratch_ptr, arrived_ptr,
+    item_rows, requests, work_programs, tail_programs, c_stride, z_stride,
+    data_offset, scale_offset, ka_offset, za_offset, kb_offset, zb_offset,
     C: tl.constexpr,
 ):  # fmt: skip
-    RATIO: tl.constexpr = C.RATIO
-    SPLITS: tl.constexpr = C.SPLITS
-    if program >= work_programs:
-        if C.TAILS == "apart":
-            request = batch_ptr + (program - work_programs) * 4
-            slot = tl.load(request).to(tl.int64)
-            start = tl.load(request + 1)
-            count = tl.load(request + 2)
-            first_row = tl.load(request + 3)
-            if slot >= 0:
-                slot_ptr = slot_arena + slot * slot_bytes
-                _write_tails(
-                    start, start + count, first_row, 0, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
-                    slot_ptr, ka_offset, za_offset, kb_offset, zb_offset, C.WIDTH, C,
-                )  # fmt: skip
+    if C.STATE_ROWS > 0:
+        _compress_folded(
+            program, block_arena, slot_arena, block_table, batch_ptr, rope_ptr,
+            block_bytes, slot_bytes, table_stride, eps,
+            items_ptr, c_ptr, z_ptr, ape_ptr, norm_ptr, dense_ptr, scratch_ptr, arrived_ptr,
+            work_programs, tail_programs, c_stride, z_stride, data_offset, scale_offset, ka_offset,
+            C,
+        )  # fmt: skip
     else:
-        # with a program for every unit, padding rows tell; else the count does, and programs loop
-        last = program + 1
-        if C.LOOP:
-            last = tl.load(count_ptr) * SPLITS
-        for unit in range(program, last, work_programs):
-            item = unit // SPLITS
-            split = unit % SPLITS
-            row = items_ptr + item * 8
-            slot = tl.load(row).to(tl.int64)
-            start = tl.load(row + 1)
-            end = tl.load(row + 2)
-            first_row = tl.load(row + 3)
-            entry0 = tl.load(row + 4)
-            entries = tl.load(row + 5)
-            writes_tails = tl.load(row + 6)
-            slot_ptr = slot_arena + slot * slot_bytes
-            ka = (slot_ptr + ka_offset).to(tl.pointer_type(tl.float32))
-            za = (slot_ptr + za_offset).to(tl.pointer_type(tl.float32))
-            kb = (slot_ptr + kb_offset).to(tl.pointer_type(tl.float32))
-            zb = (slot_ptr + zb_offset).to(tl.pointer_type(tl.float32))
-            if C.COMPRESS:
-                for nth in range(entries):
-                    entry = entry0 + nth
-                    if (entry + 1) * RATIO <= end:
-                        _close_group(
-                            item, split, entry, slot, start, first_row,
-                            block_arena, block_table, rope_ptr, block_bytes, table_stride, eps,
-                            c_ptr, z_ptr, ape_ptr, norm_ptr, dense_ptr, scratch_ptr, arrived_ptr,
-                            c_stride, z_stride, data_offset, scale_offset, ka, za, kb, zb, C,
-                        )  # fmt: skip
-            if C.TAILS == "after":  # noqa: SIM102 (the outer one is decided at compile time)
-                if writes_tails == 1:
-                    tl.debug_barrier()  # the rows read above may be among those written below
-                    _write_tails(
-                        start, end, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
-                        slot_ptr, ka_offset, za_offset, kb_offset, zb_offset,
-                        C.WIDTH // SPLITS, C,
-                    )  # fmt: skip
+        _compress_rows(
+            program, block_arena, slot_arena, block_table, batch_ptr, rope_ptr,
+            block_bytes, slot_bytes, table_stride, eps,
+            items_ptr, c_ptr, z_ptr, ape_ptr, norm_ptr, dense_ptr, scratch_ptr, arrived_ptr,
+            item_rows, requests, work_programs, c_stride, z_stride, data_offset, scale_offset,
+            ka_offset, za_offset, kb_offset, zb_offset, C,
+        )  # fmt: skip
 
 
 @triton.jit
-def _close_group(
-    item, split, entry, slot, start, first_row,
-    block_arena, block_table, rope_ptr, block_bytes, table_stride, eps,
-    c_ptr, z_ptr, ape_ptr, norm_ptr, dense_ptr, scratch_ptr, arrived_ptr,
-    c_stride, z_stride, data_offset, scale_offset, ka, za, kb, zb, C: tl.constexpr,
+def _compress_rows(
+    program, block_arena, slot_arena, block_table, batch_ptr, rope_ptr,
+    block_bytes, slot_bytes, table_stride, eps,
+    items_ptr, c_ptr, z_ptr, ape_ptr, norm_ptr, dense_ptr, scratch_ptr, arrived_ptr,
+    item_rows, requests, work_programs, c_stride, z_stride, data_offset, scale_offset,
+    ka_offset, za_offset, kb_offset, zb_offset,
+    C: tl.constexpr,
 ):  # fmt: skip
-    """Pools one group and stores its entry. What the store needs is loaded before the pooling."""
-    WIDTH: tl.constexpr = C.WIDTH
-    ROPE: tl.constexpr = C.ROPE
+    """GROUPS items of one compressor, or the tails of as many requests."""
+    RATIO: tl.constexpr = C.RATIO
     SPLITS: tl.constexpr = C.SPLITS
-    PAGE_ROWS: tl.constexpr = C.PAGE_ROWS
-    channel = tl.arange(0, WIDTH)
-    norm = tl.load(norm_ptr + channel)
-    cos, sin = load_rope(rope_ptr + (entry * C.RATIO).to(tl.int64) * ROPE, WIDTH, ROPE)
-    block_id = tl.load(block_table + slot * table_stride + entry // PAGE_ROWS).to(tl.int64)
-    page = block_arena + block_id * block_bytes
-    pooled = _pool(
-        entry, start, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
-        ka, za, kb, zb, C,
-    )  # fmt: skip
-    dense_row = dense_ptr.to(tl.pointer_type(tl.uint16)) + item.to(tl.int64) * WIDTH
-    if SPLITS == 1:
-        _store_entry(
-            pooled, norm, cos, sin, eps, page, entry % PAGE_ROWS, dense_row,
-            data_offset, scale_offset, C,
+    if program >= work_programs:
+        nth = (program - work_programs) * C.GROUPS + tl.arange(0, C.GROUPS)
+        request = batch_ptr + nth * 4
+        slot = tl.load(request, mask=nth < requests, other=-1).to(tl.int64)
+        start = tl.load(request + 1, mask=nth < requests, other=0)
+        count = tl.load(request + 2, mask=nth < requests, other=0)
+        first_row = tl.load(request + 3, mask=nth < requests, other=0)
+        _write_tails(
+            slot >= 0, slot_arena + slot * slot_bytes, start, start + count, first_row, 0,
+            c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka_offset, za_offset, kb_offset, zb_offset,
+            C,
         )  # fmt: skip
     else:
-        # each program pools some channels; whoever comes last has them all
-        PART: tl.constexpr = WIDTH // SPLITS
-        line = scratch_ptr + item.to(tl.int64) * WIDTH
-        tl.store(line + split * PART + tl.arange(0, PART), pooled)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrived_ptr + item, 1, sem="acq_rel")
-        if arrived == SPLITS - 1:
-            tl.store(arrived_ptr + item, 0)
-            complete = tl.load(line + channel, cache_modifier=".cg")
-            _store_entry(
-                complete, norm, cos, sin, eps, page, entry % PAGE_ROWS, dense_row,
-                data_offset, scale_offset, C,
+        split = program % SPLITS
+        item = program // SPLITS * C.GROUPS + tl.arange(0, C.GROUPS)
+        row = items_ptr + item * 8
+        live = item < item_rows
+        slot = tl.load(row, mask=live, other=-1).to(tl.int64)
+        start = tl.load(row + 1, mask=live, other=0)
+        end = tl.load(row + 2, mask=live, other=0)
+        first_row = tl.load(row + 3, mask=live, other=0)
+        entry = tl.load(row + 4, mask=live, other=0)
+        entries = tl.load(row + 5, mask=live, other=0)
+        slot_ptr = slot_arena + slot * slot_bytes
+        if C.COMPRESS:
+            most = tl.max(entries, axis=0) if C.OVERLAP and C.WIDE else 1
+            for turn in range(most):
+                closes = (turn < entries) & ((entry + turn + 1) * RATIO <= end)
+                if tl.max(closes.to(tl.int32), axis=0) > 0:
+                    ka = (slot_ptr + ka_offset).to(tl.pointer_type(tl.float32))
+                    za = (slot_ptr + za_offset).to(tl.pointer_type(tl.float32))
+                    kb = (slot_ptr + kb_offset).to(tl.pointer_type(tl.float32))
+                    zb = (slot_ptr + zb_offset).to(tl.pointer_type(tl.float32))
+                    if not C.WIDE:
+                        place = _entry_place(
+                            closes, entry + turn, slot, block_arena, block_table, rope_ptr,
+                            norm_ptr, block_bytes, table_stride, C,
+                        )  # fmt: skip
+                    pooled = _pool(
+                        closes, entry + turn, start, first_row, split, c_ptr, z_ptr, ape_ptr,
+                        c_stride, z_stride, ka, za, kb, zb, C,
+                    )  # fmt: skip
+                    if C.WIDE:  # no registers to spare before, and others fill the wait
+                        place = _entry_place(
+                            closes, entry + turn, slot, block_arena, block_table, rope_ptr,
+                            norm_ptr, block_bytes, table_stride, C,
+                        )  # fmt: skip
+                    _finish_entries(
+                        pooled, closes, item, split, entry + turn, place, eps, dense_ptr,
+                        scratch_ptr, arrived_ptr, data_offset, scale_offset, C,
+                    )  # fmt: skip
+        if C.TAILS == "after":
+            tl.debug_barrier()  # the rows read above may be among those written below
+            writes_tails = tl.load(row + 6, mask=live, other=0)
+            _write_tails(
+                writes_tails == 1, slot_ptr, start, end, first_row, split, c_ptr, z_ptr, ape_ptr,
+                c_stride, z_stride, ka_offset, za_offset, kb_offset, zb_offset, C,
             )  # fmt: skip
 
 
 @triton.jit
-def _store_entry(
-    pooled, norm, cos, sin, eps, page, page_row, dense_row, data_offset, scale_offset,
+def _compress_folded(
+    program, block_arena, slot_arena, block_table, batch_ptr, rope_ptr,
+    block_bytes, slot_bytes, table_stride, eps,
+    items_ptr, c_ptr, z_ptr, ape_ptr, norm_ptr, dense_ptr, scratch_ptr, arrived_ptr,
+    work_programs, tail_programs, c_stride, z_stride, data_offset, scale_offset, ring_offset,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Norm, RoPE, Hadamard for keys, and the record into its block (or a dense row)."""
+    """One group that closes, or the states of one request. In a wide step the states of a request
+    that begins a group are read by nobody, so programs of their own write them; else the program
+    of the request's first item does, after it has read them."""
+    RATIO: tl.constexpr = C.RATIO
+    if C.WIDE:
+        tail = program < tail_programs
+        nth = tl.where(tail, program, program - tail_programs)
+    else:
+        tail = program >= work_programs
+        nth = tl.where(tail, program - work_programs, program)
+    split = nth % C.SPLITS
+    item = nth // C.SPLITS
+    row = tl.where(tail, batch_ptr + item * 4, items_ptr + item * 8)
+    slot = tl.load(row).to(tl.int64)
+    start = tl.load(row + 1)
+    third = tl.load(row + 2)
+    first_row = tl.load(row + 3)
+    end = tl.where(tail, start + third, third)
+    entry = tl.load(row + 4, mask=tail == 0, other=0)
+    entries = tl.load(row + 5, mask=tail == 0, other=0)
+    writes_tails = tl.load(row + 6, mask=tail == 0, other=0)
+    closes = (tail == 0) & (entries > 0) & ((entry + 1) * RATIO <= end) & C.COMPRESS
+    states = tail & (slot >= 0)
+    if C.TAILS == "after":
+        begins = start % RATIO == 0
+        states = tl.where(tail, states & begins, (writes_tails == 1) & (begins == 0))
+    if C.WIDE:
+        # one loop over two jobs: its code is long, and slow to compile
+        for job in range(tl.where(closes, 0, 1), tl.where(states, 2, 1)):
+            _fold_job(
+                job, True, item, split, slot, start, end, first_row, entry, block_arena, slot_arena,
+                block_table, rope_ptr, block_bytes, slot_bytes, table_stride, eps,
+                c_ptr, z_ptr, ape_ptr, norm_ptr, dense_ptr, scratch_ptr, arrived_ptr,
+                c_stride, z_stride, data_offset, scale_offset, ring_offset, C,
+            )  # fmt: skip
+    else:
+        if closes:
+            _fold_job(
+                0, True, item, split, slot, start, end, first_row, entry, block_arena, slot_arena,
+                block_table, rope_ptr, block_bytes, slot_bytes, table_stride, eps,
+                c_ptr, z_ptr, ape_ptr, norm_ptr, dense_ptr, scratch_ptr, arrived_ptr,
+                c_stride, z_stride, data_offset, scale_offset, ring_offset, C,
+            )  # fmt: skip
+        if states:
+            _fold_job(
+                1, False, item, split, slot, start, end, first_row, entry, block_arena, slot_arena,
+                block_table, rope_ptr, block_bytes, slot_bytes, table_stride, eps,
+                c_ptr, z_ptr, ape_ptr, norm_ptr, dense_ptr, scratch_ptr, arrived_ptr,
+                c_stride, z_stride, data_offset, scale_offset, ring_offset, C,
+            )  # fmt: skip
+
+
+@triton.jit
+def _fold_job(
+    job, FOLDS: tl.constexpr, item, split, slot, start, end, first_row, entry, block_arena,
+    slot_arena, block_table, rope_ptr, block_bytes, slot_bytes, table_stride, eps,
+    c_ptr, z_ptr, ape_ptr, norm_ptr, dense_ptr, scratch_ptr, arrived_ptr,
+    c_stride, z_stride, data_offset, scale_offset, ring_offset, C: tl.constexpr,
+):  # fmt: skip
+    """Job 0 closes a group, job 1 writes the states of a request's newest tokens. Without FOLDS
+    no token comes between the stored state and those."""
+    RATIO: tl.constexpr = C.RATIO
+    PART: tl.constexpr = C.WIDTH // C.SPLITS
+    ring = (slot_arena + slot * slot_bytes + ring_offset).to(tl.pointer_type(tl.float32))
+    row_offset = first_row - start
+    kept = tl.maximum(start, end - C.STATE_ROWS)
+    stop = tl.where(job == 0, (entry + 1) * RATIO, kept)
+    begin = tl.where(job == 0, entry * RATIO, kept - kept % RATIO)
+    begin = stop if C.FROM_TAILS else tl.maximum(start, begin)
+    one = tl.arange(0, 1)
+    place = _entry_place(
+        (one == 0) & (job == 0), entry + one, slot + one, block_arena, block_table, rope_ptr,
+        norm_ptr, block_bytes, table_stride, C,
+    )  # fmt: skip
+    if not C.FROM_TAILS:
+        newest = load_token(
+            kept, job == 1, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C
+        )
+    exists = (begin % RATIO != 0) | C.FROM_TAILS
+    top, weight, product = load_state(ring, begin - 1, exists, split, PART, C)
+    if FOLDS and not C.FROM_TAILS:
+        top, weight, product = fold_tokens(
+            top, weight, product, begin, stop, row_offset, split,
+            c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C,
+        )  # fmt: skip
+    if job == 0:
+        _finish_entries(
+            tl.div_rn(product, weight)[None, :], one == 0, item + one, split, entry + one, place,
+            eps, dense_ptr, scratch_ptr, arrived_ptr, data_offset, scale_offset, C,
+        )  # fmt: skip
+    elif not C.FROM_TAILS:
+        write_states(
+            top, weight, product, newest, kept, end, row_offset, split,
+            c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ring, PART, C,
+        )  # fmt: skip
+
+
+@triton.jit
+def _entry_place(
+    closes, entry, slot, block_arena, block_table, rope_ptr, norm_ptr, block_bytes, table_stride,
+    C: tl.constexpr,
+):  # fmt: skip
+    """What storing the entries needs, loaded before the pooling: pages, norm weights, angles."""
+    WIDTH: tl.constexpr = C.WIDTH
+    at = block_table + slot * table_stride + entry // C.PAGE_ROWS
+    block_id = tl.load(at, mask=closes, other=0).to(tl.int64)
+    norm = tl.load(norm_ptr + tl.arange(0, WIDTH))[None, :]
+    angles = tl.where(closes, entry * C.RATIO, 0).to(tl.int64) * C.ROPE
+    cos, sin = load_rope(rope_ptr + angles[:, None], WIDTH, C.ROPE)
+    return block_arena + block_id * block_bytes, norm, cos, sin
+
+
+@triton.jit
+def _finish_entries(
+    pooled, closes, item, split, entry, place, eps, dense_ptr, scratch_ptr, arrived_ptr,
+    data_offset, scale_offset, C: tl.constexpr,
+):  # fmt: skip
+    """Stores entries [GROUPS, WIDTH]; where programs have pooled some channels each, whoever comes
+    last has them all."""
+    if C.SPLITS == 1:
+        _store_entries(
+            pooled, closes, item, entry, place, eps, dense_ptr, data_offset, scale_offset, C
+        )
+    else:
+        PART: tl.constexpr = C.WIDTH // C.SPLITS
+        line = (scratch_ptr + item.to(tl.int64) * C.WIDTH)[:, None]
+        tl.store(line + (split * PART + tl.arange(0, PART))[None, :], pooled)
+        tl.debug_barrier()
+        mine = tl.max(item, axis=0)
+        arrived = tl.atomic_add(arrived_ptr + mine, 1, sem="acq_rel")
+        if arrived == C.SPLITS - 1:
+            tl.store(arrived_ptr + mine, 0)
+            complete = tl.load(line + tl.arange(0, C.WIDTH)[None, :], cache_modifier=".cg")
+            _store_entries(
+                complete, closes, item, entry, place, eps, dense_ptr, data_offset, scale_offset, C
+            )
+
+
+@triton.jit
+def _store_entries(
+    pooled, closes, item, entry, place, eps, dense_ptr, data_offset, scale_offset, C: tl.constexpr
+):
+    """Norm, RoPE, Hadamard for keys, and the records into their blocks (or dense rows)."""
     RECORD: tl.constexpr = C.RECORD
     WIDTH: tl.constexpr = C.WIDTH
+    page, norm, cos, sin = place
     x = rms_norm(round_bf16(pooled), norm, eps, WIDTH)
     x = rotate(x, cos, sin, WIDTH, C.ROPE)
     if C.HADAMARD:
         x = hadamard(x, WIDTH**-0.5, WIDTH)
     if C.DENSE:
-        tl.store(dense_row + tl.arange(0, WIDTH), bf16_bits(x))
+        dense_row = dense_ptr.to(tl.pointer_type(tl.uint16)) + item.to(tl.int64) * WIDTH
+        tl.store(
+            dense_row[:, None] + tl.arange(0, WIDTH)[None, :], bf16_bits(x), mask=closes[:, None]
+        )
     else:
-        store_record(
-            x,
+        page_row = entry % C.PAGE_ROWS
+        store_records(
+            x, closes,
             page + data_offset + page_row * RECORD.DATA_BYTES,
             page + scale_offset + page_row * RECORD.SCALE_BYTES,
-            WIDTH,
-            RECORD,
-        )
+            WIDTH, RECORD,
+        )  # fmt: skip
 
 
 @triton.jit
 def _pool(
-    entry, start, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
+    closes, entry, start, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
     ka, za, kb, zb, C: tl.constexpr,
 ):  # fmt: skip
-    """Gated softmax pooling of one group's rows: fp32 [WIDTH / SPLITS].
+    """Gated softmax pooling of the rows of groups: fp32 [GROUPS, WIDTH / SPLITS].
 
     Values are loaded before the logits are looked at, so that both are under way at once.
     """
     POOLED: tl.constexpr = C.RATIO * 2 if C.OVERLAP else C.RATIO
     PART: tl.constexpr = C.WIDTH // C.SPLITS
-    if C.STATE_ROWS > 0:
-        return _pool_folded(
-            entry, start, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, C
-        )
-    elif POOLED == 8:
-        return _pool_8(
-            entry, start, first_row, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C
-        )
+    ROWS: tl.constexpr = min(POOLED, C.LANES)
+    if POOLED == ROWS:
+        z, k, valid = _group_rows(
+            0, ROWS, True, closes, entry, start, first_row, split, c_ptr, z_ptr, ape_ptr,
+            c_stride, z_stride, ka, za, kb, zb, C,
+        )  # fmt: skip
+        weight, product = _weigh(z, k, valid, tl.max(z, axis=1)[:, None, :])
+        return tl.div_rn(_halving_sum(product), _halving_sum(weight))
     else:
-        ROWS: tl.constexpr = min(POOLED, C.LANES)
-        tops = tl.full([ROWS, PART], float("-inf"), dtype=tl.float32)
+        tops = tl.full([1, ROWS, PART], float("-inf"), dtype=tl.float32)
         for at in tl.static_range(0, POOLED, ROWS):
             z, k, valid = _group_rows(
-                at, ROWS, False, entry, start, first_row, split, c_ptr, z_ptr, ape_ptr,
+                at, ROWS, False, closes, entry, start, first_row, split, c_ptr, z_ptr, ape_ptr,
                 c_stride, z_stride, ka, za, kb, zb, C,
             )  # fmt: skip
             tops = tl.maximum(tops, z)
-        top = tl.max(tops, axis=0)[None, :]
-        weights = tl.zeros([ROWS, PART], dtype=tl.float32)
-        products = tl.zeros([ROWS, PART], dtype=tl.float32)
+        top = tl.max(tops, axis=1)[:, None, :]
+        weights = tl.zeros([1, ROWS, PART], dtype=tl.float32)
+        products = tl.zeros([1, ROWS, PART], dtype=tl.float32)
         for at in tl.static_range(0, POOLED, ROWS):
             z, k, valid = _group_rows(
-                at, ROWS, True, entry, start, first_row, split, c_ptr, z_ptr, ape_ptr,
+                at, ROWS, True, closes, entry, start, first_row, split, c_ptr, z_ptr, ape_ptr,
                 c_stride, z_stride, ka, za, kb, zb, C,
             )  # fmt: skip
             weight, product = _weigh(z, k, valid, top)
@@ -597,71 +765,32 @@ def _pool(
             products += product
         sums = _tree_sum(tl.join(products, weights), ROWS, PART)
         product, weight = tl.split(sums)
-        return tl.div_rn(product, weight)
-
-
-@triton.jit
-def _pool_folded(
-    entry, start, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ring,
-    C: tl.constexpr,
-):  # fmt: skip
-    """A group whose tokens before the step are folded: goes on from their state."""
-    PART: tl.constexpr = C.WIDTH // C.SPLITS
-    end = (entry + 1) * C.RATIO
-    if C.FROM_TAILS:
-        top, weight, product = load_state(ring, end - 1, True, split, PART, C)
-    else:
-        begin = tl.maximum(start, entry * C.RATIO)
-        top, weight, product = load_state(ring, begin - 1, begin % C.RATIO != 0, split, PART, C)
-        top, weight, product = fold_tokens(
-            top, weight, product, begin, end, first_row - start, split,
-            c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C,
-        )  # fmt: skip
-    return tl.div_rn(product, weight)
-
-
-@triton.jit
-def _pool_8(
-    entry, start, first_row, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb,
-    C: tl.constexpr,
-):  # fmt: skip
-    """Eight rows one by one, a thread holding its channels of all: no exchange between threads."""
-    z0, k0, v0 = _group_rows(0, 1, True, entry, start, first_row, 0, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C)  # noqa: E501  # fmt: skip
-    z1, k1, v1 = _group_rows(1, 1, True, entry, start, first_row, 0, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C)  # noqa: E501  # fmt: skip
-    z2, k2, v2 = _group_rows(2, 1, True, entry, start, first_row, 0, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C)  # noqa: E501  # fmt: skip
-    z3, k3, v3 = _group_rows(3, 1, True, entry, start, first_row, 0, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C)  # noqa: E501  # fmt: skip
-    z4, k4, v4 = _group_rows(4, 1, True, entry, start, first_row, 0, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C)  # noqa: E501  # fmt: skip
-    z5, k5, v5 = _group_rows(5, 1, True, entry, start, first_row, 0, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C)  # noqa: E501  # fmt: skip
-    z6, k6, v6 = _group_rows(6, 1, True, entry, start, first_row, 0, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C)  # noqa: E501  # fmt: skip
-    z7, k7, v7 = _group_rows(7, 1, True, entry, start, first_row, 0, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C)  # noqa: E501  # fmt: skip
-    top = tl.maximum(
-        tl.maximum(tl.maximum(z0, z1), tl.maximum(z2, z3)),
-        tl.maximum(tl.maximum(z4, z5), tl.maximum(z6, z7)),
-    )
-    w0, p0 = _weigh(z0, k0, v0, top)
-    w1, p1 = _weigh(z1, k1, v1, top)
-    w2, p2 = _weigh(z2, k2, v2, top)
-    w3, p3 = _weigh(z3, k3, v3, top)
-    w4, p4 = _weigh(z4, k4, v4, top)
-    w5, p5 = _weigh(z5, k5, v5, top)
-    w6, p6 = _weigh(z6, k6, v6, top)
-    w7, p7 = _weigh(z7, k7, v7, top)
-    weight = ((w0 + w4) + (w2 + w6)) + ((w1 + w5) + (w3 + w7))
-    product = ((p0 + p4) + (p2 + p6)) + ((p1 + p5) + (p3 + p7))
-    return tl.div_rn(tl.reshape(product, [C.WIDTH]), tl.reshape(weight, [C.WIDTH]))
+        return tl.div_rn(product, weight)[None, :]
 
 
 @triton.jit
 def _weigh(z, k, valid, top):
     """Softmax numerators and their products with the values; rows that do not exist count 0."""
-    weight = tl.where(valid[:, None], exp_nonpositive(z - top), 0.0)
-    return weight, tl.where(valid[:, None], weight * k, 0.0)
+    weight = tl.where(valid[:, :, None], exp_nonpositive(z - top), 0.0)
+    return weight, tl.where(valid[:, :, None], weight * k, 0.0)
+
+
+@triton.jit
+def _halving_sum(x):
+    """[groups, rows, channels] → [groups, channels]: adds the lower half of the rows to the upper
+    half until one is left, as the reference does. A thread has all rows of its channels."""
+    GROUPS: tl.constexpr = x.shape[0]
+    ROWS: tl.constexpr = x.shape[1]
+    PART: tl.constexpr = x.shape[2]
+    if ROWS == 1:
+        return tl.reshape(x, [GROUPS, PART])
+    else:
+        return _halving_sum(tl.sum(tl.reshape(x, [GROUPS, 2, ROWS // 2, PART]), axis=1))
 
 
 @triton.jit
 def _tree_sum(x, ROWS: tl.constexpr, PART: tl.constexpr):
-    """[ROWS, PART, 2] → [PART, 2]: adds the lower half of the rows to the upper half until one is
-    left, as the reference does."""
+    """[ROWS, PART, 2] → [PART, 2] in the same order, where the rows are spread over threads."""
     if ROWS == 1:
         return tl.reshape(x, [PART, 2])
     else:
@@ -672,102 +801,92 @@ def _tree_sum(x, ROWS: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def _group_rows(
-    at, ROWS: tl.constexpr, VALUES: tl.constexpr, entry, start, first_row, split,
+    at, ROWS: tl.constexpr, VALUES: tl.constexpr, closes, entry, start, first_row, split,
     c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, za, kb, zb, C: tl.constexpr,
 ):  # fmt: skip
-    """Rows [at, at + ROWS) of a group, from the step's projections or from the tails: biased
-    logits, values, and which rows exist."""
+    """Rows [at, at + ROWS) of groups, from the step's projections or from the tails: biased
+    logits and values [GROUPS, ROWS, PART], and which rows exist."""
     RATIO: tl.constexpr = C.RATIO
     WIDTH: tl.constexpr = C.WIDTH
     PART: tl.constexpr = WIDTH // C.SPLITS
     COLUMNS: tl.constexpr = WIDTH * 2 if C.OVERLAP else WIDTH
-    nth = at + tl.arange(0, ROWS)
-    column = (split * PART + tl.arange(0, PART))[None, :]
+    nth = (at + tl.arange(0, ROWS))[None, :]
+    column = (split * PART + tl.arange(0, PART))[None, None, :]
     if C.OVERLAP:
         current = nth >= RATIO
-        position = (entry - 1) * RATIO + nth
+        position = (entry[:, None] - 1) * RATIO + nth
         half = tl.where(current, WIDTH, 0)
         ring_row = tl.where(current, position % C.A_ROWS, position % C.B_ROWS) * WIDTH
-        old_z = tl.where(current, za, zb) + ring_row
-        old_k = tl.where(current, ka, kb) + ring_row
+        old_z = tl.where(current, za[:, None], zb[:, None]) + ring_row
+        old_k = tl.where(current, ka[:, None], kb[:, None]) + ring_row
     else:
-        position = entry * RATIO + nth
-        half = tl.zeros([ROWS], dtype=tl.int32)
+        position = entry[:, None] * RATIO + nth
+        half = nth * 0
         ring_row = position % max(C.A_ROWS, 1) * WIDTH
-        old_z = za + ring_row
-        old_k = ka + ring_row
-    valid = position >= 0
+        old_z = za[:, None] + ring_row
+        old_k = ka[:, None] + ring_row
+    valid = (position >= 0) & closes[:, None]
     if C.FROM_TAILS:
-        z = tl.load(old_z[:, None] + column, mask=valid[:, None], other=0.0)
-        k = tl.load(old_k[:, None] + column, mask=valid[:, None], other=0.0)
+        z = tl.load(old_z[:, :, None] + column, mask=valid[:, :, None], other=0.0)
+        k = tl.load(old_k[:, :, None] + column, mask=valid[:, :, None], other=0.0)
     else:
-        is_new = position >= start
-        token = (first_row + position - start).to(tl.int64)
+        is_new = position >= start[:, None]
+        token = (first_row[:, None] + position - start[:, None]).to(tl.int64)
         row_z = tl.where(is_new, z_ptr + token * z_stride + half, old_z)
         row_k = tl.where(is_new, c_ptr + token * c_stride + half, old_k)
-        row_z = tl.multiple_of(row_z, 16)
-        row_k = tl.multiple_of(row_k, 16)
+        row_z = tl.multiple_of(row_z, [16, 16])
+        row_k = tl.multiple_of(row_k, [16, 16])
         bias_row = ape_ptr + (position % RATIO) * COLUMNS + half
-        z = tl.load(row_z[:, None] + column, mask=valid[:, None], other=0.0)
+        z = tl.load(row_z[:, :, None] + column, mask=valid[:, :, None], other=0.0)
         k = z
         if VALUES:
-            k = tl.load(row_k[:, None] + column, mask=valid[:, None], other=0.0)
-        bias = tl.load(bias_row[:, None] + column, mask=(valid & is_new)[:, None], other=0.0)
-        z = z + bias
-    z = tl.where(valid[:, None], z, float("-inf"))
+            k = tl.load(row_k[:, :, None] + column, mask=valid[:, :, None], other=0.0)
+        biased = (valid & is_new)[:, :, None]
+        z = z + tl.load(bias_row[:, :, None] + column, mask=biased, other=0.0)
+    z = tl.where(valid[:, :, None], z, float("-inf"))
     return z, k, valid
 
 
 @triton.jit
 def _write_tails(
-    start, end, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
-    slot_ptr, ka_offset, za_offset, kb_offset, zb_offset, PART: tl.constexpr, C: tl.constexpr,
+    live, slot_ptr, start, end, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
+    ka_offset, za_offset, kb_offset, zb_offset, C: tl.constexpr,
 ):  # fmt: skip
-    """The newest tokens of the step into the rings: current stream, then previous stream; or their
-    states, where groups are kept folded."""
-    ka = (slot_ptr + ka_offset).to(tl.pointer_type(tl.float32))
-    za = (slot_ptr + za_offset).to(tl.pointer_type(tl.float32))
-    kb = (slot_ptr + kb_offset).to(tl.pointer_type(tl.float32))
-    zb = (slot_ptr + zb_offset).to(tl.pointer_type(tl.float32))
-    if C.STATE_ROWS > 0:
-        write_states(
-            start, end, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ka, PART, C
-        )
-    else:
-        _write_tail(
-            start, end, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
-            ka, za, C.OVERLAP, C.A_ROWS, PART, C,
-        )  # fmt: skip
-    if C.OVERLAP:
-        _write_tail(
-            start, end, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
-            kb, zb, False, C.B_ROWS, PART, C,
-        )  # fmt: skip
-
-
-@triton.jit
-def _write_tail(
-    start, end, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
-    k_ring, z_ring, SECOND_HALF: tl.constexpr, RING: tl.constexpr, PART: tl.constexpr,
-    C: tl.constexpr,
-):  # fmt: skip
+    """The newest tokens of requests into the rings of the current and the previous stream."""
     RATIO: tl.constexpr = C.RATIO
     WIDTH: tl.constexpr = C.WIDTH
+    PART: tl.constexpr = WIDTH if C.TAILS == "apart" else WIDTH // C.SPLITS
     COLUMNS: tl.constexpr = WIDTH * 2 if C.OVERLAP else WIDTH
+    RINGS: tl.constexpr = max(C.A_ROWS, C.B_ROWS)
     # a decode step has few tokens a request, a chunk fills the ring
-    ROWS: tl.constexpr = 1 if C.TAILS == "apart" else min(32, 2048 // PART)
-    column = split * PART + tl.arange(0, PART)
-    source_column = column + (WIDTH if SECOND_HALF else 0)
-    if RING > 0:
-        for at in range(tl.maximum(start, end - RING), end, ROWS):
-            position = at + tl.arange(0, ROWS)
-            live = (position < end)[:, None]
-            token = (first_row + position - start).to(tl.int64)
-            bias = tl.load(
-                ape_ptr + (position % RATIO)[:, None] * COLUMNS + source_column[None, :], mask=live
-            )
-            k = tl.load(c_ptr + token[:, None] * c_stride + source_column[None, :], mask=live)
-            z = tl.load(z_ptr + token[:, None] * z_stride + source_column[None, :], mask=live)
-            ring_at = (position % RING)[:, None] * WIDTH + column[None, :]
-            tl.store(k_ring + ring_at, k, mask=live)
-            tl.store(z_ring + ring_at, z + bias, mask=live)
+    ROWS: tl.constexpr = 1 if C.TAILS == "apart" or C.OVERLAP else min(32, 2048 // PART)
+    ka = (slot_ptr + ka_offset).to(tl.pointer_type(tl.float32))[:, None]
+    za = (slot_ptr + za_offset).to(tl.pointer_type(tl.float32))[:, None]
+    kb = (slot_ptr + kb_offset).to(tl.pointer_type(tl.float32))[:, None]
+    zb = (slot_ptr + zb_offset).to(tl.pointer_type(tl.float32))[:, None]
+    column = (split * PART + tl.arange(0, PART))[None, None, :]
+    source = column + (WIDTH if C.OVERLAP else 0)
+    most = tl.max(tl.where(live, tl.minimum(end - start, RINGS), 0), axis=0)
+    for at in range(0, most, ROWS):
+        back = at + tl.arange(0, ROWS)[None, :]
+        position = end[:, None] - 1 - back
+        inside = live[:, None] & (position >= start[:, None])
+        token = (first_row[:, None] + position - start[:, None]).to(tl.int64)
+        bias = (ape_ptr + position % RATIO * COLUMNS)[:, :, None]
+        row_z = (z_ptr + token * z_stride)[:, :, None]
+        row_k = (c_ptr + token * c_stride)[:, :, None]
+        keeps = (inside & (back < C.A_ROWS))[:, :, None]
+        z = tl.load(row_z + source, mask=keeps)
+        k = tl.load(row_k + source, mask=keeps)
+        z_bias = tl.load(bias + source, mask=keeps)
+        if C.OVERLAP:
+            keeps_b = (inside & (back < C.B_ROWS))[:, :, None]
+            z_b = tl.load(row_z + column, mask=keeps_b)
+            k_b = tl.load(row_k + column, mask=keeps_b)
+            bias_b = tl.load(bias + column, mask=keeps_b)
+            ring_row = position % C.B_ROWS * WIDTH
+            tl.store((kb + ring_row)[:, :, None] + column, k_b, mask=keeps_b)
+            tl.store((zb + ring_row)[:, :, None] + column, z_b + bias_b, mask=keeps_b)
+        ring_row = position % max(C.A_ROWS, 1) * WIDTH
+        tl.store((ka + ring_row)[:, :, None] + column, k, mask=keeps)
+        tl.store((za + ring_row)[:, :, None] + column, z + z_bias, mask=keeps)

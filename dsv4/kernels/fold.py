@@ -34,70 +34,85 @@ def fold_tokens(
     """Folds the tokens [begin, end), token p from row p + row_offset of the projections. A wide
     step has the next AHEAD tokens under way while it folds as many: a load takes as long."""
     AHEAD: tl.constexpr = C.AHEAD
-    if AHEAD > 1:
-        rows = _load_ahead(
-            begin, end, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C
-        )
-        for at in range(begin, end, AHEAD):
-            following = _load_ahead(
-                at + AHEAD, end, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
-                PART, C,
-            )  # fmt: skip
-            for nth in tl.static_range(AHEAD):
-                first = (at + nth) % C.RATIO == 0
-                z = rows[3 * nth] + rows[3 * nth + 1]
-                folded = fold_token(top, weight, product, z, rows[3 * nth + 2], first)
-                live = at + nth < end
-                top = tl.where(live, folded[0], top)
-                weight = tl.where(live, folded[1], weight)
-                product = tl.where(live, folded[2], product)
-            rows = following
-    else:
-        for at in range(begin, end):
-            z, bias, c = _load_token(
-                at, True, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C
-            )
-            top, weight, product = fold_token(top, weight, product, z + bias, c, at % C.RATIO == 0)
+    # three pointers march on: addresses made from positions are half of a fold's instructions
+    channel = split * PART + tl.arange(0, PART)
+    token = (begin + row_offset).to(tl.int64)
+    at_z = z_ptr + token * z_stride + channel
+    at_c = c_ptr + token * c_stride + channel
+    at_bias = ape_ptr + begin % C.RATIO * C.WIDTH + channel
+    rows = _load_ahead(at_z, at_c, at_bias, z_stride, c_stride, end - begin, C)
+    for left in range(end - begin, 0, -AHEAD):
+        at_z += AHEAD * z_stride
+        at_c += AHEAD * c_stride
+        at_bias += AHEAD * C.WIDTH
+        following = _load_ahead(at_z, at_c, at_bias, z_stride, c_stride, left - AHEAD, C)
+        # a group's first token finds itself as the largest and a state of zeros
+        first = (left == end - begin) & (begin % C.RATIO == 0)
+        top = tl.where(first, rows[0] + rows[1], top)
+        # Exponentials wait for logits alone, so all of a block are under way at once; what is left
+        # for the sums is a product and a sum a token.
+        factors = ()
+        for nth in tl.static_range(AHEAD):
+            z = rows[3 * nth] + rows[3 * nth + 1]
+            factors += _factors(top, z, rows[3 * nth + 2], nth < left)
+            top = tl.where((z > top) & (nth < left), z, top)
+        for nth in tl.static_range(AHEAD):
+            weight = weight * factors[3 * nth] + factors[3 * nth + 1]
+            product = product * factors[3 * nth] + factors[3 * nth + 2]
+        rows = following
     return top, weight, product
 
 
 @triton.jit
-def _load_ahead(
-    at, end, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
-    PART: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """AHEAD tokens as one tuple, three vectors each; zeros from `end` on."""
+def _load_ahead(at_z, at_c, at_bias, z_stride, c_stride, left, C: tl.constexpr):
+    """AHEAD tokens of one group as one tuple, three vectors each: logits, bias, values; zeros
+    beyond the `left` that there are."""
     AHEAD: tl.constexpr = C.AHEAD
     rows = ()
     for nth in tl.static_range(AHEAD):
-        rows += _load_token(
-            at + nth, at + nth < end, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
-            PART, C,
-        )  # fmt: skip
+        rows += _load_row(at_z, at_bias + nth * C.WIDTH, at_c, nth < left)
+        at_z += z_stride
+        at_c += c_stride
     return rows
 
 
 @triton.jit
+def _load_row(at_z, at_bias, at_c, live):
+    mask = tl.full(at_z.shape, 1, dtype=tl.int1) & live
+    z = tl.load(at_z, mask=mask, other=0.0)
+    bias = tl.load(at_bias, mask=mask, other=0.0)
+    c = tl.load(at_c, mask=mask, other=0.0)
+    return z, bias, c
+
+
+@triton.jit
+def _factors(top, z, c, live):
+    """What a token does to the sums: both are multiplied by the first, then the second is added to
+    the weights and the third to the values. A factor of 1 and a summand of -0 change nothing."""
+    rises = (z > top) & live
+    shrink = exp_nonpositive(tl.where(z == top, 0.0, -tl.abs(z - top)))
+    keep = tl.where(rises, shrink, 1.0)
+    add = tl.where(rises, 1.0, tl.where(live, shrink, -0.0))
+    return keep, add, add * c
+
+
+@triton.jit
 def write_states(
-    start, end, first_row, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ring,
-    PART: tl.constexpr, C: tl.constexpr,
+    top, weight, product, newest, kept, end, row_offset, split,
+    c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ring, PART: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The states of the newest tokens of a step into the ring. Reads the state before the step and
-    nothing else of the ring, before it writes."""
+    """The states of the tokens [kept, end) into the ring, from the one before them; `newest` is
+    the first of them, loaded."""
     WIDTH: tl.constexpr = C.WIDTH
-    kept = tl.maximum(start, end - C.STATE_ROWS)
-    begin = tl.maximum(start, kept - kept % C.RATIO)
-    top, weight, product = load_state(ring, begin - 1, begin % C.RATIO != 0, split, PART, C)
-    tl.debug_barrier()  # the row read above may be among those written below
-    top, weight, product = fold_tokens(
-        top, weight, product, begin, kept, first_row - start, split,
-        c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C,
-    )  # fmt: skip
+    if C.WIDE:
+        tl.debug_barrier()  # rows read before may be among those written below
     channel = split * PART + tl.arange(0, PART)
     for at in range(kept, end):
-        z, bias, c = _load_token(
-            at, True, first_row - start, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART, C
-        )
+        z, bias, c = newest
+        newest = load_token(
+            at + 1, at + 1 < end, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
+            PART, C,
+        )  # fmt: skip
         top, weight, product = fold_token(top, weight, product, z + bias, c, at % C.RATIO == 0)
         row = ring + at % C.STATE_ROWS * (3 * WIDTH) + channel
         tl.store(row, top)
@@ -118,15 +133,16 @@ def load_state(ring, position, exists, split, PART: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
-def _load_token(
+def load_token(
     position, live, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
     PART: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Logits, their bias and values of one token of the step."""
     channel = split * PART + tl.arange(0, PART)
-    mask = tl.full([PART], 1, dtype=tl.int1) & live
     token = (position + row_offset).to(tl.int64)
-    z = tl.load(z_ptr + token * z_stride + channel, mask=mask, other=0.0)
-    bias = tl.load(ape_ptr + position % C.RATIO * C.WIDTH + channel, mask=mask, other=0.0)
-    c = tl.load(c_ptr + token * c_stride + channel, mask=mask, other=0.0)
-    return z, bias, c
+    return _load_row(
+        z_ptr + token * z_stride + channel,
+        ape_ptr + position % C.RATIO * C.WIDTH + channel,
+        c_ptr + token * c_stride + channel,
+        live,
+    )

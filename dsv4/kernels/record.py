@@ -63,8 +63,9 @@ def record_constants(record: RecordFormat) -> RecordConstants:
 
 
 @triton.jit
-def store_record(x, data_ptr, scale_ptr, WIDTH: tl.constexpr, R: tl.constexpr):
-    """Encodes WIDTH bf16 values (as fp32) into one data row and one scale row of uint8."""
+def store_records(x, live, data_ptr, scale_ptr, WIDTH: tl.constexpr, R: tl.constexpr):
+    """Encodes vectors [n, WIDTH] of bf16 values (as fp32) into a data row and a scale row of uint8
+    each, at pointers [n]; those that are not `live` [n] are left out."""
     ELEMENT: tl.constexpr = R.ELEMENT
     SCALE: tl.constexpr = R.SCALE
     CODED: tl.constexpr = R.CODED
@@ -72,59 +73,63 @@ def store_record(x, data_ptr, scale_ptr, WIDTH: tl.constexpr, R: tl.constexpr):
     FLOOR: tl.constexpr = R.FLOOR
     GLOBAL_SCALE: tl.constexpr = R.GLOBAL_SCALE
     PAD: tl.constexpr = R.PAD
-    channel = tl.arange(0, WIDTH)
+    ROWS: tl.constexpr = x.shape[0]
+    channel = tl.arange(0, WIDTH)[None, :]
+    live = live[:, None]
+    data_ptr = data_ptr[:, None]
+    scale_ptr = scale_ptr[:, None]
     if ELEMENT == "none":
-        tl.store(data_ptr.to(tl.pointer_type(tl.uint16)) + channel, bf16_bits(x))
+        tl.store(data_ptr.to(tl.pointer_type(tl.uint16)) + channel, bf16_bits(x), mask=live)
     else:
         LARGEST: tl.constexpr = _E4M3_MAX if ELEMENT == "e4m3" else _E2M1_MAX
         # a tile that is not a power of two is the whole coded part (fp8_row): one tile, masked
         SPAN: tl.constexpr = TILE if (TILE & (TILE - 1)) == 0 else WIDTH
         TILES: tl.constexpr = WIDTH // SPAN
         value = tl.where(channel < CODED, x, 0.0)
-        nan = tl.reshape(value != value, [TILES, SPAN])
-        tiles = tl.reshape(finite(value), [TILES, SPAN])
-        amax = tl.maximum(tl.max(tl.abs(tiles), axis=1), FLOOR)
-        tile = tl.arange(0, TILES)
-        tile_live = tile * SPAN < CODED
+        nan = tl.reshape(value != value, [ROWS, TILES, SPAN])
+        tiles = tl.reshape(finite(value), [ROWS, TILES, SPAN])
+        amax = tl.maximum(tl.max(tl.abs(tiles), axis=2), FLOOR)
+        tile = tl.arange(0, TILES)[None, :]
+        tile_live = (tile * SPAN < CODED) & live
         if SCALE == "ue8m0":
             exponent = exponent_at_least(amax * (1.0 / LARGEST))
             inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-            scaled = tiles * inverse[:, None]
+            scaled = tiles * inverse[:, :, None]
             if ELEMENT == "e2m1":
-                tile_nan = tl.max(nan.to(tl.int32), axis=1)
+                tile_nan = tl.max(nan.to(tl.int32), axis=2)
                 exponent = tl.where(tile_nan != 0, 0xFF, exponent)
             tl.store(scale_ptr + tile, exponent.to(tl.uint8), mask=tile_live)
         elif SCALE == "e4m3":
             ratio = tl.div_rn(amax, LARGEST * GLOBAL_SCALE)
             code = e4m3_bits(tl.minimum(ratio, _E4M3_MAX))
             scaled = tl.div_rn(
-                tiles, tl.broadcast_to((e4m3_value(code) * GLOBAL_SCALE)[:, None], tiles.shape)
+                tiles, tl.broadcast_to((e4m3_value(code) * GLOBAL_SCALE)[:, :, None], tiles.shape)
             )
             if ELEMENT == "e2m1":
-                tile_nan = tl.max(nan.to(tl.int32), axis=1)
+                tile_nan = tl.max(nan.to(tl.int32), axis=2)
                 code = tl.where(tile_nan != 0, 0x7F, code).to(tl.uint8)
             tl.store(scale_ptr + tile, code, mask=tile_live)
         else:
             ratio = tl.div_rn(amax, LARGEST)
-            scaled = tl.div_rn(tiles, tl.broadcast_to(ratio[:, None], tiles.shape))
+            scaled = tl.div_rn(tiles, tl.broadcast_to(ratio[:, :, None], tiles.shape))
             tl.store(scale_ptr.to(tl.pointer_type(tl.float32)) + tile, ratio, mask=tile_live)
         if PAD > 0:
-            pad = tl.arange(0, 8)
-            tl.store(
-                scale_ptr + R.SCALE_BYTES - PAD + pad, tl.zeros([8], dtype=tl.uint8), mask=pad < PAD
-            )
+            pad = tl.arange(0, 8)[None, :]
+            zeros = tl.zeros([ROWS, 8], dtype=tl.uint8)
+            tl.store(scale_ptr + R.SCALE_BYTES - PAD + pad, zeros, mask=(pad < PAD) & live)
         scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
         if ELEMENT == "e4m3":
             codes = tl.where(nan, 0x7F, e4m3_bits(scaled)).to(tl.uint8)
-            tl.store(data_ptr + channel, tl.reshape(codes, [WIDTH]), mask=channel < CODED)
+            codes = tl.reshape(codes, [ROWS, WIDTH])
+            tl.store(data_ptr + channel, codes, mask=(channel < CODED) & live)
             if CODED < WIDTH:
                 tl.store(
                     (data_ptr + CODED).to(tl.pointer_type(tl.uint16)) + channel - CODED,
                     bf16_bits(x),
-                    mask=channel >= CODED,
+                    mask=(channel >= CODED) & live,
                 )
         else:
-            pairs = tl.reshape(e2m1_code(scaled), [WIDTH // 2, 2])
+            pairs = tl.reshape(e2m1_code(scaled), [ROWS, WIDTH // 2, 2])
             low, high = tl.split(pairs)
             packed = (low | (high << 4)).to(tl.uint8)
-            tl.store(data_ptr + tl.arange(0, WIDTH // 2), packed)
+            tl.store(data_ptr + tl.arange(0, WIDTH // 2)[None, :], packed, mask=live)

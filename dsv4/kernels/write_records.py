@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.cache.schema import Page
-from dsv4.kernels.record import record_constants, store_record
+from dsv4.kernels.record import record_constants, store_records
 
 
 def write_records(
@@ -38,16 +38,17 @@ def _write_records_kernel(
     arena, arena_row_ptr, page_row_ptr, rows_ptr, row_bytes, rows_stride,
     data_offset, scale_offset, WIDTH: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    arena_row = tl.load(arena_row_ptr + program).to(tl.int64)
-    page_row = tl.load(page_row_ptr + program).to(tl.int64)
-    if (arena_row >= 0) & (page_row >= 0):
-        x = tl.load(rows_ptr + program * rows_stride + tl.arange(0, WIDTH)).to(tl.float32)
-        page = arena + arena_row * row_bytes
-        store_record(
-            x,
-            page + data_offset + page_row * RECORD.DATA_BYTES,
-            page + scale_offset + page_row * RECORD.SCALE_BYTES,
-            WIDTH,
-            RECORD,
-        )
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    arena_row = tl.load(arena_row_ptr + row).to(tl.int64)
+    page_row = tl.load(page_row_ptr + row).to(tl.int64)
+    channel = tl.arange(0, WIDTH)[None, :]
+    x = tl.load(rows_ptr + (row * rows_stride)[:, None] + channel).to(tl.float32)
+    page = arena + arena_row * row_bytes
+    store_records(
+        x,
+        (arena_row >= 0) & (page_row >= 0),
+        page + data_offset + page_row * RECORD.DATA_BYTES,
+        page + scale_offset + page_row * RECORD.SCALE_BYTES,
+        WIDTH,
+        RECORD,
+    )

@@ -262,12 +262,10 @@ def test_nan_in_an_hca_group():
 # ---- launches ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layers", [(CSA,), (HCA,)])
-def test_programs_that_take_several_work_items(
-    layers: Sequence[int], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(append_kernel, "MAX_WORK_PROGRAMS", 2)
-    both = Both(layers=layers, requests=3, max_draft_tokens=3)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_programs_that_take_several_groups(groups: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(append_kernel, "CHANNELS_IN_ONE_PROGRAM", groups * TINY.index_dim)
+    both = Both(layers=(CSA,), requests=3, max_draft_tokens=3)
     both.skip({0: 126, 1: 3, 2: 127})
     both.step({0: 4, 1: 4, 2: 4}, accepted=[3, 4, 1], pad_tokens=12, pad_requests=3)
     both.step({0: 13, 1: 9})

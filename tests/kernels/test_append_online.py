@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from dsv4.cache.flush import hca_compress_tail
-from dsv4.kernels import append as append_kernel
 from dsv4.model import ModelSpec, v4_layers
 from tests.formats import BF16_ENTRY_FORMATS
 from tests.kernels.test_append import HCA, INF, NAN, Both, by_hand, two_layers_of_flash
@@ -94,14 +93,6 @@ def test_nan_and_infinity():
     entry = page[both.lives[1][0].block_ids[0], 0]
     assert entry.isnan().any()
     assert set(entry.view(torch.int16)[entry.isnan()].tolist()) == {0x7FC0}
-
-
-def test_programs_that_take_several_work_items(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(append_kernel, "MAX_WORK_PROGRAMS", 2)
-    both = online(requests=3, max_draft_tokens=3)
-    both.skip({0: 126, 1: 3, 2: 127})
-    both.step({0: 4, 1: 4, 2: 4}, accepted=[3, 4, 1], pad_tokens=12, pad_requests=3)
-    both.step({0: 13, 1: 9})
 
 
 def test_window_state_and_flush_one_by_one():

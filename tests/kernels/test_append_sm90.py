@@ -92,16 +92,11 @@ def specialization(arguments: tuple[Any, ...]) -> list[object]:
 
 
 def compile_case(name: str) -> dict[str, Any]:
-    from dsv4.kernels.append import MAX_REGISTERS, NUM_WARPS, _append_kernel
+    from dsv4.kernels.append import _append_kernel, launch_options
 
     _, arguments, constants = launch(*CASES[name])
     compiled = compile_launch(
-        _append_kernel,
-        arguments,
-        constants,
-        num_warps=NUM_WARPS,
-        fp_fusion=False,
-        maxnreg=MAX_REGISTERS,
+        _append_kernel, arguments, constants, fp_fusion=False, **launch_options(constants)
     )
     instructions = re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]+)", compiled.ptx, re.MULTILINE)
     return {
