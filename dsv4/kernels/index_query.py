@@ -13,6 +13,8 @@ from dsv4.kernels.numerics import bf16_bits, hadamard, load_rope, rotate
 from dsv4.kernels.record import record_constants
 from dsv4.kernels.round_trip import round_trip
 
+# Of one program: a warp's 32 lanes then hold 16 channels each, and no barrier has a second warp.
+HEADS = 4
 NUM_WARPS = 1
 
 
@@ -23,7 +25,7 @@ def prepare_index_queries(
     if q.shape[0] == 0:
         return
     arguments, constants = launch_arguments(q, tokens, rope, record, out)
-    _index_query_kernel[(q.shape[0], q.shape[1])](
+    _index_query_kernel[(q.shape[0], triton.cdiv(q.shape[1], HEADS))](
         *arguments, **constants, num_warps=NUM_WARPS, enable_fp_fusion=False
     )
 
@@ -37,6 +39,7 @@ def launch_arguments(
         tokens,
         rope,
         out,
+        q.shape[1],
         q.stride(0),
         q.stride(1),
         out.stride(0),
@@ -44,6 +47,7 @@ def launch_arguments(
         q.shape[-1] ** -0.5,
     )
     constants = {
+        "HEADS": HEADS,
         "WIDTH": q.shape[-1],
         "ROPE": rope.shape[1],
         "RECORD": record_constants(record),
@@ -53,21 +57,23 @@ def launch_arguments(
 
 @triton.jit
 def _index_query_kernel(
-    q_ptr, tokens_ptr, rope_ptr, out_ptr, q_stride, q_head_stride, out_stride, out_head_stride,
-    scale, WIDTH: tl.constexpr, ROPE: tl.constexpr, RECORD: tl.constexpr,
+    q_ptr, tokens_ptr, rope_ptr, out_ptr, heads, q_stride, q_head_stride, out_stride,
+    out_head_stride, scale,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    channel = tl.arange(0, WIDTH)[None, :]
+    q = q_ptr + token * q_stride + head * q_head_stride + channel
+    x = tl.load(q, mask=head < heads, other=0.0).to(tl.float32)
     slot = tl.load(tokens_ptr + token * 4)
     position = tl.load(tokens_ptr + token * 4 + 1).to(tl.int64)
     if slot >= 0:
-        channel = tl.arange(0, WIDTH)
-        x = tl.load(q_ptr + token * q_stride + head * q_head_stride + channel).to(tl.float32)
         cos, sin = load_rope(rope_ptr + position * ROPE, WIDTH, ROPE)
         x = rotate(x, cos, sin, WIDTH, ROPE)
         exponent = x.to(tl.uint32, bitcast=True) & 0x7F800000
-        broken = tl.max(exponent, axis=0) == 0x7F800000
-        x = tl.where(broken, float("nan"), hadamard(x, scale, WIDTH))
-        x = round_trip(x, WIDTH, RECORD)
+        broken = tl.max(exponent, axis=1)[:, None] == 0x7F800000
+        x = round_trip(hadamard(x, scale, WIDTH), WIDTH, RECORD)
+        bits = tl.where(broken, 0x7FC0, bf16_bits(x))
         out = (out_ptr + token * out_stride + head * out_head_stride).to(tl.pointer_type(tl.uint16))
-        tl.store(out + channel, bf16_bits(x))
+        tl.store(out + channel, bits, mask=head < heads)

@@ -32,7 +32,7 @@ def select(
     round_bf16: bool = True,
     tokens_per_request: int = 1,
 ) -> None:
-    """Same result as dsv4.reference.select.select. One to four launches a piece of tokens, no
+    """Same result as dsv4.reference.select.select. One to three launches a piece of tokens, no
     allocation, no look at lengths on the host. Raises InvalidInput when one token's scores do not
     fit the workspace; nothing has been launched then.
     """

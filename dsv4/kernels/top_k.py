@@ -1,24 +1,24 @@
 """Exact selection: the k highest scores of every row, ties to the lowest entry.
 
-A score becomes an unsigned number, its image, that orders alike. A row that fits one program is
-held in registers while the k-th highest image is found by bisection. A longer row takes three
-launches:
+A score has an image, a number that orders alike: 0 is NaN, 1 is -infinity. Thresholds are images;
+scores are compared as they are. Entries form groups, and at least k scores reach the k-th highest
+of the groups' maxima, or any number below it: a bound, mostly close to the k-th highest score.
 
-1. Entries form GROUPS groups, one of each run of GROUPS entries in each; from run to run groups
-   shift by SKEW, so that neither neighbours nor entries at a round distance, which tend to score
-   alike, meet in one. The highest image of each group is stored.
-2. At least k images reach the k-th highest of these maxima: a bound, mostly close to the k-th
-   highest image itself. Every program finds it, counts what lies above and at it in its slice of
-   the row, and adds what lies above to the row's list, a little more than k entries.
-3. Every program finds the k-th highest image of the list, counts what of the list lies before its
-   slice, and so knows where in `out` its own entries begin.
+A row of up to MAX_ROW scores is held in registers by one program, which finds the bound and then,
+by counting from there, the k-th highest score. A longer row takes two launches:
 
-Where fewer than k images lie above the bound, it is the k-th highest itself and the counts alone
-serve. The order in which programs add to the list differs from run to run; only counts over it are
-used. A row with more images above the bound than the list holds (its highest would all have to lie
-in a few groups) is searched itself instead of its list: slow, and exact too.
+1. The maxima of GROUPS groups are stored. Groups take one of each run of GROUPS entries and shift
+   from run to run by SKEW, so that neither neighbours nor entries at a round distance, which tend
+   to score alike, meet in one.
+2. Every program finds the bound and adds what of its slice of the row reaches it to the row's list,
+   a little more than k entries. Whoever comes last finds the k-th highest score of the list, brings
+   the list into the order of entries and writes. The order in which slices come differs from run
+   to run; the result does not.
 
-    workspace int32 [rows, highest of GROUPS | list length, bound | counts of slices | list]
+A row with more scores that reach the bound than the list holds (its highest would all have to lie
+in a few groups, or be equal) is searched itself, by whoever comes last: slow, and exact too.
+
+    workspace int32 [rows, highest of GROUPS | list length, arrived | slices: length, start | list]
 """
 
 from __future__ import annotations
@@ -40,11 +40,14 @@ SKEW = 8 * 77
 # Longest row of one program, and longest and shortest slice of longer rows: short ones where rows
 # are so few that processors would stay idle.
 MAX_ROW = 8192
-MAX_SLICE = 4096
+MAX_SLICE = 8192
 MIN_SLICE = 2048
 ENOUGH_PROGRAMS = 256
-NUM_WARPS = 8
+MAX_AT_ONCE = 4096  # scores that a program of the first launch has under way
 _SMALLEST_TILE = 256
+# -infinity and infinity in the order of bits, whose lowest numbers are NaN.
+_LOWEST = tl.constexpr(0x007FFFFF)
+_HIGHEST = tl.constexpr(0xFF800000)
 
 
 class Launch(NamedTuple):
@@ -52,6 +55,7 @@ class Launch(NamedTuple):
     grid: tuple[int, int]
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
+    options: dict[str, int]
 
 
 def top_k_workspace_bytes(rows: int, columns: int) -> int:
@@ -71,7 +75,7 @@ def top_k(
     workspace: Tensor | None = None,
 ) -> None:
     """Same result as dsv4.reference.top_k.top_k, in one launch where rows have up to MAX_ROW
-    scores, else in three. No allocation; `workspace`, contiguous uint8, may hold anything before.
+    scores, else in two. No allocation; `workspace`, contiguous uint8, may hold anything before.
     Scores that are not bf16 numbers need bf16_scores=False. Raises InvalidInput when the workspace
     is too small.
     """
@@ -87,7 +91,7 @@ def top_k(
         )
     work = out if not needed or workspace is None else workspace[:needed].view(torch.int32)
     for launch in launches(scores, tokens, work, out, ratio, first_entry, bf16_scores):
-        launch.kernel[launch.grid](*launch.arguments, **launch.constants, num_warps=NUM_WARPS)
+        launch.kernel[launch.grid](*launch.arguments, **launch.constants, **launch.options)
 
 
 def launches(
@@ -103,45 +107,33 @@ def launches(
     k = out.shape[1]
     scored = (scores, tokens, columns, first_entry, scores.stride(0))
     shared = {"K": k, "RATIO": ratio, "BITS": 16 if bf16_scores else 32}
+    written = {"K_PADDED": triton.next_power_of_2(k)}
     tile = _tile(rows, columns)
     slices = -(-columns // tile)
     if columns <= k or slices == 1:
-        constants = {
-            **shared,
-            "K_PADDED": triton.next_power_of_2(k),
-            "TILE": tile,
-            "PART": min(tile, MIN_SLICE),
-        }
-        return [Launch(_one_tile_kernel, (rows, 1), (*scored, out, out.stride(0)), constants)]
+        arguments = (*scored, out, out.stride(0))
+        constants = {**shared, **written, "TILE": tile, "GROUPS": min(tile, GROUPS)}
+        return [Launch(_one_tile_kernel, (rows, 1), arguments, constants, {"num_warps": 4})]
     row_words = _row_words(slices)
-    # programs a row that share the groups, each at least 32 bytes wide
-    sharers = min(1 << (slices.bit_length() - 1), GROUPS // 8)
-    width = GROUPS // sharers
     shared |= {"GROUPS": GROUPS}
-    listed = {"LIST": LIST, "TILE": tile}
+    # programs a row that share the groups, each at least 32 bytes wide
+    at_once = min(tile, MAX_AT_ONCE)
+    sharers = min(1 << ((columns // at_once).bit_length() - 1), GROUPS // 8)
+    width = GROUPS // sharers
     return [
         Launch(
             _group_maxima_kernel,
             (rows, sharers),
             (*scored, work, row_words),
-            {**shared, "WIDTH": width, "DEPTH": max(tile // width, 1), "SKEW": SKEW},
+            {**shared, "WIDTH": width, "DEPTH": max(at_once // width, 1), "SKEW": SKEW},
+            {"num_warps": 4},
         ),
         Launch(
             _list_kernel,
             (rows, slices),
-            (*scored, work, row_words, slices),
-            {**shared, **listed},
-        ),
-        Launch(
-            _emit_kernel,
-            (rows, slices),
-            (*scored, work, row_words, slices, out, out.stride(0)),
-            {
-                **shared,
-                **listed,
-                "K_PADDED": triton.next_power_of_2(k),
-                "SLICES_PADDED": triton.next_power_of_2(slices),
-            },
+            (*scored, work, row_words, out, out.stride(0)),
+            {**shared, **written, "LIST": LIST, "SLICES": _padded(slices), "TILE": tile},
+            {"num_warps": 8, "maxnreg": 128},  # so two programs share a processor
         ),
     ]
 
@@ -156,38 +148,36 @@ def _tile(rows: int, columns: int) -> int:
     return tile
 
 
+def _padded(slices: int) -> int:
+    return max(16, int(triton.next_power_of_2(slices)))
+
+
 def _row_words(slices: int) -> int:
     """int32 words of the workspace a row, in multiples of 64 bytes."""
-    return GROUPS + 16 + -(-slices // 16) * 16 + 2 * LIST
+    return GROUPS + 16 + 2 * _padded(slices) + 2 * LIST
 
 
 @triton.jit
 def _one_tile_kernel(
     scores_ptr, tokens_ptr, columns, first_entry, scores_stride, out_ptr, out_stride,
     K: tl.constexpr, K_PADDED: tl.constexpr, RATIO: tl.constexpr, BITS: tl.constexpr,
-    TILE: tl.constexpr, PART: tl.constexpr,
+    TILE: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """A whole row."""
     row = tl.program_id(0).to(tl.int64)
     seen = _seen(tokens_ptr, row, columns, first_entry, RATIO)
     out_row = out_ptr + row * out_stride
     if seen > K:
-        scores_row = scores_ptr + row * scores_stride
-        whole = _image(scores_row, tl.arange(0, TILE), seen, columns, BITS)
-        highest = tl.full([], (1 << BITS) - 1, tl.uint32)
-        threshold = _boundary(whole, K, 0, tl.full([], 0, tl.uint32), highest)
-        wanted = K - tl.sum((whole > threshold).to(tl.int32), axis=0)
-        higher_before = tl.zeros([], dtype=tl.int32)
-        equal_before = tl.zeros([], dtype=tl.int32)
-        # read again, from the L1, a part at a time: so two programs share a processor's registers
-        for part in range(0, seen, PART):
-            at = part + tl.arange(0, PART)
-            image = _image(scores_row, at, seen, columns, BITS)
-            _emit(out_row, image, at, seen, first_entry, threshold, wanted,
-                  higher_before, equal_before)  # fmt: skip
-            total = tl.sum(_both(image, at < seen, threshold), axis=0)
-            higher_before += total >> 16
-            equal_before += total & 0xFFFF
+        at = tl.arange(0, TILE)
+        score = _scores(scores_ptr + row * scores_stride, at, seen, columns)
+        if (GROUPS == TILE) | (K > GROUPS):
+            threshold, higher = _boundary(score, K, tl.full([], 0, tl.uint32), BITS)
+        else:
+            members = tl.reshape(score, [GROUPS, TILE // GROUPS])
+            members = tl.where(members == members, members, float("-inf"))
+            threshold, higher = _raised(score, K, _bound(tl.max(members, axis=1), K, BITS), BITS)
+        score, least = _ranked(score, at < seen, threshold, BITS)
+        _emit(out_row, score, first_entry + at, least, K - higher, 0, 0)
     elif seen >= 0:
         _emit_all(out_row, seen, first_entry, K, K_PADDED)
 
@@ -206,105 +196,158 @@ def _group_maxima_kernel(
         scores_row = scores_ptr + row * scores_stride
         work = work_ptr + row * row_words
         group = mine * WIDTH + tl.arange(0, WIDTH)
-        highest = tl.zeros([DEPTH, WIDTH], dtype=tl.uint32)
+        highest = tl.full([DEPTH, WIDTH], float("-inf"), tl.float32)
         for first in range(0, tl.cdiv(seen, GROUPS), DEPTH):
             run = (first + tl.arange(0, DEPTH))[:, None]
             member = (group[None, :] + SKEW * run) % GROUPS
             member = tl.max_contiguous(tl.multiple_of(member, [1, 8]), [1, 8])
-            at = run * GROUPS + member
-            highest = tl.maximum(highest, _image(scores_row, at, seen, columns, BITS))
-        maxima = tl.max(highest, axis=0)
-        tl.store(work + group, maxima.to(tl.int32, bitcast=True))
+            score = _scores(scores_row, run * GROUPS + member, seen, columns)
+            highest = tl.where(score > highest, score, highest)
+        tl.store(work + group, tl.max(highest, axis=0).to(tl.int32, bitcast=True))
         if mine == 0:
-            tl.store(work + GROUPS, 0)
+            tl.store(work + GROUPS + tl.arange(0, 2), tl.zeros([2], dtype=tl.int32))
 
 
 @triton.jit
 def _list_kernel(
-    scores_ptr, tokens_ptr, columns, first_entry, scores_stride, work_ptr, row_words, slices,
-    K: tl.constexpr, RATIO: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
-    LIST: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """The bound, and what of one slice lies above it."""
-    row = tl.program_id(0).to(tl.int64)
-    mine = tl.program_id(1)
-    seen = _seen(tokens_ptr, row, columns, first_entry, RATIO)
-    at = mine * TILE + tl.arange(0, TILE)
-    image = _image(scores_ptr + row * scores_stride, at, seen, columns, BITS)
-    if (seen > K) & (mine * TILE < seen):
-        work = work_ptr + row * row_words
-        if K <= GROUPS:
-            maxima = tl.load(work + tl.arange(0, GROUPS)).to(tl.uint32, bitcast=True)
-            # any number that k groups reach will do; nearer ones make the list shorter
-            bound = _boundary(maxima, K, K // 16, tl.min(maxima, axis=0), tl.max(maxima, axis=0))
-        else:
-            bound = tl.full([], 0, tl.uint32)
-        above = image > bound
-        total = tl.sum(_both(image, at < seen, bound), axis=0)
-        tl.store(_counts(work, GROUPS) + mine, total)
-        if mine == 0:
-            tl.store(work + GROUPS + 1, bound.to(tl.int32, bitcast=True))
-        if (total >> 16) > LIST:  # the length then says that the list is of no use
-            tl.atomic_add(work + GROUPS, total >> 16, sem="relaxed")
-        else:
-            length = work + GROUPS + tl.zeros([TILE], dtype=tl.int32)
-            nth = tl.atomic_add(length, 1, mask=above, sem="relaxed")
-            place = _list(work, slices, GROUPS) + nth
-            fits = above & (nth < LIST)
-            tl.store(place, image.to(tl.int32, bitcast=True), mask=fits)
-            tl.store(place + LIST, at, mask=fits)
-
-
-@triton.jit
-def _emit_kernel(
-    scores_ptr, tokens_ptr, columns, first_entry, scores_stride, work_ptr, row_words, slices,
-    out_ptr, out_stride,
+    scores_ptr, tokens_ptr, columns, first_entry, scores_stride, work_ptr, row_words, out_ptr,
+    out_stride,
     K: tl.constexpr, K_PADDED: tl.constexpr, RATIO: tl.constexpr, BITS: tl.constexpr,
-    GROUPS: tl.constexpr, LIST: tl.constexpr, SLICES_PADDED: tl.constexpr, TILE: tl.constexpr,
+    GROUPS: tl.constexpr, LIST: tl.constexpr, SLICES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The selected entries of one slice."""
+    """Lists what of one slice reaches the bound; the last program of a row writes the result."""
     row = tl.program_id(0).to(tl.int64)
     mine = tl.program_id(1)
     seen = _seen(tokens_ptr, row, columns, first_entry, RATIO)
     scores_row = scores_ptr + row * scores_stride
     out_row = out_ptr + row * out_stride
-    begin = mine * TILE
-    at = begin + tl.arange(0, TILE)
-    image = _image(scores_row, at, seen, columns, BITS)
-    if (seen > K) & (begin < seen):
+    at = mine * TILE + tl.arange(0, TILE)
+    score = _scores(scores_row, at, seen, columns)
+    if (seen > K) & (mine * TILE < seen):
         work = work_ptr + row * row_words
-        listed = tl.load(work + GROUPS)
-        bound = tl.load(work + GROUPS + 1).to(tl.uint32, bitcast=True)
-        if listed < K:
-            threshold = bound
-            wanted = K - listed
-            nth = tl.arange(0, SLICES_PADDED)
-            both = tl.load(_counts(work, GROUPS) + nth, mask=nth < mine, other=0)
-            higher_before = tl.sum(both >> 16, axis=0)
-            equal_before = tl.sum(both & 0xFFFF, axis=0)
-        elif listed <= LIST:
-            nth = tl.arange(0, LIST)
-            place = _list(work, slices, GROUPS) + nth
-            other = tl.load(place, mask=nth < listed, other=0).to(tl.uint32, bitcast=True)
-            is_before = tl.load(place + LIST, mask=nth < listed, other=begin) < begin
-            threshold = _boundary(other, K, 0, bound + 1, tl.max(other, axis=0))
-            higher = other > threshold
-            wanted = K - tl.sum(higher.to(tl.int32), axis=0)
-            both = (higher.to(tl.int32) << 16) + (other == threshold).to(tl.int32)
-            found = tl.sum(tl.where(is_before, both, 0), axis=0)
-            higher_before = found >> 16
-            equal_before = found & 0xFFFF
+        length = work + GROUPS
+        slices = length + 16
+        list_ptr = slices + 2 * SLICES
+        if K <= GROUPS:
+            highest = tl.load(work + tl.arange(0, GROUPS)).to(tl.float32, bitcast=True)
+            bound = _bound(highest, K, BITS)
         else:
-            threshold = _row_boundary(scores_row, seen, columns, K, bound + 1, BITS, TILE)
-            wanted = K - _reaching(scores_row, seen, columns, threshold + 1, BITS, TILE)
-            higher_before = _reaching(scores_row, begin, columns, threshold + 1, BITS, TILE)
-            equal_before = (
-                _reaching(scores_row, begin, columns, threshold, BITS, TILE) - higher_before
-            )
-        _emit(out_row, image, at, seen, first_entry, threshold, wanted,
-              higher_before, equal_before)  # fmt: skip
+            bound = tl.full([], 0, tl.uint32)
+        _list(length, slices + mine, list_ptr, score, at, bound, BITS, SLICES, LIST)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(length + 1, 1, sem="acq_rel")
+        if arrived == tl.cdiv(seen, TILE) - 1:
+            listed = tl.load(length, cache_modifier=".cg")
+            if listed <= LIST:
+                _emit_list(
+                    out_row, list_ptr, slices, listed, seen, first_entry, bound,
+                    K, BITS, SLICES, LIST, TILE,
+                )  # fmt: skip
+            else:
+                PART: tl.constexpr = min(TILE, 4096)
+                _emit_row(out_row, scores_row, seen, columns, first_entry, bound, K, BITS, PART)
     elif (seen >= 0) & (mine == 0):
         _emit_all(out_row, seen, first_entry, K, K_PADDED)
+
+
+@triton.jit
+def _list(
+    length, mine, list_ptr, score, at, bound,
+    BITS: tl.constexpr, SLICES: tl.constexpr, LIST: tl.constexpr,
+):  # fmt: skip
+    """Adds what of a slice reaches the bound to the list, in order."""
+    least = _score(bound, BITS)
+    score_0, score_1, score_2, score_3 = _quarters(score)
+    at_0, at_1, at_2, at_3 = _quarters(at)
+    to_0 = (score_0 >= least).to(tl.int32)
+    to_1 = to_0 + (score_1 >= least).to(tl.int32)
+    to_2 = to_1 + (score_2 >= least).to(tl.int32)
+    to_3 = to_2 + (score_3 >= least).to(tl.int32)
+    before, total = _before(to_3)
+    total = tl.where(bound == 0, LIST + 1, total)  # no bound, no list
+    start = tl.atomic_add(length, total, sem="relaxed")
+    tl.store(mine, total)
+    tl.store(mine + SLICES, start)
+    if start + total <= LIST:
+        place = list_ptr + start + before
+        _list_quarter(place, score_0, at_0, 0, to_0, LIST)
+        _list_quarter(place, score_1, at_1, to_0, to_1, LIST)
+        _list_quarter(place, score_2, at_2, to_1, to_2, LIST)
+        _list_quarter(place, score_3, at_3, to_2, to_3, LIST)
+
+
+@triton.jit
+def _list_quarter(place, score, at, before, to, LIST: tl.constexpr):
+    tl.store(place + before, score.to(tl.int32, bitcast=True), mask=to != before)
+    tl.store(place + before + LIST, at, mask=to != before)
+
+
+@triton.jit
+def _emit_list(
+    out_row, list_ptr, slices, listed, seen, first_entry, bound,
+    K: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr, LIST: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    nth = tl.arange(0, LIST)
+    live = nth < listed
+    place = list_ptr + nth
+    bits = tl.load(place, mask=live, other=-1, cache_modifier=".cg")
+    at = tl.load(place + LIST, mask=live, other=0, cache_modifier=".cg")
+    # slices lie in the list in the order in which they came
+    mine = tl.arange(0, SLICES)
+    exists = mine * TILE < seen
+    length = tl.load(slices + mine, mask=exists, other=0, cache_modifier=".cg")
+    start = tl.load(slices + SLICES + mine, mask=exists, other=0, cache_modifier=".cg")
+    moved = nth + tl.gather(tl.cumsum(length, axis=0) - length - start, at // TILE, 0)
+    tl.debug_barrier()  # what will be overwritten has been read
+    _scatter(list_ptr, moved, bits, live)
+    _scatter(list_ptr + LIST, moved, at, live)
+    threshold, higher = _boundary(bits.to(tl.float32, bitcast=True), K, bound, BITS)
+    tl.debug_barrier()
+    score = tl.load(place, mask=live, other=-1).to(tl.float32, bitcast=True)
+    at = tl.load(place + LIST, mask=live, other=0)
+    score, least = _ranked(score, live, threshold, BITS)
+    _emit(out_row, score, first_entry + at, least, K - higher, 0, 0)
+
+
+@triton.jit
+def _emit_row(
+    out_row, scores_row, seen, columns, first_entry, low,
+    K: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Searches the whole row, tile by tile, for the k-th highest score, whose image is `low` or
+    higher."""
+    high = _infinity(BITS)
+    higher = 0
+    step = tl.full([], 1, tl.uint32)  # scores equal to the bound are why most lists overflow
+    while low < high:
+        middle = low + tl.minimum(step, ((high - low) >> 1) + 1)
+        reaching = _reaching(scores_row, seen, columns, middle, BITS, TILE)
+        few = reaching < K
+        higher = tl.where(few, reaching, higher)
+        high = tl.where(few, middle - 1, high)
+        low = tl.where(few, low, middle)
+        step = tl.minimum(step, 1 << 28) * 4
+    higher_before = tl.zeros([], dtype=tl.int32)
+    equal_before = tl.zeros([], dtype=tl.int32)
+    for begin in range(0, seen, TILE):
+        at = begin + tl.arange(0, TILE)
+        score = _scores(scores_row, at, seen, columns)
+        score, least = _ranked(score, at < seen, low, BITS)
+        _emit(out_row, score, first_entry + at, least, K - higher, higher_before, equal_before)
+        higher_before += tl.sum((score > least).to(tl.int32), axis=0)
+        equal_before += tl.sum((score == least).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _reaching(scores_row, seen, columns, image, BITS: tl.constexpr, TILE: tl.constexpr):
+    """How many of the row's scores have `image`, which is above 0, or a higher one."""
+    reaching = tl.zeros([TILE], dtype=tl.int32)
+    least = _score(image, BITS)
+    for tile in range(0, seen, TILE):
+        score = _scores(scores_row, tile + tl.arange(0, TILE), seen, columns)
+        reaching += (score >= least).to(tl.int32)
+    return tl.sum(reaching, axis=0)
 
 
 @triton.jit
@@ -317,82 +360,202 @@ def _seen(tokens_ptr, row, columns, first_entry, RATIO: tl.constexpr):
 
 
 @triton.jit
-def _counts(work, GROUPS: tl.constexpr):
-    """Of every slice: (images above the bound) · 2^16 + images equal to it."""
-    return work + GROUPS + 16
-
-
-@triton.jit
-def _list(work, slices, GROUPS: tl.constexpr):
-    """Images, and LIST words behind each its column."""
-    return _counts(work, GROUPS) + tl.cdiv(slices, 16) * 16
-
-
-@triton.jit
-def _image(scores_row, at, seen, columns, BITS: tl.constexpr):
-    """Scores as unsigned numbers of BITS bits that order alike; 0 is NaN, and what is not seen."""
+def _scores(scores_row, at, seen, columns):
+    """NaN where a score is not seen."""
     # whole groups of 16 bytes are loaded, up to three scores that are not seen among them
     loaded = (at < tl.cdiv(seen, 4) * 4) & (at < columns)
     score = tl.load(scores_row + at, mask=loaded, other=float("nan"))
+    return tl.where(at < seen, score, float("nan"))
+
+
+@triton.jit
+def _image(score, BITS: tl.constexpr):
+    """The lowest image that a score (not NaN) or a higher one has."""
     bits = tl.where(score == 0, 0.0, score).to(tl.uint32, bitcast=True)
-    image = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-    image = tl.where((at < seen) & (score == score), image, 0)
-    return image >> (32 - BITS)
+    # zero takes the place that the order of bits has for -0
+    order = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits + 0x7FFFFFFF)
+    return (order >> (32 - BITS)) - ((_LOWEST >> (32 - BITS)) - 1)
 
 
 @triton.jit
-def _boundary(image, wanted, slack, low, high):
-    """The `wanted`-th highest image, known to be in [low, high]; or any number that between
-    `wanted` and wanted + slack images reach, which at a slack of 0 separates the same ones."""
+def _score(image, BITS: tl.constexpr):
+    """The score that has this image; NaN for 0."""
+    UNIT: tl.constexpr = 1 << (32 - BITS)
+    order = (image + ((_LOWEST >> (32 - BITS)) - 1)).to(tl.uint32) << (32 - BITS)
+    bits = order + UNIT
+    bits = tl.where(bits >> 31 != 0, bits ^ 0x80000000, (order + (UNIT - 1)) ^ 0xFFFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _infinity(BITS: tl.constexpr):
+    """The highest image."""
+    return tl.full([], (_HIGHEST >> (32 - BITS)) - (_LOWEST >> (32 - BITS)), tl.uint32)
+
+
+@triton.jit
+def _bound(highest, wanted: tl.constexpr, BITS: tl.constexpr):
+    """An image that the highest scores of at least `wanted` groups reach, and mostly few more."""
+    bound, _ = _search(highest, wanted, wanted // 16, tl.full([], 0, tl.uint32), BITS)
+    # a group without a number has -infinity too
+    return tl.where(bound == 1, 0, bound).to(tl.uint32)
+
+
+@triton.jit
+def _boundary(score, wanted, low, BITS: tl.constexpr):
+    """An image from `low` on, with how many scores above it: `wanted`, or fewer than that and with
+    those that have it `wanted` or more. Known: at least `wanted` scores have `low` or more."""
+    image, reaching = _search(score, wanted, 0, low, BITS)
+    return tl.where(reaching == wanted, image - 1, image).to(tl.uint32), reaching
+
+
+@triton.jit
+def _search(score, wanted, slack, low, BITS: tl.constexpr):
+    """An image that between `wanted` and wanted + slack scores reach, and their number; else the
+    highest one that at least `wanted` reach, and how many are above it."""
+    number = score == score
+    bottom = tl.min(tl.where(number, score, float("inf")), axis=0)
+    top = tl.max(tl.where(number, score, float("-inf")), axis=0)
+    high = _image(top, BITS)
+    # By values first, because scores are rarely far apart. What is not finite would stay so.
+    bottom = tl.minimum(tl.maximum(bottom, -3e38), 3e38)
+    top = tl.minimum(tl.maximum(top, -3e38), 3e38)
+    reaching = 0  # bottom, once that is known
+    above = -1  # those that reach top, once that is known
+    tries = 0
+    while (tries < 6) & ((reaching < wanted) | (reaching > wanted + slack)):
+        value_1 = bottom * (2 / 3) + top * (1 / 3)
+        value_2 = bottom * (1 / 3) + top * (2 / 3)
+        reaching_1, reaching_2 = _two_counts(score, value_1, value_2)
+        first = reaching_1 >= wanted
+        second = reaching_2 >= wanted
+        above = tl.where(second, above, tl.where(first, reaching_2, reaching_1))
+        top = tl.where(second, top, tl.where(first, value_2, value_1))
+        reaching = tl.where(second, reaching_2, tl.where(first, reaching_1, reaching))
+        bottom = tl.where(second, value_2, tl.where(first, value_1, bottom))
+        tries += 1
+    low = tl.where(reaching > 0, tl.maximum(low, _image(bottom, BITS)), low)
+    high = tl.where(above < 0, high, _image(top, BITS) - 1)
+    above = tl.maximum(above, 0)
+    if (reaching >= wanted) & (reaching <= wanted + slack):
+        high = low
+        above = reaching
     while low < high:
         middle = low + ((high - low) >> 1) + 1
-        reaching = tl.sum((image >= middle).to(tl.int32), axis=0)
+        reaching = tl.sum((score >= _score(middle, BITS)).to(tl.int32), axis=0)
         few = reaching < wanted
-        high = tl.where(few, middle - 1, tl.where(reaching <= wanted + slack, middle, high))
+        found = reaching <= wanted + slack  # or too few
         low = tl.where(few, low, middle)
-    return low
+        high = tl.where(few, middle - 1, tl.where(found, middle, high))
+        above = tl.where(found, reaching, above)
+    return low.to(tl.uint32), above
 
 
 @triton.jit
-def _row_boundary(scores_row, seen, columns, wanted, low, BITS: tl.constexpr, TILE: tl.constexpr):
-    """The `wanted`-th highest image of a row, known to be `low` or higher."""
-    high = tl.full([], (1 << BITS) - 1, tl.uint32)
+def _two_counts(score, value_1, value_2):
+    """How many of at most 2^15 scores reach a value, and a higher one."""
+    both = tl.where(score >= value_2, (1 << 16) + 1, (score >= value_1).to(tl.int32))
+    both = tl.sum(both, axis=0)
+    return both & 0xFFFF, both >> 16
+
+
+@triton.jit
+def _raised(score, wanted, low, BITS: tl.constexpr):
+    """_boundary, where it is little above `low`."""
+    high = _infinity(BITS)
+    above = 0
+    step = tl.full([], 6, tl.uint32)
     while low < high:
-        middle = low + ((high - low) >> 1) + 1
-        few = _reaching(scores_row, seen, columns, middle, BITS, TILE) < wanted
-        high = tl.where(few, middle - 1, high)
-        low = tl.where(few, low, middle)
-    return low
+        third = tl.minimum(step, (high - low + 2) // 3)
+        image_1 = low + third
+        image_2 = tl.minimum(image_1 + third, high)
+        reaching_1, reaching_2 = _two_counts(score, _score(image_1, BITS), _score(image_2, BITS))
+        first = reaching_1 >= wanted
+        second = reaching_2 >= wanted
+        step = tl.where(second, tl.minimum(step, 1 << 28) * 4, step)
+        above = tl.where(second, above, tl.where(first, reaching_2, reaching_1))
+        high = tl.where(second, high, tl.where(first, image_2 - 1, image_1 - 1))
+        low = tl.where(second, image_2, tl.where(first, image_1, low))
+        if (reaching_1 == wanted) | (reaching_2 == wanted):
+            low = tl.where(reaching_1 == wanted, image_1, image_2) - 1
+            high = low
+            above = wanted
+    return low, above
 
 
 @triton.jit
-def _reaching(scores_row, end, columns, image, BITS: tl.constexpr, TILE: tl.constexpr):
-    """How many of the row's images before `end` are `image`, which is above 0, or higher."""
-    reaching = tl.zeros([], dtype=tl.int32)
-    for tile in range(0, end, TILE):
-        other = _image(scores_row, tile + tl.arange(0, TILE), end, columns, BITS)
-        reaching += tl.sum((other >= image).to(tl.int32), axis=0)
-    return reaching
+def _ranked(score, live, threshold, BITS: tl.constexpr):
+    """Scores and what those with the image `threshold` equal."""
+    least = _score(threshold, BITS)
+    if threshold == 0:  # NaN
+        score = tl.where(score == score, 1.0, tl.where(live, 0.0, score))
+        least = 0.0
+    return score, least
 
 
 @triton.jit
-def _both(image, live, threshold):
-    """2^16 where an image is above the threshold, 1 where it equals it: the length of a tile, and
-    so both counts over it, fit 16 bits."""
-    return ((image > threshold).to(tl.int32) << 16) + (live & (image == threshold)).to(tl.int32)
+def _quarters(x):
+    """Every fourth, from the first, second, third and fourth on: they lie in one thread."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0] // 4, 2, 2]))
+    x_0, x_2 = tl.split(even)
+    x_1, x_3 = tl.split(odd)
+    return x_0, x_1, x_2, x_3
 
 
 @triton.jit
-def _emit(
-    out_row, image, at, seen, first_entry, threshold, wanted, higher_before, equal_before
-):  # fmt: skip
-    """Writes a tile's entries above the threshold, and of those equal to it the row's first
-    `wanted`, behind what the tiles before it write."""
-    both = tl.cumsum(_both(image, at < seen, threshold), axis=0)
-    equal_so_far = equal_before + (both & 0xFFFF)
-    place = higher_before + (both >> 16) + tl.minimum(equal_so_far, wanted) - 1
-    equal = (image == threshold) & (at < seen) & (equal_so_far <= wanted)
-    tl.store(out_row + place, first_entry + at, mask=(image > threshold) | equal)
+def _scatter(pointer, place, value, mask):
+    """tl.store as four: of one, the compiler would first bring the operands into another layout."""
+    place_0, place_1, place_2, place_3 = _quarters(place)
+    value_0, value_1, value_2, value_3 = _quarters(value)
+    mask_0, mask_1, mask_2, mask_3 = _quarters(mask)
+    tl.store(pointer + place_0, value_0, mask=mask_0)
+    tl.store(pointer + place_1, value_1, mask=mask_1)
+    tl.store(pointer + place_2, value_2, mask=mask_2)
+    tl.store(pointer + place_3, value_3, mask=mask_3)
+
+
+@triton.jit
+def _before(count):
+    """Sum of the counts before each, and of all: first along lines of 8, which share a warp."""
+    lines = tl.reshape(count, [count.shape[0] // 8, 8])
+    line = tl.sum(lines, axis=1)
+    before = (tl.cumsum(line, axis=0) - line)[:, None] + tl.cumsum(lines, axis=1) - lines
+    return tl.reshape(before, [count.shape[0]]), tl.sum(line, axis=0)
+
+
+@triton.jit
+def _emit(out_row, score, entry, least, wanted, higher_before, equal_before):
+    """Writes the entries with scores above the least, and of those equal to it the row's first
+    `wanted`, behind what the tiles before this one write."""
+    score_0, score_1, score_2, score_3 = _quarters(score)
+    entry_0, entry_1, entry_2, entry_3 = _quarters(entry)
+    # both counts over a tile fit 16 bits
+    to_0 = _both(score_0, least)
+    to_1 = to_0 + _both(score_1, least)
+    to_2 = to_1 + _both(score_2, least)
+    to_3 = to_2 + _both(score_3, least)
+    before, _ = _before(to_3)
+    out_row += higher_before
+    place = _place(before, equal_before, wanted)
+    place_0 = _place(before + to_0, equal_before, wanted)
+    place_1 = _place(before + to_1, equal_before, wanted)
+    place_2 = _place(before + to_2, equal_before, wanted)
+    place_3 = _place(before + to_3, equal_before, wanted)
+    tl.store(out_row + place, entry_0, mask=place_0 != place)
+    tl.store(out_row + place_0, entry_1, mask=place_1 != place_0)
+    tl.store(out_row + place_1, entry_2, mask=place_2 != place_1)
+    tl.store(out_row + place_2, entry_3, mask=place_3 != place_2)
+
+
+@triton.jit
+def _both(score, least):
+    """2^16 where a score is above the least, 1 where it equals it."""
+    return tl.where(score > least, 1 << 16, (score == least).to(tl.int32))
+
+
+@triton.jit
+def _place(both, equal_before, wanted):
+    return (both >> 16) + tl.minimum(equal_before + (both & 0xFFFF), wanted)
 
 
 @triton.jit

@@ -201,7 +201,6 @@ def test_rotate(width: int, kind: str):
 @pytest.mark.parametrize("width", [32, 64, 128])
 def test_hadamard(width: int, kind: str):
     x = rows_of(kind, 8, width)
-    x = torch.where(x.isfinite() & (x.abs() > 1e16), torch.ones_like(x), x)  # sums stay exact
     found = torch.empty_like(x)
     _hadamard_kernel[(8,)](x, found, WIDTH=width)
     assert_same_bits(found, reference.hadamard(reference.to_bf16(x)).float())

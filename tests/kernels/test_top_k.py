@@ -93,10 +93,13 @@ def test_slices_of_a_row_equal_the_reference(kind: str):
             assert found[row].tolist() == slow_top_k(scores[row, :seen].tolist(), 8)
 
 
+@pytest.mark.parametrize("groups", [2048, 64])  # the row itself, or first its groups
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_program_a_row_equals_the_reference(kind: str, monkeypatch: pytest.MonkeyPatch):
+def test_one_program_a_row_equals_the_reference(
+    kind: str, groups: int, monkeypatch: pytest.MonkeyPatch
+):
     scores = random_scores(kind, len(SEEN), 700, seed=1)
-    monkeypatch.setattr(kernel, "MIN_SLICE", 256)  # so a row is written in several parts
+    monkeypatch.setattr(kernel, "GROUPS", groups)
     found, expected = select(scores, tokens_of(SEEN), 8)
     assert found.tolist() == expected.tolist()
     assert kernel.top_k_workspace_bytes(*scores.shape) == 0
@@ -130,6 +133,14 @@ def test_fp32_scores(columns: int):
     scores = torch.randn(2, columns, generator=torch.Generator().manual_seed(2))
     scores[:, ::3] = scores[0, 0] * (1 + 2.0**-23)
     found, expected = select(scores, tokens_of([columns, columns - 1]), 80, bf16_scores=False)
+    assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.usefixtures("short_tiles")
+def test_groups_without_a_number_give_no_bound():
+    scores = torch.full((2, 200), torch.nan)
+    scores[:, :12] = torch.arange(12.0) * 1e9 + 0.1
+    found, expected = select(scores, tokens_of([200, 199]), 9, bf16_scores=False)
     assert found.tolist() == expected.tolist()
 
 

@@ -1,0 +1,74 @@
+"""Index queries and top-k compiled on a GPU against the reference, bit for bit, at real lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.cache import records
+from dsv4.kernels import index_query, top_k
+from dsv4.reference import index_query as reference_query
+from dsv4.reference import top_k as reference_top_k
+from tests.formats import BF16_INDEX_FORMATS
+from tests.oracles.indexer import make_tokens, same_bits
+
+pytestmark = pytest.mark.gpu
+
+HEADS, WIDTH, ROPE, POSITIONS = 64, 128, 64, 40
+# rows x scores: the row in registers, its list, slices of 2,048 and of 8,192
+SHAPES = ((3, 2048), (9, 8192), (2, 32_768), (9, 262_144))
+UNTOUCHED = -7
+
+
+@pytest.mark.parametrize("name", BF16_INDEX_FORMATS)
+def test_index_queries(name: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    q = torch.randn(6, HEADS, WIDTH, generator=generator)
+    spread = torch.tensor([0.0, 1.0, 3.0, 3.0, 20.0, 3.0]).view(6, 1, 1)
+    q = (q * torch.exp(spread * torch.randn(q.shape, generator=generator))).to(torch.bfloat16)
+    q[0, 1], q[0, 2] = 0.0, -0.0
+    q[3, 0, 100], q[3, 1, 2], q[3, 2, 70] = torch.nan, torch.inf, -torch.inf
+    rope = torch.rand(POSITIONS, ROPE, generator=generator) * 2 - 1
+    tokens = make_tokens([(0, 39), None, (1, 0), (2, 17), (3, 5), (4, 6)])
+    record = records.index_format(name, index_dim=WIDTH)
+    expected, found = torch.full_like(q, 7.0), torch.full_like(q, 7.0).cuda()
+    reference_query.prepare_index_queries(q, tokens=tokens, rope=rope, record=record, out=expected)
+    index_query.prepare_index_queries(
+        q.cuda(), tokens=tokens.cuda(), rope=rope.cuda(), record=record, out=found
+    )
+    assert same_bits(found.cpu(), expected)
+
+
+def some_scores(kind: str, rows: int, columns: int) -> Tensor:
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(columns))
+    if kind == "ties":
+        x = torch.round(x * 2)
+    elif kind == "equal":
+        x = torch.full_like(x, -2.5)
+    elif kind == "one place":  # more of the highest than the list holds, in few groups
+        x[:, 1000:1900] += 20
+    elif kind == "not finite":
+        for nth, value in enumerate((torch.nan, torch.inf, -torch.inf, 0.0, -0.0)):
+            x[:, nth::6] = value
+    return x.to(torch.bfloat16).float()
+
+
+@pytest.mark.parametrize("k", [512, 1024])
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "one place", "not finite"])
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_top_k(rows: int, columns: int, kind: str, k: int) -> None:
+    scores = some_scores(kind, rows, columns).cuda()
+    seen = [columns - 37 * row for row in range(rows)]
+    tokens = make_tokens([(0, 4 * n + 2) for n in seen]).cuda()
+    expected = torch.full((rows, k), UNTOUCHED, dtype=torch.int32, device="cuda")
+    reference_top_k.top_k(scores, tokens=tokens, ratio=4, first_entry=0, out=expected)
+    size = top_k.top_k_workspace_bytes(rows, columns)
+    for bf16_scores in (True, True, False):
+        workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
+        found = torch.full_like(expected, UNTOUCHED)
+        top_k.top_k(
+            scores, tokens=tokens, ratio=4, first_entry=0, out=found, bf16_scores=bf16_scores,
+            workspace=workspace,
+        )  # fmt: skip
+        assert torch.equal(found, expected)
