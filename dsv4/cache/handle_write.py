@@ -203,7 +203,6 @@ class LayerWrites(LayerAccess):
         return CompressorWrite(
             layout=layout,
             items=items,
-            item_count=self._buffers.counts[layout.ratio],
             ape=weights.ape,
             norm=weights.norm,
             c=c,

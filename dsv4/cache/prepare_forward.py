@@ -54,7 +54,6 @@ class StepBuffers:
         sizes: list[tuple[str, int, int]] = [
             ("new_block_at", self.max_new_blocks, 2),  # int64 offsets into the block table, first
             ("new_block_id", self.max_new_blocks, 1),
-            ("counts", len(self.ratios), 1),
             ("batch", max_requests, BATCH_COLUMNS),
             ("tokens", max_tokens, TOKEN_COLUMNS),
             ("window", max_tokens, WINDOW_COLUMNS),
@@ -80,7 +79,6 @@ class StepBuffers:
         self.batch, self.tokens = on_device["batch"], on_device["tokens"]
         self.window = on_device["window"]
         self.groups = {ratio: on_device[f"groups_{ratio}"] for ratio in self.ratios}
-        self.counts = {ratio: on_device["counts"][i] for i, ratio in enumerate(self.ratios)}
         self.new_block_at = on_device["new_block_at"].view(torch.int64).flatten()
         self.new_block_id = on_device["new_block_id"].flatten()
         most_items = max((rows for name, rows, _ in sizes if name.startswith("groups")), default=1)
@@ -240,7 +238,7 @@ def fill_step(
     narrow = is_narrow(schema, counts)
     replays = bool((reused > starts).any())
     item_counts: dict[int, int] = {}
-    for nth_ratio, ratio in enumerate(buffers.ratios):
+    for ratio in buffers.ratios:
         items = _Items(
             ratio=ratio,
             merged=not narrow and ratio in buffers.overlapping_ratios,
@@ -249,7 +247,7 @@ def fill_step(
         )
         columns = items.columns(slots, starts, ends, first_rows)
         _set_columns(host[f"groups_{ratio}"], *columns)
-        host["counts"][nth_ratio] = item_counts[ratio] = len(columns[0])
+        item_counts[ratio] = len(columns[0])
     return item_counts
 
 

@@ -75,15 +75,14 @@ class WindowWrite:
 class CompressorWrite:
     """fp32 projections `c`, `z` [tokens, columns] into tails and, where groups close, entries.
 
-    `items` and `item_count` are StepBuffers.groups and .counts of the ratio. Without `c` and `z`
-    the groups are read from the tails, which must hold the step's tokens already. `compress` and
-    `write_tails` say which half of the work to do. With `dense` [items, width] the entries of
-    a narrow step go there and not into blocks.
+    `items` are StepBuffers.groups of the ratio. Without `c` and `z` the groups are read from the
+    tails, which must hold the step's tokens already. `compress` and `write_tails` say which half
+    of the work to do. With `dense` [items, width] the entries of a narrow step go there and not
+    into blocks.
     """
 
     layout: CompressorLayout
     items: Tensor
-    item_count: Tensor
     ape: Tensor
     norm: Tensor
     c: Tensor | None

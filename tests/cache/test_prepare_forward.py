@@ -80,15 +80,13 @@ def check_buffers(
     )
     tensors = {"batch": buffers.batch, "tokens": buffers.tokens, "window": buffers.window}
     tensors |= {f"groups {ratio}": buffers.groups[ratio] for ratio in ratios}
-    assert sorted(buffers.groups) == sorted(buffers.counts) == sorted(ratios)
+    assert sorted(buffers.groups) == sorted(ratios)
     for name, tensor in tensors.items():
         rows, found = expected[name], tensor.tolist()
         padding = len(found[0]) - len(rows[0]) if rows else 0
         assert found[: len(rows)] == [[*row, *[-1] * padding] for row in rows], name
         assert all(value == -1 for row in found[len(rows) :] for value in row), name
-    items = {ratio: len(expected[f"groups {ratio}"]) for ratio in ratios}
-    assert {ratio: count.item() for ratio, count in buffers.counts.items()} == items
-    return items
+    return {ratio: len(expected[f"groups {ratio}"]) for ratio in ratios}
 
 
 def launch_sizes(plan: ForwardPlan) -> dict[str, int]:
