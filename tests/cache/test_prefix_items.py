@@ -42,8 +42,9 @@ def test_exactly_the_missing_entries_are_written(drafts: int):
         found = fill_step(schema, buffers, slots, starts, counts, reused)
         narrow = counts.max() <= 1 + drafts
         for ratio in buffers.ratios:
-            items = buffers.host[f"groups_{ratio}"][: found[ratio]].tolist()
-            assert buffers.host["counts"][buffers.ratios.index(ratio)] == found[ratio]
+            listed = buffers.host[f"groups_{ratio}"].tolist()
+            items = listed[: found[ratio]]
+            assert all(item[0] == -1 for item in listed[found[ratio] :])
             for row in range(rows):
                 start, count = int(starts[row]), int(counts[row])
                 mine = [item for item in items if item[0] == slots[row]]
