@@ -192,6 +192,20 @@ def _find(kept_ends, at, LINE: gl.constexpr):
 
 
 @gluon.jit
+def _next_keys(
+    at, stop, kept_ends, tokens_ptr, table_ptr, rows, columns, skip_visible, table_stride,
+    RATIO: gl.constexpr, PAGE_ROWS: gl.constexpr, LINE: gl.constexpr,
+):  # fmt: skip
+    """Of the token whose first tile is `at`: where its tiles begin and end (never, if not before
+    `stop`), how many pages it has, and its row of the block table."""
+    token, begin, end = _find(kept_ends, at, LINE)
+    slot, seen = _seen_columns(token, tokens_ptr, rows, columns, skip_visible, RATIO)
+    row = table_ptr + slot.to(gl.int64) * table_stride
+    pages = (seen + PAGE_ROWS - 1) // PAGE_ROWS
+    return begin, gl.where(end < stop, end, _NEVER), pages, row
+
+
+@gluon.jit
 def _block_ids(tile, pages, table_row, PAGE_ROWS: gl.constexpr):
     """Blocks of a tile's halves, the same for all threads; 0 from `pages` on, where the table may
     name anything. Whole pages make a tile, or whole tiles a page."""
@@ -418,13 +432,10 @@ def _index_scores_hopper_kernel(
                 low, high, codes, scales, copy_row, scale_row, arena_stride, PAGE_ROWS,
             )  # fmt: skip
         if far == far_end:
-            far_token, far_begin, far_end = _find(kept_ends, far, LINE)
-            far_slot, far_seen = _seen_columns(
-                far_token, tokens_ptr, rows, columns, skip_visible, RATIO
+            far_begin, far_end, far_pages, far_row = _next_keys(
+                far, stop, kept_ends, tokens_ptr, table_ptr, rows, columns, skip_visible,
+                table_stride, RATIO, PAGE_ROWS, LINE,
             )  # fmt: skip
-            far_row = table_ptr + far_slot.to(gl.int64) * table_stride
-            far_pages = (far_seen + PAGE_ROWS - 1) // PAGE_ROWS
-            far_end = gl.where(far_end < stop, far_end, _NEVER)
         low, high = _block_ids(far - far_begin, far_pages, far_row, PAGE_ROWS)
     page_row = (at + _AHEAD - 1 - far_begin) * _TILE % PAGE_ROWS
 
@@ -453,13 +464,10 @@ def _index_scores_hopper_kernel(
             low, high, codes, scales, copy_row, scale_row, arena_stride, PAGE_ROWS,
         )  # fmt: skip
         if far == far_end:
-            far_token, far_begin, far_end = _find(kept_ends, far, LINE)
-            far_slot, far_seen = _seen_columns(
-                far_token, tokens_ptr, rows, columns, skip_visible, RATIO
+            far_begin, far_end, far_pages, far_row = _next_keys(
+                far, stop, kept_ends, tokens_ptr, table_ptr, rows, columns, skip_visible,
+                table_stride, RATIO, PAGE_ROWS, LINE,
             )  # fmt: skip
-            far_row = table_ptr + far_slot.to(gl.int64) * table_stride
-            far_pages = (far_seen + PAGE_ROWS - 1) // PAGE_ROWS
-            far_end = gl.where(far_end < stop, far_end, _NEVER)
         low, high = _block_ids(far - far_begin, far_pages, far_row, PAGE_ROWS)
         page_row = (far - far_begin) * _TILE % PAGE_ROWS
         k0, k1, k2, k3 = _decode(bytes_)
