@@ -11,11 +11,12 @@ from dsv4.cache import step_checks
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager_requests import RequestCalls
 from dsv4.cache.prefix_cache import LearnedIds
-from dsv4.cache.prepare_forward import I64, ForwardPlan, check_step, fill_new_blocks, make_plan
+from dsv4.cache.prepare_forward import ForwardPlan, check_step, fill_new_blocks, make_plan
 from dsv4.cache.request import LENGTH, WRITTEN, Request
 from dsv4.cache.schema import BlockBudget, CacheSchema
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step_checks import Step
+from dsv4.cache.step_shape import I64
 from dsv4.cache.token_trail import Tokens, token_ids
 from dsv4.errors import ContextOverflow, Dsv4Error, InvalidInput, PlanError
 
@@ -55,25 +56,28 @@ class KVCacheManager(RequestCalls):
         """
         if self._open_plan is not None:
             raise PlanError("the previous plan is still open: commit or abandon it first")
-        requests, slots, counts = self._step_reader.read(steps)
-        starts, held, published, reused, _ = self._rows[slots].T
-        longest = int((starts + counts).max(initial=0))
+        shape = self._step_reader.read(steps)
+        starts, published, reused, _ = self._rows.take(shape.slots, axis=1)
+        ends = starts + shape.counts
+        longest = int(ends.max(initial=0))
         if longest > self.schema.max_context:
             raise ContextOverflow(asked_tokens=longest, max_context_tokens=self.schema.max_context)
         check_step(
-            self.schema, self.buffers, counts, pad_tokens=pad_tokens, pad_requests=pad_requests
+            self.schema, self.buffers, shape, pad_tokens=pad_tokens, pad_requests=pad_requests
         )
-        needed = -(-(starts + counts) // self.schema.block_tokens) * bool(self.schema.block_bytes)
-        self._take_blocks(requests, held, needed)
-        self.buffers.clear()
-        new_blocks = fill_new_blocks(self.schema, self.buffers, requests, published, needed)
+        needed = (ends + self.schema.block_tokens - 1) // self.schema.block_tokens
+        growing: list[int] = []
+        if self.schema.block_bytes:
+            growing = (needed > published).nonzero()[0].tolist()
+        self._take_blocks([shape.requests[row] for row in growing], needed[growing])
+        self.buffers.wait()
+        new_blocks = fill_new_blocks(self.schema, self.buffers, shape.requests, growing, needed)
         plan = make_plan(
             self.schema,
             self.buffers,
-            requests,
-            slots,
+            shape,
             starts,
-            counts,
+            ends,
             reused,
             serial=self._next_serial,
             pad_tokens=pad_tokens,
@@ -81,11 +85,13 @@ class KVCacheManager(RequestCalls):
         )
         self.buffers.send()
         if new_blocks:
-            self.block_table.view(-1).index_copy_(
-                0, self.buffers.new_block_at[:new_blocks], self.buffers.new_block_id[:new_blocks]
+            self._flat_block_table.index_copy_(
+                0,
+                self.buffers.cut("new_block_at", new_blocks),
+                self.buffers.cut("new_block_id", new_blocks),
             )
         if self.prefix is not None:
-            plan.captures = self.prefix.plan_captures(plan, (np.cumsum(counts) - counts).tolist())
+            plan.captures = self.prefix.plan_captures(plan)
         self._next_serial += 1
         self._open_plan = plan
         return plan
@@ -120,8 +126,10 @@ class KVCacheManager(RequestCalls):
         learned: list[LearnedIds] = []
         if self.prefix is not None and tokens is not None:
             learned = self.prefix.read_ids(plan, kept, token_ids(tokens))
-        self._note_written(plan)
-        self._rows[plan.slots, LENGTH] = plan.starts + kept
+        lengths = plan.ends if kept is plan.counts else plan.starts + kept
+        if kept is not plan.counts:
+            self._note_written(plan)
+        self._rows[LENGTH, plan.slots] = lengths
         if self.prefix is not None:
             self.prefix.note_commit(plan, kept, learned, self.slot_arena.bytes)
         self._close(plan)
@@ -141,21 +149,24 @@ class KVCacheManager(RequestCalls):
             self._note_written(plan)
         self._close(plan)
 
-    def _take_blocks(self, requests: Sequence[Request], held: I64, needed: I64) -> None:
-        """All missing blocks of a step, or none."""
-        missing = np.maximum(needed - held, 0)
-        if not missing.any():
+    def _take_blocks(self, requests: Sequence[Request], needed: I64) -> None:
+        """All blocks that these requests lack, or none."""
+        missing = [
+            max(blocks - len(request.block_ids), 0)
+            for request, blocks in zip(requests, needed.tolist(), strict=True)
+        ]
+        if not any(missing):
             return
-        new_ids = self._take(int(missing.sum()), asker_blocks=int(needed.max()))
+        new_ids = self._take(sum(missing), asker_blocks=int(needed.max()))
         at = 0
-        for row in np.flatnonzero(missing).tolist():
-            count = int(missing[row])
-            requests[row].add_blocks(new_ids[at : at + count])
+        for request, count in zip(requests, missing, strict=True):
+            request.block_ids.extend(new_ids[at : at + count])
             at += count
 
     def _note_written(self, plan: ForwardPlan) -> None:
-        written = self._rows[plan.slots, WRITTEN]
-        self._rows[plan.slots, WRITTEN] = np.maximum(written, plan.starts + plan.counts)
+        """Rings hold tokens past the length that the request will have."""
+        written = self._rows[WRITTEN, plan.slots]
+        self._rows[WRITTEN, plan.slots] = np.maximum(written, plan.ends)
 
     def _close(self, plan: ForwardPlan) -> None:
         plan.done = True

@@ -12,11 +12,12 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.paged_cache import PagedKVPool
 from dsv4.cache.prefix_cache import PrefixCache, PrefixMatch
 from dsv4.cache.prefix_options import PrefixOptions
-from dsv4.cache.prepare_forward import ForwardPlan, StepBuffers
-from dsv4.cache.request import ROW_COLUMNS, Request
+from dsv4.cache.prepare_forward import ForwardPlan
+from dsv4.cache.request import REQUEST_NUMBERS, Request
 from dsv4.cache.resume import ResumePlan
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.state_cache import StateCachePool
+from dsv4.cache.step_buffers import StepBuffers
 from dsv4.cache.step_checks import StepReader
 from dsv4.cache.workspace import Workspace
 from dsv4.errors import InvalidInput, require_count
@@ -59,6 +60,7 @@ class ManagerBase:
             dtype=torch.int32,
             device=self.device,
         )
+        self._flat_block_table = self.block_table.view(-1)
         self.buffers = StepBuffers(
             schema, max_requests=max_requests, max_tokens=max_step_tokens, device=self.device
         )
@@ -74,7 +76,7 @@ class ManagerBase:
         )
         self._free_slots = list(range(max_requests - 1, -1, -1))
         self._requests: dict[int, Request] = {}
-        self._rows = np.zeros((max_requests, ROW_COLUMNS), dtype=np.int64)
+        self._rows = np.zeros((REQUEST_NUMBERS, max_requests), dtype=np.int64)
         self._next_serial = 0
         self._step_reader = StepReader(self._requests, self)
         self._open_plan: ForwardPlan | None = None
@@ -102,7 +104,7 @@ class ManagerBase:
             slot=slot,
             serial=self._next_serial,
             block_ids=block_ids,
-            row=self._rows[slot],
+            row=self._rows[:, slot],
             manager_key=self,
             resume=resume,
         )

@@ -161,7 +161,7 @@ class RequestCalls(ManagerBase):
         held = len(request.block_ids)
         missing = self.schema.blocks_for(request.length + tokens) - held
         new_ids = self._take(max(0, missing), asker_blocks=held + missing)
-        request.add_blocks(new_ids)
+        request.block_ids.extend(new_ids)
         return new_ids
 
     def allocate_block(self, request: Request) -> int:
@@ -174,7 +174,7 @@ class RequestCalls(ManagerBase):
                 max_context_tokens=self.schema.max_context,
             )
         (block_id,) = self._take(1, asker_blocks=held + 1)
-        request.add_blocks([block_id])
+        request.block_ids.append(block_id)
         return block_id
 
     def block_id(self, request: Request, block: int) -> int:

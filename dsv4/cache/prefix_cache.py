@@ -14,12 +14,13 @@ from torch import Tensor
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.prefix_index import PrefixIndex, PrefixNode
 from dsv4.cache.prefix_options import PrefixOptions
-from dsv4.cache.prepare_forward import I64, ForwardPlan
+from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.request import Request
 from dsv4.cache.resume import ResumePlan, StateSource, replay_start
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.snapshots import Capture, SnapshotPool, WideCaptures
 from dsv4.cache.stats import HitKind, MissReason, PrefixCounters, PrefixStats
+from dsv4.cache.step_shape import I64
 from dsv4.cache.token_trail import Ids, TokenTrail, chain_root
 from dsv4.errors import Dsv4Error, InvalidInput
 
@@ -148,7 +149,7 @@ class PrefixCache:
 
     # ---- steps -------------------------------------------------------------------------------
 
-    def plan_captures(self, plan: ForwardPlan, first_rows: Sequence[int]) -> WideCaptures | None:
+    def plan_captures(self, plan: ForwardPlan) -> WideCaptures | None:
         """Reserves a snapshot for each boundary of a wide step that is to have one."""
         if plan.narrow or not self.pool.rows:
             return None
@@ -156,7 +157,7 @@ class PrefixCache:
         wanted: list[tuple[int, int]] = []
         for row in (~self._rings_hold(plan)).nonzero()[0].tolist():
             request = plan.requests[row]
-            start, end = int(plan.starts[row]), int(plan.starts[row] + plan.counts[row])
+            start, end = int(plan.starts[row]), int(plan.ends[row])
             known = 0 if request.trail is None else len(request.trail.ids)
             first = start // block_tokens + 1
             for block in range(first, min(end, known) // block_tokens + 1):
@@ -175,7 +176,7 @@ class PrefixCache:
             captures,
             slots=plan.slots.tolist(),
             starts=plan.starts.tolist(),
-            first_rows=first_rows,
+            first_rows=plan.shape.first_rows.tolist(),
         )
 
     def read_ids(self, plan: ForwardPlan, kept: I64, ids: Ids) -> list[LearnedIds]:

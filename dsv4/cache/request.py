@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from dsv4.cache.resume import ResumePlan
 from dsv4.cache.token_trail import TokenTrail
 
-# columns of the manager's table, one row a slot; a step reads the rows of its requests at once
-LENGTH, HELD, PUBLISHED, REUSED, WRITTEN = range(5)
-ROW_COLUMNS = 5
+# rows of the manager's table, one column a slot; a step reads those of its requests at once
+LENGTH, PUBLISHED, REUSED, WRITTEN = range(4)
+REQUEST_NUMBERS = 4
 
 
 class Request:
@@ -24,8 +24,8 @@ class Request:
 
     __slots__ = (
         "__weakref__",
-        "_block_ids",
         "_row",
+        "block_ids",
         "exact_from",
         "manager_key",
         "released",
@@ -53,7 +53,7 @@ class Request:
         self.trail: TokenTrail | None = None
         self._row = row
         self._row[:] = 0
-        self.block_ids = block_ids
+        self.block_ids = block_ids  # in the order of the tokens
 
     @property
     def length(self) -> int:
@@ -61,21 +61,8 @@ class Request:
 
     @length.setter
     def length(self, tokens: int) -> None:
+        self._row[WRITTEN] = self.written_tokens
         self._row[LENGTH] = tokens
-
-    @property
-    def block_ids(self) -> list[int]:
-        """The ids of its blocks, in order. Assign, or call `add_blocks`, to change them."""
-        return self._block_ids
-
-    @block_ids.setter
-    def block_ids(self, block_ids: list[int]) -> None:
-        self._block_ids = block_ids
-        self._row[HELD] = len(block_ids)
-
-    def add_blocks(self, block_ids: list[int]) -> None:
-        self._block_ids.extend(block_ids)
-        self._row[HELD] = len(self._block_ids)
 
     @property
     def published_blocks(self) -> int:

@@ -7,9 +7,10 @@ from operator import attrgetter
 
 import numpy as np
 
-from dsv4.cache.prepare_forward import I64, ForwardPlan
+from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.request import Request
 from dsv4.cache.schema import CacheSchema
+from dsv4.cache.step_shape import I64, StepShape
 from dsv4.errors import ContextOverflow, InvalidInput, PlanError, RequestError
 
 Step = tuple[Request, int] | tuple[Request, int, int]
@@ -58,31 +59,33 @@ def open_plan(plan: ForwardPlan, expected: ForwardPlan | None) -> None:
 
 
 class StepReader:
-    """Reads the (request, count) pairs of steps. Consecutive steps tend to have the same requests:
-    their slots are kept, until a request is released."""
+    """Reads the (request, count) pairs of steps. The last step and its shape are kept, until a
+    request is released: a decode loop gives equal steps one after the other."""
 
     def __init__(self, live_by_slot: Mapping[int, Request], manager_key: object) -> None:
         self._live_by_slot, self._manager_key = live_by_slot, manager_key
         self.forget()
 
     def forget(self) -> None:
-        self._requests: tuple[Request, ...] = ()
-        self._slots: I64 = np.empty(0, dtype=np.int64)
+        self._last: tuple[Step, ...] = ()
+        self._shape = StepShape.build((), ())
 
-    def read(self, steps: Sequence[Step]) -> tuple[tuple[Request, ...], I64, I64]:
-        """Requests, their slots and new tokens. RequestError or PlanError for the first that is
-        wrong."""
-        found = self._plain(steps)
-        if found is None:
-            _check_each(steps, self._manager_key)
-            self._requests = tuple(step[0] for step in steps)
-            self._slots = np.array([r.slot for r in self._requests], dtype=np.int64)
-            found = [step[1] for step in steps]
-        return self._requests, self._slots, np.array(found, dtype=np.int64)
+    def read(self, steps: Sequence[Step]) -> StepShape:
+        """RequestError or PlanError for the first that is wrong."""
+        steps = tuple(steps)
+        if steps and steps == self._last:
+            return self._shape
+        shape = self._plain(steps)
+        if shape is not None:
+            self._last, self._shape = steps, shape
+            return shape
+        _check_each(steps, self._manager_key)
+        requests, counts = tuple(step[0] for step in steps), [step[1] for step in steps]
+        return StepShape.build([r.slot for r in requests], counts, requests)
 
-    def _plain(self, steps: Sequence[Step]) -> Sequence[int] | None:
-        """The counts if every step is a right (request, count) of its own: what a decode loop
-        gives, told without a line of Python for each request."""
+    def _plain(self, steps: tuple[Step, ...]) -> StepShape | None:
+        """The shape if every step is a right (request, count) of its own, told without a line of
+        Python for each request."""
         if set(map(type, steps)) != {tuple}:
             return None
         try:
@@ -91,15 +94,13 @@ class StepReader:
             return None
         if set(map(type, counts)) != {int} or min(counts) < 0:
             return None
-        if requests != self._requests:
-            if set(map(type, requests)) != {Request}:
-                return None
-            slots = list(map(_SLOT, requests))
-            live = list(map(self._live_by_slot.get, slots)) == list(requests)
-            if not live or len(set(slots)) != len(slots):
-                return None
-            self._requests, self._slots = requests, np.array(slots, dtype=np.int64)
-        return counts
+        if set(map(type, requests)) != {Request}:
+            return None
+        slots = list(map(_SLOT, requests))
+        live = list(map(self._live_by_slot.get, slots)) == list(requests)
+        if not live or len(set(slots)) != len(slots):
+            return None
+        return StepShape.build(slots, counts, requests)
 
 
 def _check_each(steps: Sequence[Step], manager_key: object) -> None:

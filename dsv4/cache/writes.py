@@ -33,7 +33,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTensors:
-    """The arenas and a step's index tensors, cut to the padded sizes (prepare_forward.py names
+    """The arenas and a step's index tensors, cut to the padded sizes (step_buffers.py names
     their columns). Rows of -1 are padding and write nothing.
 
     `narrow`: no request has more tokens in the step than its rings can lose
@@ -75,10 +75,10 @@ class WindowWrite:
 class CompressorWrite:
     """fp32 projections `c`, `z` [tokens, columns] into tails and, where groups close, entries.
 
-    `items` are StepBuffers.groups of the ratio. Without `c` and `z` the groups are read from the
-    tails, which must hold the step's tokens already. `compress` and `write_tails` say which half
-    of the work to do. With `dense` [items, width] the entries of a narrow step go there and not
-    into blocks.
+    `items` are the "groups" of the ratio in StepBuffers. Without `c` and `z` the groups are read
+    from the tails, which must hold the step's tokens already. `compress` and `write_tails` say
+    which half of the work to do. With `dense` [items, width] the entries of a narrow step go there
+    and not into blocks.
     """
 
     layout: CompressorLayout

@@ -27,7 +27,7 @@ def attend(
 ) -> None:
     """Attention of `q` [tokens, heads, head_dim] (after RoPE) into `out`, shaped and typed like it.
 
-    `tokens` and `batch` are the step's index tensors (cache/prepare_forward.py); rows of padding
+    `tokens` and `batch` are the step's index tensors (cache/step_buffers.py); rows of padding
     stay as they are in `out` and `lse`. A query sees its window and, of `entries`, those that
     `indices` int32 [tokens, k] names; without `indices` all that are visible. Indices that are
     negative or not visible are passed over; one named twice counts twice.

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4.cache.prepare_forward import StepBuffers, fill_step
+from dsv4.cache.prepare_forward import fill_step
 from dsv4.cache.schema import CacheSchema
+from dsv4.cache.step_buffers import StepBuffers
+from dsv4.cache.step_shape import StepShape
 from dsv4.model import ModelSpec
 
 TINY = ModelSpec.preset("tiny")
@@ -38,8 +40,8 @@ def test_exactly_the_missing_entries_are_written(drafts: int):
             ]
         )
         slots = np.array(rng.sample(range(9), rows))
-        buffers.clear()
-        found = fill_step(schema, buffers, slots, starts, counts, reused)
+        shape = StepShape.build(slots.tolist(), counts.tolist())
+        found = fill_step(schema, buffers, shape, starts, starts + counts, reused)
         narrow = counts.max() <= 1 + drafts
         for ratio in buffers.ratios:
             listed = buffers.host[f"groups_{ratio}"].tolist()

@@ -17,6 +17,7 @@ from dsv4.model import AttentionType, LayerSpec, ModelSpec
 from tests.oracles.bookkeeping import nothing_changes, snapshot, step_rows
 
 TINY = ModelSpec.preset("tiny")
+ROWS_OF_A_STEP = ["batch", "tokens", "window"]
 
 
 def v41_like() -> ModelSpec:
@@ -78,15 +79,13 @@ def check_buffers(
         ratios=ratios,
         narrow=narrow,
     )
-    tensors = {"batch": buffers.batch, "tokens": buffers.tokens, "window": buffers.window}
-    tensors |= {f"groups {ratio}": buffers.groups[ratio] for ratio in ratios}
-    assert sorted(buffers.groups) == sorted(ratios)
-    for name, tensor in tensors.items():
-        rows, found = expected[name], tensor.tolist()
+    assert buffers.ratios == sorted(ratios)
+    for name in ROWS_OF_A_STEP + [f"groups_{ratio}" for ratio in ratios]:
+        rows, found = expected[name], buffers.on_device[name].tolist()
         padding = len(found[0]) - len(rows[0]) if rows else 0
         assert found[: len(rows)] == [[*row, *[-1] * padding] for row in rows], name
         assert all(value == -1 for row in found[len(rows) :] for value in row), name
-    return {ratio: len(expected[f"groups {ratio}"]) for ratio in ratios}
+    return {ratio: len(expected[f"groups_{ratio}"]) for ratio in ratios}
 
 
 def launch_sizes(plan: ForwardPlan) -> dict[str, int]:
@@ -139,15 +138,16 @@ def test_buffers_hold_ragged_steps_token_by_token(name: str, seed: int):
             for r, start, count in steps
             for j in range(unpublished[id(r)], manager.schema.blocks_for(start + count))
         ]
-        at, ids = manager.buffers.new_block_at.tolist(), manager.buffers.new_block_id.tolist()
+        buffers = manager.buffers.on_device
+        at, ids = buffers["new_block_at"].tolist(), buffers["new_block_id"].tolist()
         assert list(zip(at, ids, strict=True))[: len(new)] == new
         assert set(at[len(new) :]) <= {-1}
         assert set(ids[len(new) :]) <= {-1}
         for r, start, count in steps:
             held = manager.schema.blocks_for(start + count)
             assert manager.block_table[r.slot, :held].tolist() == r.block_ids[:held]
-        buffers = manager.buffers
-        tensors = (buffers.batch, buffers.tokens, buffers.window, *buffers.groups.values())
+        names = ROWS_OF_A_STEP + [f"groups_{ratio}" for ratio in manager.buffers.ratios]
+        tensors = [buffers[name] for name in names]
         pointers = [tensor.data_ptr() for tensor in tensors]
         assert addresses in (None, pointers)  # the buffers never move
         plan_tensors = (plan.batch, plan.tokens, plan.window, *plan.items.values())
@@ -188,8 +188,9 @@ def test_a_request_without_new_tokens_keeps_a_row_of_the_batch():
     a, b = manager.admit_request(), manager.admit_request()
     grow(manager, a, 5)
     plan = manager.prepare_forward([(a, 0), (b, 2)])
-    assert manager.buffers.batch[:3].tolist() == [[a.slot, 5, 0, 0], [b.slot, 0, 2, 0], [-1] * 4]
-    assert manager.buffers.tokens[:2, :3].tolist() == [[b.slot, 0, 1], [b.slot, 1, 1]]
+    buffers = manager.buffers.on_device
+    assert buffers["batch"][:3].tolist() == [[a.slot, 5, 0, 0], [b.slot, 0, 2, 0], [-1] * 4]
+    assert buffers["tokens"][:2, :3].tolist() == [[b.slot, 0, 1], [b.slot, 1, 1]]
     check_buffers(manager, [(a, 5, 0), (b, 0, 2)], MODELS["v4"][1])
     manager.commit(plan)
     assert (a.length, b.length) == (5, 2)
@@ -203,6 +204,28 @@ def test_rows_of_an_earlier_larger_step_become_padding():
     check_buffers(manager, [(b, 150, 1)], MODELS["v4"][1])
 
 
+def test_steps_of_one_shape_one_after_the_other_differ_in_their_positions():
+    manager = build(max_draft_tokens=1)
+    a, b = manager.admit_request(), manager.admit_request()
+    grow(manager, b, 3)
+    for steps in ([(a, 1), (b, 1)], [(b, 2), (a, 1)], [(a, 140), (b, 1)], [(a, 1)]):
+        for _ in range(4):
+            expected = [(request, request.length, count) for request, count in steps]
+            plan = manager.prepare_forward(steps)
+            check_buffers(manager, expected, MODELS["v4"][1])
+            manager.commit(plan)
+
+
+def test_a_request_released_between_equal_steps_is_refused():
+    manager = build()
+    a, b = manager.admit_request(), manager.admit_request()
+    grow(manager, a, 3)
+    manager.commit(manager.prepare_forward([(a, 1), (b, 1)]))
+    manager.release_request(b)
+    with pytest.raises(RequestError, match="released"), nothing_changes(manager):
+        manager.prepare_forward([(a, 1), (b, 1)])
+
+
 def test_padding_sets_the_launch_sizes_and_leaves_the_rows_empty():
     manager = build(max_draft_tokens=7)
     a, b = manager.admit_request(), manager.admit_request()
@@ -212,7 +235,7 @@ def test_padding_sets_the_launch_sizes_and_leaves_the_rows_empty():
     assert (sizes["batch"], sizes["tokens"], sizes["window"]) == (4, 64, 64)
     items = check_buffers(manager, [(a, 0, 3)], MODELS["v4"][1])
     for ratio, rows in plan.items.items():
-        assert items[ratio] <= len(rows) <= len(manager.buffers.groups[ratio])
+        assert items[ratio] <= len(rows) <= len(manager.buffers.on_device[f"groups_{ratio}"])
     # the sizes depend on the padding alone, so a captured graph fits every smaller step
     manager.commit(plan)
     for steps in ([(a, 8), (b, 8)], [(b, 1)], []):

@@ -53,7 +53,7 @@ def step_rows(
     says for each compress ratio whether its groups overlap."""
     rows: dict[str, list[Row]] = {"batch": [], "tokens": [], "window": []}
     for ratio in ratios:
-        rows[f"groups {ratio}"] = []
+        rows[f"groups_{ratio}"] = []
     chunk_row = 0  # of each request the window before the step, then its tokens
     for batch_row, (request, start, count) in enumerate(steps):
         first_token_row = len(rows["tokens"])
@@ -75,5 +75,5 @@ def step_rows(
                 # the tails go to the first item, which takes two groups where they overlap
                 items = [(start // ratio, 1 + overlap, 1), *items[1 + overlap :]]
             head = [request.slot, start, end, first_token_row]
-            rows[f"groups {ratio}"] += [[*head, *item] for item in items]
+            rows[f"groups_{ratio}"] += [[*head, *item] for item in items]
     return rows
