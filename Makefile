@@ -25,7 +25,7 @@ test: lint                ## lint, then every test that needs no GPU, in paralle
 # Test files run beside each other, for most of their time goes into compiling kernels.
 GPU_TEST_JOBS ?= 8
 gpu-test:                 ## GPU tests, then benchmarks; results under benchmarks/results/
-	ls tests/gpu/test_*.py | PYTHONPATH=. xargs -P $(GPU_TEST_JOBS) -I {} $(PYTHON) -m pytest -q -m gpu {}
+	ls tests/gpu/test_*.py | PYTHONPATH=. xargs -P $(GPU_TEST_JOBS) -I {} $(PYTHON) -m pytest -m gpu {}
 	PYTHONPATH=. $(PYTHON) -m benchmarks.run $(if $(COMMIT),--commit $(COMMIT))
 
 # torch, triton and numpy stay as pinned: it is transformers that moves.
