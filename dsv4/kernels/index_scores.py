@@ -86,10 +86,11 @@ def index_scores(
 
     One launch for up to 256 tokens. `tokens_per_request` is how many neighbouring
     tokens usually belong to one request (1 + drafts, or a prefill chunk): up to 16 share the keys
-    they load. Nothing but speed depends on it. Raises InvalidInput for a width below 64.
+    they load, where the portable kernel does it. Nothing but speed depends on it. Raises
+    InvalidInput for a width below 64.
     """
     group = min(triton.next_power_of_2(max(tokens_per_request, 1)), MAX_GROUP)
-    hopper_launch = _hopper_launch(q, keys, first_entry, round_bf16, group)
+    hopper_launch = _hopper_launch(q, keys, first_entry, round_bf16)
     for first in range(0, tokens.shape[0], MAX_TOKENS):
         piece = slice(first, first + MAX_TOKENS)
         programs, arguments, constants = launch_arguments(
@@ -173,14 +174,14 @@ def launch_arguments(
 
 
 def _hopper_launch(
-    q: Tensor, keys: EntrySource, first_entry: int, round_bf16: bool, group: int
+    q: Tensor, keys: EntrySource, first_entry: int, round_bf16: bool
 ) -> Callable[..., None] | None:
     """The launcher of the kernel for Hopper, where it does this."""
     if not is_hopper(q.device):
         return None
     from dsv4.kernels import index_scores_hopper as hopper  # needs Gluon, which only compiles
 
-    fits = hopper.supports(q, keys, first_entry, round_bf16, group)
+    fits = hopper.supports(q, keys, first_entry, round_bf16)
     return hopper.launch if fits else None
 
 

