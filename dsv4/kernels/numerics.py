@@ -77,8 +77,10 @@ def bf16_bits(x):
 
 @triton.jit
 def e4m3_bits(x):
-    """fp32 in ±448 → E4M3 code, nearest even."""
+    """fp32 → E4M3 code, nearest even; ±448 beyond, and 0x7F for a positive NaN."""
     if INTERPRETED:
+        nan = x != x
+        x = tl.minimum(tl.maximum(x, -_E4M3_MAX), _E4M3_MAX)
         bits = x.to(tl.uint32, bitcast=True)
         sign = (bits >> 24) & 0x80
         magnitude = bits & 0x7FFFFFFF
@@ -90,7 +92,7 @@ def e4m3_bits(x):
         aligned = (absolute + 24576.0).to(tl.uint32, bitcast=True)
         subnormal = aligned - 0x46C00000
         code = tl.where(absolute < 0.015625, subnormal, normal)
-        return (code | sign).to(tl.uint8)
+        return tl.where(nan, 0x7F, code | sign).to(tl.uint8)
     else:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
@@ -124,6 +126,13 @@ def finite(x):
     """NaN → 0, ±inf → ±largest bf16."""
     x = tl.where(x != x, 0.0, x)
     return tl.minimum(tl.maximum(x, -_BF16_MAX), _BF16_MAX)
+
+
+@triton.jit
+def bounded(x):
+    """±inf → ±largest bf16; every NaN becomes the same positive one."""
+    x = tl.minimum(x, _BF16_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(x, -_BF16_MAX, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -204,3 +213,21 @@ def hadamard(x, scale, WIDTH: tl.constexpr):
     y = round_bf16((y * 2.0**_UNIT).to(tl.float32) * scale)
     y = tl.permute(tl.reshape(y, [OUTER, ROWS, INNER]), (1, 0, 2))
     return tl.reshape(y, x.shape)
+
+
+@triton.jit
+def hadamard_across_lanes(x, scale, WIDTH: tl.constexpr):
+    """As hadamard, where a thread has 4 channels and a warp whole vectors: the others come from
+    lane to lane, with no barrier. With more channels a thread that takes longer."""
+    INNER: tl.constexpr = 4
+    OUTER: tl.constexpr = WIDTH // INNER
+    ROWS: tl.constexpr = x.numel // WIDTH
+    y = tl.reshape(_to_f64_units(x), [ROWS * OUTER, INNER])
+    y = tl.permute(_butterflies(tl.permute(y, (1, 0))), (1, 0))
+    y = tl.reshape(y, [ROWS, OUTER, INNER])
+    lane = tl.broadcast_to(tl.arange(0, OUTER)[None, :, None], y.shape)
+    for step in tl.static_range(10):
+        if (1 << step) < OUTER:
+            other = tl.gather(y, lane ^ (1 << step), axis=1)
+            y = tl.where((lane & (1 << step)) != 0, other - y, y + other)
+    return round_bf16((tl.reshape(y, x.shape) * 2.0**_UNIT).to(tl.float32) * scale)

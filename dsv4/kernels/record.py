@@ -11,6 +11,7 @@ from dsv4.cache.records import ELEMENT_MAX, RecordFormat
 from dsv4.errors import SchemaError
 from dsv4.kernels.numerics import (
     bf16_bits,
+    bounded,
     e2m1_code,
     e4m3_bits,
     e4m3_value,
@@ -87,8 +88,11 @@ def store_records(x, live, data_ptr, scale_ptr, WIDTH: tl.constexpr, R: tl.const
         TILES: tl.constexpr = WIDTH // SPAN
         value = tl.where(channel < CODED, x, 0.0)
         nan = tl.reshape(value != value, [ROWS, TILES, SPAN])
-        tiles = tl.reshape(finite(value), [ROWS, TILES, SPAN])
-        amax = tl.maximum(tl.max(tl.abs(tiles), axis=2), FLOOR)
+        # E4M3 has a code for NaN, and a maximum leaves NaN out
+        value = bounded(value) if ELEMENT == "e4m3" else finite(value)
+        tiles = tl.reshape(value, [ROWS, TILES, SPAN])
+        amax = tl.max(tl.abs(tiles), axis=2)
+        amax = tl.where(amax > FLOOR, amax, FLOOR)  # a tile of nothing but NaN has none
         tile = tl.arange(0, TILES)[None, :]
         tile_live = (tile * SPAN < CODED) & live
         if SCALE == "ue8m0":
@@ -117,10 +121,8 @@ def store_records(x, live, data_ptr, scale_ptr, WIDTH: tl.constexpr, R: tl.const
             pad = tl.arange(0, 8)[None, :]
             zeros = tl.zeros([ROWS, 8], dtype=tl.uint8)
             tl.store(scale_ptr + R.SCALE_BYTES - PAD + pad, zeros, mask=(pad < PAD) & live)
-        scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
         if ELEMENT == "e4m3":
-            codes = tl.where(nan, 0x7F, e4m3_bits(scaled)).to(tl.uint8)
-            codes = tl.reshape(codes, [ROWS, WIDTH])
+            codes = tl.reshape(e4m3_bits(scaled), [ROWS, WIDTH])
             tl.store(data_ptr + channel, codes, mask=(channel < CODED) & live)
             if CODED < WIDTH:
                 tl.store(
@@ -129,6 +131,7 @@ def store_records(x, live, data_ptr, scale_ptr, WIDTH: tl.constexpr, R: tl.const
                     mask=(channel >= CODED) & live,
                 )
         else:
+            scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
             pairs = tl.reshape(e2m1_code(scaled), [ROWS, WIDTH // 2, 2])
             low, high = tl.split(pairs)
             packed = (low | (high << 4)).to(tl.uint8)

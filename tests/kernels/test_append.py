@@ -272,6 +272,17 @@ def test_programs_that_take_several_groups(groups: int, monkeypatch: pytest.Monk
     both.empty_step(pad_tokens=12, pad_requests=3)
 
 
+def test_programs_that_take_one_item_after_the_other(monkeypatch: pytest.MonkeyPatch):
+    """Of four requests three close a group in the padded step, for which two programs a split are
+    launched."""
+    splits = TINY.head_dim // append_kernel.SPLIT_CHANNELS
+    monkeypatch.setattr(append_kernel, "MOST_NARROW_PROGRAMS", 2 * splits)
+    both = Both(layers=(CSA, HCA), requests=4)
+    both.skip({0: 127, 1: 255, 2: 3, 3: 127})
+    both.step({0: 1, 1: 1, 2: 1, 3: 1}, pad_tokens=4, pad_requests=4)
+    both.empty_step(pad_tokens=4, pad_requests=4)
+
+
 @pytest.mark.parametrize(
     ("layer", "state"), [*((layer, "raw") for layer in TINY_LAYERS), (HCA, "online")]
 )

@@ -22,12 +22,14 @@ from tests.stack import Stack
 
 SWA, CSA, HCA = 0, 2, 3
 WIDE = 8192
-DECODE, CHUNK = (1,) * 8, (WIDE,)
+# a large batch has fewer programs than groups that could close
+DECODE, LARGE, CHUNK = (1,) * 8, (1,) * 128, (WIDE,)
 # name -> (preset, layer, tokens of each request, whether it is the second launch of a chunk, state)
 CASES: dict[str, tuple[str, int, tuple[int, ...], bool, HcaState]] = {
     "flash csa decode": ("v4-flash", CSA, DECODE, False, "raw"),
     "flash csa chunk": ("v4-flash", CSA, CHUNK, False, "raw"),
     "pro hca decode": ("v4-pro", HCA, DECODE, False, "raw"),
+    "flash hca large decode": ("v4-flash", HCA, LARGE, False, "raw"),
     "pro hca chunk": ("v4-pro", HCA, CHUNK, False, "raw"),
     "pro online hca decode": ("v4-pro", HCA, DECODE, False, "online"),
     "pro online hca chunk": ("v4-pro", HCA, CHUNK, False, "online"),
@@ -60,7 +62,7 @@ def launch(
     manager, captured = stack.manager, []
     requests = [manager.admit_request() for _ in counts]
     plan = manager.prepare_forward(
-        list(zip(requests, counts, strict=True)), pad_tokens=tokens if counts == DECODE else None
+        list(zip(requests, counts, strict=True)), pad_tokens=None if counts == CHUNK else tokens
     )
     handle = manager.acquire(layer, plan)
     handle.backend = replace(
@@ -103,6 +105,7 @@ def compile_case(name: str) -> dict[str, Any]:
         "registers": compiled.registers,
         "spill_bytes": compiled.spill_bytes,
         "instructions": sorted(set(instructions)),
+        "order": re.findall(r"\b(LDG\.E\.128|BAR|MEMBAR)\b", compiled.sass),
     }
 
 
@@ -116,6 +119,14 @@ def test_compiled_append(name: str):
     assert not [i for i in instructions if re.fullmatch(r"fma\.\w+(\.\w+)*\.f32(x2)?", i)]
     if "window" not in name:
         assert any(re.fullmatch(r"ld\.global(\.\w+)*\.v4\.b32", i) for i in instructions)
+
+
+def test_all_rows_of_a_group_are_under_way_before_the_first_is_used():
+    """Sixteen loads of logits and values and two of the bias stand in front of the first barrier;
+    up to the fence that hands the channels over there are no more."""
+    order = run_apart("tests.kernels.test_append_sm90", "pro hca decode")["order"]
+    assert order[:19] == ["LDG.E.128"] * 18 + ["BAR"]
+    assert "LDG.E.128" not in order[19 : order.index("MEMBAR")]
 
 
 @pytest.mark.parametrize(("layer", "state"), [(CSA, "raw"), (HCA, "raw"), (HCA, "online")])

@@ -46,11 +46,11 @@ def _rotate_kernel(x_ptr, rope_ptr, out_ptr, WIDTH: tl.constexpr, ROPE: tl.const
 
 
 @triton.jit
-def _hadamard_kernel(x_ptr, out_ptr, WIDTH: tl.constexpr):
+def _hadamard_kernel(x_ptr, out_ptr, OP: tl.constexpr, WIDTH: tl.constexpr):
     at = tl.arange(0, WIDTH)
     row = tl.program_id(0) * WIDTH
     x = tl.load(x_ptr + row + at)
-    tl.store(out_ptr + row + at, kernels.hadamard(x, WIDTH**-0.5, WIDTH))
+    tl.store(out_ptr + row + at, OP(x, WIDTH**-0.5, WIDTH))
 
 
 def elementwise(op: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -117,6 +117,12 @@ def test_e4m3_bits_of_every_bf16_and_every_tie():
     assert_same_bits(found, x.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
+def test_e4m3_bits_beyond_the_largest_and_of_nan():
+    x = torch.tensor([449.0, 1e30, INF, -449.0, -INF, NAN])
+    found = elementwise(kernels.e4m3_bits, x, torch.uint8)
+    assert found.tolist() == [0x7E, 0x7E, 0x7E, 0xFE, 0xFE, 0x7F]
+
+
 def test_e4m3_values():
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 0x7F) != codec.E4M3_NAN]
@@ -147,6 +153,14 @@ def test_finite():
     found = elementwise(kernels.finite, x, torch.float32)
     expected = torch.where(x.isnan(), torch.zeros_like(x), x)
     assert torch.equal(found, expected.clamp(-reference.BF16_MAX, reference.BF16_MAX))
+
+
+def test_bounded():
+    x = every_bf16()
+    found = elementwise(kernels.bounded, x, torch.float32)
+    assert torch.equal(found.isnan(), x.isnan())
+    rest = ~x.isnan()
+    assert torch.equal(found[rest], x[rest].clamp(-reference.BF16_MAX, reference.BF16_MAX))
 
 
 # ---- vector by vector ---------------------------------------------------------------------------
@@ -196,20 +210,28 @@ def test_rotate(width: int, kind: str):
     assert_same_bits(found[:, : width - 64], x[:, : width - 64])
 
 
+HADAMARDS = [
+    pytest.param(kernels.hadamard, id="exchanged"),
+    pytest.param(kernels.hadamard_across_lanes, id="across lanes"),
+]
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [32, 64, 128])
-def test_hadamard(width: int, kind: str):
+@pytest.mark.parametrize("op", HADAMARDS)
+def test_hadamard(width: int, kind: str, op: Any):
     x = rows_of(kind, 8, width)
     found = torch.empty_like(x)
-    _hadamard_kernel[(8,)](x, found, WIDTH=width)
+    _hadamard_kernel[(8,)](x, found, OP=op, WIDTH=width)
     assert_same_bits(found, reference.hadamard(reference.to_bf16(x)).float())
 
 
-def test_hadamard_of_unit_vectors_is_the_sylvester_matrix():
+@pytest.mark.parametrize("op", HADAMARDS)
+def test_hadamard_of_unit_vectors_is_the_sylvester_matrix(op: Any):
     x = torch.eye(128)
     found = torch.empty_like(x)
-    _hadamard_kernel[(128,)](x, found, WIDTH=128)
+    _hadamard_kernel[(128,)](x, found, OP=op, WIDTH=128)
     matrix = torch.ones(1, 1)
     while len(matrix) < 128:
         top, bottom = torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)
