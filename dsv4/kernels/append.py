@@ -3,7 +3,7 @@
 Programs of several sorts share a grid: for each compressor some an item, one for several items or
 one after the other; then one a token, for its window row and its rows in the tails. An item is all
 that a step does to one group of one request; in a wide step the first item of a request writes the
-tails, after it has read what it overwrites (prepare_forward.py). Folded groups (fold.py) have a
+tails, after it has read what it overwrites (work_items.py). Folded groups (fold.py) have a
 program a request for their states.
 """
 
