@@ -174,7 +174,7 @@ def _measure_top_k(rows: int, columns: int, count: int) -> Measurement:
 
 
 def _tokens(*, requests: int, position: int, tokens_per_request: int = 1) -> torch.Tensor:
-    """StepBuffers.tokens of a step whose requests all end at `position`."""
+    """The "tokens" of StepBuffers for a step whose requests all end at `position`."""
     request = torch.arange(requests).repeat_interleave(tokens_per_request)
     nth = torch.arange(tokens_per_request).repeat(requests)
     columns = (request, position - (tokens_per_request - 1) + nth, request, request)

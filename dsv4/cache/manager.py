@@ -12,7 +12,7 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager_requests import RequestCalls
 from dsv4.cache.prefix_cache import LearnedIds
 from dsv4.cache.prepare_forward import ForwardPlan, check_step, fill_new_blocks, make_plan
-from dsv4.cache.request import LENGTH, WRITTEN, Request
+from dsv4.cache.request import LENGTH, PUBLISHED, WRITTEN, Request
 from dsv4.cache.schema import BlockBudget, CacheSchema
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step_checks import Step
@@ -69,20 +69,35 @@ class KVCacheManager(RequestCalls):
         growing: list[int] = []
         if self.schema.block_bytes:
             growing = (needed > published).nonzero()[0].tolist()
-        self._take_blocks([shape.requests[row] for row in growing], needed[growing])
-        self.buffers.wait()
-        new_blocks = fill_new_blocks(self.schema, self.buffers, shape.requests, growing, needed)
-        plan = make_plan(
-            self.schema,
-            self.buffers,
-            shape,
-            starts,
-            ends,
-            reused,
-            serial=self._next_serial,
-            pad_tokens=pad_tokens,
-            pad_requests=pad_requests,
-        )
+        held = self._take_blocks([shape.requests[row] for row in growing], needed[growing])
+        try:
+            self.buffers.wait()
+            new_blocks = fill_new_blocks(self.schema, self.buffers, shape.requests, growing, needed)
+            plan = make_plan(
+                self.schema,
+                self.buffers,
+                shape,
+                starts,
+                ends,
+                reused,
+                serial=self._next_serial,
+                pad_tokens=pad_tokens,
+                pad_requests=pad_requests,
+            )
+            self._send_step(new_blocks)
+            if self.prefix is not None:
+                plan.captures = self.prefix.plan_captures(plan)
+        except BaseException:  # of the device, out of memory, or a key pressed
+            for request, blocks in held:
+                self._cut_blocks(request, blocks)
+            raise
+        self._rows[PUBLISHED, shape.slots[growing]] = needed[growing]
+        self._next_serial += 1
+        self._open_plan = plan
+        return plan
+
+    def _send_step(self, new_blocks: int) -> None:
+        """The step's index tensors to the device, and from there its new blocks to the table."""
         self.buffers.send()
         if new_blocks:
             self._flat_block_table.index_copy_(
@@ -90,11 +105,6 @@ class KVCacheManager(RequestCalls):
                 self.buffers.cut("new_block_at", new_blocks),
                 self.buffers.cut("new_block_id", new_blocks),
             )
-        if self.prefix is not None:
-            plan.captures = self.prefix.plan_captures(plan)
-        self._next_serial += 1
-        self._open_plan = plan
-        return plan
 
     def acquire(self, layer: int, plan: ForwardPlan | None = None) -> LayerCacheHandle:
         """The handle of one layer, bound to an open plan. Allocates nothing; the same object each
@@ -126,10 +136,11 @@ class KVCacheManager(RequestCalls):
         learned: list[LearnedIds] = []
         if self.prefix is not None and tokens is not None:
             learned = self.prefix.read_ids(plan, kept, token_ids(tokens))
-        lengths = plan.ends if kept is plan.counts else plan.starts + kept
-        if kept is not plan.counts:
+        if accepted is None:
+            self._rows[LENGTH, plan.slots] = plan.ends
+        else:  # what was rejected is written all the same
             self._note_written(plan)
-        self._rows[LENGTH, plan.slots] = lengths
+            self._rows[LENGTH, plan.slots] = plan.starts + kept
         if self.prefix is not None:
             self.prefix.note_commit(plan, kept, learned, self.slot_arena.bytes)
         self._close(plan)
@@ -149,19 +160,18 @@ class KVCacheManager(RequestCalls):
             self._note_written(plan)
         self._close(plan)
 
-    def _take_blocks(self, requests: Sequence[Request], needed: I64) -> None:
-        """All blocks that these requests lack, or none."""
+    def _take_blocks(self, requests: Sequence[Request], needed: I64) -> list[tuple[Request, int]]:
+        """All blocks that these requests lack, or none. Returns how many each had before."""
+        held = [(request, len(request.block_ids)) for request in requests]
         missing = [
-            max(blocks - len(request.block_ids), 0)
-            for request, blocks in zip(requests, needed.tolist(), strict=True)
+            max(blocks - had, 0) for (_, had), blocks in zip(held, needed.tolist(), strict=True)
         ]
-        if not any(missing):
-            return
-        new_ids = self._take(sum(missing), asker_blocks=int(needed.max()))
-        at = 0
-        for request, count in zip(requests, missing, strict=True):
-            request.block_ids.extend(new_ids[at : at + count])
-            at += count
+        if any(missing):
+            new_ids = self._take(sum(missing), asker_blocks=int(needed.max()))
+            for request, count in zip(requests, missing, strict=True):
+                request.block_ids.extend(new_ids[:count])
+                del new_ids[:count]
+        return held
 
     def _note_written(self, plan: ForwardPlan) -> None:
         """Rings hold tokens past the length that the request will have."""

@@ -78,7 +78,7 @@ class ManagerBase:
         self._requests: dict[int, Request] = {}
         self._rows = np.zeros((REQUEST_NUMBERS, max_requests), dtype=np.int64)
         self._next_serial = 0
-        self._step_reader = StepReader(self._requests, self)
+        self._step_reader = StepReader(self._requests, self, schema.max_context)
         self._open_plan: ForwardPlan | None = None
         self._handles = tuple(
             LayerCacheHandle(

@@ -210,8 +210,9 @@ class RequestCalls(ManagerBase):
         self.allocator.release(request.block_ids)
         del self._requests[request.slot]
         self._free_slots.append(request.slot)
-        self._step_reader.forget()
         request.detach()
+        self._step_reader.forget()
+        self.buffers.forget()
 
 
 def _count_and_ids(tokens: int | Tokens) -> tuple[int, Ids | None]:

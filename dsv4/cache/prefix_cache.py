@@ -171,13 +171,17 @@ class PrefixCache:
             captures.append(Capture(batch_row=batch_row, boundary=boundary, row=row_id))
         if not captures:
             return None
-        return WideCaptures(
-            self.pool,
-            captures,
-            slots=plan.slots.tolist(),
-            starts=plan.starts.tolist(),
-            first_rows=plan.shape.first_rows.tolist(),
-        )
+        try:
+            return WideCaptures(
+                self.pool,
+                captures,
+                slots=plan.slots.tolist(),
+                starts=plan.starts.tolist(),
+                first_rows=plan.shape.first_rows.tolist(),
+            )
+        except BaseException:  # of the device: the snapshots are not taken
+            self._free_rows.extend(capture.row for capture in captures)
+            raise
 
     def read_ids(self, plan: ForwardPlan, kept: I64, ids: Ids) -> list[LearnedIds]:
         """What the ids of a step say about each request. Raises InvalidInput if they do not fit the

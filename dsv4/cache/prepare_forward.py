@@ -147,7 +147,7 @@ def fill_new_blocks(
     needed: I64,
 ) -> int:
     """Lists the block ids of the requests in these rows that the device's table does not have yet.
-    Returns how many."""
+    Returns how many; that they are published is the caller's to say."""
     at: list[int] = []
     ids: list[int] = []
     for row in rows:
@@ -156,7 +156,6 @@ def fill_new_blocks(
         table_row = request.slot * schema.max_blocks_per_request
         at.extend(range(table_row + first, table_row + last))
         ids.extend(request.block_ids[first:last])
-        request.published_blocks = last
     for name, values in (("new_block_at", at), ("new_block_id", ids)):
         target = buffers.host[name]
         target.fill(-1)

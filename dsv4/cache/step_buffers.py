@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.schema import CacheSchema, Page
-from dsv4.cache.step_shape import I64, StepShape
+from dsv4.cache.step_shape import I64, StepShape, spread
 from dsv4.cache.work_items import WorkItems
 
 # Tensors cut to size that are kept: graphs come in few sizes, and so do the groups that close.
@@ -61,10 +61,9 @@ class StepBuffers:
         self.host: dict[str, NDArray[Any]] = {
             name: rows.numpy() for name, rows in _named_rows(self.host_buffer, sizes).items()
         }
-        on_device = _named_rows(self.device_buffer, sizes)
-        self.on_device = on_device
+        self.on_device = on_device = _named_rows(self.device_buffer, sizes)
         self.cut = lru_cache(maxsize=KEPT_CUTS)(lambda name, rows: on_device[name][:rows])
-        self._last_shape: StepShape | None = None
+        self.forget()
         most_items = max((rows for name, rows, _ in sizes if name.startswith("groups")), default=1)
         self.scratch = torch.empty(
             (most_items, schema.model.head_dim), dtype=torch.float32, device=device
@@ -97,14 +96,21 @@ class StepBuffers:
         if self._copied is not None:
             self._copied.synchronize()
 
+    def forget(self) -> None:
+        """Nothing is kept of the last step."""
+        self._last_shape: StepShape | None = None
+        self._row_of_token = self._nth_of_token = np.empty(0, dtype=np.int64)
+
     def fill_tokens(self, schema: CacheSchema, shape: StepShape, starts: I64, ends: I64) -> None:
         """The rows of requests and tokens. After a step of the same shape only positions differ."""
         batch, tokens, window = self.host["batch"], self.host["tokens"], self.host["window"]
-        row, requests, count = shape.row_of_token, len(shape.counts), shape.num_tokens
+        requests, count = len(shape.counts), shape.num_tokens
         if shape is not self._last_shape:
-            self._last_shape = None
+            self.forget()
             for rows in (batch, tokens, window):
                 rows.fill(-1)
+            row, self._nth_of_token = spread(shape.counts)
+            self._row_of_token = row
             token = np.arange(count)
             chunk_row = token + (row + 1) * (schema.model.window - 1)
             batch[:requests, 0] = shape.slots
@@ -115,7 +121,8 @@ class StepBuffers:
             window[:count, 2] = token
             window[:count, 3] = 2 * chunk_row + 1
             self._last_shape = shape
-        position = starts[row] + shape.nth_of_token
+        row = self._row_of_token
+        position = starts[row] + self._nth_of_token
         batch[:requests, 1] = starts
         tokens[:count, 1] = window[:count, 1] = position
         if shape.most_tokens > schema.ring_rows:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, is_
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from dsv4.errors import ContextOverflow, InvalidInput, PlanError, RequestError
 
 Step = tuple[Request, int] | tuple[Request, int, int]
 _SLOT = attrgetter("slot")
+_END = object()
 
 
 def count(name: str, value: object) -> int:
@@ -59,33 +61,45 @@ def open_plan(plan: ForwardPlan, expected: ForwardPlan | None) -> None:
 
 
 class StepReader:
-    """Reads the (request, count) pairs of steps. The last step and its shape are kept, until a
-    request is released: a decode loop gives equal steps one after the other."""
+    """Reads the (request, count) pairs of steps. The last shape is kept, until a request is
+    released: a decode loop gives equal steps one after the other."""
 
-    def __init__(self, live_by_slot: Mapping[int, Request], manager_key: object) -> None:
+    def __init__(
+        self, live_by_slot: Mapping[int, Request], manager_key: object, max_context: int
+    ) -> None:
         self._live_by_slot, self._manager_key = live_by_slot, manager_key
+        self._max_context = max_context
         self.forget()
 
     def forget(self) -> None:
-        self._last: tuple[Step, ...] = ()
-        self._shape = StepShape.build((), ())
+        self._keep(StepShape.build((), ()), ())
+
+    def _keep(self, shape: StepShape, counts: tuple[int, ...]) -> None:
+        self._shape, self._counts = shape, counts
+        pairs = zip(shape.requests, counts, strict=True)
+        self._flat = (*chain.from_iterable(pairs), _END)
 
     def read(self, steps: Sequence[Step]) -> StepShape:
-        """RequestError or PlanError for the first that is wrong."""
-        steps = tuple(steps)
-        if steps and steps == self._last:
-            return self._shape
-        shape = self._plain(steps)
-        if shape is not None:
-            self._last, self._shape = steps, shape
-            return shape
-        _check_each(steps, self._manager_key)
-        requests, counts = tuple(step[0] for step in steps), [step[1] for step in steps]
-        return StepShape.build([r.slot for r in requests], counts, requests)
+        """RequestError, PlanError or ContextOverflow for the first that is wrong."""
+        if set(map(type, steps)) == {tuple}:
+            flat = chain(chain.from_iterable(steps), (_END,))
+            if all(map(is_, flat, self._flat)):  # the same objects, which were right before
+                return self._shape
+        pairs = self._plain(steps)
+        if pairs is None:
+            _check_each(steps, self._manager_key)
+            pairs = tuple(step[0] for step in steps), tuple(step[1] for step in steps)
+        requests, counts = pairs
+        if requests != self._shape.requests or counts != self._counts:
+            if (most := max(counts, default=0)) > self._max_context:
+                raise ContextOverflow(asked_tokens=most, max_context_tokens=self._max_context)
+            shape = StepShape.build([r.slot for r in requests], counts, requests)
+            self._keep(shape, counts)
+        return self._shape
 
-    def _plain(self, steps: tuple[Step, ...]) -> StepShape | None:
-        """The shape if every step is a right (request, count) of its own, told without a line of
-        Python for each request."""
+    def _plain(self, steps: Sequence[Step]) -> tuple[tuple[Request, ...], tuple[int, ...]] | None:
+        """Requests and counts if every step is a right (request, count) of its own, told without a
+        line of Python for each request."""
         if set(map(type, steps)) != {tuple}:
             return None
         try:
@@ -100,7 +114,7 @@ class StepReader:
         live = list(map(self._live_by_slot.get, slots)) == list(requests)
         if not live or len(set(slots)) != len(slots):
             return None
-        return StepShape.build(slots, counts, requests)
+        return requests, counts
 
 
 def _check_each(steps: Sequence[Step], manager_key: object) -> None:

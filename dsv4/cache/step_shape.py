@@ -16,8 +16,7 @@ I64 = NDArray[np.int64]
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StepShape:
     """`counts[row]` new tokens of `requests[row]`. The tokens of a step lie one after the other:
-    those of a request begin at `first_rows[row]`, and each token knows its request's row and which
-    of its tokens it is."""
+    those of a request begin at `first_rows[row]`. Plans share a shape, so nobody writes to it."""
 
     requests: tuple[Request, ...]
     slots: I64
@@ -25,25 +24,25 @@ class StepShape:
     num_tokens: int
     most_tokens: int
     first_rows: I64
-    row_of_token: I64
-    nth_of_token: I64
 
     @classmethod
     def build(
         cls, slots: Sequence[int], counts: Sequence[int], requests: tuple[Request, ...] = ()
     ) -> StepShape:
         tokens = np.array(counts, dtype=np.int64)
-        row, nth = spread(tokens)
         return cls(
             requests=requests,
-            slots=np.array(slots, dtype=np.int64),
-            counts=tokens,
-            num_tokens=len(row),
+            slots=_unwritable(np.array(slots, dtype=np.int64)),
+            counts=_unwritable(tokens),
+            num_tokens=sum(counts),
             most_tokens=max(counts, default=0),
-            first_rows=tokens.cumsum() - tokens,
-            row_of_token=row,
-            nth_of_token=nth,
+            first_rows=_unwritable(tokens.cumsum() - tokens),
         )
+
+
+def _unwritable(values: I64) -> I64:
+    values.setflags(write=False)
+    return values
 
 
 def spread(counts: I64) -> tuple[I64, I64]:

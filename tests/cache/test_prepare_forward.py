@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import weakref
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import ForwardPlan
@@ -328,6 +330,45 @@ def test_blocks_of_an_abandoned_plan_stay_with_the_request():
     assert request.length == 200
 
 
+def test_a_device_error_takes_no_blocks_and_publishes_none(monkeypatch: pytest.MonkeyPatch):
+    manager = build()
+    a, b = manager.admit_request(), manager.admit_request(10)
+    before = snapshot(manager)
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "_send_step", _no_device)
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            manager.prepare_forward([(a, 200), (b, 10)])
+    assert snapshot(manager) | {"step": None} == before | {"step": None}
+    manager.check_invariants()
+    manager.commit(manager.prepare_forward([(a, 200), (b, 10)]))
+    for request in (a, b):
+        held = len(request.block_ids)
+        assert manager.block_table[request.slot, :held].tolist() == request.block_ids
+
+
+def _no_device(new_blocks: int) -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_nothing_of_a_step_keeps_a_released_request_alive():
+    manager = build()
+    request = manager.admit_request()
+    manager.commit(manager.prepare_forward([(request, 3)]))
+    manager.release_request(request)
+    gone = weakref.ref(request)
+    del request
+    assert gone() is None
+
+
+def test_nobody_changes_what_plans_share():
+    manager = build()
+    request = manager.admit_request()
+    plan = manager.prepare_forward([(request, 1)])
+    for shared in (plan.slots, plan.counts, plan.shape.first_rows):
+        with pytest.raises(ValueError, match="read-only"):
+            shared[:] = 7
+
+
 def test_out_of_blocks_takes_nothing_from_any_request_of_the_step():
     manager = build(num_blocks=5)
     a, b, c = (manager.admit_request(128) for _ in range(3))
@@ -375,12 +416,27 @@ def test_a_start_that_skips_or_repeats(start: int):
     manager.commit(manager.prepare_forward([(request, 1, 5)]))
 
 
-@pytest.mark.parametrize("count", [-1, 1.0, float("nan"), float("inf"), True, None, "1"])
-def test_a_count_that_is_no_count(count: object):
+NO_COUNTS = [-1, 1.0, float("nan"), True, None, "1", np.int64(1), np.array([1, 2]), torch.ones(2)]
+
+
+@pytest.mark.parametrize("after_an_equal_step", [False, True])
+@pytest.mark.parametrize("count", NO_COUNTS, ids=str)
+def test_a_count_that_is_no_count(count: object, after_an_equal_step: bool):
     manager = build()
     a, b = manager.admit_request(), manager.admit_request()
+    if after_an_equal_step:
+        manager.commit(manager.prepare_forward([(a, 200), (b, 1)]))
     with nothing_changes(manager), pytest.raises(PlanError, match="count of 0 or more"):
         manager.prepare_forward([(a, 200), (b, count)])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("count", [1001, 10**12, 10**30])
+def test_a_count_beyond_every_context(count: int):
+    manager = build()
+    request = manager.admit_request()
+    with nothing_changes(manager), pytest.raises(ContextOverflow) as caught:
+        manager.prepare_forward([(request, count)])
+    assert caught.value.asked_tokens == count
 
 
 def test_more_tokens_than_the_buffers_hold():

@@ -22,7 +22,11 @@ def snapshot(manager: KVCacheManager) -> dict[str, Any]:
         "references": list(manager.allocator._references),
         "free slots": list(manager._free_slots),
         "requests": {
-            slot: (id(r), r.slot, r.length, list(r.block_ids), r.published_blocks, r.released)
+            slot: (
+                *(id(r), r.slot, r.length, list(r.block_ids), r.published_blocks, r.released),
+                *(r.written_tokens, r.reused_tokens, r.exact_from, r.resume),
+                None if r.trail is None else r.trail.ids.tolist(),
+            )
             for slot, r in manager._requests.items()
         },
         "table": manager.block_table.tolist(),
