@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,10 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager_requests import RequestCalls
 from dsv4.cache.prefix_cache import LearnedIds
 from dsv4.cache.prepare_forward import ForwardPlan, check_step, fill_new_blocks, make_plan
-from dsv4.cache.request import LENGTH, PUBLISHED, WRITTEN, Request
+from dsv4.cache.request import LENGTH, WRITTEN, Request
 from dsv4.cache.schema import BlockBudget, CacheSchema
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step_checks import Step
-from dsv4.cache.step_shape import I64
 from dsv4.cache.token_trail import Tokens, token_ids
 from dsv4.errors import ContextOverflow, Dsv4Error, InvalidInput, PlanError
 
@@ -66,13 +66,15 @@ class KVCacheManager(RequestCalls):
             self.schema, self.buffers, shape, pad_tokens=pad_tokens, pad_requests=pad_requests
         )
         needed = (ends + self.schema.block_tokens - 1) // self.schema.block_tokens
-        growing: list[int] = []
+        growing: list[tuple[Request, int]] = []
         if self.schema.block_bytes:
-            growing = (needed > published).nonzero()[0].tolist()
-        held = self._take_blocks([shape.requests[row] for row in growing], needed[growing])
+            rows = (needed > published).nonzero()[0]
+            pairs = zip(rows.tolist(), needed[rows].tolist(), strict=True)
+            growing = [(shape.requests[row], blocks) for row, blocks in pairs]
+        held = self._take_blocks(growing)
         try:
             self.buffers.wait()
-            new_blocks = fill_new_blocks(self.schema, self.buffers, shape.requests, growing, needed)
+            new_blocks = fill_new_blocks(self.schema, self.buffers, growing)
             plan = make_plan(
                 self.schema,
                 self.buffers,
@@ -91,7 +93,8 @@ class KVCacheManager(RequestCalls):
             for request, blocks in held:
                 self._cut_blocks(request, blocks)
             raise
-        self._rows[PUBLISHED, shape.slots[growing]] = needed[growing]
+        for request, blocks in growing:
+            request.published_blocks = blocks
         self._next_serial += 1
         self._open_plan = plan
         return plan
@@ -160,17 +163,15 @@ class KVCacheManager(RequestCalls):
             self._note_written(plan)
         self._close(plan)
 
-    def _take_blocks(self, requests: Sequence[Request], needed: I64) -> list[tuple[Request, int]]:
-        """All blocks that these requests lack, or none. Returns how many each had before."""
-        held = [(request, len(request.block_ids)) for request in requests]
-        missing = [
-            max(blocks - had, 0) for (_, had), blocks in zip(held, needed.tolist(), strict=True)
-        ]
+    def _take_blocks(self, growing: Sequence[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """So many blocks for each request, or none for any. Returns how many each had before."""
+        held = [(request, len(request.block_ids)) for request, _ in growing]
+        missing = [max(blocks - len(request.block_ids), 0) for request, blocks in growing]
         if any(missing):
-            new_ids = self._take(sum(missing), asker_blocks=int(needed.max()))
-            for request, count in zip(requests, missing, strict=True):
-                request.block_ids.extend(new_ids[:count])
-                del new_ids[:count]
+            asker_blocks = max(blocks for _, blocks in growing)
+            new_ids = iter(self._take(sum(missing), asker_blocks=asker_blocks))
+            for (request, _), count in zip(growing, missing, strict=True):
+                request.block_ids.extend(islice(new_ids, count))
         return held
 
     def _note_written(self, plan: ForwardPlan) -> None:

@@ -140,18 +140,13 @@ def fill_step(
 
 
 def fill_new_blocks(
-    schema: CacheSchema,
-    buffers: StepBuffers,
-    requests: Sequence[Request],
-    rows: Sequence[int],
-    needed: I64,
+    schema: CacheSchema, buffers: StepBuffers, growing: Sequence[tuple[Request, int]]
 ) -> int:
-    """Lists the block ids of the requests in these rows that the device's table does not have yet.
-    Returns how many; that they are published is the caller's to say."""
+    """Lists the block ids that the device's table does not have yet, of each request up to so many
+    blocks. Returns how many; that they are published is the caller's to say."""
     at: list[int] = []
     ids: list[int] = []
-    for row in rows:
-        request, last = requests[row], int(needed[row])
+    for request, last in growing:
         first = request.published_blocks
         table_row = request.slot * schema.max_blocks_per_request
         at.extend(range(table_row + first, table_row + last))

@@ -134,7 +134,7 @@ class StepBuffers:
         rows, row = self.host[f"groups_{ratio}"], items.row
         rows.fill(-1)
         filled = rows[: len(row)]
-        filled[:, :4] = self.host["batch"][row]
+        filled[:, :4] = self.host["batch"].take(row, axis=0)
         filled[:, 2] = ends[row]
         filled[:, 4] = items.entry
         filled[:, 5] = items.entries

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, itemgetter
 
 import numpy as np
 
@@ -15,8 +14,7 @@ from dsv4.cache.step_shape import I64, StepShape
 from dsv4.errors import ContextOverflow, InvalidInput, PlanError, RequestError
 
 Step = tuple[Request, int] | tuple[Request, int, int]
-_SLOT = attrgetter("slot")
-_END = object()
+_SLOT, _COUNT = attrgetter("slot"), itemgetter(1)
 
 
 def count(name: str, value: object) -> int:
@@ -75,27 +73,29 @@ class StepReader:
         self._keep(StepShape.build((), ()), ())
 
     def _keep(self, shape: StepShape, counts: tuple[int, ...]) -> None:
-        self._shape, self._counts = shape, counts
-        pairs = zip(shape.requests, counts, strict=True)
-        self._flat = (*chain.from_iterable(pairs), _END)
+        self._shape = shape
+        self._last = tuple(zip(shape.requests, counts, strict=True))
 
     def read(self, steps: Sequence[Step]) -> StepShape:
         """RequestError, PlanError or ContextOverflow for the first that is wrong."""
-        if set(map(type, steps)) == {tuple}:
-            flat = chain(chain.from_iterable(steps), (_END,))
-            if all(map(is_, flat, self._flat)):  # the same objects, which were right before
-                return self._shape
+        if self._is_last(steps):
+            return self._shape
         pairs = self._plain(steps)
         if pairs is None:
             _check_each(steps, self._manager_key)
             pairs = tuple(step[0] for step in steps), tuple(step[1] for step in steps)
         requests, counts = pairs
-        if requests != self._shape.requests or counts != self._counts:
-            if (most := max(counts, default=0)) > self._max_context:
-                raise ContextOverflow(asked_tokens=most, max_context_tokens=self._max_context)
-            shape = StepShape.build([r.slot for r in requests], counts, requests)
-            self._keep(shape, counts)
+        if (most := max(counts, default=0)) > self._max_context:
+            raise ContextOverflow(asked_tokens=most, max_context_tokens=self._max_context)
+        self._keep(StepShape.build([r.slot for r in requests], counts, requests), counts)
         return self._shape
+
+    def _is_last(self, steps: Sequence[Step]) -> bool:
+        """Whether these are pairs that were right before. What is equal but no count is not one."""
+        try:
+            return tuple(steps) == self._last and set(map(type, map(_COUNT, steps))) == {int}
+        except (TypeError, ValueError, RuntimeError):  # arrays, tensors: told below
+            return False
 
     def _plain(self, steps: Sequence[Step]) -> tuple[tuple[Request, ...], tuple[int, ...]] | None:
         """Requests and counts if every step is a right (request, count) of its own, told without a
