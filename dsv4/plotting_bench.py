@@ -22,7 +22,7 @@ BY_BATCH = {
 # drawn against the context, beside the peer of the same run: time and bytes
 BY_CONTEXT = "transformers"
 SUITES = (*BY_BATCH, BY_CONTEXT)
-_COLORS = ("#0b5cad", "#c2410c", "#15803d", "#7e22ce", "#b45309", "#0f766e")
+_COLORS = ("#0b5cad", "#c2410c", "#15803d", "#7e22ce", "#be185d", "#0891b2")
 _OTHERS = ((0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 _PANEL_INCHES = (6.4, 4.4)
 _BAR = 0.38
