@@ -47,7 +47,7 @@ def _measure(context: int, device: str) -> Measurement:
 
 @cache
 def _measure_all(device: str) -> dict[int, Measurement]:
-    made = {context: _decoding(context, device) for context in CONTEXTS}
+    made = {context: decoding_requests(context, REQUESTS, device) for context in CONTEXTS}
     times: dict[int, list[float]] = {context: [] for context in CONTEXTS}
     for _ in range(WARM_UP_STEPS + STEPS):
         for context, (manager, requests) in made.items():
@@ -67,18 +67,20 @@ def _measure_all(device: str) -> dict[int, Measurement]:
     }
 
 
-def _decoding(context: int, device: str) -> tuple[KVCacheManager, list[Request]]:
+def decoding_requests(
+    context: int, count: int, device: str
+) -> tuple[KVCacheManager, list[Request]]:
     """Requests of about so many tokens, as if they had been computed, phases apart. The model is
     the tiny one: the host's work is the same, the arenas are small."""
     schema = CacheSchema.build(replace(ModelSpec.preset("tiny"), max_context=LONGEST))
     manager = KVCacheManager(
         schema,
-        num_blocks=8 * REQUESTS,
-        max_requests=REQUESTS,
-        max_step_tokens=REQUESTS,
+        num_blocks=8 * count,
+        max_requests=count,
+        max_step_tokens=count,
         device=device,
     )
-    requests = [manager.admit_request() for _ in range(REQUESTS)]
+    requests = [manager.admit_request() for _ in range(count)]
     blocks = min(context, LONGEST - 2 * (WARM_UP_STEPS + STEPS)) // schema.block_tokens
     for nth, request in enumerate(requests):
         request.length = blocks * schema.block_tokens + nth % schema.block_tokens

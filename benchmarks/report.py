@@ -193,7 +193,7 @@ def _decoding_table(cases: Iterable[Case], measured: dict[str, BenchResult]) -> 
             continue
         times = {"dsv4": found.microseconds, **found.peers_us}
         for name, time_us in times.items():
-            launches = str(found.launches) if name == "dsv4" and found.launches else ""
+            launches = str(found.launches) if name == "dsv4" else ""
             cache, step = found.cache_bytes.get(name), found.step_bytes.get(name)
             bytes_held = (f"{count:,}" if count is not None else "" for count in (cache, step))
             rows.append((case.name, name, f"{time_us:,.0f}", launches, *bytes_held))

@@ -83,7 +83,7 @@ class LayerAccess:
         if not plan.narrow:
             raise PlanError(
                 f"{call} works from the tails, which hold a group and the drafts, but a request "
-                f"has {plan.counts.max()} tokens in this step: use append for a chunk"
+                f"has {plan.shape.most_tokens} tokens in this step: use append for a chunk"
             )
         return plan
 

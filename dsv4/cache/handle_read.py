@@ -134,7 +134,7 @@ class LayerReads(LayerAccess):
             workspace=self._workspace.select,
             out=out,
             round_bf16=round_bf16,
-            tokens_per_request=max(1, int(plan.counts.max(initial=1))),
+            tokens_per_request=max(1, plan.shape.most_tokens),
         )
         return out
 

@@ -18,7 +18,7 @@ from dsv4.cache.schema import BlockBudget, CacheSchema
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step_checks import Step
 from dsv4.cache.token_trail import Tokens, token_ids
-from dsv4.errors import ContextOverflow, Dsv4Error, InvalidInput, PlanError
+from dsv4.errors import Dsv4Error, InvalidInput, PlanError
 
 
 class KVCacheManager(RequestCalls):
@@ -59,18 +59,14 @@ class KVCacheManager(RequestCalls):
         shape = self._step_reader.read(steps)
         starts, published, reused, _ = self._rows.take(shape.slots, axis=1)
         ends = starts + shape.counts
-        longest = int(ends.max(initial=0))
-        if longest > self.schema.max_context:
-            raise ContextOverflow(asked_tokens=longest, max_context_tokens=self.schema.max_context)
+        step_checks.context(self.schema, int(ends.max(initial=0)))
         check_step(
             self.schema, self.buffers, shape, pad_tokens=pad_tokens, pad_requests=pad_requests
         )
-        needed = (ends + self.schema.block_tokens - 1) // self.schema.block_tokens
-        growing: list[tuple[Request, int]] = []
-        if self.schema.block_bytes:
-            rows = (needed > published).nonzero()[0]
-            pairs = zip(rows.tolist(), needed[rows].tolist(), strict=True)
-            growing = [(shape.requests[row], blocks) for row, blocks in pairs]
+        growing = [
+            (shape.requests[row], self.schema.blocks_for(int(ends[row])))
+            for row in (ends > published * self.schema.block_tokens).nonzero()[0].tolist()
+        ]
         held = self._take_blocks(growing)
         try:
             self.buffers.wait()
@@ -103,7 +99,7 @@ class KVCacheManager(RequestCalls):
         """The step's index tensors to the device, and from there its new blocks to the table."""
         self.buffers.send()
         if new_blocks:
-            self._flat_block_table.index_copy_(
+            self.block_table.view(-1).index_copy_(
                 0,
                 self.buffers.cut("new_block_at", new_blocks),
                 self.buffers.cut("new_block_id", new_blocks),
@@ -153,7 +149,7 @@ class KVCacheManager(RequestCalls):
         step_checks.open_plan(plan, self._open_plan)
         if plan.appended_layers and not plan.narrow:
             raise PlanError(
-                f"layers {sorted(plan.appended_layers)[:4]} already wrote {plan.counts.max()} "
+                f"layers {sorted(plan.appended_layers)[:4]} already wrote {plan.shape.most_tokens} "
                 f"tokens of a request, more than the {self.schema.max_rollback_tokens} that can be "
                 f"undone: commit the plan and release its requests; nothing of it is cached"
             )

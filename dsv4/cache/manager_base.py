@@ -60,7 +60,6 @@ class ManagerBase:
             dtype=torch.int32,
             device=self.device,
         )
-        self._flat_block_table = self.block_table.view(-1)
         self.buffers = StepBuffers(
             schema, max_requests=max_requests, max_tokens=max_step_tokens, device=self.device
         )
@@ -78,7 +77,7 @@ class ManagerBase:
         self._requests: dict[int, Request] = {}
         self._rows = np.zeros((REQUEST_NUMBERS, max_requests), dtype=np.int64)
         self._next_serial = 0
-        self._step_reader = StepReader(self._requests, self, schema.max_context)
+        self._step_reader = StepReader(schema, self._requests, self)
         self._open_plan: ForwardPlan | None = None
         self._handles = tuple(
             LayerCacheHandle(

@@ -43,10 +43,10 @@ class StepBuffers:
         owners = [spec for spec in schema.model.layers if spec.owns_entries]
         self.ratios = sorted({spec.ratio for spec in owners})
         self.overlapping_ratios = {spec.ratio for spec in owners if spec.overlap}
-        self.max_new_blocks = max_requests + max_tokens // schema.block_tokens
+        new_blocks = max_requests + max_tokens // schema.block_tokens  # of a step, at most
         sizes: list[tuple[str, int, int]] = [
-            ("new_block_at", self.max_new_blocks, 2),  # int64 offsets into the block table, first
-            ("new_block_id", self.max_new_blocks, 1),
+            ("new_block_at", new_blocks, 2),  # int64 offsets into the block table, first
+            ("new_block_id", new_blocks, 1),
             ("batch", max_requests, BATCH_COLUMNS),
             ("tokens", max_tokens, TOKEN_COLUMNS),
             ("window", max_tokens, WINDOW_COLUMNS),

@@ -63,10 +63,10 @@ class StepReader:
     released: a decode loop gives equal steps one after the other."""
 
     def __init__(
-        self, live_by_slot: Mapping[int, Request], manager_key: object, max_context: int
+        self, schema: CacheSchema, live_by_slot: Mapping[int, Request], manager_key: object
     ) -> None:
+        self._schema = schema
         self._live_by_slot, self._manager_key = live_by_slot, manager_key
-        self._max_context = max_context
         self.forget()
 
     def forget(self) -> None:
@@ -85,8 +85,7 @@ class StepReader:
             _check_each(steps, self._manager_key)
             pairs = tuple(step[0] for step in steps), tuple(step[1] for step in steps)
         requests, counts = pairs
-        if (most := max(counts, default=0)) > self._max_context:
-            raise ContextOverflow(asked_tokens=most, max_context_tokens=self._max_context)
+        context(self._schema, max(counts, default=0))  # before numbers become int64
         self._keep(StepShape.build([r.slot for r in requests], counts, requests), counts)
         return self._shape
 

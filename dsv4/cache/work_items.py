@@ -47,8 +47,8 @@ def without_existing(items: WorkItems, existing: I64) -> WorkItems:
     """Of each request the first `existing` entries are there and are left out."""
     skipped = np.clip(existing[items.row] - items.entry, 0, items.entries)
     entries = items.entries - skipped
-    left = (entries > 0) | (np.asarray(items.writes_tails) > 0)
-    writes_tails = np.broadcast_to(items.writes_tails, left.shape)
+    writes_tails = np.broadcast_to(items.writes_tails, entries.shape)
+    left = (entries > 0) | (writes_tails > 0)
     return WorkItems(
         items.row[left], (items.entry + skipped)[left], entries[left], writes_tails[left]
     )

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import replace
 from types import FrameType
 
-from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.schema import CacheSchema
-from dsv4.model import ModelSpec
+from benchmarks.host import decoding_requests
 
-REQUESTS, STEPS, LONGEST = 16, 300, 1_048_576
+REQUESTS, STEPS = 16, 300
 
 
-def calls_of_decode_steps(blocks: int) -> Counter[str]:
+def calls_of_decode_steps(context: int) -> Counter[str]:
     """Every call of Python or C that some steps make, by name, each request in another phase."""
-    schema = CacheSchema.build(replace(ModelSpec.preset("tiny"), max_context=LONGEST))
-    manager = KVCacheManager(
-        schema, num_blocks=8 * REQUESTS, max_requests=REQUESTS, max_step_tokens=REQUESTS
-    )
-    requests = [manager.admit_request() for _ in range(REQUESTS)]
-    for nth, request in enumerate(requests):  # as if they had been computed
-        request.length = blocks * schema.block_tokens + 8 * nth
-        request.block_ids = [0] * (blocks + 1)
-        request.published_blocks = blocks + 1
+    manager, requests = decoding_requests(context, REQUESTS, "cpu")
     calls: Counter[str] = Counter()
 
     def count(frame: FrameType, event: str, what: object) -> None:
@@ -43,6 +32,6 @@ def calls_of_decode_steps(blocks: int) -> Counter[str]:
 
 
 def test_a_step_makes_the_same_calls_at_8k_and_at_1m_tokens():
-    short, long = calls_of_decode_steps(64), calls_of_decode_steps(8184)
+    short, long = calls_of_decode_steps(8192), calls_of_decode_steps(1_048_576)
     assert short["KVCacheManager.prepare_forward"] == STEPS
     assert short == long

@@ -19,7 +19,7 @@ from dsv4.errors import InvalidInput, MissingExtra, OutOfBlocks
 from dsv4.metrics import prometheus_text
 from dsv4.model import ModelSpec, v4_layers
 from tests.lives import TINY, Text, assert_cold, run_to, splice, tiny_stack
-from tests.oracles.bookkeeping import nothing_changes
+from tests.oracles.bookkeeping import no_device, nothing_changes
 
 IDS = np.arange(1000, dtype=np.int32)
 
@@ -432,7 +432,7 @@ def test_a_device_error_in_admission_gives_everything_back(
     manager = build()
     compute(manager, IDS[:300])
     with nothing_changes(manager), monkeypatch.context() as patch:
-        patch.setattr(manager, failing, _no_device)
+        patch.setattr(manager, failing, no_device)
         with pytest.raises(RuntimeError, match="out of memory"):
             manager.admit_request(IDS[:300])
     assert reused(manager, IDS[:300]) == 256
@@ -444,13 +444,9 @@ def test_a_device_error_in_a_fork_gives_everything_back(monkeypatch: pytest.Monk
     finish(manager, request)
     before = manager.stats()
     with monkeypatch.context() as patch:
-        patch.setattr(manager, "_copy_block", _no_device)
+        patch.setattr(manager, "_copy_block", no_device)
         with pytest.raises(RuntimeError, match="out of memory"):
             manager.fork(request, 2)
     assert manager.stats() == before
     manager.check_invariants()
     assert [fork.length for fork in manager.fork(request, 2)] == [300, 300]
-
-
-def _no_device(*given: object) -> None:
-    raise RuntimeError("CUDA error: out of memory")

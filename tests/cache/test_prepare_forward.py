@@ -16,7 +16,7 @@ from dsv4.cache.request import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import ContextOverflow, OutOfBlocks, PlanError, RequestError
 from dsv4.model import AttentionType, LayerSpec, ModelSpec
-from tests.oracles.bookkeeping import nothing_changes, snapshot, step_rows
+from tests.oracles.bookkeeping import no_device, nothing_changes, snapshot, step_rows
 
 TINY = ModelSpec.preset("tiny")
 ROWS_OF_A_STEP = ["batch", "tokens", "window"]
@@ -335,7 +335,7 @@ def test_a_device_error_takes_no_blocks_and_publishes_none(monkeypatch: pytest.M
     a, b = manager.admit_request(), manager.admit_request(10)
     before = snapshot(manager)
     with monkeypatch.context() as patch:
-        patch.setattr(manager, "_send_step", _no_device)
+        patch.setattr(manager, "_send_step", no_device)
         with pytest.raises(RuntimeError, match="CUDA error"):
             manager.prepare_forward([(a, 200), (b, 10)])
     assert snapshot(manager) | {"step": None} == before | {"step": None}
@@ -344,10 +344,6 @@ def test_a_device_error_takes_no_blocks_and_publishes_none(monkeypatch: pytest.M
     for request in (a, b):
         held = len(request.block_ids)
         assert manager.block_table[request.slot, :held].tolist() == request.block_ids
-
-
-def _no_device(new_blocks: int) -> None:
-    raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def test_nothing_of_a_step_keeps_a_released_request_alive():

@@ -35,6 +35,11 @@ def snapshot(manager: KVCacheManager) -> dict[str, Any]:
     }
 
 
+def no_device(*given: object) -> None:
+    """Stands in for a call that reaches the device."""
+    raise RuntimeError("CUDA error: out of memory")
+
+
 @contextmanager
 def nothing_changes(manager: KVCacheManager) -> Iterator[None]:
     before = snapshot(manager)
