@@ -17,11 +17,11 @@ from torch import Tensor
 from benchmarks.case import Case, Measurement, Work, sets_to_outgrow_l2
 from benchmarks.peers import flash_mla_call, flash_mla_modules
 from benchmarks.timing import measure
-from dsv4.backend import Backend, load_backend
-from dsv4.cache.reads import EntrySource, WindowSource
 from dsv4.cache.schema import CacheSchema, Page
 from dsv4.cache.views import page_tensor
 from dsv4.model import ModelSpec
+from dsv4.ops.backend import Backend, load_backend
+from dsv4.ops.calls import EntrySource, WindowSource
 from dsv4.reference.codec import encode
 
 CSA_LAYER, HCA_LAYER = 2, 3

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from benchmarks.case import Call, Case, Measurement, Work, sets_to_outgrow_l2
 from benchmarks.timing import measure
-from dsv4.cache.reads import EntrySource
 from dsv4.cache.schema import CacheSchema, Page
 from dsv4.kernels.gather import gather_all_entries, gather_entries
 from dsv4.model import ModelSpec
+from dsv4.ops.calls import EntrySource
 
 CSA_LAYER = 2
 RATIO = 4

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.case import Case, Measurement
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.request import Request
+from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
 

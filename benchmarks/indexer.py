@@ -11,12 +11,12 @@ import torch
 from benchmarks.case import Call, Case, Measurement, Work, sets_to_outgrow_l2
 from benchmarks.peers import torch_top_k_call
 from benchmarks.timing import measure
-from dsv4.cache.reads import EntrySource
 from dsv4.cache.schema import CacheSchema
 from dsv4.kernels.index_query import prepare_index_queries
 from dsv4.kernels.index_scores import index_scores
 from dsv4.kernels.top_k import top_k, top_k_workspace_bytes
 from dsv4.model import ModelSpec
+from dsv4.ops.calls import EntrySource
 
 CSA_LAYER = 2
 RATIO = 4

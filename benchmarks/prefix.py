@@ -13,9 +13,9 @@ import torch
 
 from benchmarks.case import Case, Measurement
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.prefix_options import PrefixOptions
+from dsv4.cache.prefix.options import PrefixOptions
+from dsv4.cache.prefix.trail import TokenTrail, chain_root, token_ids
 from dsv4.cache.schema import CacheSchema
-from dsv4.cache.token_trail import TokenTrail, chain_root, token_ids
 from dsv4.model import ModelSpec
 
 LONGEST = 1_048_576

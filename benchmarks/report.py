@@ -16,7 +16,7 @@ from dsv4.bench import BenchResult, read_results
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import Dsv4Error, InvalidInput
 from dsv4.model import ModelSpec
-from dsv4.plotting_bench import plot_results
+from dsv4.plots.results import plot_results
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "performance.md"

@@ -13,8 +13,8 @@ from benchmarks.case import Call, Case, Measurement, Work, sets_to_outgrow_l2
 from benchmarks.timing import measure
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import CacheSchema, CompressorLayout, HcaState
-from dsv4.cache.writes import CompressorWeights, LayerWeights
 from dsv4.model import ModelSpec
+from dsv4.ops.calls import CompressorWeights, LayerWeights
 from dsv4.rope import rope_table
 
 # (layer kind, mode) -> batch -> (target, SGLang, vLLM), µs; measured at V4-Flash's shapes

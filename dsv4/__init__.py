@@ -18,9 +18,9 @@ _EXPORTS = {
     "CacheSchema": "dsv4.cache.schema",
     "compute_block_budget": "dsv4.cache.schema",
     "KVCacheManager": "dsv4.cache.manager",
-    "PrefixOptions": "dsv4.cache.prefix_options",
-    "Request": "dsv4.cache.request",
-    "ResumePlan": "dsv4.cache.resume",
+    "PrefixOptions": "dsv4.cache.prefix.options",
+    "Request": "dsv4.cache.requests",
+    "ResumePlan": "dsv4.cache.prefix.resume",
 }
 
 __all__ = ["__version__", *_EXPORTS]

@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from dsv4.cache.prefix.snapshot_layout import SnapshotLayout
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
-from dsv4.cache.snapshot_layout import SnapshotLayout
 from dsv4.errors import InvalidInput, PoolTooSmall, require_count
 
 Question = Literal["bytes", "memory", "requests", "context", "fits"]

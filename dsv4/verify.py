@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.backend import BackendName
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.records import ELEMENT_MAX, Part, RecordFormat
-from dsv4.cache.request import Request
+from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, Page
-from dsv4.cache.writes import CompressorWeights, LayerWeights
 from dsv4.errors import InvalidInput
 from dsv4.model import ModelSpec, RopeSpec, v4_layers
+from dsv4.ops.backend import BackendName
+from dsv4.ops.calls import CompressorWeights, LayerWeights
 from dsv4.reference.codec import E2M1_GRID, encode
 from dsv4.reference.pages import read_records
 from dsv4.rope import rope_table

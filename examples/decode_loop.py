@@ -18,8 +18,8 @@ from torch import Tensor
 from dsv4 import CacheSchema, KVCacheManager, ModelSpec
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.prepare_forward import ForwardPlan
-from dsv4.cache.request import Request
-from dsv4.cache.writes import CompressorWeights, LayerWeights
+from dsv4.cache.requests import Request
+from dsv4.ops.calls import CompressorWeights, LayerWeights
 from dsv4.rope import rope_table
 
 VOCABULARY = 32

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from dsv4.bench import BenchResult, compare, read_results, write_results
 from dsv4.cli import app
 from dsv4.errors import InvalidInput
-from dsv4.plotting_bench import plot_results
+from dsv4.plots.results import plot_results
 
 PNG = b"\x89PNG\r\n\x1a\n"
 BASE = BenchResult(

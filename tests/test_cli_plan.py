@@ -17,7 +17,7 @@ from dsv4.cli import app
 from dsv4.errors import InvalidInput
 from dsv4.model import PRESETS
 from dsv4.planner import plan
-from dsv4.plotting import MissingExtra, plot_plan, requests_to_draw
+from dsv4.plots.plan import MissingExtra, plot_plan, requests_to_draw
 
 ROOT = Path(__file__).parents[1]
 FLASH = CacheSchema.build(PRESETS["v4-flash"])

@@ -14,9 +14,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from dsv4 import demo
 from dsv4.cli import app
-from dsv4.demo_events import (
+from dsv4.demo import story as demo
+from dsv4.demo.bill import flash_bill
+from dsv4.demo.events import (
     CacheState,
     DemoReport,
     PartBegins,
@@ -24,10 +25,9 @@ from dsv4.demo_events import (
     PrefixResult,
     StepEvent,
 )
-from dsv4.demo_flash import flash_bill
-from dsv4.demo_model import random_prompt, tiny_v4
-from dsv4.demo_prefix import run_twice
-from dsv4.demo_view import demo_view, print_report
+from dsv4.demo.model import random_prompt, tiny_v4
+from dsv4.demo.prefix import run_twice
+from dsv4.demo.screen import demo_view, print_report
 from dsv4.integrations.transformers.cache_layers import PagedLayer
 from dsv4.integrations.transformers.fast_attention import FastAttention
 

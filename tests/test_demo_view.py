@@ -7,7 +7,8 @@ import re
 
 from rich.console import Console
 
-from dsv4.demo_events import (
+from dsv4.demo.bill import flash_bill
+from dsv4.demo.events import (
     CacheState,
     DemoEvent,
     DemoReport,
@@ -17,8 +18,7 @@ from dsv4.demo_events import (
     StepEvent,
     Verdict,
 )
-from dsv4.demo_flash import flash_bill
-from dsv4.demo_view import demo_view, print_report
+from dsv4.demo.screen import demo_view, print_report
 
 PREFIX = PrefixResult(
     shared_tokens=8,

@@ -14,8 +14,8 @@ from dsv4.errors import InvalidInput, PlanError, SchemaMismatch
 from dsv4.model import ModelSpec, v4_layers
 from examples import flash_mla
 from tests.oracles import records as oracle
-from tests.reading import queries, rows, sink
-from tests.stack import Stack
+from tests.support.reading import queries, rows, sink
+from tests.support.stack import Stack
 
 SWA, CSA, HCA = 0, 1, 2
 DRAFTS = 3

@@ -13,9 +13,9 @@ from torch import Tensor
 from dsv4.cache import checks
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.schema import CompressorLayout
-from dsv4.cache.writes import LayerWeights
 from dsv4.errors import InvalidInput, SchemaMismatch
 from dsv4.model import AttentionType
+from dsv4.ops.calls import LayerWeights
 
 
 def csa_compress_tail(

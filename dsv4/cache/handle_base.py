@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dsv4.backend import Backend
 from dsv4.cache.paged_cache import PagedKVPool
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.state_cache import StateCachePool
-from dsv4.cache.step_buffers import StepBuffers
+from dsv4.cache.step.buffers import StepBuffers
 from dsv4.cache.views import ClassicalView, IndexerView, SWAView, page_tensor
 from dsv4.cache.workspace import Workspace
 from dsv4.errors import PlanError, SchemaMismatch
+from dsv4.ops.backend import Backend
 
 
 class LayerAccess:

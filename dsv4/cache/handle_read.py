@@ -8,9 +8,9 @@ from torch import Tensor
 from dsv4.cache import checks
 from dsv4.cache.handle_base import LayerAccess
 from dsv4.cache.prepare_forward import ForwardPlan
-from dsv4.cache.reads import EntrySource, WindowSource
 from dsv4.errors import InvalidInput, PlanError
 from dsv4.model import AttentionType
+from dsv4.ops.calls import EntrySource, WindowSource
 
 
 class LayerReads(LayerAccess):

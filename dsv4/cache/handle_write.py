@@ -8,14 +8,14 @@ from dsv4.cache import checks
 from dsv4.cache.handle_base import LayerAccess
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.schema import CompressorLayout
-from dsv4.cache.writes import (
+from dsv4.errors import PlanError
+from dsv4.ops.calls import (
     CompressorWeights,
     CompressorWrite,
     LayerWeights,
     StepTensors,
     WindowWrite,
 )
-from dsv4.errors import PlanError
 
 
 class LayerWrites(LayerAccess):

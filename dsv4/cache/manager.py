@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from dsv4.cache import step_checks
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager_requests import RequestCalls
-from dsv4.cache.prefix_cache import LearnedIds
+from dsv4.cache.prefix.cache import LearnedIds
+from dsv4.cache.prefix.trail import Tokens, token_ids
 from dsv4.cache.prepare_forward import ForwardPlan, check_step, fill_new_blocks, make_plan
-from dsv4.cache.request import LENGTH, WRITTEN, Request
+from dsv4.cache.requests import LENGTH, WRITTEN, Request
 from dsv4.cache.schema import BlockBudget, CacheSchema
 from dsv4.cache.stats import MemoryBytes, Stats
-from dsv4.cache.step_checks import Step
-from dsv4.cache.token_trail import Tokens, token_ids
+from dsv4.cache.step import checks as step_checks
+from dsv4.cache.step.checks import Step
 from dsv4.errors import Dsv4Error, InvalidInput, PlanError
 
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dsv4.backend import BackendName, check_formats, load_backend
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.arena import Arena
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.paged_cache import PagedKVPool
-from dsv4.cache.prefix_cache import PrefixCache, PrefixMatch
-from dsv4.cache.prefix_options import PrefixOptions
+from dsv4.cache.prefix.cache import PrefixCache, PrefixMatch
+from dsv4.cache.prefix.options import PrefixOptions
+from dsv4.cache.prefix.resume import ResumePlan
 from dsv4.cache.prepare_forward import ForwardPlan
-from dsv4.cache.request import REQUEST_NUMBERS, Request
-from dsv4.cache.resume import ResumePlan
+from dsv4.cache.requests import REQUEST_NUMBERS, Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.state_cache import StateCachePool
-from dsv4.cache.step_buffers import StepBuffers
-from dsv4.cache.step_checks import StepReader
+from dsv4.cache.step.buffers import StepBuffers
+from dsv4.cache.step.checks import StepReader
 from dsv4.cache.workspace import Workspace
 from dsv4.errors import InvalidInput, require_count
+from dsv4.ops.backend import BackendName, check_formats, load_backend
 
 
 class ManagerBase:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dsv4.cache import step_checks
 from dsv4.cache.manager_base import ManagerBase
-from dsv4.cache.prefix_cache import PinnedPrefix
-from dsv4.cache.request import Request
-from dsv4.cache.resume import ResumePlan
-from dsv4.cache.token_trail import Ids, Tokens, token_ids
+from dsv4.cache.prefix.cache import PinnedPrefix
+from dsv4.cache.prefix.resume import ResumePlan
+from dsv4.cache.prefix.trail import Ids, Tokens, token_ids
+from dsv4.cache.requests import Request
+from dsv4.cache.step import checks as step_checks
 from dsv4.errors import ContextOverflow, InvalidInput, OutOfBlocks, OutOfSlots
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from dsv4.cache.request import Request
+from dsv4.cache.prefix.snapshots import WideCaptures
+from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
-from dsv4.cache.snapshots import WideCaptures
-from dsv4.cache.step_buffers import StepBuffers
-from dsv4.cache.step_shape import I64, StepShape
-from dsv4.cache.work_items import chunk_groups, closing_groups, without_existing
+from dsv4.cache.step.buffers import StepBuffers
+from dsv4.cache.step.shape import I64, StepShape
+from dsv4.cache.step.work_items import chunk_groups, closing_groups, without_existing
 from dsv4.errors import PlanError
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from dsv4.backend import Backend
-from dsv4.cache.reads import EntrySource
 from dsv4.cache.schema import CacheSchema
+from dsv4.ops.backend import Backend
+from dsv4.ops.calls import EntrySource
 
 SELECT_BYTES = 64 << 20
 

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.cache.writes import CompressorWrite, StepTensors, WindowWrite
 from dsv4.kernels.fold import fold_tokens, load_state, load_token, write_states
 from dsv4.kernels.numerics import (
     bf16_bits,
@@ -28,7 +27,8 @@ from dsv4.kernels.numerics import (
     rotate,
     round_bf16,
 )
-from dsv4.kernels.record import RecordConstants, record_constants, store_records
+from dsv4.kernels.record_store import RecordConstants, record_constants, store_records
+from dsv4.ops.calls import CompressorWrite, StepTensors, WindowWrite
 from dsv4.reference.numerics import SUM_LANES
 
 # Pooling more rows than this splits the channels over programs: a group of 128 tokens is 512 KB.

@@ -23,12 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.cache.reads import EntrySource, WindowSource
 from dsv4.errors import InvalidInput, SchemaError
 from dsv4.kernels.dot import as_operand, dot, load_bf16
 from dsv4.kernels.numerics import INTERPRETED, bf16_bits, round_bf16
-from dsv4.kernels.record import RecordConstants, record_constants
 from dsv4.kernels.record_load import load_record_chunk
+from dsv4.kernels.record_store import RecordConstants, record_constants
+from dsv4.ops.calls import EntrySource, WindowSource
 
 # Keys a tile, and heads a program (a tensor core wants 16; 64 heads share a dequantised tile).
 BLOCK_N = 64

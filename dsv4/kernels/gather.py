@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.cache.reads import EntrySource, WindowSource
 from dsv4.kernels.numerics import INTERPRETED, bf16_bits
-from dsv4.kernels.record import record_constants
 from dsv4.kernels.record_load import load_record_rows
+from dsv4.kernels.record_store import record_constants
+from dsv4.ops.calls import EntrySource, WindowSource
 
 # keys that one program decodes
 BLOCK_KEYS = 16

@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.cache.reads import EntrySource
 from dsv4.errors import InvalidInput
 from dsv4.kernels.device import is_hopper, processors
 from dsv4.kernels.numerics import INTERPRETED, e4m3_value, round_bf16
-from dsv4.kernels.record import RecordConstants, record_constants
+from dsv4.kernels.record_store import RecordConstants, record_constants
 from dsv4.kernels.round_trip import e2m1_value, power_of_two
+from dsv4.ops.calls import EntrySource
 from dsv4.reference.index_scores import MIN_HEADS
 
 ENTRY_TILE = 64
@@ -179,7 +179,7 @@ def _hopper_launch(
     """The launcher of the kernel for Hopper, where it does this."""
     if not is_hopper(q.device):
         return None
-    from dsv4.kernels import index_scores_hopper as hopper  # needs Gluon, which only compiles
+    from dsv4.kernels.hopper import index_scores as hopper  # needs Gluon, which only compiles
 
     fits = hopper.supports(q, keys, first_entry, round_bf16)
     return hopper.launch if fits else None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.cache.reads import EntrySource
 from dsv4.errors import InvalidInput
 from dsv4.kernels.index_scores import index_scores
 from dsv4.kernels.top_k import top_k as take_top_k
 from dsv4.kernels.top_k import top_k_workspace_bytes
+from dsv4.ops.calls import EntrySource
 
 
 def select_workspace_bytes(rows: int, *, keys: EntrySource, top_k: int) -> int:

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.cache.schema import Page
-from dsv4.kernels.record import record_constants, store_records
+from dsv4.kernels.record_store import record_constants, store_records
 
 
 def write_records(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.schema import Page
-from dsv4.cache.writes import CompressorWrite, StepTensors, WindowWrite
+from dsv4.ops.calls import CompressorWrite, StepTensors, WindowWrite
 from dsv4.reference import online
 from dsv4.reference.codec import VALUE_TYPES, encode
 from dsv4.reference.numerics import gated_pool, hadamard, rms_norm, rotate, round_to

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.cache.reads import EntrySource, WindowSource
+from dsv4.ops.calls import EntrySource, WindowSource
 from dsv4.reference.gather import window_rows
 from dsv4.reference.numerics import rotate, round_to
 from dsv4.reference.pages import read_records

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.cache.reads import EntrySource, WindowSource
+from dsv4.ops.calls import EntrySource, WindowSource
 from dsv4.reference.pages import read_records
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.cache.reads import EntrySource
+from dsv4.ops.calls import EntrySource
 from dsv4.reference.numerics import to_bf16
 from dsv4.reference.pages import read_records
 

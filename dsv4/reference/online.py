@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.schema import CompressorLayout
-from dsv4.cache.writes import CompressorWrite, StepTensors
+from dsv4.ops.calls import CompressorWrite, StepTensors
 from dsv4.reference.numerics import fold_token
 
 

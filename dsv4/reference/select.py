@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.cache.reads import EntrySource
 from dsv4.errors import InvalidInput
+from dsv4.ops.calls import EntrySource
 from dsv4.reference.index_scores import index_scores
 from dsv4.reference.top_k import top_k as take_top_k
 

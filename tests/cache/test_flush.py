@@ -20,12 +20,12 @@ from dsv4.cache.flush import (
     maybe_flush_hca,
 )
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.request import Request
+from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.errors import InvalidInput, PlanError, SchemaMismatch
 from dsv4.model import ModelSpec
 from dsv4.reference.codec import encode
-from tests.stack import POISON, Stack, Stream
+from tests.support.stack import POISON, Stack, Stream
 
 TINY = ModelSpec.preset("tiny")
 SWA, CSA, HCA = 0, 1, 2

@@ -6,8 +6,8 @@ import pytest
 
 from dsv4.cache.schema import HcaState
 from dsv4.errors import InvalidInput, OutOfBlocks, OutOfSlots, RequestError
-from tests.lives import assert_cold, run_to, splice, tiny_stack
 from tests.oracles.bookkeeping import nothing_changes
+from tests.support.lives import assert_cold, run_to, splice, tiny_stack
 
 CASES = [(0, 3), (1, 3), (127, 3), (128, 3), (129, 0), (255, 3), (256, 0), (300, 3)]
 

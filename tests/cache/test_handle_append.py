@@ -12,12 +12,12 @@ from torch import Tensor
 
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.prepare_forward import ForwardPlan
-from dsv4.cache.request import Request
+from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, HcaState
-from dsv4.cache.writes import CompressorWeights, LayerWeights
 from dsv4.errors import Dsv4Error, InvalidInput, PlanError, RequestError
 from dsv4.model import ModelSpec
-from tests.stack import Stack, Stream
+from dsv4.ops.calls import CompressorWeights, LayerWeights
+from tests.support.stack import Stack, Stream
 
 TINY = ModelSpec.preset("tiny")
 SWA, CSA, HCA = 0, 1, 2

@@ -8,8 +8,8 @@ import torch
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput, PlanError, SchemaMismatch
 from dsv4.model import ModelSpec
-from tests.reading import queries, read, rows, sink
-from tests.stack import Stack
+from tests.support.reading import queries, read, rows, sink
+from tests.support.stack import Stack
 
 SWA, CSA, HCA = 0, 1, 2
 

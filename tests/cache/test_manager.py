@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
-from dsv4.cache.request import Request
+from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, compute_block_budget
 from dsv4.errors import (
     ContextOverflow,

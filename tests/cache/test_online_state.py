@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.cache.prefix.snapshot_layout import SnapshotLayout
 from dsv4.cache.schema import CacheSchema, HcaState
-from dsv4.cache.snapshot_layout import SnapshotLayout
 from dsv4.errors import InvalidInput
 from dsv4.model import AttentionType, LayerSpec, ModelSpec
 from dsv4.reference.numerics import fold_token, gated_pool
-from tests.stack import HCA_STATES, Stack
+from tests.support.stack import HCA_STATES, Stack
 
 FLASH, TINY = ModelSpec.preset("v4-flash"), ModelSpec.preset("tiny")
 HCA = 2

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.prefix_options import PrefixOptions, full, periodic, zero
+from dsv4.cache.prefix.options import PrefixOptions, full, periodic, zero
 from dsv4.cache.prepare_forward import ForwardPlan
-from dsv4.cache.request import Request
+from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput, MissingExtra, OutOfBlocks
 from dsv4.metrics import prometheus_text
 from dsv4.model import ModelSpec, v4_layers
-from tests.lives import TINY, Text, assert_cold, run_to, splice, tiny_stack
 from tests.oracles.bookkeeping import no_device, nothing_changes
+from tests.support.lives import TINY, Text, assert_cold, run_to, splice, tiny_stack
 
 IDS = np.arange(1000, dtype=np.int32)
 

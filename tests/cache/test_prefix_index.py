@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dsv4.cache.allocator import BlockAllocator
-from dsv4.cache.prefix_index import PrefixIndex, PrefixNode
-from dsv4.cache.token_trail import TokenTrail, chain_root, token_ids
+from dsv4.cache.prefix.index import PrefixIndex, PrefixNode
+from dsv4.cache.prefix.trail import TokenTrail, chain_root, token_ids
 from dsv4.errors import InvalidInput
 
 ROOT = chain_root(fingerprint="f", model_id="m", salt=None)

@@ -10,8 +10,8 @@ import torch
 
 from dsv4.cache.prepare_forward import fill_step
 from dsv4.cache.schema import CacheSchema
-from dsv4.cache.step_buffers import StepBuffers
-from dsv4.cache.step_shape import StepShape
+from dsv4.cache.step.buffers import StepBuffers
+from dsv4.cache.step.shape import StepShape
 from dsv4.model import ModelSpec
 
 TINY = ModelSpec.preset("tiny")

@@ -12,7 +12,7 @@ import torch
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import ForwardPlan
-from dsv4.cache.request import Request
+from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import ContextOverflow, OutOfBlocks, PlanError, RequestError
 from dsv4.model import AttentionType, LayerSpec, ModelSpec

@@ -6,9 +6,9 @@ import pytest
 
 from dsv4.cache.schema import HcaState
 from dsv4.errors import InvalidInput, OutOfBlocks, RequestError
-from tests.lives import assert_cold, run_to, splice, tiny_stack
 from tests.oracles.bookkeeping import nothing_changes
-from tests.stack import HCA_STATES
+from tests.support.lives import assert_cold, run_to, splice, tiny_stack
+from tests.support.stack import HCA_STATES
 
 
 @pytest.mark.parametrize("state", HCA_STATES)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.prepare_forward import ForwardPlan
-from dsv4.cache.request import Request
+from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.model import ModelSpec
-from tests.stack import HCA_STATES, POISON, Stack, Stream, logical_bytes
+from tests.support.stack import HCA_STATES, POISON, Stack, Stream, logical_bytes
 
 pytestmark = pytest.mark.gpu
 

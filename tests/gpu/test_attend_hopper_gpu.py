@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels import attend as portable
-from dsv4.kernels import attend_hopper as hopper
+from dsv4.kernels.hopper import attend as hopper
 from dsv4.reference import attend as reference
 from tests.reference.test_attend import POISON, Step, check, make_step
 

@@ -10,8 +10,8 @@ from dsv4.cache import records
 from dsv4.kernels import index_query, top_k
 from dsv4.reference import index_query as reference_query
 from dsv4.reference import top_k as reference_top_k
-from tests.formats import BF16_INDEX_FORMATS
 from tests.oracles.indexer import make_tokens, same_bits
+from tests.support.formats import BF16_INDEX_FORMATS
 
 pytestmark = pytest.mark.gpu
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dsv4.cache.prefix_options import PrefixOptions, SnapshotPolicy, full, zero
-from tests.lives import ColdRun, Text, run_to, tiny_stack
+from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, zero
+from tests.support.lives import ColdRun, Text, run_to, tiny_stack
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import ForwardPlan
-from dsv4.cache.request import Request
+from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
-from dsv4.cache.writes import CompressorWeights, LayerWeights
 from dsv4.model import ModelSpec
+from dsv4.ops.calls import CompressorWeights, LayerWeights
 from dsv4.reference import attend as reference_attend
 from dsv4.reference import select as reference_select
 from dsv4.rope import rope_table

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache.prefix_options import PrefixOptions, full, zero
+from dsv4.cache.prefix.options import PrefixOptions, full, zero
 from dsv4.integrations.transformers.accelerate import accelerate, restore
 from tests.integrations.fast_v4 import fast, generate, manager_of, plain_model
 

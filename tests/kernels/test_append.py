@@ -12,12 +12,12 @@ from torch import Tensor
 
 from dsv4.cache.flush import csa_compress_tail, hca_compress_tail, maybe_flush_csa, maybe_flush_hca
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.request import Request
+from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.kernels import append as append_kernel
 from dsv4.model import ModelSpec
-from tests.formats import BF16_ENTRY_FORMATS, BF16_INDEX_FORMATS
-from tests.stack import POISON, Stack, Stream
+from tests.support.formats import BF16_ENTRY_FORMATS, BF16_INDEX_FORMATS
+from tests.support.stack import POISON, Stack, Stream
 
 TINY = ModelSpec.preset("tiny")
 SWA, CSA, HCA = 0, 1, 2

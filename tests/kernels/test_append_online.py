@@ -11,8 +11,8 @@ import torch
 
 from dsv4.cache.flush import hca_compress_tail
 from dsv4.model import ModelSpec, v4_layers
-from tests.formats import BF16_ENTRY_FORMATS
 from tests.kernels.test_append import HCA, INF, NAN, Both, by_hand, two_layers_of_flash
+from tests.support.formats import BF16_ENTRY_FORMATS
 
 
 def online(**options: Any) -> Both:

@@ -18,7 +18,7 @@ import torch
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.model import ModelSpec
 from tests.kernels.sm90 import compile_launch, run_apart
-from tests.stack import Stack
+from tests.support.stack import Stack
 
 SWA, CSA, HCA = 0, 2, 3
 WIDE = 8192

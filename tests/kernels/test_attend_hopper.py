@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4.errors import InvalidInput
-from dsv4.kernels import attend_hopper as kernel
+from dsv4.kernels.hopper import attend as kernel
 from tests.reference.test_attend import Step, make_step
 
 PROCESSORS = 132

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache.reads import EntrySource, WindowSource
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
+from dsv4.ops.calls import EntrySource, WindowSource
 from tests.kernels.sm90 import compile_launch, ptxas_messages, run_apart
 
 CSA_LAYER, HCA_LAYER = 2, 3
@@ -61,7 +61,7 @@ def test_products_run_on_wgmma_and_records_arrive_16_bytes_a_thread(attend: dict
 
 def test_each_role_sets_its_registers(attend: dict[str, Any]) -> None:
     """Two of the three roles ask for what `warp_specialize` was told, and left takes the rest."""
-    from dsv4.kernels import attend_hopper as kernel
+    from dsv4.kernels.hopper import attend as kernel
 
     asked = (kernel.RIGHT_REGISTERS.value, kernel.PRODUCER_REGISTERS.value)
     assert {str(count) for count in asked} <= set(attend["register_counts"])
@@ -73,7 +73,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def launch(case: str) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
-    from dsv4.kernels import attend_hopper as kernel
+    from dsv4.kernels.hopper import attend as kernel
 
     model, layer, tokens, chunk = CASES[case]
     schema = CacheSchema.build(ModelSpec.preset(model))
@@ -117,7 +117,7 @@ def launch(case: str) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, 
 
 
 def compile_attend(case: str) -> dict[str, Any]:
-    from dsv4.kernels import attend_hopper as kernel
+    from dsv4.kernels.hopper import attend as kernel
 
     (_, splits, slices), arguments, constants = launch(case)
     assert (splits > 1, slices > 1) == ("split" in case, "sliced" in case)

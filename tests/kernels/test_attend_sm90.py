@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache.reads import EntrySource, WindowSource
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
+from dsv4.ops.calls import EntrySource, WindowSource
 
 ROOT = Path(__file__).parents[2]
 CSA_LAYER, HCA_LAYER = 2, 3

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache.reads import EntrySource, WindowSource
 from dsv4.cache.schema import CacheSchema
 from dsv4.kernels import gather as kernel_gather
 from dsv4.model import ModelSpec
+from dsv4.ops.calls import EntrySource, WindowSource
 from dsv4.reference import gather as reference_gather
 from dsv4.reference.pages import read_records
-from tests.stack import Stack, Stream
+from tests.support.stack import Stack, Stream
 
 BACKENDS = {"reference": reference_gather, "triton": kernel_gather}
 CSA, HCA = 1, 2

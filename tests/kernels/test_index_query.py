@@ -8,8 +8,8 @@ import torch
 from dsv4.cache import records
 from dsv4.kernels import index_query as kernel
 from dsv4.reference import index_query as reference
-from tests.formats import BF16_INDEX_FORMATS
 from tests.oracles.indexer import make_tokens, same_bits
+from tests.support.formats import BF16_INDEX_FORMATS
 
 WIDTH, ROPE, POSITIONS = 128, 64, 40
 

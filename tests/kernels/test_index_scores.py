@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dsv4.cache import records
-from dsv4.cache.reads import EntrySource
 from dsv4.errors import InvalidInput
 from dsv4.kernels import index_scores as kernel
+from dsv4.ops.calls import EntrySource
 from dsv4.reference import index_scores as reference
 from tests.oracles.indexer import UNTOUCHED, make_keys, make_tokens, round_trip, same_bits
 

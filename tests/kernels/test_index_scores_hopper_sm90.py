@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache.reads import EntrySource
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
+from dsv4.ops.calls import EntrySource
 from tests.kernels.sm90 import compile_launch, ptxas_messages, run_apart
 
 CSA_LAYER = 2
@@ -60,7 +60,7 @@ def test_what_it_does(
     first_entry: int,
     fits: bool,
 ) -> None:
-    from dsv4.kernels import index_scores_hopper
+    from dsv4.kernels.hopper import index_scores as index_scores_hopper
 
     schema = CacheSchema.build(
         ModelSpec.preset("v4-flash"), index_format=index_format, block_tokens=block_tokens
@@ -86,7 +86,8 @@ def key_source(schema: CacheSchema) -> EntrySource:
 
 
 def compile_scores(tokens: int) -> dict[str, Any]:
-    from dsv4.kernels import index_scores, index_scores_hopper
+    from dsv4.kernels import index_scores
+    from dsv4.kernels.hopper import index_scores as index_scores_hopper
 
     keys = key_source(CacheSchema.build(ModelSpec.preset("v4-flash")))
     _, arguments, _ = index_scores.launch_arguments(

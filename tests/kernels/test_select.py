@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from dsv4.cache import records
-from dsv4.cache.reads import EntrySource
 from dsv4.errors import InvalidInput
 from dsv4.kernels import select as kernel
 from dsv4.kernels import top_k as top_k_kernel
+from dsv4.ops.calls import EntrySource
 from dsv4.reference import select as reference
 from tests.oracles.indexer import make_keys, make_tokens, round_trip
 

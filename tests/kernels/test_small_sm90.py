@@ -19,7 +19,7 @@ RECORDS: dict[str, RecordFormat] = {"entries": fp8_ds(512, 64), "keys": mxfp4(12
 
 def compile_case(name: str) -> dict[str, object]:
     from dsv4.kernels import gather, write_records
-    from dsv4.kernels.record import record_constants
+    from dsv4.kernels.record_store import record_constants
 
     schema = CacheSchema.build(ModelSpec.preset("v4-flash"))
     page = schema.page("entries", 2)

@@ -10,8 +10,8 @@ from dsv4.cache.schema import CacheSchema, Page, PageKind
 from dsv4.kernels.write_records import write_records
 from dsv4.model import ModelSpec
 from dsv4.reference.append import write_records as reference_write_records
-from tests.formats import BF16_ENTRY_FORMATS, BF16_INDEX_FORMATS
-from tests.stack import POISON
+from tests.support.formats import BF16_ENTRY_FORMATS, BF16_INDEX_FORMATS
+from tests.support.stack import POISON
 
 CSA = 1
 CASES: list[tuple[str, PageKind, str]] = [

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.request import Request
+from dsv4.cache.requests import Request
 
 Row = list[int]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dsv4.cache import records
-from dsv4.cache.reads import EntrySource, WindowSource
 from dsv4.cache.schema import Page, PageKind
+from dsv4.ops.calls import EntrySource, WindowSource
 from dsv4.reference.append import write_records
 from dsv4.reference.attend import attend
 from dsv4.reference.codec import decode, encode

@@ -12,7 +12,7 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput, SchemaError
 from dsv4.model import ModelSpec
 from dsv4.reference.codec import decode, encode
-from tests.stack import Stack, Stream
+from tests.support.stack import Stack, Stream
 
 TINY = ModelSpec.preset("tiny")
 SWA, CSA, HCA = 0, 1, 2

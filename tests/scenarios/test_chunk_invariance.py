@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
-from dsv4.cache.request import Request
+from dsv4.cache.requests import Request
 from dsv4.cache.schema import ArenaName, CacheSchema, HcaState
 from dsv4.model import ModelSpec
-from tests.stack import (
+from tests.support.stack import (
     HCA_STATES,
     POISON,
     Stack,

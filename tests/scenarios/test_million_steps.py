@@ -7,7 +7,7 @@ import random
 import pytest
 
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.request import Request
+from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import (
     ContextOverflow,

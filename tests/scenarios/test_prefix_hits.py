@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4.cache.prefix_options import PrefixOptions, SnapshotPolicy, full, periodic, zero
-from dsv4.cache.resume import ResumePlan
+from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
+from dsv4.cache.prefix.resume import ResumePlan
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.model import v4_layers
-from tests.lives import TINY, TINY_LAYERS, ColdRun, Text, run_to, tiny_stack
-from tests.stack import HCA_STATES, Stack
+from tests.support.lives import TINY, TINY_LAYERS, ColdRun, Text, run_to, tiny_stack
+from tests.support.stack import HCA_STATES, Stack
 
 PROMPT = 1000
 REPLAY = 128 * len(TINY_LAYERS)

@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.prefix_cache import PinnedPrefix
-from dsv4.cache.prefix_options import PrefixOptions, SnapshotPolicy, full, periodic, zero
+from dsv4.cache.prefix.cache import PinnedPrefix
+from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
 from dsv4.cache.prepare_forward import ForwardPlan
-from dsv4.cache.request import Request
+from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, CompressorLayout, HcaState
 from dsv4.errors import ContextOverflow, InvalidInput, OutOfBlocks, OutOfSlots
 from dsv4.model import ModelSpec, v4_layers

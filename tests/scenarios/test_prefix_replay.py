@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4.cache import prefix_cache
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.prefix_options import PrefixOptions, zero
-from dsv4.cache.request import Request
+from dsv4.cache.prefix import cache as prefix_cache
+from dsv4.cache.prefix.options import PrefixOptions, zero
+from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.model import ModelSpec, v4_layers
-from tests.attending_model import AttendingModel
-from tests.stack import HCA_STATES, POISON, Stack, readable_bytes
+from tests.support.attending_model import AttendingModel
+from tests.support.stack import HCA_STATES, POISON, Stack, readable_bytes
 
 TINY = ModelSpec.preset("tiny")
 # windows and blocks of 16 tokens, so that many boundaries can be tried

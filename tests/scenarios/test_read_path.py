@@ -8,8 +8,8 @@ from torch import Tensor
 
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
-from tests.reading import Queries, queries, read
-from tests.stack import Stack, Stream
+from tests.support.reading import Queries, queries, read
+from tests.support.stack import Stack, Stream
 
 SWA, CSA, HCA = 0, 1, 2
 TOKENS = 170

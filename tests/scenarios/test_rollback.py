@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache.request import Request
+from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.errors import PlanError, SchemaError
 from dsv4.model import ModelSpec
-from tests.stack import (
+from tests.support.stack import (
     HCA_STATES,
     Stack,
     Stream,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.prefix_options import PrefixOptions, periodic
+from dsv4.cache.prefix.options import PrefixOptions, periodic
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput, require_count
 from dsv4.integrations.transformers.fast_attention import (

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.request import Request
+from dsv4.cache.requests import Request
 from dsv4.errors import ContextOverflow, InvalidInput, RequestError
 from dsv4.integrations.transformers.history import History
 

@@ -11,7 +11,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_po
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import ForwardPlan
-from dsv4.cache.writes import CompressorWeights, LayerWeights
+from dsv4.ops.calls import CompressorWeights, LayerWeights
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from dsv4.cache.prepare_forward import ForwardPlan
-from dsv4.cache.request import Request
+from dsv4.cache.requests import Request
 from dsv4.errors import ContextOverflow, InvalidInput
 from dsv4.integrations.transformers.decode_graph import DecodeGraphs, can_capture
 from dsv4.integrations.transformers.fast_attention import RunningStep

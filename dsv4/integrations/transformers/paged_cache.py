@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.request import Request
+from dsv4.cache.requests import Request
 from dsv4.cache.stats import MemoryBytes
 from dsv4.errors import InvalidInput, require_count
 from dsv4.integrations.transformers.cache_layers import PagedLayer

@@ -1,0 +1,373 @@
+"""Prefixes that were computed once: found again, resumed, kept, let go."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsv4.cache.allocator import BlockAllocator
+from dsv4.cache.prefix.index import PrefixIndex, PrefixNode
+from dsv4.cache.prefix.options import PrefixOptions
+from dsv4.cache.prefix.resume import ResumePlan, StateSource, replay_start
+from dsv4.cache.prefix.snapshots import Capture, SnapshotPool, WideCaptures
+from dsv4.cache.prefix.trail import Ids, TokenTrail, chain_root
+from dsv4.cache.prepare_forward import ForwardPlan
+from dsv4.cache.requests import Request
+from dsv4.cache.schema import CacheSchema
+from dsv4.cache.stats import HitKind, MissReason, PrefixCounters, PrefixStats
+from dsv4.cache.step.shape import I64
+from dsv4.errors import Dsv4Error, InvalidInput
+
+# a request's trail, where its step starts, the ids of the tokens that it keeps
+LearnedIds = tuple[TokenTrail, int, Ids]
+_HIT_KINDS: dict[StateSource, HitKind] = {
+    "snapshot": "snapshot",
+    "replay": "replay",
+    "nothing": "blocks_only",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PinnedPrefix:
+    """The first `tokens` tokens of some prompt, which stay cached until they are unpinned."""
+
+    tokens: int
+    nodes: tuple[PrefixNode, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """Cached blocks that a prompt starts with, and how to go on behind them."""
+
+    nodes: list[PrefixNode]
+    resume: ResumePlan
+    snapshot: PrefixNode | None
+
+
+class PrefixCache:
+    """The index of cached blocks and the snapshots at their ends."""
+
+    def __init__(
+        self,
+        schema: CacheSchema,
+        allocator: BlockAllocator,
+        options: PrefixOptions,
+        device: torch.device,
+    ) -> None:
+        if not schema.block_bytes:
+            raise InvalidInput(
+                "a model of window-only layers keeps nothing in blocks: there is no prefix to cache"
+            )
+        if options.policy.period_tokens % schema.block_tokens:
+            raise InvalidInput(
+                f"periodic({options.policy.period_tokens}) is no multiple of block_tokens="
+                f"{schema.block_tokens}: snapshots are taken where blocks end"
+            )
+        self.schema, self.options = schema, options
+        self.index = PrefixIndex(allocator)
+        self._allocator = allocator
+        self._bytes_by_kind = schema.bytes_by_kind()["block"]
+        rows = 0 if options.policy.kind == "zero" else options.snapshots
+        self.pool = SnapshotPool(schema, rows, where=options.where, device=device)
+        self._free_rows = list(range(rows - 1, -1, -1))
+        self._taken: OrderedDict[int, PrefixNode] = OrderedDict()  # row -> node, oldest use first
+        self._pins: set[PinnedPrefix] = set()
+        self.counters = PrefixCounters()
+
+    # ---- a request begins --------------------------------------------------------------------
+
+    def trail(self, ids: Ids, salt: str | None) -> TokenTrail:
+        # how many entries are selected moves no byte, but what the bytes say
+        layout = f"{self.schema.fingerprint}/{self.schema.model.index_topk}"
+        root = chain_root(fingerprint=layout, model_id=self.options.model_id, salt=salt)
+        return TokenTrail(root, self.schema.block_tokens, ids)
+
+    def match(self, trail: TokenTrail) -> PrefixMatch:
+        """What of a prompt is there. The last token always runs: it gives the first logits."""
+        tokens = len(trail.ids)
+        nodes = self.index.match(trail, max(0, tokens - 1) // self.schema.block_tokens)
+        return self._resume(nodes, len(nodes), tokens)
+
+    def match_own(self, request: Request, length: int) -> PrefixMatch:
+        """From where a request that has computed `length` tokens can reach them again."""
+        blocks = length // self.schema.block_tokens
+        trail = request.trail
+        known = 0 if trail is None else min(blocks, len(trail.ids) // self.schema.block_tokens)
+        nodes = [] if trail is None else self.index.match(trail, known)
+        return self._resume(nodes, blocks, length)
+
+    def _resume(self, nodes: list[PrefixNode], blocks: int, tokens: int) -> PrefixMatch:
+        """The later start of two: at the last snapshot, or a replay in front of the last block."""
+        block_tokens = self.schema.block_tokens
+        reused = blocks * block_tokens
+        start = replay_start(self.schema, reused)
+        for nth in range(len(nodes) - 1, -1, -1):
+            at = (nth + 1) * block_tokens
+            if at < start:
+                break
+            if nodes[nth].snapshot is not None:
+                resume = ResumePlan(start=at, reused_tokens=reused, end=tokens, source="snapshot")
+                return PrefixMatch(nodes, resume, nodes[nth])
+        resume = ResumePlan(
+            start=start, reused_tokens=reused, end=tokens, source="replay" if start else "nothing"
+        )
+        return PrefixMatch(nodes, resume, None)
+
+    def use(self, match: PrefixMatch, trail: TokenTrail) -> None:
+        """Counts an admission and marks what it used."""
+        counters, resume = self.counters, match.resume
+        counters.tokens_asked += resume.end
+        if match.nodes:
+            counters.hits[_HIT_KINDS[resume.source]] += 1
+            counters.tokens_skipped += resume.start
+            counters.tokens_shared += resume.reused_tokens
+            self.index.touch(match.nodes[-1])
+            if match.snapshot is not None and match.snapshot.snapshot is not None:
+                self._taken.move_to_end(match.snapshot.snapshot)
+            return
+        reason: MissReason = "not_cached"
+        if resume.end <= self.schema.block_tokens:
+            reason = "too_short"
+        elif self.index.was_evicted(trail.digest(0)):
+            reason = "evicted"
+        counters.misses[reason] += 1
+
+    def put_state(self, match: PrefixMatch, slot: Tensor) -> None:
+        """The state at the start of `match.resume` into a slot. In front of a replay nothing is
+        known, so it is zeroed: finite, and gone from everything by the time the replay ends. The
+        windows of draft layers, which snapshots leave out, start as zeros too."""
+        if match.resume.source != "nothing":
+            slot.zero_()
+        if match.snapshot is not None and match.snapshot.snapshot is not None:
+            self.pool.restore(slot, match.snapshot.snapshot, match.resume.start)
+
+    # ---- steps -------------------------------------------------------------------------------
+
+    def plan_captures(self, plan: ForwardPlan) -> WideCaptures | None:
+        """Reserves a snapshot for each boundary of a wide step that is to have one."""
+        if plan.narrow or not self.pool.rows:
+            return None
+        block_tokens = self.schema.block_tokens
+        wanted: list[tuple[int, int]] = []
+        for row in (~self._rings_hold(plan)).nonzero()[0].tolist():
+            request = plan.requests[row]
+            start, end = int(plan.starts[row]), int(plan.ends[row])
+            known = 0 if request.trail is None else len(request.trail.ids)
+            first = start // block_tokens + 1
+            for block in range(first, min(end, known) // block_tokens + 1):
+                if self._is_wanted(request, block * block_tokens):
+                    wanted.append((row, block * block_tokens))
+        captures = []
+        for batch_row, boundary in reversed(wanted):  # the longest prefixes first, if rows are few
+            row_id = self._reserve()
+            if row_id is None:
+                break
+            captures.append(Capture(batch_row=batch_row, boundary=boundary, row=row_id))
+        if not captures:
+            return None
+        try:
+            return WideCaptures(
+                self.pool,
+                captures,
+                slots=plan.slots.tolist(),
+                starts=plan.starts.tolist(),
+                first_rows=plan.shape.first_rows.tolist(),
+            )
+        except BaseException:  # of the device: the snapshots are not taken
+            self._free_rows.extend(capture.row for capture in captures)
+            raise
+
+    def read_ids(self, plan: ForwardPlan, kept: I64, ids: Ids) -> list[LearnedIds]:
+        """What the ids of a step say about each request. Raises InvalidInput if they do not fit the
+        step, or contradict what is known."""
+        if len(ids) != plan.num_tokens:
+            raise InvalidInput(
+                f"{len(ids)} token ids for a step of {plan.num_tokens} tokens: give all of them, "
+                f"in the order of the plan"
+            )
+        learned, at = [], 0
+        for request, start, count, keep in zip(
+            plan.requests, plan.starts.tolist(), plan.counts.tolist(), kept.tolist(), strict=True
+        ):
+            if request.trail is not None and keep:
+                span = ids[at : at + keep]
+                request.trail.check(start, span)
+                learned.append((request.trail, start, span))
+            at += count
+        return learned
+
+    def note_commit(
+        self, plan: ForwardPlan, kept: I64, learned: Sequence[LearnedIds], slot_arena: Tensor
+    ) -> None:
+        """Learns ids, caches the blocks that the step completed, and takes their snapshots.
+
+        The rings still hold the state at every boundary that a few tokens have crossed.
+        """
+        if not plan.narrow and not self._is_complete(plan.appended_layers):
+            for request in plan.requests:  # a step that failed halfway: nothing of it may be found
+                request.trail = None
+        for trail, start, span in learned:
+            trail.learn(start, span)
+        block_tokens = self.schema.block_tokens
+        ends = (plan.starts + kept) // block_tokens
+        in_rings = self._rings_hold(plan)
+        for row in (ends > plan.starts // block_tokens).nonzero()[0].tolist():
+            request, first = plan.requests[row], int(plan.starts[row]) // block_tokens
+            for block in range(first, int(ends[row])):
+                node = self._cache_block(request, block)
+                if node is None:
+                    break
+                boundary = (block + 1) * block_tokens
+                if in_rings[row] and self.pool.rows and self._is_wanted(request, boundary):
+                    row_id = self._reserve()
+                    if row_id is not None:
+                        self.pool.capture(slot_arena[request.slot], row_id, boundary)
+                        self._attach(node, row_id)
+        if plan.captures is not None:
+            self._finish_captures(plan, kept)
+
+    def note_abandon(self, plan: ForwardPlan) -> None:
+        if plan.captures is not None:
+            self._free_rows.extend(capture.row for capture in plan.captures.captures)
+
+    def note_release(self, request: Request) -> None:
+        if request.trail is not None and request.trail.chain:
+            node = self.index.get(request.trail.chain[-1])
+            if node is not None:
+                self.index.touch(node)
+
+    def _rings_hold(self, plan: ForwardPlan) -> NDArray[np.bool_]:
+        """Which requests run so few tokens that their rings still have every state on the way."""
+        return plan.counts <= self.schema.max_rollback_tokens
+
+    def _is_wanted(self, request: Request, boundary: int) -> bool:
+        """Whether the state at a boundary is exact, asked for by the policy and not there yet."""
+        assert request.trail is not None
+        prompt, block_tokens = request.trail.prompt_tokens, self.schema.block_tokens
+        if boundary < request.exact_from or not self.options.policy.wants(
+            boundary, prompt, block_tokens
+        ):
+            return False
+        node = self.index.get(request.trail.digest(boundary // block_tokens - 1))
+        return node is None or node.snapshot is None
+
+    def _cache_block(self, request: Request, block: int) -> PrefixNode | None:
+        """The node of a complete block of a request, made now if there is none; None if its tokens
+        are not known or it follows the same tokens in another request's block. Blocks before it
+        that are cached no more are cached again."""
+        trail = request.trail
+        if trail is None or len(trail.ids) < (block + 1) * self.schema.block_tokens:
+            return None
+        node = self.index.get(trail.digest(block))
+        first = block
+        while node is None and first and (node := self.index.get(trail.chain[first - 1])) is None:
+            first -= 1
+        if first == block and node is not None and node.digest == trail.chain[block]:
+            return node
+        if node is not None and node.block_id != request.block_ids[first - 1]:
+            return None  # another request was first; its blocks must not wait for this one's
+        for nth in range(first, block + 1):
+            node = self.index.add(trail.chain[nth], request.block_ids[nth], node)
+        return node
+
+    def _finish_captures(self, plan: ForwardPlan, kept: I64) -> None:
+        """A snapshot is valid once its step has happened and every layer has given its part."""
+        assert plan.captures is not None
+        complete = self._is_complete(plan.captures.layers)
+        for capture in plan.captures.captures:
+            request = plan.requests[capture.batch_row]
+            reached = plan.starts[capture.batch_row] + kept[capture.batch_row]
+            node = None
+            if complete and capture.boundary <= reached and request.trail is not None:
+                block = capture.boundary // self.schema.block_tokens - 1
+                node = self.index.get(request.trail.digest(block))
+            if node is None or node.snapshot is not None:
+                self._free_rows.append(capture.row)
+            else:
+                self._attach(node, capture.row)
+
+    def _is_complete(self, layers: set[int]) -> bool:
+        """Whether these are all layers but those that draft, which not every engine runs."""
+        return all(spec.draft or spec.layer in layers for spec in self.schema.model.layers)
+
+    # ---- memory ------------------------------------------------------------------------------
+
+    def evict(self, blocks: int, *, or_fewer: bool = False) -> int:
+        """Lets so many cached blocks go, with their snapshots; none, unless `or_fewer`, if it
+        cannot. Returns how many."""
+        victims = self.index.evict(blocks, or_fewer=or_fewer)
+        for node in victims:
+            if node.snapshot is not None:
+                self._detach(node)
+        return len(victims)
+
+    def pin(self, trail: TokenTrail) -> PinnedPrefix:
+        nodes = self.index.match(trail, len(trail.ids) // self.schema.block_tokens)
+        if not nodes:
+            raise InvalidInput("nothing of this prefix is cached: run it once before pinning it")
+        # the same prompt again resumes one block earlier than one that goes on behind it
+        resumed = [node for node in reversed(nodes) if node.snapshot is not None][:2]
+        kept = [nodes[-1], *resumed]
+        for node in kept:
+            node.pins += 1
+        pin = PinnedPrefix(len(nodes) * self.schema.block_tokens, tuple(kept))
+        self._pins.add(pin)
+        return pin
+
+    def unpin(self, pin: PinnedPrefix) -> None:
+        if not isinstance(pin, PinnedPrefix) or pin not in self._pins:
+            raise InvalidInput(f"{pin!r} is not pinned here: give what pin returned, once")
+        self._pins.remove(pin)
+        for node in pin.nodes:
+            node.pins -= 1
+
+    def _reserve(self) -> int | None:
+        """A snapshot row: a free one, or the least recently used one that is not pinned."""
+        if self._free_rows:
+            return self._free_rows.pop()
+        node = next((node for node in self._taken.values() if not node.pins), None)
+        if node is None:
+            return None
+        self.counters.snapshot_evictions += 1
+        self._detach(node)
+        return self._free_rows.pop()
+
+    def _attach(self, node: PrefixNode, row: int) -> None:
+        node.snapshot = row
+        self._taken[row] = node
+
+    def _detach(self, node: PrefixNode) -> None:
+        assert node.snapshot is not None
+        del self._taken[node.snapshot]
+        self._free_rows.append(node.snapshot)
+        node.snapshot = None
+
+    def stats(self) -> PrefixStats:
+        return PrefixStats(
+            **asdict(self.counters),
+            blocks_indexed=len(self.index),
+            block_evictions=self.index.evictions,
+            snapshots_total=self.pool.rows,
+            snapshots_used=len(self._taken),
+            snapshot_bytes=self.pool.layout.row_bytes,
+            cached_bytes_by_kind={
+                kind: count * self._allocator.idle for kind, count in self._bytes_by_kind.items()
+            },
+        )
+
+    def check_invariants(self, open_plan: ForwardPlan | None) -> None:
+        """Raises Dsv4Error unless every snapshot row has exactly one owner."""
+        self.index.check_invariants()
+        reserved = []
+        if open_plan is not None and open_plan.captures is not None:
+            reserved = [capture.row for capture in open_plan.captures.captures]
+        owned = {node.snapshot: node for node in self.index.nodes() if node.snapshot is not None}
+        rows = sorted([*self._free_rows, *reserved, *self._taken])
+        if rows != list(range(self.pool.rows)) or owned != dict(self._taken):
+            raise Dsv4Error("snapshots are lost or doubled: free and taken ones do not add up")

@@ -1,0 +1,182 @@
+"""Which blocks hold which prefixes: a tree of chain digests over the blocks of the pool."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from dsv4.cache.allocator import BlockAllocator
+from dsv4.cache.prefix.trail import TokenTrail
+from dsv4.errors import Dsv4Error
+
+HASHED_AT_ONCE = 64  # blocks; few enough to stop soon behind a miss
+
+
+class PrefixNode:
+    """One cached block. `snapshot` is the row of the state at its end, if that is kept."""
+
+    __slots__ = (
+        "block_id",
+        "children",
+        "digest",
+        "last_use",
+        "parent",
+        "pins",
+        "queued",
+        "snapshot",
+    )
+
+    def __init__(self, digest: bytes, block_id: int, parent: PrefixNode | None) -> None:
+        self.digest, self.block_id, self.parent = digest, block_id, parent
+        self.children = self.pins = self.last_use = 0
+        self.snapshot: int | None = None
+        self.queued = False
+
+
+class PrefixIndex:
+    """From chain digests to blocks, which the allocator keeps for it.
+
+    A block that requests hold is never evicted, nor one with a pin, nor one with cached children;
+    of the rest the least recently used goes first. A use of a block is a use of all before it.
+    """
+
+    def __init__(self, allocator: BlockAllocator) -> None:
+        self._allocator = allocator
+        self._nodes: dict[bytes, PrefixNode] = {}
+        self._leaves: list[tuple[int, int, PrefixNode]] = []  # a heap; stamps may be out of date
+        self._clock = 0
+        self._pushes = 0
+        self._forgotten: dict[bytes, None] = {}  # digests of evicted blocks, oldest first
+        self.evictions = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def get(self, digest: bytes) -> PrefixNode | None:
+        return self._nodes.get(digest)
+
+    def was_evicted(self, digest: bytes) -> bool:
+        return digest in self._forgotten
+
+    def match(self, trail: TokenTrail, most_blocks: int) -> list[PrefixNode]:
+        """The cached blocks that these tokens start with, `most_blocks` at most."""
+        found: list[PrefixNode] = []
+        nodes, chain = self._nodes, trail.chain
+        for first in range(0, most_blocks, HASHED_AT_ONCE):
+            last = min(most_blocks, first + HASHED_AT_ONCE)
+            trail.hash_blocks(last)
+            for block in range(first, last):
+                node = nodes.get(chain[block])
+                if node is None:
+                    return found
+                found.append(node)
+        return found
+
+    def touch(self, node: PrefixNode) -> None:
+        self._clock += 1
+        node.last_use = self._clock
+
+    def add(self, digest: bytes, block_id: int, parent: PrefixNode | None) -> PrefixNode:
+        """A block that a request has just completed."""
+        node = PrefixNode(digest, block_id, parent)
+        self._allocator.keep(block_id)
+        self._nodes[digest] = node
+        self._forgotten.pop(digest, None)
+        if parent is not None:
+            parent.children += 1
+        self.touch(node)
+        self._queue(node)
+        return node
+
+    def evict(self, count: int, *, or_fewer: bool = False) -> list[PrefixNode]:
+        """Lets `count` blocks go; none, unless `or_fewer`, if so many cannot be let go."""
+        if count > self._allocator.idle and not or_fewer:
+            return []
+        victims, orphaned = self._choose(count)
+        if len(victims) < count and not or_fewer:
+            for node in victims:
+                self._queue(node)
+            return []
+        for node in victims:
+            del self._nodes[node.digest]
+            self._forgotten[node.digest] = None
+            self._allocator.drop(node.block_id)
+            if node.parent is not None:
+                node.parent.children -= 1
+        while len(self._forgotten) > self._allocator.total:
+            del self._forgotten[next(iter(self._forgotten))]
+        for node in orphaned:
+            if node.digest in self._nodes:
+                self._queue(node)
+        self.evictions += len(victims)
+        return victims
+
+    def can_evict(self, count: int) -> bool:
+        """Whether `evict(count)` would succeed. Changes nothing."""
+        if count > self._allocator.idle:
+            return False
+        victims, _ = self._choose(count)
+        for node in victims:
+            self._queue(node)
+        return len(victims) == count
+
+    def _choose(self, count: int) -> tuple[list[PrefixNode], list[PrefixNode]]:
+        """Up to `count` nodes to evict, children before parents, and the parents that are leaves
+        then. Nodes chosen are out of the heap; nothing else changes."""
+        victims: list[PrefixNode] = []
+        orphaned: list[PrefixNode] = []
+        in_use: list[PrefixNode] = []
+        gone: dict[PrefixNode, int] = {}
+        while self._leaves and len(victims) < count:
+            stamp, _, node = heapq.heappop(self._leaves)
+            node.queued = False
+            if node.children > gone.get(node, 0):
+                continue  # has children again: queued when they are gone
+            if stamp < node.last_use:
+                self._queue(node)
+            elif node.pins or self._allocator.references(node.block_id):
+                in_use.append(node)
+            else:
+                victims.append(node)
+                parent = node.parent
+                if parent is not None:
+                    parent.last_use = max(parent.last_use, node.last_use)
+                    gone[parent] = gone.get(parent, 0) + 1
+                    if gone[parent] == parent.children:
+                        orphaned.append(parent)
+                        self._queue(parent)
+        for node in in_use:  # being in use is a use: it will not be looked at first next time
+            self.touch(node)
+            self._queue(node)
+        return victims, orphaned
+
+    def _queue(self, node: PrefixNode) -> None:
+        if not node.queued:
+            node.queued = True
+            self._pushes += 1
+            heapq.heappush(self._leaves, (node.last_use, self._pushes, node))
+
+    def nodes(self) -> Iterable[PrefixNode]:
+        return self._nodes.values()
+
+    def check_invariants(self) -> None:
+        """Raises Dsv4Error unless tree, heap and allocator agree."""
+        children: dict[bytes, int] = {}
+        blocks = set()
+        for digest, node in self._nodes.items():
+            if node.parent is not None:
+                if self._nodes.get(node.parent.digest) is not node.parent:
+                    raise Dsv4Error(f"block {node.block_id} is cached, but not the one before it")
+                children[node.parent.digest] = children.get(node.parent.digest, 0) + 1
+            if digest != node.digest or node.block_id in blocks:
+                raise Dsv4Error(f"block {node.block_id} is cached twice or under a wrong digest")
+            blocks.add(node.block_id)
+        for digest, node in self._nodes.items():
+            if node.children != children.get(digest, 0):
+                raise Dsv4Error(f"block {node.block_id} has lost count of the blocks behind it")
+            if not node.children and not node.queued:
+                raise Dsv4Error(f"block {node.block_id} could never be evicted")
+        if len(blocks) != self._allocator.cached:
+            raise Dsv4Error(
+                f"the index has {len(blocks)} blocks, the allocator keeps {self._allocator.cached}"
+            )

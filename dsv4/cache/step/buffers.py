@@ -1,0 +1,163 @@
+"""Static index tensors of a step: how its requests, tokens and work items lie in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsv4.cache.schema import CacheSchema, Page
+from dsv4.cache.step.shape import I64, StepShape, spread
+from dsv4.cache.step.work_items import WorkItems
+
+# Tensors cut to size that are kept: graphs come in few sizes, and so do the groups that close.
+KEPT_CUTS = 1024
+
+# columns of StepBuffers "batch", one row a request:
+#   slot, start position, tokens, first row in the step's token tensors
+BATCH_COLUMNS = 4
+# columns of StepBuffers "tokens", one row a token:
+#   slot, position, batch row
+TOKEN_COLUMNS = 4
+# columns of StepBuffers "window", one row a token that is stored as a window record:
+#   slot, position, token row, 2 · chunk row + 1 if the ring keeps it. Narrow steps use no chunk.
+WINDOW_COLUMNS = 4
+# columns of StepBuffers "groups_RATIO", one row a work item of a compressor:
+#   slot, start position, end position, first token row, first entry, entries, 1 if it writes the
+#   tails (work_items.py)
+GROUP_COLUMNS = 8
+
+
+class StepBuffers:
+    """Static index tensors of a step, in one int32 buffer on the host and one on the device."""
+
+    def __init__(
+        self, schema: CacheSchema, *, max_requests: int, max_tokens: int, device: torch.device
+    ) -> None:
+        self.max_requests, self.max_tokens = max_requests, max_tokens
+        owners = [spec for spec in schema.model.layers if spec.owns_entries]
+        self.ratios = sorted({spec.ratio for spec in owners})
+        self.overlapping_ratios = {spec.ratio for spec in owners if spec.overlap}
+        new_blocks = max_requests + max_tokens // schema.block_tokens  # of a step, at most
+        sizes: list[tuple[str, int, int]] = [
+            ("new_block_at", new_blocks, 2),  # int64 offsets into the block table, first
+            ("new_block_id", new_blocks, 1),
+            ("batch", max_requests, BATCH_COLUMNS),
+            ("tokens", max_tokens, TOKEN_COLUMNS),
+            ("window", max_tokens, WINDOW_COLUMNS),
+        ]
+        for ratio in self.ratios:
+            rows = self.max_items(ratio, tokens=max_tokens, requests=max_requests)
+            sizes.append((f"groups_{ratio}", rows, GROUP_COLUMNS))
+        total = sum(_padded_words(rows, columns) for _, rows, columns in sizes)
+        pinned = device.type == "cuda"
+        self.host_buffer = torch.full((total,), -1, dtype=torch.int32, pin_memory=pinned)
+        self.device_buffer = self.host_buffer.to(device)  # on a CPU: the same memory
+        self.host: dict[str, NDArray[Any]] = {
+            name: rows.numpy() for name, rows in _named_rows(self.host_buffer, sizes).items()
+        }
+        self.on_device = on_device = _named_rows(self.device_buffer, sizes)
+        self.cut = lru_cache(maxsize=KEPT_CUTS)(lambda name, rows: on_device[name][:rows])
+        self.forget()
+        most_items = max((rows for name, rows, _ in sizes if name.startswith("groups")), default=1)
+        self.scratch = torch.empty(
+            (most_items, schema.model.head_dim), dtype=torch.float32, device=device
+        )
+        self.arrived = torch.zeros((most_items,), dtype=torch.int32, device=device)
+        # A wide step overwrites the ring before it is read: its window rows, and those before it,
+        # are staged here. One page, used by one layer after the other.
+        self.chunk_page = Page(
+            kind="window",
+            layer=-1,
+            offset_bytes=0,
+            rows=max_tokens + (schema.model.window - 1) * max_requests,
+            format=schema.window_format,
+        )
+        self.chunk = torch.empty(
+            (1, self.chunk_page.payload_bytes), dtype=torch.uint8, device=device
+        )
+        self._copied = torch.cuda.Event() if pinned else None
+
+    def max_items(self, ratio: int, *, tokens: int, requests: int) -> int:
+        """The most groups, so the most work items, that such a step can touch."""
+        return min(tokens, tokens // ratio + 2 * requests)
+
+    def memory_bytes(self) -> int:
+        words = self.device_buffer.numel() + self.scratch.numel() + self.arrived.numel()
+        return 4 * words + self.chunk.numel()
+
+    def wait(self) -> None:
+        """Until the previous step's copy no longer reads the host buffer."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def forget(self) -> None:
+        """Nothing is kept of the last step."""
+        self._last_shape: StepShape | None = None
+        self._row_of_token = self._nth_of_token = np.empty(0, dtype=np.int64)
+
+    def fill_tokens(self, schema: CacheSchema, shape: StepShape, starts: I64, ends: I64) -> None:
+        """The rows of requests and tokens. After a step of the same shape only positions differ."""
+        batch, tokens, window = self.host["batch"], self.host["tokens"], self.host["window"]
+        requests, count = len(shape.counts), shape.num_tokens
+        if shape is not self._last_shape:
+            self.forget()
+            for rows in (batch, tokens, window):
+                rows.fill(-1)
+            row, self._nth_of_token = spread(shape.counts)
+            self._row_of_token = row
+            token = np.arange(count)
+            chunk_row = token + (row + 1) * (schema.model.window - 1)
+            batch[:requests, 0] = shape.slots
+            batch[:requests, 2] = shape.counts
+            batch[:requests, 3] = shape.first_rows
+            tokens[:count, 0] = window[:count, 0] = shape.slots[row]
+            tokens[:count, 2] = row
+            window[:count, 2] = token
+            window[:count, 3] = 2 * chunk_row + 1
+            self._last_shape = shape
+        row = self._row_of_token
+        position = starts[row] + self._nth_of_token
+        batch[:requests, 1] = starts
+        tokens[:count, 1] = window[:count, 1] = position
+        if shape.most_tokens > schema.ring_rows:
+            kept = position >= (ends - schema.ring_rows)[row]
+            window[:count, 3] += kept - (window[:count, 3] & 1)
+
+    def fill_items(self, ratio: int, items: WorkItems, ends: I64) -> int:
+        """The rows of a compressor's items, behind `fill_tokens`. Returns how many."""
+        rows, row = self.host[f"groups_{ratio}"], items.row
+        rows.fill(-1)
+        filled = rows[: len(row)]
+        filled[:, :4] = self.host["batch"].take(row, axis=0)
+        filled[:, 2] = ends[row]
+        filled[:, 4] = items.entry
+        filled[:, 5] = items.entries
+        filled[:, 6] = items.writes_tails
+        return len(row)
+
+    def send(self) -> None:
+        """The one host-to-device copy of a step."""
+        if self._copied is not None:
+            self.device_buffer.copy_(self.host_buffer, non_blocking=True)
+            self._copied.record()
+
+
+def _named_rows(buffer: Tensor, sizes: Sequence[tuple[str, int, int]]) -> dict[str, Tensor]:
+    named: dict[str, Tensor] = {}
+    at = 0
+    for name, rows, columns in sizes:
+        named[name] = buffer[at : at + rows * columns].view(rows, columns)
+        at += _padded_words(rows, columns)
+    named["new_block_at"] = named["new_block_at"].view(torch.int64).flatten()
+    named["new_block_id"] = named["new_block_id"].flatten()
+    return named
+
+
+def _padded_words(rows: int, columns: int) -> int:
+    return -(-rows * columns // 8) * 8

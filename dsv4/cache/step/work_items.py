@@ -1,0 +1,54 @@
+"""How the compressors of a layer share the work of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dsv4.cache.step.shape import I64, spread
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkItems:
+    """One element an item: its request's row, its first entry, how many entries it takes, and 1
+    if it writes the tails."""
+
+    row: I64
+    entry: I64
+    entries: I64 | int
+    writes_tails: I64 | int
+
+
+def closing_groups(ratio: int, starts: I64, ends: I64, *, most_tokens: int) -> WorkItems:
+    """The items of a narrow step: the groups that close."""
+    first = starts // ratio
+    closed = ends // ratio - first
+    if most_tokens <= ratio:  # a request closes one group at most
+        row = closed.nonzero()[0]
+        return WorkItems(row, first[row], 1, 0)
+    row, nth = spread(closed)
+    return WorkItems(row, first[row] + nth, 1, 0)
+
+
+def chunk_groups(ratio: int, starts: I64, ends: I64, *, overlap: bool) -> WorkItems:
+    """The items of a wide step. The first one of a request writes the tails, after it has read what
+    they hold, and is there even if nothing closes; with overlap the group behind it reads them too,
+    so it takes both."""
+    first = starts // ratio
+    items = np.where(ends > starts, np.maximum(ends // ratio - first - overlap, 1), 0)
+    row, nth = spread(items)
+    is_first = nth == 0
+    entry = first[row] + nth + (overlap & ~is_first)
+    return WorkItems(row, entry, 1 + (overlap & is_first), is_first.astype(np.int64))
+
+
+def without_existing(items: WorkItems, existing: I64) -> WorkItems:
+    """Of each request the first `existing` entries are there and are left out."""
+    skipped = np.clip(existing[items.row] - items.entry, 0, items.entries)
+    entries = items.entries - skipped
+    writes_tails = np.broadcast_to(items.writes_tails, entries.shape)
+    left = (entries > 0) | (writes_tails > 0)
+    return WorkItems(
+        items.row[left], (items.entry + skipped)[left], entries[left], writes_tails[left]
+    )

@@ -1,0 +1,47 @@
+"""The `dsv4` command. This file only registers commands; each lives in its own module and imports
+what it needs when it runs, so that `dsv4 plan` works where torch is not installed."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dsv4 import __version__
+from dsv4.cli.bench import bench_command
+from dsv4.cli.demo import demo_command
+from dsv4.cli.plan import plan_command
+from dsv4.cli.verify import verify_command
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+app.command("bench")(bench_command)
+app.command("demo")(demo_command)
+app.command("plan")(plan_command)
+app.command("verify")(verify_command)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"dsv4 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """The KV cache for DeepSeek-V4 inference."""
+
+
+if __name__ == "__main__":
+    app()

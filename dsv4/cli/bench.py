@@ -1,0 +1,92 @@
+"""`dsv4 bench`: results of benchmarks side by side, or drawn. Torch-free; measuring is
+`python -m benchmarks.run` in a checkout on a GPU machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dsv4.bench import BenchResult, Comparison, read_results
+from dsv4.bench import compare as compare_results
+from dsv4.cli.errors import reported_errors
+from dsv4.errors import InvalidInput
+from dsv4.plots.results import SUITES, plot_results
+
+# differences below this are not coloured
+NOISE = 0.03
+
+
+def bench_command(
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A B", help="Two results files, side by side: ratio = B / A."),
+    ] = None,
+    plot: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="FILE RESULTS", help="Draw a results file into FILE (.png, .svg)."),
+    ] = None,
+    suites: Annotated[
+        list[str] | None,
+        typer.Option("--suite", help=f"Draw this alone, of {', '.join(SUITES)}; may be repeated."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare two benchmark results files, or draw one."""
+    with reported_errors(as_json=as_json):
+        if (compare is None) == (plot is None):
+            raise InvalidInput(
+                "say what to do with results: either --compare A B or --plot FILE RESULTS"
+            )
+        if plot is not None:
+            plot_results(read_results(plot[1]), plot[0], suites=suites or SUITES)
+            typer.echo(json.dumps({"plot": str(plot[0])}) if as_json else f"written to {plot[0]}")
+        if compare is not None:
+            a, b = (read_results(path) for path in compare)
+            found = compare_results(a, b)
+            if as_json:
+                files = {
+                    name: {"path": str(path), **_origin(results)}
+                    for name, path, results in zip("ab", compare, (a, b), strict=True)
+                }
+                typer.echo(json.dumps({**files, **found.to_dict()}, indent=2))
+            else:
+                _print(found, compare, a, b)
+
+
+def _origin(results: list[BenchResult]) -> dict[str, list[str]]:
+    return {
+        "commits": sorted({r.commit for r in results}),
+        "gpus": sorted({r.gpu for r in results}),
+    }
+
+
+def _print(
+    found: Comparison, paths: tuple[Path, Path], a: list[BenchResult], b: list[BenchResult]
+) -> None:
+    console = Console()
+    for name, path, results in zip("AB", paths, (a, b), strict=True):
+        origin = _origin(results)
+        text = f"{path}  {', '.join(origin['gpus'])}, commit {', '.join(origin['commits'])}"
+        console.print(Text.assemble((f"{name}  ", "bold"), text), soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("case", "µs A", "µs B", "B / A"):
+        table.add_column(column, justify="left" if column == "case" else "right", no_wrap=True)
+    for case in found.cases:
+        style = ""
+        if case.ratio < 1 - NOISE:
+            style = "green"
+        elif case.ratio > 1 + NOISE:
+            style = "red"
+        ratio = Text(f"{case.ratio:.2f}", style=style)
+        table.add_row(Text(case.case), f"{case.a_us:.2f}", f"{case.b_us:.2f}", ratio)
+    console.print(table)
+    for name, alone in (("A", found.only_a), ("B", found.only_b)):
+        for missing in alone:
+            console.print(Text(f"only in {name}: {missing}"), soft_wrap=True)

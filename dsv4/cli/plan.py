@@ -1,0 +1,203 @@
+"""`dsv4 plan`: what a cache costs and what fits, as tables or JSON. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dsv4.cache.schema import BlockBudget, CacheSchema
+from dsv4.cli.errors import reported_errors
+from dsv4.model import PRESETS, ModelSpec
+from dsv4.planner import Plan, plan
+from dsv4.plots.plan import plot_plan, requests_to_draw
+from dsv4.units import format_bytes, format_tokens, parse_bytes, parse_tokens
+
+
+def plan_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|CONFIG.JSON",
+            help=f"A preset ({', '.join(PRESETS)}) or the path of a config.json.",
+        ),
+    ],
+    memory: Annotated[
+        str | None, typer.Option(help="Memory for the cache alone: 80GiB, 80GB, bytes.")
+    ] = None,
+    context: Annotated[
+        str | None, typer.Option(help="Tokens of each request: 1M, 128k, 1_000_000.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(help="Requests alive at once.")] = None,
+    draft: Annotated[int, typer.Option(help="Draft tokens a step may have rejected.")] = 0,
+    index_format: Annotated[
+        str, typer.Option(help="Indexer keys: mxfp4, fp8, nvfp4, bf16 or fp32.")
+    ] = "mxfp4",
+    record_format: Annotated[
+        str, typer.Option(help="Entries and window: fp8_ds, fp8_row, bf16 or fp32.")
+    ] = "fp8_ds",
+    hca_state: Annotated[
+        str, typer.Option(help="Unfinished groups of HCA layers: raw or online.")
+    ] = "raw",
+    block_tokens: Annotated[int, typer.Option(help="Tokens of a block.")] = 128,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw memory against context into this file.")
+    ] = None,
+    byte_map: Annotated[
+        bool, typer.Option("--map", help="Print where each byte of a block and a slot is.")
+    ] = False,
+) -> None:
+    """Say what a cache costs a token and a request, and what fits.
+
+    Give two of --memory, --context and --requests and the third is the answer; give all three and
+    the answer is whether they fit. A context left out is the longest of the model.
+    """
+    with reported_errors(as_json=as_json):
+        schema = CacheSchema.build(
+            _model(model),
+            block_tokens=block_tokens,
+            max_draft_tokens=draft,
+            entry_format=record_format,
+            index_format=index_format,
+            hca_state=hca_state,  # type: ignore[arg-type]
+        )
+        found = plan(
+            schema,
+            memory_bytes=None if memory is None else parse_bytes(memory),
+            context_tokens=None if context is None else parse_tokens(context),
+            requests=requests,
+        )
+        if plot is not None:
+            curves = requests_to_draw(found.requests)
+            plot_plan(schema, plot, memory_bytes=found.memory_bytes, requests=curves)
+        maps = {arena: schema.byte_map(arena) for arena in ("block", "slot")} if byte_map else {}
+        if as_json:
+            typer.echo(json.dumps(_json(found, maps, plot), indent=2))
+        else:
+            print_plan(found, maps, plot)
+
+
+def _model(name: str) -> ModelSpec:
+    """A preset, or a file when the name looks like one or there is one."""
+    path = Path(name)
+    looks_like_a_file = path.suffix == ".json" or len(path.parts) > 1 or path.exists()
+    if name not in PRESETS and looks_like_a_file:
+        return ModelSpec.from_config(path)
+    return ModelSpec.preset(name)
+
+
+def _json(found: Plan, maps: dict[str, str], plot: Path | None) -> dict[str, Any]:
+    result = found.to_dict()
+    if maps:
+        result["byte_map"] = {arena: text.splitlines() for arena, text in maps.items()}
+    if plot is not None:
+        result["plot"] = str(plot)
+    return result
+
+
+def print_plan(found: Plan, maps: dict[str, str], plot: Path | None) -> None:
+    """The plan as tables; with byte maps and the place of the plot where given."""
+    console = Console()
+    formats = found.formats
+    console.print(
+        Text.assemble(
+            (found.model, "bold"),
+            f"  entries {formats['entries']}, index keys {formats['index_keys']}, "
+            f"HCA state {found.hca_state}, {found.max_draft_tokens} draft tokens, "
+            f"layout {found.fingerprint[:12]}",
+        )
+    )
+    console.print(_sizes_table(found))
+    console.print(_kinds_table(found))
+    if found.budget is not None:
+        console.print(_budget_table(found.budget))
+    if found.question != "bytes":
+        console.print(Text(_answer(found), style="bold"), soft_wrap=True)
+    if plot is not None:
+        console.print(Text(f"plot written to {plot}"), soft_wrap=True)
+    for text in maps.values():
+        typer.echo(f"\n{text}")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(columns[0])
+    for column in columns[1:]:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _sizes_table(found: Plan) -> Table:
+    table = _table("cost", "bytes", "")
+    table.add_row("a token of context", f"{found.bytes_per_token:,.2f}", "")
+    table.add_row(
+        "a live request, at any length",
+        f"{found.bytes_per_request:,}",
+        format_bytes(found.bytes_per_request),
+    )
+    table.add_section()
+    table.add_row(f"block of {found.block_tokens} tokens", *_bytes(found.block_bytes))
+    table.add_row("slot of a request", *_bytes(found.slot_bytes))
+    table.add_row("block table row of a request", *_bytes(found.block_table_row_bytes))
+    table.add_row("snapshot of the prefix cache", *_bytes(found.snapshot_bytes))
+    return table
+
+
+def _kinds_table(found: Plan) -> Table:
+    """Where the bytes of a block and a slot go, one row a kind of plane."""
+    table = _table("plane", "in a block", "share", "in a slot", "share")
+    in_block, in_slot = found.bytes_by_kind["block"], found.bytes_by_kind["slot"]
+    kinds = [kind for kind in (*in_block, *in_slot) if kind != "padding"]
+    for kind in (*dict.fromkeys(kinds), "padding"):
+        table.add_row(
+            kind,
+            *_share(in_block.get(kind), found.block_bytes),
+            *_share(in_slot.get(kind), found.slot_bytes),
+        )
+    return table
+
+
+def _budget_table(budget: BlockBudget) -> Table:
+    table = _table("allocated", "bytes", "")
+    table.add_row(f"{budget.num_blocks:,} blocks", *_bytes(budget.block_arena_bytes))
+    table.add_row(f"{budget.max_requests:,} slots", *_bytes(budget.slot_arena_bytes))
+    table.add_row("block table", *_bytes(budget.block_table_bytes))
+    table.add_section()
+    table.add_row("total", *_bytes(budget.total_bytes))
+    if budget.unused_bytes:
+        table.add_row("too small for a block, unused", *_bytes(budget.unused_bytes))
+    return table
+
+
+def _answer(found: Plan) -> str:
+    """The answer as a sentence."""
+    context = format_tokens(found.context_tokens or 0)
+    who = f"{found.requests:,} request{'' if found.requests == 1 else 's'} of {context} tokens"
+    needed = f"{format_bytes(found.needed_bytes or 0)} ({found.needed_bytes:,} bytes)"
+    memory = format_bytes(found.memory_bytes or 0)
+    match found.question:
+        case "memory":
+            return f"Memory for {who}: {needed}."
+        case "requests" | "context":
+            return f"{memory} has room for {who} at once: {needed}."
+        case "fits" if found.fits:
+            return f"{memory} has room for {who} at once: {needed}. They fit."
+        case _:
+            return f"{memory} has no room for {who} at once. The minimum is {needed}."
+
+
+def _bytes(count_bytes: int) -> tuple[str, str]:
+    return f"{count_bytes:,}", format_bytes(count_bytes)
+
+
+def _share(part_bytes: int | None, total_bytes: int) -> tuple[str, str]:
+    if not part_bytes:
+        return "", ""
+    return f"{part_bytes:,}", f"{part_bytes / total_bytes:.1%}"

@@ -1,0 +1,223 @@
+"""`dsv4 demo`: a tiny V4 generates with transformers' cache and with this one, side by side.
+
+transformers  each prompt alone, on transformers' own cache: what the others are held against
+paged         the same model with a PagedCache: logits must be equal bit for bit
+batch         accelerated, all prompts in one padded batch: tokens must be equal
+prefix        a prompt whose beginning is cached: tokens must be equal
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.demo.events import DemoReport, PartBegins, PartResult, PrefixResult, Verdict
+from dsv4.demo.model import random_prompt
+from dsv4.demo.prefix import run_twice
+from dsv4.demo.watch import Emit, Watcher
+from dsv4.integrations.transformers import PagedCache, accelerate, restore
+from dsv4.units import format_bytes
+
+# while they decode, A and C each close an HCA group and take a block
+PROMPT_TOKENS = {"A": 250, "B": 5, "C": 118, "D": 64}
+NEW_TOKENS = 16
+SHARED_TOKENS, QUESTION_TOKENS = 384, 24
+RECORDS = "bf16"  # unquantised
+# transformers adds in another order, so where its own two best logits are this close, either is
+# right, and so is what follows
+TIE = 1e-3
+ALL_AGREE = "all tokens as transformers generates them"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """`tokens` [rows, n] that were generated, and the `logits` [rows, n, vocabulary] of each."""
+
+    tokens: Tensor
+    logits: Tensor
+
+
+class Story:
+    """Runs the parts on one model and reports through `emit`. The model is left as it was."""
+
+    def __init__(self, model: Any, emit: Emit) -> None:
+        self.model, self._emit = model, emit
+        self.prompts = {
+            name: random_prompt(count, seed=nth)
+            for nth, (name, count) in enumerate(PROMPT_TOKENS.items())
+        }
+        self.max_context = max(PROMPT_TOKENS.values()) + NEW_TOKENS
+        self.alone: dict[str, Generated] = {}
+        self.alone_bytes: dict[str, list[int]] = {}
+        self.parts: list[PartResult] = []
+
+    def transformers(self) -> None:
+        *others, last = map(str, PROMPT_TOKENS.values())
+        lengths = f"{', '.join(others)} and {last} tokens"
+        clock = self._begin(
+            "transformers", f"transformers' own cache, prompts of {lengths}, each alone"
+        )
+        for name, prompt in self.prompts.items():
+            watcher = Watcher("transformers", [name], self._emit)
+            self.alone[name] = self._generate(watcher, prompt[None])
+            self.alone_bytes[name] = watcher.transformers_bytes
+        total = sum(in_use[-1] for in_use in self.alone_bytes.values())
+        self._end(clock, "not compared", f"{format_bytes(total)} of states in fp32", self.alone)
+
+    def paged(self) -> None:
+        name = next(iter(self.prompts))
+        clock = self._begin("paged", f"model untouched, PagedCache instead, prompt {name}")
+        cache = PagedCache.for_model(self.model, max_batch=1, max_context=self.max_context)
+        watcher = Watcher("paged", [name], self._emit, self.alone_bytes[name])
+        ours = self._generate(watcher, self.prompts[name][None], past_key_values=cache)
+        equal = torch.equal(ours.logits, self.alone[name].logits)
+        found = "equal bit for bit" if equal else "NOT equal bit for bit"
+        self._end(clock, "agrees" if equal else "differs", f"all logits {found}", [name])
+
+    def batch(self) -> None:
+        clock = self._begin("batch", "accelerated, all prompts in one padded batch")
+        verdict, note = self._compare(self._generate_batch())
+        self._end(clock, verdict, note, self.prompts)
+
+    def prefix(self) -> PrefixResult:
+        clock = self._begin("prefix", "a second prompt with the same beginning")
+        shared = random_prompt(SHARED_TOKENS, seed=100)
+        first, second = (
+            torch.cat((shared, random_prompt(QUESTION_TOKENS, seed=seed))) for seed in (101, 102)
+        )
+        result, tokens = run_twice(
+            self.model, first, second, new_tokens=NEW_TOKENS, records=RECORDS
+        )
+        theirs = _generate(self.model, second[None])
+        verdict, note = compare_tokens("the second prompt", tokens, theirs)
+        if result.second_run_tokens == result.second_prompt_tokens:
+            verdict, note = "differs", "nothing was reused"
+        self._end(clock, verdict, f"{_saving(result)}; {note}", ["second"])
+        return result
+
+    def _generate_batch(self) -> Generated:
+        """All prompts, padded on the left, through the accelerated model."""
+        steps = zip(*self.alone_bytes.values(), strict=True)
+        watcher = Watcher("batch", list(self.prompts), self._emit, [sum(step) for step in steps])
+        accelerate(
+            self.model,
+            max_batch=len(self.prompts),
+            max_context=self.max_context,
+            records=RECORDS,
+        )
+        try:
+            return self._generate(watcher, **pad_left(list(self.prompts.values())))
+        finally:
+            restore(self.model)
+
+    def _generate(self, watcher: Watcher, ids: Tensor, **options: Any) -> Generated:
+        with watcher.watching(self.model):
+            return _generate(self.model, ids, **options)
+
+    def _compare(self, ours: Generated) -> tuple[Verdict, str]:
+        """All rows with the prompts alone."""
+        found = [
+            compare_tokens(f"prompt {name}", tokens.tolist(), self.alone[name])
+            for name, tokens in zip(self.alone, ours.tokens, strict=True)
+        ]
+        for verdict, note in found:
+            if verdict == "differs":
+                return verdict, note
+        ties = [note for _, note in found if note != ALL_AGREE]
+        return "agrees", ties[0] if ties else ALL_AGREE
+
+    def _begin(self, part: str, title: str) -> tuple[str, str, float]:
+        self._emit(PartBegins(part=part, title=title))
+        return part, title, time.perf_counter()
+
+    def _end(
+        self,
+        begun: tuple[str, str, float],
+        verdict: Verdict,
+        note: str,
+        prompts: Sequence[str] | dict[str, Any],
+    ) -> None:
+        part, title, begin = begun
+        result = PartResult(
+            part=part,
+            title=title,
+            note=note,
+            verdict=verdict,
+            seconds=time.perf_counter() - begin,
+            tokens=len(prompts) * NEW_TOKENS,
+        )
+        self.parts.append(result)
+        self._emit(result)
+
+
+def run_demo(model: Any, emit: Emit) -> DemoReport:
+    """Runs the whole story on a model of `tiny_v4()` and reports each step."""
+    story = Story(model, emit)
+    with _one_thread():
+        story.transformers()
+        story.paged()
+        story.batch()
+        prefix = story.prefix()
+    return DemoReport(parts=story.parts, prefix=prefix)
+
+
+def compare_tokens(who: str, ours: Sequence[int], theirs: Generated) -> tuple[Verdict, str]:
+    """Greedy tokens of one row must be equal up to where transformers' own logits tie."""
+    expected = theirs.tokens[0].tolist()
+    for step, (found, wanted) in enumerate(zip(ours, expected, strict=True)):
+        if found == wanted:
+            continue
+        best, next_best = theirs.logits[0, step].topk(2).values.tolist()
+        if best - next_best <= TIE:
+            return "agrees", f"{who}: tokens equal up to step {step}, where two logits tie"
+        return "differs", (
+            f"{who}: token {found} at step {step}, but transformers generates {wanted}, "
+            f"{best - next_best:.4f} ahead of the next"
+        )
+    return "agrees", ALL_AGREE
+
+
+def pad_left(prompts: Sequence[Tensor]) -> dict[str, Tensor]:
+    """`ids` and `attention_mask` [rows, longest], as generate takes them."""
+    longest = max(map(len, prompts))
+    ids = torch.stack([torch.nn.functional.pad(p, (longest - len(p), 0)) for p in prompts])
+    counts = torch.tensor([len(p) for p in prompts])
+    mask = torch.arange(longest) >= (longest - counts)[:, None]
+    return {"ids": ids, "attention_mask": mask.long()}
+
+
+def _saving(found: PrefixResult) -> str:
+    return (
+        f"{found.second_run_tokens} of {found.second_prompt_tokens} tokens run, "
+        f"{found.second_seconds:.2f} s after {found.first_seconds:.2f} s for the first "
+        f"({found.source})"
+    )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The tensors are small: threads would wait for each other, on a busy machine for long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _generate(model: Any, ids: Tensor, **options: Any) -> Generated:
+    out = model.generate(
+        ids,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    return Generated(tokens=out.sequences[:, ids.shape[1] :], logits=torch.stack(out.logits, dim=1))

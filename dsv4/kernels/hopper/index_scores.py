@@ -1,0 +1,529 @@
+"""Indexer scores for Hopper: MXFP4 keys of 128 channels and 64 heads.
+
+The same scores as index_scores.py, and the same way to share out the work. Codes and queries meet
+as E4M3 numbers in the FP8 matrix instruction, whose 32 channels are exactly one scale group of a
+key, and scales follow in fp32:
+  - An E2M1 code's bits, moved to the right places of a byte, are an E4M3 number: its value times
+    2^-6. No arithmetic, and four codes at once.
+  - Hopper keeps few bits of FP8 sums, but enough for one group of 32 products of E2M1 numbers
+    (multiples of a quarter up to 36), so every group has a sum of its own that starts at 0.
+  - Sums are scaled relative to the first group, and a key's score by that group's scale: rounding
+    to bf16 commutes with powers of two. A first group 2^64 or more below the key's largest counts
+    as if it were 2^64 below.
+  - Queries must be E2M1 numbers times a power of two for each 32 channels, as
+    prepare_index_queries leaves them. A head is scaled by a power of two that goes back into its
+    weight. It is exact where the scales of a head lie within 2^14 of each other; channels farther
+    below are off by at most 2^-18 of the head's largest.
+
+A thread loads the words that it decodes, which are those that the matrix instruction takes from its
+registers: the order of channels within a group is free. So keys never pass through shared memory,
+two tiles are under way while one is computed, and no warp waits for another within a token.
+Compiled only; tested on GPUs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dsv4.kernels.device import processors
+from dsv4.kernels.record_store import record_constants
+from dsv4.ops.calls import EntrySource
+
+HEADS, WIDTH, SCALE_GROUP = 64, 128, 32
+NUM_WARPS = 4
+TILE = 64  # entries
+HALF = TILE // NUM_WARPS // 2  # of a warp's entries
+LANES = 4  # that share the heads of an entry
+MIN_TOKENS = 32
+PROGRAMS_PER_PROCESSOR = 3
+MAX_REGISTERS = 168
+
+_HEADS = gl.constexpr(HEADS)
+_WIDTH = gl.constexpr(WIDTH)
+_GROUP = gl.constexpr(SCALE_GROUP)  # channels
+_GROUPS = gl.constexpr(WIDTH // SCALE_GROUP)
+_BYTES = gl.constexpr(WIDTH // 2)  # codes of a key
+_WARPS = gl.constexpr(NUM_WARPS)
+_TILE = gl.constexpr(TILE)
+_SPAN = gl.constexpr(2 * HALF)  # entries of a warp
+_HALF = gl.constexpr(HALF)
+_LANES = gl.constexpr(LANES)
+
+_MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
+_KEY = gl.constexpr(
+    gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]), 4)
+)
+_ENTRY = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])))
+_HEAD = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])))
+# [warps, halves of a warp's entries, entries, lanes, groups, bytes]: a thread has a word of each
+# group of two keys
+_CODES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[
+            [0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 2], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 2, 0],
+            [0, 1, 0, 0, 0, 0],
+        ],
+        lane_bases=[
+            [0, 0, 0, 1, 0, 0], [0, 0, 0, 2, 0, 0], [0, 0, 1, 0, 0, 0], [0, 0, 2, 0, 0, 0],
+            [0, 0, 4, 0, 0, 0],
+        ],
+        warp_bases=[[1, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0]],
+        block_bases=[],
+        shape=[NUM_WARPS, 2, HALF, LANES, WIDTH // SCALE_GROUP, 4],
+    )
+)  # fmt: skip
+_WORD = gl.constexpr(gl.SliceLayout(5, _CODES))
+_KEYS = gl.constexpr(gl.SliceLayout(3, gl.SliceLayout(4, _WORD)))
+_OF_WARP = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, _KEYS)))
+_OF_HALF = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(2, _KEYS)))
+_OF_ENTRY = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(1, _KEYS)))
+_OF_LANE = gl.constexpr(
+    gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, _WORD))))
+)
+_OF_GROUP = gl.constexpr(
+    gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, _WORD))))
+)
+_OF_BYTE = gl.constexpr(
+    gl.SliceLayout(
+        0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, _CODES))))
+    )
+)
+_QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+_VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 8, rank=2))
+
+# A word of eight codes → the low and the high ones of its bytes as E4M3. A low code's sign has to
+# travel two places farther than the rest: 0x60 makes a carry of it.
+DECODE = gl.constexpr("""
+    {
+    .reg .b32 low, high;
+    and.b32 low, $2, 0x0F0F0F0F;
+    mad.lo.u32 low, low, 4, 0x60606060;
+    and.b32 $0, low, 0x9C9C9C9C;
+    shr.u32 high, $2, 2;
+    and.b32 high, high, 0x1C1C1C1C;
+    lop3.b32 $1, $2, 0x80808080, high, 0xEA;
+    }
+    """)
+# Each product in the upper half of a register is already the fp32 number: the weights' lower halves
+# are 0.
+WEIGHTED_RELU = gl.constexpr("""
+    {
+    .reg .b32 pair, first;
+    .reg .b16 low, high;
+    cvt.rn.relu.bf16x2.f32 pair, $3, $2;
+    mov.b32 {low, high}, pair;
+    mov.b32 first, {low, low};
+    mul.rn.bf16x2 $0, first, $4;
+    mul.rn.bf16x2 $1, pair, $5;
+    }
+    """)
+# Four scale bytes → the first one as a power of two, but at least 2^-64 of the largest; the others
+# relative to that; the largest. Relative to the scale of a group of zeros, others would overflow.
+POWERS = gl.constexpr("""
+    {
+    .reg .b32 a, b, c, d, x;
+    shl.b32 a, $5, 23;
+    and.b32 a, a, 0x7F800000;
+    shl.b32 b, $5, 15;
+    and.b32 b, b, 0x7F800000;
+    shl.b32 c, $5, 7;
+    and.b32 c, c, 0x7F800000;
+    shr.u32 d, $5, 1;
+    and.b32 d, d, 0x7F800000;
+    max.s32 x, b, c;
+    max.s32 x, x, d;
+    max.s32 x, x, a;
+    mov.b32 $4, x;
+    sub.s32 x, x, 0x20000000;
+    max.s32 a, a, x;
+    mov.b32 $0, a;
+    sub.s32 x, 0x3F800000, a;
+    add.s32 b, b, x;
+    max.s32 $1, b, 0;
+    add.s32 c, c, x;
+    max.s32 $2, c, 0;
+    add.s32 d, d, x;
+    max.s32 $3, d, 0;
+    }
+    """)
+# Adds up four lanes for two entries; lanes with $8 go on with the second one. Then its key's first
+# scale; a largest one of 255 marks a NaN, and infinity times 0 is one. Adding 0 makes -0 one zero.
+# A NaN is the highest of all numbers and becomes the usual one.
+FINISH = gl.constexpr("""
+    {
+    .reg .pred second;
+    .reg .b32 x, y, power;
+    setp.ne.u32 second, $8, 0;
+    selp.b32 x, $3, $2, second;
+    selp.b32 y, $2, $3, second;
+    shfl.sync.bfly.b32 y, y, 2, 31, -1;
+    add.rn.f32 x, x, y;
+    shfl.sync.bfly.b32 y, x, 1, 31, -1;
+    add.rn.f32 x, x, y;
+    selp.b32 power, $5, $4, second;
+    selp.b32 y, $7, $6, second;
+    mul.rn.f32 y, y, 0f00000000;
+    fma.rn.f32 x, x, power, y;
+    cvt.rn.bf16x2.f32 x, x, 0f00000000;
+    min.s32 $0, x, 0x7FC00000;
+    mov.b32 $1, 0;
+    }
+    """)
+LARGEST = gl.constexpr("""
+    {
+    .reg .b32 a, b, c, d;
+    and.b32 a, $1, 0x7FFF7FFF;
+    and.b32 b, $2, 0x7FFF7FFF;
+    and.b32 c, $3, 0x7FFF7FFF;
+    and.b32 d, $4, 0x7FFF7FFF;
+    max.u16x2 a, a, b;
+    max.u16x2 c, c, d;
+    max.u16x2 $0, a, c;
+    }
+    """)
+SCALED_E4M3 = gl.constexpr("""
+    {
+    .reg .b32 a, b, c, d;
+    .reg .b16 low, high;
+    shl.b32 a, $1, 16;
+    and.b32 b, $1, 0xFFFF0000;
+    shl.b32 c, $2, 16;
+    and.b32 d, $2, 0xFFFF0000;
+    mul.rn.f32 a, a, $3;
+    mul.rn.f32 b, b, $4;
+    mul.rn.f32 c, c, $5;
+    mul.rn.f32 d, d, $6;
+    cvt.rn.satfinite.e4m3x2.f32 low, b, a;
+    cvt.rn.satfinite.e4m3x2.f32 high, d, c;
+    mov.b32 $0, {low, high};
+    }
+    """)
+
+
+def supports(q: Tensor, keys: EntrySource, first_entry: int, round_bf16: bool) -> bool:
+    """Whether this kernel does these shapes and records: V4's."""
+    record = record_constants(keys.page.format)
+    coded = (record.ELEMENT, record.SCALE, record.TILE, record.CODED)
+    return (
+        round_bf16
+        and tuple(q.shape[1:]) == (HEADS, WIDTH)
+        and q.stride(1) == WIDTH
+        and coded == ("e2m1", "ue8m0", SCALE_GROUP, WIDTH)
+        and first_entry == 0
+        and keys.page.rows >= TILE // 2
+        and keys.page.rows & (keys.page.rows - 1) == 0
+    )
+
+
+def launch(arguments: tuple[Any, ...], *, ratio: int, page_rows: int) -> None:
+    """`arguments` are those of the portable kernel."""
+    q, rows, columns = arguments[0], arguments[6], arguments[7]
+    tiles = rows * triton.cdiv(columns, TILE)
+    # a program's start costs as much as some tiles: two at least, once all processors have one
+    useful = max(triton.cdiv(tiles, 2), min(tiles, processors(q.device)))
+    _index_scores_hopper_kernel[(min(useful, processors(q.device) * PROGRAMS_PER_PROCESSOR),)](
+        *arguments,
+        TOKENS=max(MIN_TOKENS, triton.next_power_of_2(rows)),
+        RATIO=ratio,
+        PAGE_ROWS=page_rows,
+        num_warps=NUM_WARPS,
+        maxnreg=MAX_REGISTERS,
+    )
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _seen_columns(token, tokens_ptr, rows, columns, skip_visible, RATIO: gl.constexpr):
+    """Slots of some tokens, and how many columns each has to fill."""
+    live = token < rows
+    slot = gl.load(tokens_ptr + token * 4, mask=live, other=-1)
+    position = gl.load(tokens_ptr + token * 4 + 1, mask=live, other=-1)
+    visible = (position + 1) // RATIO
+    seen = gl.minimum(gl.maximum(visible, 0), columns)
+    return slot, gl.where((slot >= 0) & (visible > skip_visible), seen, 0)
+
+
+@gluon.jit
+def _block_ids(tile, pages, table_row, PAGE_ROWS: gl.constexpr):
+    """Blocks of a tile's warps; 0 from `pages` on, where the table may name anything."""
+    warp = gl.arange(0, _WARPS, layout=_OF_WARP)
+    page = tile * _TILE // PAGE_ROWS + warp * _SPAN // PAGE_ROWS
+    return gl.load(table_row + page, mask=page < pages, other=0)
+
+
+@gluon.jit
+def _first_rows(arena, data_offset, scale_offset, PAGE_ROWS: gl.constexpr):
+    """Where block 0 has the codes and the scales of the first halves of a tile's entries."""
+    warp = gl.arange(0, _WARPS, layout=_OF_WARP)[:, None, None]
+    entry = gl.arange(0, _HALF, layout=_OF_ENTRY)[None, None, :]
+    lane = gl.arange(0, _LANES, layout=_OF_LANE)[None, None, None, :, None]
+    row = warp * _SPAN % PAGE_ROWS + entry
+    codes = arena + data_offset + row[:, :, :, None, None] * _BYTES + lane * 4
+    return codes, arena + scale_offset + row * _GROUPS
+
+
+@gluon.jit
+def _distance(block_id, arena_stride):
+    """Bytes from the arena's begin. A product that the compiler would make of three."""
+    return gl.inline_asm_elementwise(
+        "mul.wide.u32 $0, $1, $2;", "=l,r,r", [block_id, arena_stride], gl.int64, True, 1
+    )
+
+
+@gluon.jit
+def _load_keys(tile, block_id, codes, scales, arena_stride, PAGE_ROWS: gl.constexpr):
+    """Codes and scales of a tile, unseen ones of its pages too: their scores are not written."""
+    distance = _distance(block_id, arena_stride)[:, None, None]
+    second = gl.arange(0, 2, layout=_OF_HALF)[None, :, None] * _HALF
+    if PAGE_ROWS > _TILE:
+        page_row = tile * _TILE % PAGE_ROWS
+        codes += page_row * _BYTES
+        scales += page_row * _GROUPS
+    source = (codes + distance[:, :, :, None, None]).to(gl.pointer_type(gl.int32), bitcast=True)
+    source += second[:, :, :, None, None] * (_BYTES // 4)
+    source += gl.arange(0, _GROUPS, layout=_OF_GROUP)[None, None, None, None, :] * (_GROUP // 8)
+    scale_source = (scales + distance).to(gl.pointer_type(gl.int32), bitcast=True) + second
+    return gl.load(source), gl.load(scale_source)
+
+
+@gluon.jit
+def _decode(words):
+    """Words of eight codes → for each scale group an operand, its even channels before its odd
+    ones."""
+    byte = gl.arange(0, 4, layout=_OF_BYTE)[None, None, None, None, None, :]
+    words, _ = gl.broadcast(words[:, :, :, :, :, None], byte)
+    even, odd = gl.inline_asm_elementwise(
+        DECODE, "=&r,=r,r,r,r,r", [words], (gl.uint8, gl.uint8), True, 4
+    )
+    x = gl.reshape(gl.join(even, odd), [_WARPS, 2, _HALF, _LANES, 2, 2, 4, 2])
+    k02, k13 = gl.split(gl.permute(x, (0, 1, 2, 7, 3, 6, 4, 5)))
+    k0, k2 = gl.split(k02)
+    k1, k3 = gl.split(k13)
+    return _operand(k0), _operand(k1), _operand(k2), _operand(k3)
+
+
+@gluon.jit
+def _operand(x):
+    x = gl.convert_layout(gl.reshape(x, [_TILE, _GROUP]), _KEY, assert_trivial=True)
+    return x.to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
+def _powers(scales):
+    """Of each key: its first scale, the three others relative to that, and the largest."""
+    scales = gl.convert_layout(gl.reshape(scales, [_TILE]), _ENTRY, assert_trivial=True)
+    return gl.inline_asm_elementwise(
+        POWERS, "=&r,=&r,=&r,=&r,=&r,r", [scales], (gl.float32,) * 5, True, 1
+    )
+
+
+@gluon.jit
+def _multiply(k, query, GROUP: gl.constexpr):
+    none = gl.full([_TILE, _HEADS], 0.0, gl.float32, _MMA)
+    query = query.slice(GROUP * _GROUP, _GROUP, dim=1).permute((1, 0))
+    return warpgroup_mma(k, query, none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _dots(k0, k1, k2, k3, query, p1, p2, p3):
+    """Dot products [entries, heads] with a query, relative to the keys' first scales. While a group
+    multiplies, the one before is scaled."""
+    dot = _multiply(k0, query, 0)
+    s = _multiply(k1, query, 1)
+    dot, s = warpgroup_mma_wait(0, deps=[dot, s])
+    running = _multiply(k2, query, 2)
+    dot = gl.fma(s, gl.broadcast(p1[:, None], s)[0], dot)
+    s, dot = warpgroup_mma_wait(0, deps=[running, dot])
+    running = _multiply(k3, query, 3)
+    dot = gl.fma(s, gl.broadcast(p2[:, None], s)[0], dot)
+    s, dot = warpgroup_mma_wait(0, deps=[running, dot])
+    return gl.fma(s, gl.broadcast(p3[:, None], s)[0], dot)
+
+
+@gluon.jit
+def _lane_sums(x):
+    """[entries, heads] → [entries, lanes], in the order of the reference; each step adds two."""
+    x = gl.sum(gl.reshape(x, [_TILE, _HEADS // 2, 2]), axis=2)
+    x = gl.sum(gl.reshape(x, [_TILE, 2, 16]), axis=1)
+    x = gl.sum(gl.reshape(x, [_TILE, 2, 8]), axis=1)
+    return gl.sum(gl.reshape(x, [_TILE, 2, _LANES]), axis=1)
+
+
+@gluon.jit
+def _write(dot, weight, first, largest, tile, seen, scores_row):
+    weight, dot = gl.broadcast(weight[None, :], dot)
+    product = gl.inline_asm_elementwise(
+        WEIGHTED_RELU, "=&r,=&r,f,f,r,r", [dot, weight], gl.float32, True, 2
+    )
+    x = _lane_sums(product)
+    second = gl.arange(0, _LANES, layout=gl.SliceLayout(0, x.type.layout)) // 2
+    entries: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    first = gl.convert_layout(first, entries, assert_trivial=True)
+    first, x = gl.broadcast(first[:, None], x)
+    largest = gl.convert_layout(largest, entries, assert_trivial=True)
+    largest, x = gl.broadcast(largest[:, None], x)
+    second, x = gl.broadcast(second[None, :], x)
+    x = gl.inline_asm_elementwise(
+        FINISH, "=&r,=&r,f,f,f,f,f,f,r,r", [x, first, largest, second], gl.int32, True, 2
+    )
+    # of a thread's two entries the first one's place holds what it went on with
+    x = gl.permute(gl.reshape(x, [_WARPS, 2, _HALF, _LANES]), (0, 2, 3, 1))
+    score, _ = gl.split(x)
+    layout: gl.constexpr = score.type.layout
+    warp = gl.arange(0, _WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    entry = gl.arange(0, _HALF, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    lane = gl.arange(0, _LANES, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    column = warp[:, None, None] * _SPAN + entry[None, :, None] + lane // 2 * _HALF
+    gl.store(
+        scores_row + tile * _TILE + column,
+        score.to(gl.float32, bitcast=True),
+        mask=(column < seen - tile * _TILE) & (lane % 2 == 0),
+    )
+
+
+@gluon.jit
+def _load_query(q_row, weights_row, query):
+    """Puts a query into shared memory as E4M3, each head's largest value from 256 to 384, and
+    returns the weights that undo this and the codes' 2^-6."""
+    head = gl.arange(0, _HEADS, layout=gl.SliceLayout(1, _QUERY))[:, None]
+    channel = gl.arange(0, _GROUP, layout=gl.SliceLayout(0, _QUERY))[None, :]
+    at = q_row + head * _WIDTH + channel
+    q0 = gl.load(at)
+    q1 = gl.load(at + _GROUP)
+    q2 = gl.load(at + 2 * _GROUP)
+    q3 = gl.load(at + 3 * _GROUP)
+    weight = gl.load(weights_row + gl.arange(0, _HEADS, layout=_HEAD)).to(gl.float32)
+    largest = gl.inline_asm_elementwise(LARGEST, "=r,r,r,r,r", [q0, q1, q2, q3], gl.int16, True, 2)
+    # 255 for a NaN; below 8 the power would be infinite
+    exponent = gl.maximum(gl.max(largest.to(gl.int32), axis=1) >> 7, 8)
+    power = ((262 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
+    x02 = gl.join(_scaled(q0, power), _scaled(q2, power))
+    x13 = gl.join(_scaled(q1, power), _scaled(q3, power))
+    # [head, byte, even or odd, group] → the order of `_decode`
+    x = gl.reshape(gl.join(x02, x13), [_HEADS, _GROUP // 2, 2, 2, 2])
+    x = gl.reshape(gl.permute(x, (0, 3, 4, 2, 1)), [_HEADS, _WIDTH])
+    query.store(x.to(gl.float8e4nv, bitcast=True))
+    fence_async_shared()
+    power = ((exponent - 2) << 23).to(gl.float32, bitcast=True)
+    weight *= gl.convert_layout(power, _HEAD)
+    return (weight.to(gl.uint32, bitcast=True) & 0xFFFF0000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _scaled(q, power):
+    return gl.inline_asm_elementwise(
+        SCALED_E4M3, "=r,r,r,f,f,f,f", [q, gl.broadcast(power, q)[0]], gl.uint8, True, 4
+    )
+
+
+@gluon.jit
+def _score(
+    tile, keys, key_scales, block_id, pages, table_row, codes, scales, arena_stride, query, weight,
+    seen, scores_row, PAGE_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Scores of a tile whose keys have come, then the keys two tiles on, and the blocks of those
+    four on."""
+    first, p1, p2, p3, largest = _powers(key_scales)
+    k0, k1, k2, k3 = _decode(keys)
+    next_keys, next_scales = _load_keys(tile + 2, block_id, codes, scales, arena_stride, PAGE_ROWS)
+    block_id = _block_ids(tile + 4, pages, table_row, PAGE_ROWS)
+    dot = _dots(k0, k1, k2, k3, query, p1, p2, p3)
+    _write(dot, weight, first, largest, tile, seen, scores_row)
+    return next_keys, next_scales, block_id
+
+
+@gluon.jit(do_not_specialize=["rows", "first_entry", "skip_visible"])
+def _index_scores_hopper_kernel(
+    q_ptr,
+    weights_ptr,
+    tokens_ptr,
+    arena,
+    table_ptr,
+    scores_ptr,
+    rows,
+    columns,
+    first_entry,
+    skip_visible,
+    q_stride,
+    q_head_stride,
+    weights_stride,
+    arena_stride,
+    table_stride,
+    scores_stride,
+    data_offset,
+    scale_offset,
+    TOKENS: gl.constexpr,
+    RATIO: gl.constexpr,
+    PAGE_ROWS: gl.constexpr,
+):
+    # every warp knows all tokens
+    LINE: gl.constexpr = gl.SliceLayout(
+        1, gl.BlockedLayout([TOKENS // 32, 1], [32, 1], [1, 4], [0, 1])
+    )
+    tokens = gl.arange(0, TOKENS, layout=LINE)
+    _, all_seen = _seen_columns(tokens, tokens_ptr, rows, columns, skip_visible, RATIO)
+    # how many tiles the tokens up to each have, itself included; kept where it takes no registers
+    ends = gl.associative_scan(gl.cdiv(all_seen, _TILE)[:, None], 0, _add)
+    ends = gl.convert_layout(gl.reshape(ends, [TOKENS]), LINE, assert_trivial=True)
+    kept_ends = gl.allocate_shared_memory(gl.int32, [TOKENS], _VECTOR)
+    kept_ends.store(ends)
+    total = gl.max(ends, axis=0)
+    # this program's share of all tiles, counted through the tokens: [at, stop)
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    share = total // programs
+    longer = total - share * programs
+    at = program * share + gl.minimum(program, longer)
+    stop = at + share + (program < longer).to(gl.int32)
+
+    query = gl.allocate_shared_memory(gl.float8e4nv, [_HEADS, _WIDTH], _OPERAND)
+    codes, scales = _first_rows(arena, data_offset, scale_offset, PAGE_ROWS)
+    while at < stop:
+        ends = kept_ends.load(LINE)
+        token = gl.sum((ends <= at).to(gl.int32), axis=0)
+        begin = gl.max(gl.where(ends <= at, ends, 0), axis=0)
+        end = gl.minimum(gl.min(gl.where(ends > at, ends, 0x7FFFFFFF), axis=0), stop)
+        slot, seen = _seen_columns(token, tokens_ptr, rows, columns, skip_visible, RATIO)
+        table_row = table_ptr + slot.to(gl.int64) * table_stride
+        scores_row = scores_ptr + token.to(gl.int64) * scores_stride
+        first = at - begin
+        last = end - begin
+        pages = gl.cdiv(gl.minimum(seen, last * _TILE), PAGE_ROWS)
+        # keys first, then the query: they travel together
+        id0 = _block_ids(first, pages, table_row, PAGE_ROWS)
+        id1 = _block_ids(first + 1, pages, table_row, PAGE_ROWS)
+        keys0, scales0 = _load_keys(first, id0, codes, scales, arena_stride, PAGE_ROWS)
+        keys1, scales1 = _load_keys(first + 1, id1, codes, scales, arena_stride, PAGE_ROWS)
+        id0 = _block_ids(first + 2, pages, table_row, PAGE_ROWS)
+        id1 = _block_ids(first + 3, pages, table_row, PAGE_ROWS)
+        weight = _load_query(
+            q_ptr + token.to(gl.int64) * q_stride,
+            weights_ptr + token.to(gl.int64) * weights_stride,
+            query,
+        )
+        # two tiles a turn, so that keys which have come stay in their registers
+        for tile in range(first, last, 2):
+            keys0, scales0, id0 = _score(
+                tile, keys0, scales0, id0, pages, table_row, codes, scales, arena_stride, query,
+                weight, seen, scores_row, PAGE_ROWS,
+            )  # fmt: skip
+            if tile + 1 < last:
+                keys1, scales1, id1 = _score(
+                    tile + 1, keys1, scales1, id1, pages, table_row, codes, scales, arena_stride,
+                    query, weight, seen, scores_row, PAGE_ROWS,
+                )  # fmt: skip
+        at = end

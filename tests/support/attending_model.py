@@ -1,0 +1,108 @@
+"""A small model in which attention matters: what a layer reads goes into what the next one writes.
+
+Projections are sums of shifted and scaled copies of a token's own vector, so that no bit depends on
+which tokens share a step; all else is the library's own append, select and attend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.requests import Request
+from dsv4.cache.schema import CacheSchema
+from dsv4.ops.calls import CompressorWeights, LayerWeights
+from dsv4.rope import rope_table
+
+SHIFTS = (0, 1, 5, 17)
+
+
+class Mix:
+    """[tokens, width] → [tokens, out]: each channel from a few others."""
+
+    def __init__(self, width: int, out: int, generator: torch.Generator) -> None:
+        copies = -(-out // width)
+        self._scales = torch.randn(len(SHIFTS), copies, width, generator=generator)
+        self._out = out
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()[:, None]
+        total = torch.zeros(())
+        for scale, shift in zip(self._scales, SHIFTS, strict=True):
+            total = total + scale * wide.roll(shift, dims=-1)
+        return total.flatten(1)[:, : self._out].contiguous()
+
+
+class AttendingModel:
+    """Hidden states as wide as a head; one residual stream through all layers."""
+
+    def __init__(self, schema: CacheSchema, *, vocabulary: int = 512, seed: int = 0) -> None:
+        self.schema, model = schema, schema.model
+        generator = torch.Generator().manual_seed(seed)
+        width = model.head_dim
+        self.embedding = torch.randn(vocabulary, width, generator=generator)
+        tables = {
+            yarn: rope_table(model, yarn=yarn, tokens=schema.max_context) for yarn in (False, True)
+        }
+        self.layers = []
+        for layer in schema.layers:
+            layouts = [schema.compressor(layer.spec.layer, k) for k in ("tail", "index_tail")]
+            compressors = [
+                found
+                and CompressorWeights(
+                    ape=torch.randn(found.ratio, found.columns, generator=generator),
+                    norm=torch.ones(found.width),
+                )
+                for found in layouts
+            ]
+            mixes = [Mix(width, f.columns, generator) for f in layouts if f for _ in range(2)]
+            self.layers.append(
+                {
+                    "weights": LayerWeights(
+                        rope=tables[layer.spec.yarn],
+                        compressor=compressors[0],
+                        index_compressor=compressors[1],
+                        kv_norm=torch.ones(width),
+                    ),
+                    "kv": Mix(width, width, generator),
+                    "projections": mixes,
+                    "q": Mix(width, model.heads * width, generator),
+                    "index_q": Mix(width, model.index_heads * model.index_dim, generator),
+                    "index_weights": Mix(width, model.index_heads, generator),
+                    "out": Mix(width, width, generator),
+                    "sink": torch.randn(model.heads, generator=generator),
+                }
+            )
+
+    def step(
+        self, manager: KVCacheManager, work: Sequence[tuple[Request, Sequence[int]]]
+    ) -> Tensor:
+        """Runs new tokens of each request through all layers; hidden states of all of them."""
+        plan = manager.prepare_forward([(request, len(ids)) for request, ids in work])
+        ids = [token for _, row in work for token in row]
+        x, model = self.embedding[ids], self.schema.model
+        for nth, layer in enumerate(self.layers):
+            handle, spec = manager.acquire(nth, plan), self.schema.layers[nth].spec
+            projections = [mix(x) for mix in layer["projections"]]
+            handle.append(layer["kv"](x).to(torch.bfloat16), *projections, weights=layer["weights"])
+            indices = None
+            if spec.index_keys != "none":
+                q = layer["index_q"](x).view(len(ids), model.index_heads, model.index_dim)
+                indices = handle.select(
+                    q.to(torch.bfloat16),
+                    layer["index_weights"](x).to(torch.bfloat16),
+                    rope=layer["weights"].rope,
+                )
+            q = layer["q"](x).view(len(ids), model.heads, model.head_dim) / 8
+            out, _ = handle.attend(q.to(torch.bfloat16), layer["sink"], indices)
+            # a plain sum over heads, one after the other, then bounded: no bit depends on the batch
+            heads = out.float().unbind(1)
+            read = heads[0]
+            for head in heads[1:]:
+                read = read + head
+            x = 0.5 * x + torch.tanh(layer["out"](read))
+        manager.commit(plan, tokens=ids)
+        return x
