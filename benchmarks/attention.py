@@ -17,11 +17,12 @@ from torch import Tensor
 from benchmarks.case import Case, Measurement, Work, sets_to_outgrow_l2
 from benchmarks.peers import flash_mla_call, flash_mla_modules
 from benchmarks.timing import measure
+from dsv4.backends import load_backend
 from dsv4.cache.schema import CacheSchema, Page
 from dsv4.cache.views import page_tensor
 from dsv4.model import ModelSpec
-from dsv4.ops.backend import Backend, load_backend
-from dsv4.ops.calls import EntrySource, WindowSource
+from dsv4.ops.backend import Backend
+from dsv4.ops.calls import Attention, EntrySource, WindowSource
 from dsv4.reference.codec import encode
 
 CSA_LAYER, HCA_LAYER = 2, 3
@@ -175,12 +176,14 @@ class Shared:
         rows = torch.arange(batch, dtype=torch.int32, device=device)
         last = torch.full_like(rows, row.context - 1)
         backend = load_backend("triton", torch.device(device))
-        needed = backend.attend_workspace_elements(batch, model, row.listed or visible)
+        needed = backend.attend_workspace_bytes(
+            batch, model=model, max_entries=row.listed or visible
+        )
         return cls(
             backend=backend,
             schema=schema,
             window=WindowSource(
-                arena=slot_arena, page=window_page, window=model.window, chunk=False
+                arena=slot_arena, page=window_page, window=model.window, staged=False
             ),
             blocks=blocks,
             block_arena=_filled(blocks, schema.block_bytes, entry_page, device),
@@ -192,7 +195,7 @@ class Shared:
             tokens=torch.stack((rows, last, rows, torch.zeros_like(rows)), dim=1),
             request=torch.stack((rows, last, torch.ones_like(rows), rows), dim=1),
             sink=torch.randn(model.heads, device=device),
-            workspace=torch.zeros(needed, device=device),
+            workspace=torch.zeros(needed // 4, device=device),
             rope=torch.randn(row.context, model.rope_dim, device=device),
         )
 
@@ -235,17 +238,19 @@ class Inputs:
     def ours(self, *, turn_back: bool = True) -> None:
         shared = self.shared
         shared.backend.attend(
-            self.q,
-            shared.sink,
-            tokens=shared.tokens,
-            batch=shared.request,
-            window=shared.window,
-            entries=self.entries,
-            indices=self.indices,
-            out=self.out,
-            lse=self.lse,
-            inverse_rope=shared.rope if turn_back else None,
-            workspace=shared.workspace,
+            Attention(
+                q=self.q,
+                sink=shared.sink,
+                tokens=shared.tokens,
+                batch=shared.request,
+                window=shared.window,
+                entries=self.entries,
+                indices=self.indices,
+                out=self.out,
+                lse=self.lse,
+                inverse_rope=shared.rope if turn_back else None,
+                workspace=shared.workspace,
+            )
         )
 
     def flash_mla_arguments(self) -> dict[str, object]:

@@ -16,7 +16,7 @@ from dsv4.kernels.index_query import prepare_index_queries
 from dsv4.kernels.index_scores import index_scores
 from dsv4.kernels.top_k import top_k, top_k_workspace_bytes
 from dsv4.model import ModelSpec
-from dsv4.ops.calls import EntrySource
+from dsv4.ops.calls import EntrySource, Scoring
 
 CSA_LAYER = 2
 RATIO = 4
@@ -139,13 +139,14 @@ def _measure_scores(
     def make_call(table: torch.Tensor) -> Call:
         keys = EntrySource(arena=arena, page=page, block_table=table, ratio=RATIO)
         return lambda: index_scores(
-            q,
-            weights,
-            tokens=tokens,
-            keys=keys,
-            first_entry=0,
-            scores=scores,
-            tokens_per_request=tokens_per_request,
+            Scoring(
+                q=q,
+                weights=weights,
+                tokens=tokens,
+                keys=keys,
+                scores=scores,
+                tokens_per_request=tokens_per_request,
+            )
         )
 
     tables = torch.randperm(arena.shape[0], device="cuda").int().view(sets, requests, blocks)
@@ -162,7 +163,7 @@ def _measure_top_k(rows: int, columns: int, count: int) -> Measurement:
     scores = torch.randn(rows, columns, device="cuda").bfloat16().float()
 
     def call() -> None:
-        top_k(scores, tokens=tokens, ratio=RATIO, first_entry=0, out=out, workspace=workspace)
+        top_k(scores, tokens=tokens, ratio=RATIO, out=out, workspace=workspace)
 
     return measure(
         Work(

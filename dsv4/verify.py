@@ -25,7 +25,7 @@ from dsv4.cache.schema import CacheSchema, Page
 from dsv4.errors import InvalidInput
 from dsv4.model import ModelSpec, RopeSpec, v4_layers
 from dsv4.ops.backend import BackendName
-from dsv4.ops.calls import CompressorWeights, LayerWeights
+from dsv4.ops.calls import CompressorWeights, LayerWeights, Scoring
 from dsv4.reference.codec import E2M1_GRID, encode
 from dsv4.reference.pages import read_records
 from dsv4.rope import rope_table
@@ -188,7 +188,9 @@ def _read_step(
         scores = torch.zeros((q.shape[0], entries), device=rope.device)
         view = handle.read_indexer_view()
         handle.backend.index_scores(
-            q, weights, tokens=plan.tokens, keys=handle.key_source(), first_entry=0, scores=scores
+            Scoring(
+                q=q, weights=weights, tokens=plan.tokens, keys=handle.key_source(), scores=scores
+            )
         )
         seen = (plan.tokens[:, 1:2] + 1) // view.ratio
         hidden = torch.arange(entries, device=rope.device) >= seen

@@ -10,7 +10,7 @@ from dsv4.cache.handle_base import LayerAccess
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.errors import InvalidInput, PlanError
 from dsv4.model import AttentionType
-from dsv4.ops.calls import EntrySource, WindowSource
+from dsv4.ops.calls import Attention, EntrySource, Selection, WindowSource
 
 
 class LayerReads(LayerAccess):
@@ -126,15 +126,17 @@ class LayerReads(LayerAccess):
                 q, tokens=plan.tokens, rope=rope, record=view.page.format, out=q
             )
         self.backend.select(
-            q,
-            index_weights,
-            tokens=plan.tokens,
-            keys=keys,
-            top_k=count,
-            workspace=self._workspace.select,
-            out=out,
-            round_bf16=round_bf16,
-            tokens_per_request=max(1, plan.shape.most_tokens),
+            Selection(
+                q=q,
+                weights=index_weights,
+                tokens=plan.tokens,
+                keys=keys,
+                top_k=count,
+                out=out,
+                workspace=self._workspace.select,
+                round_bf16=round_bf16,
+                tokens_per_request=max(1, plan.shape.most_tokens),
+            )
         )
         return out
 
@@ -173,17 +175,19 @@ class LayerReads(LayerAccess):
         out = _result("out", out, tuple(q.shape), self._value_dtype, device)
         lse = _result("lse", lse, (tokens, q.shape[1]), "float32", device)
         self.backend.attend(
-            q,
-            sink,
-            tokens=plan.tokens,
-            batch=plan.batch,
-            window=self.window_source(plan),
-            entries=self.entry_source() if spec.ratio else None,
-            indices=indices,
-            out=out,
-            lse=lse,
-            inverse_rope=inverse_rope,
-            workspace=self._workspace.attend,
+            Attention(
+                q=q,
+                sink=sink,
+                tokens=plan.tokens,
+                batch=plan.batch,
+                window=self.window_source(plan),
+                entries=self.entry_source() if spec.ratio else None,
+                indices=indices,
+                out=out,
+                lse=lse,
+                inverse_rope=inverse_rope,
+                workspace=self._workspace.attend,
+            )
         )
         return out, lse
 
@@ -208,12 +212,12 @@ class LayerReads(LayerAccess):
         )
 
     def window_source(self, plan: ForwardPlan) -> WindowSource:
-        """Where the window rows of a step are: the ring, or for a wide step the staged chunk."""
+        """Where the window rows of a step are: the ring, or for a wide step the staging."""
         return WindowSource(
-            arena=self._slot_arena if plan.narrow else self._buffers.chunk,
-            page=self._swa_view.page if plan.narrow else self._buffers.chunk_page,
+            arena=self._slot_arena if plan.narrow else self._buffers.staging,
+            page=self._swa_view.page if plan.narrow else self._buffers.staging_page,
             window=self.schema.window,
-            chunk=not plan.narrow,
+            staged=not plan.narrow,
         )
 
     def _written_plan(self) -> ForwardPlan:

@@ -127,7 +127,7 @@ class LayerWrites(LayerAccess):
 
     def _note_append(self, plan: ForwardPlan) -> None:
         if plan.captures is not None:
-            plan.captures.take_window(self.layer, self._buffers.chunk, self._buffers.chunk_page)
+            plan.captures.take_window(self.layer, self._buffers.staging, self._buffers.staging_page)
         plan.note_append(self.layer)
 
     def _unwritten_plan(self) -> ForwardPlan:
@@ -170,8 +170,8 @@ class LayerWrites(LayerAccess):
             kv=kv,
             norm=weights.kv_norm,
             window=self.schema.window,
-            chunk=None if plan.narrow else self._buffers.chunk,
-            chunk_page=None if plan.narrow else self._buffers.chunk_page,
+            staging=None if plan.narrow else self._buffers.staging,
+            staging_page=None if plan.narrow else self._buffers.staging_page,
         )
 
     def _compressor_write(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from dsv4.backends import load_backend
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.arena import Arena
 from dsv4.cache.handle import LayerCacheHandle
@@ -20,7 +21,7 @@ from dsv4.cache.step.buffers import StepBuffers
 from dsv4.cache.step.checks import StepReader
 from dsv4.cache.workspace import Workspace
 from dsv4.errors import InvalidInput, require_count
-from dsv4.ops.backend import BackendName, check_formats, load_backend
+from dsv4.ops.backend import BackendName
 
 
 class ManagerBase:
@@ -48,9 +49,8 @@ class ManagerBase:
         self.device = torch.device(device)
         self.max_requests = max_requests
         self.backend = load_backend(backend, self.device)
-        check_formats(
-            self.backend, (schema.entry_format, schema.window_format, schema.index_format)
-        )
+        for record in (schema.entry_format, schema.window_format, schema.index_format):
+            self.backend.check_format(record)
         self.allocator = BlockAllocator(num_blocks)
         self.block_arena = Arena(schema, "block", num_blocks, self.device)
         self.slot_arena = Arena(schema, "slot", max_requests, self.device)

@@ -25,7 +25,7 @@ class Workspace:
         device: torch.device,
     ) -> None:
         model = schema.model
-        select_bytes = attend_elements = 0
+        select_bytes = attend_bytes = 0
         for spec in model.layers:
             page = schema.page("index_keys", spec.layer)
             if page is not None:
@@ -41,12 +41,12 @@ class Workspace:
             entries = block_table.shape[1] * page.rows if page is not None else 0
             if spec.index_keys != "none":
                 entries = min(entries, model.index_topk)
-            attend_elements = max(
-                attend_elements,
-                backend.attend_workspace_elements(max_tokens, model, entries),
+            attend_bytes = max(
+                attend_bytes,
+                backend.attend_workspace_bytes(max_tokens, model=model, max_entries=entries),
             )
         self.select = torch.empty(select_bytes, dtype=torch.uint8, device=device)
-        self.attend = torch.zeros(attend_elements, dtype=torch.float32, device=device)
+        self.attend = torch.zeros(attend_bytes // 4, dtype=torch.float32, device=device)
 
     def memory_bytes(self) -> int:
         return self.select.numel() + 4 * self.attend.numel()

@@ -103,7 +103,7 @@ def append(
     A wide step's ring must be staged before it is overwritten, so its first launch stages and
     compresses, and its second, which needs few registers, stores the window rows.
     """
-    if window is None or window.chunk is None:
+    if window is None or window.staging is None:
         _launch(step, window, compressors)
     else:
         _launch(step, window, compressors, stage=True)
@@ -197,13 +197,13 @@ def _window_arguments(
 ) -> tuple[tuple[Any, ...], WindowConstants | None]:
     if window is None:
         return (step.slot_arena, step.rope, step.slot_arena, 0, 0, 0, 0), None
-    page, chunk_page = window.page, window.chunk_page
+    page, staging_page = window.page, window.staging_page
     constants = WindowConstants(
         RING=page.rows,
         WIDTH=page.format.width,
         ROPE=step.rope.shape[1],
         NORM=window.norm is not None,
-        CHUNK=window.chunk is not None,
+        CHUNK=window.staging is not None,
         STAGE=stage,
         BEFORE=window.window - 1,
         RECORD=record_constants(page.format),
@@ -211,11 +211,11 @@ def _window_arguments(
     return (
         window.kv,
         step.rope if window.norm is None else window.norm,
-        step.slot_arena if window.chunk is None else window.chunk,
+        step.slot_arena if window.staging is None else window.staging,
         window.kv.stride(0),
         page.offset_bytes,
         page.scale_offset_bytes,
-        0 if chunk_page is None else chunk_page.scale_offset_bytes,
+        0 if staging_page is None else staging_page.scale_offset_bytes,
     ), constants
 
 

@@ -28,7 +28,7 @@ from dsv4.kernels.dot import as_operand, dot, load_bf16
 from dsv4.kernels.numerics import INTERPRETED, bf16_bits, round_bf16
 from dsv4.kernels.record_load import load_record_chunk
 from dsv4.kernels.record_store import RecordConstants, record_constants
-from dsv4.ops.calls import EntrySource, WindowSource
+from dsv4.ops.calls import Attention, EntrySource, WindowSource
 
 # Keys a tile, and heads a program (a tensor core wants 16; 64 heads share a dequantised tile).
 BLOCK_N = 64
@@ -98,33 +98,13 @@ def workspace_elements(tokens: int, heads: int, head_dim: int, max_splits: int) 
     return PLACES + places * block * (head_dim + 2)
 
 
-def workspace_bytes(tokens: int, heads: int, head_dim: int, max_splits: int) -> int:
-    return 4 * workspace_elements(tokens, heads, head_dim, max_splits)
+def attend(call: Attention) -> None:
+    """One launch. The result of the reference up to the order of fp32 sums.
 
-
-def attend(
-    q: Tensor,
-    sink: Tensor,
-    *,
-    tokens: Tensor,
-    batch: Tensor,
-    window: WindowSource,
-    entries: EntrySource | None,
-    indices: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    inverse_rope: Tensor | None,
-    workspace: Tensor | None = None,
-) -> None:
-    """One launch. The result of dsv4.reference.attend.attend up to the order of fp32 sums.
-
-    Deterministic; a query's result does not depend on the other queries. `workspace` is fp32 with
-    `workspace_elements`, zero before its first use. Raises InvalidInput if it is too small.
+    Deterministic; a query's result does not depend on the other queries. The workspace has
+    `workspace_elements`. Raises InvalidInput if it is too small.
     """
-    programs, arguments, constants = launch_arguments(
-        q, sink, tokens=tokens, batch=batch, window=window, entries=entries, indices=indices,
-        out=out, lse=lse, inverse_rope=inverse_rope, workspace=workspace,
-    )  # fmt: skip
+    programs, arguments, constants = launch_arguments(call)
     if programs:
         _attend_kernel[(programs,)](
             *arguments,
@@ -135,40 +115,24 @@ def attend(
         )
 
 
-def launch_arguments(
-    q: Tensor,
-    sink: Tensor,
-    *,
-    tokens: Tensor,
-    batch: Tensor,
-    window: WindowSource,
-    entries: EntrySource | None,
-    indices: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    inverse_rope: Tensor | None,
-    workspace: Tensor | None,
-) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+def launch_arguments(call: Attention) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
     """Programs, run-time arguments and compile-time constants of the launch."""
-    count, heads, width = q.shape
-    source, max_entries, arguments = common_arguments(
-        q, sink, tokens=tokens, batch=batch, window=window, entries=entries, indices=indices,
-        out=out, lse=lse, inverse_rope=inverse_rope, workspace=workspace,
-    )  # fmt: skip
-    splits = split_count(window.window, max_entries)
+    count, heads, width = call.q.shape
+    window, source = call.window, entries_or_window(call)
+    splits = split_count(window.window, call.max_entries)
     block = _block_heads(heads)
     items = count * -(-heads // block)
     parallel = splits > 1 and items * splits <= PLACES
     units = items * splits if parallel else items
     programs = units if parallel or splits == 1 else min(units, PLACES // 2)
     needed = workspace_elements(count, heads, width, splits)
-    given = 0 if workspace is None else workspace.numel()
+    given = 0 if call.workspace is None else call.workspace.numel()
     if needed > given:
         raise InvalidInput(
             f"attention of {count} tokens with {heads} heads of {width} in {splits} splits needs a "
             f"workspace of {needed} fp32 elements, got {given}: size it with workspace_elements"
         )
-    chunks = _chunks(width, window, entries)
+    chunks = _chunks(width, window, call.entries)
     constants = AttendConstants(
         HEADS=heads,
         BLOCK_H=block,
@@ -177,68 +141,55 @@ def launch_arguments(
         CHUNK_STARTS=tuple(start for start, _ in chunks),
         CHUNK_WIDTHS=tuple(extent for _, extent in chunks),
         BLOCK_N=BLOCK_N,
-        SPLIT_TILES=_split_tiles(window.window, max_entries),
+        SPLIT_TILES=_split_tiles(window.window, call.max_entries),
         SPLITS=splits,
         WINDOW=window.window,
         WINDOW_ROWS=window.page.rows,
-        STAGED=window.chunk,
+        STAGED=window.staged,
         WINDOW_RECORD=record_constants(window.page.format),
-        ENTRIES=entries is not None,
-        ALL=indices is None,
+        ENTRIES=call.entries is not None,
+        ALL=call.indices is None,
         RATIO=source.ratio,
         ENTRY_ROWS=source.page.rows,
         ENTRY_RECORD=record_constants(source.page.format),
-        ROPE=0 if inverse_rope is None else inverse_rope.shape[1],
+        ROPE=0 if call.inverse_rope is None else call.inverse_rope.shape[1],
         COUNTERS=PLACES,
         WINDOW_STAGES=1 + _buffers(window),
         # Triton fetches block ids as many tiles ahead of the keys, and indices ahead of those
-        ENTRY_STAGES=1 + _buffers(source) * (2 if indices is None else 3),
+        ENTRY_STAGES=1 + _buffers(source) * (2 if call.indices is None else 3),
     )
-    return programs, (*arguments, units, int(parallel)), {"A": constants}
+    return programs, (*run_time_arguments(call), units, int(parallel)), {"A": constants}
 
 
-def common_arguments(
-    q: Tensor,
-    sink: Tensor,
-    *,
-    tokens: Tensor,
-    batch: Tensor,
-    window: WindowSource,
-    entries: EntrySource | None,
-    indices: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    inverse_rope: Tensor | None,
-    workspace: Tensor | None,
-) -> tuple[EntrySource, int, tuple[Any, ...]]:
-    """What this kernel and Hopper's have in common: where entries are read (the window stands in
-    for none), how many a query can have, and the run-time arguments. What is not given is replaced
-    by a tensor of the right type, which is not read. Raises InvalidInput, SchemaError."""
-    _check(q, out, window, entries)
-    max_entries = 0
-    if entries is not None:
-        capacity = entries.block_table.shape[1] * entries.page.rows
-        max_entries = capacity if indices is None else indices.shape[1]
-    source = entries or EntrySource(
-        arena=window.arena, page=window.page, block_table=tokens, ratio=1
+def entries_or_window(call: Attention) -> EntrySource:
+    """Where entries are read; where there are none, the window stands in for them."""
+    return call.entries or EntrySource(
+        arena=call.window.arena, page=call.window.page, block_table=call.tokens, ratio=1
     )
-    listed = tokens if indices is None else indices
-    arguments = (
-        q,
-        sink,
-        tokens,
-        batch,
+
+
+def run_time_arguments(call: Attention) -> tuple[Any, ...]:
+    """Those that this kernel and Hopper's begin with. What is not given is replaced by a tensor of
+    the right type, which is not read. Raises InvalidInput, SchemaError."""
+    _check(call.q, call.out, call.window, call.entries)
+    window, source = call.window, entries_or_window(call)
+    listed = call.tokens if call.indices is None else call.indices
+    return (
+        call.q,
+        call.sink,
+        call.tokens,
+        call.batch,
         window.arena,
         source.arena,
         source.block_table,
         listed,
-        out,
-        lse,
-        sink if inverse_rope is None else inverse_rope,
-        sink if workspace is None else workspace,
-        q.stride(0),
-        out.stride(0),
-        lse.stride(0),
+        call.out,
+        call.lse,
+        call.sink if call.inverse_rope is None else call.inverse_rope,
+        call.sink if call.workspace is None else call.workspace,
+        call.q.stride(0),
+        call.out.stride(0),
+        call.lse.stride(0),
         listed.stride(0),
         listed.shape[1],
         source.block_table.stride(0),
@@ -249,7 +200,6 @@ def common_arguments(
         source.page.offset_bytes,
         source.page.scale_offset_bytes,
     )
-    return source, max_entries, arguments
 
 
 def _tiles(window: int, max_entries: int) -> int:

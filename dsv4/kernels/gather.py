@@ -19,14 +19,12 @@ NUM_WARPS = 4
 def gather_entries(
     source: EntrySource, *, slot: Tensor, position: Tensor, indices: Tensor, out: Tensor
 ) -> None:
-    """As dsv4.reference.gather.gather_entries."""
     _launch_entries(source, slot, position, indices, out, out)
 
 
 def gather_all_entries(
     source: EntrySource, *, slot: Tensor, position: Tensor, out: Tensor, lengths: Tensor
 ) -> None:
-    """As dsv4.reference.gather.gather_all_entries."""
     _launch_entries(source, slot, position, None, out, lengths)
 
 
@@ -77,7 +75,6 @@ def gather_window(
     out: Tensor,
     lengths: Tensor,
 ) -> None:
-    """As dsv4.reference.gather.gather_window."""
     rows, _, width = out.shape
     if rows == 0:
         return
@@ -96,7 +93,7 @@ def gather_window(
         source.page.scale_offset_bytes,
         WINDOW=source.window,
         RING=source.page.rows,
-        CHUNK=source.chunk,
+        CHUNK=source.staged,
         WIDTH=width,
         RECORD=record_constants(source.page.format),
         BLOCK=BLOCK_KEYS,

@@ -9,20 +9,20 @@ entries that nobody sees.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from dsv4.errors import InvalidInput
-from dsv4.kernels.device import is_hopper, processors
+from dsv4.kernels.device import processors
 from dsv4.kernels.numerics import INTERPRETED, e4m3_value, round_bf16
 from dsv4.kernels.record_store import RecordConstants, record_constants
 from dsv4.kernels.round_trip import e2m1_value, power_of_two
-from dsv4.ops.calls import EntrySource
+from dsv4.ops.calls import EntrySource, Scoring
 from dsv4.reference.index_scores import MIN_HEADS
 
 ENTRY_TILE = 64
@@ -68,45 +68,17 @@ WEIGHTED_RELU = tl.constexpr("""
         """)
 
 
-def index_scores(
-    q: Tensor,
-    weights: Tensor,
-    *,
-    tokens: Tensor,
-    keys: EntrySource,
-    first_entry: int,
-    scores: Tensor,
-    round_bf16: bool = True,
-    skip_visible: int = 0,
-    tokens_per_request: int = 1,
-) -> None:
-    """Same result as dsv4.reference.index_scores.index_scores, bit for bit where the dot product
-    is exact in fp32 (MXFP4 and NVFP4 unless scales lie very far apart). `q` has been through the
-    keys' format, as prepare_index_queries leaves it: index_scores_hopper.py relies on that.
+def index_scores(call: Scoring) -> None:
+    """Same result as the reference, bit for bit where the dot product is exact in fp32 (MXFP4 and
+    NVFP4 unless scales lie very far apart).
 
-    One launch for up to 256 tokens. `tokens_per_request` is how many neighbouring
-    tokens usually belong to one request (1 + drafts, or a prefill chunk): up to 16 share the keys
-    they load, where the portable kernel does it. Nothing but speed depends on it. Raises
-    InvalidInput for a width below 64.
+    One launch per 256 tokens. Up to 16 neighbouring tokens share the keys they load, as far as
+    `tokens_per_request` says that they usually belong to one request. Raises InvalidInput for a
+    width below 64.
     """
-    group = min(triton.next_power_of_2(max(tokens_per_request, 1)), MAX_GROUP)
-    hopper_launch = _hopper_launch(q, keys, first_entry, round_bf16)
-    for first in range(0, tokens.shape[0], MAX_TOKENS):
-        piece = slice(first, first + MAX_TOKENS)
-        programs, arguments, constants = launch_arguments(
-            q[piece],
-            weights[piece],
-            tokens[piece],
-            keys,
-            first_entry,
-            scores[piece],
-            round_bf16,
-            skip_visible,
-            group,
-        )
-        if programs and hopper_launch is not None:
-            hopper_launch(arguments, ratio=keys.ratio, page_rows=keys.page.rows)
-        elif programs:
+    for piece in pieces(call):
+        programs, arguments, constants = launch_arguments(piece)
+        if programs:
             _index_scores_kernel[(programs,)](
                 *arguments,
                 **constants,
@@ -116,73 +88,75 @@ def index_scores(
             )
 
 
-def launch_arguments(
-    q: Tensor,
-    weights: Tensor,
-    tokens: Tensor,
-    keys: EntrySource,
-    first_entry: int,
-    scores: Tensor,
-    round_bf16: bool,
-    skip_visible: int,
-    group: int,
-) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+def pieces(call: Scoring) -> Iterator[Scoring]:
+    """The call in runs of tokens that one launch can look at."""
+    count = call.tokens.shape[0]
+    if count <= MAX_TOKENS:
+        yield call
+        return
+    for first in range(0, count, MAX_TOKENS):
+        rows = slice(first, first + MAX_TOKENS)
+        yield replace(
+            call,
+            q=call.q[rows],
+            weights=call.weights[rows],
+            tokens=call.tokens[rows],
+            scores=call.scores[rows],
+        )
+
+
+def launch_arguments(call: Scoring) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
     """Programs, run-time arguments and compile-time constants of the launch."""
-    _, heads, width = q.shape
+    _, heads, width = call.q.shape
     if width < 64 or width & (width - 1):
         raise InvalidInput(
             f"indexer keys of {width} channels: the kernel multiplies quarters of a power of two "
             f"of at least 64"
         )
-    rows, columns = scores.shape
+    rows, columns = call.scores.shape
+    group = min(triton.next_power_of_2(max(call.tokens_per_request, 1)), MAX_GROUP)
     groups = triton.cdiv(rows, group)
     tile = min(ENTRY_TILE, max(16, triton.next_power_of_2(columns)))
-    programs = min(_programs(q.device), groups * triton.cdiv(columns, tile))
-    arguments = (
-        q,
-        weights,
-        tokens,
-        keys.arena,
-        keys.block_table,
-        scores,
-        rows,
-        columns,
-        first_entry,
-        skip_visible,
-        q.stride(0),
-        q.stride(1),
-        weights.stride(0),
-        keys.arena.stride(0),
-        keys.block_table.stride(0),
-        scores.stride(0),
-        keys.page.offset_bytes,
-        keys.page.scale_offset_bytes,
-    )
+    programs = min(_programs(call.q.device), groups * triton.cdiv(columns, tile))
     constants = {
         "HEADS": heads,
         "HEADS_PADDED": max(MIN_HEADS, triton.next_power_of_2(heads)),
         "WIDTH": width,
-        "RATIO": keys.ratio,
-        "PAGE_ROWS": keys.page.rows,
+        "RATIO": call.keys.ratio,
+        "PAGE_ROWS": call.keys.page.rows,
         "GROUP": group,
         "GROUPS": max(16, triton.next_power_of_2(groups)),
         "TILE": tile,
-        "ROUND": round_bf16,
-        "RECORD": _index_record(keys),
+        "ROUND": call.round_bf16,
+        "RECORD": _index_record(call.keys),
     }
-    return programs, arguments, constants
+    return programs, run_time_arguments(call), constants
 
 
-def _hopper_launch(
-    q: Tensor, keys: EntrySource, first_entry: int, round_bf16: bool
-) -> Callable[..., None] | None:
-    """The launcher of the kernel for Hopper, where it does this."""
-    if not is_hopper(q.device):
-        return None
-    from dsv4.kernels.hopper import index_scores as hopper  # needs Gluon, which only compiles
-
-    fits = hopper.supports(q, keys, first_entry, round_bf16)
-    return hopper.launch if fits else None
+def run_time_arguments(call: Scoring) -> tuple[Any, ...]:
+    """Those of this kernel and of Hopper's."""
+    keys = call.keys
+    rows, columns = call.scores.shape
+    return (
+        call.q,
+        call.weights,
+        call.tokens,
+        keys.arena,
+        keys.block_table,
+        call.scores,
+        rows,
+        columns,
+        0,
+        call.skip_visible,
+        call.q.stride(0),
+        call.q.stride(1),
+        call.weights.stride(0),
+        keys.arena.stride(0),
+        keys.block_table.stride(0),
+        call.scores.stride(0),
+        keys.page.offset_bytes,
+        keys.page.scale_offset_bytes,
+    )
 
 
 def _index_record(keys: EntrySource) -> RecordConstants:

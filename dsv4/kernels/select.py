@@ -2,76 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
 
 from dsv4.errors import InvalidInput
-from dsv4.kernels.index_scores import index_scores
 from dsv4.kernels.top_k import top_k as take_top_k
 from dsv4.kernels.top_k import top_k_workspace_bytes
-from dsv4.ops.calls import EntrySource
+from dsv4.ops.calls import EntrySource, Scoring, Selection
 
 
 def select_workspace_bytes(rows: int, *, keys: EntrySource, top_k: int) -> int:
-    """A workspace with which `select` handles `rows` tokens at a time: fp32 scores of every entry
-    the block table can name, then what top-k needs. It serves every number of entries up to `top_k`
-    and beyond."""
-    columns = keys.block_table.shape[1] * keys.page.rows
-    return 4 * rows * columns + top_k_workspace_bytes(rows, columns)
+    """fp32 scores of every entry the block table can name, then what top-k needs. It serves every
+    number of entries up to `top_k` and beyond."""
+    return 4 * rows * keys.capacity + top_k_workspace_bytes(rows, keys.capacity)
 
 
-def select(
-    q: Tensor,
-    weights: Tensor,
-    *,
-    tokens: Tensor,
-    keys: EntrySource,
-    top_k: int,
-    workspace: Tensor,
-    out: Tensor,
-    round_bf16: bool = True,
-    tokens_per_request: int = 1,
-) -> None:
-    """Same result as dsv4.reference.select.select. One to three launches a piece of tokens, no
-    allocation, no look at lengths on the host. Raises InvalidInput when one token's scores do not
-    fit the workspace; nothing has been launched then.
-    """
-    tokens_count = tokens.shape[0]
-    columns = keys.block_table.shape[1] * keys.page.rows
-    rows = _rows_at_a_time(tokens_count, keys, top_k, workspace.numel())
-    for first in range(0, tokens_count, max(rows, 1)):
-        piece = slice(first, min(first + rows, tokens_count))
-        count = piece.stop - first
-        scores_bytes = 4 * count * columns if columns > top_k else 0
+def select(call: Selection, *, score: Callable[[Scoring], None]) -> None:
+    """One to three launches per piece of tokens, no allocation, no look at lengths on the host;
+    `score` is the kernel of index scores."""
+    count, columns = call.tokens.shape[0], call.keys.capacity
+    rows = _rows_at_a_time(count, call.keys, call.top_k, call.workspace.numel())
+    for first in range(0, count, max(rows, 1)):
+        piece = slice(first, min(first + rows, count))
+        tokens, out = call.tokens[piece], call.out[piece]
+        scores_bytes = 4 * len(tokens) * columns if columns > call.top_k else 0
         if scores_bytes:
-            scores = workspace[:scores_bytes].view(torch.float32).view(count, columns)
-            index_scores(
-                q[piece],
-                weights[piece],
-                tokens=tokens[piece],
-                keys=keys,
-                first_entry=0,
-                scores=scores,
-                round_bf16=round_bf16,
-                skip_visible=top_k,
-                tokens_per_request=tokens_per_request,
+            scores = call.workspace[:scores_bytes].view(torch.float32).view(-1, columns)
+            score(
+                Scoring(
+                    q=call.q[piece],
+                    weights=call.weights[piece],
+                    tokens=tokens,
+                    keys=call.keys,
+                    scores=scores,
+                    round_bf16=call.round_bf16,
+                    skip_visible=call.top_k,
+                    tokens_per_request=call.tokens_per_request,
+                )
             )
         else:  # every visible entry is selected: no score is read
-            scores = tokens.view(torch.float32).as_strided((count, columns), (0, 0))
+            scores = call.tokens.view(torch.float32).as_strided((len(tokens), columns), (0, 0))
         take_top_k(
             scores,
-            tokens=tokens[piece],
-            ratio=keys.ratio,
-            first_entry=0,
-            out=out[piece],
-            bf16_scores=round_bf16,
-            workspace=workspace[scores_bytes:],
+            tokens=tokens,
+            ratio=call.keys.ratio,
+            out=out,
+            bf16_scores=call.round_bf16,
+            workspace=call.workspace[scores_bytes:],
         )
 
 
 def _rows_at_a_time(tokens: int, keys: EntrySource, top_k: int, workspace_bytes: int) -> int:
     """From shapes alone, so a captured graph holds for every length."""
-    columns = keys.block_table.shape[1] * keys.page.rows
+    columns = keys.capacity
     if columns <= top_k:
         return tokens
 

@@ -69,7 +69,6 @@ def top_k(
     *,
     tokens: Tensor,
     ratio: int,
-    first_entry: int,
     out: Tensor,
     bf16_scores: bool = True,
     workspace: Tensor | None = None,
@@ -90,7 +89,7 @@ def top_k(
             f"got {given:,}"
         )
     work = out if not needed or workspace is None else workspace[:needed].view(torch.int32)
-    for launch in launches(scores, tokens, work, out, ratio, first_entry, bf16_scores):
+    for launch in launches(scores, tokens, work, out, ratio, bf16_scores):
         launch.kernel[launch.grid](*launch.arguments, **launch.constants, **launch.options)
 
 
@@ -100,12 +99,11 @@ def launches(
     work: Tensor,
     out: Tensor,
     ratio: int,
-    first_entry: int,
     bf16_scores: bool,
 ) -> list[Launch]:
     rows, columns = scores.shape
     k = out.shape[1]
-    scored = (scores, tokens, columns, first_entry, scores.stride(0))
+    scored = (scores, tokens, columns, 0, scores.stride(0))
     shared = {"K": k, "RATIO": ratio, "BITS": 16 if bf16_scores else 32}
     written = {"K_PADDED": triton.next_power_of_2(k)}
     tile = _tile(rows, columns)

@@ -1,129 +1,146 @@
-"""Which implementation runs: plain PyTorch anywhere, or the Triton kernels.
+"""The operations of a layer, and what each promises. dsv4/reference has them in plain PyTorch for
+any device, dsv4/kernels in Triton; mypy checks that both agree with this file.
 
-Both offer the same functions on the same arguments. What they write is the same byte for byte; what
-they compute from it differs at most in the order of fp32 sums.
+What backends write is the same byte for byte; what they compute from it differs at most in the
+order of fp32 sums. None of these calls allocates on the device or looks at device data on the host,
+but for the reference, which does both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
-import torch
 from torch import Tensor
 
 from dsv4.cache.records import RecordFormat
-from dsv4.errors import InvalidInput, SchemaError
+from dsv4.cache.schema import Page
 from dsv4.model import ModelSpec
+from dsv4.ops.calls import (
+    Attention,
+    CompressorWrite,
+    EntrySource,
+    Scoring,
+    Selection,
+    StepTensors,
+    WindowSource,
+    WindowWrite,
+)
 
 BackendName = Literal["reference", "triton"]
-Operation = Callable[..., None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backend:
-    """The operations of one implementation; dsv4/reference documents each."""
+class Backend(Protocol):
+    """One implementation of everything that a layer computes in a step."""
 
-    name: BackendName
-    append: Operation
-    write_records: Operation
-    gather_entries: Operation
-    gather_all_entries: Operation
-    gather_window: Operation
-    prepare_index_queries: Operation
-    index_scores: Operation
-    select: Operation
-    attend: Operation
-    select_workspace_bytes: Callable[..., int]
-    attend_workspace_elements: Callable[[int, ModelSpec, int], int]
+    @property
+    def name(self) -> BackendName: ...
 
+    def check_format(self, record: RecordFormat) -> None:
+        """Raises SchemaError for a record format that this backend has no code for."""
 
-def load_backend(name: BackendName | None, device: torch.device) -> Backend:
-    """`None` takes Triton on a GPU and the reference elsewhere. On a CPU the Triton kernels run
-    only under its interpreter (TRITON_INTERPRET=1 before the first import): for tests."""
-    chosen = name or ("triton" if device.type == "cuda" else "reference")
-    if chosen == "reference":
-        return Backend(
-            name="reference",
-            attend_workspace_elements=lambda tokens, model, entries: 0,
-            **_reference(),
-        )
-    if chosen != "triton":
-        raise InvalidInput(f"unknown backend {chosen!r}: choose 'reference' or 'triton'")
-    from dsv4.kernels.numerics import INTERPRETED
+    # ---- writes --------------------------------------------------------------------------------
 
-    if device.type != "cuda" and not INTERPRETED.value:
-        raise InvalidInput(
-            f"the Triton backend needs a GPU, the cache is on {device}: use backend='reference'"
-        )
-    return Backend(name="triton", **_triton(device))
+    def append(
+        self, step: StepTensors, window: WindowWrite | None, compressors: Sequence[CompressorWrite]
+    ) -> None:
+        """Everything that one layer writes in a step: window rows into the ring (and, in a wide
+        step, into the staging), projections into the tails, closed groups into their blocks.
 
+        Groups are read before tails are overwritten. Padding rows write nothing.
+        """
 
-def check_formats(backend: Backend, formats: Iterable[RecordFormat]) -> None:
-    """Raises SchemaError for a format that the backend has no code for."""
-    for record in formats:
-        if backend.name == "triton" and record.value_dtype != "bfloat16":
-            raise SchemaError(
-                f"the Triton kernels compute from bfloat16 values, the format {record.name} keeps "
-                f"{record.value_dtype}: use backend='reference' or another format"
-            )
+    def write_records(
+        self, arena: Tensor, page: Page, arena_row: Tensor, page_row: Tensor, rows: Tensor
+    ) -> None:
+        """Row i of `rows`, of the format's value type, into row `page_row[i]` of the page in arena
+        row `arena_row[i]`; where either is negative nothing is written."""
 
+    # ---- gathers -------------------------------------------------------------------------------
 
-def _reference() -> dict[str, Any]:
-    from dsv4.reference import append, attend, gather, index_query, index_scores, select
+    def gather_entries(
+        self, source: EntrySource, *, slot: Tensor, position: Tensor, indices: Tensor, out: Tensor
+    ) -> None:
+        """Entries `indices` int32 [rows, k] of each row's slot into `out` [rows, k, width], of the
+        value type of the records' format.
 
-    return {
-        "append": append.append,
-        "write_records": append.write_records,
-        "gather_entries": gather.gather_entries,
-        "gather_all_entries": gather.gather_all_entries,
-        "gather_window": gather.gather_window,
-        "prepare_index_queries": index_query.prepare_index_queries,
-        "index_scores": index_scores.index_scores,
-        "select": select.select,
-        "select_workspace_bytes": select.select_workspace_bytes,
-        "attend": attend.attend,
-    }
+        `position` is the query's: an index below 0, or of an entry that it cannot see, gives zeros.
+        Rows with a negative slot are padding and stay untouched.
+        """
 
+    def gather_all_entries(
+        self, source: EntrySource, *, slot: Tensor, position: Tensor, out: Tensor, lengths: Tensor
+    ) -> None:
+        """All entries visible at `position` of each row's slot, in order, into `out`
+        [rows, n, width]; `lengths` int32 [rows] says how many, at most n. What lies behind them in
+        `out`, and padding rows (negative slot), stay untouched."""
 
-def _triton(device: torch.device) -> dict[str, Any]:
-    from dsv4.kernels import (
-        append,
-        attend,
-        gather,
-        index_query,
-        index_scores,
-        select,
-        write_records,
-    )
-    from dsv4.kernels.device import is_hopper
+    def gather_window(
+        self,
+        source: WindowSource,
+        *,
+        batch: Tensor,
+        batch_row: Tensor,
+        position: Tensor,
+        out: Tensor,
+        lengths: Tensor,
+    ) -> None:
+        """The window of the query at `position` of each batch row, oldest first, into `out`
+        [rows, window, width]; `lengths` int32 [rows] says how many. What lies behind them in `out`,
+        and padding rows (negative `batch_row`), stay untouched."""
 
-    def attend_workspace_elements(tokens: int, model: ModelSpec, entries: int) -> int:
-        splits = attend.split_count(model.window, entries)
-        portable = attend.workspace_elements(tokens, model.heads, model.head_dim, splits)
-        return max(portable, hopper_elements)
+    # ---- selection -----------------------------------------------------------------------------
 
-    hopper_elements, attend_op = 0, attend.attend
-    if is_hopper(device):
-        from dsv4.kernels.hopper import attend as attend_hopper  # needs Gluon, which only compiles
+    def prepare_index_queries(
+        self, q: Tensor, *, tokens: Tensor, rope: Tensor, record: RecordFormat, out: Tensor
+    ) -> None:
+        """`q` [tokens, heads, width] of the value type of `record` → `out` alike: what encoding
+        and decoding with `record` leaves of the rotated and Hadamard-transformed query.
 
-        hopper_elements = attend_hopper.workspace_elements(device)
+        `rope` is the layer's table (dsv4.rope). Padding rows of `out` are not touched. A head with
+        a NaN or an infinity becomes NaN altogether.
+        """
 
-        def attend_op(q: Tensor, sink: Tensor, **step: Any) -> None:
-            fits = attend_hopper.supports(q, step["window"], step["entries"])
-            (attend_hopper.attend if fits else attend.attend)(q, sink, **step)
+    def index_scores(self, call: Scoring) -> None:
+        """I = Σ_h w_h · ReLU(q_h · k) of every token and every entry that it sees.
 
-    return {
-        "append": append.append,
-        "write_records": write_records.write_records,
-        "gather_entries": gather.gather_entries,
-        "gather_all_entries": gather.gather_all_entries,
-        "gather_window": gather.gather_window,
-        "prepare_index_queries": index_query.prepare_index_queries,
-        "index_scores": index_scores.index_scores,
-        "select": select.select,
-        "select_workspace_bytes": select.select_workspace_bytes,
-        "attend": attend_op,
-        "attend_workspace_elements": attend_workspace_elements,
-    }
+        `q` as prepare_index_queries leaves it and `weights`, already scaled, are of the value type
+        of the keys. With `round_bf16` dots, products and the sum are rounded to bf16, as the model
+        was trained; else all is fp32. The heads are added in a fixed order, so a score depends on
+        its query and its key alone.
+
+        Only entries that the token sees are written: columns from (position + 1) // ratio on, the
+        rows of padding tokens and those of tokens that see at most `skip_visible` entries keep what
+        they held.
+        """
+
+    def select(self, call: Selection) -> None:
+        """The exact `top_k` entries of every token: entries ascending, -1 behind them.
+
+        Of equal scores the lowest entries are taken; -0 equals +0, and NaN is below every number,
+        -inf included. Padding rows of `out` are not touched. The size of a piece of tokens follows
+        from shapes alone, never from lengths. Raises InvalidInput when one token's scores do not
+        fit the workspace; nothing has been launched then.
+        """
+
+    def select_workspace_bytes(self, rows: int, *, keys: EntrySource, top_k: int) -> int:
+        """The workspace with which `select` handles `rows` tokens at a time."""
+
+    # ---- attention -----------------------------------------------------------------------------
+
+    def attend(self, call: Attention) -> None:
+        """One softmax over window rows and compressed entries. Keys are values.
+
+        With logits l = q·k / sqrt(head_dim) and M their maximum
+            out = Σ exp(l - M) k / (Σ exp(l - M) + exp(sink - M))
+            lse = log Σ exp(l), without the sink
+        in fp32, except that exp(l - M) is rounded to the type of `q` before it multiplies k, as
+        DeepSeek's kernel does. `q` is of the value type of the records. Indices that are negative
+        or not visible are passed over; one named twice counts twice. A query without any key gives
+        0 and -inf; rows of padding stay as they are. With `inverse_rope` the last channels of the
+        rounded output are turned back by the query's position and rounded again.
+        """
+
+    def attend_workspace_bytes(self, tokens: int, *, model: ModelSpec, max_entries: int) -> int:
+        """The workspace that `attend` needs for up to `tokens` queries of up to `max_entries`
+        entries; a multiple of 4."""

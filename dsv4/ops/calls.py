@@ -1,4 +1,4 @@
-"""What one layer writes in one step, as both backends take it."""
+"""What one layer asks of a backend in one step: small frozen objects, one form for all backends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dsv4.cache.schema import CompressorLayout, Page
+
+# ---- what engines hand over ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +33,13 @@ class LayerWeights:
     kv_norm: Tensor | None = None
 
 
+# ---- writes ----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTensors:
-    """The arenas and a step's index tensors, cut to the padded sizes (step_buffers.py names
-    their columns). Rows of -1 are padding and write nothing.
+    """The arenas and a step's index tensors, cut to the padded sizes (columns.py names their
+    columns). Rows of -1 are padding and write nothing.
 
     `narrow`: no request has more tokens in the step than its rings can lose
     (schema.max_rollback_tokens), so what it writes leaves what it reads alone.
@@ -59,26 +64,27 @@ class WindowWrite:
     """`kv` [tokens, head_dim] into the ring. With `norm` fp32 [head_dim] the rows are raw
     projections: RMSNorm and RoPE come first.
 
-    With `chunk` (uint8 [1, bytes] holding `chunk_page`) the step is wide: every row goes there too,
-    and before that the `window` - 1 rows in front of each request's first token, from the ring.
+    With `staging` (uint8 [1, bytes] holding `staging_page`) the step is wide: every row goes there
+    too, and before that the `window` - 1 rows in front of each request's first token, from the
+    ring.
     """
 
     page: Page
     kv: Tensor
     norm: Tensor | None
     window: int
-    chunk: Tensor | None = None
-    chunk_page: Page | None = None
+    staging: Tensor | None = None
+    staging_page: Page | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressorWrite:
     """fp32 projections `c`, `z` [tokens, columns] into tails and, where groups close, entries.
 
-    `items` are the "groups" of the ratio in StepBuffers. Without `c` and `z` the groups are read
-    from the tails, which must hold the step's tokens already. `compress` and `write_tails` say
-    which half of the work to do. With `dense` [items, width] the entries of a narrow step go there
-    and not into blocks.
+    `items` are the work items of the ratio in the step's buffers. Without `c` and `z` the groups
+    are read from the tails, which must hold the step's tokens already. `compress` and `write_tails`
+    say which half of the work to do. With `dense` [items, width] the entries of a narrow step go
+    there and not into blocks.
     """
 
     layout: CompressorLayout
@@ -92,22 +98,24 @@ class CompressorWrite:
     dense: Tensor | None = None
 
 
+# ---- reads -----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowSource:
     """The window rows of a step's requests: records of `page` in `arena` (uint8 [rows, bytes]).
 
     A narrow step reads the ring: position p of slot s is row p % page.rows of arena row s. A wide
-    one (`chunk`) reads staged rows, because its own tokens have overwritten the ring: all in arena
-    row 0, position p of batch row b at page row
-        first_row[b] + (window - 1) * b + p - (start[b] - (window - 1))
-    for p from start[b] - (window - 1), where not negative, to the newest token. `window` tokens,
-    the query's own included, are visible.
+    one (`staged`) reads staged rows, because its own tokens have overwritten the ring: all in arena
+    row 0, position p of batch row b at page row columns.staged_row(…), for p from
+    start[b] - (window - 1), where not negative, to the newest token. `window` tokens, the query's
+    own included, are visible.
     """
 
     arena: Tensor
     page: Page
     window: int
-    chunk: bool
+    staged: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,3 +127,79 @@ class EntrySource:
     page: Page
     block_table: Tensor
     ratio: int
+
+    @property
+    def capacity(self) -> int:
+        """Entries that a row of the block table can name."""
+        return self.block_table.shape[1] * self.page.rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """Indexer scores of a step's tokens into fp32 `scores` [tokens, columns], column j being entry
+    j; `Backend.index_scores` says of which arithmetic.
+
+    `q` [tokens, index heads, index_dim] are prepared queries, `weights` [tokens, index heads] their
+    scaled weights. Rows of tokens that see at most `skip_visible` entries are left alone: a top-k
+    of so many takes them all. `tokens_per_request` is the most tokens that one request has in the
+    step, a hint for speed.
+    """
+
+    q: Tensor
+    weights: Tensor
+    tokens: Tensor
+    keys: EntrySource
+    scores: Tensor
+    round_bf16: bool = True
+    skip_visible: int = 0
+    tokens_per_request: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The `top_k` entries of every token by score into int32 `out` [tokens, top_k].
+
+    `workspace` is contiguous uint8 memory whose content is lost; tokens are handled in pieces whose
+    scores fit it.
+    """
+
+    q: Tensor
+    weights: Tensor
+    tokens: Tensor
+    keys: EntrySource
+    top_k: int
+    out: Tensor
+    workspace: Tensor
+    round_bf16: bool = True
+    tokens_per_request: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Queries `q` [tokens, heads, head_dim] (after RoPE) over window and entries, into `out`,
+    shaped and typed like `q`, and fp32 `lse` [tokens, heads]; `sink` fp32 [heads].
+
+    `tokens` and `batch` are the step's index tensors. Of `entries` a query sees those that
+    `indices` int32 [tokens, k] names, or all visible ones without `indices`. With `inverse_rope`,
+    the rotation table of the layer, the output is turned back. `workspace` fp32 holds partial
+    results; it is 0 before its first use.
+    """
+
+    q: Tensor
+    sink: Tensor
+    tokens: Tensor
+    batch: Tensor
+    window: WindowSource
+    entries: EntrySource | None
+    indices: Tensor | None
+    out: Tensor
+    lse: Tensor
+    inverse_rope: Tensor | None = None
+    workspace: Tensor | None = None
+
+    @property
+    def max_entries(self) -> int:
+        """How many entries a query of this call can have."""
+        if self.entries is None:
+            return 0
+        return self.entries.capacity if self.indices is None else self.indices.shape[1]

@@ -32,8 +32,8 @@ def append(
 
 def append_window(step: StepTensors, window: WindowWrite) -> None:
     """Quantises the step's rows: the newest into the ring, at position modulo its length; all of a
-    wide step's into the chunk."""
-    if window.chunk is not None:
+    wide step's into the staging."""
+    if window.staging is not None:
         stage_window(step, window)
     live = step.window[step.window[:, 0] >= 0].long()
     slot, position = live[:, 0], live[:, 1]
@@ -44,28 +44,28 @@ def append_window(step: StepTensors, window: WindowWrite) -> None:
     keep = live[:, 3] % 2 == 1
     ring_row = torch.where(keep, position % window.page.rows, -1)
     write_records(step.slot_arena, window.page, slot, ring_row, rows)
-    if window.chunk is not None:
-        assert window.chunk_page is not None
+    if window.staging is not None:
+        assert window.staging_page is not None
         nowhere = torch.zeros_like(slot)
-        write_records(window.chunk, window.chunk_page, nowhere, live[:, 3] // 2, rows)
+        write_records(window.staging, window.staging_page, nowhere, live[:, 3] // 2, rows)
 
 
 def stage_window(step: StepTensors, window: WindowWrite) -> None:
     """The window in front of each request's chunk, from the ring that the chunk will overwrite."""
-    assert window.chunk is not None
-    assert window.chunk_page is not None
+    assert window.staging is not None
+    assert window.staging_page is not None
     batch = step.batch.long()
     before = window.window - 1
     row = torch.arange(batch.shape[0], device=batch.device)[:, None]
     position = batch[:, 1:2] - before + torch.arange(before, device=batch.device)
     valid = (position >= 0) & (batch[:, :1] >= 0) & (batch[:, 2:3] > 0)
     slot = batch[:, :1].expand_as(position)[valid]
-    chunk_row = (batch[:, 3:4] + before * row + torch.arange(before, device=batch.device))[valid]
+    staged_row = (batch[:, 3:4] + before * row + torch.arange(before, device=batch.device))[valid]
     ring_row = position[valid] % window.page.rows
     stored = page_rows(step.slot_arena, window.page)
-    staged = page_rows(window.chunk, window.chunk_page)
+    staged = page_rows(window.staging, window.staging_page)
     for source, target in zip(stored, staged, strict=True):
-        target[0, chunk_row] = source[slot, ring_row]
+        target[0, staged_row] = source[slot, ring_row]
 
 
 def compress_groups(step: StepTensors, write: CompressorWrite) -> None:

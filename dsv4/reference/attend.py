@@ -5,54 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.ops.calls import EntrySource, WindowSource
+from dsv4.ops.calls import Attention, EntrySource, WindowSource
 from dsv4.reference.gather import window_rows
 from dsv4.reference.numerics import rotate, round_to
 from dsv4.reference.pages import read_records
 
 
-def attend(
-    q: Tensor,
-    sink: Tensor,
-    *,
-    tokens: Tensor,
-    batch: Tensor,
-    window: WindowSource,
-    entries: EntrySource | None,
-    indices: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    inverse_rope: Tensor | None,
-    workspace: Tensor | None = None,
-) -> None:
-    """Attention of `q` [tokens, heads, head_dim] (after RoPE) into `out`, shaped and typed like it.
-
-    `tokens` and `batch` are the step's index tensors (cache/step_buffers.py); rows of padding
-    stay as they are in `out` and `lse`. A query sees its window and, of `entries`, those that
-    `indices` int32 [tokens, k] names; without `indices` all that are visible. Indices that are
-    negative or not visible are passed over; one named twice counts twice.
-
-    Keys are values. With logits l = q·k / sqrt(head_dim) and M their maximum
-        out = Σ exp(l - M) k / (Σ exp(l - M) + exp(sink - M))      sink fp32 [heads]
-        lse = log Σ exp(l)                                         fp32 [tokens, heads], no sink
-    in fp32, except that exp(l - M) is rounded to the type of `q` before it multiplies k, as
-    DeepSeek's kernel does. `q` is of the value type of the records: bf16, or fp32 with fp32 ones.
-    A query without any key gives 0 and -inf. With `inverse_rope`, the rotation table of the layer,
-    the last channels of the rounded output are then turned back by the query's position and rounded
-    again, as in DeepSeek's code. `workspace` is for the kernel and not used here.
-    """
-    for row, (slot, position, batch_row, _) in enumerate(tokens.tolist()):
+def attend(call: Attention) -> None:
+    """Query after query; the workspace is not used."""
+    for row, (slot, position, batch_row, _) in enumerate(call.tokens.tolist()):
         if slot < 0:
             continue
-        keys = _window_keys(window, batch, position, batch_row)
-        if entries is not None:
-            named = None if indices is None else indices[row]
-            keys = torch.cat((keys, _entry_keys(entries, named, slot, position)))
-        result, lse[row] = _softmax_sum(q[row], keys.float(), sink)
-        if inverse_rope is not None:
-            cos, sin = inverse_rope[position].chunk(2)
+        keys = _window_keys(call.window, call.batch, position, batch_row)
+        if call.entries is not None:
+            named = None if call.indices is None else call.indices[row]
+            keys = torch.cat((keys, _entry_keys(call.entries, named, slot, position)))
+        result, call.lse[row] = _softmax_sum(call.q[row], keys.float(), call.sink)
+        if call.inverse_rope is not None:
+            cos, sin = call.inverse_rope[position].chunk(2)
             result = rotate(result, cos, -sin)
-        out[row] = result
+        call.out[row] = result
 
 
 def _softmax_sum(q: Tensor, keys: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,11 +14,6 @@ from dsv4.reference.pages import read_records
 def gather_entries(
     source: EntrySource, *, slot: Tensor, position: Tensor, indices: Tensor, out: Tensor
 ) -> None:
-    """Entries `indices` int32 [rows, k] of each row's slot into `out` [rows, k, width].
-
-    `position` is the query's: an index below 0, or of an entry that it cannot see, gives zeros.
-    Rows with a negative slot are padding and stay untouched.
-    """
     live = torch.nonzero(slot >= 0).flatten()
     chosen = indices[live].long()
     visible = ((position[live].long() + 1) // source.ratio)[:, None]
@@ -34,9 +29,6 @@ def gather_entries(
 def gather_all_entries(
     source: EntrySource, *, slot: Tensor, position: Tensor, out: Tensor, lengths: Tensor
 ) -> None:
-    """All entries visible at `position` of each row's slot, in order, into `out`
-    [rows, n, width]; `lengths` int32 [rows] says how many, at most n. What lies behind them in
-    `out`, and padding rows (negative slot), stay untouched."""
     for row in torch.nonzero(slot >= 0).flatten().tolist():
         count = min(int(position[row] + 1) // source.ratio, out.shape[1])
         entry = torch.arange(count, device=out.device)
@@ -54,9 +46,6 @@ def gather_window(
     out: Tensor,
     lengths: Tensor,
 ) -> None:
-    """The window of the query at `position` of each batch row, oldest first, into `out`
-    [rows, window, width]; `lengths` int32 [rows] says how many. What lies behind them in `out`, and
-    padding rows (negative `batch_row`), stay untouched."""
     for row in torch.nonzero(batch_row >= 0).flatten().tolist():
         newest = int(position[row])
         wanted = torch.arange(max(0, newest - source.window + 1), newest + 1, device=out.device)
@@ -70,7 +59,7 @@ def window_rows(
     source: WindowSource, batch: Tensor, batch_row: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Arena row and page row of window positions [rows, n] of the requests `batch` [rows, 4]."""
-    if not source.chunk:
+    if not source.staged:
         return batch[:, :1].expand_as(position), position % source.page.rows
     before = source.window - 1
     base = batch[:, 3] + before * batch_row - (batch[:, 1] - before)

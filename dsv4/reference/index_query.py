@@ -13,12 +13,6 @@ from dsv4.reference.numerics import hadamard, rotate
 def prepare_index_queries(
     q: Tensor, *, tokens: Tensor, rope: Tensor, record: RecordFormat, out: Tensor
 ) -> None:
-    """`q` [tokens, heads, width] of the value type of `record` → `out` alike: what encoding
-    and decoding with `record` leaves of the rotated and transformed query.
-
-    `rope` is the layer's table (dsv4.rope), `tokens` those of StepBuffers. Padding rows of `out`
-    are not touched. A head with a NaN or an infinity becomes NaN altogether.
-    """
     live = torch.nonzero(tokens[:, 0] >= 0).flatten()
     half = rope.shape[1] // 2
     row = rope[tokens[live, 1].long()].unsqueeze(1)

@@ -5,47 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.ops.calls import EntrySource
+from dsv4.ops.calls import EntrySource, Scoring
 from dsv4.reference.numerics import to_bf16
 from dsv4.reference.pages import read_records
 
 MIN_HEADS = 16
 
 
-def index_scores(
-    q: Tensor,
-    weights: Tensor,
-    *,
-    tokens: Tensor,
-    keys: EntrySource,
-    first_entry: int,
-    scores: Tensor,
-    round_bf16: bool = True,
-    skip_visible: int = 0,
-    tokens_per_request: int = 1,
-) -> None:
-    """Writes fp32 `scores` [tokens, columns]: column j is entry first_entry + j.
-
-    `q` [tokens, heads, width] as prepare_index_queries leaves it and `weights` [tokens, heads],
-    already scaled, are of the value type of the keys. With `round_bf16` dots, products and the
-    sum are rounded to bf16, as the model was trained; else all is fp32. The heads are added in the
-    order of `head_sum`, so a score depends on its query and its key alone.
-
-    Only entries that the token sees are written: columns from (position + 1) // ratio on, the rows
-    of padding tokens and those of tokens that see at most `skip_visible` entries (top-k takes all
-    of them unseen) keep what they held. `tokens_per_request` is a hint to the kernel.
-    """
-    for token, (slot, position) in enumerate(tokens[:, :2].tolist()):
-        visible = (position + 1) // keys.ratio
-        if slot < 0 or visible <= skip_visible:
+def index_scores(call: Scoring) -> None:
+    """Token after token. Dots of bf16 numbers are exact: products have 16 bits, and fp64 has room
+    to add them."""
+    for token, (slot, position) in enumerate(call.tokens[:, :2].tolist()):
+        visible = (position + 1) // call.keys.ratio
+        if slot < 0 or visible <= call.skip_visible:
             continue
-        end = min(visible, first_entry + scores.shape[1])
-        entry = torch.arange(first_entry, max(first_entry, end), device=q.device)
-        k = load_entries(keys, slot, entry)
-        # exact for bf16: products have 16 bits, and fp64 has room to add them
-        dot = (k.double() @ q[token].double().T).float()
-        weight = weights[token].float()
-        if round_bf16:
+        entry = torch.arange(min(visible, call.scores.shape[1]), device=call.q.device)
+        k = load_entries(call.keys, slot, entry)
+        dot = (k.double() @ call.q[token].double().T).float()
+        weight = call.weights[token].float()
+        if call.round_bf16:
             product = to_bf16(relu(to_bf16(dot).float()) * weight).float()
             total = to_bf16(head_sum(product)).float()
         else:
@@ -53,7 +31,7 @@ def index_scores(
         # one zero and one NaN, whatever the order of a backend's sum gave
         total = torch.where(total == 0, torch.zeros_like(total), total)
         total = torch.where(torch.isnan(total), torch.full_like(total, torch.nan), total)
-        scores[token, : len(entry)] = total
+        call.scores[token, : len(entry)] = total
 
 
 def relu(x: Tensor) -> Tensor:

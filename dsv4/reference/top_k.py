@@ -6,30 +6,20 @@ import torch
 from torch import Tensor
 
 
-def top_k(
-    scores: Tensor,
-    *,
-    tokens: Tensor,
-    ratio: int,
-    first_entry: int,
-    out: Tensor,
-    bf16_scores: bool = True,
-    workspace: Tensor | None = None,
-) -> None:
+def top_k(scores: Tensor, *, tokens: Tensor, ratio: int, out: Tensor) -> None:
     """int32 `out` [tokens, k]: the entries with the highest of fp32 `scores` [tokens, columns],
-    column j being entry first_entry + j, among those the token sees.
+    column j being entry j, among those the token sees.
 
     Entries come in ascending order, whatever their scores: attention needs the set, and rows that
     lie next to each other are read together. Fewer than k visible ones are followed by -1. Of equal
     scores the lowest entries are taken; -0 equals +0, and NaN is below every number, -inf included.
     Columns that the token does not see are not read; rows of padding tokens are not touched.
-    `bf16_scores` promises that all scores are bf16 numbers; only speed depends on it.
     """
     k = out.shape[1]
     for token, (slot, position) in enumerate(tokens[:, :2].tolist()):
         if slot < 0:
             continue
-        visible = min(max((position + 1) // ratio - first_entry, 0), scores.shape[1])
+        visible = min(max((position + 1) // ratio, 0), scores.shape[1])
         row = scores[token, :visible]
         image = torch.where(torch.isnan(row), torch.full_like(row, -torch.inf), row)
         # stable sorts: first by score, then NaN behind every number, so index decides the rest
@@ -37,4 +27,4 @@ def top_k(
         order = order[torch.argsort(torch.isnan(row)[order].to(torch.uint8), stable=True)]
         chosen = torch.sort(order[:k]).values
         out[token] = -1
-        out[token, : len(chosen)] = (chosen + first_entry).to(torch.int32)
+        out[token, : len(chosen)] = chosen.to(torch.int32)

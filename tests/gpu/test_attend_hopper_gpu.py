@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dsv4.kernels import attend as portable
 from dsv4.kernels.hopper import attend as hopper
+from dsv4.ops.calls import Attention
 from dsv4.reference import attend as reference
 from tests.reference.test_attend import POISON, Step, check, make_step
 
@@ -318,10 +319,20 @@ def test_tokens_may_lie_apart() -> None:
     workspace = torch.full((hopper.workspace_elements(DEVICE),), torch.nan, device=DEVICE)
     workspace[: hopper.PARTS_START] = 0
     hopper.attend(
-        q[:, :64], step.sink, tokens=step.tokens, batch=step.batch, window=step.window,
-        entries=step.entries, indices=step.indices, out=out[:, :64], lse=lse[:, :64],
-        inverse_rope=step.rope, workspace=workspace,
-    )  # fmt: skip
+        Attention(
+            q=q[:, :64],
+            sink=step.sink,
+            tokens=step.tokens,
+            batch=step.batch,
+            window=step.window,
+            entries=step.entries,
+            indices=step.indices,
+            out=out[:, :64],
+            lse=lse[:, :64],
+            inverse_rope=step.rope,
+            workspace=workspace,
+        )
+    )
     assert same((out[:, :64].contiguous(), lse[:, :64].contiguous()), dense)
     assert (out[:, 64:] == GUARD).all()
     assert (lse[:, 64:] == GUARD).all()

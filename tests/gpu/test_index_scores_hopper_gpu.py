@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from dsv4.cache import records
-from dsv4.kernels import index_scores as kernel
 from dsv4.kernels.hopper import index_scores as hopper
-from dsv4.ops.calls import EntrySource
+from dsv4.ops.calls import EntrySource, Scoring
 from dsv4.reference import index_scores as reference
 from tests.oracles.indexer import UNTOUCHED, make_keys, make_tokens, round_trip, same_bits
 
@@ -57,9 +56,10 @@ def wanted(
 ) -> Tensor:
     scores = torch.full((len(tokens), COLUMNS), UNTOUCHED)
     reference.index_scores(
-        q, weights, tokens=tokens, keys=keys, first_entry=0, scores=scores,
-        skip_visible=skip_visible,
-    )  # fmt: skip
+        Scoring(
+            q=q, weights=weights, tokens=tokens, keys=keys, scores=scores, skip_visible=skip_visible
+        )
+    )
     return scores
 
 
@@ -72,12 +72,18 @@ def found(
     skip_visible: int = 0,
     tokens_per_request: int = 1,
 ) -> Tensor:
-    assert hopper.supports(q, keys, 0, True)
     scores = torch.full((len(tokens), COLUMNS), UNTOUCHED, device="cuda")
-    kernel.index_scores(
-        q.cuda(), weights.cuda(), tokens=tokens.cuda(), keys=on_gpu(keys), first_entry=0,
-        scores=scores, skip_visible=skip_visible, tokens_per_request=tokens_per_request,
-    )  # fmt: skip
+    call = Scoring(
+        q=q.cuda(),
+        weights=weights.cuda(),
+        tokens=tokens.cuda(),
+        keys=on_gpu(keys),
+        scores=scores,
+        skip_visible=skip_visible,
+        tokens_per_request=tokens_per_request,
+    )
+    assert hopper.supports(call)
+    hopper.index_scores(call)
     return scores.cpu()
 
 

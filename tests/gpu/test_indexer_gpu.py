@@ -62,13 +62,13 @@ def test_top_k(rows: int, columns: int, kind: str, k: int) -> None:
     seen = [columns - 37 * row for row in range(rows)]
     tokens = make_tokens([(0, 4 * n + 2) for n in seen]).cuda()
     expected = torch.full((rows, k), UNTOUCHED, dtype=torch.int32, device="cuda")
-    reference_top_k.top_k(scores, tokens=tokens, ratio=4, first_entry=0, out=expected)
+    reference_top_k.top_k(scores, tokens=tokens, ratio=4, out=expected)
     size = top_k.top_k_workspace_bytes(rows, columns)
     for bf16_scores in (True, True, False):
         workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
         found = torch.full_like(expected, UNTOUCHED)
         top_k.top_k(
-            scores, tokens=tokens, ratio=4, first_entry=0, out=found, bf16_scores=bf16_scores,
+            scores, tokens=tokens, ratio=4, out=found, bf16_scores=bf16_scores,
             workspace=workspace,
         )  # fmt: skip
         assert torch.equal(found, expected)

@@ -12,7 +12,7 @@ from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
-from dsv4.ops.calls import CompressorWeights, LayerWeights
+from dsv4.ops.calls import Attention, CompressorWeights, LayerWeights, Selection
 from dsv4.reference import attend as reference_attend
 from dsv4.reference import select as reference_select
 from dsv4.rope import rope_table
@@ -191,19 +191,32 @@ def check_against_reference(
             q, index_weights = model.index[layer]
             selection = torch.full_like(chosen, 77)
             reference_select.select(
-                q, index_weights, tokens=plan.tokens, keys=handle.key_source(),
-                top_k=model.spec.index_topk, workspace=model.manager.workspace.select,
-                out=selection,
-            )  # fmt: skip
+                Selection(
+                    q=q,
+                    weights=index_weights,
+                    tokens=plan.tokens,
+                    keys=handle.key_source(),
+                    top_k=model.spec.index_topk,
+                    workspace=model.manager.workspace.select,
+                    out=selection,
+                )
+            )
             assert torch.equal(chosen[:live], selection[:live])
         wanted, wanted_lse = torch.zeros_like(out), torch.zeros_like(lse)
         reference_attend.attend(
-            model.q[layer], model.sink, tokens=plan.tokens, batch=plan.batch,
-            window=handle.window_source(plan),
-            entries=handle.entry_source() if handle.schema.spec.ratio else None,
-            indices=selection, out=wanted, lse=wanted_lse,
-            inverse_rope=model.weights[layer].rope,
-        )  # fmt: skip
+            Attention(
+                q=model.q[layer],
+                sink=model.sink,
+                tokens=plan.tokens,
+                batch=plan.batch,
+                window=handle.window_source(plan),
+                entries=handle.entry_source() if handle.schema.spec.ratio else None,
+                indices=selection,
+                out=wanted,
+                lse=wanted_lse,
+                inverse_rope=model.weights[layer].rope,
+            )
+        )
         error = (out[:live].double() - wanted[:live].double()).norm()
         assert error <= 4e-3 * wanted[:live].double().norm(), (layer, float(error))
         torch.testing.assert_close(lse[:live], wanted_lse[:live], rtol=1e-3, atol=1e-3)

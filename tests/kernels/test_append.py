@@ -27,7 +27,7 @@ TINY_LAYERS = range(len(TINY.layers))
 def written(stack: Stack) -> tuple[Tensor, Tensor, Tensor]:
     """All that an append can write."""
     manager = stack.manager
-    return manager.block_arena.bytes, manager.slot_arena.bytes, manager.buffers.chunk
+    return manager.block_arena.bytes, manager.slot_arena.bytes, manager.buffers.staging
 
 
 class Both:
@@ -56,7 +56,7 @@ class Both:
             for backend in ("reference", "triton")
         ]
         for each in self.stacks:
-            each.manager.buffers.chunk.fill_(POISON)
+            each.manager.buffers.staging.fill_(POISON)
         self.lives = [[s.manager.admit_request() for _ in range(requests)] for s in self.stacks]
         self.streams = [self.stacks[0].stream(seed, tokens) for seed in range(requests)]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4.errors import InvalidInput
 from dsv4.kernels.hopper import attend as kernel
+from dsv4.ops.calls import Attention
 from tests.reference.test_attend import Step, make_step
 
 PROCESSORS = 132
@@ -26,8 +27,8 @@ def launch(step: Step, workspace: Tensor, programs: int = PROCESSORS) -> tuple[i
     """The grid of a launch: blocks of heads of all queries, splits, slices."""
     found: list[tuple[int, int, int]] = []
 
-    def keep(*arguments: Any, **more: Any) -> None:
-        found.append(kernel.launch_arguments(*arguments, **more, programs=programs)[0])
+    def keep(call: Attention) -> None:
+        found.append(kernel.launch_arguments(call, programs=programs)[0])
 
     step.run(keep, workspace=workspace)
     return found[0]
@@ -105,7 +106,7 @@ def test_workspaces_that_are_too_small_are_refused() -> None:
 
 def test_it_takes_v4_and_leaves_the_rest_to_the_portable_kernel() -> None:
     def accepted(step: Step) -> bool:
-        return kernel.supports(step.q, step.window, step.entries)
+        return kernel.supports(step.call(out=step.q, lse=step.sink))
 
     for kind in ("csa", "hca", "swa"):
         for heads in (64, 128):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
-from dsv4.ops.calls import EntrySource, WindowSource
+from dsv4.ops.calls import Attention, EntrySource, WindowSource
 from tests.kernels.sm90 import compile_launch, ptxas_messages, run_apart
 
 CSA_LAYER, HCA_LAYER = 2, 3
@@ -96,13 +96,12 @@ def launch(case: str) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, 
         arena=empty(8, schema.slot_bytes, dtype=torch.uint8),
         page=window_page,
         window=schema.model.window,
-        chunk=chunk,
+        staged=chunk,
     )
     q = empty(tokens, heads, width, dtype=torch.bfloat16)
-    assert kernel.supports(q, window, entries)
-    return kernel.launch_arguments(
-        q,
-        empty(heads),
+    call = Attention(
+        q=q,
+        sink=empty(heads),
         tokens=empty(tokens, 4, dtype=torch.int32),
         batch=empty(tokens, 4, dtype=torch.int32),
         window=window,
@@ -112,8 +111,9 @@ def launch(case: str) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, 
         lse=empty(tokens, heads),
         inverse_rope=empty(schema.max_context, schema.model.rope_dim),
         workspace=empty(kernel.PARTS_START + PROCESSORS * kernel.PART_ELEMENTS),
-        programs=PROCESSORS,
     )
+    assert kernel.supports(call)
+    return kernel.launch_arguments(call, programs=PROCESSORS)
 
 
 def compile_attend(case: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
-from dsv4.ops.calls import EntrySource, WindowSource
+from dsv4.ops.calls import Attention, EntrySource, WindowSource
 
 ROOT = Path(__file__).parents[2]
 CSA_LAYER, HCA_LAYER = 2, 3
@@ -88,21 +88,23 @@ def _arguments(case: str) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
         arena=empty(8, schema.slot_bytes, dtype=torch.uint8),
         page=window_page,
         window=schema.model.window,
-        chunk=chunk,
+        staged=chunk,
     )
     splits = kernel.split_count(window.window, listed or blocks * entry_page.rows)
     return kernel.launch_arguments(
-        empty(tokens, heads, width, dtype=torch.bfloat16),
-        empty(heads),
-        tokens=empty(tokens, 4, dtype=torch.int32),
-        batch=empty(tokens, 4, dtype=torch.int32),
-        window=window,
-        entries=entries,
-        indices=None if listed is None else empty(tokens, listed, dtype=torch.int32),
-        out=empty(tokens, heads, width, dtype=torch.bfloat16),
-        lse=empty(tokens, heads),
-        inverse_rope=empty(schema.max_context, schema.model.rope_dim),
-        workspace=empty(kernel.workspace_elements(tokens, heads, width, splits)),
+        Attention(
+            q=empty(tokens, heads, width, dtype=torch.bfloat16),
+            sink=empty(heads),
+            tokens=empty(tokens, 4, dtype=torch.int32),
+            batch=empty(tokens, 4, dtype=torch.int32),
+            window=window,
+            entries=entries,
+            indices=None if listed is None else empty(tokens, listed, dtype=torch.int32),
+            out=empty(tokens, heads, width, dtype=torch.bfloat16),
+            lse=empty(tokens, heads),
+            inverse_rope=empty(schema.max_context, schema.model.rope_dim),
+            workspace=empty(kernel.workspace_elements(tokens, heads, width, splits)),
+        )
     )
 
 

@@ -129,7 +129,7 @@ def test_window_of_a_narrow_step_comes_from_the_ring_in_order(backend: str) -> N
     page = stack.schema.page("window", CSA)
     assert page is not None
     source = WindowSource(
-        arena=stack.manager.slot_arena.bytes, page=page, window=128, chunk=not plan.narrow
+        arena=stack.manager.slot_arena.bytes, page=page, window=128, staged=not plan.narrow
     )
     check_window(stack, BACKENDS[backend], source, plan, work)
 
@@ -142,7 +142,7 @@ def test_window_of_a_chunk_reaches_back_over_its_start(backend: str) -> None:
     assert not plan.narrow
     stack.write(plan, [s for _, s, _ in work], layers=[CSA])
     buffers = stack.manager.buffers
-    source = WindowSource(arena=buffers.chunk, page=buffers.chunk_page, window=128, chunk=True)
+    source = WindowSource(arena=buffers.staging, page=buffers.staging_page, window=128, staged=True)
     check_window(stack, BACKENDS[backend], source, plan, work, every=9)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4.cache import records
 from dsv4.errors import InvalidInput
 from dsv4.kernels import index_scores as kernel
-from dsv4.ops.calls import EntrySource
+from dsv4.ops.calls import EntrySource, Scoring
 from dsv4.reference import index_scores as reference
 from tests.oracles.indexer import UNTOUCHED, make_keys, make_tokens, round_trip, same_bits
 
@@ -43,7 +43,6 @@ def both(
     weights: Tensor,
     *,
     columns: int = COLUMNS,
-    first_entry: int = 0,
     round_bf16: bool = True,
     skip_visible: int = 0,
     tokens_per_request: int = 1,
@@ -52,15 +51,16 @@ def both(
     for function in (kernel.index_scores, reference.index_scores):
         scores = torch.full((len(tokens), columns), UNTOUCHED)
         function(
-            q,
-            weights,
-            tokens=tokens,
-            keys=keys,
-            first_entry=first_entry,
-            scores=scores,
-            round_bf16=round_bf16,
-            skip_visible=skip_visible,
-            tokens_per_request=tokens_per_request,
+            Scoring(
+                q=q,
+                weights=weights,
+                tokens=tokens,
+                keys=keys,
+                scores=scores,
+                round_bf16=round_bf16,
+                skip_visible=skip_visible,
+                tokens_per_request=tokens_per_request,
+            )
         )
         results.append(scores)
     return results[0], results[1]
@@ -95,11 +95,10 @@ def test_sharing_keys_between_tokens_changes_nothing(tokens_per_request: int):
 
 
 @pytest.mark.parametrize("tokens_per_request", [1, 4])
-@pytest.mark.parametrize(("first_entry", "columns"), [(0, 17), (64, 64), (149, 5), (37, 115)])
-def test_part_of_the_entries(first_entry: int, columns: int, tokens_per_request: int):
+@pytest.mark.parametrize("columns", [5, 17, 64, 115])
+def test_part_of_the_entries(columns: int, tokens_per_request: int):
     found, expected = both(
         *case("mxfp4"),
-        first_entry=first_entry,
         columns=columns,
         tokens_per_request=tokens_per_request,
     )
@@ -119,18 +118,19 @@ def test_permuting_the_batch_permutes_the_scores(tokens_per_request: int):
     order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(4))
     shuffled = torch.full((len(tokens), COLUMNS), UNTOUCHED)
     kernel.index_scores(
-        q[order],
-        weights[order],
-        tokens=tokens[order],
-        keys=keys,
-        first_entry=0,
-        scores=shuffled,
-        tokens_per_request=tokens_per_request,
+        Scoring(
+            q=q[order],
+            weights=weights[order],
+            tokens=tokens[order],
+            keys=keys,
+            scores=shuffled,
+            tokens_per_request=tokens_per_request,
+        )
     )
     assert same_bits(shuffled, plain[order])
     alone = torch.full((1, COLUMNS), UNTOUCHED)
     kernel.index_scores(
-        q[4:5], weights[4:5], tokens=tokens[4:5], keys=keys, first_entry=0, scores=alone
+        Scoring(q=q[4:5], weights=weights[4:5], tokens=tokens[4:5], keys=keys, scores=alone)
     )
     assert same_bits(alone, plain[4:5])
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
-from dsv4.ops.calls import EntrySource
+from dsv4.ops.calls import EntrySource, Scoring
 from tests.kernels.sm90 import compile_launch, ptxas_messages, run_apart
 
 CSA_LAYER = 2
+PROCESSORS = 132
 REGISTERS_OF_A_PROCESSOR, SHARED_BYTES = 65_536, 227 << 10
 
 
@@ -41,15 +42,14 @@ def test_keys_multiply_from_the_registers_they_arrive_in(compiled: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("index_format", "block_tokens", "heads", "rounded", "first_entry", "fits"),
+    ("index_format", "block_tokens", "heads", "rounded", "fits"),
     [
-        ("mxfp4", 128, 64, True, 0, True),
-        ("mxfp4", 512, 64, True, 0, True),
-        ("mxfp4", 128, 64, False, 0, False),
-        ("mxfp4", 128, 64, True, 32, False),
-        ("mxfp4", 128, 32, True, 0, False),
-        ("nvfp4", 128, 64, True, 0, False),
-        ("fp8", 128, 64, True, 0, False),
+        ("mxfp4", 128, 64, True, True),
+        ("mxfp4", 512, 64, True, True),
+        ("mxfp4", 128, 64, False, False),
+        ("mxfp4", 128, 32, True, False),
+        ("nvfp4", 128, 64, True, False),
+        ("fp8", 128, 64, True, False),
     ],
 )
 def test_what_it_does(
@@ -57,7 +57,6 @@ def test_what_it_does(
     block_tokens: int,
     heads: int,
     rounded: bool,
-    first_entry: int,
     fits: bool,
 ) -> None:
     from dsv4.kernels.hopper import index_scores as index_scores_hopper
@@ -65,9 +64,8 @@ def test_what_it_does(
     schema = CacheSchema.build(
         ModelSpec.preset("v4-flash"), index_format=index_format, block_tokens=block_tokens
     )
-    q = empty(4, heads, 128, dtype=torch.bfloat16)
-    found = index_scores_hopper.supports(q, key_source(schema), first_entry, rounded)
-    assert found == fits
+    call = scoring(schema, tokens=4, heads=heads, rounded=rounded)
+    assert index_scores_hopper.supports(call) == fits
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -85,26 +83,27 @@ def key_source(schema: CacheSchema) -> EntrySource:
     )
 
 
+def scoring(schema: CacheSchema, *, tokens: int, heads: int = 64, rounded: bool = True) -> Scoring:
+    return Scoring(
+        q=empty(tokens, heads, 128, dtype=torch.bfloat16),
+        weights=empty(tokens, heads, dtype=torch.bfloat16),
+        tokens=empty(tokens, 4, dtype=torch.int32),
+        keys=key_source(schema),
+        scores=empty(tokens, 4096),
+        round_bf16=rounded,
+        skip_visible=512,
+    )
+
+
 def compile_scores(tokens: int) -> dict[str, Any]:
-    from dsv4.kernels import index_scores
     from dsv4.kernels.hopper import index_scores as index_scores_hopper
 
-    keys = key_source(CacheSchema.build(ModelSpec.preset("v4-flash")))
-    _, arguments, _ = index_scores.launch_arguments(
-        empty(tokens, 64, 128, dtype=torch.bfloat16),
-        empty(tokens, 64, dtype=torch.bfloat16),
-        empty(tokens, 4, dtype=torch.int32),
-        keys,
-        0,
-        empty(tokens, 4096),
-        True,
-        512,
-        1,
-    )
+    call = scoring(CacheSchema.build(ModelSpec.preset("v4-flash")), tokens=tokens)
+    _, arguments, constants = index_scores_hopper.launch_arguments(call, PROCESSORS)
     made = compile_launch(
         index_scores_hopper._index_scores_hopper_kernel,
         arguments,
-        {"TOKENS": tokens, "RATIO": 4, "PAGE_ROWS": keys.page.rows},
+        constants,
         num_warps=index_scores_hopper.NUM_WARPS,
         fp_fusion=True,
         maxnreg=index_scores_hopper.MAX_REGISTERS,

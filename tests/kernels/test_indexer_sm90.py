@@ -70,7 +70,7 @@ def main() -> None:
     from dsv4.cache import records
     from dsv4.cache.schema import Page
     from dsv4.kernels import index_query, index_scores, top_k
-    from dsv4.ops.calls import EntrySource
+    from dsv4.ops.calls import EntrySource, Scoring
     from tests.kernels.sm90 import Compiled, compile_launch
 
     found: dict[str, dict[str, Any]] = {}
@@ -113,8 +113,11 @@ def main() -> None:
         scores = torch.zeros(rows, 4096)
         for group in GROUPS:
             _, arguments, constants = index_scores.launch_arguments(
-                q, weights, tokens, keys, 0, scores, True, 512, group
-            )
+                Scoring(
+                    q=q, weights=weights, tokens=tokens, keys=keys, scores=scores,
+                    skip_visible=512, tokens_per_request=group,
+                )
+            )  # fmt: skip
             # the most tokens of a launch, whose lengths every program holds
             constants["GROUPS"] = index_scores.MAX_TOKENS // group
             note(
@@ -133,9 +136,7 @@ def main() -> None:
         work = torch.zeros(16, dtype=torch.int32)
         out = torch.zeros(rows, k, dtype=torch.int32)
         for bf16_scores in (True, False):
-            launches = top_k.launches(
-                torch.zeros(rows, columns), tokens, work, out, 4, 0, bf16_scores
-            )
+            launches = top_k.launches(torch.zeros(rows, columns), tokens, work, out, 4, bf16_scores)
             for nth, launch in enumerate(launches):
                 note(
                     f"top-k {rows} x {columns} {'bf16' if bf16_scores else 'fp32'} launch {nth}",

@@ -10,10 +10,14 @@ from dsv4.cache import records
 from dsv4.errors import InvalidInput
 from dsv4.kernels import select as kernel
 from dsv4.kernels import top_k as top_k_kernel
-from dsv4.ops.calls import EntrySource
-from dsv4.reference import select as reference
+from dsv4.kernels.backend import TritonBackend
+from dsv4.ops.backend import Backend
+from dsv4.ops.calls import EntrySource, Selection
+from dsv4.reference.backend import ReferenceBackend
 from tests.oracles.indexer import make_keys, make_tokens, round_trip
 
+KERNEL: Backend = TritonBackend(torch.device("cpu"))
+REFERENCE: Backend = ReferenceBackend()
 WIDTH, HEADS, K, PAGE_ROWS = 64, 4, 6, 8
 UNTOUCHED = -7
 ROWS = [(0, 1199), (0, 1198), None, (1, 12), (2, 163), (2, 1), (0, 27)]
@@ -31,7 +35,7 @@ def case(name: str = "mxfp4", *, seed: int = 0) -> tuple[EntrySource, Tensor, Te
 
 
 def run(
-    module: object,
+    backend: Backend,
     keys: EntrySource,
     tokens: Tensor,
     q: Tensor,
@@ -42,20 +46,20 @@ def run(
     round_bf16: bool = True,
     tokens_per_request: int = 1,
 ) -> list[list[int]]:
-    size = module.select_workspace_bytes(  # type: ignore[attr-defined]
-        rows_at_a_time, keys=keys, top_k=k
-    )
+    size = backend.select_workspace_bytes(rows_at_a_time, keys=keys, top_k=k)
     out = torch.full((len(tokens), k), UNTOUCHED, dtype=torch.int32)
-    module.select(  # type: ignore[attr-defined]
-        q,
-        weights,
-        tokens=tokens,
-        keys=keys,
-        top_k=k,
-        workspace=torch.full((size,), 0xFF, dtype=torch.uint8),
-        out=out,
-        round_bf16=round_bf16,
-        tokens_per_request=tokens_per_request,
+    backend.select(
+        Selection(
+            q=q,
+            weights=weights,
+            tokens=tokens,
+            keys=keys,
+            top_k=k,
+            workspace=torch.full((size,), 0xFF, dtype=torch.uint8),
+            out=out,
+            round_bf16=round_bf16,
+            tokens_per_request=tokens_per_request,
+        )
     )
     return out.tolist()
 
@@ -74,8 +78,8 @@ def test_equals_the_reference_whatever_the_workspace(
 ):
     if cut:
         cut_rows(monkeypatch)
-    expected = run(reference, *case(), rows_at_a_time=7)
-    assert run(kernel, *case(), rows_at_a_time=rows_at_a_time) == expected
+    expected = run(REFERENCE, *case(), rows_at_a_time=7)
+    assert run(KERNEL, *case(), rows_at_a_time=rows_at_a_time) == expected
     assert expected[2] == [UNTOUCHED] * K
 
 
@@ -83,17 +87,17 @@ def test_equals_the_reference_whatever_the_workspace(
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
 def test_formats_and_roundings(name: str, round_bf16: bool):
     arguments = case(name, seed=1)
-    expected = run(reference, *arguments, rows_at_a_time=7, round_bf16=round_bf16)
-    found = run(kernel, *arguments, rows_at_a_time=7, round_bf16=round_bf16, tokens_per_request=2)
+    expected = run(REFERENCE, *arguments, rows_at_a_time=7, round_bf16=round_bf16)
+    found = run(KERNEL, *arguments, rows_at_a_time=7, round_bf16=round_bf16, tokens_per_request=2)
     assert found == expected
 
 
 def test_decoding_several_tokens_equals_decoding_each_alone():
     keys, tokens, q, weights = case(seed=2)
-    together = run(kernel, keys, tokens, q, weights, rows_at_a_time=7, tokens_per_request=4)
+    together = run(KERNEL, keys, tokens, q, weights, rows_at_a_time=7, tokens_per_request=4)
     for i in range(len(tokens)):
         one = slice(i, i + 1)
-        alone = run(kernel, keys, tokens[one], q[one], weights[one], rows_at_a_time=1)
+        alone = run(KERNEL, keys, tokens[one], q[one], weights[one], rows_at_a_time=1)
         assert alone == together[one]
 
 
@@ -105,7 +109,7 @@ def test_a_needle_is_found_wherever_it_lies(needle: int, monkeypatch: pytest.Mon
     keys = make_keys(records.mxfp4(WIDTH), [key], page_rows=PAGE_ROWS)
     q = torch.ones(1, HEADS, WIDTH, dtype=torch.bfloat16)
     weights = torch.ones(1, HEADS, dtype=torch.bfloat16)
-    found = run(kernel, keys, make_tokens([(0, 1199)]), q, weights, rows_at_a_time=1)
+    found = run(KERNEL, keys, make_tokens([(0, 1199)]), q, weights, rows_at_a_time=1)
     others = [e for e in range(300) if e != needle][: K - 1]
     assert found == [sorted([needle, *others])]
 
@@ -118,29 +122,31 @@ def test_scores_that_relu_makes_equal_go_to_the_first_entries():
     q[0] = -q[0]
     weights = torch.ones(2, HEADS, dtype=torch.bfloat16)
     weights[1] = -1
-    found = run(kernel, keys, tokens, q, weights, rows_at_a_time=2)
+    found = run(KERNEL, keys, tokens, q, weights, rows_at_a_time=2)
     assert found == [list(range(K))] * 2
 
 
 def test_all_entries_are_selected_where_no_more_fit_the_table():
     keys, tokens, q, weights = case()
-    expected = run(reference, keys, tokens, q, weights, rows_at_a_time=7, k=400)
-    assert run(kernel, keys, tokens, q, weights, rows_at_a_time=0, k=400) == expected
+    expected = run(REFERENCE, keys, tokens, q, weights, rows_at_a_time=7, k=400)
+    assert run(KERNEL, keys, tokens, q, weights, rows_at_a_time=0, k=400) == expected
 
 
 def test_a_workspace_too_small_for_one_row_is_refused():
     keys, tokens, q, weights = case()
-    size = kernel.select_workspace_bytes(1, keys=keys, top_k=K)
+    size = KERNEL.select_workspace_bytes(1, keys=keys, top_k=K)
     out = torch.full((len(tokens), K), UNTOUCHED, dtype=torch.int32)
     with pytest.raises(InvalidInput, match=f"{size:,} bytes"):
-        kernel.select(
-            q,
-            weights,
-            tokens=tokens,
-            keys=keys,
-            top_k=K,
-            workspace=torch.empty(size - 1, dtype=torch.uint8),
-            out=out,
+        KERNEL.select(
+            Selection(
+                q=q,
+                weights=weights,
+                tokens=tokens,
+                keys=keys,
+                top_k=K,
+                workspace=torch.empty(size - 1, dtype=torch.uint8),
+                out=out,
+            )
         )
     assert (out == UNTOUCHED).all()
 

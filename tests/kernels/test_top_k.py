@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -33,23 +34,16 @@ def shorten(monkeypatch: pytest.MonkeyPatch, *, groups: int = 64, listed: int = 
 
 
 def select(
-    scores: Tensor, tokens: Tensor, k: int, *, bf16_scores: bool = True, first_entry: int = 0
+    scores: Tensor, tokens: Tensor, k: int, *, bf16_scores: bool = True
 ) -> tuple[Tensor, Tensor]:
     rows, columns = scores.shape
     size = kernel.top_k_workspace_bytes(rows, columns)
     workspace = torch.full((size,), 0xFF, dtype=torch.uint8)
     results = []
-    for function in (kernel.top_k, reference.top_k):
+    kernel_top_k = partial(kernel.top_k, bf16_scores=bf16_scores, workspace=workspace)
+    for function in (kernel_top_k, reference.top_k):
         out = torch.full((rows, k), UNTOUCHED, dtype=torch.int32)
-        function(
-            scores,
-            tokens=tokens,
-            ratio=4,
-            first_entry=first_entry,
-            out=out,
-            bf16_scores=bf16_scores,
-            workspace=workspace,
-        )
+        function(scores, tokens=tokens, ratio=4, out=out)
         results.append(out)
     return results[0], results[1]
 
@@ -155,14 +149,6 @@ def test_a_winner_is_found_at_the_edges_of_slices():
 
 
 @pytest.mark.usefixtures("short_tiles")
-def test_entries_count_from_the_first():
-    scores = random_scores("ties", 2, 600)
-    found, expected = select(scores, tokens_of([700, 150]), 8, first_entry=100)
-    assert found.tolist() == expected.tolist()
-    assert found.min() >= 100
-
-
-@pytest.mark.usefixtures("short_tiles")
 def test_a_row_does_not_depend_on_its_batch():
     scores = random_scores("ties", 6, 700)
     seen: list[int | None] = [700, 300, None, 9, 650, 512]
@@ -204,7 +190,6 @@ def test_a_workspace_too_small_is_refused():
                 torch.zeros(1, 700),
                 tokens=tokens_of([700]),
                 ratio=4,
-                first_entry=0,
                 out=out,
                 workspace=workspace,
             )

@@ -80,13 +80,13 @@ def slow_score(q: Tensor, weights: Tensor, key: Tensor, *, rounded: bool) -> flo
     return bf16(total) if rounded else total
 
 
-def slow_top_k(scores: Sequence[float], k: int, *, first_entry: int = 0) -> list[int]:
+def slow_top_k(scores: Sequence[float], k: int) -> list[int]:
     """Sorted by (NaN last, score descending, index); the first k, ascending, then -1."""
     order = sorted(
         range(len(scores)),
         key=lambda i: (math.isnan(scores[i]), 0.0 if math.isnan(scores[i]) else -scores[i], i),
     )
-    chosen = sorted(first_entry + i for i in order[:k])
+    chosen = sorted(order[:k])
     return chosen + [-1] * (k - len(chosen))
 
 

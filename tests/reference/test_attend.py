@@ -3,9 +3,8 @@ is NaN. `make_step` also feeds tests/kernels/test_attend.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from dsv4.cache import records
 from dsv4.cache.schema import Page, PageKind
-from dsv4.ops.calls import EntrySource, WindowSource
+from dsv4.ops.calls import Attention, EntrySource, WindowSource
 from dsv4.reference.append import write_records
 from dsv4.reference.attend import attend
 from dsv4.reference.codec import decode, encode
@@ -37,13 +36,25 @@ class Step:
     keys: list[Tensor | None]
     rope: Tensor
 
-    def run(self, function: Any, *, turn: bool = False, **more: Any) -> tuple[Tensor, Tensor]:
+    def run(
+        self,
+        function: Callable[[Attention], None],
+        *,
+        turn: bool = False,
+        workspace: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Output and lse; what is not written stays NaN."""
         out = torch.full_like(self.q, torch.nan)
         lse = torch.full(self.q.shape[:2], torch.nan, device=self.q.device)
-        function(
-            self.q,
-            self.sink,
+        function(self.call(turn=turn, out=out, lse=lse, workspace=workspace))
+        return out, lse
+
+    def call(
+        self, *, turn: bool = False, out: Tensor, lse: Tensor, workspace: Tensor | None = None
+    ) -> Attention:
+        return Attention(
+            q=self.q,
+            sink=self.sink,
             tokens=self.tokens,
             batch=self.batch,
             window=self.window,
@@ -52,9 +63,8 @@ class Step:
             out=out,
             lse=lse,
             inverse_rope=self.rope if turn else None,
-            **more,
+            workspace=workspace,
         )
-        return out, lse
 
     def take(self, rows: Sequence[int]) -> Step:
         """A step of only these tokens, in this order."""
@@ -168,7 +178,7 @@ def make_step(
         sink=torch.randn(heads, generator=rng),
         tokens=torch.tensor(tokens, dtype=torch.int32),
         batch=torch.tensor(batch, dtype=torch.int32),
-        window=WindowSource(arena=window_arena, page=window_page, window=window, chunk=chunk),
+        window=WindowSource(arena=window_arena, page=window_page, window=window, staged=chunk),
         entries=None
         if kind == "swa"
         else EntrySource(arena=entry_arena, page=entry_page, block_table=table, ratio=ratio),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dsv4.cache import records
+from dsv4.ops.calls import Scoring
 from dsv4.reference.codec import VALUE_TYPES
 from dsv4.reference.index_scores import head_sum, index_scores
 from tests.oracles.indexer import (
@@ -42,7 +43,7 @@ def test_scores_equal_the_slow_sum(name: str, rounded: bool):
     keys, tokens, q, weights, stored = random_case(name)
     scores = torch.full((len(tokens), 24), UNTOUCHED)
     index_scores(
-        q, weights, tokens=tokens, keys=keys, first_entry=0, scores=scores, round_bf16=rounded
+        Scoring(q=q, weights=weights, tokens=tokens, keys=keys, scores=scores, round_bf16=rounded)
     )
     for token, (slot, position) in enumerate(tokens[:, :2].tolist()):
         visible = 0 if slot < 0 else (position + 1) // 4
@@ -64,28 +65,24 @@ def test_entries_become_visible_with_their_last_token():
     for position, visible in ((0, 0), (2, 0), (3, 1), (6, 1), (7, 2), (83, 21)):
         scores = torch.full((1, 24), UNTOUCHED)
         tokens = make_tokens([(0, position)])
-        index_scores(q[:1], weights[:1], tokens=tokens, keys=keys, first_entry=0, scores=scores)
+        index_scores(Scoring(q=q[:1], weights=weights[:1], tokens=tokens, keys=keys, scores=scores))
         assert int((scores != UNTOUCHED).sum()) == visible
 
 
-def test_columns_may_begin_at_any_entry():
+def test_columns_that_are_fewer_than_the_entries_take_the_first():
     keys, tokens, q, weights, _ = random_case("mxfp4")
     whole = torch.full((len(tokens), 24), UNTOUCHED)
-    index_scores(q, weights, tokens=tokens, keys=keys, first_entry=0, scores=whole)
-    for first, columns in ((5, 7), (20, 3), (24, 2)):
-        part = torch.full((len(tokens), columns), UNTOUCHED)
-        index_scores(q, weights, tokens=tokens, keys=keys, first_entry=first, scores=part)
-        expected = torch.full((len(tokens), columns), UNTOUCHED)
-        copied = whole[:, first : first + columns]
-        expected[:, : copied.shape[1]] = copied
-        assert torch.equal(part, expected)
+    index_scores(Scoring(q=q, weights=weights, tokens=tokens, keys=keys, scores=whole))
+    part = torch.full((len(tokens), 7), UNTOUCHED)
+    index_scores(Scoring(q=q, weights=weights, tokens=tokens, keys=keys, scores=part))
+    assert torch.equal(part, whole[:, :7])
 
 
 def test_tokens_that_see_few_entries_can_be_skipped():
     keys, tokens, q, weights, _ = random_case("mxfp4")
     scores = torch.full((len(tokens), 24), UNTOUCHED)
     index_scores(
-        q, weights, tokens=tokens, keys=keys, first_entry=0, scores=scores, skip_visible=20
+        Scoring(q=q, weights=weights, tokens=tokens, keys=keys, scores=scores, skip_visible=20)
     )
     assert (scores != UNTOUCHED).sum(dim=1).tolist() == [21, 0, 0, 0, 0, 0]
 
@@ -98,12 +95,13 @@ def test_negative_weights_give_negative_scores_and_relu_gives_zero():
     q = torch.ones(1, 2, WIDTH, dtype=torch.bfloat16)
     scores = torch.empty(1, 8)
     index_scores(
-        q,
-        torch.full((1, 2), -0.5, dtype=torch.bfloat16),
-        tokens=tokens,
-        keys=keys,
-        first_entry=0,
-        scores=scores,
+        Scoring(
+            q=q,
+            weights=torch.full((1, 2), -0.5, dtype=torch.bfloat16),
+            tokens=tokens,
+            keys=keys,
+            scores=scores,
+        )
     )
     assert scores.tolist() == [[-64.0] * 4 + [0.0] * 4]
     assert not torch.signbit(scores[0, 4:]).any()

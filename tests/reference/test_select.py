@@ -7,6 +7,7 @@ import torch
 
 from dsv4.cache import records
 from dsv4.errors import InvalidInput
+from dsv4.ops.calls import Selection
 from dsv4.reference.select import select, select_workspace_bytes
 from tests.oracles.indexer import make_keys, make_tokens, round_trip, slow_score, slow_top_k
 
@@ -30,7 +31,11 @@ def test_a_needle_is_found_wherever_it_lies(needle: int):
     keys, tokens, q, weights = needle_case(needle)
     workspace = torch.full((4 * 32,), 0xFF, dtype=torch.uint8)
     out = torch.full((1, K), UNTOUCHED, dtype=torch.int32)
-    select(q, weights, tokens=tokens, keys=keys, top_k=K, workspace=workspace, out=out)
+    select(
+        Selection(
+            q=q, weights=weights, tokens=tokens, keys=keys, top_k=K, workspace=workspace, out=out
+        )
+    )
     others = [e for e in range(ENTRIES) if e != needle][: K - 1]
     assert out[0].tolist() == sorted([needle, *others])
 
@@ -55,7 +60,17 @@ def test_selection_is_that_of_the_slow_formula_whatever_the_workspace(rows_at_a_
     size = select_workspace_bytes(rows_at_a_time, keys=keys, top_k=K)
     workspace = torch.full((size,), 0xFF, dtype=torch.uint8)
     out = torch.full((len(rows), K), UNTOUCHED, dtype=torch.int32)
-    select(q, weights, tokens=make_tokens(rows), keys=keys, top_k=K, workspace=workspace, out=out)
+    select(
+        Selection(
+            q=q,
+            weights=weights,
+            tokens=make_tokens(rows),
+            keys=keys,
+            top_k=K,
+            workspace=workspace,
+            out=out,
+        )
+    )
     for token, row in enumerate(rows):
         if row is None:
             assert out[token].tolist() == [UNTOUCHED] * K
@@ -74,12 +89,14 @@ def test_a_workspace_too_small_for_one_row_is_refused():
     out = torch.full((len(rows), K), UNTOUCHED, dtype=torch.int32)
     with pytest.raises(InvalidInput, match=f"{size:,} bytes"):
         select(
-            q,
-            weights,
-            tokens=make_tokens(rows),
-            keys=keys,
-            top_k=K,
-            workspace=torch.empty(size - 1, dtype=torch.uint8),
-            out=out,
+            Selection(
+                q=q,
+                weights=weights,
+                tokens=make_tokens(rows),
+                keys=keys,
+                top_k=K,
+                workspace=torch.empty(size - 1, dtype=torch.uint8),
+                out=out,
+            )
         )
     assert (out == UNTOUCHED).all()

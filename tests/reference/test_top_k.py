@@ -17,12 +17,12 @@ UNTOUCHED = -7
 VALUES = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 2.0, -3.0, INF, -INF, NAN, 1e-30, -1e-30])
 
 
-def run(scores: list[float], k: int, *, visible: int | None = None, first_entry: int = 0):
+def run(scores: list[float], k: int, *, visible: int | None = None):
     row = torch.tensor(scores, dtype=torch.float32).reshape(1, -1)
     seen = len(scores) if visible is None else visible
     out = torch.full((1, k), UNTOUCHED, dtype=torch.int32)
-    tokens = make_tokens([(0, 4 * (seen + first_entry) - 1)])
-    top_k(row, tokens=tokens, ratio=4, first_entry=first_entry, out=out, bf16_scores=False)
+    tokens = make_tokens([(0, 4 * seen - 1)])
+    top_k(row, tokens=tokens, ratio=4, out=out)
     return out[0].tolist()
 
 
@@ -30,9 +30,8 @@ def run(scores: list[float], k: int, *, visible: int | None = None, first_entry:
 @given(scores=st.lists(VALUES, max_size=30), k=st.integers(1, 12), data=st.data())
 def test_equals_sorting(scores: list[float], k: int, data: st.DataObject):
     visible = data.draw(st.integers(0, len(scores)))
-    first = data.draw(st.sampled_from([0, 5]))
-    expected = slow_top_k(scores[:visible], k, first_entry=first)
-    assert run(scores, k, visible=visible, first_entry=first) == expected
+    expected = slow_top_k(scores[:visible], k)
+    assert run(scores, k, visible=visible) == expected
 
 
 @pytest.mark.parametrize(
@@ -58,9 +57,7 @@ def test_padding_rows_keep_what_they_held():
         torch.randn(2, 8),
         tokens=make_tokens([None, (0, 31)]),
         ratio=4,
-        first_entry=0,
         out=out,
-        bf16_scores=False,
     )
     assert out[0].tolist() == [UNTOUCHED] * 3
     assert (out[1] >= 0).all()

@@ -125,8 +125,8 @@ class World:
                 self.planes[plane.layer, plane.name] = span.view(np.float32).reshape(
                     SLOTS, *plane.shape
                 )
-        page = self.manager.buffers.chunk_page
-        self.chunk = self.manager.buffers.chunk.numpy()[0, : page.payload_bytes]
+        page = self.manager.buffers.staging_page
+        self.chunk = self.manager.buffers.staging.numpy()[0, : page.payload_bytes]
         self.chunk = self.chunk.view(np.int32).reshape(page.rows, -1)
         self.poison_free()
 
@@ -143,7 +143,7 @@ class World:
                 self.write_tails(plan, spans, layer, written)
                 self.write_entries(plan, layer, spec.ratio, written, table)
             if plan.captures is not None:
-                chunk, page = self.manager.buffers.chunk, self.manager.buffers.chunk_page
+                chunk, page = self.manager.buffers.staging, self.manager.buffers.staging_page
                 plan.captures.take_window(layer, chunk, page)
             plan.note_append(layer)
 

@@ -71,15 +71,15 @@ class StepBuffers:
         self.arrived = torch.zeros((most_items,), dtype=torch.int32, device=device)
         # A wide step overwrites the ring before it is read: its window rows, and those before it,
         # are staged here. One page, used by one layer after the other.
-        self.chunk_page = Page(
+        self.staging_page = Page(
             kind="window",
             layer=-1,
             offset_bytes=0,
             rows=max_tokens + (schema.model.window - 1) * max_requests,
             format=schema.window_format,
         )
-        self.chunk = torch.empty(
-            (1, self.chunk_page.payload_bytes), dtype=torch.uint8, device=device
+        self.staging = torch.empty(
+            (1, self.staging_page.payload_bytes), dtype=torch.uint8, device=device
         )
         self._copied = torch.cuda.Event() if pinned else None
 
@@ -89,7 +89,7 @@ class StepBuffers:
 
     def memory_bytes(self) -> int:
         words = self.device_buffer.numel() + self.scratch.numel() + self.arrived.numel()
-        return 4 * words + self.chunk.numel()
+        return 4 * words + self.staging.numel()
 
     def wait(self) -> None:
         """Until the previous step's copy no longer reads the host buffer."""

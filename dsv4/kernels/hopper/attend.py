@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -38,11 +37,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dsv4.errors import InvalidInput
-from dsv4.kernels.attend import _LN_2, _LOG2_E, PLACES, common_arguments
+from dsv4.kernels.attend import (
+    _LN_2,
+    _LOG2_E,
+    PLACES,
+    entries_or_window,
+    run_time_arguments,
+)
 from dsv4.kernels.device import processors
 from dsv4.kernels.record_load import e4m3_times_bf16
 from dsv4.kernels.record_store import record_constants
-from dsv4.ops.calls import EntrySource, WindowSource
+from dsv4.ops.calls import Attention
 
 HEADS_PER_PROGRAM = 64
 TILE_KEYS = 32
@@ -199,13 +204,14 @@ class _Source(NamedTuple):
     last: gl.tensor
 
 
-def supports(q: Tensor, window: WindowSource, entries: EntrySource | None) -> bool:
+def supports(call: Attention) -> bool:
     """Whether this kernel does these shapes and records: V4's."""
-    formats = {source.page.format for source in (window, entries) if source is not None}
+    window = call.window
+    formats = {source.page.format for source in (window, call.entries) if source is not None}
     record = record_constants(window.page.format)
     return (
-        q.shape[1] % HEADS_PER_PROGRAM == 0
-        and q.shape[2] == record.CODED + _SPAN.value == 2 * _HALF.value
+        call.q.shape[1] % HEADS_PER_PROGRAM == 0
+        and call.q.shape[2] == record.CODED + _SPAN.value == 2 * _HALF.value
         and ("e4m3", "ue8m0", _SPAN.value) == (record.ELEMENT, record.SCALE, record.TILE)
         and record.SCALE_BYTES == SCALE_WORD_BYTES
         and len(formats) == 1
@@ -247,31 +253,14 @@ def combine_shape(splits: int, slices: int) -> tuple[int, int]:
     return parts, heads
 
 
-def attend(
-    q: Tensor,
-    sink: Tensor,
-    *,
-    tokens: Tensor,
-    batch: Tensor,
-    window: WindowSource,
-    entries: EntrySource | None,
-    indices: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    inverse_rope: Tensor | None,
-    workspace: Tensor,
-) -> None:
-    """One launch. As dsv4.reference.attend.attend, up to the order of
-    fp32 sums and, where split, one more rounding to bf16 of each part.
+def attend(call: Attention) -> None:
+    """One launch. As the reference, up to the order of fp32 sums and, where split, one more
+    rounding to bf16 of each part.
 
     Deterministic; a query's result depends on its keys and on the number of tokens in the launch
     (which sets the split), not on what else is in it. Only for what `supports` accepts.
     """
-    grid, arguments, constants = launch_arguments(
-        q, sink, tokens=tokens, batch=batch, window=window, entries=entries, indices=indices,
-        out=out, lse=lse, inverse_rope=inverse_rope, workspace=workspace,
-        programs=processors(q.device),
-    )  # fmt: skip
+    grid, arguments, constants = launch_arguments(call, programs=processors(call.q.device))
     if grid[0]:
         _attend_hopper_kernel[grid](
             *arguments,
@@ -282,34 +271,20 @@ def attend(
 
 
 def launch_arguments(
-    q: Tensor,
-    sink: Tensor,
-    *,
-    tokens: Tensor,
-    batch: Tensor,
-    window: WindowSource,
-    entries: EntrySource | None,
-    indices: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    inverse_rope: Tensor | None,
-    workspace: Tensor,
-    programs: int,
+    call: Attention, *, programs: int
 ) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
     """The grid (queries and blocks of heads, splits, slices), run-time arguments and compile-time
     constants of the launch."""
-    count, heads, width = q.shape
-    source, max_entries, arguments = common_arguments(
-        q, sink, tokens=tokens, batch=batch, window=window, entries=entries, indices=indices,
-        out=out, lse=lse, inverse_rope=inverse_rope, workspace=workspace,
-    )  # fmt: skip
-    splits, slices = shares(count, heads, window.window, max_entries, programs)
+    count, heads, width = call.q.shape
+    window, source = call.window, entries_or_window(call)
+    splits, slices = shares(count, heads, window.window, call.max_entries, programs)
     items = count * (heads // HEADS_PER_PROGRAM)
     needed = PARTS_START + items * splits * PART_ELEMENTS if splits > 1 else 0
-    if needed > workspace.numel():
+    given = 0 if call.workspace is None else call.workspace.numel()
+    if needed > given:
         raise InvalidInput(
             f"attention of {count} tokens with {heads} heads in {splits} splits needs a workspace "
-            f"of {needed} fp32 elements, got {workspace.numel()}: size it with workspace_elements"
+            f"of {needed} fp32 elements, got {given}: size it with workspace_elements"
         )
     parts, heads_a_thread = combine_shape(splits, slices)
     constants = HopperConstants(
@@ -317,20 +292,20 @@ def launch_arguments(
         WIDTH=width,
         WINDOW=window.window,
         WINDOW_ROWS=window.page.rows,
-        STAGED=window.chunk,
-        ENTRIES=entries is not None,
-        ALL=indices is None,
+        STAGED=window.staged,
+        ENTRIES=call.entries is not None,
+        ALL=call.indices is None,
         RATIO=source.ratio,
         ENTRY_ROWS=source.page.rows,
         DATA_BYTES=source.page.format.data_row_bytes,
         SCALE_BYTES=source.page.format.scale_row_bytes,
-        ROPE=0 if inverse_rope is None else inverse_rope.shape[1],
+        ROPE=0 if call.inverse_rope is None else call.inverse_rope.shape[1],
         SPLIT=splits > 1,
         SLICES=slices,
         PARTS=parts,
         HEADS_A_THREAD=heads_a_thread,
     )
-    return (items, splits, slices), arguments, {"A": constants}
+    return (items, splits, slices), run_time_arguments(call), {"A": constants}
 
 
 @gluon.jit

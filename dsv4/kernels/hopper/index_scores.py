@@ -26,7 +26,6 @@ from __future__ import annotations
 from typing import Any
 
 import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -36,8 +35,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dsv4.kernels.device import processors
+from dsv4.kernels.index_scores import pieces, run_time_arguments
 from dsv4.kernels.record_store import record_constants
-from dsv4.ops.calls import EntrySource
+from dsv4.ops.calls import Scoring
 
 HEADS, WIDTH, SCALE_GROUP = 64, 128, 32
 NUM_WARPS = 4
@@ -211,35 +211,47 @@ SCALED_E4M3 = gl.constexpr("""
     """)
 
 
-def supports(q: Tensor, keys: EntrySource, first_entry: int, round_bf16: bool) -> bool:
+def supports(call: Scoring) -> bool:
     """Whether this kernel does these shapes and records: V4's."""
-    record = record_constants(keys.page.format)
+    page = call.keys.page
+    record = record_constants(page.format)
     coded = (record.ELEMENT, record.SCALE, record.TILE, record.CODED)
     return (
-        round_bf16
-        and tuple(q.shape[1:]) == (HEADS, WIDTH)
-        and q.stride(1) == WIDTH
+        call.round_bf16
+        and tuple(call.q.shape[1:]) == (HEADS, WIDTH)
+        and call.q.stride(1) == WIDTH
         and coded == ("e2m1", "ue8m0", SCALE_GROUP, WIDTH)
-        and first_entry == 0
-        and keys.page.rows >= TILE // 2
-        and keys.page.rows & (keys.page.rows - 1) == 0
+        and page.rows >= TILE // 2
+        and page.rows & (page.rows - 1) == 0
     )
 
 
-def launch(arguments: tuple[Any, ...], *, ratio: int, page_rows: int) -> None:
-    """`arguments` are those of the portable kernel."""
-    q, rows, columns = arguments[0], arguments[6], arguments[7]
+def index_scores(call: Scoring) -> None:
+    """One launch per 256 tokens; only for what `supports` accepts."""
+    for piece in pieces(call):
+        grid, arguments, constants = launch_arguments(piece, processors(call.q.device))
+        if grid[0]:
+            _index_scores_hopper_kernel[grid](
+                *arguments, **constants, num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS
+            )
+
+
+def launch_arguments(
+    call: Scoring, most_programs: int
+) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
+    """The grid, run-time arguments and compile-time constants of the launch on a GPU with so many
+    processors."""
+    rows, columns = call.scores.shape
     tiles = rows * triton.cdiv(columns, TILE)
     # a program's start costs as much as some tiles: two at least, once all processors have one
-    useful = max(triton.cdiv(tiles, 2), min(tiles, processors(q.device)))
-    _index_scores_hopper_kernel[(min(useful, processors(q.device) * PROGRAMS_PER_PROCESSOR),)](
-        *arguments,
-        TOKENS=max(MIN_TOKENS, triton.next_power_of_2(rows)),
-        RATIO=ratio,
-        PAGE_ROWS=page_rows,
-        num_warps=NUM_WARPS,
-        maxnreg=MAX_REGISTERS,
-    )
+    useful = max(triton.cdiv(tiles, 2), min(tiles, most_programs))
+    constants = {
+        "TOKENS": max(MIN_TOKENS, triton.next_power_of_2(rows)),
+        "RATIO": call.keys.ratio,
+        "PAGE_ROWS": call.keys.page.rows,
+    }
+    grid = (min(useful, most_programs * PROGRAMS_PER_PROCESSOR),)
+    return grid, run_time_arguments(call), constants
 
 
 @gluon.jit

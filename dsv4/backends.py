@@ -1,0 +1,36 @@
+"""Which implementation of dsv4.ops.backend runs: plain PyTorch anywhere, or the Triton kernels."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from dsv4.errors import InvalidInput, MissingExtra
+from dsv4.ops.backend import Backend, BackendName
+
+
+def load_backend(name: BackendName | None, device: torch.device) -> Backend:
+    """`None` takes Triton on a GPU and the reference elsewhere. On a CPU the Triton kernels run
+    only under its interpreter (TRITON_INTERPRET=1 before the first import): for tests.
+    Raises InvalidInput, MissingExtra."""
+    chosen = name or ("triton" if device.type == "cuda" else "reference")
+    if chosen == "reference":
+        from dsv4.reference.backend import ReferenceBackend
+
+        return ReferenceBackend()
+    if chosen != "triton":
+        raise InvalidInput(f"unknown backend {chosen!r}: choose 'reference' or 'triton'")
+    if find_spec("triton") is None:
+        raise MissingExtra(
+            "the Triton backend needs the package triton, which is not installed: install it, or "
+            "use backend='reference'"
+        )
+    from dsv4.kernels.backend import TritonBackend
+    from dsv4.kernels.numerics import INTERPRETED
+
+    if device.type != "cuda" and not INTERPRETED.value:
+        raise InvalidInput(
+            f"the Triton backend needs a GPU, the cache is on {device}: use backend='reference'"
+        )
+    return TritonBackend(device)

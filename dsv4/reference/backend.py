@@ -1,0 +1,33 @@
+"""The reference as one object: dsv4.ops.backend says what each operation promises."""
+
+from __future__ import annotations
+
+from dsv4.cache.records import RecordFormat
+from dsv4.model import ModelSpec
+from dsv4.ops.backend import BackendName
+from dsv4.reference import append as writes
+from dsv4.reference import attend as attention
+from dsv4.reference import gather, index_query
+from dsv4.reference import index_scores as scoring
+from dsv4.reference import select as selection
+
+
+class ReferenceBackend:
+    name: BackendName = "reference"
+
+    append = staticmethod(writes.append)
+    write_records = staticmethod(writes.write_records)
+    gather_entries = staticmethod(gather.gather_entries)
+    gather_all_entries = staticmethod(gather.gather_all_entries)
+    gather_window = staticmethod(gather.gather_window)
+    prepare_index_queries = staticmethod(index_query.prepare_index_queries)
+    index_scores = staticmethod(scoring.index_scores)
+    select = staticmethod(selection.select)
+    select_workspace_bytes = staticmethod(selection.select_workspace_bytes)
+    attend = staticmethod(attention.attend)
+
+    def check_format(self, record: RecordFormat) -> None:
+        """Every format."""
+
+    def attend_workspace_bytes(self, tokens: int, *, model: ModelSpec, max_entries: int) -> int:
+        return 0
