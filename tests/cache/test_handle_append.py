@@ -17,6 +17,7 @@ from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.errors import Dsv4Error, InvalidInput, PlanError, RequestError
 from dsv4.model import ModelSpec
 from dsv4.ops.calls import CompressorWeights, LayerWeights
+from dsv4.reference.backend import ReferenceBackend
 from tests.support.stack import Stack, Stream
 
 TINY = ModelSpec.preset("tiny")
@@ -63,14 +64,17 @@ def good_call(
 def refuse(call: Call, error: type[Dsv4Error], message: str) -> None:
     """Raises before any launch, and leaves arenas and plan as they are."""
 
-    def launched(*_: Any) -> None:
-        raise AssertionError("launched")
+    class Refusing(ReferenceBackend):
+        def append(self, *_: Any) -> None:
+            raise AssertionError("launched")
+
+        write_records = append
 
     manager = call.stack.manager
     before = manager.block_arena.bytes.clone(), manager.slot_arena.bytes.clone()
     appended = set(call.plan.appended_layers)
     real = call.handle.backend
-    call.handle.backend = replace(real, append=launched, write_records=launched)
+    call.handle.backend = Refusing()
     with pytest.raises(error, match=message):
         call.append()
     call.handle.backend = real

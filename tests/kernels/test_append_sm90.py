@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.model import ModelSpec
+from dsv4.reference.backend import ReferenceBackend
 from tests.kernels.sm90 import compile_launch, run_apart
 from tests.support.stack import Stack
 
@@ -65,14 +65,15 @@ def launch(
         list(zip(requests, counts, strict=True)), pad_tokens=None if counts == CHUNK else tokens
     )
     handle = manager.acquire(layer, plan)
-    handle.backend = replace(
-        manager.backend,
-        append=lambda step, window, compressors: captured.append(
-            launch_arguments(step, window, ())
-            if second
-            else launch_arguments(step, window, compressors, stage=counts == CHUNK)
-        ),
-    )
+
+    class Capturing(ReferenceBackend):
+        def append(self, step, window, compressors):  # type: ignore[no-untyped-def]
+            if second:
+                captured.append(launch_arguments(step, window, ()))
+            else:
+                captured.append(launch_arguments(step, window, compressors, stage=counts == CHUNK))
+
+    handle.backend = Capturing()
     kv = torch.empty(tokens, schema.model.head_dim, dtype=torch.bfloat16)
     projections = [
         torch.empty(tokens, layout.columns)
