@@ -1,32 +1,129 @@
 """dsv4: the KV cache for DeepSeek-V4 inference.
 
-Importing the package loads no torch: sizing and planning work without it. Names that need torch are
-loaded when first used.
+Everything an engine needs has its name here. Importing the package loads no torch: sizing and
+planning work without it. A name loads its module when it is first used.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from dsv4.cache.handle import LayerCacheHandle
+    from dsv4.cache.manager import KVCacheManager
+    from dsv4.cache.prefix.cache import PinnedPrefix
+    from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
+    from dsv4.cache.prefix.resume import ResumePlan
+    from dsv4.cache.prepare_forward import ForwardPlan
+    from dsv4.cache.requests import Request
+    from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
+    from dsv4.cache.stats import MemoryBytes, PrefixStats, Stats
+    from dsv4.errors import (
+        ConfigError,
+        ContextOverflow,
+        Dsv4Error,
+        InvalidInput,
+        MissingExtra,
+        OutOfBlocks,
+        OutOfSlots,
+        PlanError,
+        PoolTooSmall,
+        RequestError,
+        SchemaError,
+        SchemaMismatch,
+    )
+    from dsv4.metrics import ManagerCollector, prometheus_text
+    from dsv4.model import AttentionType, LayerSpec, ModelSpec
+    from dsv4.ops.calls import CompressorWeights, LayerWeights
+    from dsv4.rope import rope_table
 
-_EXPORTS = {
-    "AttentionType": "dsv4.model",
-    "LayerSpec": "dsv4.model",
-    "ModelSpec": "dsv4.model",
-    "CacheSchema": "dsv4.cache.schema",
-    "compute_block_budget": "dsv4.cache.schema",
-    "KVCacheManager": "dsv4.cache.manager",
-    "PrefixOptions": "dsv4.cache.prefix.options",
-    "Request": "dsv4.cache.requests",
-    "ResumePlan": "dsv4.cache.prefix.resume",
+__version__ = "0.2.0.dev0"
+
+__all__ = [
+    "AttentionType",
+    "BlockBudget",
+    "CacheSchema",
+    "CompressorWeights",
+    "ConfigError",
+    "ContextOverflow",
+    "Dsv4Error",
+    "ForwardPlan",
+    "InvalidInput",
+    "KVCacheManager",
+    "LayerCacheHandle",
+    "LayerSpec",
+    "LayerWeights",
+    "ManagerCollector",
+    "MemoryBytes",
+    "MissingExtra",
+    "ModelSpec",
+    "OutOfBlocks",
+    "OutOfSlots",
+    "PinnedPrefix",
+    "PlanError",
+    "PoolTooSmall",
+    "PrefixOptions",
+    "PrefixStats",
+    "Request",
+    "RequestError",
+    "ResumePlan",
+    "SchemaError",
+    "SchemaMismatch",
+    "SnapshotPolicy",
+    "Stats",
+    "__version__",
+    "compute_block_budget",
+    "full",
+    "periodic",
+    "prometheus_text",
+    "rope_table",
+    "zero",
+]
+
+# what `from dsv4 import name` loads; the imports above say the same to type checkers
+_HOMES = {
+    "dsv4.cache.handle": ("LayerCacheHandle",),
+    "dsv4.cache.manager": ("KVCacheManager",),
+    "dsv4.cache.prefix.cache": ("PinnedPrefix",),
+    "dsv4.cache.prefix.options": ("PrefixOptions", "SnapshotPolicy", "full", "periodic", "zero"),
+    "dsv4.cache.prefix.resume": ("ResumePlan",),
+    "dsv4.cache.prepare_forward": ("ForwardPlan",),
+    "dsv4.cache.requests": ("Request",),
+    "dsv4.cache.schema": ("BlockBudget", "CacheSchema", "compute_block_budget"),
+    "dsv4.cache.stats": ("MemoryBytes", "PrefixStats", "Stats"),
+    "dsv4.errors": (
+        "ConfigError",
+        "ContextOverflow",
+        "Dsv4Error",
+        "InvalidInput",
+        "MissingExtra",
+        "OutOfBlocks",
+        "OutOfSlots",
+        "PlanError",
+        "PoolTooSmall",
+        "RequestError",
+        "SchemaError",
+        "SchemaMismatch",
+    ),
+    "dsv4.metrics": ("ManagerCollector", "prometheus_text"),
+    "dsv4.model": ("AttentionType", "LayerSpec", "ModelSpec"),
+    "dsv4.ops.calls": ("CompressorWeights", "LayerWeights"),
+    "dsv4.rope": ("rope_table",),
 }
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = ["__version__", *_EXPORTS]
+
+if not TYPE_CHECKING:  # checkers see the names alone, so that a misspelt one is an error
+
+    def __getattr__(name):
+        if name not in _HOME_OF:
+            raise AttributeError(f"module 'dsv4' has no attribute {name!r}")
+        from importlib import import_module
+
+        value = getattr(import_module(_HOME_OF[name]), name)
+        globals()[name] = value  # found at once from now on
+        return value
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'dsv4' has no attribute {name!r}")
-    return getattr(import_module(_EXPORTS[name]), name)
+def __dir__() -> list[str]:
+    return __all__
