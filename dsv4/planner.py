@@ -5,9 +5,9 @@ Two figures are kept apart throughout, because folding one into the other makes 
     bytes_per_token     what one more token of context costs (blocks)
     bytes_per_request   what a live request costs at any length (its slot, its row of block ids)
 
-A plan is exact: `Plan.budget` counts the arenas and the block table that
-`KVCacheManager.from_budget(schema, plan.budget)` allocates, to the byte. The manager's step buffers
-grow with its max_step_tokens, not with requests or context, and are not in it.
+A sizing is exact: its `budget` counts the arenas and the block table that
+`KVCacheManager.from_budget(schema, sizing.budget)` allocates, to the byte. The manager's
+step buffers grow with its max_step_tokens, not with requests or context, and are not in it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Question = Literal["bytes", "memory", "requests", "context", "fits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Sizing:
     """The sizes of a schema and the answer to one question about it.
 
     `question` names what was asked for: nothing ("bytes"), the "memory", the "requests" or the
@@ -60,7 +60,7 @@ class Plan:
     budget: BlockBudget | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values for JSON; the budget gets its total_bytes."""
+        """Plain values for JSON; the budget gets its total_bytes."""
         result = asdict(self)
         if self.budget is not None:
             result["budget"]["total_bytes"] = self.budget.total_bytes
@@ -73,7 +73,7 @@ def plan(
     memory_bytes: int | None = None,
     context_tokens: int | None = None,
     requests: int | None = None,
-) -> Plan:
+) -> Sizing:
     """Answers what is missing from memory, context and requests.
 
         nothing given               the sizes only
@@ -96,19 +96,19 @@ def plan(
             require_count(name, value)
     _require_context(schema, context_tokens)
     if memory_bytes is None and context_tokens is None and requests is None:
-        return _plan(schema, question="bytes")
+        return _sizing(schema, question="bytes")
     if memory_bytes is None:
-        return _plan_memory(schema, context_tokens or schema.max_context, requests or 1)
+        return _find_memory(schema, context_tokens or schema.max_context, requests or 1)
     if requests is None:
-        return _plan_requests(schema, memory_bytes, context_tokens or schema.max_context)
+        return _find_requests(schema, memory_bytes, context_tokens or schema.max_context)
     if context_tokens is None:
-        return _plan_context(schema, memory_bytes, requests)
-    return _plan_fits(schema, memory_bytes, context_tokens, requests)
+        return _find_context(schema, memory_bytes, requests)
+    return _check_fit(schema, memory_bytes, context_tokens, requests)
 
 
-def _plan_memory(schema: CacheSchema, context_tokens: int, requests: int) -> Plan:
+def _find_memory(schema: CacheSchema, context_tokens: int, requests: int) -> Sizing:
     needed_bytes = requests * schema.request_bytes(context_tokens)
-    return _plan(
+    return _sizing(
         schema,
         question="memory",
         context_tokens=context_tokens,
@@ -119,9 +119,9 @@ def _plan_memory(schema: CacheSchema, context_tokens: int, requests: int) -> Pla
     )
 
 
-def _plan_requests(schema: CacheSchema, memory_bytes: int, context_tokens: int) -> Plan:
+def _find_requests(schema: CacheSchema, memory_bytes: int, context_tokens: int) -> Sizing:
     requests = memory_bytes // schema.request_bytes(context_tokens)
-    return _plan(
+    return _sizing(
         schema,
         question="requests",
         memory_bytes=memory_bytes,
@@ -137,7 +137,7 @@ def _plan_requests(schema: CacheSchema, memory_bytes: int, context_tokens: int) 
     )
 
 
-def _plan_context(schema: CacheSchema, memory_bytes: int, requests: int) -> Plan:
+def _find_context(schema: CacheSchema, memory_bytes: int, requests: int) -> Sizing:
     minimum_bytes = requests * schema.request_bytes(1)
     if memory_bytes < minimum_bytes:
         raise PoolTooSmall(
@@ -153,7 +153,7 @@ def _plan_context(schema: CacheSchema, memory_bytes: int, requests: int) -> Plan
     if schema.block_bytes:  # a model of windows only needs no blocks, whatever the context
         tokens_each = budget.num_blocks // requests * schema.block_tokens
         context_tokens = min(context_tokens, tokens_each)
-    return _plan(
+    return _sizing(
         schema,
         question="context",
         memory_bytes=memory_bytes,
@@ -163,12 +163,14 @@ def _plan_context(schema: CacheSchema, memory_bytes: int, requests: int) -> Plan
     )
 
 
-def _plan_fits(schema: CacheSchema, memory_bytes: int, context_tokens: int, requests: int) -> Plan:
+def _check_fit(
+    schema: CacheSchema, memory_bytes: int, context_tokens: int, requests: int
+) -> Sizing:
     compute_block_budget(  # raises when even one request is too many
         schema, memory_bytes=memory_bytes, max_requests=1, context=context_tokens
     )
     fits = requests * schema.request_bytes(context_tokens) <= memory_bytes
-    return _plan(
+    return _sizing(
         schema,
         question="fits",
         memory_bytes=memory_bytes,
@@ -183,7 +185,7 @@ def _plan_fits(schema: CacheSchema, memory_bytes: int, context_tokens: int, requ
     )
 
 
-def _plan(
+def _sizing(
     schema: CacheSchema,
     *,
     question: Question,
@@ -192,12 +194,12 @@ def _plan(
     requests: int | None = None,
     fits: bool | None = None,
     budget: BlockBudget | None = None,
-) -> Plan:
+) -> Sizing:
     request_bytes = None if context_tokens is None else schema.request_bytes(context_tokens)
     needed_bytes = None
     if request_bytes is not None and requests is not None:
         needed_bytes = requests * request_bytes
-    return Plan(
+    return Sizing(
         model=schema.model.name,
         fingerprint=schema.fingerprint,
         formats={

@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 from typer.testing import CliRunner, Result
 
 import dsv4
+from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
 from dsv4.cache.schema import CacheSchema
 from dsv4.cli import app
-from dsv4.errors import InvalidInput
+from dsv4.errors import InvalidInput, MissingExtra
 from dsv4.model import PRESETS
 from dsv4.planner import plan
-from dsv4.plots.plan import MissingExtra, plot_plan, requests_to_draw
+from dsv4.plots.plan import plot_plan, requests_to_draw
 
 ROOT = Path(__file__).parents[1]
 FLASH = CacheSchema.build(PRESETS["v4-flash"])
@@ -77,6 +79,24 @@ def test_every_option_reaches_the_schema() -> None:
     assert found["max_draft_tokens"] == 4
     assert found["hca_state"] == "online"
     assert found["slot_bytes"] == schema.slot_bytes
+
+
+def test_help_names_every_format_there_is() -> None:
+    group: Any = typer.main.get_command(app)
+    texts = {option.name: option.help for option in group.commands["plan"].params}
+    for option, formats in (("index_format", INDEX_FORMATS), ("record_format", ENTRY_FORMATS)):
+        assert all(name in texts[option] for name in formats)
+
+
+def test_python_runs_the_command_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dsv4.cli", "--version"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"dsv4 {dsv4.__version__}\n"
 
 
 @pytest.mark.parametrize(

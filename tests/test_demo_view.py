@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -18,7 +19,7 @@ from dsv4.demo.events import (
     StepEvent,
     Verdict,
 )
-from dsv4.demo.screen import demo_view, print_report
+from dsv4.demo.screen import bytes_lines, demo_view, print_report
 
 PREFIX = PrefixResult(
     shared_tokens=8,
@@ -94,10 +95,20 @@ def test_without_a_terminal_there_are_only_lines() -> None:
         "1 of 2 slots",
         "   token 2: groups closed: 1 HCA; ███░░ 3 of 5 blocks, 1 of 2 slots",
         "   A: 40 41 42",
-        "   fp32: 1 MiB in blocks, 2 MiB in slots (one size at any length); transformers: 5 MiB",
+        "   fp32: 1 MiB in blocks, 2 MiB in slots; transformers: 5 MiB",
         "   fp8 and fp4, as V4 was trained: 512 KiB",
         "   ✓ what came out  [1.5 s]",
     ]
+
+
+def test_more_bytes_than_transformers_has_are_explained() -> None:
+    event = step(0, csa=0, hca=0, taken=0)
+    assert event.cache is not None
+    ours = event.cache.block_bytes + event.cache.slot_bytes
+    for theirs, lines in ((ours, 2), (ours - 1, 3)):
+        found = bytes_lines(replace(event, transformers_bytes=theirs), event.cache)
+        assert len(found) == lines
+        assert ("a slot has its full size from the first token on" in found[1]) == (lines == 3)
 
 
 def test_a_terminal_shows_every_step_while_it_runs() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput, PoolTooSmall
 from dsv4.model import PRESETS, v4_layers
-from dsv4.planner import Plan, plan
+from dsv4.planner import Sizing, plan
 from dsv4.units import parse_bytes
 
 FLASH = CacheSchema.build(PRESETS["v4-flash"])
@@ -20,7 +20,7 @@ TINY = CacheSchema.build(PRESETS["tiny"])
 GIB = 2**30
 
 
-def check_exact(schema: CacheSchema, found: Plan) -> None:
+def check_exact(schema: CacheSchema, found: Sizing) -> None:
     """What a manager allocates for the budget, counted from the schema's own sizes."""
     budget = found.budget
     assert budget is not None

@@ -41,7 +41,3 @@ def main(
     ] = False,
 ) -> None:
     """The KV cache for DeepSeek-V4 inference."""
-
-
-if __name__ == "__main__":
-    app()

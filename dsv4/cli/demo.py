@@ -36,7 +36,7 @@ def _run(*, as_json: bool, plot: Path | None) -> bool:
     from dsv4.demo.bill import flash_bill
     from dsv4.demo.model import tiny_v4
     from dsv4.demo.screen import demo_view, print_report
-    from dsv4.plots.plan import new_figure, save_figure
+    from dsv4.plots.style import new_figure, save_figure
 
     figure = None if plot is None else new_figure(11, 4.6)
     model = tiny_v4()  # says what is missing where transformers is not installed

@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
 from dsv4.cache.schema import BlockBudget, CacheSchema
 from dsv4.cli.errors import reported_errors
 from dsv4.model import PRESETS, ModelSpec
-from dsv4.planner import Plan, plan
+from dsv4.planner import Sizing, plan
 from dsv4.plots.plan import plot_plan, requests_to_draw
 from dsv4.units import format_bytes, format_tokens, parse_bytes, parse_tokens
 
@@ -37,10 +38,10 @@ def plan_command(
     requests: Annotated[int | None, typer.Option(help="Requests alive at once.")] = None,
     draft: Annotated[int, typer.Option(help="Draft tokens a step may have rejected.")] = 0,
     index_format: Annotated[
-        str, typer.Option(help="Indexer keys: mxfp4, fp8, nvfp4, bf16 or fp32.")
+        str, typer.Option(help=f"Indexer keys: {', '.join(INDEX_FORMATS)}.")
     ] = "mxfp4",
     record_format: Annotated[
-        str, typer.Option(help="Entries and window: fp8_ds, fp8_row, bf16 or fp32.")
+        str, typer.Option(help=f"Entries and window: {', '.join(ENTRY_FORMATS)}.")
     ] = "fp8_ds",
     hca_state: Annotated[
         str, typer.Option(help="Unfinished groups of HCA layers: raw or online.")
@@ -93,7 +94,7 @@ def _model(name: str) -> ModelSpec:
     return ModelSpec.preset(name)
 
 
-def _json(found: Plan, maps: dict[str, str], plot: Path | None) -> dict[str, Any]:
+def _json(found: Sizing, maps: dict[str, str], plot: Path | None) -> dict[str, Any]:
     result = found.to_dict()
     if maps:
         result["byte_map"] = {arena: text.splitlines() for arena, text in maps.items()}
@@ -102,8 +103,8 @@ def _json(found: Plan, maps: dict[str, str], plot: Path | None) -> dict[str, Any
     return result
 
 
-def print_plan(found: Plan, maps: dict[str, str], plot: Path | None) -> None:
-    """The plan as tables; with byte maps and the place of the plot where given."""
+def print_plan(found: Sizing, maps: dict[str, str], plot: Path | None) -> None:
+    """The answer as tables; with byte maps and the place of the plot where given."""
     console = Console()
     formats = found.formats
     console.print(
@@ -134,7 +135,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _sizes_table(found: Plan) -> Table:
+def _sizes_table(found: Sizing) -> Table:
     table = _table("cost", "bytes", "")
     table.add_row("a token of context", f"{found.bytes_per_token:,.2f}", "")
     table.add_row(
@@ -150,7 +151,7 @@ def _sizes_table(found: Plan) -> Table:
     return table
 
 
-def _kinds_table(found: Plan) -> Table:
+def _kinds_table(found: Sizing) -> Table:
     """Where the bytes of a block and a slot go, one row a kind of plane."""
     table = _table("plane", "in a block", "share", "in a slot", "share")
     in_block, in_slot = found.bytes_by_kind["block"], found.bytes_by_kind["slot"]
@@ -176,7 +177,7 @@ def _budget_table(budget: BlockBudget) -> Table:
     return table
 
 
-def _answer(found: Plan) -> str:
+def _answer(found: Sizing) -> str:
     """The answer as a sentence."""
     context = format_tokens(found.context_tokens or 0)
     who = f"{found.requests:,} request{'' if found.requests == 1 else 's'} of {context} tokens"

@@ -1,4 +1,4 @@
-"""What the real V4-Flash costs, for the end of the demo. Torch-free."""
+"""The end of the demo: what the real V4-Flash costs. Torch-free."""
 
 from __future__ import annotations
 

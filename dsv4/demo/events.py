@@ -1,4 +1,5 @@
-"""What the demo reports while it runs, and at the end: plain values, for people and for JSON."""
+"""What the demo reports while it runs, and at the end: plain values, for the screen, the picture
+and JSON. Torch-free."""
 
 from __future__ import annotations
 

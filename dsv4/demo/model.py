@@ -1,4 +1,4 @@
-"""What `dsv4 demo` runs: a V4 of transformers with every layer kind and random weights."""
+"""The model of the demo: a V4 of transformers with every layer kind and random weights."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsv4.demo.events import PrefixResult, StepEvent
-from dsv4.plots.plan import INK, MUTED, dress_axes
+from dsv4.plots.style import INK, MUTED, dress_axes
 
 _OURS, _TRAINED, _THEIRS = "#0b5cad", "#15803d", "#c2410c"
 

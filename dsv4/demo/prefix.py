@@ -1,4 +1,5 @@
-"""Two prompts that begin alike: `generate` of an accelerated model runs the beginning once."""
+"""The last part of the demo: two prompts that begin alike, of which `generate` of an accelerated
+model runs the beginning once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo for people: lines, and on a terminal a view that moves above them. Torch-free."""
+"""The demo on the screen: lines, and on a terminal a view that moves above them. Torch-free."""
 
 from __future__ import annotations
 
@@ -98,12 +98,18 @@ def step_line(event: StepEvent, cache: CacheState) -> str:
     )
 
 
-def bytes_lines(event: StepEvent, cache: CacheState) -> tuple[str, str]:
-    return (
+def bytes_lines(event: StepEvent, cache: CacheState) -> list[str]:
+    """Bytes here and in transformers' own caches; where here are more, why."""
+    lines = [
         f"fp32: {format_bytes(cache.block_bytes)} in blocks, {format_bytes(cache.slot_bytes)} in "
-        f"slots (one size at any length); transformers: {format_bytes(event.transformers_bytes)}",
-        f"fp8 and fp4, as V4 was trained: {format_bytes(cache.trained_bytes)}",
-    )
+        f"slots; transformers: {format_bytes(event.transformers_bytes)}"
+    ]
+    if cache.block_bytes + cache.slot_bytes > event.transformers_bytes:
+        lines.append(
+            "more here, as the requests are short: a slot has its full size from the first token "
+            "on (window, unfinished groups), transformers' grow with the tokens"
+        )
+    return [*lines, f"fp8 and fp4, as V4 was trained: {format_bytes(cache.trained_bytes)}"]
 
 
 def step_view(event: StepEvent) -> Group:

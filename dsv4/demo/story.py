@@ -1,4 +1,4 @@
-"""`dsv4 demo`: a tiny V4 generates with transformers' cache and with this one, side by side.
+"""What the demo does, part by part: a tiny V4 generates with transformers' cache and with this one.
 
 transformers  each prompt alone, on transformers' own cache: what the others are held against
 paged         the same model with a PagedCache: logits must be equal bit for bit

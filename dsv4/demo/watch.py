@@ -1,4 +1,5 @@
-"""Looks at every forward of a model while `generate` runs it, and tells what the cache did."""
+"""Looks at every forward of a model while `generate` runs it, and makes an event of what the cache
+did."""
 
 from __future__ import annotations
 

@@ -1,0 +1,2 @@
+"""Pictures: plan.py draws memory against context, results.py benchmarks; style.py is what they
+share."""

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.cache.schema import CacheSchema
-from dsv4.errors import InvalidInput, MissingExtra
+from dsv4.errors import InvalidInput
+from dsv4.plots.style import INK, MUTED, dress_axes, new_figure, save_figure
 from dsv4.units import format_bytes, format_tokens
 
 DEFAULT_REQUESTS = (1, 4, 16, 64)
 _SHORTEST_CONTEXT = 1024
 _POINTS_PER_DOUBLING = 8
 _LABELS_APART = 1.8
-INK, MUTED, _GRID, _LIMIT = "#1f2430", "#6b7280", "#e5e7eb", "#c2410c"
+_LIMIT = "#c2410c"
 
 
 def plot_plan(
@@ -39,30 +40,6 @@ def plot_plan(
     figure = new_figure(9, 5.4)
     _draw(figure.add_subplot(), schema, memory_bytes, sorted(set(requests)))
     save_figure(figure, path)
-
-
-def new_figure(width_inches: float, height_inches: float) -> Any:
-    """An empty figure that no window shows. Raises MissingExtra without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as error:
-        raise MissingExtra(
-            f"plots need matplotlib ({error}): install it with pip install 'dsv4[plot]'"
-        ) from error
-    layout = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.14)
-    figure = Figure(figsize=(width_inches, height_inches), dpi=150, layout=layout)
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def save_figure(figure: Any, path: str | Path) -> None:
-    """Raises InvalidInput for a suffix matplotlib does not know or a place it cannot write to."""
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"cannot write the plot to {path}: {error}") from error
 
 
 def requests_to_draw(asked: int | None) -> tuple[int, ...]:
@@ -163,18 +140,6 @@ def _dress(axes: Any, schema: CacheSchema, contexts: list[int], lowest: int, hig
         color=MUTED,
         fontsize=9,
     )
-
-
-def dress_axes(axes: Any) -> None:
-    """Light grid, no frame."""
-    axes.minorticks_off()
-    axes.grid(color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(MUTED)
-    axes.tick_params(colors=MUTED, labelsize=9)
 
 
 def _contexts(schema: CacheSchema) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from dsv4.bench import BenchResult
 from dsv4.errors import InvalidInput
-from dsv4.plots.plan import INK, MUTED, dress_axes, new_figure, save_figure
+from dsv4.plots.style import INK, MUTED, dress_axes, new_figure, save_figure
 from dsv4.units import format_tokens
 
 # drawn against the batch, a row of panels each; a column for each model
