@@ -1,8 +1,8 @@
 """The original design's fine-grained names, over the same pieces as `append`.
 
-A decode step by hand: `handle.write_swa`, `handle.write_tail`, then `maybe_flush_csa` or
+A decode step by hand: `append_swa`, `handle.write_tail`, then `maybe_flush_csa` or
 `maybe_flush_hca`, which always make the same launches: kernels decide on the device what closes.
-Steps are narrow (at most 1 + max_draft_tokens tokens a request); chunks go through `append`.
+Steps are narrow (at most 1 + max_draft_tokens tokens per request); chunks go through `append`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,17 @@ from dsv4.cache.schema import CompressorLayout
 from dsv4.errors import InvalidInput, SchemaMismatch
 from dsv4.model import AttentionType
 from dsv4.ops.calls import LayerWeights
+
+
+def append_swa(handle: LayerCacheHandle, kv: Tensor, weights: LayerWeights) -> None:
+    """Quantises the step's `kv` rows [tokens, head_dim] into the window rings of their requests.
+
+    RoPE channels keep their bits. A token's ring row follows from its position, so tokens of one
+    launch never race, other requests' rings are left alone, and of more tokens than a ring has rows
+    exactly the newest stay. Works for layers of every kind and for chunks. Feeds no tail:
+    `handle.write_tail` does, and `handle.append` does both in one launch.
+    """
+    handle.write_swa(kv, weights=weights)
 
 
 def csa_compress_tail(
