@@ -15,12 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4 import CacheSchema, KVCacheManager, ModelSpec
-from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.prepare_forward import ForwardPlan
-from dsv4.cache.requests import Request
-from dsv4.ops.calls import CompressorWeights, LayerWeights
-from dsv4.rope import rope_table
+from dsv4 import (
+    CacheSchema,
+    CompressorWeights,
+    ForwardPlan,
+    KVCacheManager,
+    LayerCacheHandle,
+    LayerWeights,
+    ModelSpec,
+    Request,
+    rope_table,
+)
 
 VOCABULARY = 32
 PROMPT_TOKENS = (150, 5, 130)
@@ -35,8 +40,13 @@ DRAFT_TOKENS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """Weights of one layer; `compressors` are the value and gate projections of its compressors."""
+    """Weights of one layer, and what it computes for the cache from its input `x` [tokens, hidden].
 
+    `compressors` are the value and gate projections of its compressors; `cache` is what the cache
+    itself applies.
+    """
+
+    spec: ModelSpec
     q: Tensor
     kv: Tensor
     compressors: list[Tensor]
@@ -45,6 +55,29 @@ class Layer:
     sink: Tensor
     out: Tensor
     cache: LayerWeights
+
+    @property
+    def has_indexer(self) -> bool:
+        return self.cache.index_compressor is not None
+
+    def projections(self, x: Tensor) -> list[Tensor]:
+        """As `append` takes them: KV, then values and gates of each compressor."""
+        kv = (x @ self.kv).bfloat16()
+        return [kv, *((x @ weight).float() for weight in self.compressors)]
+
+    def index_queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """As `select` takes them: queries [tokens, index heads, index_dim], and their weights."""
+        q = (x @ self.index_q).bfloat16().unflatten(1, (self.spec.index_heads, self.spec.index_dim))
+        return q, (x @ self.index_weights).bfloat16()
+
+    def queries(self, x: Tensor, plan: ForwardPlan) -> Tensor:
+        """As `attend` takes them: [tokens, heads, head_dim], after norm and RoPE."""
+        q = _normed((x @ self.q).unflatten(1, (self.spec.heads, self.spec.head_dim)))
+        positions = plan.tokens[:, 1].long()
+        return _rotated(q, self.cache.rope[positions].double()).bfloat16()
+
+    def output(self, attended: Tensor) -> Tensor:
+        return attended.double().flatten(1) @ self.out
 
 
 class Model:
@@ -64,23 +97,8 @@ class Model:
         """[tokens, vocabulary] of the plan's tokens, which every layer writes to the cache."""
         hidden = self.embedding[ids]
         for number, layer in enumerate(self.layers):
-            hidden = hidden + self._attention(layer, _normed(hidden), manager.acquire(number, plan))
+            hidden = hidden + attention(layer, _normed(hidden), manager.acquire(number, plan))
         return _normed(hidden) @ self.head
-
-    def _attention(self, layer: Layer, x: Tensor, handle: LayerCacheHandle) -> Tensor:
-        spec, tokens = self.spec, x.shape[0]
-        projections = [(x @ weight).float() for weight in layer.compressors]
-        handle.append((x @ layer.kv).bfloat16(), *projections, weights=layer.cache)
-        indices = None
-        if handle.index is not None:
-            index_q = (x @ layer.index_q).bfloat16().view(tokens, spec.index_heads, spec.index_dim)
-            weights = (x @ layer.index_weights).bfloat16()
-            indices = handle.select(index_q, weights, rope=layer.cache.rope)
-        q = _normed((x @ layer.q).view(tokens, spec.heads, spec.head_dim))
-        positions = handle.open_plan().tokens[:, 1].long()
-        q = _rotated(q, layer.cache.rope[positions].double()).bfloat16()
-        out, _ = handle.attend(q, layer.sink, indices, inverse_rope=layer.cache.rope)
-        return out.double().flatten(1) @ layer.out
 
     def _layer(self, number: int) -> Layer:
         spec, kind = self.spec, self.schema.layers[number].spec
@@ -90,6 +108,7 @@ class Model:
             c and torch.randn(c.ratio, c.columns, generator=self._generator) for c in (main, index)
         ]
         return Layer(
+            spec=spec,
             q=self._random(spec.hidden, spec.heads * spec.head_dim),
             kv=self._random(spec.hidden, spec.head_dim),
             compressors=[
@@ -111,6 +130,17 @@ class Model:
     def _random(self, rows: int, columns: int) -> Tensor:
         weight = torch.randn(rows, columns, generator=self._generator, dtype=torch.float64)
         return weight.div_(rows**0.5)
+
+
+def attention(layer: Layer, x: Tensor, handle: LayerCacheHandle) -> Tensor:
+    """What one layer does with the cache: write the step's tokens, choose entries, read."""
+    handle.append(*layer.projections(x), weights=layer.cache)
+    indices = None
+    if layer.has_indexer:
+        indices = handle.select(*layer.index_queries(x), rope=layer.cache.rope)
+    q = layer.queries(x, handle.open_plan())
+    attended, _ = handle.attend(q, layer.sink, indices, inverse_rope=layer.cache.rope)
+    return layer.output(attended)
 
 
 def _normed(x: Tensor) -> Tensor:

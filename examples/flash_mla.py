@@ -18,14 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4 import CacheSchema, KVCacheManager, ModelSpec
-from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.prepare_forward import ForwardPlan
+from dsv4 import (
+    CacheSchema,
+    CompressorWeights,
+    ForwardPlan,
+    InvalidInput,
+    KVCacheManager,
+    LayerCacheHandle,
+    LayerWeights,
+    ModelSpec,
+    PlanError,
+    SchemaMismatch,
+    rope_table,
+)
 from dsv4.cache.schema import CompressorLayout
-from dsv4.errors import InvalidInput, PlanError, SchemaMismatch
 from dsv4.model import v4_layers
-from dsv4.ops.calls import CompressorWeights, LayerWeights
-from dsv4.rope import rope_table
 
 HEAD_DIM = 512
 HEADS = (64, 128)

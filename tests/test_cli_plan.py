@@ -285,7 +285,7 @@ def test_plot_says_what_it_shows(tmp_path: Path) -> None:
     with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
         plot_plan(FLASH, path, memory_bytes=80 * 2**30, requests=(1, 64))
     drawn = path.read_text()
-    for text in ("v4-flash", "3,518 bytes a token", "64 requests", "1 request", "80 GiB", "128k"):
+    for text in ("v4-flash", "3,518 bytes per token", "64 requests", "1 request", "80 GiB", "128k"):
         assert text in drawn
     for text in ("context of each request (tokens)", "KV cache memory", "1M", "64 GiB"):
         assert text in drawn

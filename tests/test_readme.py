@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,26 @@ def test_python_blocks_run_one_after_the_other() -> None:
         exec(compile(block, "README.md", "exec"), namespace)
 
 
+def assert_installable(line: str, what: str) -> None:
+    """This package, with extras that it has, quoted: brackets are patterns to some shells."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    found = re.fullmatch(r"(?:\.|([\w-]+))(?:\[([\w,]+)\])?", what)
+    assert found, what
+    assert found[1] in (None, project["name"])
+    if found[2]:
+        assert set(found[2].split(",")) <= set(project["optional-dependencies"])
+        assert f'"{what}"' in line
+
+
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_exist_with_these_arguments(line: str) -> None:
     program, command, *arguments = shlex.split(line)
     if program == "make":
         assert re.search(rf"^{re.escape(command)}:", (ROOT / "Makefile").read_text("utf-8"), re.M)
+        return
+    if program == "pip":
+        assert command == "install"
+        assert_installable(line, *arguments)
         return
     assert program == ".venv/bin/dsv4"
     group: Any = typer.main.get_command(app)

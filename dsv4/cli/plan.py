@@ -55,7 +55,7 @@ def plan_command(
         bool, typer.Option("--map", help="Print where each byte of a block and a slot is.")
     ] = False,
 ) -> None:
-    """Say what a cache costs a token and a request, and what fits.
+    """Say what a cache costs per token and per request, and what fits.
 
     Give two of --memory, --context and --requests and the third is the answer; give all three and
     the answer is whether they fit. A context left out is the longest of the model.
@@ -152,7 +152,7 @@ def _sizes_table(found: Sizing) -> Table:
 
 
 def _kinds_table(found: Sizing) -> Table:
-    """Where the bytes of a block and a slot go, one row a kind of plane."""
+    """Where the bytes of a block and a slot go, one row per kind of plane."""
     table = _table("plane", "in a block", "share", "in a slot", "share")
     in_block, in_slot = found.bytes_by_kind["block"], found.bytes_by_kind["slot"]
     kinds = [kind for kind in (*in_block, *in_slot) if kind != "padding"]

@@ -31,7 +31,7 @@ class CacheState:
 class StepEvent:
     """A forward that is over. `step` 0 ran the prompts. `lengths` are tokens in the cache and
     `chosen` all tokens generated so far, by request. `transformers_bytes` is what transformers' own
-    caches have after this step, one cache a request. No cache state where the cache is theirs."""
+    caches have after this step, one cache per request. No cache state where the cache is theirs."""
 
     part: str
     step: int

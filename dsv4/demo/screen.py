@@ -106,8 +106,8 @@ def bytes_lines(event: StepEvent, cache: CacheState) -> list[str]:
     ]
     if cache.block_bytes + cache.slot_bytes > event.transformers_bytes:
         lines.append(
-            "more here, as the requests are short: a slot has its full size from the first token "
-            "on (window, unfinished groups), transformers' grow with the tokens"
+            "more here: a slot has room for a whole window and whole groups from the first token "
+            "on, transformers keeps what there is of them so far"
         )
     return [*lines, f"fp8 and fp4, as V4 was trained: {format_bytes(cache.trained_bytes)}"]
 
@@ -165,12 +165,14 @@ def print_report(console: Console, report: DemoReport, bill: FlashBill) -> None:
 def _print_bill(console: Console, bill: FlashBill) -> None:
     console.print(Text("The real V4-Flash", style="bold"))
     lines = [
-        f"{bill.bytes_per_token:,.0f} bytes a token of context "
+        f"{bill.bytes_per_token:,.0f} bytes per token of context "
         f"({bill.bf16_bytes_per_token:,.0f} unquantised in bf16)",
-        f"{bill.bytes_per_request:,} bytes a live request, at any length",
+        f"{bill.bytes_per_request:,} bytes per live request, at any length",
     ]
     for memory in sorted({fit.memory_bytes for fit in bill.fits}):
-        lines.append(f"{memory / 1e9:.0f} GB for the cache alone: {_fits(bill, memory)}")
+        lines.append(
+            f"{memory / 1e9:.0f} GB (10^9 bytes) for the cache alone: {_fits(bill, memory)}"
+        )
     for line in lines:
         console.print(Text(f"   {line}"), soft_wrap=True)
     console.print()

@@ -25,7 +25,7 @@ def plot_plan(
     memory_bytes: int | None = None,
     requests: Sequence[int] = DEFAULT_REQUESTS,
 ) -> None:
-    """Draws what `requests` requests of equal context need, one curve a number, and saves it.
+    """Draws what `requests` requests of equal context need, one curve per number, and saves it.
 
     The file's suffix chooses the kind (.png, .svg, .pdf). With `memory_bytes` a line marks the
     memory, and a dot on each curve the largest context that fits. Opens no window. Raises
@@ -124,8 +124,8 @@ def _dress(axes: Any, schema: CacheSchema, contexts: list[int], lowest: int, hig
     axes.set_xlabel("context of each request (tokens)", color=INK)
     axes.set_ylabel("KV cache memory", color=INK)
     axes.set_title(
-        f"{schema.model.name}: {schema.bytes_per_token:,.0f} bytes a token "
-        f"+ {format_bytes(schema.bytes_per_request)} a request",
+        f"{schema.model.name}: {schema.bytes_per_token:,.0f} bytes per token "
+        f"+ {format_bytes(schema.bytes_per_request)} per request",
         loc="left",
         color=INK,
         fontweight="bold",

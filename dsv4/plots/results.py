@@ -36,7 +36,7 @@ def plot_results(
 ) -> None:
     """Draws a row of panels for each of `suites` that the results have, and saves it.
 
-    Against the batch: µs, one line a series, others dashed beside it; series with a single batch
+    Against the batch: µs, one line per series, others dashed beside it; series with a single batch
     (a prefill chunk) are left out. Raises MissingExtra without matplotlib, and InvalidInput for an
     unknown suite, where nothing can be drawn, or where the file cannot be written.
     """
@@ -177,7 +177,7 @@ def _bars(
     values: list[dict[str, float]],
     more: list[dict[str, float]],
 ) -> None:
-    """A group of bars for each label, one bar a library; `more` is stacked on top."""
+    """A group of bars for each label, one bar per library; `more` is stacked on top."""
     for rank, name in enumerate(values[0]):
         places = [at + (rank - (len(values[0]) - 1) / 2) * _BAR for at in range(len(labels))]
         heights = [value[name] for value in values]

@@ -1,0 +1,96 @@
+"""docs/glossary.md: one word, one meaning, and every word that the API uses."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import dsv4
+from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
+
+TEXT = (Path(__file__).parents[1] / "docs" / "glossary.md").read_text("utf-8")
+CELLS = [line.split("|")[1].strip() for line in TEXT.splitlines() if line.startswith("| ")]
+# English, or Python's: they mean what they say
+PLAIN = set(
+    re.findall(
+        r"\w+",
+        """
+        accepted acquire align all allocate appended asked asker attention bf16 build by byte cache
+        can check cls collect collector compressed compression compute config count detach device
+        dict dim done dsv end error extra for format forward free from head hidden id input invalid
+        invariant kind last length manager map max memory message minimum mismatch missing model
+        name needed note num of open option out overflow own pad padded per period prepare preset
+        prometheus prompt read released request round run self serial shape small source start stat
+        step table tensor text to token too total type unused used want weight where write written
+        """,
+    )
+)
+_SINGULAR = {"miss": "miss", "misses": "miss", "prometheus": "prometheus", "cls": "cls"}
+
+
+def own_names(name: str) -> Iterator[str]:
+    """A public name, its own public members and their parameters; nothing inherited from Python."""
+    value = getattr(dsv4, name)
+    yield name
+    if not inspect.isclass(value):
+        yield from inspect.signature(value).parameters if callable(value) else ()
+        return
+    for cls in value.__mro__:
+        if not cls.__module__.startswith("dsv4"):
+            continue
+        yield from cls.__annotations__
+        yield from (name for name in getattr(cls, "__slots__", ()))
+        for member, found in vars(cls).items():
+            if member.startswith("_") and member != "__init__":
+                continue
+            yield member
+            function = found.__func__ if isinstance(found, classmethod) else found
+            if inspect.isfunction(function):
+                yield from inspect.signature(function).parameters
+
+
+def words(name: str) -> set[str]:
+    """Lower case, singular: max_step_tokens is max, step and token."""
+    pieces = re.findall(r"bf16|[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    return {_singular(piece.lower()) for piece in pieces}
+
+
+def _singular(word: str) -> str:
+    if word.endswith("ies"):
+        return word[:-3] + "y"
+    return _SINGULAR.get(word) or re.sub(r"(?<=..)s$", "", word)
+
+
+def test_every_word_of_the_api_is_defined():
+    defined = {_singular(word) for cell in CELLS for word in re.findall(r"[a-z0-9]+", cell.lower())}
+    marked = re.findall(r"[*`]([a-z_]+)[*`]", TEXT.lower())
+    defined |= {word for name in marked for word in words(name)}
+    unknown = {
+        word: name
+        for public in dsv4.__all__
+        if public != "__version__"
+        for name in own_names(public)
+        if not name.startswith("_")
+        for word in words(name) - defined - PLAIN
+    }
+    assert not unknown, f"neither defined in docs/glossary.md nor plain English: {unknown}"
+
+
+def test_no_word_is_defined_twice():
+    """Where a word has two meanings, each says of what."""
+    bold = [
+        word + cell.rpartition("**")[2]
+        for cell in CELLS
+        for word in re.findall(r"\*\*(.+?)\*\*", cell)
+    ]
+    assert len(bold) > 100
+    assert sorted(bold) == sorted(set(bold))
+
+
+def test_formats_are_those_that_exist():
+    (line,) = (line for line in TEXT.splitlines() if line.startswith("| **record format**"))
+    entries, _, keys = line.partition("for index keys")
+    assert re.findall(r"`(\w+)`", entries) == list(ENTRY_FORMATS)
+    assert re.findall(r"`(\w+)`", keys) == list(INDEX_FORMATS)
