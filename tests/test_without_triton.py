@@ -80,6 +80,20 @@ def test_what_works_without_triton(source: str, printed: str):
     assert printed in done.stdout
 
 
+def test_the_triton_backend_says_what_is_missing():
+    done = run_without_triton(
+        "import torch\n"
+        "from dsv4.backends import load_backend\n"
+        "from dsv4 import MissingExtra\n"
+        "try:\n"
+        "    load_backend('triton', torch.device('cpu'))\n"
+        "except MissingExtra as error:\n"
+        "    print(error)\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "needs the package triton" in done.stdout
+
+
 def test_the_block_works():
     done = run_without_triton("import dsv4.kernels.append")
     assert done.returncode == 1
