@@ -16,9 +16,9 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from benchmarks.append import append_bytes, random_inputs, random_weights
 from benchmarks.case import Case, Measurement
 from benchmarks.timing import time_graph
-from benchmarks.writes import append_bytes, random_inputs, random_weights
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import CacheSchema

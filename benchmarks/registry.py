@@ -1,28 +1,37 @@
-"""Every benchmark case there is, by suite."""
+"""Every benchmark case there is, by suite. A module is named after the operation that it times; the
+suites have the names that results files know them by."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 from benchmarks import (
-    attention,
+    append,
+    attend,
     decode_step,
     gather,
     host,
-    indexer,
+    index_query,
+    index_scores,
     prefix,
+    top_k,
     transformers_decode,
-    writes,
 )
 from benchmarks.case import Case
+
+
+def _indexer() -> Iterable[Case]:
+    return chain(index_query.cases(), index_scores.cases(), top_k.cases())
+
 
 SUITES: dict[str, Callable[[], Iterable[Case]]] = {
     "host": host.cases,
     "prefix": prefix.cases,
-    "writes": writes.cases,
+    "writes": append.cases,
     "gather": gather.cases,
-    "indexer": indexer.cases,
-    "attention": attention.cases,
+    "indexer": _indexer,
+    "attention": attend.cases,
     "decode_step": decode_step.cases,
     "transformers": transformers_decode.cases,
 }

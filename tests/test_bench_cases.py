@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import attention, report, run, timing, writes
+from benchmarks import append, attend, report, run, timing
 from benchmarks.case import Case, Measurement, sets_to_outgrow_l2
 from benchmarks.decode_step import PARTS, DecodeStep
 from benchmarks.registry import SUITES
@@ -67,11 +67,11 @@ def test_bytes_of_an_append_counted_by_hand() -> None:
     and writes a record (584 + 68)."""
     schema = CacheSchema.build(ModelSpec.preset("v4-flash"), max_context=1024)
     inputs, tails = 2 * 512 + 4 * 2 * (1024 + 256), 2 * 2 * 4 * (512 + 128)
-    idle = writes.append_bytes(schema, 2, start=16, tokens=1, batch=1)
+    idle = append.append_bytes(schema, 2, start=16, tokens=1, batch=1)
     assert idle == inputs + 584 + tails
-    flush = writes.append_bytes(schema, 2, start=15, tokens=1, batch=3)
+    flush = append.append_bytes(schema, 2, start=15, tokens=1, batch=3)
     assert flush == 3 * (idle + 584 + 68 + 7 * 2 * 4 * (512 + 128))
-    assert writes.append_bytes(schema, 0, start=15, tokens=1, batch=1) == 2 * 512 + 584
+    assert append.append_bytes(schema, 0, start=15, tokens=1, batch=1) == 2 * 512 + 584
 
 
 def test_bytes_of_an_append_to_a_folded_group() -> None:
@@ -79,10 +79,10 @@ def test_bytes_of_an_append_to_a_folded_group() -> None:
     written for each of the newest two tokens, whatever closes."""
     schema = CacheSchema.build(ModelSpec.preset("v4-flash"), max_context=1024, hca_state="online")
     inputs, state = 2 * 512 + 4 * 2 * 512, 3 * 4 * 512
-    assert writes.append_bytes(schema, 3, start=128, tokens=1, batch=1) == inputs + 584 + state
-    flush = writes.append_bytes(schema, 3, start=127, tokens=1, batch=2)
+    assert append.append_bytes(schema, 3, start=128, tokens=1, batch=1) == inputs + 584 + state
+    flush = append.append_bytes(schema, 3, start=127, tokens=1, batch=2)
     assert flush == 2 * (inputs + 584 + 2 * state + 584)
-    chunk = writes.append_bytes(schema, 3, start=0, tokens=128, batch=1)
+    chunk = append.append_bytes(schema, 3, start=0, tokens=128, batch=1)
     assert chunk == 128 * inputs + (128 + 128) * 584 + 2 * state + 584
 
 
@@ -158,8 +158,8 @@ def test_bytes_of_a_step_counted_by_hand() -> None:
     for ratio, entries in ((4, 16), (128, 511 // 128)):
         model = replace(TINY, layers=v4_layers([0, ratio], backbone=2))
         step = DecodeStep(model, batch=1, context=512, device="cpu")
-        append = writes.append_bytes(step.schema, 1, start=510, tokens=1, batch=1)
-        other = 2 * 2 * 4 * 128 + 128 * records + append + entries * records
+        appended = append.append_bytes(step.schema, 1, start=510, tokens=1, batch=1)
+        other = 2 * 2 * 4 * 128 + 128 * records + appended + entries * records
         if ratio == 4:
             other += 511 // 4 * 68 + 2 * 8 * 128 + 2 * 8  # keys scored, queries, their weights
         assert step.must_move_bytes() == window_only + other
@@ -168,24 +168,24 @@ def test_bytes_of_a_step_counted_by_hand() -> None:
 # ---- peers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layer", [attention.CSA_LAYER, attention.HCA_LAYER])
+@pytest.mark.parametrize("layer", [attend.CSA_LAYER, attend.HCA_LAYER])
 def test_flash_mla_would_be_timed_on_the_same_attention(layer: int) -> None:
-    row = attention.Row(
+    row = attend.Row(
         name="small",
         model="v4-flash",
         layer=layer,
         context=1024,
-        listed=64 if layer == attention.CSA_LAYER else None,
+        listed=64 if layer == attend.CSA_LAYER else None,
     )
     torch.manual_seed(layer)
-    shared = attention.Shared.make(row, 2, "cpu", arena_bytes=20_000_000, max_sets=1)
+    shared = attend.Shared.make(row, 2, "cpu", arena_bytes=20_000_000, max_sets=1)
     for pages, page in (
         (shared.block_arena, shared.entry_page),
         (shared.window.arena, shared.window.page),
     ):  # records that differ from page to page
         for arena_row in range(pages.shape[0]):
             pages[arena_row, page.offset_bytes : page.scale_offset_bytes].random_(0x30, 0x38)
-    given = attention.Inputs.make(row, 2, shared)
+    given = attend.Inputs.make(row, 2, shared)
     given.ours(turn_back=False)
     out, lse = stand_in(**given.flash_mla_arguments())  # type: ignore[arg-type]
     error = (given.out.double() - out[:, 0].double()).norm() / out.double().norm()

@@ -1,0 +1,107 @@
+"""Index scores of one CSA layer. Targets and anchors: the project's for one H200. V4-Pro's are the
+same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from benchmarks.case import Call, Case, Measurement, Work, sets_to_outgrow_l2
+from benchmarks.step_tokens import step_tokens
+from benchmarks.timing import measure
+from dsv4.backends import load_backend
+from dsv4.cache.schema import CacheSchema
+from dsv4.model import ModelSpec
+from dsv4.ops.calls import EntrySource, Scoring
+
+CSA_LAYER = 2
+RATIO = 4
+# (requests, entries) -> DeepGEMM with 132-byte FP8 keys, µs: the first step; the target is 0.7 of
+# that
+ANCHORS = {
+    (1, 2_048): 3.4,
+    (1, 32_768): 4.1,
+    (1, 262_144): 8.5,
+    (8, 262_144): 73.6,
+    (16, 32_768): 21.8,
+    (64, 32_768): 73.1,
+    (256, 2_048): 22.5,
+    (256, 8_192): 73.8,
+}
+TARGET_OF_DEEPGEMM = 0.7
+DRAFT_STEP = (16, 32_768, 4)  # requests, entries, tokens of each
+MAX_SETS = 8
+
+
+def cases() -> Iterator[Case]:
+    schema = CacheSchema.build(ModelSpec.preset("v4-flash"))
+    for (requests, entries), deepgemm in ANCHORS.items():
+        yield Case(
+            name=f"index scores {requests} x {entries}",
+            suite="indexer",
+            series=f"index scores of {entries}",
+            model="v4-flash",
+            batch=requests,
+            context=entries * RATIO,
+            measure=partial(_measure, schema, requests, entries),
+            target_us=TARGET_OF_DEEPGEMM * deepgemm,
+            first_step_us=deepgemm,
+            anchors_us={"DeepGEMM fp8": deepgemm},
+        )
+    requests, entries, tokens = DRAFT_STEP
+    yield Case(
+        name=f"index scores {requests} x {entries}, {tokens} tokens each",
+        suite="indexer",
+        series=f"index scores of {entries}, {tokens} tokens each",
+        model="v4-flash",
+        batch=requests,
+        context=entries * RATIO,
+        measure=partial(_measure, schema, requests, entries, tokens_per_request=tokens),
+    )
+
+
+def _measure(
+    schema: CacheSchema, requests: int, entries: int, *, tokens_per_request: int = 1
+) -> Measurement:
+    model = schema.model
+    page = schema.page("index_keys", CSA_LAYER)
+    assert page is not None
+    blocks, rows = entries // page.rows, requests * tokens_per_request
+    key_bytes = requests * entries * page.format.record_bytes
+    sets = sets_to_outgrow_l2(key_bytes, MAX_SETS)
+    # blocks at their true distance, up to 30 GB, of which only one layer's keys are filled
+    arena = torch.empty(
+        (sets * requests * blocks, schema.block_bytes), dtype=torch.uint8, device="cuda"
+    )
+    for offset, width, low, high in (
+        (page.offset_bytes, page.format.data_row_bytes, 0, 256),
+        (page.scale_offset_bytes, page.format.scale_row_bytes, 120, 130),
+    ):
+        view = arena.as_strided((arena.shape[0], page.rows * width), (arena.stride(0), 1), offset)
+        view.random_(low, high)
+    q = torch.randn(rows, model.index_heads, model.index_dim, device="cuda").bfloat16()
+    weights = torch.randn(rows, model.index_heads, device="cuda").bfloat16()
+    scores = torch.empty(rows, entries, device="cuda")
+    # the last token of a request sees all entries, the drafts before it all but the last
+    tokens = step_tokens(
+        requests=requests, position=entries * RATIO - 1, tokens_per_request=tokens_per_request
+    )
+
+    backend = load_backend("triton", torch.device("cuda"))
+
+    def make_call(table: torch.Tensor) -> Call:
+        scoring = Scoring(
+            q=q,
+            weights=weights,
+            tokens=tokens,
+            keys=EntrySource(arena=arena, page=page, block_table=table, ratio=RATIO),
+            scores=scores,
+            tokens_per_request=tokens_per_request,
+        )
+        return lambda: backend.index_scores(scoring)
+
+    tables = torch.randperm(arena.shape[0], device="cuda").int().view(sets, requests, blocks)
+    moved = key_bytes + q.numel() * q.element_size() + scores.numel() * scores.element_size()
+    return measure(Work(calls=[make_call(table) for table in tables], must_move_bytes=moved))
