@@ -3,99 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from dsv4.cache.flush import csa_compress_tail, hca_compress_tail, maybe_flush_csa, maybe_flush_hca
-from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.kernels import append as append_kernel
-from dsv4.model import ModelSpec
+from tests.support.both import CSA, HCA, SWA, TINY, TINY_LAYERS, Both, two_layers_of_flash
 from tests.support.formats import BF16_ENTRY_FORMATS, BF16_INDEX_FORMATS
 from tests.support.stack import POISON, Stack, Stream
-
-TINY = ModelSpec.preset("tiny")
-SWA, CSA, HCA = 0, 1, 2
-TINY_LAYERS = range(len(TINY.layers))
-
-
-def written(stack: Stack) -> tuple[Tensor, Tensor, Tensor]:
-    """All that an append can write."""
-    manager = stack.manager
-    return manager.block_arena.bytes, manager.slot_arena.bytes, manager.buffers.staging
-
-
-class Both:
-    """The same life on two stacks, one a backend; after every step they have written the same."""
-
-    def __init__(
-        self,
-        *,
-        layers: Sequence[int] = TINY_LAYERS,
-        model: ModelSpec = TINY,
-        requests: int = 4,
-        tokens: int = 300,
-        stack: dict[str, Any] | None = None,
-        **schema: Any,
-    ) -> None:
-        self.schema = CacheSchema.build(model, max_context=512, **schema)
-        self.stacks = [
-            Stack(
-                self.schema,
-                layers=layers,
-                max_requests=requests,
-                num_blocks=3 * requests,
-                backend=backend,  # type: ignore[arg-type]
-                **(stack or {}),
-            )
-            for backend in ("reference", "triton")
-        ]
-        for each in self.stacks:
-            each.manager.buffers.staging.fill_(POISON)
-        self.lives = [[s.manager.admit_request() for _ in range(requests)] for s in self.stacks]
-        self.streams = [self.stacks[0].stream(seed, tokens) for seed in range(requests)]
-
-    def step(self, counts: dict[int, int], accepted: list[int] | None = None, **pad: int) -> None:
-        for stack, requests in zip(self.stacks, self.lives, strict=True):
-            work = [(requests[nth], self.streams[nth], count) for nth, count in counts.items()]
-            stack.step(work, accepted, **pad)
-        self.assert_equal()
-
-    def empty_step(self, **pad: int) -> None:
-        """A step of nothing but padding rows."""
-        for stack in self.stacks:
-            plan = stack.manager.prepare_forward([], **pad)
-            for layer in stack.layers:
-                sources = (self.streams[0].kv[layer], *self.streams[0].projections[layer])
-                rows = [t.new_full((plan.padded_tokens, t.shape[1]), float("nan")) for t in sources]
-                handle = stack.manager.acquire(layer, plan)
-                handle.append(*rows, weights=stack.weights[layer])
-            stack.manager.commit(plan)
-        self.assert_equal()
-
-    def skip(self, counts: dict[int, int]) -> None:
-        """As `step`, but both stacks are written by the reference: prefills that cost nothing."""
-        reference = self.stacks[0]
-        for stack, requests in zip(self.stacks, self.lives, strict=True):
-            plan = stack.manager.prepare_forward([(requests[i], n) for i, n in counts.items()])
-            if stack is reference:
-                stack.write(plan, [self.streams[nth] for nth in counts])
-            stack.manager.commit(plan)
-        for expected, found in zip(*map(written, self.stacks), strict=True):
-            found.copy_(expected)
-
-    def assert_equal(self) -> None:
-        names = ("block arena", "slot arena", "chunk")
-        for name, expected, found in zip(names, *map(written, self.stacks), strict=True):
-            wrong = torch.nonzero(expected != found)
-            assert not len(wrong), f"{name}: {len(wrong)} bytes differ, first {wrong[:3].tolist()}"
-        assert not self.stacks[1].manager.buffers.arrived.any()
-
 
 # ---- every layer of the tiny model ---------------------------------------------------------------
 
@@ -162,9 +78,7 @@ def test_kv_that_is_normed_already():
 def test_reused_slots_and_blocks_out_of_order():
     both = Both(layers=(CSA, HCA), requests=2)
     both.skip({0: 200, 1: 126})
-    for stack, requests in zip(both.stacks, both.lives, strict=True):
-        stack.manager.release_request(requests[0])
-        requests[0] = stack.manager.admit_request()
+    both.replace_request(0)
     both.step({0: 1, 1: 1})
     both.step({1: 6, 0: 4})
 
@@ -310,60 +224,22 @@ def test_a_layer_is_one_launch_and_a_chunk_one_more(
 # ---- the pieces by their own names ---------------------------------------------------------------
 
 
-def by_hand(stack: Stack, requests: list[Request], streams: list[Stream], layer: int) -> None:
-    """A decode step of one layer through write_swa, write_tail and the flush."""
-    plan = stack.manager.prepare_forward([(request, 1) for request in requests], pad_tokens=3)
-    handle = stack.manager.acquire(layer, plan)
-    kv, projections = stack.inputs(plan, streams, layer)
-    weights = stack.weights[layer]
-    handle.write_swa(kv, weights=weights)
-    if projections:
-        handle.write_tail(*projections, weights=weights)
-        flush = maybe_flush_csa if len(projections) == 4 else maybe_flush_hca
-        flush(handle, weights)
-    stack.manager.commit(plan)
-
-
 @pytest.mark.parametrize("layer", [SWA, CSA, HCA])
 def test_window_tails_and_flush_one_by_one(layer: int):
     both = Both(layers=(layer,), requests=2)
     both.skip({0: 126, 1: 254})
     for _ in range(2):
-        for stack, requests in zip(both.stacks, both.lives, strict=True):
-            by_hand(stack, requests, both.streams, layer)
-        both.assert_equal()
+        both.step_by_hand(layer)
 
 
 @pytest.mark.parametrize("layer", [CSA, HCA])
 def test_compressed_tails_as_dense_rows(layer: int):
     both = Both(layers=(layer,), requests=3)
     both.skip({0: 127, 1: 2, 2: 255})
-    results = []
-    for stack, requests in zip(both.stacks, both.lives, strict=True):
-        plan = stack.manager.prepare_forward([(r, 1) for r in requests], pad_tokens=4)
-        handle = stack.manager.acquire(layer, plan)
-        _, projections = stack.inputs(plan, both.streams, layer)
-        handle.write_tail(*projections, weights=stack.weights[layer])
-        compress: Callable[[LayerCacheHandle, Any], tuple[torch.Tensor, ...]]
-        compress = csa_compress_tail if layer == CSA else hca_compress_tail
-        results.append(compress(handle, stack.weights[layer]))
-        stack.manager.commit(plan)
-    both.assert_equal()
-    for expected, found in zip(*results, strict=True):
-        assert torch.equal(expected.view(torch.uint8), found.view(torch.uint8))
-    assert results[0][-1].tolist().count(True) == 2
+    assert both.compressed_tails(layer).tolist().count(True) == 2
 
 
 # ---- real widths ---------------------------------------------------------------------------------
-
-
-def two_layers_of_flash() -> ModelSpec:
-    """V4-Flash's layers 2 and 3 as a model of their own, so that whole arenas stay small."""
-    flash = ModelSpec.preset("v4-flash")
-    layers = tuple(
-        replace(flash.layers[layer], layer=layer - 2, owner=layer - 2) for layer in (2, 3)
-    )
-    return replace(flash, name="flash-2-3", layers=layers)
 
 
 def test_v4_flash_csa():

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4.cache.flush import hca_compress_tail
 from dsv4.model import ModelSpec, v4_layers
-from tests.kernels.test_append import HCA, INF, NAN, Both, by_hand, two_layers_of_flash
+from tests.support.both import HCA, Both, two_layers_of_flash
 from tests.support.formats import BF16_ENTRY_FORMATS
+
+NAN, INF = float("nan"), float("inf")
 
 
 def online(**options: Any) -> Both:
@@ -64,9 +65,7 @@ def test_chunks_of_whole_groups():
 def test_a_slot_that_held_another_request():
     both = online(requests=2)
     both.skip({0: 200, 1: 126})
-    for stack, requests in zip(both.stacks, both.lives, strict=True):
-        stack.manager.release_request(requests[0])
-        requests[0] = stack.manager.admit_request()
+    both.replace_request(0)
     both.step({0: 1, 1: 1})
     both.step({1: 6, 0: 4})
 
@@ -99,26 +98,13 @@ def test_window_state_and_flush_one_by_one():
     both = online(requests=2)
     both.skip({0: 126, 1: 254})
     for _ in range(2):
-        for stack, requests in zip(both.stacks, both.lives, strict=True):
-            by_hand(stack, requests, both.streams, HCA)
-        both.assert_equal()
+        both.step_by_hand(HCA)
 
 
 def test_compressed_states_as_dense_rows():
     both = online(requests=3)
     both.skip({0: 127, 1: 2, 2: 255})
-    results = []
-    for stack, requests in zip(both.stacks, both.lives, strict=True):
-        plan = stack.manager.prepare_forward([(r, 1) for r in requests], pad_tokens=4)
-        handle = stack.manager.acquire(HCA, plan)
-        _, projections = stack.inputs(plan, both.streams, HCA)
-        handle.write_tail(*projections, weights=stack.weights[HCA])
-        results.append(hca_compress_tail(handle, stack.weights[HCA]))
-        stack.manager.commit(plan)
-    both.assert_equal()
-    for expected, found in zip(*results, strict=True):
-        assert torch.equal(expected.view(torch.uint8), found.view(torch.uint8))
-    assert results[0][-1].tolist().count(True) == 2
+    assert both.compressed_tails(HCA).tolist().count(True) == 2
 
 
 def test_v4_flash():
