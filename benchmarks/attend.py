@@ -1,4 +1,4 @@
-"""Decode attention of one layer, one query a request: window 128 and top-k or all entries.
+"""Decode attention of one layer, one query per request: window 128 and top-k or all entries.
 
 Blocks lie where an allocator that has lived a while would put them: anywhere in an arena with the
 strides of the whole model. Above ARENA_BYTES requests share blocks. FlashMLA, where installed,

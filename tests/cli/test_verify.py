@@ -1,4 +1,4 @@
-"""`dsv4 verify` as a user calls it; `dsv4 demo` is in test_demo.py."""
+"""`dsv4 verify` as a user calls it; `dsv4 demo` is in tests/demo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from dsv4.cli import app
 
-GOLDEN = Path(__file__).parents[1] / "dsv4" / "data" / "golden_small.npz"
+GOLDEN = Path(__file__).parents[2] / "dsv4" / "data" / "golden_small.npz"
 
 
 def run(*arguments: str) -> tuple[int, str]:

@@ -18,7 +18,7 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput
 from dsv4.model import ModelSpec, v4_layers
 from examples.flash_mla import stand_in
-from tests.test_bench import BASE
+from tests.support.results import BASE
 
 TINY = ModelSpec.preset("tiny")
 

@@ -169,7 +169,7 @@ def test_the_readme_shows_what_it_prints(ran: dict[str, Any]) -> None:
     print_report(console, report, flash_bill())
     assert isinstance(console.file, io.StringIO)
     printed = iter(without_times(console.file.getvalue()))
-    readme = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
     (shown,) = re.findall(r"```text\n(.*?)```", readme, re.DOTALL)
     for line in without_times(shown):
         assert line.strip() == "…" or line in printed, line

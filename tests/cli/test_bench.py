@@ -1,0 +1,102 @@
+"""`dsv4 bench` as users and scripts see it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from dsv4.bench import write_results
+from dsv4.cli import app
+from tests.support.results import points, results
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+@pytest.fixture
+def two_files(tmp_path: Path) -> tuple[Path, Path]:
+    write_results(tmp_path / "a.jsonl", results(first=2.0, second=3.0, gone=1.0))
+    after = [replace(r, commit="def5678") for r in results(first=3.0, second=1.5, new=7.0)]
+    write_results(tmp_path / "b.jsonl", after)
+    return tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+
+
+def test_compare_prints_both_times_and_the_ratio(two_files: tuple[Path, Path]) -> None:
+    result = run("--compare", *two_files)
+    assert result.exit_code == 0, result.output
+    table = [line.split() for line in result.stdout.splitlines()]
+    assert ["first", "2.00", "3.00", "1.50"] in table
+    assert ["second", "3.00", "1.50", "0.50"] in table
+    assert "only in A: gone" in result.stdout
+    assert "only in B: new" in result.stdout
+    assert "abc1234" in result.stdout
+    assert "def5678" in result.stdout
+
+
+def test_compare_as_json(two_files: tuple[Path, Path]) -> None:
+    result = run("--compare", *two_files, "--json")
+    assert json.loads(result.stdout) == {
+        "a": {"path": str(two_files[0]), "commits": ["abc1234"], "gpus": ["NVIDIA H200"]},
+        "b": {"path": str(two_files[1]), "commits": ["def5678"], "gpus": ["NVIDIA H200"]},
+        "cases": [
+            {"case": "first", "a_us": 2.0, "b_us": 3.0, "ratio": 1.5},
+            {"case": "second", "a_us": 3.0, "b_us": 1.5, "ratio": 0.5},
+        ],
+        "only_a": ["gone"],
+        "only_b": ["new"],
+    }
+
+
+def test_errors_are_one_line(two_files: tuple[Path, Path], tmp_path: Path) -> None:
+    good = two_files[0]
+    for arguments, message in (
+        ((), "either --compare A B or --plot"),
+        (("--compare", good, good, "--plot", tmp_path / "x.png", good), "either --compare"),
+        (("--compare", good, tmp_path / "none"), "cannot read results"),
+        (("--plot", tmp_path / "x.png", tmp_path / "none"), "cannot read results"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("InvalidInput: ")
+        assert message in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+        as_json = run(*arguments, "--json")
+        assert as_json.exit_code == 2
+        assert message in json.loads(as_json.stdout)["error"]
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_plot_writes_a_picture(tmp_path: Path) -> None:
+    drawn = [
+        *points("writes", "v4-flash", (1, 64)),
+        *points("attention", "v4-pro", (1, 16, 256)),
+        *points("decode_step", "v4-flash", (16, 1)),
+        *points("gather", "v4-flash", (1, 16)),
+    ]
+    write_results(tmp_path / "r.jsonl", drawn)
+    result = run("--plot", tmp_path / "r.png", tmp_path / "r.jsonl", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == {"plot": str(tmp_path / "r.png")}
+    assert (tmp_path / "r.png").read_bytes().startswith(PNG)
+
+
+def test_bench_runs_without_torch(two_files: tuple[Path, Path]) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from dsv4.cli import app\n"
+        f"app(['bench', '--compare', {str(two_files[0])!r}, {str(two_files[1])!r}, '--json'])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(json.loads(result.stdout)["cases"]) == 2
