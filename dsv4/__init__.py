@@ -20,7 +20,7 @@ _EXPORTS = {
     "KVCacheManager": "dsv4.cache.manager",
     "PrefixOptions": "dsv4.cache.prefix.options",
     "Request": "dsv4.cache.requests",
-    "ResumePlan": "dsv4.cache.prefix.resume",
+    "Resume": "dsv4.cache.prefix.resume",
 }
 
 __all__ = ["__version__", *_EXPORTS]

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from dsv4 import CacheSchema, KVCacheManager, ModelSpec
 from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.pages import CompressorLayout
 from dsv4.cache.prepare_forward import ForwardPlan
-from dsv4.cache.schema import CompressorLayout
 from dsv4.errors import InvalidInput, PlanError, SchemaMismatch
 from dsv4.model import v4_layers
 from dsv4.ops.calls import CompressorWeights, LayerWeights
