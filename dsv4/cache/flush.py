@@ -2,7 +2,7 @@
 
 A decode step by hand: `handle.write_swa`, `handle.write_tail`, then `maybe_flush_csa` or
 `maybe_flush_hca`, which always make the same launches: kernels decide on the device what closes.
-Steps are narrow (at most 1 + max_draft_tokens tokens a request); chunks go through `append`.
+Steps are narrow (at most 1 + max_draft_tokens tokens per request); chunks go through `append`.
 """
 
 from __future__ import annotations

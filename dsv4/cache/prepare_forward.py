@@ -180,5 +180,5 @@ def check_step(
         if not is_narrow(schema, shape):
             raise PlanError(
                 f"a step with {shape.most_tokens} tokens of one request cannot be padded: a graph "
-                f"holds at most {schema.max_rollback_tokens} a request (1 + max_draft_tokens)"
+                f"holds at most {schema.max_rollback_tokens} per request (1 + max_draft_tokens)"
             )
