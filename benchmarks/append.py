@@ -12,7 +12,8 @@ import torch
 from benchmarks.case import Call, Case, Measurement, Work, sets_to_outgrow_l2
 from benchmarks.timing import measure
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.schema import CacheSchema, CompressorLayout, HcaState
+from dsv4.cache.pages import CompressorLayout
+from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.model import ModelSpec
 from dsv4.ops.calls import CompressorWeights, LayerWeights
 from dsv4.rope import rope_table
@@ -123,7 +124,7 @@ def _measure(schema: CacheSchema, kind: str, *, batch: int, start: int, tokens: 
 
 def compressors(schema: CacheSchema, layer: int) -> list[CompressorLayout]:
     """The main compressor of a layer and the indexer's, where it has them."""
-    found = [schema.compressor(layer, "tail"), schema.compressor(layer, "index_tail")]
+    found = [schema.compressor(layer, "main"), schema.compressor(layer, "index")]
     return [layout for layout in found if layout is not None]
 
 

@@ -18,7 +18,8 @@ from benchmarks.case import Case, Measurement, Work, sets_to_outgrow_l2
 from benchmarks.peers import flash_mla_call, flash_mla_modules
 from benchmarks.timing import measure
 from dsv4.backends import load_backend
-from dsv4.cache.schema import CacheSchema, Page
+from dsv4.cache.pages import Page
+from dsv4.cache.schema import CacheSchema
 from dsv4.cache.views import page_tensor
 from dsv4.model import ModelSpec
 from dsv4.ops.backend import Backend

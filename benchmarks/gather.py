@@ -11,7 +11,8 @@ from torch import Tensor
 
 from benchmarks.case import Call, Case, Measurement, Work, sets_to_outgrow_l2
 from benchmarks.timing import measure
-from dsv4.cache.schema import CacheSchema, Page
+from dsv4.cache.pages import Page
+from dsv4.cache.schema import CacheSchema
 from dsv4.kernels.gather import gather_all_entries, gather_entries
 from dsv4.model import ModelSpec
 from dsv4.ops.calls import EntrySource

@@ -61,7 +61,7 @@ def _measure_all(device: str) -> dict[int, Measurement]:
         context: Measurement(
             microseconds=statistics.median(times[context][WARM_UP_STEPS:]),
             launches=0,
-            must_move_bytes=manager.buffers.device_buffer.numel() * 4,
+            must_move_bytes=manager.memory.buffers.device_buffer.numel() * 4,
         )
         for context, (manager, _) in made.items()
     }

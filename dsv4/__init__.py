@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dsv4.cache.manager import KVCacheManager
     from dsv4.cache.prefix.cache import PinnedPrefix
     from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
-    from dsv4.cache.prefix.resume import ResumePlan
+    from dsv4.cache.prefix.resume import Resume
     from dsv4.cache.prepare_forward import ForwardPlan
     from dsv4.cache.requests import Request
     from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
@@ -66,7 +66,7 @@ __all__ = [
     "PrefixStats",
     "Request",
     "RequestError",
-    "ResumePlan",
+    "Resume",
     "SchemaError",
     "SchemaMismatch",
     "SnapshotPolicy",
@@ -86,7 +86,7 @@ _HOMES = {
     "dsv4.cache.manager": ("KVCacheManager",),
     "dsv4.cache.prefix.cache": ("PinnedPrefix",),
     "dsv4.cache.prefix.options": ("PrefixOptions", "SnapshotPolicy", "full", "periodic", "zero"),
-    "dsv4.cache.prefix.resume": ("ResumePlan",),
+    "dsv4.cache.prefix.resume": ("Resume",),
     "dsv4.cache.prepare_forward": ("ForwardPlan",),
     "dsv4.cache.requests": ("Request",),
     "dsv4.cache.schema": ("BlockBudget", "CacheSchema", "compute_block_budget"),

@@ -3,6 +3,9 @@ what to change; a call that raises has changed nothing."""
 
 from __future__ import annotations
 
+from numbers import Integral
+from typing import TypeGuard
+
 
 class Dsv4Error(Exception):
     """Base of all errors of this library."""
@@ -88,7 +91,13 @@ class MissingExtra(Dsv4Error, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
 
 
-def require_count(name: str, value: object, *, at_least: int = 1) -> None:
-    """Raises InvalidInput unless a value is a whole number of at least so much."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether a value is a whole number. numpy's integers are; True is not."""
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def require_count(name: str, value: object, *, at_least: int = 1) -> int:
+    """The value, which must be a whole number of at least so much. Raises InvalidInput."""
+    if not is_whole(value) or value < at_least:
         raise InvalidInput(f"{name}={value!r}: must be a whole number of at least {at_least}")
+    return int(value)

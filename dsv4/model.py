@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from dsv4.errors import ConfigError
+from dsv4.errors import ConfigError, is_whole
 
 IndexKeySource = Literal["none", "compressor", "latent"]
 
@@ -88,7 +88,7 @@ class ModelSpec:
         positive = ("hidden", "heads", "head_dim", "index_heads", "index_dim", "index_topk")
         for field in (*positive, "window", "max_context"):
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_whole(value) or value < 1:
                 raise ConfigError(f"{self.name}: {field}={value!r}, must be a positive integer")
         if not 0 < self.rope_dim < self.head_dim or self.rope_dim % 2:
             raise ConfigError(
@@ -98,7 +98,7 @@ class ModelSpec:
         if [spec.layer for spec in self.layers] != list(range(len(self.layers))):
             raise ConfigError(f"{self.name}: layers must be numbered 0..{len(self.layers) - 1}")
         for spec in self.layers:
-            if not isinstance(spec.ratio, int) or spec.ratio < 0:
+            if not is_whole(spec.ratio) or spec.ratio < 0:
                 raise ConfigError(f"{self.name}: layer {spec.layer} has ratio {spec.ratio!r}")
             owner = self.layers[spec.owner] if 0 <= spec.owner <= spec.layer else None
             if owner is None or owner.owner != spec.owner or owner.ratio != spec.ratio:
@@ -144,7 +144,7 @@ def v4_layers(ratios: Sequence[int], *, backbone: int) -> tuple[LayerSpec, ...]:
 def _v4_layers(ratios: Sequence[int], backbone: int) -> Iterator[LayerSpec]:
     for layer, ratio in enumerate(ratios):
         draft = layer >= backbone
-        if isinstance(ratio, bool) or not isinstance(ratio, int) or ratio < 0:
+        if not is_whole(ratio) or ratio < 0:
             raise ConfigError(f"compress ratio of layer {layer} is {ratio!r}, must be 0 or more")
         if draft and ratio:
             raise ConfigError(

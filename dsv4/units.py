@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from dsv4.errors import InvalidInput
+from dsv4.errors import InvalidInput, is_whole, require_count
 
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -42,7 +42,7 @@ def parse_tokens(text: str | int) -> int:
 
 def format_bytes(count_bytes: int) -> str:
     """Bytes in the largest binary unit that keeps the number at 1 or more: "3.43 GiB"."""
-    _require_not_negative("count_bytes", count_bytes)
+    require_count("count_bytes", count_bytes, at_least=0)
     value, unit = float(count_bytes), 0
     # 1023.995 would be shown as 1024.00, which is 1 of the next unit
     while value >= 1023.995 and unit < len(_BINARY_UNITS) - 1:
@@ -53,7 +53,7 @@ def format_bytes(count_bytes: int) -> str:
 
 def format_tokens(tokens: int) -> str:
     """Whole multiples with their unit ("128k", "1M"), everything else in full ("1,000,000")."""
-    _require_not_negative("tokens", tokens)
+    require_count("tokens", tokens, at_least=0)
     for suffix, factor in (("M", 1024**2), ("k", 1024)):
         if tokens and tokens % factor == 0:
             return f"{tokens // factor:,}{suffix}"
@@ -61,9 +61,8 @@ def format_tokens(tokens: int) -> str:
 
 
 def _parse(text: str | int, factors: dict[str, int], *, what: str, example: str) -> int:
-    if isinstance(text, int) and not isinstance(text, bool):
-        _require_not_negative(what, text)
-        return text
+    if is_whole(text):
+        return require_count(what, text, at_least=0)
     match = None
     if isinstance(text, str) and len(text) <= _LONGEST_TEXT:
         match = _QUANTITY.fullmatch(text.strip())
@@ -74,8 +73,3 @@ def _parse(text: str | int, factors: dict[str, int], *, what: str, example: str)
     if factor == 1 and count.denominator != 1:
         raise InvalidInput(f"{text!r} is not a whole number of {what}: write {example}")
     return int(count)
-
-
-def _require_not_negative(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InvalidInput(f"{name}={value!r}: must be a whole number of at least 0")

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.pages import Page
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.records import ELEMENT_MAX, Part, RecordFormat
 from dsv4.cache.requests import Request
-from dsv4.cache.schema import CacheSchema, Page
+from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput
 from dsv4.model import ModelSpec, RopeSpec, v4_layers
 from dsv4.ops.backend import BackendName
@@ -189,7 +190,11 @@ def _read_step(
         view = handle.read_indexer_view()
         handle.backend.index_scores(
             Scoring(
-                q=q, weights=weights, tokens=plan.tokens, keys=handle.key_source(), scores=scores
+                q=q,
+                weights=weights,
+                tokens=plan.tokens,
+                keys=view.source,
+                scores=scores,
             )
         )
         seen = (plan.tokens[:, 1:2] + 1) // view.ratio

@@ -102,8 +102,8 @@ class Model:
 
     def _layer(self, number: int) -> Layer:
         spec, kind = self.spec, self.schema.layers[number].spec
-        main = self.schema.compressor(number, "tail")
-        index = self.schema.compressor(number, "index_tail")
+        main = self.schema.compressor(number, "main")
+        index = self.schema.compressor(number, "index")
         ape = [
             c and torch.randn(c.ratio, c.columns, generator=self._generator) for c in (main, index)
         ]

@@ -31,7 +31,7 @@ from dsv4 import (
     SchemaMismatch,
     rope_table,
 )
-from dsv4.cache.schema import CompressorLayout
+from dsv4.cache.pages import CompressorLayout
 from dsv4.model import v4_layers
 
 HEAD_DIM = 512

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 NAMES = [name for name in dsv4.__all__ if name != "__version__"]
 TORCH_FREE = (
     *("AttentionType", "BlockBudget", "CacheSchema", "LayerSpec", "ModelSpec", "MemoryBytes"),
-    *("PrefixOptions", "PrefixStats", "ResumePlan", "SnapshotPolicy", "Stats"),
+    *("PrefixOptions", "PrefixStats", "Resume", "SnapshotPolicy", "Stats"),
     *("compute_block_budget", "full", "periodic", "zero"),
     *(name for name in NAMES if hasattr(errors, name)),
 )

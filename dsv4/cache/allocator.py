@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from dsv4.errors import Dsv4Error, InvalidInput, OutOfBlocks
+from dsv4.errors import Dsv4Error, InvalidInput, OutOfBlocks, require_count
 
 
 class BlockAllocator:
@@ -18,9 +18,7 @@ class BlockAllocator:
     prefix index keeps it, no request holds it), or free."""
 
     def __init__(self, total: int) -> None:
-        if isinstance(total, bool) or not isinstance(total, int) or total < 0:
-            raise InvalidInput(f"a pool of {total!r} blocks: must be a whole number, 0 or more")
-        self.total = total
+        self.total = total = require_count("blocks", total, at_least=0)
         self._free = list(range(total - 1, -1, -1))
         self._references = [0] * total
         self._cached = bytearray(total)
@@ -44,18 +42,13 @@ class BlockAllocator:
         """Whether anybody but one request, another request or the index, relies on its bytes."""
         return self._references[block_id] > 1 or bool(self._cached[block_id])
 
-    def can_take(self, count: int) -> bool:
-        return 0 <= count <= self.free
-
     def take(self, count: int, *, asker_blocks: int | None = None) -> list[int]:
         """`count` free blocks, each with one reference, or OutOfBlocks and nothing taken.
 
         `asker_blocks` is what the asker would hold in all (default: just these), so that the error
         can tell "wait" from "never".
         """
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise InvalidInput(f"cannot take {count!r} blocks: give a whole number, 0 or more")
-        if count > self.free:
+        if require_count("blocks", count, at_least=0) > self.free:
             raise OutOfBlocks(
                 needed=count,
                 free=self.free,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.cache.schema import ITEM_BYTES, ArenaName, CacheSchema, Plane
+from dsv4.cache.pages import ITEM_BYTES, ArenaName, Plane
+from dsv4.cache.schema import CacheSchema
 
 TORCH_DTYPES = {
     "uint8": torch.uint8,
@@ -16,14 +17,15 @@ TORCH_DTYPES = {
 
 
 class Arena:
-    """uint8 [rows, row_bytes], uninitialised: nothing outside a request's length is ever read."""
+    """uint8 [rows, row_bytes], zeroed, so that padding bytes have a value. Reused rows are not:
+    nothing outside a request's length is ever read."""
 
     def __init__(
         self, schema: CacheSchema, name: ArenaName, rows: int, device: torch.device
     ) -> None:
         self.name = name
         row_bytes = schema.block_bytes if name == "block" else schema.slot_bytes
-        self.bytes = torch.empty((rows, row_bytes), dtype=torch.uint8, device=device)
+        self.bytes = torch.zeros((rows, row_bytes), dtype=torch.uint8, device=device)
 
     @property
     def rows(self) -> int:

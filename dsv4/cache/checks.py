@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dsv4.cache.schema import CompressorLayout
+from dsv4.cache.pages import CompressorLayout
 from dsv4.errors import InvalidInput
 
 T = TypeVar("T")

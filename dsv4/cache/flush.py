@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4.cache import checks
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.schema import CompressorLayout
+from dsv4.cache.pages import CompressorLayout
 from dsv4.errors import InvalidInput, SchemaMismatch
 from dsv4.model import AttentionType
 from dsv4.ops.calls import LayerWeights

@@ -2,12 +2,500 @@
 
 from __future__ import annotations
 
-from dsv4.cache.handle_read import LayerReads
-from dsv4.cache.handle_write import LayerWrites
+import torch
+from torch import Tensor
+
+from dsv4.cache import checks
+from dsv4.cache.memory import LayerMemory
+from dsv4.cache.pages import CompressorLayout
+from dsv4.cache.prepare_forward import ForwardPlan
+from dsv4.cache.views import ClassicalView, IndexerView, SWAView
+from dsv4.errors import InvalidInput, PlanError, SchemaMismatch
+from dsv4.model import AttentionType
+from dsv4.ops.backend import Backend
+from dsv4.ops.calls import (
+    Attention,
+    CompressorWeights,
+    CompressorWrite,
+    LayerWeights,
+    Selection,
+    StepTensors,
+    WindowSource,
+    WindowWrite,
+)
+
+__all__ = ["ClassicalView", "IndexerView", "LayerCacheHandle", "SWAView"]
 
 
-class LayerCacheHandle(LayerWrites, LayerReads):
-    """Made once a layer by the manager and handed out by `acquire`, which binds it to a plan.
+class LayerCacheHandle:
+    """Made once per layer by the manager and handed out by `acquire`, which binds it to a plan.
 
-    The fast path of a step is `append`, then `select` on CSA layers, then `attend`.
+    The fast path of a step is `append`, then `select` on CSA layers, then `attend`. Writes launch
+    kernels and do nothing else: no allocation, no synchronisation, the same launches whatever the
+    lengths are. Reads see what the step's `append` has left, and nothing outside a request's
+    length; with results given by the caller they allocate nothing and look at no length on the
+    host. "Values" are bf16, or fp32 where the format keeps fp32.
     """
+
+    def __init__(self, memory: LayerMemory, backend: Backend) -> None:
+        schema = memory.shared.schema
+        self.memory, self.backend = memory, backend
+        self.layer, self.schema = memory.layer, memory.schema
+        self.pool, self.state = memory.pool, memory.state
+        self.main, self.index = memory.main, memory.index
+        self.block_table = memory.shared.block_table
+        self.plan: ForwardPlan | None = None
+        self._model, self._max_context = schema.model, schema.max_context
+        self._value_dtype = schema.entry_format.value_dtype
+        self._index_dtype = schema.index_format.value_dtype
+        self._block_arena = memory.shared.block_arena.bytes
+        self._slot_arena = memory.shared.slot_arena.bytes
+        self._workspace = memory.shared.workspace
+
+    # ---- views -------------------------------------------------------------------------------
+
+    def read_swa_view(self) -> SWAView:
+        """The window ring of this layer."""
+        return self.memory.window
+
+    def read_classical_view(self) -> ClassicalView:
+        """The compressed entries this layer reads. Raises SchemaMismatch for a window-only one."""
+        if self.memory.entries is None:
+            raise SchemaMismatch(
+                f"layer {self.layer} is {self.schema.spec.attention}: it has no compressed entries"
+            )
+        return self.memory.entries
+
+    def read_indexer_view(self) -> IndexerView:
+        """The indexer keys this layer reads. Raises SchemaMismatch where there is no indexer."""
+        if self.memory.index_keys is None:
+            raise SchemaMismatch(
+                f"layer {self.layer} is {self.schema.spec.attention}: it has no indexer keys"
+            )
+        return self.memory.index_keys
+
+    # ---- writes ------------------------------------------------------------------------------
+
+    def append(
+        self,
+        kv: Tensor,
+        c: Tensor | None = None,
+        z: Tensor | None = None,
+        index_c: Tensor | None = None,
+        index_z: Tensor | None = None,
+        *,
+        weights: LayerWeights,
+    ) -> None:
+        """All that this layer writes in the step: one launch in a decode step, two in a chunk.
+
+        Rows are the plan's tokens in its order (padding rows included, their content ignored): `kv`
+        [tokens, head_dim], bf16 or, where the format keeps it, fp32; `c`, `z` fp32
+        [tokens, columns] are the compressor's value and gate projections, columns
+        [previous | current] for CSA; `index_c`, `index_z` the indexer's.
+        Window rows go to the ring, projections to the tails, closed groups to their blocks.
+        Raises InvalidInput or PlanError before anything is launched.
+        """
+        plan = self._unwritten_plan()
+        window = self._window_write(plan, kv, weights)
+        writes = self._compressor_writes(plan, weights, c, z, index_c, index_z)
+        step = self.step_tensors(plan, weights)
+        if plan.captures is not None:
+            plan.captures.take_tails(self.layer, self._slot_arena, writes)
+        self.backend.append(step, window, writes)
+        self._note_append(plan)
+
+    def write_swa(self, kv: Tensor, *, weights: LayerWeights) -> None:
+        """The window rows alone. Wrap-around leaves exactly the newest ring-full."""
+        plan = self._unwritten_plan()
+        window = self._window_write(plan, kv, weights)
+        self.backend.append(self.step_tensors(plan, weights), window, ())
+        self._note_append(plan)
+
+    def write_tail(
+        self,
+        c: Tensor,
+        z: Tensor,
+        index_c: Tensor | None = None,
+        index_z: Tensor | None = None,
+        *,
+        weights: LayerWeights,
+    ) -> None:
+        """The projections into the tails alone; `flush_compression` then closes groups from them.
+
+        Only for narrow steps: a tail holds no more than a group and the drafts.
+        """
+        plan = self._narrow_plan("write_tail")
+        writes = self._compressor_writes(plan, weights, c, z, index_c, index_z, compress=False)
+        self.backend.append(self.step_tensors(plan, weights), None, writes)
+
+    def flush_compression(self, *, weights: LayerWeights) -> None:
+        """Closes every group that ends in this step, from the tails, and stores the entries.
+
+        Always the same launch; whether anything closes is decided on the device.
+        """
+        plan = self._narrow_plan("flush_compression")
+        writes = [
+            self._compressor_write(plan, layout, w, name, None, None, write_tails=False)
+            for layout, w, name in (
+                (self.main, weights.compressor, ""),
+                (self.index, weights.index_compressor, "index_"),
+            )
+            if layout is not None
+        ]
+        self.backend.append(self.step_tensors(plan, weights), None, writes)
+
+    def compress_tail(self, layout: CompressorLayout, weights: LayerWeights, out: Tensor) -> None:
+        """Closed groups into `out` [work items, width], of the format's value type, and not into
+        blocks."""
+        plan = self._narrow_plan("compress_tail")
+        chosen = weights.index_compressor if layout.hadamard else weights.compressor
+        name = "index_" if layout.hadamard else ""
+        write = self._compressor_write(
+            plan, layout, chosen, name, None, None, write_tails=False, dense=out
+        )
+        self.backend.append(self.step_tensors(plan, weights), None, (write,))
+
+    def write_entry_records(
+        self, layout: CompressorLayout, block_id: Tensor, page_row: Tensor, rows: Tensor
+    ) -> None:
+        """`rows` into this layer's pages; a negative `block_id` writes nothing."""
+        self.backend.write_records(self._block_arena, layout.page, block_id, page_row, rows)
+
+    def step_tensors(self, plan: ForwardPlan, weights: LayerWeights) -> StepTensors:
+        checks.rope_table(
+            weights.rope, self._model.rope_dim, self._max_context, self._slot_arena.device
+        )
+        return StepTensors(
+            block_arena=self._block_arena,
+            slot_arena=self._slot_arena,
+            block_table=self.block_table,
+            batch=plan.batch,
+            tokens=plan.tokens,
+            window=plan.window,
+            rope=weights.rope,
+            rms_eps=self._model.rms_eps,
+            narrow=plan.narrow,
+            scratch=self._workspace.scratch,
+            arrived=self._workspace.arrived,
+        )
+
+    def _note_append(self, plan: ForwardPlan) -> None:
+        if plan.captures is not None:
+            plan.captures.take_window(
+                self.layer, self._workspace.staging, self._workspace.staging_page
+            )
+        plan.note_append(self.layer)
+
+    def _compressor_writes(
+        self,
+        plan: ForwardPlan,
+        weights: LayerWeights,
+        c: Tensor | None,
+        z: Tensor | None,
+        index_c: Tensor | None,
+        index_z: Tensor | None,
+        *,
+        compress: bool = True,
+    ) -> list[CompressorWrite]:
+        return [
+            self._compressor_write(plan, layout, given, name, values, gates, compress=compress)
+            for layout, given, name, values, gates in (
+                (self.main, weights.compressor, "", c, z),
+                (self.index, weights.index_compressor, "index_", index_c, index_z),
+            )
+            if checks.wanted(layout, f"{name}c", values, f"{name}z", gates, self.layer)
+        ]
+
+    def _window_write(self, plan: ForwardPlan, kv: Tensor, weights: LayerWeights) -> WindowWrite:
+        page = self.memory.window.page
+        device = self._slot_arena.device
+        checks.rows("kv", kv, plan.padded_tokens, page.format.width, self._value_dtype, device)
+        if weights.kv_norm is not None:
+            checks.vector("kv_norm", weights.kv_norm, (page.format.width,), device)
+        return WindowWrite(
+            page=page,
+            kv=kv,
+            norm=weights.kv_norm,
+            window=self.schema.window,
+            staging=None if plan.narrow else self._workspace.staging,
+            staging_page=None if plan.narrow else self._workspace.staging_page,
+        )
+
+    def _compressor_write(
+        self,
+        plan: ForwardPlan,
+        layout: CompressorLayout | None,
+        weights: CompressorWeights | None,
+        name: str,
+        c: Tensor | None,
+        z: Tensor | None,
+        *,
+        compress: bool = True,
+        write_tails: bool = True,
+        dense: Tensor | None = None,
+    ) -> CompressorWrite:
+        assert layout is not None
+        device = self._slot_arena.device
+        weights = checks.given(f"weights.{name}compressor", weights, self.layer)
+        checks.vector(f"{name}ape", weights.ape, (layout.ratio, layout.columns), device)
+        checks.vector(f"{name}norm", weights.norm, (layout.width,), device)
+        for label, tensor in ((f"{name}c", c), (f"{name}z", z)):
+            if tensor is not None:
+                checks.rows(label, tensor, plan.padded_tokens, layout.columns, "float32", device)
+        items = plan.items[layout.ratio]
+        if dense is not None:
+            record = layout.page.format
+            checks.rows("out", dense, items.shape[0], layout.width, record.value_dtype, device)
+            checks.contiguous("out", dense)
+        return CompressorWrite(
+            layout=layout,
+            items=items,
+            ape=weights.ape,
+            norm=weights.norm,
+            c=c,
+            z=z,
+            compress=compress,
+            write_tails=write_tails,
+            dense=dense,
+        )
+
+    # ---- reads -------------------------------------------------------------------------------
+
+    def gather_compressed_kv(self, indices: Tensor, out: Tensor | None = None) -> Tensor:
+        """Entries `indices` int32 [tokens, k] of each of the step's tokens, as values
+        [tokens, k, head_dim]. K and V are this one tensor. An index below 0, or of an entry that
+        the token cannot see, gives zeros; rows of padding tokens stay as they are."""
+        plan = self._written_plan()
+        width = self._model.head_dim
+        device = indices.device
+        checks.index_rows("indices", indices, plan.padded_tokens, self._slot_arena.device)
+        shape = (*indices.shape, width)
+        out = _result("out", out, shape, self._value_dtype, device)
+        self.backend.gather_entries(
+            self.read_classical_view().source,
+            slot=plan.tokens[:, 0],
+            position=plan.tokens[:, 1],
+            indices=indices,
+            out=out,
+        )
+        return out
+
+    def gather_all_compressed_kv(
+        self, out: Tensor, lengths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """All entries that each request's newest token sees, in order, into `out`, values
+        [requests, n, head_dim], and how many, int32 [requests], at most n. What lies behind them in
+        `out` stays as it is."""
+        plan = self._written_plan()
+        requests = plan.batch.shape[0]
+        if out.dim() != 3:
+            raise InvalidInput(f"out has shape {list(out.shape)}, expected [requests, n, head_dim]")
+        shape = (requests, out.shape[1], self._model.head_dim)
+        out = _result("out", out, shape, self._value_dtype, self._slot_arena.device)
+        lengths = _result("lengths", lengths, (requests,), "int32", out.device)
+        self.backend.gather_all_entries(
+            self.read_classical_view().source,
+            slot=plan.batch[:, 0],
+            position=plan.batch[:, 1] + plan.batch[:, 2] - 1,
+            out=out,
+            lengths=lengths,
+        )
+        return out, lengths
+
+    def gather_swa_kv(
+        self, out: Tensor | None = None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The window of each of the step's tokens, oldest first and its own row last, as values
+        [tokens, window, head_dim], and how many rows, int32 [tokens]."""
+        plan = self._written_plan()
+        tokens, device = plan.padded_tokens, self._slot_arena.device
+        shape = (tokens, self.schema.window, self._model.head_dim)
+        out = _result("out", out, shape, self._value_dtype, device)
+        lengths = _result("lengths", lengths, (tokens,), "int32", device)
+        self.backend.gather_window(
+            self.window_source(plan),
+            batch=plan.batch,
+            batch_row=plan.tokens[:, 2],
+            position=plan.tokens[:, 1],
+            out=out,
+            lengths=lengths,
+        )
+        return out, lengths
+
+    def select(
+        self,
+        q: Tensor,
+        index_weights: Tensor,
+        out: Tensor | None = None,
+        *,
+        rope: Tensor,
+        prepared: bool = False,
+        round_bf16: bool = True,
+        top_k: int | None = None,
+    ) -> Tensor:
+        """The indexer's choice: for every token the exact `top_k` entries (default: the model's)
+        by score, as int32 [tokens, top_k], ascending, ties to the lowest entry, -1 behind them.
+
+        `q` [tokens, index heads, index_dim] are raw projections and are **overwritten** by RoPE,
+        Hadamard and the round trip through the index format, unless `prepared` says that this has
+        been done. `index_weights` [tokens, index heads] are already scaled. Both are bf16, or fp32
+        where the index format keeps fp32. `round_bf16` rounds scores as the model was trained;
+        without, they are fp32.
+        Raises SchemaMismatch on a layer without an indexer, InvalidInput, PlanError.
+        """
+        view = self.read_indexer_view()
+        plan = self._written_plan()
+        device, tokens = self._slot_arena.device, plan.padded_tokens
+        count = self._model.index_topk if top_k is None else top_k
+        if count < 1:
+            raise InvalidInput(f"top_k={count}: select at least one entry")
+        checks.heads("q", q, tokens, self._model.index_dim, self._index_dtype, device)
+        checks.rows(
+            "index_weights",
+            index_weights,
+            tokens,
+            q.shape[1],
+            self._index_dtype,
+            device,
+            aligned=False,
+        )
+        checks.rope_table(rope, self._model.rope_dim, self._max_context, device)
+        out = _result("out", out, (tokens, count), "int32", device)
+        if not prepared:
+            self.backend.prepare_index_queries(
+                q, tokens=plan.tokens, rope=rope, record=view.page.format, out=q
+            )
+        self.backend.select(
+            Selection(
+                q=q,
+                weights=index_weights,
+                tokens=plan.tokens,
+                keys=view.source,
+                top_k=count,
+                out=out,
+                workspace=self._workspace.select,
+                round_bf16=round_bf16,
+                tokens_per_request=max(1, plan.shape.most_tokens),
+            )
+        )
+        return out
+
+    def attend(
+        self,
+        q: Tensor,
+        sink: Tensor,
+        indices: Tensor | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        *,
+        inverse_rope: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One softmax over window and entries, K = V: out [tokens, heads, head_dim] and the
+        log-sum-exp of the logits fp32 [tokens, heads], without the sink.
+
+        `q` [tokens, heads, head_dim] after RoPE is of the type of out: bf16, or fp32 where the
+        formats keep fp32; `sink` fp32 [heads] joins the denominator. CSA layers read the entries
+        in `indices` (of `select`), HCA layers all visible ones, SWA layers none. With
+        `inverse_rope`, the layer's table, the output is rotated back.
+        Raises PlanError before `append`, InvalidInput.
+        """
+        plan = self._written_plan()
+        device, tokens, spec = self._slot_arena.device, plan.padded_tokens, self.schema.spec
+        checks.heads("q", q, tokens, self._model.head_dim, self._value_dtype, device)
+        checks.vector("sink", sink, (q.shape[1],), device)
+        if (indices is not None) != (spec.attention is AttentionType.CSA):
+            raise InvalidInput(
+                f"layer {self.layer} is {spec.attention}: "
+                + ("give the indices of select" if indices is None else "it takes no indices")
+            )
+        if indices is not None:
+            checks.index_rows("indices", indices, tokens, device)
+        if inverse_rope is not None:
+            checks.rope_table(inverse_rope, self._model.rope_dim, self._max_context, device)
+        out = _result("out", out, tuple(q.shape), self._value_dtype, device)
+        lse = _result("lse", lse, (tokens, q.shape[1]), "float32", device)
+        self.backend.attend(
+            Attention(
+                q=q,
+                sink=sink,
+                tokens=plan.tokens,
+                batch=plan.batch,
+                window=self.window_source(plan),
+                entries=self.read_classical_view().source if spec.ratio else None,
+                indices=indices,
+                out=out,
+                lse=lse,
+                inverse_rope=inverse_rope,
+                workspace=self._workspace.attend,
+            )
+        )
+        return out, lse
+
+    def window_source(self, plan: ForwardPlan) -> WindowSource:
+        """Where the window rows of a step are: the ring, or for a wide step the staging."""
+        return WindowSource(
+            arena=self._slot_arena if plan.narrow else self._workspace.staging,
+            page=self.memory.window.page if plan.narrow else self._workspace.staging_page,
+            window=self.schema.window,
+            staged=not plan.narrow,
+        )
+
+    # ---- plans -------------------------------------------------------------------------------
+
+    def open_plan(self) -> ForwardPlan:
+        """The plan this handle is bound to. Raises PlanError if there is none or it is over."""
+        if self.plan is None:
+            raise PlanError(f"layer {self.layer} is not bound to a plan: acquire it with one")
+        if self.plan.done:
+            raise PlanError("this plan is over: prepare a new one for each step")
+        return self.plan
+
+    def _narrow_plan(self, call: str) -> ForwardPlan:
+        plan = self.open_plan()
+        if not plan.narrow:
+            raise PlanError(
+                f"{call} works from the tails, which hold a group and the drafts, but a request "
+                f"has {plan.shape.most_tokens} tokens in this step: use append for a chunk"
+            )
+        return plan
+
+    def _unwritten_plan(self) -> ForwardPlan:
+        """A wide step overwrites the rows it has staged, so each layer writes it once."""
+        plan = self.open_plan()
+        if self.layer in plan.appended_layers and not plan.narrow:
+            raise PlanError(
+                f"layer {self.layer} has appended this plan already: a wide step is not repeatable"
+            )
+        return plan
+
+    def _written_plan(self) -> ForwardPlan:
+        plan = self.open_plan()
+        if plan.last_appended != self.layer and (
+            not plan.narrow or self.layer not in plan.appended_layers
+        ):
+            raise PlanError(
+                f"layer {self.layer} reads before it has appended this plan"
+                + ("" if plan.narrow else ", or after another layer reused the staging")
+                + ": call append first"
+            )
+        return plan
+
+
+def _result(
+    name: str,
+    given: Tensor | None,
+    shape: tuple[int, ...],
+    dtype_name: str,
+    device: torch.device,
+) -> Tensor:
+    """The caller's tensor, checked, or a new one."""
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    if given is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    if tuple(given.shape) != shape or given.dtype != dtype or given.device != device:
+        raise InvalidInput(
+            f"{name} is {given.dtype} {list(given.shape)} on {given.device}, expected {dtype} "
+            f"{list(shape)} on {device}"
+        )
+    checks.contiguous(name, given)
+    return given

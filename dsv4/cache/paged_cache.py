@@ -7,7 +7,7 @@ from dsv4.cache.schema import CacheSchema
 
 
 class PagedKVPool(LayerPlanes):
-    """Compressed entries and indexer keys of one layer, [num_blocks, rows a block, …].
+    """Compressed entries and indexer keys of one layer, [num_blocks, rows per block, …].
 
     With the default formats: `entries_fp8`, `entries_rope`, `inv_scale`, and for CSA
     `indexer_keys_fp4`, `indexer_scale`. A layer that reads another one's entries gets that layer's

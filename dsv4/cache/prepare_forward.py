@@ -17,7 +17,7 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.cache.step.buffers import StepBuffers
 from dsv4.cache.step.shape import I64, StepShape
 from dsv4.cache.step.work_items import chunk_groups, closing_groups, without_existing
-from dsv4.errors import PlanError
+from dsv4.errors import PlanError, is_whole
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -33,7 +33,6 @@ class ForwardPlan:
     shape: StepShape
     starts: I64
     ends: I64
-    serial: int
     narrow: bool
     batch: Tensor
     tokens: Tensor
@@ -78,7 +77,6 @@ def make_plan(
     ends: I64,
     reused: I64,
     *,
-    serial: int,
     pad_tokens: int | None,
     pad_requests: int | None,
 ) -> ForwardPlan:
@@ -100,7 +98,6 @@ def make_plan(
         shape=shape,
         starts=starts,
         ends=ends,
-        serial=serial,
         narrow=is_narrow(schema, shape),
         batch=buffers.cut("batch", batch_rows),
         tokens=buffers.cut("tokens", tokens),
@@ -151,10 +148,7 @@ def fill_new_blocks(
         table_row = request.slot * schema.max_blocks_per_request
         at.extend(range(table_row + first, table_row + last))
         ids.extend(request.block_ids[first:last])
-    for name, values in (("new_block_at", at), ("new_block_id", ids)):
-        target = buffers.host[name]
-        target.fill(-1)
-        target[: len(values)] = values
+    buffers.fill_new_blocks(at, ids)
     return len(ids)
 
 
@@ -178,7 +172,7 @@ def check_step(
             )
         if padded is None:
             continue
-        if isinstance(padded, bool) or not isinstance(padded, int) or not live <= padded <= most:
+        if not is_whole(padded) or not live <= padded <= most:
             raise PlanError(
                 f"cannot pad {live} {name} to {padded!r}: the size must be a whole number between "
                 f"{live} and {most}"
@@ -186,5 +180,5 @@ def check_step(
         if not is_narrow(schema, shape):
             raise PlanError(
                 f"a step with {shape.most_tokens} tokens of one request cannot be padded: a graph "
-                f"holds at most {schema.max_rollback_tokens} a request (1 + max_draft_tokens)"
+                f"holds at most {schema.max_rollback_tokens} per request (1 + max_draft_tokens)"
             )

@@ -15,10 +15,20 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import lcm
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from dsv4.cache import records
-from dsv4.cache.records import ELEMENT_BITS, RecordFormat, ScaleType
+from dsv4.cache.pages import (
+    ITEM_BYTES,
+    ArenaName,
+    CompressorKind,
+    CompressorLayout,
+    Page,
+    PageKind,
+    Plane,
+    Ring,
+)
+from dsv4.cache.records import RecordFormat
 from dsv4.errors import InvalidInput, PoolTooSmall, SchemaError, require_count
 from dsv4.model import AttentionType, LayerSpec, ModelSpec
 
@@ -26,163 +36,20 @@ __all__ = [
     "AttentionType",
     "BlockBudget",
     "CacheSchema",
-    "CompressorLayout",
     "HcaState",
     "LayerCacheSchema",
-    "Page",
-    "Plane",
     "compute_block_budget",
 ]
 
-ArenaName = Literal["block", "slot"]
-PageKind = Literal["entries", "index_keys", "window"]
-CompressorKind = Literal["tail", "index_tail"]
 HcaState = Literal["raw", "online"]
-PlaneDtype = Literal["uint8", "float8_e4m3fn", "bfloat16", "float32"]
-
-ITEM_BYTES: dict[PlaneDtype, int] = {
-    "uint8": 1,
-    "float8_e4m3fn": 1,
-    "bfloat16": 2,
-    "float32": 4,
-}
-_SCALE_DTYPE: dict[ScaleType, PlaneDtype] = {
-    "ue8m0": "uint8",
-    "e4m3": "float8_e4m3fn",
-    "fp32": "float32",
-}
-# page kind -> (arena, prefix of the data planes, name of the scale plane); the inventory's names
-_PAGE_NAMES: dict[PageKind, tuple[ArenaName, str, str]] = {
-    "entries": ("block", "entries", "inv_scale"),
-    "index_keys": ("block", "indexer_keys", "indexer_scale"),
-    "window": ("slot", "swa", "swa_inv"),
-}
 _FP32_BYTES = 4
 _BLOCK_ID_BYTES = 4
-LAYOUT_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plane:
-    """One tensor inside every row of an arena. Offsets and strides are bytes within the row."""
-
-    name: str
-    layer: int
-    kind: str
-    arena: ArenaName
-    offset_bytes: int
-    shape: tuple[int, ...]
-    strides_bytes: tuple[int, ...]
-    dtype: PlaneDtype
-
-    @property
-    def payload_bytes(self) -> int:
-        count = ITEM_BYTES[self.dtype]
-        for extent in self.shape:
-            count *= extent
-        return count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
-    """`rows` records of one layer: all data rows, then all scale rows."""
-
-    kind: PageKind
-    layer: int
-    offset_bytes: int
-    rows: int
-    format: RecordFormat
-
-    @property
-    def scale_offset_bytes(self) -> int:
-        return self.offset_bytes + self.rows * self.format.data_row_bytes
-
-    @property
-    def payload_bytes(self) -> int:
-        return self.rows * self.format.record_bytes
-
-    def planes(self) -> Iterator[Plane]:
-        """The page cut into named tensors. Formats with several coded parts number their scales."""
-        arena, prefix, scale_name = _PAGE_NAMES[self.kind]
-        data_offset, scale_offset = self.offset_bytes, self.scale_offset_bytes
-        coded_parts = 0
-        for part in self.format.parts:
-            dtype: PlaneDtype = part.value_dtype
-            columns = part.width
-            if part.code is not None and part.code.element == "e4m3":
-                dtype = "float8_e4m3fn"
-            elif part.code is not None:
-                dtype, columns = "uint8", part.width * ELEMENT_BITS[part.code.element] // 8
-            yield Plane(
-                name=f"{prefix}_{part.name}",
-                layer=self.layer,
-                kind=self.kind,
-                arena=arena,
-                offset_bytes=data_offset,
-                shape=(self.rows, columns),
-                strides_bytes=(self.format.data_row_bytes, ITEM_BYTES[dtype]),
-                dtype=dtype,
-            )
-            data_offset += part.bytes
-            if part.code is None:
-                continue
-            scale_dtype = _SCALE_DTYPE[part.code.scale]
-            yield Plane(
-                name=scale_name + (f"_{coded_parts}" if coded_parts else ""),
-                layer=self.layer,
-                kind=self.kind,
-                arena=arena,
-                offset_bytes=scale_offset,
-                shape=(self.rows, part.tiles),
-                strides_bytes=(self.format.scale_row_bytes, ITEM_BYTES[scale_dtype]),
-                dtype=scale_dtype,
-            )
-            scale_offset += part.scale_bytes
-            coded_parts += 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompressorLayout:
-    """Where one compressor reads and writes: its rings in a slot, its page in a block.
-
-    Ring planes are fp32 [rows, width]; those of the previous stream exist only with `overlap`.
-    With `online` there are none of them but one ring of states, fp32 [state_rows, 3, width].
-    """
-
-    ratio: int
-    overlap: bool
-    width: int
-    rope_dim: int
-    hadamard: bool
-    page: Page
-    a_rows: int
-    b_rows: int
-    ka_offset_bytes: int
-    za_offset_bytes: int
-    kb_offset_bytes: int
-    zb_offset_bytes: int
-    state_rows: int
-    state_offset_bytes: int
-
-    @property
-    def online(self) -> bool:
-        """Whether the unfinished group is kept folded and not token by token."""
-        return self.state_rows > 0
-
-    @property
-    def columns(self) -> int:
-        """Columns of the projections: [previous | current] with overlap, else [current]."""
-        return self.width * (2 if self.overlap else 1)
-
-    @property
-    def slots_pooled(self) -> int:
-        """Tokens that one entry pools."""
-        return self.ratio * (2 if self.overlap else 1)
+LAYOUT_VERSION = 2  # 1 left padding bytes as they were; they are 0 now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCacheSchema:
-    """What one layer keeps: rows a block in the block arena, rings in the slot arena.
+    """What one layer keeps: rows per block in the block arena, rings in the slot arena.
 
     `tail_a_rows` is the ring of the current stream, `tail_b_rows` that of the previous one (only
     layers whose groups overlap have it). Both are addressed by token position modulo their length,
@@ -238,6 +105,16 @@ class LayerCacheSchema:
         return 2 * self.spec.ratio + self.max_draft_tokens
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """Where everything lies: what a schema derives from its parameters."""
+
+    pages: tuple[Page, ...]
+    planes: tuple[Plane, ...]
+    block_bytes: int
+    slot_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheSchema:
     """The complete layout for one model and one choice of parameters. Make it with `build`."""
@@ -277,11 +154,12 @@ class CacheSchema:
         unfinished group: "raw", every token of it, or "online", folded into a running softmax.
         Raises SchemaError or InvalidInput.
         """
-        require_count("block_tokens", block_tokens, at_least=1)
-        require_count("align_bytes", align_bytes, at_least=1)
-        require_count("max_draft_tokens", max_draft_tokens, at_least=0)
-        context = model.max_context if max_context is None else max_context
-        require_count("max_context", context, at_least=1)
+        block_tokens = require_count("block_tokens", block_tokens)
+        align_bytes = require_count("align_bytes", align_bytes)
+        max_draft_tokens = require_count("max_draft_tokens", max_draft_tokens, at_least=0)
+        context = require_count(
+            "max_context", model.max_context if max_context is None else max_context
+        )
         if hca_state not in get_args(HcaState):
             raise InvalidInput(
                 f"hca_state={hca_state!r}: choose one of {', '.join(get_args(HcaState))}"
@@ -302,8 +180,7 @@ class CacheSchema:
                 f"so give a multiple of 16"
             )
         shortest = model.window + max_draft_tokens
-        rows = shortest if ring_rows is None else ring_rows
-        require_count("ring_rows", rows, at_least=1)
+        rows = shortest if ring_rows is None else require_count("ring_rows", ring_rows)
         if rows < shortest:
             raise SchemaError(
                 f"a ring of {rows} rows cannot survive max_draft_tokens={max_draft_tokens}: a "
@@ -351,17 +228,18 @@ class CacheSchema:
         )
 
     @cached_property
-    def _layout(self) -> tuple[tuple[Page, ...], tuple[Plane, ...], int, int]:
+    def _layout(self) -> _Layout:
         pages: list[Page] = []
         planes: list[Plane] = []
         block_bytes = slot_bytes = 0
         for layer in self.layers:
-            for kind, rows, record in (
+            kept: tuple[tuple[PageKind, int, RecordFormat], ...] = (
                 ("entries", layer.entries_per_block, self.entry_format),
                 ("index_keys", layer.index_keys_per_block, self.index_format),
-            ):
+            )
+            for kind, rows, record in kept:
                 if rows:
-                    page = self._page(kind, layer, block_bytes, rows, record)  # type: ignore[arg-type]
+                    page = self._page(kind, layer, block_bytes, rows, record)
                     pages.append(page)
                     block_bytes += self._aligned(page.payload_bytes)
             page = self._page("window", layer, slot_bytes, layer.ring_rows, self.window_format)
@@ -380,7 +258,12 @@ class CacheSchema:
                     f"items: choose widths whose rows are multiples of {item} bytes"
                 )
         planes.sort(key=lambda plane: (plane.arena, plane.offset_bytes))
-        return tuple(pages), tuple(planes), block_bytes, slot_bytes
+        return _Layout(
+            pages=tuple(pages),
+            planes=tuple(planes),
+            block_bytes=block_bytes,
+            slot_bytes=slot_bytes,
+        )
 
     def _page(
         self, kind: PageKind, layer: LayerCacheSchema, offset: int, rows: int, record: RecordFormat
@@ -432,11 +315,11 @@ class CacheSchema:
 
     @property
     def pages(self) -> tuple[Page, ...]:
-        return self._layout[0]
+        return self._layout.pages
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        return self._layout[1]
+        return self._layout.planes
 
     @cached_property
     def _page_index(self) -> dict[tuple[str, int], Page]:
@@ -456,18 +339,14 @@ class CacheSchema:
         return self._plane_index.get((name, layer))
 
     def compressor(self, layer: int, kind: CompressorKind) -> CompressorLayout | None:
-        """The main or the indexer's compressor of a layer, where it has one of its own."""
+        """The main compressor of a layer, which makes entries, or the indexer's ("index"), which
+        makes index keys; None where the layer has none of its own."""
         spec = self.layers[layer].spec
-        indexer = kind == "index_tail"
+        indexer = kind == "index"
         page = self._page_index.get(("index_keys" if indexer else "entries", layer))
         if page is None or (indexer and spec.index_keys != "compressor"):
             return None
-        names = ("ka", "za", "kb", "zb", "state")
-        planes = {name: self.plane(f"{kind}_{name}", layer) for name in names}
-        offsets = {
-            f"{name}_offset_bytes": plane.offset_bytes if plane else 0
-            for name, plane in planes.items()
-        }
+        prefix = "index_tail" if indexer else "tail"
         return CompressorLayout(
             ratio=spec.ratio,
             overlap=spec.overlap,
@@ -475,21 +354,25 @@ class CacheSchema:
             rope_dim=self.model.rope_dim,
             hadamard=indexer,
             page=page,
-            a_rows=self.layers[layer].tail_a_rows,
-            b_rows=self.layers[layer].tail_b_rows,
-            state_rows=0 if indexer else self.layers[layer].state_rows,
-            **offsets,
+            **{
+                name: self._ring(f"{prefix}_{name}", layer)
+                for name in ("ka", "za", "kb", "zb", "state")
+            },
         )
+
+    def _ring(self, plane_name: str, layer: int) -> Ring | None:
+        plane = self.plane(plane_name, layer)
+        return None if plane is None else Ring(offset_bytes=plane.offset_bytes, rows=plane.shape[0])
 
     # ---- sizes -----------------------------------------------------------------------------
 
     @property
     def block_bytes(self) -> int:
-        return self._layout[2]
+        return self._layout.block_bytes
 
     @property
     def slot_bytes(self) -> int:
-        return self._layout[3]
+        return self._layout.slot_bytes
 
     @property
     def bytes_per_token(self) -> float:
@@ -537,29 +420,41 @@ class CacheSchema:
         return result
 
     @cached_property
-    def fingerprint(self) -> str:
-        """Names the layout: equal fingerprints mean that bytes can be exchanged. Lengths that do
-        not move a byte (max_context, the model's name) do not enter."""
+    def content_fingerprint(self) -> str:
+        """Names what blocks and snapshots say: with equal ones, those of two caches can be
+        exchanged. Ring sizes and drafts do not enter, for they lie in slots only; nor do lengths
+        and names that move no byte (max_context, the model's name, its numbers of heads)."""
         model = asdict(self.model)
-        for field in ("name", "max_context", "heads", "index_heads", "index_topk"):
+        for field in ("name", "max_context", "heads", "index_heads"):
             del model[field]
-        text = json.dumps(
+        return _digest(
             {
                 "layout_version": LAYOUT_VERSION,
                 "model": model,
+                "online": [layer.online for layer in self.layers],
                 "block_tokens": self.block_tokens,
+                "align_bytes": self.align_bytes,
                 "formats": [
                     asdict(f) for f in (self.entry_format, self.window_format, self.index_format)
                 ],
-                "planes": [asdict(plane) for plane in self.planes],
-                "row_bytes": [self.block_bytes, self.slot_bytes],
-            },
-            sort_keys=True,
+                "block_planes": [asdict(plane) for plane in self.planes if plane.arena == "block"],
+                "block_bytes": self.block_bytes,
+            }
         )
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Names the whole layout: with equal ones, slots can be exchanged too."""
+        return _digest(
+            {
+                "content": self.content_fingerprint,
+                "slot_planes": [asdict(plane) for plane in self.planes if plane.arena == "slot"],
+                "slot_bytes": self.slot_bytes,
+            }
+        )
 
     def byte_map(self, arena: ArenaName) -> str:
-        """The planes of a block or a slot, one a line: offset, bytes, shape, dtype, name."""
+        """The planes of a block or a slot, one per line: offset, bytes, shape, dtype, name."""
         total = self.block_bytes if arena == "block" else self.slot_bytes
         lines = [f"{arena}: {total:,} bytes, pages aligned to {self.align_bytes}"]
         for plane in self.planes:
@@ -597,10 +492,9 @@ def compute_block_budget(
     Raises PoolTooSmall, with the minimum, when the blocks left could not hold one request of
     `context` tokens (default: the schema's max_context).
     """
-    require_count("memory_bytes", memory_bytes, at_least=0)
-    require_count("max_requests", max_requests, at_least=1)
-    tokens = schema.max_context if context is None else context
-    require_count("context", tokens, at_least=1)
+    memory_bytes = require_count("memory_bytes", memory_bytes, at_least=0)
+    max_requests = require_count("max_requests", max_requests)
+    tokens = schema.max_context if context is None else require_count("context", context)
     if tokens > schema.max_context:
         raise InvalidInput(
             f"context={tokens} is past max_context={schema.max_context} of the schema"
@@ -648,3 +542,8 @@ def _resolve_index(chosen: str | RecordFormat, model: ModelSpec) -> RecordFormat
             f"index_dim={model.index_dim}"
         )
     return chosen
+
+
+def _digest(value: dict[str, Any]) -> str:
+    text = json.dumps(value, sort_keys=True, default=int)  # numpy's integers are integers
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -26,7 +26,7 @@ class MemoryBytes:
         return cache + self.step_buffers + self.workspace
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixCounters:
     """Counts since the manager was made, of admissions with token ids.
 
@@ -47,17 +47,11 @@ class PrefixCounters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixStats:
+class PrefixStats(PrefixCounters):
     """The prefix cache: its counters, and what it keeps now. `cached_bytes_by_kind` splits the
     blocks that no request holds by what is in them."""
 
-    hits: dict[HitKind, int]
-    misses: dict[MissReason, int]
-    tokens_asked: int
-    tokens_skipped: int
-    tokens_shared: int
     block_evictions: int
-    snapshot_evictions: int
     blocks_indexed: int
     snapshots_total: int
     snapshots_used: int

@@ -4,17 +4,19 @@ rows. Views share the arenas' memory and are made once; reading one allocates no
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
 from dsv4.cache.arena import LayerPlanes
-from dsv4.cache.schema import Page
+from dsv4.cache.pages import Page
+from dsv4.ops.calls import EntrySource
 
 
 def page_tensor(arena_bytes: Tensor, page: Page) -> Tensor:
     """The page of every arena row as uint8 [rows, B, 1, record_bytes], FlashMLA's calling form.
 
-    The strides say record_bytes a record, as FlashMLA asks, although data rows and scale rows lie
+    The strides say record_bytes per record, as FlashMLA asks, although data rows and scale rows lie
     apart (docs/layout.md); only dimension 0 may be indexed from Python.
     """
     record = page.format.record_bytes
@@ -25,7 +27,7 @@ def page_tensor(arena_bytes: Tensor, page: Page) -> Tensor:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SWAView:
     """The window ring. Token position p of slot s is row p % ring_rows of page s; a query at t
     reads positions max(0, t - window + 1) .. t."""
@@ -33,31 +35,58 @@ class SWAView:
     planes: LayerPlanes
     pages: Tensor
     page: Page
-    ring_rows: int
     window: int
 
+    @classmethod
+    def of(cls, planes: LayerPlanes, arena_bytes: Tensor, page: Page, window: int) -> Self:
+        pages = page_tensor(arena_bytes, page)
+        return cls(planes=planes, pages=pages, page=page, window=window)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClassicalView:
-    """Compressed entries. Entry e of slot s is row e % entries_per_block of page
-    block_table[s, e // entries_per_block]; a query at t sees entries e < (t + 1) // ratio."""
+    @property
+    def ring_rows(self) -> int:
+        return self.page.rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EntriesView:
+    """Records that lie in blocks. Number e of slot s is row e % entries_per_block of page
+    block_table[s, e // entries_per_block]; a query at t sees those with e < (t + 1) // ratio.
+    `source` says the same to a backend."""
 
     planes: LayerPlanes
     pages: Tensor
-    page: Page
-    block_table: Tensor
-    ratio: int
-    entries_per_block: int
+    source: EntrySource
+
+    @classmethod
+    def of(cls, planes: LayerPlanes, source: EntrySource) -> Self:
+        return cls(planes=planes, pages=page_tensor(source.arena, source.page), source=source)
+
+    @property
+    def page(self) -> Page:
+        return self.source.page
+
+    @property
+    def block_table(self) -> Tensor:
+        return self.source.block_table
+
+    @property
+    def ratio(self) -> int:
+        return self.source.ratio
+
+    @property
+    def entries_per_block(self) -> int:
+        return self.source.page.rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexerView:
+class ClassicalView(EntriesView):
+    """Compressed entries, the keys and values of attention. "Classical" is the original design's
+    word for them: what is read as an ordinary KV cache is, block by block."""
+
+    __slots__ = ()
+
+
+class IndexerView(EntriesView):
     """Indexer keys, addressed like the entries. Data rows first, then scale rows, as DeepGEMM's
     paged index layout has them."""
 
-    planes: LayerPlanes
-    pages: Tensor
-    page: Page
-    block_table: Tensor
-    ratio: int
-    entries_per_block: int
+    __slots__ = ()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dsv4.cache.prefix.resume import ResumePlan
+from dsv4.cache.prefix.resume import Resume
 from dsv4.demo.events import PrefixResult
 from dsv4.integrations.transformers import PagedCache, accelerate, restore
 
@@ -35,7 +35,7 @@ def run_twice(
 ) -> tuple[PrefixResult, list[int]]:
     """What the second prompt saved, and the tokens it got. The model is left as it was."""
     longest = max(len(first), len(second)) + new_tokens
-    resumes: list[ResumePlan] = []
+    resumes: list[Resume] = []
     times = [PutTimes(), PutTimes()]
     accelerate(model, max_batch=1, max_context=longest, records=records)
     try:

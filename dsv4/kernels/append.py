@@ -229,7 +229,7 @@ def _compressor_arguments(
     groups = splits = 1
     if layout.online:
         splits = 1 if step.narrow else max(1, layout.width // FOLD_SPLIT_CHANNELS)
-    elif layout.slots_pooled > MAX_ROWS_IN_ONE_PROGRAM:
+    elif layout.tokens_pooled > MAX_ROWS_IN_ONE_PROGRAM:
         splits = max(1, layout.width // SPLIT_CHANNELS)
     else:
         groups = max(1, CHANNELS_IN_ONE_PROGRAM // layout.width)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.cache.schema import Page
+from dsv4.cache.pages import Page
 from dsv4.kernels.record_store import record_constants, store_records
 
 

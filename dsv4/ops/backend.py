@@ -13,8 +13,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from dsv4.cache.pages import Page
 from dsv4.cache.records import RecordFormat
-from dsv4.cache.schema import Page
 from dsv4.model import ModelSpec
 from dsv4.ops.calls import (
     Attention,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dsv4.cache.schema import CompressorLayout, Page
+from dsv4.cache.pages import CompressorLayout, Page
 
 # ---- what engines hand over ------------------------------------------------------------------
 

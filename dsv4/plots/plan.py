@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.cache.schema import CacheSchema
-from dsv4.errors import InvalidInput
+from dsv4.errors import InvalidInput, is_whole
 from dsv4.plots.style import INK, MUTED, dress_axes, new_figure, save_figure
 from dsv4.units import format_bytes, format_tokens
 
@@ -33,7 +33,7 @@ def plot_plan(
     written.
     """
     for count in (*requests, *(() if memory_bytes is None else (memory_bytes,))):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        if not is_whole(count) or count < 1:
             raise InvalidInput(f"cannot draw {count!r}: requests and memory must be at least 1")
     if not requests:
         raise InvalidInput("no number of requests to draw: give at least one")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsv4.cache.schema import Page
+from dsv4.cache.pages import Page
 from dsv4.ops.calls import CompressorWrite, StepTensors, WindowWrite
 from dsv4.reference import online
 from dsv4.reference.codec import VALUE_TYPES, encode

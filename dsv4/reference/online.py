@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dsv4.cache.schema import CompressorLayout
+from dsv4.cache.pages import CompressorLayout
 from dsv4.ops.calls import CompressorWrite, StepTensors
 from dsv4.reference.numerics import fold_token
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dsv4.cache.schema import Page
+from dsv4.cache.pages import Page
 from dsv4.reference.codec import decode
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from dsv4.cache.arena import Arena
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.pages import ITEM_BYTES, Plane
 from dsv4.cache.records import Part, RecordFormat, TileCode
-from dsv4.cache.schema import ITEM_BYTES, CacheSchema, Plane
+from dsv4.cache.schema import CacheSchema
 from dsv4.errors import SchemaMismatch
 from dsv4.model import AttentionType, LayerSpec, ModelSpec, v4_layers
 from dsv4.reference.codec import decode, encode

@@ -127,10 +127,10 @@ def test_write_swa_writes_the_ring_that_append_writes():
     by_append, by_name = build(SWA), build(SWA)
     for stack in (by_append, by_name):
         start(stack, [40, 200, 3])
-    requests = list(by_append.manager._requests.values())
+    requests = list(by_append.manager.table.live.values())
     streams = [by_append.stream(nth, length + 40) for nth, length in enumerate([40, 200, 3])]
     by_append.step([(requests[nth], streams[nth], 1) for nth in range(3)])
-    requests = list(by_name.manager._requests.values())
+    requests = list(by_name.manager.table.live.values())
     plan = by_name.manager.prepare_forward([(r, 1) for r in requests], pad_tokens=5)
     kv, _ = by_name.inputs(plan, streams, SWA)
     by_name.manager.acquire(SWA, plan).write_swa(kv, weights=by_name.weights[SWA])

@@ -327,7 +327,7 @@ def test_a_wide_write_swa_is_not_repeatable_and_cannot_be_abandoned():
 @pytest.mark.parametrize("steps", [[None], [()], [("r",)], [(1, 2, 3, 4)]])
 def test_steps_of_another_shape_are_refused(steps: list):
     manager = good_call(CSA).stack.manager
-    manager.abandon(manager._open_plan)
+    manager.abandon(manager.open_plan)
     with pytest.raises(PlanError, match="new tokens"):
         manager.prepare_forward(steps)
 

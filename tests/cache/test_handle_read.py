@@ -81,7 +81,7 @@ def test_select_refuses_what_does_not_fit(stack: Stack, change) -> None:
 
 def test_a_workspace_for_not_even_one_row_is_refused(stack: Stack) -> None:
     plan, asked = written(stack, layers=[CSA])
-    stack.manager.workspace.select = torch.empty(8, dtype=torch.uint8)
+    stack.manager.memory.workspace.select = torch.empty(8, dtype=torch.uint8)
     with pytest.raises(InvalidInput, match="workspace of 8 bytes"):
         read(stack, plan, CSA, [asked])
 

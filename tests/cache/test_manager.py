@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,6 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, compute_block_budget
@@ -21,6 +24,7 @@ from dsv4.errors import (
     OutOfSlots,
     PoolTooSmall,
     RequestError,
+    SchemaError,
 )
 from dsv4.model import PRESETS, ModelSpec, v4_layers
 from tests.oracles.bookkeeping import nothing_changes, snapshot
@@ -41,7 +45,7 @@ def tiny_manager(
 def grow(manager: KVCacheManager, request: Request, tokens: int) -> None:
     """Lets a request compute so many tokens."""
     while tokens:
-        step = min(tokens, manager.buffers.max_tokens)
+        step = min(tokens, manager.memory.buffers.max_tokens)
         manager.commit(manager.prepare_forward([(request, step)]))
         tokens -= step
 
@@ -253,6 +257,49 @@ def test_a_window_only_model_needs_no_blocks():
     manager.release_request(request)
 
 
+def test_fresh_memory_is_zeroed_padding_included():
+    manager = KVCacheManager(
+        CacheSchema.build(TINY, max_context=512, align_bytes=576),
+        num_blocks=2,
+        max_requests=2,
+        max_step_tokens=16,
+        prefix=PrefixOptions(snapshots=3),
+    )
+    assert manager.prefix is not None
+    for memory in (manager.block_arena, manager.slot_arena, manager.prefix.pool):
+        assert memory.bytes.numel()
+        assert not memory.bytes.any()
+
+
+def test_a_manager_without_owners_gives_its_memory_back_at_once():
+    """No circle of references: its gigabytes must not wait for the garbage collector."""
+    manager = KVCacheManager(
+        CacheSchema.build(TINY, max_context=512),
+        num_blocks=2,
+        max_requests=2,
+        max_step_tokens=16,
+        prefix=PrefixOptions(),
+    )
+    request = manager.admit_request(5)
+    manager.commit(manager.prepare_forward([(request, 5)]))
+    gone = weakref.ref(manager.block_arena)
+    gc.collect()
+    gc.disable()
+    try:
+        del manager
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_layers_of_one_ratio_overlap_all_or_none():
+    """They share the work items of a step."""
+    first, *rest = v4_layers([4, 4, 0], backbone=3)
+    schema = CacheSchema.build(replace(TINY, layers=(replace(first, overlap=False), *rest)))
+    with pytest.raises(SchemaError, match=r"groups of 4 tokens overlap .* but not in layer 0"):
+        KVCacheManager(schema, num_blocks=2, max_requests=1, max_step_tokens=16)
+
+
 def test_a_budget_for_more_context_than_the_schema_has_is_refused():
     schema = CacheSchema.build(TINY, max_context=512)
     with pytest.raises(InvalidInput, match="max_context=512"):
@@ -315,7 +362,10 @@ def test_a_prompt_length_that_is_no_count(tokens: object):
 def test_extending_by_something_that_is_no_count(tokens: object):
     manager = tiny_manager()
     request = manager.admit_request(1)
-    with nothing_changes(manager), pytest.raises(InvalidInput, match="cannot extend by"):
+    with (
+        nothing_changes(manager),
+        pytest.raises(InvalidInput, match=r"tokens=.* whole number of at least 0"),
+    ):
         manager.extend(request, tokens)  # type: ignore[arg-type]
 
 
@@ -532,19 +582,19 @@ def hold_a_block_twice(manager: KVCacheManager, a: Request, b: Request) -> None:
 
 
 def hold_a_free_block(manager: KVCacheManager, a: Request, b: Request) -> None:
-    a.block_ids.append(manager.allocator._free[-1])
+    a.block_ids.append(manager.table.allocator._free[-1])
 
 
 def free_a_held_block(manager: KVCacheManager, a: Request, b: Request) -> None:
-    manager.allocator.release(b.block_ids[:1])
+    manager.table.allocator.release(b.block_ids[:1])
 
 
 def lose_a_slot(manager: KVCacheManager, a: Request, b: Request) -> None:
-    manager._free_slots.pop()
+    manager.table.free_slots.pop()
 
 
 def free_a_held_slot(manager: KVCacheManager, a: Request, b: Request) -> None:
-    manager._free_slots.append(a.slot)
+    manager.table.free_slots.append(a.slot)
 
 
 def swap_slots(manager: KVCacheManager, a: Request, b: Request) -> None:

@@ -14,12 +14,13 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, full, periodic, zero
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
-from dsv4.cache.schema import CacheSchema
+from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.errors import InvalidInput, MissingExtra, OutOfBlocks
 from dsv4.metrics import prometheus_text
 from dsv4.model import ModelSpec, v4_layers
 from tests.oracles.bookkeeping import no_device, nothing_changes
 from tests.support.lives import TINY, Text, assert_cold, run_to, splice, tiny_stack
+from tests.support.stack import HCA_STATES
 
 IDS = np.arange(1000, dtype=np.int32)
 
@@ -91,6 +92,42 @@ def test_models_and_formats_never_match():
     caches = [build(schema=schema, model_id=m) for schema in schemas for m in ("", "x", "y")]
     digests = [m.prefix.trail(IDS[:256].copy(), None).digest(0) for m in caches]
     assert len(set(digests)) == len(caches)
+
+
+@pytest.mark.parametrize("state", HCA_STATES)
+def test_caches_that_differ_in_drafts_only_keep_the_same_blocks_and_snapshots(state: HcaState):
+    """Blocks, snapshots and digests of the same tokens, from rings of other lengths."""
+    found = []
+    for drafts, chunk in ((0, 200), (3, 1), (5, 77)):
+        options = PrefixOptions(policy=full(), snapshots=8)
+        stack = tiny_stack(drafts=drafts, state=state, prefix=options)
+        manager = stack.manager
+        assert manager.prefix is not None
+        for memory in (manager.block_arena.bytes, manager.slot_arena.bytes):
+            memory.zero_()  # as they come; the stack has poisoned them
+        manager.prefix.pool.bytes.zero_()
+        text = Text.random(stack, 0, 400)
+        request = manager.admit_request(text.ids)
+        run_to(stack, request, text, 100, chunk=90)
+        run_to(stack, request, text, 400, chunk=chunk)
+        assert request.trail is not None
+        nodes = [manager.prefix.index.get(digest) for digest in request.trail.chain]
+        assert all(node is not None and node.snapshot is not None for node in nodes)
+        found.append(
+            {
+                "digests": list(request.trail.chain),
+                "blocks": manager.block_arena.bytes[request.block_ids[:3]],
+                "snapshots": manager.prefix.pool.bytes[[node.snapshot for node in nodes if node]],
+                "fingerprint": manager.schema.fingerprint,
+            }
+        )
+    first, *others = found
+    assert len(first["digests"]) == 3
+    for other in others:
+        assert other["fingerprint"] != first["fingerprint"]
+        assert other["digests"] == first["digests"]
+        assert torch.equal(other["blocks"], first["blocks"])
+        assert torch.equal(other["snapshots"], first["snapshots"])
 
 
 def test_the_last_token_always_runs():
@@ -425,14 +462,15 @@ def test_what_drafts_wrote_stays_with_its_request():
             assert not view[request.slot].view(torch.uint8).any()
 
 
-@pytest.mark.parametrize("failing", ["_publish", "_resume"])
+@pytest.mark.parametrize("failing", ["memory.publish", "prefix.put_state"])
 def test_a_device_error_in_admission_gives_everything_back(
     failing: str, monkeypatch: pytest.MonkeyPatch
 ):
     manager = build()
     compute(manager, IDS[:300])
+    part, call = failing.split(".")
     with nothing_changes(manager), monkeypatch.context() as patch:
-        patch.setattr(manager, failing, no_device)
+        patch.setattr(getattr(manager, part), call, no_device)
         with pytest.raises(RuntimeError, match="out of memory"):
             manager.admit_request(IDS[:300])
     assert reused(manager, IDS[:300]) == 256
@@ -444,7 +482,7 @@ def test_a_device_error_in_a_fork_gives_everything_back(monkeypatch: pytest.Monk
     finish(manager, request)
     before = manager.stats()
     with monkeypatch.context() as patch:
-        patch.setattr(manager, "_copy_block", no_device)
+        patch.setattr(manager.memory, "copy_block", no_device)
         with pytest.raises(RuntimeError, match="out of memory"):
             manager.fork(request, 2)
     assert manager.stats() == before

@@ -36,7 +36,9 @@ class Tree:
             self.allocator.release([block])
 
     def evict(self, count: int, **options: bool) -> list[str]:
-        victims = self.index.evict(count, **options)
+        victims = self.index.choose(count, **options)
+        assert all(self.index.get(node.digest) is node for node in victims)  # cached until dropped
+        self.index.drop(victims)
         self.index.check_invariants()
         self.allocator.check_invariants()
         return [node.digest.decode() for node in victims]

@@ -72,7 +72,7 @@ def check_buffers(
     manager: KVCacheManager, steps: list[tuple[Request, int, int]], ratios: dict[int, bool]
 ) -> dict[int, int]:
     """Compares every row, padding included; returns the work items of each ratio."""
-    schema, buffers = manager.schema, manager.buffers
+    schema, buffers = manager.schema, manager.memory.buffers
     narrow = all(count <= schema.max_rollback_tokens for _, _, count in steps)
     expected = step_rows(
         steps,
@@ -110,7 +110,7 @@ def test_buffers_hold_ragged_steps_token_by_token(name: str, seed: int):
         if live and rng.random() < 0.15:
             manager.release_request(live.pop(rng.randrange(len(live))))
         batch = rng.sample(live, rng.randrange(len(live) + 1))
-        room = manager.buffers.max_tokens
+        room = manager.memory.buffers.max_tokens
         steps = []
         for request in batch:
             most = min(room, manager.schema.max_context - request.length)
@@ -140,7 +140,7 @@ def test_buffers_hold_ragged_steps_token_by_token(name: str, seed: int):
             for r, start, count in steps
             for j in range(unpublished[id(r)], manager.schema.blocks_for(start + count))
         ]
-        buffers = manager.buffers.on_device
+        buffers = manager.memory.buffers.on_device
         at, ids = buffers["new_block_at"].tolist(), buffers["new_block_id"].tolist()
         assert list(zip(at, ids, strict=True))[: len(new)] == new
         assert set(at[len(new) :]) <= {-1}
@@ -148,7 +148,7 @@ def test_buffers_hold_ragged_steps_token_by_token(name: str, seed: int):
         for r, start, count in steps:
             held = manager.schema.blocks_for(start + count)
             assert manager.block_table[r.slot, :held].tolist() == r.block_ids[:held]
-        names = ROWS_OF_A_STEP + [f"groups_{ratio}" for ratio in manager.buffers.ratios]
+        names = ROWS_OF_A_STEP + [f"groups_{ratio}" for ratio in manager.memory.buffers.ratios]
         tensors = [buffers[name] for name in names]
         pointers = [tensor.data_ptr() for tensor in tensors]
         assert addresses in (None, pointers)  # the buffers never move
@@ -190,7 +190,7 @@ def test_a_request_without_new_tokens_keeps_a_row_of_the_batch():
     a, b = manager.admit_request(), manager.admit_request()
     grow(manager, a, 5)
     plan = manager.prepare_forward([(a, 0), (b, 2)])
-    buffers = manager.buffers.on_device
+    buffers = manager.memory.buffers.on_device
     assert buffers["batch"][:3].tolist() == [[a.slot, 5, 0, 0], [b.slot, 0, 2, 0], [-1] * 4]
     assert buffers["tokens"][:2, :3].tolist() == [[b.slot, 0, 1], [b.slot, 1, 1]]
     check_buffers(manager, [(a, 5, 0), (b, 0, 2)], MODELS["v4"][1])
@@ -237,7 +237,7 @@ def test_padding_sets_the_launch_sizes_and_leaves_the_rows_empty():
     assert (sizes["batch"], sizes["tokens"], sizes["window"]) == (4, 64, 64)
     items = check_buffers(manager, [(a, 0, 3)], MODELS["v4"][1])
     for ratio, rows in plan.items.items():
-        assert items[ratio] <= len(rows) <= len(manager.buffers.on_device[f"groups_{ratio}"])
+        assert items[ratio] <= len(rows) <= len(manager.memory.buffers.on_device[f"groups_{ratio}"])
     # the sizes depend on the padding alone, so a captured graph fits every smaller step
     manager.commit(plan)
     for steps in ([(a, 8), (b, 8)], [(b, 1)], []):
@@ -335,7 +335,7 @@ def test_a_device_error_takes_no_blocks_and_publishes_none(monkeypatch: pytest.M
     a, b = manager.admit_request(), manager.admit_request(10)
     before = snapshot(manager)
     with monkeypatch.context() as patch:
-        patch.setattr(manager, "_send_step", no_device)
+        patch.setattr(manager.memory, "send", no_device)
         with pytest.raises(RuntimeError, match="CUDA error"):
             manager.prepare_forward([(a, 200), (b, 10)])
     assert snapshot(manager) | {"step": None} == before | {"step": None}
@@ -412,7 +412,17 @@ def test_a_start_that_skips_or_repeats(start: int):
     manager.commit(manager.prepare_forward([(request, 1, 5)]))
 
 
-NO_COUNTS = [-1, 1.0, float("nan"), True, None, "1", np.int64(1), np.array([1, 2]), torch.ones(2)]
+NO_COUNTS = [
+    -1,
+    1.0,
+    float("nan"),
+    True,
+    None,
+    "1",
+    np.bool_(True),
+    np.array([1, 2]),
+    torch.ones(2),
+]
 
 
 @pytest.mark.parametrize("after_an_equal_step", [False, True])
@@ -424,6 +434,19 @@ def test_a_count_that_is_no_count(count: object, after_an_equal_step: bool):
         manager.commit(manager.prepare_forward([(a, 200), (b, 1)]))
     with nothing_changes(manager), pytest.raises(PlanError, match="count of 0 or more"):
         manager.prepare_forward([(a, 200), (b, count)])  # type: ignore[list-item]
+
+
+def test_integers_of_numpy_are_counts():
+    manager = build()
+    request = manager.admit_request(np.int64(5))
+    plan = manager.prepare_forward([(request, np.int32(1))], pad_tokens=np.uint8(4))
+    assert plan.counts.tolist() == [1]
+    assert plan.padded_tokens == 4
+    manager.commit(plan)
+    assert manager.extend(request, np.int64(200)) == request.block_ids[1:]
+    assert manager.rewind(request, np.int64(0)).start == 0
+    assert request.length == 0
+    manager.check_invariants()
 
 
 @pytest.mark.parametrize("count", [1001, 10**12, 10**30])

@@ -6,7 +6,7 @@ import pytest
 
 from dsv4.cache.schema import HcaState
 from dsv4.errors import InvalidInput, OutOfBlocks, RequestError
-from tests.oracles.bookkeeping import nothing_changes
+from tests.oracles.bookkeeping import no_device, nothing_changes
 from tests.support.lives import assert_cold, run_to, splice, tiny_stack
 from tests.support.stack import HCA_STATES
 
@@ -108,8 +108,27 @@ def test_lengths_that_are_none(length: object):
     stack = tiny_stack()
     request = stack.manager.admit_request(0)
     run_to(stack, request, stack.stream(0, 300), 300)
-    with nothing_changes(stack.manager), pytest.raises(InvalidInput, match="cannot rewind"):
+    told = "a rewind only goes back" if length == 301 else "length=.* whole number of at least 0"
+    with nothing_changes(stack.manager), pytest.raises(InvalidInput, match=told):
         stack.manager.rewind(request, length)
+
+
+def test_a_device_error_in_the_copy_of_a_block_gives_everything_back(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    stack = tiny_stack()
+    manager = stack.manager
+    request = manager.admit_request(0)
+    run_to(stack, request, stack.stream(0, 256), 256)
+    (fork,) = manager.fork(request, 1)
+    for failing in ("copy_block", "publish"):
+        with nothing_changes(manager), monkeypatch.context() as patch:
+            patch.setattr(manager.memory, failing, no_device)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                manager.rewind(fork, 255)
+    manager.rewind(fork, 255)
+    assert fork.block_ids[0] == request.block_ids[0]
+    assert fork.block_ids[1] != request.block_ids[1]
 
 
 def test_a_request_must_be_live_and_not_in_a_plan():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4.cache import records
+from dsv4.cache.pages import ITEM_BYTES, Page, Plane
 from dsv4.cache.records import Part, RecordFormat, TileCode
-from dsv4.cache.schema import (
-    ITEM_BYTES,
-    AttentionType,
-    CacheSchema,
-    Page,
-    Plane,
-    compute_block_budget,
-)
+from dsv4.cache.schema import AttentionType, CacheSchema, compute_block_budget
 from dsv4.errors import InvalidInput, PoolTooSmall, SchemaError
 from dsv4.model import PRESETS, LayerSpec, ModelSpec, v4_layers
 
@@ -351,10 +345,49 @@ def build(change: dict[str, Any]) -> CacheSchema:
     return CacheSchema.build(**{"model": FLASH, **change})
 
 
+RING_CHANGES = ("ring_rows", "max_draft_tokens", "max_draft_tokens with the same ring")
+
+
 def test_fingerprints_differ_with_every_parameter() -> None:
     prints = {name: build(change).fingerprint for name, change in CHANGES.items()}
     prints["as it is"] = build({}).fingerprint
     assert len(set(prints.values())) == len(prints)
+
+
+def test_content_fingerprints_differ_with_every_parameter_but_the_lengths_of_rings() -> None:
+    prints = {name: build(change).content_fingerprint for name, change in CHANGES.items()}
+    expected = build({}).content_fingerprint
+    assert [prints.pop(name) for name in RING_CHANGES] == [expected] * len(RING_CHANGES)
+    assert len({expected, *prints.values()}) == len(prints) + 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hca_state": "online"},  # entries differ by rounding
+        {"model": replace(FLASH, index_topk=256)},  # what later layers say depends on it
+        *(
+            {"model": replace(FLASH, rope=replace(FLASH.rope, **{field.name: 3.0}))}
+            for field in fields(FLASH.rope)
+        ),
+    ],
+    ids=str,
+)
+def test_what_changes_the_numbers_in_blocks_changes_the_content_fingerprint(
+    change: dict[str, Any],
+) -> None:
+    assert build(change).content_fingerprint != build({}).content_fingerprint
+    assert build(change).fingerprint != build({}).fingerprint
+
+
+def test_integers_of_numpy_make_the_same_schema() -> None:
+    usual = build({"block_tokens": 256, "max_draft_tokens": 3, "max_context": 4096})
+    numpy = {"block_tokens": np.int64(256), "max_draft_tokens": np.int8(3)}
+    same = build({**numpy, "max_context": np.int32(4096)})
+    assert same == usual
+    assert same.fingerprint == usual.fingerprint
+    model = replace(FLASH, window=np.int64(FLASH.window))
+    assert build({"model": model}).fingerprint == build({}).fingerprint
 
 
 def test_a_format_that_differs_in_values_only_has_its_own_fingerprint() -> None:
@@ -376,6 +409,7 @@ def test_alignment_after_the_last_page_has_its_own_fingerprint() -> None:
 
 def test_lengths_and_names_that_move_no_byte_do_not_change_it() -> None:
     expected = build({}).fingerprint
+    assert build({"model": replace(FLASH, heads=32, index_heads=8)}).fingerprint == expected
     assert build({"max_context": 4096}).fingerprint == expected
     assert build({"model": replace(FLASH, name="mine")}).fingerprint == expected
     assert build({"model": replace(FLASH, max_context=4096)}).fingerprint == expected

@@ -53,7 +53,7 @@ class Pair:
             found, expected = (getattr(s.manager, name).bytes.cpu() for s in self.stacks)
             wrong = torch.nonzero(found != expected)
             assert not len(wrong), f"{name}: {len(wrong)} bytes differ, first {wrong[:3].tolist()}"
-        assert not self.gpu.manager.buffers.arrived.any()
+        assert not self.gpu.manager.memory.workspace.arrived.any()
 
 
 @contextmanager
@@ -268,7 +268,7 @@ def test_the_last_block_and_the_last_slot_of_large_arenas(limit: int):
     small = Stack(schema, layers=[CSA, HCA], num_blocks=3, max_requests=REQUESTS)
     assert large.manager.block_arena.bytes.numel() > limit
     assert large.manager.slot_arena.bytes.numel() > limit
-    large.manager.allocator.take(num_blocks - 3)
+    large.manager.table.allocator.take(num_blocks - 3)
     request = [large.manager.admit_request() for _ in range(slots)][-1]
     twin = small.manager.admit_request()
     for stack, mine in ((large, request), (small, twin)):

@@ -59,7 +59,7 @@ class Model:
 
         self.weights, self.inputs, self.q, self.index, self.out = {}, {}, {}, {}, {}
         for layer in self.layers:
-            layouts = [self.schema.compressor(layer, k) for k in ("tail", "index_tail")]
+            layouts = [self.schema.compressor(layer, k) for k in ("main", "index")]
             weights = [
                 la and CompressorWeights(ape=random(la.ratio, la.columns), norm=random(la.width))
                 for la in layouts
@@ -195,9 +195,9 @@ def check_against_reference(
                     q=q,
                     weights=index_weights,
                     tokens=plan.tokens,
-                    keys=handle.key_source(),
+                    keys=handle.read_indexer_view().source,
                     top_k=model.spec.index_topk,
-                    workspace=model.manager.workspace.select,
+                    workspace=model.manager.memory.workspace.select,
                     out=selection,
                 )
             )
@@ -210,7 +210,7 @@ def check_against_reference(
                 tokens=plan.tokens,
                 batch=plan.batch,
                 window=handle.window_source(plan),
-                entries=handle.entry_source() if handle.schema.spec.ratio else None,
+                entries=handle.read_classical_view().source if handle.schema.spec.ratio else None,
                 indices=selection,
                 out=wanted,
                 lse=wanted_lse,

@@ -141,8 +141,8 @@ def test_window_of_a_chunk_reaches_back_over_its_start(backend: str) -> None:
     plan = stack.manager.prepare_forward([(r, n - n // 2) for r, _, n in work])
     assert not plan.narrow
     stack.write(plan, [s for _, s, _ in work], layers=[CSA])
-    buffers = stack.manager.buffers
-    source = WindowSource(arena=buffers.staging, page=buffers.staging_page, window=128, staged=True)
+    source = stack.manager.acquire(CSA, plan).window_source(plan)
+    assert source.staged
     check_window(stack, BACKENDS[backend], source, plan, work, every=9)
 
 

@@ -68,7 +68,7 @@ def test_top_k_loads_16_bytes_a_thread_and_leaves_room_for_two_programs(
 
 def main() -> None:
     from dsv4.cache import records
-    from dsv4.cache.schema import Page
+    from dsv4.cache.pages import Page
     from dsv4.kernels import index_query, index_scores, top_k
     from dsv4.ops.calls import EntrySource, Scoring
     from tests.kernels.sm90 import Compiled, compile_launch

@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 
+from dsv4.cache.pages import Page
 from dsv4.cache.records import RecordFormat, fp8_ds, mxfp4
-from dsv4.cache.schema import CacheSchema, Page
+from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
 from tests.kernels.sm90 import compile_launch, run_apart
 

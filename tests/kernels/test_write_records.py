@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache.schema import CacheSchema, Page, PageKind
+from dsv4.cache.pages import Page, PageKind
+from dsv4.cache.schema import CacheSchema
 from dsv4.kernels.write_records import write_records
 from dsv4.model import ModelSpec
 from dsv4.reference.append import write_records as reference_write_records

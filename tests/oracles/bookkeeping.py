@@ -18,20 +18,20 @@ def snapshot(manager: KVCacheManager) -> dict[str, Any]:
     """Everything the host keeps, and the device's table and step buffers."""
     return {
         "stats": manager.stats().to_dict(),
-        "free blocks": list(manager.allocator._free),
-        "references": list(manager.allocator._references),
-        "free slots": list(manager._free_slots),
+        "free blocks": list(manager.table.allocator._free),
+        "references": list(manager.table.allocator._references),
+        "free slots": list(manager.table.free_slots),
         "requests": {
             slot: (
                 *(id(r), r.slot, r.length, list(r.block_ids), r.published_blocks, r.released),
                 *(r.written_tokens, r.reused_tokens, r.exact_from, r.resume),
                 None if r.trail is None else r.trail.ids.tolist(),
             )
-            for slot, r in manager._requests.items()
+            for slot, r in manager.table.live.items()
         },
         "table": manager.block_table.tolist(),
-        "step": manager.buffers.device_buffer.tolist(),
-        "plan": id(manager._open_plan),
+        "step": manager.memory.buffers.device_buffer.tolist(),
+        "plan": id(manager.open_plan),
     }
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dsv4.cache.pages import Page
 from dsv4.cache.records import RecordFormat
-from dsv4.cache.schema import Page
 from dsv4.ops.calls import EntrySource
 from dsv4.reference.append import write_records
 from dsv4.reference.codec import decode, encode

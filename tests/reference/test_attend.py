@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache import records
-from dsv4.cache.schema import Page, PageKind
+from dsv4.cache.pages import Page, PageKind
 from dsv4.ops.calls import Attention, EntrySource, WindowSource
 from dsv4.reference.append import write_records
 from dsv4.reference.attend import attend

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.cache.pages import ArenaName
 from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
 from dsv4.cache.requests import Request
-from dsv4.cache.schema import ArenaName, CacheSchema, HcaState
+from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.model import ModelSpec
 from tests.support.stack import (
     HCA_STATES,

@@ -65,7 +65,7 @@ class Life:
             assert error.never == (in_all > BLOCKS)
             assert (error.free, error.total) == (len(self.free), BLOCKS)
         self.failed += 1
-        assert self.manager.allocator.free == len(self.free)
+        assert self.manager.table.allocator.free == len(self.free)
         for request in self.live:
             assert request.block_ids == self.held[request]
             assert request.length == self.lengths[request]
@@ -235,5 +235,5 @@ def test_a_million_random_steps_keep_every_block_and_slot_accounted_for():
     assert life.failed > STEPS // 10
     while life.live:
         life.release()
-    assert life.manager.allocator.free == BLOCKS
+    assert life.manager.table.allocator.free == BLOCKS
     life.check()

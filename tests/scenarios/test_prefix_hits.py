@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
-from dsv4.cache.prefix.resume import ResumePlan
+from dsv4.cache.prefix.resume import Resume
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.model import v4_layers
 from tests.support.lives import TINY, TINY_LAYERS, ColdRun, Text, run_to, tiny_stack
@@ -33,7 +33,7 @@ def compute(stack: Stack, text: Text, tokens: int, chunk: int = 300) -> None:
     stack.manager.release_request(request)
 
 
-def check_hit(stack: Stack, text: Text, tokens: int, chunk: int) -> ResumePlan:
+def check_hit(stack: Stack, text: Text, tokens: int, chunk: int) -> Resume:
     """A request that comes with a prompt shows a cold run's bytes, and goes on showing them."""
     manager = stack.manager
     request = manager.admit_request(text.ids[:tokens])

@@ -17,11 +17,12 @@ import torch
 from numpy.typing import NDArray
 
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.pages import CompressorLayout
 from dsv4.cache.prefix.cache import PinnedPrefix
 from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
-from dsv4.cache.schema import CacheSchema, CompressorLayout, HcaState
+from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.errors import ContextOverflow, InvalidInput, OutOfBlocks, OutOfSlots
 from dsv4.model import ModelSpec, v4_layers
 
@@ -105,8 +106,8 @@ class World:
         }
         self.compressors = [
             [
-                (kind, layout)
-                for kind in ("tail", "index_tail")
+                (tail, layout)
+                for tail, kind in (("tail", "main"), ("index_tail", "index"))
                 if (layout := self.schema.compressor(layer, kind)) is not None
             ]
             for layer in range(len(MODEL.layers))
@@ -125,8 +126,8 @@ class World:
                 self.planes[plane.layer, plane.name] = span.view(np.float32).reshape(
                     SLOTS, *plane.shape
                 )
-        page = self.manager.buffers.staging_page
-        self.chunk = self.manager.buffers.staging.numpy()[0, : page.payload_bytes]
+        page = self.manager.memory.workspace.staging_page
+        self.chunk = self.manager.memory.workspace.staging.numpy()[0, : page.payload_bytes]
         self.chunk = self.chunk.view(np.int32).reshape(page.rows, -1)
         self.poison_free()
 
@@ -143,8 +144,8 @@ class World:
                 self.write_tails(plan, spans, layer, written)
                 self.write_entries(plan, layer, spec.ratio, written, table)
             if plan.captures is not None:
-                chunk, page = self.manager.buffers.staging, self.manager.buffers.staging_page
-                plan.captures.take_window(layer, chunk, page)
+                workspace = self.manager.memory.workspace
+                plan.captures.take_window(layer, workspace.staging, workspace.staging_page)
             plan.note_append(layer)
 
     def inexact(self, stamps: Stamps, spans: list, layer: int) -> Stamps:
@@ -176,7 +177,7 @@ class World:
             first += count
 
     def write_tails(self, plan: ForwardPlan, spans: list, layer: int, written: Stamps) -> None:
-        for kind, layout in self.compressors[layer]:
+        for tail, layout in self.compressors[layer]:
             if plan.captures is not None and layout.overlap:
                 c = torch.zeros(len(written), layout.columns)
                 c[:, : layout.width] = torch.from_numpy(written)[:, None]
@@ -194,8 +195,8 @@ class World:
                         continue
                     kept = np.arange(max(start, start + count - rows), start + count)
                     values = written[first + kept - start, None]
-                    self.planes[layer, f"{kind}_k{stream}"][request.slot, kept % rows] = values
-                    self.planes[layer, f"{kind}_z{stream}"][request.slot, kept % rows] = values + 2
+                    self.planes[layer, f"{tail}_k{stream}"][request.slot, kept % rows] = values
+                    self.planes[layer, f"{tail}_z{stream}"][request.slot, kept % rows] = values + 2
                 first += count
 
     def write_states(
@@ -253,7 +254,7 @@ class World:
             at = np.arange(max(0, length - WINDOW + 1), length)
             found = self.planes[layer, "window"][request.slot, at % rows]
             assert (found == stamps[at, None]).all(), (layer, "window")
-            for kind, layout in self.compressors[layer]:
+            for tail, layout in self.compressors[layer]:
                 group = length - length % spec.ratio
                 if layout.online and length > group:
                     expected = fold_stamps(stamps[group:length], group, 0)[-1]
@@ -269,14 +270,14 @@ class World:
                         continue
                     at = np.arange(begin, length)
                     for value, bias in (("k", 0), ("z", 2)):
-                        plane = self.planes[layer, f"{kind}_{value}{stream}"]
+                        plane = self.planes[layer, f"{tail}_{value}{stream}"]
                         found = plane[request.slot, at % rows]
-                        assert (found == stamps[at, None] + bias).all(), (layer, kind, stream)
+                        assert (found == stamps[at, None] + bias).all(), (layer, tail, stream)
 
     def poison_free(self) -> None:
         manager = self.manager
-        manager.block_arena.bytes.numpy()[manager.allocator._free] = 0xFF
-        manager.slot_arena.bytes.numpy()[manager._free_slots] = 0xFF
+        manager.block_arena.bytes.numpy()[manager.table.allocator._free] = 0xFF
+        manager.slot_arena.bytes.numpy()[manager.table.free_slots] = 0xFF
         assert manager.prefix is not None
         manager.prefix.pool.bytes.numpy()[manager.prefix._free_rows] = 0xFF
 

@@ -49,7 +49,7 @@ class AttendingModel:
         }
         self.layers = []
         for layer in schema.layers:
-            layouts = [schema.compressor(layer.spec.layer, k) for k in ("tail", "index_tail")]
+            layouts = [schema.compressor(layer.spec.layer, k) for k in ("main", "index")]
             compressors = [
                 found
                 and CompressorWeights(

@@ -28,7 +28,7 @@ TINY_LAYERS = range(len(TINY.layers))
 def written(stack: Stack) -> tuple[Tensor, Tensor, Tensor]:
     """All that an append can write."""
     manager = stack.manager
-    return manager.block_arena.bytes, manager.slot_arena.bytes, manager.buffers.staging
+    return manager.block_arena.bytes, manager.slot_arena.bytes, manager.memory.workspace.staging
 
 
 class Both:
@@ -57,7 +57,7 @@ class Both:
             for backend in ("reference", "triton")
         ]
         for each in self.stacks:
-            each.manager.buffers.staging.fill_(POISON)
+            each.manager.memory.workspace.staging.fill_(POISON)
         self.lives = [[s.manager.admit_request() for _ in range(requests)] for s in self.stacks]
         self.streams = [self.stacks[0].stream(seed, tokens) for seed in range(requests)]
 
@@ -134,7 +134,7 @@ class Both:
         for name, expected, found in zip(names, *map(written, self.stacks), strict=True):
             wrong = torch.nonzero(expected != found)
             assert not len(wrong), f"{name}: {len(wrong)} bytes differ, first {wrong[:3].tolist()}"
-        assert not self.stacks[1].manager.buffers.arrived.any()
+        assert not self.stacks[1].manager.memory.workspace.arrived.any()
 
 
 def two_layers_of_flash() -> ModelSpec:

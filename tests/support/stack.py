@@ -77,7 +77,7 @@ class Stack:
             return torch.randn(*shape, generator=generator).to(self.device)
 
         compressors = []
-        for kind in ("tail", "index_tail"):
+        for kind in ("main", "index"):
             layout = self.schema.compressor(layer, kind)  # type: ignore[arg-type]
             compressors.append(
                 layout
@@ -110,7 +110,7 @@ class Stack:
             result.kv[layer] = random(self.schema.model.head_dim).to(value_dtype)
             widths = [
                 layout.columns
-                for kind in ("tail", "index_tail")
+                for kind in ("main", "index")
                 if (layout := self.schema.compressor(layer, kind))  # type: ignore[arg-type]
                 for _ in range(2)
             ]

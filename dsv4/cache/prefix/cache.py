@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.prefix.index import PrefixIndex, PrefixNode
 from dsv4.cache.prefix.options import PrefixOptions
-from dsv4.cache.prefix.resume import ResumePlan, StateSource, replay_start
+from dsv4.cache.prefix.resume import Resume, StateSource, replay_start
 from dsv4.cache.prefix.snapshots import Capture, SnapshotPool, WideCaptures
 from dsv4.cache.prefix.trail import Ids, TokenTrail, chain_root
 from dsv4.cache.prepare_forward import ForwardPlan
@@ -26,6 +27,7 @@ from dsv4.errors import Dsv4Error, InvalidInput
 
 # a request's trail, where its step starts, the ids of the tokens that it keeps
 LearnedIds = tuple[TokenTrail, int, Ids]
+K = TypeVar("K")
 _HIT_KINDS: dict[StateSource, HitKind] = {
     "snapshot": "snapshot",
     "replay": "replay",
@@ -46,7 +48,7 @@ class PrefixMatch:
     """Cached blocks that a prompt starts with, and how to go on behind them."""
 
     nodes: list[PrefixNode]
-    resume: ResumePlan
+    resume: Resume
     snapshot: PrefixNode | None
 
 
@@ -83,16 +85,18 @@ class PrefixCache:
     # ---- a request begins --------------------------------------------------------------------
 
     def trail(self, ids: Ids, salt: str | None) -> TokenTrail:
-        # how many entries are selected moves no byte, but what the bytes say
-        layout = f"{self.schema.fingerprint}/{self.schema.model.index_topk}"
-        root = chain_root(fingerprint=layout, model_id=self.options.model_id, salt=salt)
+        root = chain_root(
+            fingerprint=self.schema.content_fingerprint,
+            model_id=self.options.model_id,
+            salt=salt,
+        )
         return TokenTrail(root, self.schema.block_tokens, ids)
 
     def match(self, trail: TokenTrail) -> PrefixMatch:
         """What of a prompt is there. The last token always runs: it gives the first logits."""
         tokens = len(trail.ids)
         nodes = self.index.match(trail, max(0, tokens - 1) // self.schema.block_tokens)
-        return self._resume(nodes, len(nodes), tokens)
+        return self._resume_behind(nodes, len(nodes), tokens)
 
     def match_own(self, request: Request, length: int) -> PrefixMatch:
         """From where a request that has computed `length` tokens can reach them again."""
@@ -100,9 +104,9 @@ class PrefixCache:
         trail = request.trail
         known = 0 if trail is None else min(blocks, len(trail.ids) // self.schema.block_tokens)
         nodes = [] if trail is None else self.index.match(trail, known)
-        return self._resume(nodes, blocks, length)
+        return self._resume_behind(nodes, blocks, length)
 
-    def _resume(self, nodes: list[PrefixNode], blocks: int, tokens: int) -> PrefixMatch:
+    def _resume_behind(self, nodes: list[PrefixNode], blocks: int, tokens: int) -> PrefixMatch:
         """The later start of two: at the last snapshot, or a replay in front of the last block."""
         block_tokens = self.schema.block_tokens
         reused = blocks * block_tokens
@@ -112,21 +116,24 @@ class PrefixCache:
             if at < start:
                 break
             if nodes[nth].snapshot is not None:
-                resume = ResumePlan(start=at, reused_tokens=reused, end=tokens, source="snapshot")
+                resume = Resume(start=at, reused_tokens=reused, end=tokens, source="snapshot")
                 return PrefixMatch(nodes, resume, nodes[nth])
-        resume = ResumePlan(
+        resume = Resume(
             start=start, reused_tokens=reused, end=tokens, source="replay" if start else "nothing"
         )
         return PrefixMatch(nodes, resume, None)
 
     def use(self, match: PrefixMatch, trail: TokenTrail) -> None:
         """Counts an admission and marks what it used."""
-        counters, resume = self.counters, match.resume
-        counters.tokens_asked += resume.end
+        counted, resume = self.counters, match.resume
+        self.counters = counted = replace(counted, tokens_asked=counted.tokens_asked + resume.end)
         if match.nodes:
-            counters.hits[_HIT_KINDS[resume.source]] += 1
-            counters.tokens_skipped += resume.start
-            counters.tokens_shared += resume.reused_tokens
+            self.counters = replace(
+                counted,
+                hits=_one_more(counted.hits, _HIT_KINDS[resume.source]),
+                tokens_skipped=counted.tokens_skipped + resume.start,
+                tokens_shared=counted.tokens_shared + resume.reused_tokens,
+            )
             self.index.touch(match.nodes[-1])
             if match.snapshot is not None and match.snapshot.snapshot is not None:
                 self._taken.move_to_end(match.snapshot.snapshot)
@@ -136,12 +143,12 @@ class PrefixCache:
             reason = "too_short"
         elif self.index.was_evicted(trail.digest(0)):
             reason = "evicted"
-        counters.misses[reason] += 1
+        self.counters = replace(counted, misses=_one_more(counted.misses, reason))
 
     def put_state(self, match: PrefixMatch, slot: Tensor) -> None:
-        """The state at the start of `match.resume` into a slot. In front of a replay nothing is
-        known, so it is zeroed: finite, and gone from everything by the time the replay ends. The
-        windows of draft layers, which snapshots leave out, start as zeros too."""
+        """The state at the start of `match.resume` into a slot. Before a replay the slot is zeroed:
+        finite values that no longer influence anything once the replay is over. The windows of
+        draft layers, which snapshots leave out, start as zeros too."""
         if match.resume.source != "nothing":
             slot.zero_()
         if match.snapshot is not None and match.snapshot.snapshot is not None:
@@ -301,7 +308,8 @@ class PrefixCache:
     def evict(self, blocks: int, *, or_fewer: bool = False) -> int:
         """Lets so many cached blocks go, with their snapshots; none, unless `or_fewer`, if it
         cannot. Returns how many."""
-        victims = self.index.evict(blocks, or_fewer=or_fewer)
+        victims = self.index.choose(blocks, or_fewer=or_fewer)
+        self.index.drop(victims)
         for node in victims:
             if node.snapshot is not None:
                 self._detach(node)
@@ -334,7 +342,8 @@ class PrefixCache:
         node = next((node for node in self._taken.values() if not node.pins), None)
         if node is None:
             return None
-        self.counters.snapshot_evictions += 1
+        evictions = self.counters.snapshot_evictions + 1
+        self.counters = replace(self.counters, snapshot_evictions=evictions)
         self._detach(node)
         return self._free_rows.pop()
 
@@ -371,3 +380,7 @@ class PrefixCache:
         rows = sorted([*self._free_rows, *reserved, *self._taken])
         if rows != list(range(self.pool.rows)) or owned != dict(self._taken):
             raise Dsv4Error("snapshots are lost or doubled: free and taken ones do not add up")
+
+
+def _one_more(counts: dict[K, int], kind: K) -> dict[K, int]:
+    return {**counts, kind: counts[kind] + 1}

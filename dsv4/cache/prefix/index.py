@@ -1,9 +1,10 @@
-"""Which blocks hold which prefixes: a tree of chain digests over the blocks of the pool."""
+"""Which blocks hold which prefixes: a tree of chain digests over the blocks of the pool.
+Torch-free."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.prefix.trail import TokenTrail
@@ -88,43 +89,51 @@ class PrefixIndex:
         self._queue(node)
         return node
 
-    def evict(self, count: int, *, or_fewer: bool = False) -> list[PrefixNode]:
-        """Lets `count` blocks go; none, unless `or_fewer`, if so many cannot be let go."""
+    def choose(self, count: int, *, or_fewer: bool = False) -> list[PrefixNode]:
+        """`count` blocks to let go, children before parents; none, unless `or_fewer`, if so many
+        cannot be let go.
+
+        They are cached until `drop`, so their bytes can be copied somewhere else first. Before
+        anything else is asked of the index they must be dropped or spared.
+        """
         if count > self._allocator.idle and not or_fewer:
             return []
-        victims, orphaned = self._choose(count)
+        victims = self._pop_victims(count)
         if len(victims) < count and not or_fewer:
-            for node in victims:
-                self._queue(node)
+            self.spare(victims)
             return []
+        return victims
+
+    def drop(self, victims: Sequence[PrefixNode]) -> None:
+        """Lets go of what `choose` has chosen."""
         for node in victims:
             del self._nodes[node.digest]
             self._forgotten[node.digest] = None
             self._allocator.drop(node.block_id)
-            if node.parent is not None:
-                node.parent.children -= 1
+        for node in victims:
+            parent = node.parent
+            if parent is not None:
+                parent.children -= 1
+                if not parent.children and parent.digest in self._nodes:
+                    self._queue(parent)
         while len(self._forgotten) > self._allocator.total:
             del self._forgotten[next(iter(self._forgotten))]
-        for node in orphaned:
-            if node.digest in self._nodes:
-                self._queue(node)
         self.evictions += len(victims)
-        return victims
 
-    def can_evict(self, count: int) -> bool:
-        """Whether `evict(count)` would succeed. Changes nothing."""
-        if count > self._allocator.idle:
-            return False
-        victims, _ = self._choose(count)
+    def spare(self, victims: Sequence[PrefixNode]) -> None:
+        """Keeps what `choose` has chosen."""
         for node in victims:
             self._queue(node)
+
+    def can_evict(self, count: int) -> bool:
+        """Whether `choose(count)` would find so many. Changes nothing."""
+        victims = self.choose(count)
+        self.spare(victims)
         return len(victims) == count
 
-    def _choose(self, count: int) -> tuple[list[PrefixNode], list[PrefixNode]]:
-        """Up to `count` nodes to evict, children before parents, and the parents that are leaves
-        then. Nodes chosen are out of the heap; nothing else changes."""
+    def _pop_victims(self, count: int) -> list[PrefixNode]:
+        """Up to `count` nodes that may go, out of the heap; nothing else changes."""
         victims: list[PrefixNode] = []
-        orphaned: list[PrefixNode] = []
         in_use: list[PrefixNode] = []
         gone: dict[PrefixNode, int] = {}
         while self._leaves and len(victims) < count:
@@ -143,12 +152,11 @@ class PrefixIndex:
                     parent.last_use = max(parent.last_use, node.last_use)
                     gone[parent] = gone.get(parent, 0) + 1
                     if gone[parent] == parent.children:
-                        orphaned.append(parent)
                         self._queue(parent)
         for node in in_use:  # being in use is a use: it will not be looked at first next time
             self.touch(node)
             self._queue(node)
-        return victims, orphaned
+        return victims
 
     def _queue(self, node: PrefixNode) -> None:
         if not node.queued:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dsv4.errors import InvalidInput
+from dsv4.errors import require_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,7 @@ def full() -> SnapshotPolicy:
 
 def periodic(tokens: int) -> SnapshotPolicy:
     """A snapshot every `tokens` tokens (a multiple of block_tokens) and at the end of a prompt."""
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-        raise InvalidInput(f"periodic({tokens!r}): must be a whole number of at least 1")
-    return SnapshotPolicy("periodic", tokens)
+    return SnapshotPolicy("periodic", require_count("tokens of periodic()", tokens))
 
 
 def zero() -> SnapshotPolicy:

@@ -11,7 +11,7 @@ StateSource = Literal["nothing", "rings", "snapshot", "replay"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResumePlan:
+class Resume:
     """What the caller has to run so that a request reaches `end` tokens.
 
         [0, start)              nothing: entries and state are there
@@ -42,7 +42,7 @@ class ResumePlan:
 def replay_start(schema: CacheSchema, reused_tokens: int) -> int:
     """Where a replay from a zeroed slot must start so that the state at `reused_tokens` is exact.
 
-    A layer is wrong for window - 1 tokens longer than the layer below it, so that many a layer are
-    enough; a whole window a layer keeps the start on a block.
+    A layer is wrong for window - 1 tokens longer than the layer below it, so that many per layer
+    are enough; a whole window per layer keeps the start on a block.
     """
     return max(0, reused_tokens - schema.model.window * len(schema.layers))

@@ -15,24 +15,30 @@ from itertools import groupby
 from math import gcd
 from typing import Literal
 
-from dsv4.cache.schema import CacheSchema, CompressorKind
+from dsv4.cache.pages import CompressorKind, Page
+from dsv4.cache.schema import CacheSchema
 
 _FP32_BYTES = 4
-RunKind = Literal[
+SliceKind = Literal[
     "window_data", "window_scales", "tail_k", "tail_z", "index_tail_k", "index_tail_z"
 ]
+# values and gates of the previous stream of each compressor
+TAIL_SLICES: dict[CompressorKind, tuple[SliceKind, SliceKind]] = {
+    "main": ("tail_k", "tail_z"),
+    "index": ("index_tail_k", "index_tail_z"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RingSlice:
     """The newest `rows` rows of one ring of a slot: of the tokens P - rows … P - 1.
 
-    Token p lies at `slot_offset_bytes` + (p mod ring_rows) · width_bytes of the slot; the run
+    Token p lies at `slot_offset_bytes` + (p mod ring_rows) · width_bytes of the slot; the slice
     starts at `offset_bytes` of the snapshot.
     """
 
     layer: int
-    kind: RunKind
+    kind: SliceKind
     rows: int
     width_bytes: int
     ring_rows: int
@@ -46,20 +52,21 @@ class Run:
 
 @dataclass(frozen=True)
 class SnapshotLayout:
-    """Runs of equal width lie together, so that one gather copies them all."""
+    """Slices of equal width lie together in a section, so that one gather copies them all. Where
+    they lie does not depend on the lengths of the rings."""
 
     schema: CacheSchema
 
     @cached_property
-    def sections(self) -> tuple[tuple[Run, ...], ...]:
-        placed: list[tuple[Run, ...]] = []
+    def sections(self) -> tuple[tuple[RingSlice, ...], ...]:
+        placed: list[tuple[RingSlice, ...]] = []
         at, align = 0, self.schema.align_bytes
-        runs = sorted(self._runs(), key=lambda run: -run.width_bytes)
-        for _, equal in groupby(runs, key=lambda run: run.width_bytes):
+        slices = sorted(self._slices(), key=lambda each: -each.width_bytes)
+        for _, equal in groupby(slices, key=lambda each: each.width_bytes):
             section = []
-            for run in equal:
-                section.append(replace(run, offset_bytes=at))
-                at += run.bytes
+            for each in equal:
+                section.append(replace(each, offset_bytes=at))
+                at += each.bytes
             placed.append(tuple(section))
             at = -(-at // align) * align
         return tuple(placed)
@@ -74,25 +81,25 @@ class SnapshotLayout:
 
     @cached_property
     def payload_bytes(self) -> int:
-        return sum(run.bytes for section in self.sections for run in section)
+        return sum(each.bytes for section in self.sections for each in section)
 
     @cached_property
     def unit_bytes(self) -> int:
         """The largest power of two that divides every place and width."""
         unit = gcd(8, self.schema.slot_bytes, self.row_bytes)
         for section in self.sections:
-            for run in section:
-                unit = gcd(unit, run.width_bytes, run.slot_offset_bytes, run.offset_bytes)
+            for each in section:
+                unit = gcd(unit, each.width_bytes, each.slot_offset_bytes, each.offset_bytes)
         return unit
 
     @cached_property
-    def _by_layer(self) -> dict[tuple[int, RunKind], Run]:
-        return {(run.layer, run.kind): run for section in self.sections for run in section}
+    def _by_layer(self) -> dict[tuple[int, SliceKind], RingSlice]:
+        return {(each.layer, each.kind): each for section in self.sections for each in section}
 
-    def run(self, layer: int, kind: RunKind) -> Run | None:
+    def ring_slice(self, layer: int, kind: SliceKind) -> RingSlice | None:
         return self._by_layer.get((layer, kind))
 
-    def _runs(self) -> Iterator[Run]:
+    def _slices(self) -> Iterator[RingSlice]:
         schema = self.schema
         before = schema.model.window - 1
         for layer, spec in enumerate(schema.model.layers):
@@ -100,32 +107,38 @@ class SnapshotLayout:
                 continue
             page = schema.page("window", layer)
             assert page is not None
-            for kind, width, offset in (
-                ("window_data", page.format.data_row_bytes, page.offset_bytes),
-                ("window_scales", page.format.scale_row_bytes, page.scale_offset_bytes),
-            ):
+            for kind, width, offset in window_slices(page):
                 if before and width:
-                    yield Run(
+                    yield RingSlice(
                         layer=layer,
-                        kind=kind,  # type: ignore[arg-type]
+                        kind=kind,
                         rows=before,
                         width_bytes=width,
                         ring_rows=page.rows,
                         slot_offset_bytes=offset,
                     )
-            yield from self._tail_runs(layer, "tail")
-            yield from self._tail_runs(layer, "index_tail")
+            yield from self._tail_slices(layer, "main")
+            yield from self._tail_slices(layer, "index")
 
-    def _tail_runs(self, layer: int, kind: CompressorKind) -> Iterator[Run]:
+    def _tail_slices(self, layer: int, kind: CompressorKind) -> Iterator[RingSlice]:
         found = self.schema.compressor(layer, kind)
-        if found is None or not found.overlap:
+        if found is None:
             return
-        for value, offset in (("k", found.kb_offset_bytes), ("z", found.zb_offset_bytes)):
-            yield Run(
-                layer=layer,
-                kind=f"{kind}_{value}",  # type: ignore[arg-type]
-                rows=found.ratio,
-                width_bytes=found.width * _FP32_BYTES,
-                ring_rows=found.b_rows,
-                slot_offset_bytes=offset,
-            )
+        for name, ring in zip(TAIL_SLICES[kind], (found.kb, found.zb), strict=True):
+            if ring is not None:
+                yield RingSlice(
+                    layer=layer,
+                    kind=name,
+                    rows=found.ratio,
+                    width_bytes=found.width * _FP32_BYTES,
+                    ring_rows=ring.rows,
+                    slot_offset_bytes=ring.offset_bytes,
+                )
+
+
+def window_slices(page: Page) -> tuple[tuple[SliceKind, int, int], ...]:
+    """The two halves of a page of window rows: kind, bytes per row, offset."""
+    return (
+        ("window_data", page.format.data_row_bytes, page.offset_bytes),
+        ("window_scales", page.format.scale_row_bytes, page.scale_offset_bytes),
+    )

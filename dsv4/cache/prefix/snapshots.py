@@ -9,9 +9,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dsv4.cache.prefix.snapshot_layout import Run, SnapshotLayout
-from dsv4.cache.schema import CacheSchema, CompressorLayout, Page
-from dsv4.errors import InvalidInput
+from dsv4.cache.pages import Page, Ring
+from dsv4.cache.prefix.snapshot_layout import (
+    TAIL_SLICES,
+    RingSlice,
+    SnapshotLayout,
+    window_slices,
+)
+from dsv4.cache.schema import CacheSchema
+from dsv4.errors import InvalidInput, require_count
 from dsv4.ops.calls import CompressorWrite
 
 Where = Literal["device", "host"]
@@ -20,8 +26,8 @@ _UNIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """Runs of one width as index tensors: row i is token P - `back[i]` of a ring of `ring[i]` rows
-    that starts at `base[i]`. All in units of the layout."""
+    """Slices of one width as index tensors: row i is token P - `back[i]` of a ring of `ring[i]`
+    rows that starts at `base[i]`. All in units of the layout."""
 
     first: int
     rows: int
@@ -36,7 +42,7 @@ class _Section:
 
 
 class SnapshotPool:
-    """uint8 [rows, row_bytes], on the device or in pinned host memory.
+    """uint8 [rows, row_bytes], zeroed, on the device or in pinned host memory.
 
     Copies are ordered like kernels on the current stream and wait for nothing.
     """
@@ -44,21 +50,20 @@ class SnapshotPool:
     def __init__(
         self, schema: CacheSchema, rows: int, *, where: Where, device: torch.device
     ) -> None:
-        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
-            raise InvalidInput(f"{rows!r} snapshots: must be a whole number, 0 or more")
+        require_count("snapshots", rows, at_least=0)
         if where not in ("device", "host"):
             raise InvalidInput(f"snapshots cannot be kept in {where!r}: use 'device' or 'host'")
         self.layout = SnapshotLayout(schema)
         self.rows, self.where, self.device = rows, where, device
         apart = where == "host" and device.type == "cuda"
-        self.bytes = torch.empty(
+        self.bytes = torch.zeros(
             (rows, self.layout.row_bytes),
             dtype=torch.uint8,
             device="cpu" if where == "host" else device,
             pin_memory=apart,
         )
         self._staged = (
-            torch.empty((self.layout.row_bytes,), dtype=torch.uint8, device=device)
+            torch.zeros((self.layout.row_bytes,), dtype=torch.uint8, device=device)
             if apart
             else None
         )
@@ -92,23 +97,23 @@ class SnapshotPool:
             places = section.places(boundary, self.layout.unit_bytes)
             self._row_view(slot, section)[places] = self._rows(source, section)
 
-    def runs(self, run: Run) -> Tensor:
-        """One run in every snapshot: uint8 [snapshots, rows, width]."""
+    def rows_of(self, part: RingSlice) -> Tensor:
+        """One slice in every snapshot: uint8 [snapshots, rows, width]."""
         return self.bytes.as_strided(
-            (self.rows, run.rows, run.width_bytes),
-            (self.layout.row_bytes, run.width_bytes, 1),
-            run.offset_bytes,
+            (self.rows, part.rows, part.width_bytes),
+            (self.layout.row_bytes, part.width_bytes, 1),
+            part.offset_bytes,
         )
 
-    def _section(self, runs: tuple[Run, ...]) -> _Section:
+    def _section(self, parts: tuple[RingSlice, ...]) -> _Section:
         unit = self.layout.unit_bytes
-        base = [run.slot_offset_bytes // unit for run in runs for _ in range(run.rows)]
-        back = [run.rows - nth for run in runs for nth in range(run.rows)]
-        ring = [run.ring_rows for run in runs for _ in range(run.rows)]
+        base = [part.slot_offset_bytes // unit for part in parts for _ in range(part.rows)]
+        back = [part.rows - nth for part in parts for nth in range(part.rows)]
+        ring = [part.ring_rows for part in parts for _ in range(part.rows)]
         return _Section(
-            runs[0].offset_bytes,
+            parts[0].offset_bytes,
             len(base),
-            runs[0].width_bytes,
+            parts[0].width_bytes,
             *(torch.tensor(column, device=self.device) for column in (base, back, ring)),
         )
 
@@ -163,54 +168,49 @@ class WideCaptures:
             [first_rows[b] + c.boundary - starts[b] for b, c in zip(batch, captures, strict=True)]
         )
         self._first_tokens = column([first_rows[b] for b in batch])
-        chunk_end = self._ends + before * (column(batch) + 1)
-        self._chunk_rows = chunk_end[:, None] + torch.arange(-before, 0, device=device)
+        staged_end = self._ends + before * (column(batch) + 1)
+        self._staged_rows = staged_end[:, None] + torch.arange(-before, 0, device=device)
 
     def take_tails(self, layer: int, slot_arena: Tensor, writes: Sequence[CompressorWrite]) -> None:
         """The previous stream of the last group of each boundary; before the tails are written."""
         self.layers.add(layer)
         for write in writes:
             if write.layout.overlap:
-                kind = "index_tail" if write.layout.hadamard else "tail"
-                values, gates = self._last_groups(slot_arena, write)
-                for value, rows in (("k", values), ("z", gates)):
-                    self._store(self._pool.layout.run(layer, f"{kind}_{value}"), rows)  # type: ignore[arg-type]
+                kinds = TAIL_SLICES["index" if write.layout.hadamard else "main"]
+                for kind, rows in zip(kinds, self._last_groups(slot_arena, write), strict=True):
+                    self._store(self._pool.layout.ring_slice(layer, kind), rows)
 
-    def take_window(self, layer: int, chunk: Tensor, page: Page) -> None:
-        """The window rows of each boundary, from the staged chunk; after the window is written."""
+    def take_window(self, layer: int, staging: Tensor, page: Page) -> None:
+        """The window rows of each boundary, from the staging; after the window is written."""
         self.layers.add(layer)
-        for kind, width, offset in (
-            ("window_data", page.format.data_row_bytes, page.offset_bytes),
-            ("window_scales", page.format.scale_row_bytes, page.scale_offset_bytes),
-        ):
-            run = self._pool.layout.run(layer, kind)  # type: ignore[arg-type]
-            if run is not None:
-                rows = chunk.as_strided((page.rows, width), (width, 1), offset)
-                self._store(run, rows[self._chunk_rows])
+        for kind, width, offset in window_slices(page):
+            part = self._pool.layout.ring_slice(layer, kind)
+            if part is not None:
+                rows = staging.as_strided((page.rows, width), (width, 1), offset)
+                self._store(part, rows[self._staged_rows])
 
     def _last_groups(self, slot_arena: Tensor, write: CompressorWrite) -> tuple[Tensor, Tensor]:
         """Values and biased gates fp32 [captures, ratio, width]: what the tails would hold."""
         layout, c, z = write.layout, write.c, write.z
         assert c is not None
         assert z is not None
+        assert layout.kb is not None
+        assert layout.zb is not None
         nth = torch.arange(-layout.ratio, 0, device=slot_arena.device)
         token = self._ends[:, None] + nth
         is_new = (token >= self._first_tokens[:, None])[..., None]
         token = token.clamp_min(0)
-        ring_row = (self._boundaries[:, None] + nth) % layout.b_rows
-        at = (self._slots[:, None], ring_row)
-        old_k, old_z = (
-            _ring(slot_arena, layout, offset)[at]
-            for offset in (layout.kb_offset_bytes, layout.zb_offset_bytes)
-        )
         width = layout.width
+        ring_row = (self._boundaries[:, None] + nth) % layout.kb.rows
+        at = (self._slots[:, None], ring_row)
+        old_k, old_z = (_ring_rows(slot_arena, ring, width)[at] for ring in (layout.kb, layout.zb))
         new_z = z[:, :width][token] + write.ape[:, :width]  # the group starts at row 0 of ape
         return torch.where(is_new, c[:, :width][token], old_k), torch.where(is_new, new_z, old_z)
 
-    def _store(self, run: Run | None, rows: Tensor) -> None:
-        assert run is not None
-        target = self._pool.runs(run)
-        data = rows.contiguous().view(torch.uint8).view(len(self.captures), run.rows, -1)
+    def _store(self, part: RingSlice | None, rows: Tensor) -> None:
+        assert part is not None
+        target = self._pool.rows_of(part)
+        data = rows.contiguous().view(torch.uint8).view(len(self.captures), part.rows, -1)
         if target.device == data.device:
             target[self._rows] = data
         else:
@@ -218,9 +218,10 @@ class WideCaptures:
                 target[capture.row].copy_(taken, non_blocking=True)
 
 
-def _ring(slot_arena: Tensor, layout: CompressorLayout, offset_bytes: int) -> Tensor:
+def _ring_rows(slot_arena: Tensor, ring: Ring, width: int) -> Tensor:
+    """fp32 [slots, rows, width]."""
     return slot_arena.view(torch.float32).as_strided(
-        (slot_arena.shape[0], layout.b_rows, layout.width),
-        (slot_arena.stride(0) // 4, layout.width, 1),
-        offset_bytes // 4,
+        (slot_arena.shape[0], ring.rows, width),
+        (slot_arena.stride(0) // 4, width, 1),
+        ring.offset_bytes // 4,
     )

@@ -1,26 +1,31 @@
-"""What of a request's tokens is known: their ids, and one chain digest for each whole block."""
+"""What of a request's tokens is known: their ids, and one chain digest per whole block.
+Torch-free."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from dsv4.errors import InvalidInput
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Ids = NDArray[np.int32]
-Tokens = Sequence[int] | NDArray[np.integer[Any]] | Tensor
+Tokens: TypeAlias = "Sequence[int] | NDArray[np.integer[Any]] | Tensor"
 DIGEST_BYTES = 32
 
 
 def token_ids(tokens: Tokens) -> Ids:
     """Token ids as int32, in memory of their own. Raises InvalidInput for anything else."""
     try:
-        ids = np.asarray(tokens.detach().cpu() if isinstance(tokens, Tensor) else tokens)
+        given: Any = tokens
+        is_tensor = hasattr(given, "detach")  # asked without loading torch
+        ids = np.asarray(given.detach().cpu() if is_tensor else given)
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidInput(f"tokens are not a list of ids: {error}") from error
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):

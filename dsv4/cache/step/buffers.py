@@ -11,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4.cache.schema import CacheSchema, Page
+from dsv4.cache.schema import CacheSchema
 from dsv4.cache.step.shape import I64, StepShape, spread
 from dsv4.cache.step.work_items import WorkItems
+from dsv4.errors import SchemaError
 
 # Tensors cut to size that are kept: graphs come in few sizes, and so do the groups that close.
 KEPT_CUTS = 1024
@@ -43,6 +44,13 @@ class StepBuffers:
         owners = [spec for spec in schema.model.layers if spec.owns_entries]
         self.ratios = sorted({spec.ratio for spec in owners})
         self.overlapping_ratios = {spec.ratio for spec in owners if spec.overlap}
+        for spec in owners:
+            if not spec.overlap and spec.ratio in self.overlapping_ratios:
+                raise SchemaError(
+                    f"groups of {spec.ratio} tokens overlap in some layers, but not in layer "
+                    f"{spec.layer}: layers of one ratio share the work items of a step, so all of "
+                    f"them must overlap or none"
+                )
         new_blocks = max_requests + max_tokens // schema.block_tokens  # of a step, at most
         sizes: list[tuple[str, int, int]] = [
             ("new_block_at", new_blocks, 2),  # int64 offsets into the block table, first
@@ -64,32 +72,20 @@ class StepBuffers:
         self.on_device = on_device = _named_rows(self.device_buffer, sizes)
         self.cut = lru_cache(maxsize=KEPT_CUTS)(lambda name, rows: on_device[name][:rows])
         self.forget()
-        most_items = max((rows for name, rows, _ in sizes if name.startswith("groups")), default=1)
-        self.scratch = torch.empty(
-            (most_items, schema.model.head_dim), dtype=torch.float32, device=device
-        )
-        self.arrived = torch.zeros((most_items,), dtype=torch.int32, device=device)
-        # A wide step overwrites the ring before it is read: its window rows, and those before it,
-        # are staged here. One page, used by one layer after the other.
-        self.staging_page = Page(
-            kind="window",
-            layer=-1,
-            offset_bytes=0,
-            rows=max_tokens + (schema.model.window - 1) * max_requests,
-            format=schema.window_format,
-        )
-        self.staging = torch.empty(
-            (1, self.staging_page.payload_bytes), dtype=torch.uint8, device=device
-        )
         self._copied = torch.cuda.Event() if pinned else None
+
+    @property
+    def most_items(self) -> int:
+        """The most work items of a ratio that the buffers hold; 1 where no layer compresses."""
+        sizes = {"tokens": self.max_tokens, "requests": self.max_requests}
+        return max((self.max_items(ratio, **sizes) for ratio in self.ratios), default=1)
 
     def max_items(self, ratio: int, *, tokens: int, requests: int) -> int:
         """The most groups, so the most work items, that such a step can touch."""
         return min(tokens, tokens // ratio + 2 * requests)
 
     def memory_bytes(self) -> int:
-        words = self.device_buffer.numel() + self.scratch.numel() + self.arrived.numel()
-        return 4 * words + self.staging.numel()
+        return 4 * self.device_buffer.numel()
 
     def wait(self) -> None:
         """Until the previous step's copy no longer reads the host buffer."""
@@ -140,6 +136,13 @@ class StepBuffers:
         filled[:, 5] = items.entries
         filled[:, 6] = items.writes_tails
         return len(row)
+
+    def fill_new_blocks(self, at: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Block ids, and where in the flattened block table they go."""
+        for name, values in (("new_block_at", at), ("new_block_id", block_ids)):
+            rows = self.host[name]
+            rows.fill(-1)
+            rows[: len(values)] = values
 
     def send(self) -> None:
         """The one host-to-device copy of a step."""

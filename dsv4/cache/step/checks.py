@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import attrgetter, itemgetter
 
 import numpy as np
 
 from dsv4.cache.prepare_forward import ForwardPlan
-from dsv4.cache.requests import Request
+from dsv4.cache.requests import Request, RequestTable
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.step.shape import I64, StepShape
-from dsv4.errors import ContextOverflow, InvalidInput, PlanError, RequestError
+from dsv4.errors import (
+    ContextOverflow,
+    InvalidInput,
+    PlanError,
+    RequestError,
+    is_whole,
+    require_count,
+)
 
 Step = tuple[Request, int] | tuple[Request, int, int]
 _SLOT, _COUNT = attrgetter("slot"), itemgetter(1)
 
 
-def count(name: str, value: object) -> int:
-    """A whole number, 0 or more. InvalidInput."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InvalidInput(f"{value!r} {name}: must be a whole number, 0 or more")
-    return value
-
-
 def context(schema: CacheSchema, tokens: int) -> int:
     """A number of tokens that one request may have. InvalidInput, ContextOverflow."""
-    if count("tokens", tokens) > schema.max_context:
+    if require_count("tokens", tokens, at_least=0) > schema.max_context:
         raise ContextOverflow(asked_tokens=tokens, max_context_tokens=schema.max_context)
-    return tokens
+    return int(tokens)
 
 
-def live(request: Request, manager_key: object) -> None:
-    """RequestError for a released or foreign request."""
-    if not isinstance(request, Request) or request.manager_key is not manager_key:
-        raise RequestError("this is not a request that this manager admitted")
-    if request.released:
-        raise RequestError(f"request {request.serial} has been released already")
-
-
-def idle(request: Request, manager_key: object, open_plan: ForwardPlan | None) -> None:
-    """RequestError for one that is not live, or is in the open plan."""
-    live(request, manager_key)
+def unplanned(request: Request, open_plan: ForwardPlan | None) -> None:
+    """RequestError for a request that is in the open plan."""
     if open_plan is not None and request in open_plan.requests:
         raise RequestError(
             f"request {request.serial} is in a plan that is still open: commit it first"
@@ -62,11 +53,8 @@ class StepReader:
     """Reads the (request, count) pairs of steps. The last shape is kept, until a request is
     released: a decode loop gives equal steps one after the other."""
 
-    def __init__(
-        self, schema: CacheSchema, live_by_slot: Mapping[int, Request], manager_key: object
-    ) -> None:
-        self._schema = schema
-        self._live_by_slot, self._manager_key = live_by_slot, manager_key
+    def __init__(self, schema: CacheSchema, table: RequestTable) -> None:
+        self._schema, self._table = schema, table
         self.forget()
 
     def forget(self) -> None:
@@ -82,23 +70,22 @@ class StepReader:
             return self._shape
         pairs = self._plain(steps)
         if pairs is None:
-            _check_each(steps, self._manager_key)
-            pairs = tuple(step[0] for step in steps), tuple(step[1] for step in steps)
+            pairs = _check_each(steps, self._table)
         requests, counts = pairs
         context(self._schema, max(counts, default=0))  # before numbers become int64
         self._keep(StepShape.build([r.slot for r in requests], counts, requests), counts)
         return self._shape
 
     def _is_last(self, steps: Sequence[Step]) -> bool:
-        """Whether these are pairs that were right before. What is equal but no count is not one."""
+        """Whether these are exactly the pairs checked last time. True equals 1, but is no count."""
         try:
             return tuple(steps) == self._last and set(map(type, map(_COUNT, steps))) == {int}
         except (TypeError, ValueError, RuntimeError):  # arrays, tensors: told below
             return False
 
     def _plain(self, steps: Sequence[Step]) -> tuple[tuple[Request, ...], tuple[int, ...]] | None:
-        """Requests and counts if every step is a right (request, count) of its own, told without a
-        line of Python for each request."""
+        """Requests and counts if every step is a (request, count), valid and distinct; checked
+        without a Python loop. None: look at each."""
         if set(map(type, steps)) != {tuple}:
             return None
         try:
@@ -110,26 +97,30 @@ class StepReader:
         if set(map(type, requests)) != {Request}:
             return None
         slots = list(map(_SLOT, requests))
-        live = list(map(self._live_by_slot.get, slots)) == list(requests)
+        live = list(map(self._table.live.get, slots)) == list(requests)
         if not live or len(set(slots)) != len(slots):
             return None
         return requests, counts
 
 
-def _check_each(steps: Sequence[Step], manager_key: object) -> None:
+def _check_each(
+    steps: Sequence[Step], table: RequestTable
+) -> tuple[tuple[Request, ...], tuple[int, ...]]:
+    """The requests and counts of a step, each looked at. RequestError, PlanError."""
     if any(not isinstance(step, tuple) or len(step) not in (2, 3) for step in steps):
         raise PlanError("a step is (request, new tokens) or (request, new tokens, start)")
     if len({id(step[0]) for step in steps}) != len(steps):
         raise PlanError("a request stands twice in one step: merge its tokens")
     for step in steps:
-        live(step[0], manager_key)
-        if type(step[1]) is not int or step[1] < 0:
+        table.require_live(step[0])
+        if not is_whole(step[1]) or step[1] < 0:
             raise PlanError(f"{step[1]!r} new tokens for a request: give a count of 0 or more")
         if len(step) == 3 and step[2] != step[0].length:
             raise PlanError(
                 f"a step that starts at position {step[2]!r} would skip or repeat tokens: the "
                 f"request has {step[0].length}"
             )
+    return tuple(step[0] for step in steps), tuple(int(step[1]) for step in steps)
 
 
 def accepted(schema: CacheSchema, plan: ForwardPlan, accepted: Sequence[int] | None) -> I64:
@@ -142,7 +133,7 @@ def accepted(schema: CacheSchema, plan: ForwardPlan, accepted: Sequence[int] | N
         kept = np.empty(0, dtype=np.float64)
     if kept.shape != plan.counts.shape or (kept.size and kept.dtype.kind not in "iu"):
         raise PlanError(
-            f"accepted must be {len(plan.counts)} whole numbers, one a request, got {accepted!r}"
+            f"accepted must be {len(plan.counts)} whole numbers, one per request, got {accepted!r}"
         )
     rejected = plan.counts - kept
     wrong = np.flatnonzero((kept < 0) | (rejected < 0))
@@ -164,11 +155,10 @@ def accepted(schema: CacheSchema, plan: ForwardPlan, accepted: Sequence[int] | N
 
 def rewind_length(request: Request, length: object) -> int:
     """A length that the request has had. InvalidInput."""
-    if isinstance(length, bool) or not isinstance(length, int):
-        raise InvalidInput(f"cannot rewind to {length!r} tokens: give a whole number")
-    if not 0 <= length <= request.length:
+    tokens = require_count("length", length, at_least=0)
+    if tokens > request.length:
         raise InvalidInput(
             f"cannot rewind to {length} tokens: request {request.serial} has {request.length}, "
             f"and a rewind only goes back"
         )
-    return length
+    return tokens

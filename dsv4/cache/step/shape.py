@@ -46,7 +46,7 @@ def _unwritable(values: I64) -> I64:
 
 
 def spread(counts: I64) -> tuple[I64, I64]:
-    """Of `counts[row]` things a row, one after the other: their rows, and which of its row each
-    is."""
+    """For `counts[row]` items per row, laid out row after row: the row of each item, and its index
+    within that row."""
     row = np.arange(len(counts)).repeat(counts)
     return row, np.arange(len(row)) - (counts.cumsum() - counts)[row]

@@ -11,7 +11,7 @@ from dsv4.cache.step.shape import I64, spread
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkItems:
-    """One element an item: its request's row, its first entry, how many entries it takes, and 1
+    """One element per item: its request's row, its first entry, how many entries it takes, and 1
     if it writes the tails."""
 
     row: I64
@@ -32,9 +32,15 @@ def closing_groups(ratio: int, starts: I64, ends: I64, *, most_tokens: int) -> W
 
 
 def chunk_groups(ratio: int, starts: I64, ends: I64, *, overlap: bool) -> WorkItems:
-    """The items of a wide step. The first one of a request writes the tails, after it has read what
-    they hold, and is there even if nothing closes; with overlap the group behind it reads them too,
-    so it takes both."""
+    """The items of a wide step. The first one of each request writes the tails, so it must be the
+    only one that reads them; it is there even if nothing closes.
+
+        group       7          8          9         10        11
+                [ o o o o ][ o o x x ][ x x x x ][ x x x x ][ x x      o old, in the tails; x new
+        tails   read by 8: its own o and, with overlap, those of 7;
+                with overlap also by 9, which pools 8 too
+        items   8 | 9 | 10, with overlap 8 and 9 | 10; 11 does not close
+    """
     first = starts // ratio
     items = np.where(ends > starts, np.maximum(ends // ratio - first - overlap, 1), 0)
     row, nth = spread(items)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.schema import Page
+from dsv4.cache.pages import Page
 from dsv4.errors import InvalidInput
 from dsv4.integrations.transformers.cache_rows import CacheRows
 from dsv4.reference.codec import VALUE_TYPES, decode, encode

@@ -37,7 +37,7 @@ class FastForward:
         self.hook: Any = None
         self._last_column_only: Tensor | None = None  # ids of a call that wants no more
         self._lock = RLock()
-        self.max_step_tokens = step.manager.buffers.max_tokens
+        self.max_step_tokens = step.manager.max_step_tokens
         self.own_forward: Callable[..., Any] = model.forward
         self.graphs: DecodeGraphs | None = None
         if capture and can_capture(model):

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.requests import Request
 from dsv4.cache.stats import MemoryBytes
-from dsv4.errors import InvalidInput, require_count
+from dsv4.errors import InvalidInput, is_whole, require_count
 from dsv4.integrations.transformers.cache_layers import PagedLayer
 from dsv4.integrations.transformers.cache_rows import CacheRows
 from dsv4.integrations.transformers.history import UNKNOWN_ID
@@ -140,7 +140,7 @@ class PagedCache(Cache):
         Up to 1 + max_draft_tokens tokens it is arithmetic. Further back the window is gone, and the
         model runs the tokens that stay again; then they must have come as ids: InvalidInput.
         """
-        if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int):
+        if not is_whole(tokens_to_remove):
             raise InvalidInput(f"crop({tokens_to_remove!r}): give a whole number of columns")
         target = tokens_to_remove if tokens_to_remove > 0 else self.columns + tokens_to_remove
         if target >= self.columns:

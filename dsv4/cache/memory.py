@@ -1,0 +1,146 @@
+"""All that a manager has on its device: the arenas, the block table, a step's index tensors, and
+memory that a call uses and forgets. Which bytes mean what is the schema's; who owns them, the
+request table's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dsv4.cache.arena import Arena
+from dsv4.cache.paged_cache import PagedKVPool
+from dsv4.cache.pages import CompressorLayout, PageKind
+from dsv4.cache.schema import CacheSchema, LayerCacheSchema
+from dsv4.cache.state_cache import StateCachePool
+from dsv4.cache.stats import MemoryBytes
+from dsv4.cache.step.buffers import StepBuffers
+from dsv4.cache.views import ClassicalView, IndexerView, SWAView
+from dsv4.cache.workspace import Workspace
+from dsv4.ops.backend import Backend
+from dsv4.ops.calls import EntrySource
+
+
+class CacheMemory:
+    """Allocated once, never moved: captured graphs stay valid. Knows no request, only slots and
+    block ids."""
+
+    def __init__(
+        self,
+        schema: CacheSchema,
+        backend: Backend,
+        *,
+        num_blocks: int,
+        max_requests: int,
+        max_step_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self.schema, self.device = schema, device
+        self.block_arena = Arena(schema, "block", num_blocks, device)
+        self.slot_arena = Arena(schema, "slot", max_requests, device)
+        self.block_table = torch.full(
+            (max_requests, schema.max_blocks_per_request), -1, dtype=torch.int32, device=device
+        )
+        self.buffers = StepBuffers(
+            schema, max_requests=max_requests, max_tokens=max_step_tokens, device=device
+        )
+        self.workspace = Workspace(
+            schema,
+            backend,
+            self.block_table,
+            max_tokens=max_step_tokens,
+            max_items=self.buffers.most_items,
+        )
+
+    def copy_block(self, source: int, target: int) -> None:
+        self.block_arena.bytes[target].copy_(self.block_arena.bytes[source])
+
+    def copy_slot(self, source: int, target: int) -> None:
+        self.slot_arena.bytes[target].copy_(self.slot_arena.bytes[source])
+
+    def zero_slot(self, slot: int) -> None:
+        self.slot_arena.bytes[slot].zero_()
+
+    def publish(self, slot: int, first: int, block_ids: Sequence[int]) -> None:
+        """Block ids straight into the slot's row of the table, from its block `first` on. For more
+        of them than a step could list; `send` does those of a step."""
+        host = torch.tensor(block_ids, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        row = self.block_table[slot, first : first + len(block_ids)]
+        row.copy_(host, non_blocking=True)
+
+    def send(self, new_blocks: int) -> None:
+        """The step's index tensors to the device, and from there its new blocks to the table."""
+        self.buffers.send()
+        if new_blocks:
+            self.block_table.view(-1).index_copy_(
+                0,
+                self.buffers.cut("new_block_at", new_blocks),
+                self.buffers.cut("new_block_id", new_blocks),
+            )
+
+    def memory_bytes(self, *, snapshots: int = 0) -> MemoryBytes:
+        """Bytes allocated here, and those of the prefix cache beside them."""
+        return MemoryBytes(
+            block_arena=self.block_arena.memory_bytes(),
+            slot_arena=self.slot_arena.memory_bytes(),
+            block_table=self.block_table.numel() * self.block_table.element_size(),
+            step_buffers=self.buffers.memory_bytes(),
+            workspace=self.workspace.memory_bytes(),
+            snapshots=snapshots,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerMemory:
+    """One layer's part of it: planes, views and compressors, and `shared`, which all layers use.
+
+    `main` and `index` are the compressors that the layer has of its own. Made once per layer with
+    `of`; nothing is allocated.
+    """
+
+    shared: CacheMemory
+    schema: LayerCacheSchema
+    pool: PagedKVPool
+    state: StateCachePool
+    main: CompressorLayout | None
+    index: CompressorLayout | None
+    window: SWAView
+    entries: ClassicalView | None
+    index_keys: IndexerView | None
+
+    @classmethod
+    def of(cls, memory: CacheMemory, layer: int) -> LayerMemory:
+        schema = memory.schema
+        pool = PagedKVPool(schema, memory.block_arena, layer)
+        state = StateCachePool(schema, memory.slot_arena, layer)
+        window = schema.page("window", layer)
+        assert window is not None
+
+        def source(kind: PageKind) -> EntrySource | None:
+            page = schema.page(kind, layer)
+            if page is None:
+                return None
+            return EntrySource(
+                arena=memory.block_arena.bytes,
+                page=page,
+                block_table=memory.block_table,
+                ratio=schema.model.layers[layer].ratio,
+            )
+
+        entries, index_keys = source("entries"), source("index_keys")
+        return cls(
+            shared=memory,
+            schema=schema.layers[layer],
+            pool=pool,
+            state=state,
+            main=schema.compressor(layer, "main"),
+            index=schema.compressor(layer, "index"),
+            window=SWAView.of(state, memory.slot_arena.bytes, window, schema.model.window),
+            entries=None if entries is None else ClassicalView.of(pool, entries),
+            index_keys=None if index_keys is None else IndexerView.of(pool, index_keys),
+        )
+
+    @property
+    def layer(self) -> int:
+        return self.schema.spec.layer

@@ -1,0 +1,191 @@
+"""How the bytes of an arena's row are cut: pages of records, planes, and the rings of compressors.
+Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from dsv4.cache.records import ELEMENT_BITS, RecordFormat, ScaleType
+
+ArenaName = Literal["block", "slot"]
+PageKind = Literal["entries", "index_keys", "window"]
+CompressorKind = Literal["main", "index"]
+PlaneDtype = Literal["uint8", "float8_e4m3fn", "bfloat16", "float32"]
+
+ITEM_BYTES: dict[PlaneDtype, int] = {
+    "uint8": 1,
+    "float8_e4m3fn": 1,
+    "bfloat16": 2,
+    "float32": 4,
+}
+_SCALE_DTYPE: dict[ScaleType, PlaneDtype] = {
+    "ue8m0": "uint8",
+    "e4m3": "float8_e4m3fn",
+    "fp32": "float32",
+}
+# page kind -> (arena, prefix of the data planes, name of the scale plane); the inventory's names
+_PAGE_NAMES: dict[PageKind, tuple[ArenaName, str, str]] = {
+    "entries": ("block", "entries", "inv_scale"),
+    "index_keys": ("block", "indexer_keys", "indexer_scale"),
+    "window": ("slot", "swa", "swa_inv"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plane:
+    """One tensor inside every row of an arena. Offsets and strides are bytes within the row."""
+
+    name: str
+    layer: int
+    kind: str
+    arena: ArenaName
+    offset_bytes: int
+    shape: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    dtype: PlaneDtype
+
+    @property
+    def payload_bytes(self) -> int:
+        count = ITEM_BYTES[self.dtype]
+        for extent in self.shape:
+            count *= extent
+        return count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """`rows` records of one layer: all data rows, then all scale rows."""
+
+    kind: PageKind
+    layer: int
+    offset_bytes: int
+    rows: int
+    format: RecordFormat
+
+    @property
+    def scale_offset_bytes(self) -> int:
+        return self.offset_bytes + self.rows * self.format.data_row_bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.rows * self.format.record_bytes
+
+    def planes(self) -> Iterator[Plane]:
+        """The page cut into named tensors. Formats with several coded parts number their scales."""
+        arena, prefix, scale_name = _PAGE_NAMES[self.kind]
+        data_offset, scale_offset = self.offset_bytes, self.scale_offset_bytes
+        coded_parts = 0
+        for part in self.format.parts:
+            dtype: PlaneDtype = part.value_dtype
+            columns = part.width
+            if part.code is not None and part.code.element == "e4m3":
+                dtype = "float8_e4m3fn"
+            elif part.code is not None:
+                dtype, columns = "uint8", part.width * ELEMENT_BITS[part.code.element] // 8
+            yield Plane(
+                name=f"{prefix}_{part.name}",
+                layer=self.layer,
+                kind=self.kind,
+                arena=arena,
+                offset_bytes=data_offset,
+                shape=(self.rows, columns),
+                strides_bytes=(self.format.data_row_bytes, ITEM_BYTES[dtype]),
+                dtype=dtype,
+            )
+            data_offset += part.bytes
+            if part.code is None:
+                continue
+            scale_dtype = _SCALE_DTYPE[part.code.scale]
+            yield Plane(
+                name=scale_name + (f"_{coded_parts}" if coded_parts else ""),
+                layer=self.layer,
+                kind=self.kind,
+                arena=arena,
+                offset_bytes=scale_offset,
+                shape=(self.rows, part.tiles),
+                strides_bytes=(self.format.scale_row_bytes, ITEM_BYTES[scale_dtype]),
+                dtype=scale_dtype,
+            )
+            scale_offset += part.scale_bytes
+            coded_parts += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """`rows` rows of a slot from `offset_bytes` on; token position p has row p modulo `rows`."""
+
+    offset_bytes: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressorLayout:
+    """Where one compressor reads and writes: its rings in a slot, its page in a block.
+
+    Rings of values (k) and gates (z) have rows of fp32 [width]: `ka`, `za` of the current stream,
+    `kb`, `zb` of the previous one, with `overlap`. Instead of these, `online` layers have one ring
+    of states, whose rows are fp32 [3, width]. A layer whose groups have one token has no ring.
+    """
+
+    ratio: int
+    overlap: bool
+    width: int
+    rope_dim: int
+    hadamard: bool
+    page: Page
+    ka: Ring | None = None
+    za: Ring | None = None
+    kb: Ring | None = None
+    zb: Ring | None = None
+    state: Ring | None = None
+
+    @property
+    def online(self) -> bool:
+        """Whether the unfinished group is kept folded and not token by token."""
+        return self.state is not None
+
+    @property
+    def columns(self) -> int:
+        """Columns of the projections: [previous | current] with overlap, else [current]."""
+        return self.width * (2 if self.overlap else 1)
+
+    @property
+    def tokens_pooled(self) -> int:
+        """Tokens that one entry pools."""
+        return self.ratio * (2 if self.overlap else 1)
+
+    # rows and offsets as kernels take them: 0 where there is no ring
+
+    @property
+    def a_rows(self) -> int:
+        return self.ka.rows if self.ka else 0
+
+    @property
+    def b_rows(self) -> int:
+        return self.kb.rows if self.kb else 0
+
+    @property
+    def state_rows(self) -> int:
+        return self.state.rows if self.state else 0
+
+    @property
+    def ka_offset_bytes(self) -> int:
+        return self.ka.offset_bytes if self.ka else 0
+
+    @property
+    def za_offset_bytes(self) -> int:
+        return self.za.offset_bytes if self.za else 0
+
+    @property
+    def kb_offset_bytes(self) -> int:
+        return self.kb.offset_bytes if self.kb else 0
+
+    @property
+    def zb_offset_bytes(self) -> int:
+        return self.zb.offset_bytes if self.zb else 0
+
+    @property
+    def state_offset_bytes(self) -> int:
+        return self.state.offset_bytes if self.state else 0
