@@ -19,10 +19,10 @@ PLAIN = set(
         """
         accepted acquire align all allocate appended asked asker attention bf16 build by byte cache
         can check cls collect collector compressed compression compute config count detach device
-        content continue dict dim done dsv end error extra for format forward free from head hidden id input invalid
-        invariant kind last length like manager map max memory message minimum mismatch missing model
-        name needed note num number of open other option out overflow own pad padded per period prepare preset
-        prometheus prompt restart read released request round run self serial shape small source start stat
+        dict dim done dsv end error extra for format forward free from head hidden id input invalid
+        invariant kind last length manager map max memory message minimum mismatch missing model
+        name needed note num of open option out overflow own pad padded per period prepare preset
+        prometheus prompt read released request round run self serial shape small source start stat
         step table tensor text to token too total type unused used want weight where write written
         """,
     )

@@ -248,7 +248,7 @@ def test_append_swa_writes_the_ring_and_nothing_else():
     state = stack.manager.acquire(CSA).state
     assert (stack.manager.block_arena.bytes == POISON).all()
     for name, view in state.views.items():
-        if name.startswith(("tail", "index_tail")):
+        if name.startswith(("main", "index")):
             assert (view.contiguous().view(torch.uint8) == POISON).all(), name
 
 
