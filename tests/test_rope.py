@@ -55,7 +55,7 @@ def test_a_table_row_holds_all_cosines_then_all_sines():
     assert table[3, 32].item() == pytest.approx(math.sin(3), abs=1e-7)
 
 
-# ---- every number is the nearest ------------------------------------------------------------------
+# ---- every number is the nearest -----------------------------------------------------------------
 
 TABLES = [pytest.param(False, id="plain"), pytest.param(True, id="yarn")]
 
@@ -158,7 +158,7 @@ def test_a_table_from_frequencies_is_the_models():
     assert torch.equal(found, rope_table(FLASH, yarn=True, tokens=200))
 
 
-# ---- shapes ---------------------------------------------------------------------------------------
+# ---- shapes --------------------------------------------------------------------------------------
 
 
 def test_short_tables_are_prefixes_of_long_ones():
