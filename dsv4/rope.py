@@ -1,26 +1,42 @@
-"""Rotation tables: cos and sin of every position, in fp32, as DeepSeek's code computes them."""
+"""Rotation tables: cos and sin of every position, in fp32, as DeepSeek's code computes them.
+
+The same bytes on every machine: each step of that code is rounded once to fp32, from a value that
+is known well enough to round it rightly. What torch's fp32 functions give depends on the CPU.
+"""
 
 from __future__ import annotations
 
 import math
+from decimal import Decimal, localcontext
 
 import torch
 from torch import Tensor
 
 from dsv4.model import ModelSpec
 
+# positions of which the fp64 numbers are in memory at a time
+SLICE_TOKENS = 1 << 12
+# Every library's fp64 cos and sin are off by less than this; most of them by less than 1.
+LIBRARY_ERROR_ULPS = 256
+# decimal digits of logarithms and powers, bits behind the point of angles: fp64 needs 16 and 53
+DIGITS = 50
+FRACTION_BITS = 256
+_MIDDLE = 1 << 28
+
 
 def rope_frequencies(model: ModelSpec, *, yarn: bool) -> Tensor:
     """fp32 [rope_dim / 2] angles a position. `yarn` is `LayerSpec.yarn` of the layer."""
     rope, dim = model.rope, model.rope_dim
     theta = rope.compress_theta if yarn else rope.theta
-    frequencies = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    powers = torch.tensor([_power(theta, e) for e in exponents.tolist()], dtype=torch.float32)
+    frequencies = torch.ones_like(powers) / powers
     if not yarn or rope.yarn_factor == 1.0:
         return frequencies
 
     def pair_of(rotations: float) -> float:
         turns = rope.yarn_original_tokens / (rotations * 2 * math.pi)
-        return dim * math.log(turns) / (2 * math.log(theta))
+        return dim * _logarithm(turns) / (2 * _logarithm(theta))
 
     low = max(math.floor(pair_of(rope.yarn_beta_fast)), 0)
     high = min(math.ceil(pair_of(rope.yarn_beta_slow)), dim - 1)
@@ -37,6 +53,84 @@ def rope_table(
     Angles are fp32 position × fp32 frequency, as trained. 256 bytes a position: engines share one
     table with their queries.
     """
-    positions = torch.arange(tokens, dtype=torch.float32)
-    angles = torch.outer(positions, rope_frequencies(model, yarn=yarn))
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+    return rotation_table(rope_frequencies(model, yarn=yarn), tokens=tokens, device=device)
+
+
+def rotation_table(
+    frequencies: Tensor, *, tokens: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """As rope_table, from fp32 `frequencies` [pairs]. Every number is the fp32 number nearest to
+    cos or sin of its fp32 angle. Made on the CPU, then brought to `device`."""
+    frequencies = frequencies.float().cpu()
+    pairs = frequencies.shape[0]
+    table = torch.empty((tokens, 2 * pairs), dtype=torch.float32)
+    for first in range(0, tokens, SLICE_TOKENS):
+        rows = table[first : first + SLICE_TOKENS]
+        positions = torch.arange(first, first + rows.shape[0], dtype=torch.float32)
+        angles = positions[:, None] * frequencies
+        rows[:, :pairs] = _rounded(torch.cos(angles.double()), angles, quarter=1)
+        rows[:, pairs:] = _rounded(torch.sin(angles.double()), angles, quarter=0)
+    return table.to(device)
+
+
+def _rounded(values: Tensor, angles: Tensor, *, quarter: int) -> Tensor:
+    """fp64 → fp32. Where the library's error leaves two fp32 numbers to choose from, about one
+    value in a million, integers decide."""
+    nearest = values.float()
+    # the 29 bits that rounding drops: a 1 and 28 zeros lie in the middle of two fp32 numbers
+    dropped = (values.view(torch.int64) + (_MIDDLE + LIBRARY_ERROR_ULPS)) & (2 * _MIDDLE - 1)
+    undecided = torch.nonzero(dropped <= 2 * LIBRARY_ERROR_ULPS, as_tuple=True)
+    if len(undecided[0]):
+        exact = [_exact_sin(angle, quarter) for angle in angles[undecided].tolist()]
+        nearest[undecided] = torch.tensor(exact, dtype=torch.float32)
+    return nearest
+
+
+def _exact_sin(angle: float, quarter: int) -> float:
+    """The fp32 number nearest to sin(angle + quarter · π/2), in integers of FRACTION_BITS bits
+    behind the point; `quarter` is 0 or 1."""
+    if angle == 0:
+        return float(quarter)
+    numerator, denominator = angle.as_integer_ratio()
+    x = (numerator << FRACTION_BITS) // denominator
+    turns = (2 * x + _HALF_PI) // (2 * _HALF_PI)
+    x -= turns * _HALF_PI
+    quarter = (quarter + turns) % 4
+    # Taylor's series: x - x³/3! + … for sin, 1 - x²/2! + … for cos
+    nth, term = (0, 1 << FRACTION_BITS) if quarter % 2 else (1, x)
+    total, square = 0, x * x >> FRACTION_BITS
+    while term:
+        total += term
+        term = (-term * square >> FRACTION_BITS) // ((nth + 1) * (nth + 2))
+        nth += 2
+    shift = abs(total).bit_length() - 24
+    mantissa = (abs(total) + (1 << (shift - 1))) >> shift
+    sign = -total if quarter >= 2 else total
+    return math.copysign(math.ldexp(mantissa, shift - FRACTION_BITS), sign)
+
+
+def _arctan_of_inverse(n: int) -> int:
+    """arctan(1 / n), with FRACTION_BITS bits behind the point."""
+    total, power, nth = 0, (1 << FRACTION_BITS) // n, 1
+    while power:
+        total += power // nth if nth % 4 == 1 else -(power // nth)
+        power //= n * n
+        nth += 2
+    return total
+
+
+# Machin: π / 4 = 4 · arctan(1/5) - arctan(1/239)
+_HALF_PI = 2 * (4 * _arctan_of_inverse(5) - _arctan_of_inverse(239))
+
+
+def _power(base: float, exponent: float) -> float:
+    """base^exponent rounded to fp64; the decimal module computes in integers."""
+    with localcontext() as context:
+        context.prec = DIGITS
+        return float((Decimal(base).ln() * Decimal(exponent)).exp())
+
+
+def _logarithm(x: float) -> float:
+    with localcontext() as context:
+        context.prec = DIGITS
+        return float(Decimal(x).ln())

@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from examples import decode_loop, transformers_generate
+from tests.support.numbers import Numbers
 
 
 def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(5)
-    return [
-        torch.randint(decode_loop.VOCABULARY, (n,), generator=generator).tolist()
-        for n in (61, 3, 129)
-    ]
+    numbers = Numbers(5)
+    return [numbers.integers(0, decode_loop.VOCABULARY, n).tolist() for n in (61, 3, 129)]
 
 
 def test_chunks_drafts_and_company_do_not_change_what_is_generated(

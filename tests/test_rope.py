@@ -1,14 +1,19 @@
-"""Rotation tables: which frequencies YaRN touches, and positions without rounding of their own."""
+"""Rotation tables: which frequencies YaRN touches, and that every number is rounded once."""
 
 from __future__ import annotations
 
 import math
+from functools import cache
+from typing import Any
 
+import mpmath
 import pytest
 import torch
+from torch import Tensor
 
+from dsv4 import rope
 from dsv4.model import ModelSpec
-from dsv4.rope import rope_frequencies, rope_table
+from dsv4.rope import rope_frequencies, rope_table, rotation_table
 
 FLASH = ModelSpec.preset("v4-flash")
 
@@ -50,15 +55,110 @@ def test_a_table_row_holds_all_cosines_then_all_sines():
     assert table[3, 32].item() == pytest.approx(math.sin(3), abs=1e-7)
 
 
-@pytest.mark.parametrize("yarn", [False, True])
-def test_angles_are_exact_positions_times_fp32_frequencies(yarn: bool):
-    """At the end of the context too: 1,048,575 is an exact fp32 number, and one product follows."""
-    last = FLASH.max_context - 1
-    frequencies = rope_frequencies(FLASH, yarn=yarn)
-    table = rope_table(FLASH, yarn=yarn, tokens=FLASH.max_context)
-    for position in (1, 127, 65_537, last - 1, last):
-        angles = torch.tensor(position, dtype=torch.float32) * frequencies
-        assert torch.equal(table[position], torch.cat((angles.cos(), angles.sin())))
+# ---- every number is the nearest -----------------------------------------------------------------
+
+TABLES = [pytest.param(False, id="plain"), pytest.param(True, id="yarn")]
+
+
+@cache
+def whole_table(yarn: bool) -> Tensor:
+    return rope_table(FLASH, yarn=yarn, tokens=FLASH.max_context)
+
+
+def angles_at(positions: Tensor, yarn: bool) -> Tensor:
+    """fp32 position × fp32 frequency, rounded: in fp64 the product of 20 and 24 bits is exact."""
+    frequencies = rope_frequencies(FLASH, yarn=yarn).double()
+    return (positions.double()[:, None] * frequencies).float()
+
+
+def nearest_fp32(function: str, angle: float) -> float:
+    """mpmath's value, rounded once."""
+    with mpmath.workprec(120):
+        value = getattr(mpmath, function)(mpmath.mpf(angle))
+    with mpmath.workprec(24):
+        return float(+value)
+
+
+def assert_nearest(yarn: bool, positions: Tensor, pairs: Tensor) -> None:
+    """cos and sin of pair pairs[i] at positions[i]."""
+    at = torch.arange(len(positions))
+    angles = angles_at(positions, yarn)[at, pairs].tolist()
+    rows = whole_table(yarn)[positions]
+    for function, column in (("cos", pairs), ("sin", pairs + 32)):
+        found = rows[at, column].tolist()
+        expected = [nearest_fp32(function, angle) for angle in angles]
+        wrong = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
+        assert not wrong, f"{len(wrong)} {function}, first at position {positions[wrong[0]]}"
+
+
+@pytest.mark.parametrize("yarn", TABLES)
+def test_at_50_000_positions_a_pair_each(yarn: bool):
+    """Both tables together see 10^5 positions: every 30th, in turn through the pairs."""
+    positions = torch.arange(0, FLASH.max_context, 30)[:-1] + int(yarn) * 15
+    positions = torch.cat((positions, torch.arange(FLASH.max_context - 15_048, FLASH.max_context)))
+    assert len(positions) == 50_000
+    assert_nearest(yarn, positions, torch.arange(len(positions)) % 32)
+
+
+@pytest.mark.parametrize("yarn", TABLES)
+def test_all_pairs_of_the_first_and_the_last_positions(yarn: bool):
+    ends = (*range(32), *range(FLASH.max_context - 32, FLASH.max_context))
+    positions = torch.tensor(ends).repeat_interleave(32)
+    assert_nearest(yarn, positions, torch.arange(32).repeat(len(ends)))
+
+
+@pytest.mark.parametrize("yarn", TABLES)
+def test_numbers_that_lie_between_two_fp32_numbers(yarn: bool):
+    """The hard ones: within 2^-40 of the middle, where fp64 alone might choose the wrong side."""
+    first = FLASH.max_context - (1 << 17)
+    angles = angles_at(torch.arange(first, FLASH.max_context), yarn).double()
+    hard = 0
+    for function, column in (("cos", 0), ("sin", 32)):
+        values = getattr(torch, function)(angles)
+        above, below = values * (1 + 2.0**-40), values * (1 - 2.0**-40)
+        for row, pair in torch.nonzero(above.float() != below.float()).tolist():
+            found = whole_table(yarn)[first + row, pair + column].item()
+            assert found == nearest_fp32(function, angles[row, pair].item())
+            hard += 1
+    assert hard > 30
+
+
+def test_integers_decide_where_the_library_cannot(monkeypatch: pytest.MonkeyPatch):
+    """With a library of no use at all the table stays what it is."""
+    expected = rope_table(FLASH, yarn=True, tokens=40)
+    monkeypatch.setattr(rope, "LIBRARY_ERROR_ULPS", 1 << 28)
+    assert torch.equal(rope_table(FLASH, yarn=True, tokens=40), expected)
+
+
+@pytest.mark.parametrize("yarn", TABLES)
+def test_frequencies_are_deepseeks_steps_each_rounded_once(yarn: bool):
+    theta = FLASH.rope.compress_theta if yarn else FLASH.rope.theta
+
+    def fp32(x: Any) -> Any:
+        with mpmath.workprec(24):
+            return +x
+
+    expected = []
+    for pair in range(32):
+        with mpmath.workprec(200):
+            power = fp32(mpmath.mpf(theta) ** mpmath.mpf(2 * pair / 64))
+            whole = fp32(1 / power)
+            if yarn:
+                ramp = min(max(fp32(mpmath.mpf(pair - 15) / 10), 0), 1)
+                keep = fp32(1 - ramp)
+                slow = fp32(fp32(whole / 16) * fp32(1 - keep))
+                whole = fp32(slow + fp32(whole * keep))
+        expected.append(float(whole))
+    assert rope_frequencies(FLASH, yarn=yarn).tolist() == expected
+
+
+def test_a_table_from_frequencies_is_the_models():
+    frequencies = rope_frequencies(FLASH, yarn=True)
+    found = rotation_table(frequencies, tokens=200)
+    assert torch.equal(found, rope_table(FLASH, yarn=True, tokens=200))
+
+
+# ---- shapes --------------------------------------------------------------------------------------
 
 
 def test_short_tables_are_prefixes_of_long_ones():

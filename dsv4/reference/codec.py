@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4.cache.records import ELEMENT_MAX, Part, RecordFormat, TileCode, ValueDtype
 from dsv4.errors import InvalidInput
-from dsv4.reference.numerics import BF16_MAX, to_bf16
+from dsv4.reference.numerics import BF16_MAX, divide, to_bf16
 
 VALUE_TYPES: dict[ValueDtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -90,12 +90,12 @@ def _encode_tiles(code: TileCode, x: Tensor) -> tuple[Tensor, Tensor]:
         scaled = tiles * _power_of_two(254 - exponent)
         scale = exponent.to(torch.uint8)
     elif code.scale == "e4m3":
-        ratio = amax / (largest * code.global_scale)
+        ratio = divide(amax, largest * code.global_scale)
         rounded = ratio.clamp_max(ELEMENT_MAX["e4m3"]).to(torch.float8_e4m3fn)
         scaled = tiles / (rounded.float() * code.global_scale)
         scale = rounded.view(torch.uint8)
     else:
-        ratio = amax / largest
+        ratio = divide(amax, largest)
         scaled = tiles / ratio
         shifts = torch.tensor((0, 8, 16, 24), dtype=torch.int32, device=x.device)
         scale = ((ratio.view(torch.int32) >> shifts) & 0xFF).to(torch.uint8)

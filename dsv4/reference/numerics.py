@@ -2,7 +2,11 @@
 
 Three rules make the Triton kernels equal to this file bit for bit: products and sums are rounded
 one by one (no fused multiply-add); sums over the rows of a group follow the tree of `tree_sum`;
-sums over the channels of a vector run in fp64, where the order does not reach the fp32 result.
+sums over the channels of a vector run in fp64 (`channel_sum` says how far their order matters).
+
+Results are the same on every CPU: what reaches a stored byte is made of IEEE + - × ÷, of
+`square_root` and of `exp_nonpositive`, never of a vector maths library. docs/exactness.md lists
+every call that goes through one.
 """
 
 from __future__ import annotations
@@ -93,6 +97,39 @@ def tree_sum(x: Tensor) -> Tensor:
     return total.squeeze(-2)
 
 
+def square_root(x: Tensor) -> Tensor:
+    """√x of fp32, correctly rounded.
+
+    torch.sqrt goes through the CPU's vector maths library, which is an ulp off on some CPUs. The
+    root of a number of 24 bits is never nearer than 4 ulps of fp64 to the middle of two fp32
+    numbers, so an fp64 root that is less than 4 ulps off rounds to the right one.
+    """
+    return torch.sqrt(x.double()).float()
+
+
+def divide(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor in fp32, rounded once. On a GPU torch multiplies by the reciprocal of a plain
+    number, which rounds twice."""
+    return x / torch.full((), divisor, dtype=torch.float32, device=x.device)
+
+
+def channel_sum(x: Tensor) -> Tensor:
+    """Sum of fp32 over the last axis, formed in fp64 by halves and rounded once; keeps the axis.
+
+    Kernels add in another order. For squares of bf16 numbers that changes nothing: they have 16
+    bits, so fp64 holds the sum of 512 exactly if no two of the numbers, zeros apart, differ by more
+    than 2^14 in size. Where some do, an order may change the last bits of fp64, and the rounded sum
+    if it lies within 2^-44 of the middle of two fp32 numbers.
+    """
+    wide = x.double()
+    while wide.shape[-1] > 1:
+        if wide.shape[-1] % 2:
+            wide = torch.nn.functional.pad(wide, (0, 1))
+        half = wide.shape[-1] // 2
+        wide = wide[..., :half] + wide[..., half:]
+    return wide.float()
+
+
 def to_bf16(x: Tensor) -> Tensor:
     """fp32 → bf16, nearest even; every NaN becomes the one NaN of BF16_NAN_BITS."""
     bits = x.to(torch.bfloat16).view(torch.int16)
@@ -108,8 +145,9 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight · x / rms(x) over the last axis; fp32 inside, rounded once to the type of `x`."""
     wide = x.float()
-    mean_square = (wide * wide).double().sum(dim=-1, keepdim=True).float() / x.shape[-1]
-    inverse = 1.0 / torch.sqrt(mean_square + eps)
+    mean_square = divide(channel_sum(wide * wide), x.shape[-1])
+    root = square_root(mean_square + eps)
+    inverse = torch.ones_like(root) / root
     return round_to(weight * (wide * inverse), x.dtype)
 
 

@@ -17,6 +17,7 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.errors import SchemaMismatch
 from dsv4.model import AttentionType, LayerSpec, ModelSpec, v4_layers
 from dsv4.reference.codec import decode, encode
+from tests.support.numbers import Numbers
 
 ROWS = 3
 # one layer of each kind with V4's real widths: window only, CSA, HCA, draft
@@ -104,15 +105,15 @@ def address(arena: Arena, view: Tensor) -> int:
 def test_a_write_through_a_view_lands_on_the_planes_bytes_and_nowhere_else(name: str):
     schema = SCHEMAS[name]
     manager = manager_of(schema)
-    rng = np.random.default_rng(1)
+    numbers = Numbers(1)
     for plane in schema.planes:
         arena = manager.block_arena if plane.arena == "block" else manager.slot_arena
         handle = manager.acquire(plane.layer)
         view = getattr(handle.pool if plane.arena == "block" else handle.state, plane.name)
         assert view.shape == (ROWS, *plane.shape)
         item = ITEM_BYTES[plane.dtype]
-        payload = rng.integers(0, 255, (ROWS, *plane.shape[:-1], plane.shape[-1] * item))
-        source = torch.from_numpy(payload.astype(np.uint8))
+        payload = numbers.integers(0, 255, ROWS, *plane.shape[:-1], plane.shape[-1] * item)
+        source = payload.to(torch.uint8)
         view.copy_(source.view(view.dtype))
         expected = np.full((ROWS, arena.row_bytes), 0xFF, dtype=np.uint8)
         for row in range(ROWS):
@@ -296,8 +297,7 @@ def test_pages_follow_flashmlas_rule(layer: int, kind: str, block_tokens: int, a
     assert view.pages.stride(0) % align_bytes == 0
     assert view.page.offset_bytes % align_bytes == 0
 
-    generator = torch.Generator().manual_seed(layer)
-    x = torch.randn((ROWS, rows, 512), generator=generator).to(torch.bfloat16)
+    x = Numbers(layer).normal(ROWS, rows, 512).to(torch.bfloat16)
     x[:, :, 100] *= 1000
     data, scales = encode(schema.entry_format, x)
     prefix, scale = ("swa", "swa_inv") if kind == "window" else ("entries", "inv_scale")
@@ -329,7 +329,7 @@ def test_a_page_from_python_is_indexed_by_its_first_dimension():
     manager = manager_of(SCHEMAS["fp8_ds mxfp4"])
     view = manager.acquire(CSA).read_classical_view()
     manager.block_arena.bytes.copy_(
-        torch.randint(0, 256, tuple(manager.block_arena.bytes.shape), dtype=torch.uint8)
+        Numbers(2).integers(0, 256, *manager.block_arena.bytes.shape).to(torch.uint8)
     )
     page = view.page
     for row in range(ROWS):
@@ -345,7 +345,7 @@ def test_index_pages_follow_deepgemms_rule(index_format: str, data: int, scale: 
     view = manager.acquire(CSA).read_indexer_view()
     assert view.pages.shape == (ROWS, 32, 1, data + scale)
     assert view.pages.stride()[1:] == (data + scale, data + scale, 1)
-    x = torch.randn((32, 128), generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    x = Numbers(3).normal(32, 128).to(torch.bfloat16)
     rows, scales = encode(schema.index_format, x)
     keys = getattr(
         view.planes, "indexer_keys_fp4" if index_format == "mxfp4" else "indexer_keys_fp8"
@@ -427,7 +427,7 @@ def test_shared_layers_add_a_window_and_nothing_else():
 def test_v41_records_of_288_and_528_bytes_round_trip_through_the_views():
     schema = SCHEMAS["v41"]
     manager = manager_of(schema)
-    x = torch.randn((128, 512), generator=torch.Generator().manual_seed(9)).to(torch.bfloat16)
+    x = Numbers(9).normal(128, 512).to(torch.bfloat16)
     entries = manager.acquire(4).read_classical_view()
     data, scales = encode(schema.entry_format, x)
     entries.planes.entries_fp4[2] = data

@@ -13,6 +13,7 @@ from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.errors import InvalidInput
 from dsv4.model import AttentionType, LayerSpec, ModelSpec
 from dsv4.reference.numerics import fold_token, gated_pool
+from tests.support.numbers import Numbers
 from tests.support.stack import HCA_STATES, Stack
 
 FLASH, TINY = ModelSpec.preset("v4-flash"), ModelSpec.preset("tiny")
@@ -84,13 +85,8 @@ def fold_group(values: Tensor, logits: Tensor) -> Tensor:
 
 
 def outliers(seed: int, spread: float) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    values, logits = (
-        torch.randn(128, 512, generator=generator)
-        * torch.exp(spread * torch.randn(128, 512, generator=generator))
-        for _ in range(2)
-    )
-    return values, logits
+    numbers = Numbers(seed)
+    return numbers.heavy(128, 512, spread=spread), numbers.heavy(128, 512, spread=spread)
 
 
 LOGITS = {

@@ -14,6 +14,7 @@ from dsv4.cache.prefix.snapshots import SnapshotPool
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput
 from dsv4.model import AttentionType, LayerSpec, ModelSpec
+from tests.support.numbers import Numbers
 
 CPU = torch.device("cpu")
 TINY = ModelSpec.preset("tiny")
@@ -73,7 +74,7 @@ def live_rows(
 def test_a_snapshot_gives_back_every_live_row(name: str, where: str):
     schema = SCHEMAS[name]
     arena = Arena(schema, "slot", 3, CPU)
-    arena.bytes.copy_(torch.randint(0, 256, arena.bytes.shape, dtype=torch.uint8))
+    arena.bytes.copy_(Numbers(1).integers(0, 256, *arena.bytes.shape).to(torch.uint8))
     pool = SnapshotPool(schema, 3, where=where, device=CPU)
     boundaries = (schema.block_tokens, 2 * schema.block_tokens)
     expected = [

@@ -13,6 +13,7 @@ from dsv4.kernels.hopper import index_scores as hopper
 from dsv4.ops.calls import EntrySource, Scoring
 from dsv4.reference import index_scores as reference
 from tests.oracles.indexer import UNTOUCHED, make_keys, make_tokens, round_trip, same_bits
+from tests.support.numbers import Numbers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,11 +33,10 @@ COLUMNS = 1536
 
 
 def case(page_rows: int, *, seed: int = 0) -> tuple[EntrySource, Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    numbers = Numbers(seed)
 
     def random(*shape: int) -> Tensor:
-        x = torch.randn(*shape, generator=generator)
-        return (x * torch.exp(torch.randn(*shape, generator=generator))).to(torch.bfloat16)
+        return numbers.heavy(*shape).to(torch.bfloat16)
 
     values = [random(n, hopper.WIDTH) for n in ENTRIES]
     values[0][7, 5] = torch.nan  # one key with a NaN, and one of zeros
@@ -104,7 +104,7 @@ def test_several_tokens_a_request_are_scored_one_by_one() -> None:
 
 def test_a_score_does_not_depend_on_its_batch() -> None:
     keys, tokens, q, weights = case(32, seed=1)
-    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(2))
+    order = Numbers(2).permutation(len(tokens))
     whole = found(keys, tokens, q, weights)
     for rows in (order, order[:3]):
         assert same_bits(found(keys, tokens[rows], q[rows], weights[rows]), whole[rows])
@@ -113,12 +113,10 @@ def test_a_score_does_not_depend_on_its_batch() -> None:
 def test_many_tokens_of_a_launch_and_of_several() -> None:
     """256 tokens fill a launch; 300 take two."""
     keys, _, _, _ = case(32)
-    generator = torch.Generator().manual_seed(5)
-    tokens = make_tokens([(0, int(p)) for p in torch.randint(6000, (300,), generator=generator)])
-    q = round_trip(
-        RECORD, torch.randn(300, hopper.HEADS, hopper.WIDTH, generator=generator).bfloat16()
-    )
-    weights = torch.randn(300, hopper.HEADS, generator=generator).bfloat16()
+    numbers = Numbers(5)
+    tokens = make_tokens([(0, int(p)) for p in numbers.integers(0, 6000, 300)])
+    q = round_trip(RECORD, numbers.normal(300, hopper.HEADS, hopper.WIDTH).bfloat16())
+    weights = numbers.normal(300, hopper.HEADS).bfloat16()
     assert same_bits(found(keys, tokens, q, weights), wanted(keys, tokens, q, weights))
 
 
@@ -132,10 +130,10 @@ def test_a_nan_in_a_query_makes_its_scores_nan() -> None:
 
 def scaled_case(exponents: tuple[int, ...], key_exponent: int) -> tuple[Tensor, Tensor]:
     """Raw queries whose scale groups lie at powers of two drawn from `exponents`, and raw keys."""
-    generator = torch.Generator().manual_seed(4)
-    q = torch.randn(len(ROWS), hopper.HEADS, 4, 32, generator=generator)
-    drawn = torch.tensor(exponents)[torch.randint(len(exponents), q.shape[:3], generator=generator)]
-    keys = torch.randn(1500, hopper.WIDTH, generator=generator) * 2.0**key_exponent
+    numbers = Numbers(4)
+    q = numbers.normal(len(ROWS), hopper.HEADS, 4, 32)
+    drawn = torch.tensor(exponents)[numbers.integers(0, len(exponents), *q.shape[:3])]
+    keys = numbers.normal(1500, hopper.WIDTH) * 2.0**key_exponent
     return torch.ldexp(q, drawn[..., None]).flatten(2).bfloat16(), keys.bfloat16()
 
 

@@ -12,6 +12,7 @@ from dsv4.reference import index_query as reference_query
 from dsv4.reference import top_k as reference_top_k
 from tests.oracles.indexer import make_tokens, same_bits
 from tests.support.formats import BF16_INDEX_FORMATS
+from tests.support.numbers import Numbers
 
 pytestmark = pytest.mark.gpu
 
@@ -23,13 +24,12 @@ UNTOUCHED = -7
 
 @pytest.mark.parametrize("name", BF16_INDEX_FORMATS)
 def test_index_queries(name: str) -> None:
-    generator = torch.Generator().manual_seed(5)
-    q = torch.randn(6, HEADS, WIDTH, generator=generator)
-    spread = torch.tensor([0.0, 1.0, 3.0, 3.0, 20.0, 3.0]).view(6, 1, 1)
-    q = (q * torch.exp(spread * torch.randn(q.shape, generator=generator))).to(torch.bfloat16)
+    numbers = Numbers(5)
+    spreads = (0.0, 1.0, 3.0, 3.0, 20.0, 3.0)
+    q = torch.stack([numbers.heavy(HEADS, WIDTH, spread=s) for s in spreads]).to(torch.bfloat16)
     q[0, 1], q[0, 2] = 0.0, -0.0
     q[3, 0, 100], q[3, 1, 2], q[3, 2, 70] = torch.nan, torch.inf, -torch.inf
-    rope = torch.rand(POSITIONS, ROPE, generator=generator) * 2 - 1
+    rope = numbers.uniform(POSITIONS, ROPE) * 2 - 1
     tokens = make_tokens([(0, 39), None, (1, 0), (2, 17), (3, 5), (4, 6)])
     record = records.index_format(name, index_dim=WIDTH)
     expected, found = torch.full_like(q, 7.0), torch.full_like(q, 7.0).cuda()
@@ -41,7 +41,7 @@ def test_index_queries(name: str) -> None:
 
 
 def some_scores(kind: str, rows: int, columns: int) -> Tensor:
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(columns))
+    x = Numbers(columns).normal(rows, columns)
     if kind == "ties":
         x = torch.round(x * 2)
     elif kind == "equal":

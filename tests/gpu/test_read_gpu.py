@@ -17,6 +17,7 @@ from dsv4.reference import attend as reference_attend
 from dsv4.reference import select as reference_select
 from dsv4.rope import rope_table
 from tests.oracles.indexer import round_trip
+from tests.support.numbers import Numbers
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +41,7 @@ class Model:
             max_step_tokens=PADDED,
             device="cuda",
         )
-        generator = torch.Generator("cuda").manual_seed(3)
+        generator, numbers = torch.Generator("cuda").manual_seed(3), Numbers(3)
         # bytes that are small finite numbers in every format
         for arena in (self.manager.block_arena.bytes, self.manager.slot_arena.bytes):
             arena.random_(56, 64, generator=generator)
@@ -55,7 +56,7 @@ class Model:
         }
 
         def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+            return numbers.normal(*shape).to("cuda", dtype)
 
         self.weights, self.inputs, self.q, self.index, self.out = {}, {}, {}, {}, {}
         for layer in self.layers:

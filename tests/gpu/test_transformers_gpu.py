@@ -13,6 +13,8 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from dsv4.integrations.transformers.accelerate import accelerate
 from dsv4.integrations.transformers.decode_graph import DecodeGraphs
+from tests.integrations.tiny_v4 import draw_weights
+from tests.support.numbers import Numbers
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +26,6 @@ STEPS = 12
 @cache
 def plain_model(experts: str = "grouped_mm") -> DeepseekV4ForCausalLM:
     """bf16, one layer of each kind and a second CSA one; narrow but for the attention."""
-    torch.manual_seed(0)
     config = DeepseekV4Config(
         vocab_size=VOCABULARY,
         hidden_size=512,
@@ -52,11 +53,7 @@ def plain_model(experts: str = "grouped_mm") -> DeepseekV4ForCausalLM:
         eos_token_id=None,
         pad_token_id=None,
     )
-    model = DeepseekV4ForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("position_bias", "sinks")):
-                parameter.normal_()
+    model = draw_weights(DeepseekV4ForCausalLM(config), 0)
     model = model.to(DEVICE, torch.bfloat16).eval()
     model.set_experts_implementation(experts)
     return model
@@ -88,8 +85,7 @@ def graphs_of(model: DeepseekV4ForCausalLM) -> DecodeGraphs | None:
 
 def inputs(rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Prompts of 2,300, 129, 40 and 1 tokens padded on the left, and the tokens that follow."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(VOCABULARY, (rows, 2300 + STEPS), generator=generator).to(DEVICE)
+    ids = Numbers(1).integers(0, VOCABULARY, rows, 2300 + STEPS).to(DEVICE)
     mask = torch.zeros((rows, 2300), dtype=torch.int64, device=DEVICE)
     for row, tokens in enumerate((2300, 129, 40, 1)[:rows]):
         mask[row, 2300 - tokens :] = 1

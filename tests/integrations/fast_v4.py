@@ -14,7 +14,7 @@ from transformers import DeepseekV4ForCausalLM
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.integrations.transformers.accelerate import accelerate, restore
-from tests.integrations.tiny_v4 import POISON, tiny_config
+from tests.integrations.tiny_v4 import POISON, draw_weights, tiny_config
 
 KINDS = (
     "sliding_attention",
@@ -30,23 +30,12 @@ def plain_model(
 ) -> DeepseekV4ForCausalLM:
     """A model that nothing is done to, with experts by hash and by router. Biases, sinks, norms and
     hash routes are random: as zeros and ones they would hide who applies them."""
-    torch.manual_seed(seed)
     config = tiny_config(
         layer_types=list(KINDS),
         mlp_layer_types=["hash_moe", "moe", "moe", "moe"],
         index_topk=index_topk,
     )
-    model = DeepseekV4ForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("position_bias", "sinks")):
-                parameter.normal_()
-            elif "norm" in name:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-        for name, buffer in model.named_buffers():
-            if name.endswith("tid2eid"):
-                buffer.random_(0, config.n_routed_experts)
-    return model.to(dtype)
+    return draw_weights(DeepseekV4ForCausalLM(config).eval(), seed, norms=0.2).to(dtype)
 
 
 @contextmanager

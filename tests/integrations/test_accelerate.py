@@ -23,7 +23,7 @@ from tests.integrations.fast_v4 import (
     manager_of,
     plain_model,
 )
-from tests.integrations.tiny_v4 import prompt, tiny_config
+from tests.integrations.tiny_v4 import draw_weights, prompt, tiny_config
 
 PROMPTS = (1, 3, 4, 5, 127, 128, 129, 300)
 ALL_ENTRIES = 512  # more than any prompt here has
@@ -130,10 +130,8 @@ def test_embeddings_as_input() -> None:
 
 
 def moe_only_model() -> DeepseekV4ForCausalLM:
-    torch.manual_seed(0)
-    return DeepseekV4ForCausalLM(
-        tiny_config(layer_types=list(KINDS), mlp_layer_types=["moe"] * len(KINDS))
-    ).eval()
+    config = tiny_config(layer_types=list(KINDS), mlp_layer_types=["moe"] * len(KINDS))
+    return draw_weights(DeepseekV4ForCausalLM(config).eval(), 0)
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.integrations.fast_v4 import assert_close, fast, generate, manager_of, plain_model
 from tests.integrations.tiny_v4 import prompt
+from tests.support.numbers import Numbers
 
 LENGTHS = (5, 129, 1, 70)
 TOLERANCE = 1e-5
@@ -22,7 +23,7 @@ def padded(rows: Sequence[Tensor], side: str) -> tuple[Tensor, Tensor]:
     """ids and mask [rows, columns]; padding is a token id like any other, in rows it is no part of.
     "both": some rows on the left, some on the right, one in the middle."""
     columns = max(len(row) for row in rows)
-    ids = torch.randint(0, 128, (len(rows), columns), generator=torch.Generator().manual_seed(9))
+    ids = Numbers(9).integers(0, 128, len(rows), columns)
     mask = torch.zeros_like(ids)
     for nth, row in enumerate(rows):
         places = torch.arange(len(row))

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from benchmarks import transformers_decode as benchmark
 from benchmarks.registry import SUITES
 from dsv4.integrations.transformers.accelerate import accelerate, is_accelerated, restore
+from tests.support.numbers import Numbers
 
 SMALL = {
     "vocab_size": 64,
@@ -49,7 +50,7 @@ def shapes(cache: Cache) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def test_the_filled_cache_of_transformers_is_as_a_prompt_leaves_it(model: Any) -> None:
-    prompt = torch.randint(64, (1, 256))
+    prompt = Numbers(1).integers(0, 64, 1, 256)
     assert shapes(benchmark.filled_dynamic_cache(model, 256)) == shapes(
         model(prompt).past_key_values
     )

@@ -13,13 +13,13 @@ from torch import Tensor
 from dsv4.cache.prefix.options import PrefixOptions, full, zero
 from dsv4.integrations.transformers.accelerate import accelerate, restore
 from tests.integrations.fast_v4 import fast, generate, manager_of, plain_model
+from tests.support.numbers import Numbers
 
 NEW_TOKENS = 6
 
 
 def ids(count: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, plain_model().config.vocab_size, (1, count), generator=generator)
+    return Numbers(seed).integers(3, plain_model().config.vocab_size, 1, count)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from transformers import DeepseekV4ForCausalLM
 
 from tests.integrations.fast_v4 import KINDS, fast, generate, manager_of, plain_model
 from tests.integrations.quantised_layers import rounding_cache
-from tests.integrations.tiny_v4 import prompt, tiny_config
+from tests.integrations.tiny_v4 import draw_weights, prompt, tiny_config
 
 ALL_ENTRIES = 512
 BF16_STEP = 2.0**-8
@@ -26,14 +26,8 @@ def rms(x: Tensor) -> float:
 
 
 def one_layer(kind: str) -> DeepseekV4ForCausalLM:
-    torch.manual_seed(3)
     config = tiny_config(layer_types=[kind], num_hidden_layers=1, index_topk=ALL_ENTRIES)
-    model = DeepseekV4ForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("position_bias", "sinks")):
-                parameter.normal_()
-    return model
+    return draw_weights(DeepseekV4ForCausalLM(config).eval(), 3)
 
 
 @torch.no_grad()

@@ -16,13 +16,13 @@ from dsv4.integrations.transformers import paged_cache
 from dsv4.integrations.transformers.accelerate import accelerate, restore
 from tests.integrations.fast_v4 import fast, generate, manager_of, plain_model
 from tests.integrations.tiny_v4 import tiny_config
+from tests.support.numbers import Numbers
 
 NEW_TOKENS = 3
 
 
 def ids(count: int, seed: int = 1) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, plain_model().config.vocab_size, (1, count), generator=generator)
+    return Numbers(seed).integers(3, plain_model().config.vocab_size, 1, count)
 
 
 def check_like_plain(model: DeepseekV4ForCausalLM, prompt: Tensor) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 from dsv4.integrations.transformers.history import UNKNOWN_ID, History
+from tests.support.numbers import Numbers
 
 
 def test_columns_are_what_was_added_and_room_grows_by_doubling() -> None:
-    ids = torch.randint(0, 99, (2, 700))
-    mask = torch.rand(2, 700) < 0.7
+    numbers = Numbers(1)
+    ids = numbers.integers(0, 99, 2, 700)
+    mask = numbers.uniform(2, 700) < 0.7
     history, moved = History(2), set()
     for column in range(700):
         history.add(ids[:, column : column + 1], mask[:, column : column + 1])

@@ -12,6 +12,7 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.cache_utils import Cache, DynamicCache
 
 from dsv4.integrations.transformers import PagedCache
+from tests.support.numbers import Numbers
 
 VOCABULARY = 128
 KINDS = (
@@ -57,13 +58,29 @@ def tiny_model(
     seed: int = 0, dtype: torch.dtype = torch.float32, index_topk: int = 16
 ) -> DeepseekV4ForCausalLM:
     """Biases and sinks are random too: as zeros they would hide who adds them."""
-    torch.manual_seed(seed)
     model = DeepseekV4ForCausalLM(tiny_config(index_topk=index_topk))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("position_bias", "sinks")):
-                parameter.normal_()
-    return model.to(dtype).eval()
+    return draw_weights(model, seed).to(dtype).eval()
+
+
+@torch.no_grad()
+def draw_weights(
+    model: DeepseekV4ForCausalLM, seed: int, *, norms: float = 0.0
+) -> DeepseekV4ForCausalLM:
+    """Weights that are the same on every machine, for those that transformers draws: biases and
+    sinks of size 1, norms 1 ± `norms`, hash routes, all else of the config's initializer_range."""
+    numbers, config = Numbers(seed), model.config
+    for name, parameter in model.named_parameters():
+        drawn = numbers.normal(*parameter.shape).to(parameter)
+        if name.endswith(("position_bias", "sinks")):
+            parameter.copy_(drawn)
+        elif "norm" in name:
+            parameter.copy_(1.0 + norms * drawn)
+        elif not name.endswith(("base", "scale")):
+            parameter.copy_(config.initializer_range * drawn)
+    for name, buffer in model.named_buffers():
+        if name.endswith("tid2eid"):
+            buffer.copy_(numbers.integers(0, config.n_routed_experts, *buffer.shape))
+    return model
 
 
 def paged(
@@ -81,8 +98,7 @@ def own_cache(model: DeepseekV4ForCausalLM) -> Cache:
 
 
 def prompt(tokens: int, *, rows: int = 1, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCABULARY, (rows, tokens), generator=generator)
+    return Numbers(seed).integers(0, VOCABULARY, rows, tokens)
 
 
 def generate(

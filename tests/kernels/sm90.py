@@ -30,6 +30,10 @@ _POINTERS = {
     torch.int64: "*i64",
     torch.int16: "*i16",
 }
+_ARITHMETIC = re.compile(
+    r"(add|sub|mul|div|sqrt|rcp|rsqrt|fma|mad|ex2|lg2|sin|cos|tanh)\.(.*\.)?f(32|64)(x2)?"
+)
+_EXACT = re.compile(r"(add|sub|mul|div|sqrt)\.rn\.f(32|64)(x2)?")
 _ROOT = Path(__file__).parents[2]
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
@@ -108,6 +112,13 @@ def compile_launch(
         sass=sass,
         opcodes=opcodes,
     )
+
+
+def inexact_instructions(ptx: str) -> list[str]:
+    """Arithmetic on fp32 and fp64 that is not one IEEE operation rounded once: approximations,
+    fused multiply-adds, and sums and products that ptxas may fuse because they do not say .rn."""
+    found = set(re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]+)", ptx, re.MULTILINE))
+    return sorted(i for i in found if _ARITHMETIC.fullmatch(i) and not _EXACT.fullmatch(i))
 
 
 def ptxas_messages(ptx: str) -> str:

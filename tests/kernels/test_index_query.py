@@ -10,6 +10,7 @@ from dsv4.kernels import index_query as kernel
 from dsv4.reference import index_query as reference
 from tests.oracles.indexer import make_tokens, same_bits
 from tests.support.formats import BF16_INDEX_FORMATS
+from tests.support.numbers import Numbers
 
 WIDTH, ROPE, POSITIONS = 128, 64, 40
 
@@ -18,13 +19,11 @@ WIDTH, ROPE, POSITIONS = 128, 64, 40
 @pytest.mark.parametrize("spread", [0.0, 3.0, 20.0])
 @pytest.mark.parametrize("name", BF16_INDEX_FORMATS)
 def test_equals_the_reference(name: str, spread: float):
-    generator = torch.Generator().manual_seed(5)
-    q = torch.randn(4, 3, WIDTH, generator=generator)
-    q *= torch.exp(spread * torch.randn(4, 3, WIDTH, generator=generator))
-    q = q.to(torch.bfloat16)
+    numbers = Numbers(5)
+    q = numbers.heavy(4, 3, WIDTH, spread=spread).to(torch.bfloat16)
     q[0, 1] = -0.0
     q[3, 0, 100], q[3, 1, 2], q[3, 2, 70] = torch.nan, torch.inf, -torch.inf
-    rope = torch.rand(POSITIONS, ROPE, generator=generator) * 2 - 1
+    rope = numbers.uniform(POSITIONS, ROPE) * 2 - 1
     record = records.index_format(name, index_dim=WIDTH)
     tokens = make_tokens([(2, POSITIONS - 1), None, (0, 0), (1, 17)])
     found, expected = torch.full_like(q, 7.0), torch.full_like(q, 7.0)
@@ -34,9 +33,10 @@ def test_equals_the_reference(name: str, spread: float):
 
 
 def test_strided_queries():
-    wide = torch.randn(2, 5, 2 * WIDTH).to(torch.bfloat16)
+    numbers = Numbers(6)
+    wide = numbers.normal(2, 5, 2 * WIDTH).to(torch.bfloat16)
     q = wide[:, 1:3, WIDTH:]
-    rope = torch.rand(POSITIONS, ROPE)
+    rope = numbers.uniform(POSITIONS, ROPE)
     record = records.mxfp4(WIDTH)
     tokens = make_tokens([(0, 3), (1, 30)])
     found, expected = torch.zeros(2, 2, WIDTH).bfloat16(), torch.zeros(2, 2, WIDTH).bfloat16()

@@ -14,6 +14,7 @@ from dsv4.kernels import index_scores as kernel
 from dsv4.ops.calls import EntrySource, Scoring
 from dsv4.reference import index_scores as reference
 from tests.oracles.indexer import UNTOUCHED, make_keys, make_tokens, round_trip, same_bits
+from tests.support.numbers import Numbers
 
 ENTRIES = (150, 0, 40, 9)
 ROWS = [(0, 599), (0, 598), None, (3, 35), (2, 150), (2, 151), (2, 152), (1, 2), None, (0, 255)]
@@ -24,11 +25,10 @@ def case(
     name: str, *, heads: int = 8, width: int = 64, seed: int = 0
 ) -> tuple[EntrySource, Tensor, Tensor, Tensor]:
     record = records.index_format(name, index_dim=width)
-    generator = torch.Generator().manual_seed(seed)
+    numbers = Numbers(seed)
 
     def random(*shape: int) -> Tensor:
-        x = torch.randn(*shape, generator=generator)
-        return (x * torch.exp(torch.randn(*shape, generator=generator))).to(torch.bfloat16)
+        return numbers.heavy(*shape).to(torch.bfloat16)
 
     keys = make_keys(record, [random(n, width) for n in ENTRIES], seed=seed)
     q = round_trip(record, random(len(ROWS), heads, width))
@@ -115,7 +115,7 @@ def test_tokens_that_see_few_entries_are_skipped():
 def test_permuting_the_batch_permutes_the_scores(tokens_per_request: int):
     keys, tokens, q, weights = case("mxfp4")
     plain, _ = both(keys, tokens, q, weights)
-    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(4))
+    order = Numbers(4).permutation(len(tokens))
     shuffled = torch.full((len(tokens), COLUMNS), UNTOUCHED)
     kernel.index_scores(
         Scoring(

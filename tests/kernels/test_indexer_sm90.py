@@ -38,6 +38,12 @@ def test_nothing_spills(compiled: dict[str, dict[str, Any]]):
     assert {name: c["spill_bytes"] for name, c in compiled.items() if c["spill_bytes"]} == {}
 
 
+def test_queries_are_made_of_exact_operations(compiled: dict[str, dict[str, Any]]):
+    """Their bits are the reference's, as those of the keys are."""
+    for record in FORMATS:
+        assert compiled[f"query {record}"]["inexact"] == []
+
+
 def test_scores_use_the_matrix_unit_and_leave_room_for_four_programs(
     compiled: dict[str, dict[str, Any]],
 ):
@@ -71,7 +77,7 @@ def main() -> None:
     from dsv4.cache.pages import Page
     from dsv4.kernels import index_query, index_scores, top_k
     from dsv4.ops.calls import EntrySource, Scoring
-    from tests.kernels.sm90 import Compiled, compile_launch
+    from tests.kernels.sm90 import Compiled, compile_launch, inexact_instructions
 
     found: dict[str, dict[str, Any]] = {}
 
@@ -82,6 +88,7 @@ def main() -> None:
             "spill_bytes": c.spill_bytes,
             "opcodes": dict(c.opcodes),
             "loads_of_16_bytes": c.ptx.count("ld.global.v4.b32"),
+            "inexact": inexact_instructions(c.ptx),
         }
 
     rows = 64

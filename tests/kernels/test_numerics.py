@@ -16,6 +16,7 @@ from dsv4.model import ModelSpec
 from dsv4.reference import codec
 from dsv4.reference import numerics as reference
 from dsv4.rope import rope_table
+from tests.support.numbers import Numbers
 
 BLOCK = 8192
 NAN, INF = math.nan, math.inf
@@ -83,8 +84,7 @@ def every_bf16() -> Tensor:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_exp():
     edges = torch.tensor([0.0, -0.0, -1e-30, -86.999, -87.0, -87.00001, -88.0, -1e30, -INF, NAN])
-    generator = torch.Generator().manual_seed(1)
-    x = torch.cat((edges, -torch.rand(40_000, generator=generator) * 90))
+    x = torch.cat((edges, Numbers(1).uniform(40_000) * -90))
     found = elementwise(kernels.exp_nonpositive, x, torch.float32)
     expected = reference.exp_nonpositive(x)
     assert_same_bits(found.nan_to_num(7.0), expected.nan_to_num(7.0))
@@ -168,10 +168,10 @@ def test_bounded():
 
 def rows_of(kind: str, rows: int, width: int) -> Tensor:
     """bf16 rows, as fp32."""
-    generator = torch.Generator().manual_seed(rows + width)
-    x = torch.randn(rows, width, generator=generator)
+    numbers = Numbers(rows + width)
+    x = numbers.normal(rows, width)
     if kind == "outliers":
-        x = x * torch.exp(3 * torch.randn(rows, width, generator=generator))
+        x = numbers.heavy(rows, width, spread=3.0)
     elif kind == "tiny":
         x = x * 1e-12
     elif kind == "huge":
@@ -191,7 +191,7 @@ KINDS = ("normal", "outliers", "tiny", "huge", "not finite")
 @pytest.mark.parametrize(("width", "eps"), [(128, 1e-6), (512, 1e-6), (512, 1e-20)])
 def test_rms_norm(width: int, eps: float, kind: str):
     x = rows_of(kind, 16, width)
-    weight = torch.randn(width, generator=torch.Generator().manual_seed(9))
+    weight = Numbers(9).normal(width)
     found = torch.empty_like(x)
     _rms_norm_kernel[(16,)](x, weight, found, eps, WIDTH=width)
     assert_same_bits(found, reference.rms_norm(reference.to_bf16(x), weight, eps).float())

@@ -15,6 +15,7 @@ from dsv4.ops.backend import Backend
 from dsv4.ops.calls import EntrySource, Selection
 from dsv4.reference.backend import ReferenceBackend
 from tests.oracles.indexer import make_keys, make_tokens, round_trip
+from tests.support.numbers import Numbers
 
 KERNEL: Backend = TritonBackend(torch.device("cpu"))
 REFERENCE: Backend = ReferenceBackend()
@@ -26,11 +27,11 @@ ENTRIES = (300, 3, 41)
 
 def case(name: str = "mxfp4", *, seed: int = 0) -> tuple[EntrySource, Tensor, Tensor, Tensor]:
     record = records.index_format(name, index_dim=WIDTH)
-    generator = torch.Generator().manual_seed(seed)
-    values = [torch.randn(n, WIDTH, generator=generator).to(torch.bfloat16) for n in ENTRIES]
+    numbers = Numbers(seed)
+    values = [numbers.normal(n, WIDTH).to(torch.bfloat16) for n in ENTRIES]
     keys = make_keys(record, values, page_rows=PAGE_ROWS, seed=seed)
-    q = torch.randn(len(ROWS), HEADS, WIDTH, generator=generator).to(torch.bfloat16)
-    weights = torch.randn(len(ROWS), HEADS, generator=generator).to(torch.bfloat16)
+    q = numbers.normal(len(ROWS), HEADS, WIDTH).to(torch.bfloat16)
+    weights = numbers.normal(len(ROWS), HEADS).to(torch.bfloat16)
     return keys, make_tokens(ROWS), round_trip(record, q), weights
 
 

@@ -9,13 +9,20 @@ import pytest
 import torch
 
 from dsv4.cache.pages import Page
-from dsv4.cache.records import RecordFormat, fp8_ds, mxfp4
+from dsv4.cache.records import RecordFormat, bf16, fp8_ds, fp8_row, index_fp8, mxfp4, nvfp4
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
-from tests.kernels.sm90 import compile_launch, run_apart
+from tests.kernels.sm90 import compile_launch, inexact_instructions, run_apart
 
-NAMES = ("write entries", "write keys", "gather entries", "gather all", "gather window")
-RECORDS: dict[str, RecordFormat] = {"entries": fp8_ds(512, 64), "keys": mxfp4(128)}
+RECORDS: dict[str, RecordFormat] = {
+    "entries": fp8_ds(512, 64),
+    "keys": mxfp4(128),
+    "fp8_row": fp8_row(512, 64),
+    "bf16": bf16(512, 64),
+    "nvfp4": nvfp4(128),
+    "fp8": index_fp8(128),
+}
+NAMES = (*(f"write {name}" for name in RECORDS), "gather entries", "gather all", "gather window")
 
 
 def compile_case(name: str) -> dict[str, object]:
@@ -58,6 +65,7 @@ def compile_case(name: str) -> dict[str, object]:
         "registers": compiled.registers,
         "e4m3_conversions": compiled.ptx.count("cvt.rn.satfinite.e4m3x2"),
         "wide_stores": compiled.ptx.count("st.global.v4"),
+        "inexact": inexact_instructions(compiled.ptx),
     }
 
 
@@ -66,6 +74,8 @@ def test_compiled(name: str) -> None:
     found = run_apart("tests.kernels.test_small_sm90", name)
     assert found["spill_bytes"] == 0
     assert found["registers"] <= 128
+    if name.startswith("write"):
+        assert found["inexact"] == []
     if name == "write entries":
         assert found["e4m3_conversions"] > 0
     if name.startswith("gather"):

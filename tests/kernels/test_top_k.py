@@ -15,6 +15,7 @@ from dsv4.errors import InvalidInput
 from dsv4.kernels import top_k as kernel
 from dsv4.reference import top_k as reference
 from tests.oracles.indexer import make_tokens, slow_top_k
+from tests.support.numbers import Numbers
 
 UNTOUCHED = -7
 SPECIAL = [0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-30, -1e-30, 3.0, -3.0]
@@ -49,8 +50,8 @@ def select(
 
 
 def random_scores(kind: str, rows: int, columns: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, columns, generator=generator)
+    numbers = Numbers(seed)
+    x = numbers.normal(rows, columns)
     if kind == "ties":
         x = torch.round(x * 2)
     elif kind == "equal":
@@ -58,10 +59,10 @@ def random_scores(kind: str, rows: int, columns: int, seed: int = 0) -> Tensor:
     elif kind == "zeros":
         x = torch.where(x > 0, 0.0, -0.0)
     elif kind == "special":
-        at = torch.randint(len(SPECIAL), x.shape, generator=generator)
+        at = numbers.integers(0, len(SPECIAL), *x.shape)
         x = torch.tensor(SPECIAL)[at]
     elif kind == "wide":
-        x = x * torch.exp(20 * torch.randn(rows, columns, generator=generator))
+        x = numbers.heavy(rows, columns, spread=20.0)
     return x.to(torch.bfloat16).float()
 
 
@@ -124,7 +125,7 @@ def test_orders_that_bounds_might_miss(k: int, bf16_scores: bool):
 @pytest.mark.usefixtures("short_tiles")
 @pytest.mark.parametrize("columns", [200, 700])
 def test_fp32_scores(columns: int):
-    scores = torch.randn(2, columns, generator=torch.Generator().manual_seed(2))
+    scores = Numbers(2).normal(2, columns)
     scores[:, ::3] = scores[0, 0] * (1 + 2.0**-23)
     found, expected = select(scores, tokens_of([columns, columns - 1]), 80, bf16_scores=False)
     assert found.tolist() == expected.tolist()
@@ -161,7 +162,7 @@ def test_a_row_does_not_depend_on_its_batch():
 
 
 def test_more_wanted_than_there_are_columns():
-    found, expected = select(torch.randn(2, 5), tokens_of([5, 3]), 9)
+    found, expected = select(Numbers(1).normal(2, 5), tokens_of([5, 3]), 9)
     assert found.tolist() == expected.tolist()
     assert found[1].tolist() == [0, 1, 2] + [-1] * 6
 

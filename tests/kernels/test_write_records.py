@@ -12,6 +12,7 @@ from dsv4.kernels.write_records import write_records
 from dsv4.model import ModelSpec
 from dsv4.reference.append import write_records as reference_write_records
 from tests.support.formats import BF16_ENTRY_FORMATS, BF16_INDEX_FORMATS
+from tests.support.numbers import Numbers
 from tests.support.stack import POISON
 
 CSA = 1
@@ -33,9 +34,9 @@ def page_and_arena(preset: str, kind: PageKind, name: str) -> tuple[Page, Tensor
 
 def hard_rows(count: int, width: int) -> Tensor:
     """Ordinary rows, outliers, zeros, the smallest and largest numbers, NaN and infinity."""
-    generator = torch.Generator().manual_seed(count)
-    x = torch.randn(count, width, generator=generator)
-    x[1] *= torch.exp(4 * torch.randn(width, generator=generator))
+    numbers = Numbers(count)
+    x = numbers.normal(count, width)
+    x[1] = numbers.heavy(width, spread=4.0)
     x[2] = 0.0
     x[3] *= 1e-30
     x[4] *= 1e37

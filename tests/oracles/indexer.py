@@ -14,6 +14,7 @@ from dsv4.cache.records import RecordFormat
 from dsv4.ops.calls import EntrySource
 from dsv4.reference.append import write_records
 from dsv4.reference.codec import decode, encode
+from tests.support.numbers import Numbers
 
 POISON = 0xFF
 UNTOUCHED = -12345.0
@@ -36,7 +37,7 @@ def make_keys(
     page = Page(kind="index_keys", layer=0, offset_bytes=32, rows=page_rows, format=record)
     row_bytes = -(-(32 + page.payload_bytes) // 16) * 16 + 16
     arena = torch.full((sum(needed) + 3, row_bytes), POISON, dtype=torch.uint8)
-    order = torch.randperm(arena.shape[0], generator=torch.Generator().manual_seed(seed)).tolist()
+    order = Numbers(seed).permutation(arena.shape[0]).tolist()
     table = torch.full((len(values), columns), WILD_BLOCK, dtype=torch.int32)
     for slot, keys in enumerate(values):
         ids = torch.tensor([order.pop() for _ in range(needed[slot])], dtype=torch.int32)

@@ -16,6 +16,7 @@ from dsv4.ops.calls import Attention, EntrySource, WindowSource
 from dsv4.reference.append import write_records
 from dsv4.reference.attend import attend
 from dsv4.reference.codec import decode, encode
+from tests.support.numbers import Numbers
 
 TOLERANCE = 4e-3
 POISON = 0xFF
@@ -102,10 +103,10 @@ def make_step(
 
     `kind` is swa, csa (a list of `top_k` indices, wild ones among them) or hca.
     """
-    rng = torch.Generator().manual_seed(seed)
+    numbers = Numbers(seed)
 
     def random(*shape: int) -> Tensor:
-        return (torch.randn(*shape, generator=rng) * spread).to(torch.bfloat16)
+        return (numbers.normal(*shape) * spread).to(torch.bfloat16)
 
     def page(name: PageKind, rows: int, chosen: str) -> Page:
         form = records.entry_format(chosen, head_dim=width, rope_dim=rope_dim)
@@ -118,7 +119,7 @@ def make_step(
     def stored(source: Page, rows: Tensor) -> Tensor:
         return decode(source.format, *encode(source.format, rows)).double()
 
-    slots = torch.randperm(len(requests) + 2, generator=rng)[: len(requests)].tolist()
+    slots = numbers.permutation(len(requests) + 2)[: len(requests)].tolist()
     first_rows = [sum(n for _, n in requests[:i]) for i in range(len(requests))]
     total = sum(n for _, n in requests)
     ring_rows = total + (window - 1) * len(requests) if chunk else window + slack
@@ -129,7 +130,7 @@ def make_step(
     blocks = max(1, -(-capacity // page_rows))
     entry_arena = arena_of(len(requests) * blocks + 3, entry_page)
     table = torch.full((len(requests) + 2, blocks), 2**30, dtype=torch.int32)
-    order = torch.randperm(len(requests) * blocks + 3, generator=rng).int()
+    order = numbers.permutation(len(requests) * blocks + 3).int()
 
     tokens, batch, indices, keys = [], [], [], []
     for row, (start, count) in enumerate(requests):
@@ -159,12 +160,12 @@ def make_step(
             visible = (t + 1) // ratio
             seen = far[:visible]
             if kind == "csa":
-                chosen = torch.randperm(visible, generator=rng)[: top_k - len(WILD)]
+                chosen = numbers.permutation(visible)[: top_k - len(WILD)]
                 listed = torch.cat(
                     (chosen, torch.tensor([*WILD, visible]), torch.full((top_k,), -1))
                 )
                 listed = listed[:top_k]
-                indices.append(listed[torch.randperm(top_k, generator=rng)].int())
+                indices.append(listed[numbers.permutation(top_k)].int())
                 seen = far[chosen]
             keys.append(torch.cat((near[max(0, t - window + 1) - oldest : t + 1 - oldest], seen)))
     tokens += [(-1, -1, -1, -1)] * padding
@@ -175,7 +176,7 @@ def make_step(
     )
     return Step(
         q=random(total + padding, heads, width),
-        sink=torch.randn(heads, generator=rng),
+        sink=numbers.normal(heads),
         tokens=torch.tensor(tokens, dtype=torch.int32),
         batch=torch.tensor(batch, dtype=torch.int32),
         window=WindowSource(arena=window_arena, page=window_page, window=window, staged=chunk),

@@ -19,6 +19,7 @@ from dsv4.reference import numerics
 from dsv4.reference.codec import decode, encode
 from tests.data.make_golden_records import CASES, GOLDEN_PATH, build
 from tests.oracles import records as oracle
+from tests.support.numbers import Numbers
 
 FORMATS: dict[str, RecordFormat] = {
     "fp8_ds": records.fp8_ds(512, 64),
@@ -73,29 +74,34 @@ def bf16(values: object) -> Tensor:
 
 def random_bits(kind: str, rows: int, width: int, seed: int = 0) -> np.ndarray:
     """bf16 patterns of one kind of trouble, [rows, width]."""
-    rng = np.random.default_rng([seed, *kind.encode()])
-    x = rng.standard_normal((rows, width))
+    numbers = Numbers(1000 * seed + sum(kind.encode()))
+
+    def power_of_two(low: int, high: int, *shape: int) -> Tensor:
+        """fp64, so that it is not subnormal."""
+        return ((numbers.integers(low, high, *shape) + 1023) << 52).view(torch.float64)
+
+    x = numbers.normal(rows, width).double()
     if kind == "heavy tails":
-        x = rng.standard_t(1.5, (rows, width)) * 10.0 ** rng.uniform(-3, 3, (rows, 1))
+        x = numbers.heavy(rows, width, spread=2.0) * power_of_two(-10, 11, rows, 1)
     elif kind == "outlier channels":
-        x[:, rng.choice(width, size=width // 64, replace=False)] *= 1e3
+        x[:, numbers.permutation(width)[: width // 64]] *= 1e3
     elif kind == "tiny":
-        x *= 10.0 ** rng.uniform(-9, -3, (rows, width))
+        x = x * power_of_two(-30, -9, rows, width)
     elif kind == "denormal":
-        x *= 2.0 ** rng.uniform(-134, -120, (rows, width))
+        x = x * power_of_two(-134, -119, rows, width)
     elif kind == "huge":
-        x *= 2.0 ** rng.uniform(110, 126, (rows, width))
+        x = x * power_of_two(110, 127, rows, width)
     elif kind == "any bits":
-        return rng.integers(0, 1 << 16, (rows, width), dtype=np.uint16)
+        return numbers.integers(0, 1 << 16, rows, width).numpy().astype(np.uint16)
     elif kind == "zeros":
-        return rng.choice(np.array([0x0000, 0x8000], dtype=np.uint16), (rows, width))
+        return numbers.integers(0, 2, rows, width).numpy().astype(np.uint16) << np.uint16(15)
     elif kind == "inf and nan":
-        bits = bits_of(bf16(x.tolist())).copy()
+        bits = bits_of(x.to(torch.bfloat16)).copy()
         special = np.array([0x7F80, 0xFF80, 0x7FC0, 0xFFC0, 0x7F81, 0xFFFF], dtype=np.uint16)
-        at = rng.random((rows, width)) < 0.01
-        bits[at] = rng.choice(special, at.sum())
+        at = (numbers.uniform(rows, width) < 0.01).numpy()
+        bits[at] = special[numbers.integers(0, len(special), at.sum())]
         return bits
-    return bits_of(torch.from_numpy(x).float().to(torch.bfloat16))
+    return bits_of(x.float().to(torch.bfloat16))
 
 
 KINDS = [
@@ -211,7 +217,7 @@ def test_there_are_65280_finite_bf16_numbers():
 def test_fast_oracle_equals_the_slow_one():
     for name in CODED:
         tiles = oracle.coded(oracle.LAYOUTS[name])[0]
-        bits = np.random.default_rng(1).choice(FINITE, (20, tiles.tile))
+        bits = FINITE[Numbers(1).integers(0, len(FINITE), 20, tiles.tile)]
         bits[::2] = random_bits("normal", 10, tiles.tile)
         codes, raw = oracle.encode_tiles(tiles, bits)
         for row, pattern in enumerate(bits):
@@ -430,7 +436,7 @@ def test_bytes_survive_decode_and_encode_where_a_tile_fills_its_scale(name: str)
     """Any codes, any scale byte that can occur: if a tile's largest code is above half of the
     grid's largest value, encoding what was decoded gives the same bytes."""
     record, tiles = FORMATS[name], oracle.coded(oracle.LAYOUTS[name])[0]
-    rng = np.random.default_rng(5)
+    numbers = Numbers(5)
     grid = np.array(oracle.GRIDS[tiles.element])
     above_half = np.flatnonzero(grid > grid[-1] / 2)
     per_record = tiles.width // tiles.tile
@@ -438,9 +444,10 @@ def test_bytes_survive_decode_and_encode_where_a_tile_fills_its_scale(name: str)
     highest = 246 if tiles.element == "e4m3" else 252
     scale_bytes = np.arange(lowest, highest + 1, dtype=np.uint8)
     rows = -(-len(scale_bytes) // per_record) * 3
-    codes = rng.integers(0, len(grid), (rows, per_record, tiles.tile)).astype(np.uint8)
-    codes |= rng.choice(np.array([0, oracle.SIGN_BIT[tiles.element]], np.uint8), codes.shape)
-    codes[:, :, 9] = rng.choice(above_half, (rows, per_record)).astype(np.uint8)
+    codes = numbers.integers(0, len(grid), rows, per_record, tiles.tile).numpy().astype(np.uint8)
+    signs = np.array([0, oracle.SIGN_BIT[tiles.element]], np.uint8)
+    codes |= signs[numbers.integers(0, 2, *codes.shape)]
+    codes[:, :, 9] = above_half[numbers.integers(0, len(above_half), rows, per_record)]
     codes = codes.reshape(rows, tiles.width)
     if tiles.element == "e2m1":
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
@@ -569,11 +576,10 @@ def test_hadamard_twice_gives_the_vector_back():
 
 
 def test_exp_nonpositive_is_within_two_ulp():
-    rng = np.random.default_rng(3)
     points = np.concatenate(
         (
             np.linspace(-87.0, 0.0, 200_001),
-            -(10.0 ** rng.uniform(-40, 1.9, 200_000)),
+            -(10.0 ** (Numbers(3).uniform(200_000).numpy() * 41.9 - 40.0)),
             # around the halves of ln 2, where the reduced argument changes sign
             np.outer((np.arange(250) / 2) * math.log(2), [-1 - 1e-7, -1.0, -1 + 1e-7]).ravel(),
         )
@@ -594,8 +600,7 @@ def test_exp_nonpositive_at_its_ends():
 
 
 def test_to_bf16_rounds_to_nearest_even_and_knows_one_nan():
-    rng = np.random.default_rng(7)
-    patterns = rng.integers(0, 1 << 32, 20_000, dtype=np.uint32)
+    patterns = Numbers(7).bits(20_000).numpy().view(np.uint32)
     patterns[:5000] = patterns[:5000] & 0xFFFF0000 | 0x8000  # ties
     values = patterns.view(np.float32)
     found = bits_of(numerics.to_bf16(torch.from_numpy(values.copy())))
@@ -606,7 +611,7 @@ def test_to_bf16_rounds_to_nearest_even_and_knows_one_nan():
 def test_rms_norm_equals_float64_up_to_one_rounding(kind: str):
     eps = 1e-6
     x = tensor_of(random_bits(kind, 40, 512))
-    weight = torch.from_numpy(np.random.default_rng(2).normal(1.0, 0.3, 512)).float()
+    weight = 1.0 + 0.3 * Numbers(2).normal(512)
     wide = x.double()
     exact = weight.double() * wide / torch.sqrt((wide * wide).mean(dim=-1, keepdim=True) + eps)
     error = (numerics.rms_norm(x, weight, eps).double() - exact).abs()
@@ -621,7 +626,7 @@ def test_rms_norm_of_zeros_is_zero():
 @pytest.mark.parametrize("width", [512, 128])
 def test_rotate_equals_float64_up_to_one_rounding(width: int):
     x = tensor_of(random_bits("outlier channels", 40, width))
-    angle = np.random.default_rng(4).uniform(-50, 50, (40, 32))
+    angle = Numbers(4).uniform(40, 32).double().numpy() * 100 - 50
     cos, sin = (torch.from_numpy(f(angle)).float() for f in (np.cos, np.sin))
     found = numerics.rotate(x, cos, sin)
     assert (bits_of(found)[:, : width - 64] == bits_of(x)[:, : width - 64]).all()
@@ -641,10 +646,10 @@ def test_rotate_leaves_the_other_channels_bit_for_bit():
 
 
 def test_gated_pool_equals_a_float64_softmax_and_never_reads_invalid_rows():
-    rng = np.random.default_rng(6)
-    values = rng.standard_normal((30, 8, 64)) * 10.0 ** rng.uniform(-2, 2, (30, 1, 1))
-    logits = rng.standard_normal((30, 8, 64)) * 10.0
-    valid = rng.random((30, 8)) < 0.6
+    numbers = Numbers(6)
+    values = numbers.heavy(30, 8, 64).double().numpy()
+    logits = numbers.normal(30, 8, 64).double().numpy() * 10.0
+    valid = (numbers.uniform(30, 8) < 0.6).numpy()
     valid[:, 3] = True
     weight = np.where(valid[..., None], np.exp(logits - logits.max(axis=1, keepdims=True)), 0.0)
     exact = (weight * values).sum(axis=1) / weight.sum(axis=1)

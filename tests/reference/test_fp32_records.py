@@ -12,6 +12,7 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput, SchemaError
 from dsv4.model import ModelSpec
 from dsv4.reference.codec import decode, encode
+from tests.support.numbers import Numbers
 from tests.support.stack import Stack, Stream
 
 TINY = ModelSpec.preset("tiny")
@@ -30,7 +31,7 @@ def schema(**options: str) -> CacheSchema:
     ids=["entry", "index"],
 )
 def test_every_bit_comes_back(record: RecordFormat):
-    bits = torch.randint(-(2**31), 2**31 - 1, (50, record.width), dtype=torch.int32)
+    bits = Numbers(1).bits(50, record.width)
     data, scales = encode(record, bits.view(torch.float32))
     assert data.shape == (50, 4 * record.width)
     assert scales.shape == (50, 0)
@@ -110,21 +111,21 @@ def test_a_step_equals_float64_formulas(prefill: int):
     stream = stack.stream(3, TOKENS)
     request = stack.manager.admit_request()
     stack.step([(request, stream, prefill - 1 if prefill == TOKENS else prefill)])
-    generator = torch.Generator().manual_seed(9)
+    numbers = Numbers(9)
     while request.length < TOKENS:
         plan = stack.manager.prepare_forward([(request, 1)])
         stack.write(plan, [stream])
         position = request.length
         for layer in stack.layers:
-            q = torch.randn(1, TINY.heads, TINY.head_dim, generator=generator)
-            sink = torch.randn(TINY.heads, generator=generator)
+            q = numbers.normal(1, TINY.heads, TINY.head_dim)
+            sink = numbers.normal(TINY.heads)
             handle, rope = stack.manager.acquire(layer, plan), stack.weights[layer].rope
             ratio = TINY.layers[layer].ratio
             chosen = list(range((position + 1) // ratio if ratio else 0))
             indices = None
             if layer == CSA:
-                index_q = torch.randn(1, TINY.index_heads, TINY.index_dim, generator=generator)
-                weights = torch.randn(1, TINY.index_heads, generator=generator)
+                index_q = numbers.normal(1, TINY.index_heads, TINY.index_dim)
+                weights = numbers.normal(1, TINY.index_heads)
                 turned = turn(index_q[0].double(), rope, position)
                 keys = torch.stack([entry(stack, stream, CSA, e, indexer=True) for e in chosen])
                 dots = torch.relu(turned @ keys.T)

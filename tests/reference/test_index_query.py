@@ -9,6 +9,7 @@ from dsv4.cache import records
 from dsv4.reference.codec import VALUE_TYPES
 from dsv4.reference.index_query import prepare_index_queries
 from tests.oracles.indexer import make_tokens, round_trip, same_bits
+from tests.support.numbers import Numbers
 
 WIDTH, ROPE = 128, 64
 
@@ -30,9 +31,9 @@ def rotated_and_transformed(x: torch.Tensor, angles: torch.Tensor) -> torch.Tens
 @pytest.mark.parametrize("name", records.INDEX_FORMATS)
 def test_queries_are_rotated_transformed_and_rounded_like_keys(name: str):
     record = records.index_format(name, index_dim=WIDTH)
-    generator = torch.Generator().manual_seed(1)
-    q = torch.randn(3, 2, WIDTH, generator=generator).to(VALUE_TYPES[record.value_dtype])
-    angles = torch.rand(20, ROPE // 2, generator=generator) * 6
+    numbers = Numbers(1)
+    q = numbers.normal(3, 2, WIDTH).to(VALUE_TYPES[record.value_dtype])
+    angles = numbers.uniform(20, ROPE // 2) * 6
     rope = torch.cat((angles.cos(), angles.sin()), dim=-1)
     tokens = make_tokens([(0, 19), None, (2, 0)])
     out = torch.full_like(q, 7.0)
@@ -52,7 +53,7 @@ def test_queries_are_rotated_transformed_and_rounded_like_keys(name: str):
 
 
 def test_mxfp4_queries_hold_only_values_of_the_grid():
-    q = torch.randn(1, 4, WIDTH).to(torch.bfloat16)
+    q = Numbers(2).normal(1, 4, WIDTH).to(torch.bfloat16)
     out = torch.empty_like(q)
     rope = torch.cat((torch.ones(1, 32), torch.zeros(1, 32)), dim=-1)
     prepare_index_queries(

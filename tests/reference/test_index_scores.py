@@ -17,16 +17,17 @@ from tests.oracles.indexer import (
     slow_score,
     ulps,
 )
+from tests.support.numbers import Numbers
 
 WIDTH, HEADS = 64, 5
 
 
 def random_case(name: str, *, seed: int = 0, entries: tuple[int, ...] = (21, 0, 9)):
     record = records.index_format(name, index_dim=WIDTH)
-    generator = torch.Generator().manual_seed(seed)
+    numbers = Numbers(seed)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(VALUE_TYPES[record.value_dtype])
+        return numbers.normal(*shape).to(VALUE_TYPES[record.value_dtype])
 
     values = [random(n, WIDTH) for n in entries]
     keys = make_keys(record, values, seed=seed)

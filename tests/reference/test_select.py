@@ -10,6 +10,7 @@ from dsv4.errors import InvalidInput
 from dsv4.ops.calls import Selection
 from dsv4.reference.select import select, select_workspace_bytes
 from tests.oracles.indexer import make_keys, make_tokens, round_trip, slow_score, slow_top_k
+from tests.support.numbers import Numbers
 
 WIDTH, HEADS, K, PAGE_ROWS, ENTRIES = 64, 3, 4, 8, 27
 UNTOUCHED = -7
@@ -42,14 +43,12 @@ def test_a_needle_is_found_wherever_it_lies(needle: int):
 
 def random_case(seed: int = 3):
     record = records.mxfp4(WIDTH)
-    generator = torch.Generator().manual_seed(seed)
-    values = [
-        torch.randn(n, WIDTH, generator=generator).to(torch.bfloat16) for n in (ENTRIES, 3, 12)
-    ]
+    numbers = Numbers(seed)
+    values = [numbers.normal(n, WIDTH).to(torch.bfloat16) for n in (ENTRIES, 3, 12)]
     keys = make_keys(record, values, page_rows=PAGE_ROWS)
     rows = [(0, 4 * ENTRIES - 1), (0, 70), None, (1, 12), (2, 47), (2, 1)]
-    q = torch.randn(len(rows), HEADS, WIDTH, generator=generator).to(torch.bfloat16)
-    weights = torch.randn(len(rows), HEADS, generator=generator).to(torch.bfloat16)
+    q = numbers.normal(len(rows), HEADS, WIDTH).to(torch.bfloat16)
+    weights = numbers.normal(len(rows), HEADS).to(torch.bfloat16)
     stored = [round_trip(record, v) for v in values]
     return keys, rows, round_trip(record, q), weights, stored
 

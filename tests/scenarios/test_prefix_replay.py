@@ -15,6 +15,7 @@ from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.model import ModelSpec, v4_layers
 from tests.support.attending_model import AttendingModel
+from tests.support.numbers import Numbers
 from tests.support.stack import HCA_STATES, POISON, Stack, readable_bytes
 
 TINY = ModelSpec.preset("tiny")
@@ -86,8 +87,7 @@ class Runner:
 
 
 def tokens(seed: int, count: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 512, (count,), generator=generator).tolist()
+    return Numbers(seed).integers(0, 512, count).tolist()
 
 
 def different(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:

@@ -16,6 +16,7 @@ from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.ops.calls import CompressorWeights, LayerWeights
 from dsv4.rope import rope_table
+from tests.support.numbers import Numbers
 
 SHIFTS = (0, 1, 5, 17)
 
@@ -23,9 +24,9 @@ SHIFTS = (0, 1, 5, 17)
 class Mix:
     """[tokens, width] → [tokens, out]: each channel from a few others."""
 
-    def __init__(self, width: int, out: int, generator: torch.Generator) -> None:
+    def __init__(self, width: int, out: int, numbers: Numbers) -> None:
         copies = -(-out // width)
-        self._scales = torch.randn(len(SHIFTS), copies, width, generator=generator)
+        self._scales = numbers.normal(len(SHIFTS), copies, width)
         self._out = out
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -41,9 +42,9 @@ class AttendingModel:
 
     def __init__(self, schema: CacheSchema, *, vocabulary: int = 512, seed: int = 0) -> None:
         self.schema, model = schema, schema.model
-        generator = torch.Generator().manual_seed(seed)
+        numbers = Numbers(seed)
         width = model.head_dim
-        self.embedding = torch.randn(vocabulary, width, generator=generator)
+        self.embedding = numbers.normal(vocabulary, width)
         tables = {
             yarn: rope_table(model, yarn=yarn, tokens=schema.max_context) for yarn in (False, True)
         }
@@ -53,12 +54,12 @@ class AttendingModel:
             compressors = [
                 found
                 and CompressorWeights(
-                    ape=torch.randn(found.ratio, found.columns, generator=generator),
+                    ape=numbers.normal(found.ratio, found.columns),
                     norm=torch.ones(found.width),
                 )
                 for found in layouts
             ]
-            mixes = [Mix(width, f.columns, generator) for f in layouts if f for _ in range(2)]
+            mixes = [Mix(width, f.columns, numbers) for f in layouts if f for _ in range(2)]
             self.layers.append(
                 {
                     "weights": LayerWeights(
@@ -67,13 +68,13 @@ class AttendingModel:
                         index_compressor=compressors[1],
                         kv_norm=torch.ones(width),
                     ),
-                    "kv": Mix(width, width, generator),
+                    "kv": Mix(width, width, numbers),
                     "projections": mixes,
-                    "q": Mix(width, model.heads * width, generator),
-                    "index_q": Mix(width, model.index_heads * model.index_dim, generator),
-                    "index_weights": Mix(width, model.index_heads, generator),
-                    "out": Mix(width, width, generator),
-                    "sink": torch.randn(model.heads, generator=generator),
+                    "q": Mix(width, model.heads * width, numbers),
+                    "index_q": Mix(width, model.index_heads * model.index_dim, numbers),
+                    "index_weights": Mix(width, model.index_heads, numbers),
+                    "out": Mix(width, width, numbers),
+                    "sink": numbers.normal(model.heads),
                 }
             )
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.prepare_forward import ForwardPlan
+from tests.support.numbers import Numbers
 from tests.support.stack import Stack
 
 
@@ -23,10 +24,10 @@ class Queries:
 
 def queries(stack: Stack, seed: int, tokens: int, *, heads: int | None = None) -> Queries:
     model = stack.schema.model
-    generator = torch.Generator().manual_seed(7_000_001 + seed)
+    numbers = Numbers(7_000_001 + seed)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(torch.bfloat16).to(stack.device)
+        return numbers.normal(*shape).to(torch.bfloat16).to(stack.device)
 
     return Queries(
         q=random(tokens, heads or model.heads, model.head_dim),

@@ -17,6 +17,7 @@ from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.ops.backend import BackendName
 from dsv4.ops.calls import CompressorWeights, LayerWeights
 from dsv4.rope import rope_table
+from tests.support.numbers import Numbers
 
 POISON = 0xFF
 HCA_STATES: tuple[HcaState, ...] = ("raw", "online")
@@ -61,20 +62,20 @@ class Stack:
         self.manager.block_arena.bytes.fill_(POISON)
         self.manager.slot_arena.bytes.fill_(POISON)
         self.spread = spread
-        generator = torch.Generator().manual_seed(seed)
+        numbers = Numbers(seed)
         tables = {
             yarn: rope_table(schema.model, yarn=yarn, tokens=schema.max_context, device=device)
             for yarn in (False, True)
         }
         self.weights = {
-            layer: self._weights(layer, tables, generator, kv_norm) for layer in self.layers
+            layer: self._weights(layer, tables, numbers, kv_norm) for layer in self.layers
         }
 
     def _weights(
-        self, layer: int, tables: dict[bool, Tensor], generator: torch.Generator, kv_norm: bool
+        self, layer: int, tables: dict[bool, Tensor], numbers: Numbers, kv_norm: bool
     ) -> LayerWeights:
         def random(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator).to(self.device)
+            return numbers.normal(*shape).to(self.device)
 
         compressors = []
         for kind in ("main", "index"):
@@ -94,15 +95,12 @@ class Stack:
 
     def stream(self, seed: int, tokens: int) -> Stream:
         """Random projections; `spread` > 1 makes heavy tails and outliers."""
-        generator = torch.Generator().manual_seed(1_000_003 * seed + 17)
+        numbers = Numbers(1_000_003 * seed + 17)
 
         def random(width: int) -> Tensor:
-            values = torch.randn(tokens, width, generator=generator)
             if self.spread > 1:
-                values = values * torch.exp(
-                    torch.randn(tokens, width, generator=generator) * self.spread
-                )
-            return values.to(self.device)
+                return numbers.heavy(tokens, width, spread=self.spread).to(self.device)
+            return numbers.normal(tokens, width).to(self.device)
 
         result = Stream()
         for layer in self.layers:

@@ -12,6 +12,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_po
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.ops.calls import CompressorWeights, LayerWeights
+from dsv4.rope import rotation_table
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -91,13 +92,14 @@ class FastAttention:
 
 
 def make_rope_tables(rotary: Any, tokens: int, device: torch.device) -> dict[str, Tensor]:
-    """fp32 [tokens, rope_dim] each, cos then sin, as the model's own rotary module gives them."""
-    like = torch.empty(0, dtype=torch.float32, device=device)
-    positions = torch.arange(tokens, device=device)[None]
-    return {
-        name: torch.cat(rotary(like, positions, layer_type=name), dim=-1)[0].contiguous()
-        for name in rotary.layer_types
-    }
+    """fp32 [tokens, rope_dim] each, cos then sin, from the frequencies and the scaling of the
+    model's own rotary module. Its own cos and sin are the vector maths library's of the machine."""
+    tables = {}
+    for name in rotary.layer_types:
+        frequencies = getattr(rotary, f"{name}_inv_freq")
+        scaling = getattr(rotary, f"{name}_attention_scaling")
+        tables[name] = rotation_table(frequencies, tokens=tokens, device=device) * scaling
+    return tables
 
 
 def _compressor_weights(compressor: Any) -> CompressorWeights | None:

@@ -1,0 +1,156 @@
+"""docs/exactness.md is complete: every call whose result may depend on the machine stands there."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/exactness.md"
+SCANNED = ("reference", "rope.py", "verify.py", "integrations/transformers")
+
+# computed by a vector maths library, or by something that is made of such calls
+VECTOR_MATHS = {
+    *("sqrt", "rsqrt", "reciprocal", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "ln"),
+    *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "polar"),
+    *("sigmoid", "softmax", "log_softmax", "logsumexp", "logaddexp", "softplus", "silu", "gelu"),
+    *("erf", "erfc", "pow", "float_power", "ldexp", "hypot", "norm", "layer_norm", "std", "var"),
+    *("scaled_dot_product_attention", "apply_rotary_pos_emb"),
+}
+# the order of their sums is the library's
+SUMS = {
+    *("sum", "nansum", "mean", "nanmean", "prod", "cumsum", "cumprod", "matmul", "mm", "bmm", "mv"),
+    *("dot", "vdot", "inner", "einsum", "tensordot", "addmm", "addbmm", "baddbmm", "linear"),
+}
+FUSED = {"addcmul", "addcdiv", "lerp", "fma", "addr"}
+
+Found = tuple[str, str, str]  # file, function, call
+
+
+def calls_of(path: Path) -> Iterator[Found]:
+    """Every suspicious call of a file, with the innermost function that it is in."""
+    name = str(path.relative_to(ROOT / "dsv4"))
+
+    def walk(node: ast.AST, function: str) -> Iterator[Found]:
+        if isinstance(node, ast.FunctionDef):
+            function = node.name
+        call = suspicious(node)
+        if call is not None:
+            yield name, function, call
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, function)
+
+    yield from walk(ast.parse(path.read_text(encoding="utf-8")), "")
+
+
+def suspicious(node: ast.AST) -> str | None:
+    if isinstance(node, ast.BinOp | ast.AugAssign):
+        if isinstance(node.op, ast.MatMult):
+            return "@"
+        if isinstance(node.op, ast.Pow):
+            return "**" if any(isinstance(n, ast.Name) for n in ast.walk(node)) else None
+    if not isinstance(node, ast.Call):
+        return None
+    called = node.func
+    if isinstance(called, ast.Name):
+        return called.id if called.id in VECTOR_MATHS | FUSED else None
+    if not isinstance(called, ast.Attribute):
+        return None
+    # a norm that is a module of the model
+    if called.attr.rstrip("_") in VECTOR_MATHS | SUMS | FUSED or called.attr.endswith("_norm"):
+        return called.attr
+    return None
+
+
+def scanned_files() -> list[Path]:
+    files = []
+    for name in SCANNED:
+        path = ROOT / "dsv4" / name
+        files += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    return files
+
+
+def table(heading: str) -> list[list[str]]:
+    """The rows of the table under a heading of the page, without their back quotes."""
+    section = PAGE.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    return [
+        [cell.strip().replace("`", "") for cell in row.strip("|").split("|")] for row in rows[2:]
+    ]
+
+
+def listed() -> set[Found]:
+    return {
+        (file, function, call)
+        for file, function, calls, _ in table("Calls")
+        for call in calls.split(", ")
+    }
+
+
+def test_every_call_is_on_the_list():
+    found = {call for path in scanned_files() for call in calls_of(path)}
+    assert sorted(found - listed()) == []
+
+
+def test_nothing_is_on_the_list_that_is_not_there():
+    found = {call for path in scanned_files() for call in calls_of(path)}
+    assert sorted(listed() - found) == []
+
+
+def test_every_call_has_a_reason():
+    for *place, reason in table("Calls"):
+        assert len(reason) > 10, place
+
+
+@pytest.mark.parametrize(
+    ("source", "call"),
+    [
+        ("y = x.sqrt()", "sqrt"),
+        ("y = torch.rsqrt(x)", "rsqrt"),
+        ("x.exp_()", "exp_"),
+        ("y = x @ w", "@"),
+        ("y = theta ** x", "**"),
+        ("y **= 2", "**"),
+        ("y = F.softmax(x, -1)", "softmax"),
+        ("y = cos(x)", "cos"),
+        ("y = module.kv_norm(x)", "kv_norm"),
+        ("y = torch.addcmul(a, b, c)", "addcmul"),
+    ],
+)
+def test_the_scan_sees(source: str, call: str):
+    assert call in [suspicious(node) for node in ast.walk(ast.parse(source))]
+
+
+@pytest.mark.parametrize("source", ["y = 2.0**-126", "y = sum(counts)", "y = exp_nonpositive(x)"])
+def test_the_scan_passes_over(source: str):
+    assert {suspicious(node) for node in ast.walk(ast.parse(source))} == {None}
+
+
+# ---- launches -----------------------------------------------------------------------------------
+
+
+def launches() -> Iterator[tuple[str, str, bool]]:
+    """File, kernel and whether fused multiply-adds are forbidden, of every launch."""
+    for path in sorted((ROOT / "dsv4/kernels").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Subscript):
+                continue
+            kernel = ast.unparse(node.func.value)
+            forbidden = any(
+                k.arg == "enable_fp_fusion" and ast.unparse(k.value) == "False"
+                for k in node.keywords
+            )
+            yield str(path.relative_to(ROOT / "dsv4")), kernel, forbidden
+
+
+def test_launches_that_may_fuse_are_on_the_list():
+    may_fuse = {(file, kernel) for file, kernel, forbidden in launches() if not forbidden}
+    assert may_fuse == {(file, kernel) for file, kernel, _ in table("Launches that may fuse")}
+
+
+def test_what_stores_records_never_fuses():
+    exact = {kernel for _, kernel, forbidden in launches() if forbidden}
+    assert {"_append_kernel", "_write_records_kernel", "_index_query_kernel"} <= exact
