@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.cache.records import RecordFormat
+from dsv4.kernels.codes import round_trip
 from dsv4.kernels.numerics import bf16_bits, hadamard, load_rope, rotate
 from dsv4.kernels.record_store import record_constants
-from dsv4.kernels.round_trip import round_trip
 
 # Of one program: a warp's 32 lanes then hold 16 channels each, and no barrier has a second warp.
 HEADS = 4

@@ -18,12 +18,13 @@ import triton
 import triton.language as tl
 
 from dsv4.errors import InvalidInput
+from dsv4.kernels.codes import bf16_power_of_two, e2m1_value, e4m3_value, power_of_two
 from dsv4.kernels.device import processors
-from dsv4.kernels.numerics import INTERPRETED, e4m3_value, round_bf16
+from dsv4.kernels.dot import as_operand, dot, load_bf16
+from dsv4.kernels.numerics import INTERPRETED, round_bf16
 from dsv4.kernels.record_store import RecordConstants, record_constants
-from dsv4.kernels.round_trip import e2m1_value, power_of_two
 from dsv4.ops.calls import EntrySource, Scoring
-from dsv4.reference.index_scores import MIN_HEADS
+from dsv4.ops.constants import MIN_HEADS
 
 ENTRY_TILE = 64
 NUM_WARPS = 4
@@ -347,24 +348,18 @@ def _load_query(
     row = q_ptr + tl.cast(token, tl.int64) * q_stride + head[:, None] * q_head_stride
     live = head[:, None] < HEADS
     if RECORD.ELEMENT == "e2m1":
-        q = tl.load(row + tl.arange(0, WIDTH)[None, :], mask=live, other=0.0)
+        q = load_bf16(row + tl.arange(0, WIDTH)[None, :], live)
         even, odd = tl.split(tl.reshape(q, [HEADS_PADDED, WIDTH // 2, 2]))
         q0, q2 = tl.split(tl.reshape(even, [HEADS_PADDED, QUARTER, 2]))
         q1, q3 = tl.split(tl.reshape(odd, [HEADS_PADDED, QUARTER, 2]))
     else:
         first = row + tl.arange(0, QUARTER)[None, :]
-        q0 = tl.load(first, mask=live, other=0.0)
-        q1 = tl.load(first + QUARTER, mask=live, other=0.0)
-        q2 = tl.load(first + 2 * QUARTER, mask=live, other=0.0)
-        q3 = tl.load(first + 3 * QUARTER, mask=live, other=0.0)
+        q0 = load_bf16(first, live)
+        q1 = load_bf16(first + QUARTER, live)
+        q2 = load_bf16(first + 2 * QUARTER, live)
+        q3 = load_bf16(first + 3 * QUARTER, live)
     weight_row = weights_ptr + tl.cast(token, tl.int64) * weights_stride
-    weight = tl.load(weight_row + head, mask=head < HEADS, other=0.0)
-    if INTERPRETED:
-        q0 = q0.to(tl.float32)
-        q1 = q1.to(tl.float32)
-        q2 = q2.to(tl.float32)
-        q3 = q3.to(tl.float32)
-        weight = weight.to(tl.float32)
+    weight = load_bf16(weight_row + head, head < HEADS)
     return tl.trans(q0), tl.trans(q1), tl.trans(q2), tl.trans(q3), weight
 
 
@@ -390,7 +385,8 @@ def _load_keys(
         nth = tl.arange(0, TILES)[None, :]
         scale = tl.load(scale_row[:, None] + nth, mask=mask, other=0)
         if RECORD.SCALE == "ue8m0" and not INTERPRETED:
-            k0, k1, k2, k3 = _decode_mxfp4(words, _spread(_bf16_power(scale), QUARTER))
+            power = bf16_power_of_two(scale.to(tl.int32))
+            k0, k1, k2, k3 = _decode_mxfp4(words, _spread(power, QUARTER))
         else:
             if RECORD.SCALE == "ue8m0":
                 factor = power_of_two(scale.to(tl.int32))
@@ -398,29 +394,24 @@ def _load_keys(
                 factor = _e4m3_or_nan(scale) * RECORD.GLOBAL_SCALE
             factor = _spread(factor, QUARTER)
             code = words.to(tl.int32)
-            k0 = _operand(e2m1_value(code & 15) * factor)
-            k1 = _operand(e2m1_value((code >> 4) & 15) * factor)
-            k2 = _operand(e2m1_value((code >> 8) & 15) * factor)
-            k3 = _operand(e2m1_value((code >> 12) & 15) * factor)
+            k0 = as_operand(e2m1_value(code & 15) * factor)
+            k1 = as_operand(e2m1_value((code >> 4) & 15) * factor)
+            k2 = as_operand(e2m1_value((code >> 8) & 15) * factor)
+            k3 = as_operand(e2m1_value((code >> 12) & 15) * factor)
     elif RECORD.ELEMENT == "e4m3":
         tl.static_assert(RECORD.SCALE == "fp32" and RECORD.TILE == WIDTH, "one scale a key")
         factor = tl.load(scale_row.to(tl.pointer_type(tl.float32)), mask=live, other=0.0)[:, None]
         first = data[:, None] + at
-        k0 = _operand(_e4m3_or_nan(tl.load(first, mask=mask, other=0)) * factor)
-        k1 = _operand(_e4m3_or_nan(tl.load(first + QUARTER, mask=mask, other=0)) * factor)
-        k2 = _operand(_e4m3_or_nan(tl.load(first + 2 * QUARTER, mask=mask, other=0)) * factor)
-        k3 = _operand(_e4m3_or_nan(tl.load(first + 3 * QUARTER, mask=mask, other=0)) * factor)
+        k0 = as_operand(_e4m3_or_nan(tl.load(first, mask=mask, other=0)) * factor)
+        k1 = as_operand(_e4m3_or_nan(tl.load(first + QUARTER, mask=mask, other=0)) * factor)
+        k2 = as_operand(_e4m3_or_nan(tl.load(first + 2 * QUARTER, mask=mask, other=0)) * factor)
+        k3 = as_operand(_e4m3_or_nan(tl.load(first + 3 * QUARTER, mask=mask, other=0)) * factor)
     else:
         first = data.to(tl.pointer_type(tl.bfloat16))[:, None] + at
-        k0 = tl.load(first, mask=mask, other=0.0)
-        k1 = tl.load(first + QUARTER, mask=mask, other=0.0)
-        k2 = tl.load(first + 2 * QUARTER, mask=mask, other=0.0)
-        k3 = tl.load(first + 3 * QUARTER, mask=mask, other=0.0)
-        if INTERPRETED:
-            k0 = k0.to(tl.float32)
-            k1 = k1.to(tl.float32)
-            k2 = k2.to(tl.float32)
-            k3 = k3.to(tl.float32)
+        k0 = load_bf16(first, mask)
+        k1 = load_bf16(first + QUARTER, mask)
+        k2 = load_bf16(first + 2 * QUARTER, mask)
+        k3 = load_bf16(first + 3 * QUARTER, mask)
     return k0, k1, k2, k3
 
 
@@ -433,30 +424,11 @@ def _e4m3_or_nan(code):
 
 
 @triton.jit
-def _operand(x):
-    """fp32 → bf16 for the matrix instruction; interpreted it stays fp32 (toolchain: its bf16 dot
-    is wrong), holding the bf16 number."""
-    if INTERPRETED:
-        return round_bf16(x)
-    else:
-        return x.to(tl.bfloat16)
-
-
-@triton.jit
 def _spread(scale, QUARTER: tl.constexpr):
     """[entries, tiles] → [entries, QUARTER]: neighbouring columns share a tile."""
     SPAN: tl.constexpr = QUARTER // scale.shape[1]
     wide = tl.broadcast_to(scale[:, :, None], [scale.shape[0], scale.shape[1], SPAN])
     return tl.reshape(wide, [scale.shape[0], QUARTER])
-
-
-@triton.jit
-def _bf16_power(exponent):
-    """2^(exponent - 127) as bf16 for a UE8M0 byte."""
-    wide = exponent.to(tl.int32)
-    bits = tl.where(wide == 0, 0x0040, wide << 7)
-    bits = tl.where(wide == 255, 0x7FC0, bits)
-    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -479,30 +451,30 @@ def _decode_mxfp4(words, scale):
 @triton.jit
 def _score(k0, k1, k2, k3, q0, q1, q2, q3, weight, ROUND: tl.constexpr):
     """fp32 scores [entries]; with ROUND they are bf16 numbers."""
-    dot = tl.dot(k0, q0, input_precision="ieee")
-    dot = tl.dot(k1, q1, acc=dot, input_precision="ieee")
-    dot = tl.dot(k2, q2, acc=dot, input_precision="ieee")
-    dot = tl.dot(k3, q3, acc=dot, input_precision="ieee")
+    dots = dot(k0, q0, tl.zeros([k0.shape[0], q0.shape[1]], dtype=tl.float32))  # [entries, heads]
+    dots = dot(k1, q1, dots)
+    dots = dot(k2, q2, dots)
+    dots = dot(k3, q3, dots)
     if ROUND:
         if INTERPRETED:
-            dot = round_bf16(dot)
-            product = round_bf16(tl.where(dot < 0, 0.0, dot) * weight[None, :])
+            dots = round_bf16(dots)
+            product = round_bf16(tl.where(dots < 0, 0.0, dots) * weight[None, :])
         else:
-            product = _weighted_relu(dot, tl.broadcast_to(weight[None, :], dot.shape))
+            product = _weighted_relu(dots, tl.broadcast_to(weight[None, :], dots.shape))
         total = round_bf16(_head_sum(product))
     else:
-        total = _head_sum(tl.where(dot < 0, 0.0, dot) * weight.to(tl.float32)[None, :])
+        total = _head_sum(tl.where(dots < 0, 0.0, dots) * weight.to(tl.float32)[None, :])
         total = tl.where(total != total, float("nan"), total)
     return tl.where(total == 0, 0.0, total)
 
 
 @triton.jit
-def _weighted_relu(dot, weight):
-    """bf16(ReLU(bf16(dot)) · weight) as fp32, two at once."""
+def _weighted_relu(dots, weight):
+    """bf16(ReLU(bf16(dot)) · weight) as fp32 [entries, heads], two at once."""
     return tl.inline_asm_elementwise(
         WEIGHTED_RELU,
         "=&r,=&r,f,f,r",
-        [dot, weight],
+        [dots, weight],
         dtype=tl.float32,
         is_pure=True,
         pack=2,

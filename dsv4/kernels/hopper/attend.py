@@ -37,15 +37,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dsv4.errors import InvalidInput
-from dsv4.kernels.attend import (
-    _LN_2,
-    _LOG2_E,
-    PLACES,
-    entries_or_window,
-    run_time_arguments,
-)
+from dsv4.kernels.attend import _LN_2, _LOG2_E, PLACES, entries_or_window, run_time_arguments
+from dsv4.kernels.codes import bf16_power_bits, e4m3_times_bf16
 from dsv4.kernels.device import processors
-from dsv4.kernels.record_load import e4m3_times_bf16
 from dsv4.kernels.record_store import record_constants
 from dsv4.ops.calls import Attention
 
@@ -453,8 +447,7 @@ def _fetch_spans(raw, at, live, FIRST: gl.constexpr):
 def _decode(codes, scales, NTH: gl.constexpr):
     """Words of four E4M3 codes of one span times its scale: twice as many words of two bf16."""
     exponent = (scales >> (8 * NTH)) & 0xFF
-    bits = gl.where(exponent == 0, 0x0040, exponent << 7)
-    bits = gl.where(exponent == 255, 0x7FC0, bits)
+    bits = bf16_power_bits(exponent)
     power, codes = gl.broadcast((bits | (bits << 16))[:, None], codes)
     low, high = gl.inline_asm_elementwise(
         _E4M3_TIMES_BF16, "=r,=r,r,r", [codes, power], (gl.uint32, gl.uint32), True, 1
