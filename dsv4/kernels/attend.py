@@ -25,6 +25,7 @@ from torch import Tensor
 
 from dsv4.errors import InvalidInput, SchemaError
 from dsv4.kernels.dot import as_operand, dot, load_bf16
+from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import INTERPRETED, bf16_bits, round_bf16
 from dsv4.kernels.record_load import load_record_span
 from dsv4.kernels.record_store import RecordConstants, record_constants
@@ -104,19 +105,11 @@ def attend(call: Attention) -> None:
     Deterministic; a query's result does not depend on the other queries. The workspace has
     `workspace_elements`. Raises InvalidInput if it is too small.
     """
-    programs, arguments, constants = launch_arguments(call)
-    if programs:
-        _attend_kernel[(programs,)](
-            *arguments,
-            **constants,
-            num_warps=NUM_WARPS,
-            num_stages=NUM_STAGES,
-            enable_fp_fusion=False,
-        )
+    attend_launch(call).run()
 
 
-def launch_arguments(call: Attention) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-    """Programs, run-time arguments and compile-time constants of the launch."""
+def attend_launch(call: Attention) -> Launch:
+    """Raises as `attend` does."""
     count, heads, width = call.q.shape
     window, source = call.window, entries_or_window(call)
     splits = split_count(window.window, call.max_entries)
@@ -158,7 +151,9 @@ def launch_arguments(call: Attention) -> tuple[int, tuple[Any, ...], dict[str, A
         # Triton fetches block ids as many tiles ahead of the keys, and indices ahead of those
         ENTRY_STAGES=1 + _buffers(source) * (2 if call.indices is None else 3),
     )
-    return programs, (*run_time_arguments(call), units, int(parallel)), {"A": constants}
+    arguments = (*run_time_arguments(call), units, int(parallel))
+    options = {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES, "enable_fp_fusion": False}
+    return Launch(_attend_kernel, (programs,), arguments, {"A": constants}, options)
 
 
 def entries_or_window(call: Attention) -> EntrySource:

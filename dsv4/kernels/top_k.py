@@ -23,14 +23,13 @@ in a few groups, or be equal) is searched itself, by whoever comes last: slow, a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dsv4.errors import InvalidInput
+from dsv4.kernels.launch import Launch
 
 GROUPS = 2048
 LIST = 2048
@@ -48,14 +47,6 @@ _SMALLEST_TILE = 256
 # -infinity and infinity in the order of bits, whose lowest numbers are NaN.
 _LOWEST = tl.constexpr(0x007FFFFF)
 _HIGHEST = tl.constexpr(0xFF800000)
-
-
-class Launch(NamedTuple):
-    kernel: Any
-    grid: tuple[int, int]
-    arguments: tuple[Any, ...]
-    constants: dict[str, Any]
-    options: dict[str, int]
 
 
 def top_k_workspace_bytes(rows: int, columns: int) -> int:
@@ -89,11 +80,11 @@ def top_k(
             f"got {given:,}"
         )
     work = out if not needed or workspace is None else workspace[:needed].view(torch.int32)
-    for launch in launches(scores, tokens, work, out, ratio, bf16_scores):
-        launch.kernel[launch.grid](*launch.arguments, **launch.constants, **launch.options)
+    for launch in top_k_launches(scores, tokens, work, out, ratio, bf16_scores):
+        launch.run()
 
 
-def launches(
+def top_k_launches(
     scores: Tensor,
     tokens: Tensor,
     work: Tensor,

@@ -22,7 +22,7 @@ launch is a cooperative one, which the driver starts as a whole.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -54,6 +54,7 @@ from dsv4.kernels.hopper.attend_keys import (
     next_stage,
     produce,
 )
+from dsv4.kernels.launch import Launch
 from dsv4.kernels.record_store import record_constants
 from dsv4.ops.calls import Attention
 
@@ -218,21 +219,12 @@ def attend(call: Attention) -> None:
     Deterministic; a query's result depends on its keys and on the number of tokens in the launch
     (which sets the split), not on what else is in it. Only for what `supports` accepts.
     """
-    grid, arguments, constants = launch_arguments(call, programs=processors(call.q.device))
-    if grid[0]:
-        _attend_hopper_kernel[grid](
-            *arguments,
-            **constants,
-            num_warps=WARPS_PER_ROLE,
-            launch_cooperative_grid=constants["A"].SPLIT,
-        )
+    attend_launch(call, programs=processors(call.q.device)).run()
 
 
-def launch_arguments(
-    call: Attention, *, programs: int
-) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
-    """The grid (queries and blocks of heads, splits, slices), run-time arguments and compile-time
-    constants of the launch."""
+def attend_launch(call: Attention, *, programs: int) -> Launch:
+    """A grid of queries and blocks of heads × splits × slices, `programs` of them at most where a
+    query is split. Raises InvalidInput for a workspace that is too small."""
     count, heads, width = call.q.shape
     window, source = call.window, entries_or_window(call)
     splits, slices = shares(count, heads, window.window, call.max_entries, programs)
@@ -263,7 +255,10 @@ def launch_arguments(
         PARTS=parts,
         HEADS_PER_THREAD=heads_per_thread,
     )
-    return (items, splits, slices), run_time_arguments(call), {"A": constants}
+    options = {"num_warps": WARPS_PER_ROLE, "launch_cooperative_grid": splits > 1}
+    grid = (items, splits, slices)
+    arguments = run_time_arguments(call)
+    return Launch(_attend_hopper_kernel, grid, arguments, {"A": constants}, options)
 
 
 @gluon.jit

@@ -23,8 +23,6 @@ Compiled only; tested on GPUs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dsv4.kernels.device import processors
 from dsv4.kernels.index_scores import pieces, run_time_arguments
+from dsv4.kernels.launch import Launch
 from dsv4.kernels.record_store import record_constants
 from dsv4.ops.calls import Scoring
 
@@ -229,29 +228,24 @@ def supports(call: Scoring) -> bool:
 def index_scores(call: Scoring) -> None:
     """One launch per 256 tokens; only for what `supports` accepts."""
     for piece in pieces(call):
-        grid, arguments, constants = launch_arguments(piece, processors(call.q.device))
-        if grid[0]:
-            _index_scores_hopper_kernel[grid](
-                *arguments, **constants, num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS
-            )
+        index_scores_launch(piece, processors(call.q.device)).run()
 
 
-def launch_arguments(
-    call: Scoring, most_programs: int
-) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
-    """The grid, run-time arguments and compile-time constants of the launch on a GPU with so many
-    processors."""
+def index_scores_launch(call: Scoring, processors: int) -> Launch:
+    """Of a call that is one piece, on a GPU with so many processors."""
     rows, columns = call.scores.shape
     tiles = rows * triton.cdiv(columns, TILE)
     # a program's start costs as much as some tiles: two at least, once all processors have one
-    useful = max(triton.cdiv(tiles, 2), min(tiles, most_programs))
+    useful = max(triton.cdiv(tiles, 2), min(tiles, processors))
     constants = {
         "TOKENS": max(MIN_TOKENS, triton.next_power_of_2(rows)),
         "RATIO": call.keys.ratio,
         "PAGE_ROWS": call.keys.page.rows,
     }
-    grid = (min(useful, most_programs * PROGRAMS_PER_PROCESSOR),)
-    return grid, run_time_arguments(call), constants
+    grid = (min(useful, processors * PROGRAMS_PER_PROCESSOR),)
+    options = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS}
+    arguments = run_time_arguments(call)
+    return Launch(_index_scores_hopper_kernel, grid, arguments, constants, options)
 
 
 @gluon.jit
