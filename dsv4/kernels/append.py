@@ -29,7 +29,7 @@ from dsv4.kernels.numerics import (
 )
 from dsv4.kernels.record_store import RecordConstants, record_constants, store_records
 from dsv4.ops.calls import CompressorWrite, StepTensors, WindowWrite
-from dsv4.reference.numerics import SUM_LANES
+from dsv4.ops.constants import SUM_LANES
 
 # Pooling more rows than this splits the channels over programs: a group of 128 tokens is 512 KB.
 MAX_ROWS_IN_ONE_PROGRAM = 8

@@ -6,7 +6,7 @@ the cache can hold and on nothing else. A split is computed from nothing, and th
 are merged in their order. So the result does not depend on who shares the launch, nor on which of
 two ways the work was shared out:
 
-    parallel  few queries: one program a split. Each parks its sums in the workspace, and whoever
+    parallel  few queries: one program per split. Each parks its sums in the workspace, and whoever
               comes last merges them.
     serial    many queries: one program a query and block of heads, split after split; the sums so
               far are parked meanwhile (in L2, as a program uses the same two places throughout).
@@ -17,7 +17,7 @@ A query whose keys fit one split goes from registers to the output.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -25,8 +25,9 @@ from torch import Tensor
 
 from dsv4.errors import InvalidInput, SchemaError
 from dsv4.kernels.dot import as_operand, dot, load_bf16
+from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import INTERPRETED, bf16_bits, round_bf16
-from dsv4.kernels.record_load import load_record_chunk
+from dsv4.kernels.record_load import load_record_span
 from dsv4.kernels.record_store import RecordConstants, record_constants
 from dsv4.ops.calls import Attention, EntrySource, WindowSource
 
@@ -39,8 +40,8 @@ TILES_PER_SPLIT = 5
 MAX_SPLITS = 16
 # Places in the workspace where sums can be parked. Splits run in parallel if all of them fit.
 PLACES = 512
-# Accumulators and decoded keys come in chunks of channels: up to this many, of one kind.
-MAX_CHUNK = 256
+# Accumulators and decoded keys come in spans of channels: up to this many, of one kind.
+MAX_SPAN = 256
 NUM_WARPS = 8
 # Tiles of stored keys under way. At 64 heads of 512 that is 37 KB each (64 KB in bf16) beside 64 KB
 # of queries and 64 KB of decoded keys, of 227 KB. The loops over tiles have stages of their own.
@@ -58,9 +59,9 @@ class AttendConstants:
     HEADS: int
     BLOCK_H: int
     WIDTH: int
-    CHUNKS: int
-    CHUNK_STARTS: tuple[int, ...]
-    CHUNK_WIDTHS: tuple[int, ...]
+    SPANS: int
+    SPAN_STARTS: tuple[int, ...]
+    SPAN_WIDTHS: tuple[int, ...]
     BLOCK_N: int
     SPLIT_TILES: int
     SPLITS: int
@@ -104,19 +105,11 @@ def attend(call: Attention) -> None:
     Deterministic; a query's result does not depend on the other queries. The workspace has
     `workspace_elements`. Raises InvalidInput if it is too small.
     """
-    programs, arguments, constants = launch_arguments(call)
-    if programs:
-        _attend_kernel[(programs,)](
-            *arguments,
-            **constants,
-            num_warps=NUM_WARPS,
-            num_stages=NUM_STAGES,
-            enable_fp_fusion=False,
-        )
+    attend_launch(call).run()
 
 
-def launch_arguments(call: Attention) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-    """Programs, run-time arguments and compile-time constants of the launch."""
+def attend_launch(call: Attention) -> Launch:
+    """Raises as `attend` does."""
     count, heads, width = call.q.shape
     window, source = call.window, entries_or_window(call)
     splits = split_count(window.window, call.max_entries)
@@ -132,14 +125,14 @@ def launch_arguments(call: Attention) -> tuple[int, tuple[Any, ...], dict[str, A
             f"attention of {count} tokens with {heads} heads of {width} in {splits} splits needs a "
             f"workspace of {needed} fp32 elements, got {given}: size it with workspace_elements"
         )
-    chunks = _chunks(width, window, call.entries)
+    spans = _spans(width, window, call.entries)
     constants = AttendConstants(
         HEADS=heads,
         BLOCK_H=block,
         WIDTH=width,
-        CHUNKS=len(chunks),
-        CHUNK_STARTS=tuple(start for start, _ in chunks),
-        CHUNK_WIDTHS=tuple(extent for _, extent in chunks),
+        SPANS=len(spans),
+        SPAN_STARTS=tuple(start for start, _ in spans),
+        SPAN_WIDTHS=tuple(extent for _, extent in spans),
         BLOCK_N=BLOCK_N,
         SPLIT_TILES=_split_tiles(window.window, call.max_entries),
         SPLITS=splits,
@@ -158,7 +151,9 @@ def launch_arguments(call: Attention) -> tuple[int, tuple[Any, ...], dict[str, A
         # Triton fetches block ids as many tiles ahead of the keys, and indices ahead of those
         ENTRY_STAGES=1 + _buffers(source) * (2 if call.indices is None else 3),
     )
-    return programs, (*run_time_arguments(call), units, int(parallel)), {"A": constants}
+    arguments = (*run_time_arguments(call), units, int(parallel))
+    options = {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES, "enable_fp_fusion": False}
+    return Launch(_attend_kernel, (programs,), arguments, {"A": constants}, options)
 
 
 def entries_or_window(call: Attention) -> EntrySource:
@@ -219,21 +214,21 @@ def _buffers(source: WindowSource | EntrySource) -> int:
     return CODED_BUFFERS if coded else BF16_BUFFERS
 
 
-def _chunks(width: int, window: WindowSource, entries: EntrySource | None) -> list[tuple[int, int]]:
-    """Start and width of each chunk: powers of two, none with both coded and bf16 channels."""
+def _spans(width: int, window: WindowSource, entries: EntrySource | None) -> list[tuple[int, int]]:
+    """Start and width of each span: powers of two, none with both coded and bf16 channels."""
     edges = {width}
     for source in (window, entries):
         if source is not None:
             edges.add(record_constants(source.page.format).CODED)
-    chunks = []
+    spans = []
     start = 0
     while start < width:
-        room = min(min(edge for edge in edges if edge > start) - start, MAX_CHUNK)
+        room = min(min(edge for edge in edges if edge > start) - start, MAX_SPAN)
         extent = 1 << (room.bit_length() - 1)
         extent = min(extent, start & -start) if start else extent
-        chunks.append((start, extent))
+        spans.append((start, extent))
         start += extent
-    return chunks
+    return spans
 
 
 def _check(q: Tensor, out: Tensor, *sources: WindowSource | EntrySource | None) -> None:
@@ -253,6 +248,59 @@ def _check(q: Tensor, out: Tensor, *sources: WindowSource | EntrySource | None) 
             raise SchemaError(
                 f"attention reads bf16 and e4m3 records, not {source.page.format.name}"
             )
+
+
+# What helpers take is packed inside the kernel, where a bundle is no more than its fields. Comments
+# give the shapes of block values: [heads] are the BLOCK_H heads of a program, [keys] the BLOCK_N
+# keys of a tile, [channels] those of a span.
+
+
+class _Query(NamedTuple):
+    """One token's query, for the heads of one program."""
+
+    row: Any  # of q
+    head: Any  # [heads] their numbers; from A.HEADS on there is none
+    position: Any
+    visible: Any  # entries
+
+
+class _Window(NamedTuple):
+    """Where window rows are: row `position + shift` of the staging page, or a row of the ring."""
+
+    page: Any
+    data: Any  # offsets in the page, bytes
+    scale: Any
+    shift: Any
+
+
+class _Entries(NamedTuple):
+    """Where a request's entries are, and which of them the query reads if not all."""
+
+    arena: Any
+    block_bytes: Any
+    data: Any  # offsets in a block, bytes
+    scale: Any
+    table_row: Any
+    indices_row: Any
+    indices_count: Any
+
+
+class _Sums(NamedTuple):
+    """A softmax under way: `acc` weighs keys by 2^(logit - top), and `total` is their weight."""
+
+    acc: Any  # of each span [heads, channels]
+    top: Any  # [heads] highest logit, base 2
+    total: Any  # [heads]
+
+
+class _Out(NamedTuple):
+    """Where a token's result goes, and what it takes from outside the keys."""
+
+    row: Any  # of out
+    lse_row: Any
+    sink: Any
+    rope_row: Any
+    head: Any  # [heads]
 
 
 @triton.jit(do_not_specialize=["units", "parallel"])
@@ -286,7 +334,7 @@ def _attend_kernel(
     A: tl.constexpr,
 ):
     BLOCK_H: tl.constexpr = A.BLOCK_H
-    CHUNKS: tl.constexpr = A.CHUNKS
+    SPANS: tl.constexpr = A.SPANS
     SPLITS: tl.constexpr = A.SPLITS
     HEAD_BLOCKS: tl.constexpr = (A.HEADS + BLOCK_H - 1) // BLOCK_H
     WINDOW_TILES: tl.constexpr = (A.WINDOW + A.BLOCK_N - 1) // A.BLOCK_N
@@ -305,10 +353,10 @@ def _attend_kernel(
         visible = 0
         if A.ENTRIES:
             visible = (position + 1) // A.RATIO
-            entries = visible
+            count = visible
             if not A.ALL:
-                entries = tl.where(visible > 0, indices_count, 0)
-            tiles += (entries + A.BLOCK_N - 1) // A.BLOCK_N
+                count = tl.where(visible > 0, indices_count, 0)
+            tiles += (count + A.BLOCK_N - 1) // A.BLOCK_N
         splits = (tiles + A.SPLIT_TILES - 1) // A.SPLIT_TILES
         if slot < 0:
             splits = 0
@@ -326,141 +374,143 @@ def _attend_kernel(
             before = A.WINDOW - 1
             shift = first_row + before * batch_row - (start - before)
         for split in tl.range(first, last, disable_licm=True):
-            top, total, acc = _attend_split(
-                split * A.SPLIT_TILES, tl.minimum(tiles, (split + 1) * A.SPLIT_TILES),
-                q_ptr + token.to(tl.int64) * q_stride, head, position, visible, window_page,
-                window_data, window_scale, shift, entry_arena, entry_bytes, entry_data, entry_scale,
-                table_ptr + slot * table_stride,
-                indices_ptr + token.to(tl.int64) * indices_stride, indices_count, A,
-            )  # fmt: skip
-            out_row = out_ptr + token.to(tl.int64) * out_stride
-            lse_row = lse_ptr + token.to(tl.int64) * lse_stride
-            rope_row = rope_ptr + position.to(tl.int64) * A.ROPE
+            row = token.to(tl.int64)
+            query = _Query(
+                row=q_ptr + row * q_stride, head=head, position=position, visible=visible
+            )
+            window = _Window(page=window_page, data=window_data, scale=window_scale, shift=shift)
+            entries = _Entries(
+                arena=entry_arena,
+                block_bytes=entry_bytes,
+                data=entry_data,
+                scale=entry_scale,
+                table_row=table_ptr + slot * table_stride,
+                indices_row=indices_ptr + row * indices_stride,
+                indices_count=indices_count,
+            )
+            begin = split * A.SPLIT_TILES
+            end = tl.minimum(tiles, (split + 1) * A.SPLIT_TILES)
+            sums = _attend_split(begin, end, query, window, entries, A)
+            out = _Out(
+                row=out_ptr + row * out_stride,
+                lse_row=lse_ptr + row * lse_stride,
+                sink=sink_ptr,
+                rope_row=rope_ptr + position.to(tl.int64) * A.ROPE,
+                head=head,
+            )
             if splits == 1:
-                inverse = _close(top, total, head, sink_ptr, lse_row, A)
-                for chunk in tl.static_range(0, CHUNKS):
-                    _store(acc[chunk] * inverse[:, None], chunk, head, out_row, A)
-                _turn_back(head, out_row, rope_row, A)
+                inverse = _close(sums.top, sums.total, out, A)
+                for span in tl.static_range(0, SPANS):
+                    _store(sums.acc[span] * inverse[:, None], span, out, A)
+                _turn_back(out, A)
             elif SPLITS > 1:
-                sums = workspace_ptr + A.COUNTERS
+                places = workspace_ptr + A.COUNTERS
                 if parallel != 0:
-                    _park(unit, top, total, acc, sums, A)
+                    _park(unit, sums, places, A)
                     tl.debug_barrier()
                     counter = workspace_ptr.to(tl.pointer_type(tl.int32)) + item
                     if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
                         tl.store(counter, 0)
-                        _merge(
-                            item * SPLITS, splits, True, head, sums, sink_ptr, out_row, lse_row, A
-                        )
-                        _turn_back(head, out_row, rope_row, A)
+                        _merge(item * SPLITS, splits, True, places, out, A)
+                        _turn_back(out, A)
                 else:
-                    _park(2 * program + tl.minimum(split, 1), top, total, acc, sums, A)
+                    _park(2 * program + tl.minimum(split, 1), sums, places, A)
                     tl.debug_barrier()
                     if split > 0:
                         done = split == splits - 1
-                        _merge(2 * program, 2, done, head, sums, sink_ptr, out_row, lse_row, A)
+                        _merge(2 * program, 2, done, places, out, A)
                         if done:
-                            _turn_back(head, out_row, rope_row, A)
+                            _turn_back(out, A)
                     tl.debug_barrier()
 
 
 @triton.jit
-def _attend_split(
-    tile, end, q_row, head, position, visible, window_page, window_data, window_scale, shift,
-    entry_arena, entry_bytes, entry_data, entry_scale, table_row, indices_row, indices_count,
-    A: tl.constexpr,
-):  # fmt: skip
-    """Tiles [tile, end) of a query: maximum of the logits (base 2), sum, weighted sum of keys."""
+def _attend_split(tile, end, query, window, entries, A: tl.constexpr):
+    """The sums of a query over its tiles [tile, end), from nothing."""
     BLOCK_H: tl.constexpr = A.BLOCK_H
-    CHUNKS: tl.constexpr = A.CHUNKS
+    SPANS: tl.constexpr = A.SPANS
     BLOCK_N: tl.constexpr = A.BLOCK_N
     WINDOW_TILES: tl.constexpr = (A.WINDOW + BLOCK_N - 1) // BLOCK_N
     WINDOW_RECORD: tl.constexpr = A.WINDOW_RECORD
     ENTRY_RECORD: tl.constexpr = A.ENTRY_RECORD
     WINDOW_STAGES: tl.constexpr = A.WINDOW_STAGES
     ENTRY_STAGES: tl.constexpr = A.ENTRY_STAGES
-    nth = tl.arange(0, BLOCK_N)
-    q = ()
+    nth = tl.arange(0, BLOCK_N)  # [keys]
+    q = ()  # of each span [heads, channels]
     acc = ()
-    for chunk in tl.static_range(0, CHUNKS):
-        at = q_row + head[:, None] * A.WIDTH + _columns(chunk, A)
-        q = _with(q, load_bf16(at, (head < A.HEADS)[:, None]))
-        acc = _with(acc, _zeros(BLOCK_H, A.CHUNK_WIDTHS[chunk]))
+    for span in tl.static_range(0, SPANS):
+        at = query.row + query.head[:, None] * A.WIDTH + _channels(span, A)
+        q = _with(q, load_bf16(at, (query.head < A.HEADS)[:, None]))
+        acc = _with(acc, _zeros(BLOCK_H, A.SPAN_WIDTHS[span]))
     top = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_H], dtype=tl.float32)
+    sums = _Sums(acc=acc, top=top, total=total)
     for at in tl.range(
         tile, tl.minimum(end, WINDOW_TILES), num_stages=WINDOW_STAGES, disable_licm=True
     ):
         back = at * BLOCK_N + nth
-        seen = position - (A.WINDOW - 1) + back
+        seen = query.position - (A.WINDOW - 1) + back  # [keys] positions
         live = (back < A.WINDOW) & (seen >= 0)
-        row = (seen + shift if A.STAGED else seen % A.WINDOW_ROWS).to(tl.int64)
-        top, total, acc = _attend_tile(
-            q, top, total, acc,
-            window_page + window_data + row * WINDOW_RECORD.DATA_BYTES,
-            window_page + window_scale + row * WINDOW_RECORD.SCALE_BYTES,
-            live, WINDOW_RECORD, A,
-        )  # fmt: skip
+        row = (seen + window.shift if A.STAGED else seen % A.WINDOW_ROWS).to(tl.int64)
+        data = window.page + window.data + row * WINDOW_RECORD.DATA_BYTES
+        scale = window.page + window.scale + row * WINDOW_RECORD.SCALE_BYTES
+        sums = _attend_tile(q, sums, data, scale, live, WINDOW_RECORD, A)
     if A.ENTRIES:
         for at in tl.range(
             tl.maximum(tile, WINDOW_TILES), end, num_stages=ENTRY_STAGES, disable_licm=True
         ):
-            entry = (at - WINDOW_TILES) * BLOCK_N + nth
+            entry = (at - WINDOW_TILES) * BLOCK_N + nth  # [keys]
             if not A.ALL:
-                entry = tl.load(indices_row + entry, mask=entry < indices_count, other=-1)
-            live = (entry >= 0) & (entry < visible)
-            block_id = tl.load(table_row + entry // A.ENTRY_ROWS, mask=live, other=0).to(tl.int64)
+                listed = entry < entries.indices_count
+                entry = tl.load(entries.indices_row + entry, mask=listed, other=-1)
+            live = (entry >= 0) & (entry < query.visible)
+            block_at = entries.table_row + entry // A.ENTRY_ROWS
+            block_id = tl.load(block_at, mask=live, other=0).to(tl.int64)
             row = entry % A.ENTRY_ROWS
-            page = entry_arena + block_id * entry_bytes
-            top, total, acc = _attend_tile(
-                q, top, total, acc,
-                page + entry_data + row * ENTRY_RECORD.DATA_BYTES,
-                page + entry_scale + row * ENTRY_RECORD.SCALE_BYTES,
-                live, ENTRY_RECORD, A,
-            )  # fmt: skip
-    return top, total, acc
+            page = entries.arena + block_id * entries.block_bytes
+            data = page + entries.data + row * ENTRY_RECORD.DATA_BYTES
+            scale = page + entries.scale + row * ENTRY_RECORD.SCALE_BYTES
+            sums = _attend_tile(q, sums, data, scale, live, ENTRY_RECORD, A)
+    return sums
 
 
 @triton.jit
-def _attend_tile(
-    q, top, total, acc, data_ptrs, scale_ptrs, live, RECORD: tl.constexpr, A: tl.constexpr
-):
-    """One tile of keys into the running softmax. Dead rows are not read and weigh nothing."""
+def _attend_tile(q, sums, data_ptrs, scale_ptrs, live, RECORD: tl.constexpr, A: tl.constexpr):
+    """One tile of keys into the sums. Rows that are not live are not read and weigh nothing."""
     BLOCK_H: tl.constexpr = A.BLOCK_H
-    CHUNKS: tl.constexpr = A.CHUNKS
+    SPANS: tl.constexpr = A.SPANS
     BLOCK_N: tl.constexpr = A.BLOCK_N
     SCALE: tl.constexpr = A.WIDTH**-0.5 * _LOG2_E
-    keys = ()
-    logits = tl.zeros([BLOCK_H, BLOCK_N], dtype=tl.float32)
-    for chunk in tl.static_range(0, CHUNKS):
-        k = load_record_chunk(
-            data_ptrs, scale_ptrs, live, A.CHUNK_STARTS[chunk], A.CHUNK_WIDTHS[chunk], RECORD
+    keys = ()  # of each span [keys, channels]
+    logits = tl.zeros([BLOCK_H, BLOCK_N], dtype=tl.float32)  # [heads, keys]
+    for span in tl.static_range(0, SPANS):
+        k = load_record_span(
+            data_ptrs, scale_ptrs, live, A.SPAN_STARTS[span], A.SPAN_WIDTHS[span], RECORD
         )
         keys = _with(keys, k)
-    for chunk in tl.static_range(0, CHUNKS):
-        logits = dot(q[chunk], tl.trans(keys[chunk]), logits)
+    for span in tl.static_range(0, SPANS):
+        logits = dot(q[span], tl.trans(keys[span]), logits)
     logits = tl.where(live[None, :], logits * SCALE, float("-inf"))
-    highest = tl.maximum(top, tl.max(logits, axis=1))
+    highest = tl.maximum(sums.top, tl.max(logits, axis=1))  # [heads]
     base = tl.where(highest == float("-inf"), 0.0, highest)  # no key yet
-    alpha = tl.exp2(top - base)
-    weight = tl.exp2(logits - base[:, None])
+    alpha = tl.exp2(sums.top - base)
+    weight = tl.exp2(logits - base[:, None])  # [heads, keys]
     p = as_operand(weight)
-    summed = ()
-    for chunk in tl.static_range(0, CHUNKS):
-        summed = _with(summed, dot(p, keys[chunk], acc[chunk] * alpha[:, None]))
-    return highest, total * alpha + tl.sum(weight, axis=1), summed
+    acc = ()
+    for span in tl.static_range(0, SPANS):
+        acc = _with(acc, dot(p, keys[span], sums.acc[span] * alpha[:, None]))
+    return _Sums(acc=acc, top=highest, total=sums.total * alpha + tl.sum(weight, axis=1))
+
+
+# Spans differ in width, so what is cut into them is a tuple with a tensor per span, and loops over
+# it are unrolled. The language wants a helper for each step of such a loop: to grow a tuple, and to
+# make constants of a span's start and width before a range or a shape is built from them.
 
 
 @triton.jit
 def _with(items, one):
-    """A tuple grown by one: what a chunked tensor is made of."""
+    """A tuple grown by one."""
     return items + (one,)  # noqa: RUF005 (Triton does not unpack)
-
-
-@triton.jit
-def _place(place, sums, A: tl.constexpr):
-    """Where a program's sums are parked: [BLOCK_H, WIDTH], then maxima, then totals."""
-    return sums + tl.cast(place, tl.int64) * (A.BLOCK_H * (A.WIDTH + 2))
 
 
 @triton.jit
@@ -469,43 +519,49 @@ def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _columns(chunk: tl.constexpr, A: tl.constexpr):
-    """The channels of a chunk, [1, its width]."""
-    START: tl.constexpr = A.CHUNK_STARTS[chunk]
-    EXTENT: tl.constexpr = A.CHUNK_WIDTHS[chunk]
+def _channels(span: tl.constexpr, A: tl.constexpr):
+    """The channels of a span, [1, channels]."""
+    START: tl.constexpr = A.SPAN_STARTS[span]
+    EXTENT: tl.constexpr = A.SPAN_WIDTHS[span]
     return (START + tl.arange(0, EXTENT))[None, :]
 
 
 @triton.jit
-def _parked(chunk: tl.constexpr, A: tl.constexpr):
-    """Offsets of one chunk of parked sums; chunks lie one after the other."""
+def _parked(span: tl.constexpr, A: tl.constexpr):
+    """Offsets of one span of parked sums, [heads, channels]; spans lie one after the other."""
     BLOCK_H: tl.constexpr = A.BLOCK_H
-    START: tl.constexpr = A.CHUNK_STARTS[chunk]
-    EXTENT: tl.constexpr = A.CHUNK_WIDTHS[chunk]
+    START: tl.constexpr = A.SPAN_STARTS[span]
+    EXTENT: tl.constexpr = A.SPAN_WIDTHS[span]
     line = tl.arange(0, BLOCK_H)[:, None] * EXTENT
     return BLOCK_H * START + line + tl.arange(0, EXTENT)[None, :]
 
 
 @triton.jit
-def _park(place, top, total, acc, sums, A: tl.constexpr):
-    BLOCK_H: tl.constexpr = A.BLOCK_H
-    CHUNKS: tl.constexpr = A.CHUNKS
-    at = _place(place, sums, A)
-    line = at + BLOCK_H * A.WIDTH + tl.arange(0, BLOCK_H)
-    tl.store(line, top)
-    tl.store(line + BLOCK_H, total)
-    for chunk in tl.static_range(0, CHUNKS):
-        tl.store(at + _parked(chunk, A), acc[chunk])
+def _place(nth, places, A: tl.constexpr):
+    """A place of the workspace: sums of BLOCK_H × WIDTH, then maxima, then totals."""
+    return places + tl.cast(nth, tl.int64) * (A.BLOCK_H * (A.WIDTH + 2))
 
 
 @triton.jit
-def _merge(place, count, done, head, sums, sink_ptr, out_row, lse_row, A: tl.constexpr):
+def _park(nth, sums, places, A: tl.constexpr):
+    BLOCK_H: tl.constexpr = A.BLOCK_H
+    SPANS: tl.constexpr = A.SPANS
+    place = _place(nth, places, A)
+    line = place + BLOCK_H * A.WIDTH + tl.arange(0, BLOCK_H)
+    tl.store(line, sums.top)
+    tl.store(line + BLOCK_H, sums.total)
+    for span in tl.static_range(0, SPANS):
+        tl.store(place + _parked(span, A), sums.acc[span])
+
+
+@triton.jit
+def _merge(nth_place, count, done, places, out, A: tl.constexpr):
     """Merges `count` parked sums in their order: into the output if `done`, else into the first."""
     BLOCK_H: tl.constexpr = A.BLOCK_H
-    CHUNKS: tl.constexpr = A.CHUNKS
+    SPANS: tl.constexpr = A.SPANS
     SIZE: tl.constexpr = A.BLOCK_H * (A.WIDTH + 2)
-    first = _place(place, sums, A)
-    line = first + BLOCK_H * A.WIDTH + tl.arange(0, BLOCK_H)
+    first = _place(nth_place, places, A)
+    line = first + BLOCK_H * A.WIDTH + tl.arange(0, BLOCK_H)  # [heads]
     top = tl.load(line, cache_modifier=".cg")
     total = tl.load(line + BLOCK_H, cache_modifier=".cg")
     for nth in tl.range(1, count, disable_licm=True):
@@ -514,17 +570,17 @@ def _merge(place, count, done, head, sums, sink_ptr, out_row, lse_row, A: tl.con
         total = total * old + tl.load(other + BLOCK_H, cache_modifier=".cg") * new
     inverse = tl.zeros([BLOCK_H], dtype=tl.float32)
     if done:
-        inverse = _close(top, total, head, sink_ptr, lse_row, A)
-    for chunk in tl.static_range(0, CHUNKS):
-        at = first + _parked(chunk, A)
-        highest = tl.load(line, cache_modifier=".cg")
-        summed = tl.load(at, cache_modifier=".cg")
+        inverse = _close(top, total, out, A)
+    for span in tl.static_range(0, SPANS):
+        at = first + _parked(span, A)
+        highest = tl.load(line, cache_modifier=".cg")  # [heads]
+        summed = tl.load(at, cache_modifier=".cg")  # [heads, channels]
         for nth in tl.range(1, count, disable_licm=True):
             highest, old, new = _weights(highest, tl.load(line + nth * SIZE, cache_modifier=".cg"))
             more = tl.load(at + nth * SIZE, cache_modifier=".cg")
             summed = summed * old[:, None] + more * new[:, None]
         if done:
-            _store(summed * inverse[:, None], chunk, head, out_row, A)
+            _store(summed * inverse[:, None], span, out, A)
         else:
             tl.store(at, summed)
     if not done:
@@ -542,41 +598,41 @@ def _weights(top, other):
 
 
 @triton.jit
-def _close(top, total, head, sink_ptr, lse_row, A: tl.constexpr):
+def _close(top, total, out, A: tl.constexpr):
     """Stores the lse and returns what the sums are multiplied with: the sink enters here."""
-    live = head < A.HEADS
-    tl.store(lse_row + head, (top + tl.log2(total)) * _LN_2, mask=live)
-    sink = tl.load(sink_ptr + head, mask=live, other=0.0)
+    live = out.head < A.HEADS
+    tl.store(out.lse_row + out.head, (top + tl.log2(total)) * _LN_2, mask=live)
+    sink = tl.load(out.sink + out.head, mask=live, other=0.0)
     base = tl.where(top == float("-inf"), 0.0, top)
     inverse = 1.0 / (total + tl.exp2(sink * _LOG2_E - base))
     return tl.where(total > 0, inverse, 0.0)
 
 
 @triton.jit
-def _store(x, chunk: tl.constexpr, head, out_row, A: tl.constexpr):
-    """One chunk of the result, fp32, as bf16 into the output."""
-    at = head[:, None] * A.WIDTH + _columns(chunk, A)
-    live = (head < A.HEADS)[:, None]
+def _store(x, span: tl.constexpr, out, A: tl.constexpr):
+    """One span of the result, fp32 [heads, channels], as bf16 into the output."""
+    at = out.head[:, None] * A.WIDTH + _channels(span, A)
+    live = (out.head < A.HEADS)[:, None]
     if INTERPRETED:
-        bits = out_row.to(tl.pointer_type(tl.uint16))
+        bits = out.row.to(tl.pointer_type(tl.uint16))
         tl.store(bits + at, bf16_bits(round_bf16(x)), mask=live)
     else:
-        tl.store(out_row + at, x.to(tl.bfloat16), mask=live)
+        tl.store(out.row + at, x.to(tl.bfloat16), mask=live)
 
 
 @triton.jit
-def _turn_back(head, out_row, rope_row, A: tl.constexpr):
+def _turn_back(out, A: tl.constexpr):
     """Inverse RoPE of the last channels of the bf16 output, which this program has stored."""
     PAIRS: tl.constexpr = A.ROPE // 2
     if PAIRS > 0:
         tl.debug_barrier()
         pair = tl.arange(0, PAIRS)[None, :]
-        cos = tl.load(rope_row + pair)
-        sin = tl.load(rope_row + PAIRS + pair)
-        words = out_row.to(tl.pointer_type(tl.uint32))
-        at = words + head[:, None] * (A.WIDTH // 2) + (A.WIDTH - A.ROPE) // 2 + pair
-        live = (head < A.HEADS)[:, None]
-        both = tl.load(at, mask=live, other=0)
+        cos = tl.load(out.rope_row + pair)
+        sin = tl.load(out.rope_row + PAIRS + pair)
+        words = out.row.to(tl.pointer_type(tl.uint32))
+        at = words + out.head[:, None] * (A.WIDTH // 2) + (A.WIDTH - A.ROPE) // 2 + pair
+        live = (out.head < A.HEADS)[:, None]
+        both = tl.load(at, mask=live, other=0)  # [heads, pairs] of bf16
         even = (both << 16).to(tl.float32, bitcast=True)
         odd = (both & 0xFFFF0000).to(tl.float32, bitcast=True)
         low = round_bf16(even * cos + odd * sin).to(tl.uint32, bitcast=True) >> 16

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import INTERPRETED, bf16_bits
 from dsv4.kernels.record_load import load_record_rows
 from dsv4.kernels.record_store import record_constants
@@ -19,27 +20,26 @@ NUM_WARPS = 4
 def gather_entries(
     source: EntrySource, *, slot: Tensor, position: Tensor, indices: Tensor, out: Tensor
 ) -> None:
-    _launch_entries(source, slot, position, indices, out, out)
+    gather_entries_launch(source, slot, position, indices, out, out).run()
 
 
 def gather_all_entries(
     source: EntrySource, *, slot: Tensor, position: Tensor, out: Tensor, lengths: Tensor
 ) -> None:
-    _launch_entries(source, slot, position, None, out, lengths)
+    gather_entries_launch(source, slot, position, None, out, lengths).run()
 
 
-def _launch_entries(
+def gather_entries_launch(
     source: EntrySource,
     slot: Tensor,
     position: Tensor,
     indices: Tensor | None,
     out: Tensor,
     lengths: Tensor,
-) -> None:
+) -> Launch:
+    """Without `indices` all entries that are seen."""
     rows, keys, width = out.shape
-    if rows * keys == 0:
-        return
-    _gather_entries_kernel[(rows, triton.cdiv(keys, BLOCK_KEYS))](
+    arguments = (
         source.arena,
         source.block_table,
         slot,
@@ -56,14 +56,17 @@ def _launch_entries(
         keys,
         source.page.offset_bytes,
         source.page.scale_offset_bytes,
-        RATIO=source.ratio,
-        PAGE_ROWS=source.page.rows,
-        ALL=indices is None,
-        WIDTH=width,
-        RECORD=record_constants(source.page.format),
-        BLOCK=BLOCK_KEYS,
-        num_warps=NUM_WARPS,
     )
+    constants = {
+        "RATIO": source.ratio,
+        "PAGE_ROWS": source.page.rows,
+        "ALL": indices is None,
+        "WIDTH": width,
+        "RECORD": record_constants(source.page.format),
+        "BLOCK": BLOCK_KEYS,
+    }
+    grid = (rows, triton.cdiv(keys, BLOCK_KEYS))
+    return Launch(_gather_entries_kernel, grid, arguments, constants, {"num_warps": NUM_WARPS})
 
 
 def gather_window(
@@ -75,10 +78,19 @@ def gather_window(
     out: Tensor,
     lengths: Tensor,
 ) -> None:
+    gather_window_launch(source, batch, batch_row, position, out, lengths).run()
+
+
+def gather_window_launch(
+    source: WindowSource,
+    batch: Tensor,
+    batch_row: Tensor,
+    position: Tensor,
+    out: Tensor,
+    lengths: Tensor,
+) -> Launch:
     rows, _, width = out.shape
-    if rows == 0:
-        return
-    _gather_window_kernel[(rows, triton.cdiv(source.window, BLOCK_KEYS))](
+    arguments = (
         source.arena,
         batch,
         batch_row,
@@ -91,14 +103,17 @@ def gather_window(
         out.stride(0),
         source.page.offset_bytes,
         source.page.scale_offset_bytes,
-        WINDOW=source.window,
-        RING=source.page.rows,
-        CHUNK=source.staged,
-        WIDTH=width,
-        RECORD=record_constants(source.page.format),
-        BLOCK=BLOCK_KEYS,
-        num_warps=NUM_WARPS,
     )
+    constants = {
+        "WINDOW": source.window,
+        "RING": source.page.rows,
+        "STAGED": source.staged,
+        "WIDTH": width,
+        "RECORD": record_constants(source.page.format),
+        "BLOCK": BLOCK_KEYS,
+    }
+    grid = (rows, triton.cdiv(source.window, BLOCK_KEYS))
+    return Launch(_gather_window_kernel, grid, arguments, constants, {"num_warps": NUM_WARPS})
 
 
 @triton.jit
@@ -110,7 +125,7 @@ def _gather_entries_kernel(
     RECORD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    key = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [keys]
     slot = tl.load(slot_ptr + row * slot_stride).to(tl.int64)
     visible = (tl.load(position_ptr + row * position_stride) + 1) // RATIO
     if slot >= 0:
@@ -130,7 +145,7 @@ def _gather_entries_kernel(
         ).to(tl.int64)
         page = arena + block * arena_stride
         page_row = tl.where(valid, entry % PAGE_ROWS, 0)
-        values = load_record_rows(
+        values = load_record_rows(  # [keys, channels]
             page + data_offset + page_row * RECORD.DATA_BYTES,
             page + scale_offset + page_row * RECORD.SCALE_BYTES,
             valid, WIDTH, RECORD,
@@ -142,11 +157,11 @@ def _gather_entries_kernel(
 def _gather_window_kernel(
     arena, batch_ptr, batch_row_ptr, position_ptr, out_ptr, lengths_ptr,
     arena_stride, batch_row_stride, position_stride, out_stride, data_offset, scale_offset,
-    WINDOW: tl.constexpr, RING: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr, RING: tl.constexpr, STAGED: tl.constexpr, WIDTH: tl.constexpr,
     RECORD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    key = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [keys]
     batch_row = tl.load(batch_row_ptr + row * batch_row_stride)
     newest = tl.load(position_ptr + row * position_stride)
     if batch_row >= 0:
@@ -155,7 +170,7 @@ def _gather_window_kernel(
         if tl.program_id(1) == 0:
             tl.store(lengths_ptr + row, count)
         valid = key < count
-        if CHUNK:
+        if STAGED:
             start = tl.load(batch_ptr + batch_row * 4 + 1)
             first_row = tl.load(batch_ptr + batch_row * 4 + 3)
             base = first_row + (WINDOW - 1) * (batch_row + 1) - start
@@ -165,7 +180,7 @@ def _gather_window_kernel(
             slot = tl.load(batch_ptr + batch_row * 4).to(tl.int64)
             page = arena + slot * arena_stride + tl.zeros([BLOCK], dtype=tl.int64)
             page_row = ((first + key) % RING).to(tl.int64)
-        values = load_record_rows(
+        values = load_record_rows(  # [keys, channels]
             page + data_offset + page_row * RECORD.DATA_BYTES,
             page + scale_offset + page_row * RECORD.SCALE_BYTES,
             valid, WIDTH, RECORD,
@@ -175,7 +190,7 @@ def _gather_window_kernel(
 
 @triton.jit
 def _store_rows(out_ptr, key, values, written, WIDTH: tl.constexpr):
-    """bf16 values (fp32 when interpreted) into rows of `out`."""
+    """bf16 values [keys, channels] (fp32 when interpreted) into rows of `out`."""
     target = out_ptr + key.to(tl.int64)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     if INTERPRETED:
         bits = bf16_bits(values)

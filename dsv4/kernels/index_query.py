@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dsv4.cache.records import RecordFormat
+from dsv4.kernels.codes import round_trip
+from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import bf16_bits, hadamard, load_rope, rotate
 from dsv4.kernels.record_store import record_constants
-from dsv4.kernels.round_trip import round_trip
 
 # Of one program: a warp's 32 lanes then hold 16 channels each, and no barrier has a second warp.
 HEADS = 4
@@ -22,18 +21,13 @@ def prepare_index_queries(
     q: Tensor, *, tokens: Tensor, rope: Tensor, record: RecordFormat, out: Tensor
 ) -> None:
     """One launch. Same bits as dsv4.reference.index_query.prepare_index_queries."""
-    if q.shape[0] == 0:
-        return
-    arguments, constants = launch_arguments(q, tokens, rope, record, out)
-    _index_query_kernel[(q.shape[0], triton.cdiv(q.shape[1], HEADS))](
-        *arguments, **constants, num_warps=NUM_WARPS, enable_fp_fusion=False
-    )
+    index_query_launch(q, tokens=tokens, rope=rope, record=record, out=out).run()
 
 
-def launch_arguments(
-    q: Tensor, tokens: Tensor, rope: Tensor, record: RecordFormat, out: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Run-time arguments and compile-time constants of the launch."""
+def index_query_launch(
+    q: Tensor, *, tokens: Tensor, rope: Tensor, record: RecordFormat, out: Tensor
+) -> Launch:
+    """As prepare_index_queries."""
     arguments = (
         q,
         tokens,
@@ -52,7 +46,9 @@ def launch_arguments(
         "ROPE": rope.shape[1],
         "RECORD": record_constants(record),
     }
-    return arguments, constants
+    grid = (q.shape[0], triton.cdiv(q.shape[1], HEADS))
+    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    return Launch(_index_query_kernel, grid, arguments, constants, options)
 
 
 @triton.jit

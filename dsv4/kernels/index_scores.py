@@ -10,20 +10,22 @@ entries that nobody sees.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from dsv4.errors import InvalidInput
+from dsv4.kernels.codes import bf16_power_of_two, e2m1_value, e4m3_value, power_of_two
 from dsv4.kernels.device import processors
-from dsv4.kernels.numerics import INTERPRETED, e4m3_value, round_bf16
+from dsv4.kernels.dot import as_operand, dot, load_bf16
+from dsv4.kernels.launch import Launch
+from dsv4.kernels.numerics import INTERPRETED, round_bf16
 from dsv4.kernels.record_store import RecordConstants, record_constants
-from dsv4.kernels.round_trip import e2m1_value, power_of_two
 from dsv4.ops.calls import EntrySource, Scoring
-from dsv4.reference.index_scores import MIN_HEADS
+from dsv4.ops.constants import MIN_HEADS
 
 ENTRY_TILE = 64
 NUM_WARPS = 4
@@ -31,7 +33,8 @@ NUM_STAGES = 3
 PROGRAMS_PER_PROCESSOR = 4
 # Interpreted: few, so that shares of work begin and end inside requests.
 PROGRAMS_WITHOUT_GPU = 3
-MAX_GROUP = 16
+# Neighbouring tokens that share the keys they load form a band.
+MAX_BAND = 16
 # A program looks at the lengths of all tokens of its launch at once.
 MAX_TOKENS = 256
 
@@ -68,6 +71,69 @@ WEIGHTED_RELU = tl.constexpr("""
         """)
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreConstants:
+    """A launch as compile-time constants. Up to BANDS bands of BAND tokens; TILE entries; ROUND:
+    dots, products and sums are bf16 numbers."""
+
+    HEADS: int
+    HEADS_PADDED: int
+    WIDTH: int
+    RATIO: int
+    PAGE_ROWS: int
+    BAND: int
+    BANDS: int
+    TILE: int
+    ROUND: bool
+    RECORD: RecordConstants
+
+
+# Bundles are packed inside the kernel. Comments give the shapes of block values: [entries] are the
+# TILE entries of a tile, [heads] all heads, padded.
+
+
+class _Tokens(NamedTuple):
+    """The tokens of a launch, and what of their entries is scored: `columns` at most, and nothing
+    where no more than `skip_visible` are seen."""
+
+    ptr: Any
+    rows: Any
+    columns: Any
+    first_entry: Any
+    skip_visible: Any
+
+
+class _Queries(NamedTuple):
+    q: Any
+    weights: Any
+    stride: Any
+    head_stride: Any
+    weights_stride: Any
+
+
+class _Keys(NamedTuple):
+    """Where keys are: offsets in a block in bytes."""
+
+    arena: Any
+    table: Any
+    block_bytes: Any
+    table_stride: Any
+    data: Any
+    scale: Any
+
+
+class _Scores(NamedTuple):
+    ptr: Any
+    stride: Any
+
+
+class _Query(NamedTuple):
+    """One token's query: `q` in four quarters [channels / 4, heads], as keys are cut."""
+
+    q: Any
+    weight: Any  # [heads]
+
+
 def index_scores(call: Scoring) -> None:
     """Same result as the reference, bit for bit where the dot product is exact in fp32 (MXFP4 and
     NVFP4 unless scales lie very far apart).
@@ -77,15 +143,7 @@ def index_scores(call: Scoring) -> None:
     width below 64.
     """
     for piece in pieces(call):
-        programs, arguments, constants = launch_arguments(piece)
-        if programs:
-            _index_scores_kernel[(programs,)](
-                *arguments,
-                **constants,
-                num_warps=NUM_WARPS,
-                num_stages=NUM_STAGES,
-                enable_fp_fusion=False,
-            )
+        index_scores_launch(piece).run()
 
 
 def pieces(call: Scoring) -> Iterator[Scoring]:
@@ -105,8 +163,8 @@ def pieces(call: Scoring) -> Iterator[Scoring]:
         )
 
 
-def launch_arguments(call: Scoring) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-    """Programs, run-time arguments and compile-time constants of the launch."""
+def index_scores_launch(call: Scoring) -> Launch:
+    """Of a call that is one piece."""
     _, heads, width = call.q.shape
     if width < 64 or width & (width - 1):
         raise InvalidInput(
@@ -114,23 +172,25 @@ def launch_arguments(call: Scoring) -> tuple[int, tuple[Any, ...], dict[str, Any
             f"of at least 64"
         )
     rows, columns = call.scores.shape
-    group = min(triton.next_power_of_2(max(call.tokens_per_request, 1)), MAX_GROUP)
-    groups = triton.cdiv(rows, group)
+    band = min(triton.next_power_of_2(max(call.tokens_per_request, 1)), MAX_BAND)
+    bands = triton.cdiv(rows, band)
     tile = min(ENTRY_TILE, max(16, triton.next_power_of_2(columns)))
-    programs = min(_programs(call.q.device), groups * triton.cdiv(columns, tile))
-    constants = {
-        "HEADS": heads,
-        "HEADS_PADDED": max(MIN_HEADS, triton.next_power_of_2(heads)),
-        "WIDTH": width,
-        "RATIO": call.keys.ratio,
-        "PAGE_ROWS": call.keys.page.rows,
-        "GROUP": group,
-        "GROUPS": max(16, triton.next_power_of_2(groups)),
-        "TILE": tile,
-        "ROUND": call.round_bf16,
-        "RECORD": _index_record(call.keys),
-    }
-    return programs, run_time_arguments(call), constants
+    programs = min(_programs(call.q.device), bands * triton.cdiv(columns, tile))
+    constants = ScoreConstants(
+        HEADS=heads,
+        HEADS_PADDED=max(MIN_HEADS, triton.next_power_of_2(heads)),
+        WIDTH=width,
+        RATIO=call.keys.ratio,
+        PAGE_ROWS=call.keys.page.rows,
+        BAND=band,
+        BANDS=max(16, triton.next_power_of_2(bands)),
+        TILE=tile,
+        ROUND=call.round_bf16,
+        RECORD=_index_record(call.keys),
+    )
+    options = {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES, "enable_fp_fusion": False}
+    arguments = run_time_arguments(call)
+    return Launch(_index_scores_kernel, (programs,), arguments, {"S": constants}, options)
 
 
 def run_time_arguments(call: Scoring) -> tuple[Any, ...]:
@@ -195,202 +255,168 @@ def _index_scores_kernel(
     scores_stride,
     data_offset,
     scale_offset,
-    HEADS: tl.constexpr,
-    HEADS_PADDED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    RATIO: tl.constexpr,
-    PAGE_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TILE: tl.constexpr,
-    ROUND: tl.constexpr,
-    RECORD: tl.constexpr,
+    S: tl.constexpr,
 ):
-    ends = _tile_ends(
-        tokens_ptr, rows, columns, first_entry, skip_visible, RATIO, GROUP, GROUPS, TILE
-    )  # fmt: skip
+    tokens = _Tokens(
+        ptr=tokens_ptr,
+        rows=rows,
+        columns=columns,
+        first_entry=first_entry,
+        skip_visible=skip_visible,
+    )
+    queries = _Queries(
+        q=q_ptr,
+        weights=weights_ptr,
+        stride=q_stride,
+        head_stride=q_head_stride,
+        weights_stride=weights_stride,
+    )
+    keys = _Keys(
+        arena=arena,
+        table=table_ptr,
+        block_bytes=arena_stride,
+        table_stride=table_stride,
+        data=data_offset,
+        scale=scale_offset,
+    )
+    scores = _Scores(ptr=scores_ptr, stride=scores_stride)
+    ends = _tile_ends(tokens, S)
     total = tl.max(ends, axis=0).to(tl.int64)
-    # this program's share of all tiles, counted through the groups: [at, stop)
+    # this program's share of all tiles, counted through the bands: [at, stop)
     at = (tl.program_id(0) * total // tl.num_programs(0)).to(tl.int32)
     stop = ((tl.program_id(0) + 1) * total // tl.num_programs(0)).to(tl.int32)
     while at < stop:
         # counted anew, from the cache, rather than kept: registers are what limits the programs
-        ends = _tile_ends(
-            tokens_ptr, rows, columns, first_entry, skip_visible, RATIO, GROUP, GROUPS, TILE
-        )  # fmt: skip
-        group = tl.sum((ends <= at).to(tl.int32), axis=0)
-        group_begin = tl.max(tl.where(ends <= at, ends, 0), axis=0)
-        group_end = tl.min(tl.where(ends > at, ends, 0x7FFFFFFF), axis=0)
-        share_end = tl.minimum(stop, group_end)
-        if GROUP == 1:
-            _score_token(
-                group, at - group_begin, share_end - group_begin, q_ptr, weights_ptr, tokens_ptr,
-                arena, table_ptr, scores_ptr, rows, columns, first_entry, skip_visible, q_stride,
-                q_head_stride, weights_stride, arena_stride, table_stride, scores_stride,
-                data_offset, scale_offset, HEADS, HEADS_PADDED, WIDTH, RATIO, PAGE_ROWS, TILE,
-                ROUND, RECORD,
-            )  # fmt: skip
+        ends = _tile_ends(tokens, S)
+        band = tl.sum((ends <= at).to(tl.int32), axis=0)
+        band_begin = tl.max(tl.where(ends <= at, ends, 0), axis=0)
+        band_end = tl.min(tl.where(ends > at, ends, 0x7FFFFFFF), axis=0)
+        share_end = tl.minimum(stop, band_end)
+        begin = at - band_begin
+        end = share_end - band_begin
+        if S.BAND == 1:
+            _score_token(band, begin, end, tokens, queries, keys, scores, S)
         else:
-            _score_group(
-                group, at - group_begin, share_end - group_begin, q_ptr, weights_ptr, tokens_ptr,
-                arena, table_ptr, scores_ptr, rows, columns, first_entry, skip_visible, q_stride,
-                q_head_stride, weights_stride, arena_stride, table_stride, scores_stride,
-                data_offset, scale_offset, HEADS, HEADS_PADDED, WIDTH, RATIO, PAGE_ROWS, GROUP,
-                TILE, ROUND, RECORD,
-            )  # fmt: skip
+            _score_band(band, begin, end, tokens, queries, keys, scores, S)
         at = share_end
 
 
 @triton.jit
-def _tile_ends(
-    tokens_ptr, rows, columns, first_entry, skip_visible,
-    RATIO: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """How many tiles the groups up to each have, itself included."""
-    token = tl.arange(0, GROUPS * GROUP)
-    _, seen = _seen_columns(token, tokens_ptr, rows, columns, first_entry, skip_visible, RATIO)
-    longest = tl.max(tl.reshape(seen, [GROUPS, GROUP]), axis=1)
-    return tl.cumsum((longest + TILE - 1) // TILE, axis=0)
+def _tile_ends(tokens, S: tl.constexpr):
+    """How many tiles the bands up to each have, itself included: [BANDS]."""
+    BAND: tl.constexpr = S.BAND
+    BANDS: tl.constexpr = S.BANDS
+    _, seen = _seen_columns(tl.arange(0, BANDS * BAND), tokens, S)
+    longest = tl.max(tl.reshape(seen, [BANDS, BAND]), axis=1)
+    return tl.cumsum((longest + S.TILE - 1) // S.TILE, axis=0)
 
 
 @triton.jit
-def _seen_columns(
-    token, tokens_ptr, rows, columns, first_entry, skip_visible, RATIO: tl.constexpr
-):  # fmt: skip
+def _seen_columns(token, tokens, S: tl.constexpr):
     """Slots of some tokens, and how many columns each has to fill."""
-    live = token < rows
-    slot = tl.load(tokens_ptr + token * 4, mask=live, other=-1)
-    position = tl.load(tokens_ptr + token * 4 + 1, mask=live, other=-1)
-    visible = (position + 1) // RATIO
-    seen = tl.minimum(tl.maximum(visible - first_entry, 0), columns)
-    return slot, tl.where((slot >= 0) & (visible > skip_visible), seen, 0)
+    live = token < tokens.rows
+    slot = tl.load(tokens.ptr + token * 4, mask=live, other=-1)
+    position = tl.load(tokens.ptr + token * 4 + 1, mask=live, other=-1)
+    visible = (position + 1) // S.RATIO
+    seen = tl.minimum(tl.maximum(visible - tokens.first_entry, 0), tokens.columns)
+    return slot, tl.where((slot >= 0) & (visible > tokens.skip_visible), seen, 0)
 
 
 @triton.jit
-def _score_token(
-    token, tile_begin, tile_end, q_ptr, weights_ptr, tokens_ptr, arena, table_ptr, scores_ptr,
-    rows, columns, first_entry, skip_visible, q_stride, q_head_stride, weights_stride,
-    arena_stride, table_stride, scores_stride, data_offset, scale_offset,
-    HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr,
-    PAGE_ROWS: tl.constexpr, TILE: tl.constexpr, ROUND: tl.constexpr, RECORD: tl.constexpr,
-):  # fmt: skip
-    """Tiles [tile_begin, tile_end) of one token; its query is loaded once."""
-    slot, seen = _seen_columns(
-        token, tokens_ptr, rows, columns, first_entry, skip_visible, RATIO
-    )  # fmt: skip
-    q0, q1, q2, q3, weight = _load_query(
-        token, q_ptr, weights_ptr, q_stride, q_head_stride, weights_stride,
-        HEADS, HEADS_PADDED, WIDTH, RECORD,
-    )  # fmt: skip
-    table_row = table_ptr + slot.to(tl.int64) * table_stride
-    scores_row = scores_ptr + token.to(tl.int64) * scores_stride
-    for tile in range(tile_begin, tile_end):
-        column = tile * TILE + tl.arange(0, TILE)
-        k0, k1, k2, k3 = _load_keys(
-            first_entry + column, column < seen, arena, table_row, arena_stride, data_offset,
-            scale_offset, WIDTH, PAGE_ROWS, RECORD,
-        )  # fmt: skip
-        score = _score(k0, k1, k2, k3, q0, q1, q2, q3, weight, ROUND)
+def _score_token(token, begin, end, tokens, queries, keys, scores, S: tl.constexpr):
+    """Tiles [begin, end) of one token; its query is loaded once."""
+    TILE: tl.constexpr = S.TILE
+    slot, seen = _seen_columns(token, tokens, S)
+    query = _load_query(token, queries, S)
+    table_row = keys.table + slot.to(tl.int64) * keys.table_stride
+    scores_row = scores.ptr + token.to(tl.int64) * scores.stride
+    for tile in range(begin, end):
+        column = tile * TILE + tl.arange(0, TILE)  # [entries]
+        k = _load_keys(tokens.first_entry + column, column < seen, keys, table_row, S)
+        score = _score(k, query, S)
         tl.store(scores_row + column, score, mask=column < seen)
 
 
 @triton.jit
-def _score_group(
-    group, tile_begin, tile_end, q_ptr, weights_ptr, tokens_ptr, arena, table_ptr, scores_ptr,
-    rows, columns, first_entry, skip_visible, q_stride, q_head_stride, weights_stride,
-    arena_stride, table_stride, scores_stride, data_offset, scale_offset,
-    HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr,
-    PAGE_ROWS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, ROUND: tl.constexpr,
-    RECORD: tl.constexpr,
-):  # fmt: skip
-    """Tiles [tile_begin, tile_end) of neighbouring tokens. Keys are loaded anew only where the
-    request changes from one token to the next."""
-    member = group * GROUP + tl.arange(0, GROUP)
-    slots, all_seen = _seen_columns(
-        member, tokens_ptr, rows, columns, first_entry, skip_visible, RATIO
-    )  # fmt: skip
-    for tile in range(tile_begin, tile_end):
-        column = tile * TILE + tl.arange(0, TILE)
+def _score_band(band, begin, end, tokens, queries, keys, scores, S: tl.constexpr):
+    """Tiles [begin, end) of a band of tokens. Keys are loaded anew only where the request changes
+    from one token to the next."""
+    BAND: tl.constexpr = S.BAND
+    TILE: tl.constexpr = S.TILE
+    QUARTER: tl.constexpr = S.WIDTH // 4
+    slots, all_seen = _seen_columns(band * BAND + tl.arange(0, BAND), tokens, S)  # [BAND]
+    for tile in range(begin, end):
+        column = tile * TILE + tl.arange(0, TILE)  # [entries]
         loaded_slot = -1
-        k0 = tl.zeros([TILE, WIDTH // 4], dtype=tl.float32 if INTERPRETED else tl.bfloat16)
-        k1, k2, k3 = k0, k0, k0
-        for token in range(group * GROUP, group * GROUP + GROUP):
-            slot, seen = _seen_columns(
-                token, tokens_ptr, rows, columns, first_entry, skip_visible, RATIO
-            )  # fmt: skip
+        none = tl.zeros([TILE, QUARTER], dtype=tl.float32 if INTERPRETED else tl.bfloat16)
+        k = (none, none, none, none)
+        for token in range(band * BAND, band * BAND + BAND):
+            slot, seen = _seen_columns(token, tokens, S)
             if tile * TILE < seen:
                 if slot != loaded_slot:
                     most = tl.max(tl.where(slots == slot, all_seen, 0), axis=0)
-                    k0, k1, k2, k3 = _load_keys(
-                        first_entry + column, column < most, arena,
-                        table_ptr + slot.to(tl.int64) * table_stride, arena_stride, data_offset,
-                        scale_offset, WIDTH, PAGE_ROWS, RECORD,
-                    )  # fmt: skip
+                    entry = tokens.first_entry + column
+                    live = column < most
+                    table_row = keys.table + slot.to(tl.int64) * keys.table_stride
+                    k = _load_keys(entry, live, keys, table_row, S)
                     loaded_slot = slot
-                q0, q1, q2, q3, weight = _load_query(
-                    token, q_ptr, weights_ptr, q_stride, q_head_stride, weights_stride,
-                    HEADS, HEADS_PADDED, WIDTH, RECORD,
-                )  # fmt: skip
-                score = _score(k0, k1, k2, k3, q0, q1, q2, q3, weight, ROUND)
-                scores_row = scores_ptr + tl.cast(token, tl.int64) * scores_stride
+                query = _load_query(token, queries, S)
+                score = _score(k, query, S)
+                scores_row = scores.ptr + tl.cast(token, tl.int64) * scores.stride
                 tl.store(scores_row + column, score, mask=column < seen)
 
 
 @triton.jit
-def _load_query(
-    token, q_ptr, weights_ptr, q_stride, q_head_stride, weights_stride,
-    HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, WIDTH: tl.constexpr, RECORD: tl.constexpr,
-):  # fmt: skip
-    """The quarters of a query [WIDTH / 4, heads], as `_load_keys` cuts keys, and its weights."""
+def _load_query(token, queries, S: tl.constexpr):
+    """A token's _Query."""
+    WIDTH: tl.constexpr = S.WIDTH
     QUARTER: tl.constexpr = WIDTH // 4
+    HEADS: tl.constexpr = S.HEADS
+    HEADS_PADDED: tl.constexpr = S.HEADS_PADDED
+    RECORD: tl.constexpr = S.RECORD
     head = tl.arange(0, HEADS_PADDED)
-    row = q_ptr + tl.cast(token, tl.int64) * q_stride + head[:, None] * q_head_stride
+    row = queries.q + tl.cast(token, tl.int64) * queries.stride
+    row += head[:, None] * queries.head_stride
     live = head[:, None] < HEADS
     if RECORD.ELEMENT == "e2m1":
-        q = tl.load(row + tl.arange(0, WIDTH)[None, :], mask=live, other=0.0)
+        q = load_bf16(row + tl.arange(0, WIDTH)[None, :], live)
         even, odd = tl.split(tl.reshape(q, [HEADS_PADDED, WIDTH // 2, 2]))
         q0, q2 = tl.split(tl.reshape(even, [HEADS_PADDED, QUARTER, 2]))
         q1, q3 = tl.split(tl.reshape(odd, [HEADS_PADDED, QUARTER, 2]))
     else:
         first = row + tl.arange(0, QUARTER)[None, :]
-        q0 = tl.load(first, mask=live, other=0.0)
-        q1 = tl.load(first + QUARTER, mask=live, other=0.0)
-        q2 = tl.load(first + 2 * QUARTER, mask=live, other=0.0)
-        q3 = tl.load(first + 3 * QUARTER, mask=live, other=0.0)
-    weight_row = weights_ptr + tl.cast(token, tl.int64) * weights_stride
-    weight = tl.load(weight_row + head, mask=head < HEADS, other=0.0)
-    if INTERPRETED:
-        q0 = q0.to(tl.float32)
-        q1 = q1.to(tl.float32)
-        q2 = q2.to(tl.float32)
-        q3 = q3.to(tl.float32)
-        weight = weight.to(tl.float32)
-    return tl.trans(q0), tl.trans(q1), tl.trans(q2), tl.trans(q3), weight
+        q0 = load_bf16(first, live)
+        q1 = load_bf16(first + QUARTER, live)
+        q2 = load_bf16(first + 2 * QUARTER, live)
+        q3 = load_bf16(first + 3 * QUARTER, live)
+    weight_row = queries.weights + tl.cast(token, tl.int64) * queries.weights_stride
+    weight = load_bf16(weight_row + head, head < HEADS)
+    return _Query(q=(tl.trans(q0), tl.trans(q1), tl.trans(q2), tl.trans(q3)), weight=weight)
 
 
 @triton.jit
-def _load_keys(
-    entry, live, arena, table_row, arena_stride, data_offset, scale_offset,
-    WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr, RECORD: tl.constexpr,
-):  # fmt: skip
+def _load_keys(entry, live, keys, table_row, S: tl.constexpr):
     """Four quarters [entries, WIDTH / 4] of decoded keys: every fourth channel where 16 bits hold
-    four codes, else one run of channels after the other. bf16, interpreted fp32; 0 where not live,
-    nothing is read there."""
-    QUARTER: tl.constexpr = WIDTH // 4
-    block_id = tl.load(table_row + entry // PAGE_ROWS, mask=live, other=0).to(tl.int64)
-    page = arena + block_id * arena_stride
-    page_row = entry % PAGE_ROWS
-    data = page + data_offset + page_row * RECORD.DATA_BYTES
-    scale_row = page + scale_offset + page_row * RECORD.SCALE_BYTES
+    four codes, else a quarter of the channels after the other. bf16, interpreted fp32; 0 where not
+    live, nothing is read there."""
+    QUARTER: tl.constexpr = S.WIDTH // 4
+    RECORD: tl.constexpr = S.RECORD
+    block_id = tl.load(table_row + entry // S.PAGE_ROWS, mask=live, other=0).to(tl.int64)
+    page = keys.arena + block_id * keys.block_bytes
+    page_row = entry % S.PAGE_ROWS
+    data = page + keys.data + page_row * RECORD.DATA_BYTES
+    scale_row = page + keys.scale + page_row * RECORD.SCALE_BYTES
     mask = live[:, None]
     at = tl.arange(0, QUARTER)[None, :]
     if RECORD.ELEMENT == "e2m1":
+        # [entries, WIDTH / 4] words of four codes
         words = tl.load(data.to(tl.pointer_type(tl.int16))[:, None] + at, mask=mask, other=0)
-        TILES: tl.constexpr = WIDTH // RECORD.TILE
+        TILES: tl.constexpr = S.WIDTH // RECORD.TILE
         nth = tl.arange(0, TILES)[None, :]
         scale = tl.load(scale_row[:, None] + nth, mask=mask, other=0)
         if RECORD.SCALE == "ue8m0" and not INTERPRETED:
-            k0, k1, k2, k3 = _decode_mxfp4(words, _spread(_bf16_power(scale), QUARTER))
+            power = bf16_power_of_two(scale.to(tl.int32))
+            k0, k1, k2, k3 = _decode_mxfp4(words, _spread(power, QUARTER))
         else:
             if RECORD.SCALE == "ue8m0":
                 factor = power_of_two(scale.to(tl.int32))
@@ -398,29 +424,24 @@ def _load_keys(
                 factor = _e4m3_or_nan(scale) * RECORD.GLOBAL_SCALE
             factor = _spread(factor, QUARTER)
             code = words.to(tl.int32)
-            k0 = _operand(e2m1_value(code & 15) * factor)
-            k1 = _operand(e2m1_value((code >> 4) & 15) * factor)
-            k2 = _operand(e2m1_value((code >> 8) & 15) * factor)
-            k3 = _operand(e2m1_value((code >> 12) & 15) * factor)
+            k0 = as_operand(e2m1_value(code & 15) * factor)
+            k1 = as_operand(e2m1_value((code >> 4) & 15) * factor)
+            k2 = as_operand(e2m1_value((code >> 8) & 15) * factor)
+            k3 = as_operand(e2m1_value((code >> 12) & 15) * factor)
     elif RECORD.ELEMENT == "e4m3":
-        tl.static_assert(RECORD.SCALE == "fp32" and RECORD.TILE == WIDTH, "one scale a key")
+        tl.static_assert(RECORD.SCALE == "fp32" and RECORD.TILE == S.WIDTH, "one scale per key")
         factor = tl.load(scale_row.to(tl.pointer_type(tl.float32)), mask=live, other=0.0)[:, None]
         first = data[:, None] + at
-        k0 = _operand(_e4m3_or_nan(tl.load(first, mask=mask, other=0)) * factor)
-        k1 = _operand(_e4m3_or_nan(tl.load(first + QUARTER, mask=mask, other=0)) * factor)
-        k2 = _operand(_e4m3_or_nan(tl.load(first + 2 * QUARTER, mask=mask, other=0)) * factor)
-        k3 = _operand(_e4m3_or_nan(tl.load(first + 3 * QUARTER, mask=mask, other=0)) * factor)
+        k0 = as_operand(_e4m3_or_nan(tl.load(first, mask=mask, other=0)) * factor)
+        k1 = as_operand(_e4m3_or_nan(tl.load(first + QUARTER, mask=mask, other=0)) * factor)
+        k2 = as_operand(_e4m3_or_nan(tl.load(first + 2 * QUARTER, mask=mask, other=0)) * factor)
+        k3 = as_operand(_e4m3_or_nan(tl.load(first + 3 * QUARTER, mask=mask, other=0)) * factor)
     else:
         first = data.to(tl.pointer_type(tl.bfloat16))[:, None] + at
-        k0 = tl.load(first, mask=mask, other=0.0)
-        k1 = tl.load(first + QUARTER, mask=mask, other=0.0)
-        k2 = tl.load(first + 2 * QUARTER, mask=mask, other=0.0)
-        k3 = tl.load(first + 3 * QUARTER, mask=mask, other=0.0)
-        if INTERPRETED:
-            k0 = k0.to(tl.float32)
-            k1 = k1.to(tl.float32)
-            k2 = k2.to(tl.float32)
-            k3 = k3.to(tl.float32)
+        k0 = load_bf16(first, mask)
+        k1 = load_bf16(first + QUARTER, mask)
+        k2 = load_bf16(first + 2 * QUARTER, mask)
+        k3 = load_bf16(first + 3 * QUARTER, mask)
     return k0, k1, k2, k3
 
 
@@ -433,30 +454,11 @@ def _e4m3_or_nan(code):
 
 
 @triton.jit
-def _operand(x):
-    """fp32 → bf16 for the matrix instruction; interpreted it stays fp32 (toolchain: its bf16 dot
-    is wrong), holding the bf16 number."""
-    if INTERPRETED:
-        return round_bf16(x)
-    else:
-        return x.to(tl.bfloat16)
-
-
-@triton.jit
 def _spread(scale, QUARTER: tl.constexpr):
     """[entries, tiles] → [entries, QUARTER]: neighbouring columns share a tile."""
     SPAN: tl.constexpr = QUARTER // scale.shape[1]
     wide = tl.broadcast_to(scale[:, :, None], [scale.shape[0], scale.shape[1], SPAN])
     return tl.reshape(wide, [scale.shape[0], QUARTER])
-
-
-@triton.jit
-def _bf16_power(exponent):
-    """2^(exponent - 127) as bf16 for a UE8M0 byte."""
-    wide = exponent.to(tl.int32)
-    bits = tl.where(wide == 0, 0x0040, wide << 7)
-    bits = tl.where(wide == 255, 0x7FC0, bits)
-    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -477,32 +479,34 @@ def _decode_mxfp4(words, scale):
 
 
 @triton.jit
-def _score(k0, k1, k2, k3, q0, q1, q2, q3, weight, ROUND: tl.constexpr):
+def _score(k, query, S: tl.constexpr):
     """fp32 scores [entries]; with ROUND they are bf16 numbers."""
-    dot = tl.dot(k0, q0, input_precision="ieee")
-    dot = tl.dot(k1, q1, acc=dot, input_precision="ieee")
-    dot = tl.dot(k2, q2, acc=dot, input_precision="ieee")
-    dot = tl.dot(k3, q3, acc=dot, input_precision="ieee")
-    if ROUND:
+    TILE: tl.constexpr = S.TILE
+    HEADS_PADDED: tl.constexpr = S.HEADS_PADDED
+    weight = query.weight
+    dots = tl.zeros([TILE, HEADS_PADDED], dtype=tl.float32)  # [entries, heads]
+    for quarter in tl.static_range(4):
+        dots = dot(k[quarter], query.q[quarter], dots)
+    if S.ROUND:
         if INTERPRETED:
-            dot = round_bf16(dot)
-            product = round_bf16(tl.where(dot < 0, 0.0, dot) * weight[None, :])
+            dots = round_bf16(dots)
+            product = round_bf16(tl.where(dots < 0, 0.0, dots) * weight[None, :])
         else:
-            product = _weighted_relu(dot, tl.broadcast_to(weight[None, :], dot.shape))
+            product = _weighted_relu(dots, tl.broadcast_to(weight[None, :], dots.shape))
         total = round_bf16(_head_sum(product))
     else:
-        total = _head_sum(tl.where(dot < 0, 0.0, dot) * weight.to(tl.float32)[None, :])
+        total = _head_sum(tl.where(dots < 0, 0.0, dots) * weight.to(tl.float32)[None, :])
         total = tl.where(total != total, float("nan"), total)
     return tl.where(total == 0, 0.0, total)
 
 
 @triton.jit
-def _weighted_relu(dot, weight):
-    """bf16(ReLU(bf16(dot)) · weight) as fp32, two at once."""
+def _weighted_relu(dots, weight):
+    """bf16(ReLU(bf16(dot)) · weight) as fp32 [entries, heads], two at once."""
     return tl.inline_asm_elementwise(
         WEIGHTED_RELU,
         "=&r,=&r,f,f,r",
-        [dot, weight],
+        [dots, weight],
         dtype=tl.float32,
         is_pure=True,
         pack=2,
@@ -511,8 +515,9 @@ def _weighted_relu(dot, weight):
 
 @triton.jit
 def _head_sum(x):
-    """Sum over the heads in the order of the reference. Each step adds two numbers, so no layout
-    of registers can change it: neighbours lie in one thread, then the halves do, at last lanes."""
+    """[entries, heads] → [entries], in the order of the reference. Each step adds two numbers, so
+    no layout of registers can change it: neighbours lie in one thread, then the halves do, at last
+    lanes."""
     x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2)
     if x.shape[1] >= 128:
         x = _halve(x)

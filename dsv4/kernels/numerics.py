@@ -1,4 +1,4 @@
-"""Every narrowing cast and every rounding-sensitive formula of the kernels.
+"""Rounding to bf16 and every rounding-sensitive formula of the kernels; codes.py has the codes.
 
 Triton's interpreter converts to bf16 and FP8 wrongly, so interpreted kernels round by integer
 arithmetic on the bits; compiled ones use the hardware's conversions. Both give the bytes of
@@ -11,29 +11,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4.cache.records import ELEMENT_MAX
-from dsv4.reference import numerics as reference
+from dsv4.ops import constants
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-_BF16_MAX = tl.constexpr(reference.BF16_MAX)
-_LOG2_E = tl.constexpr(reference.LOG2_E)
-_LN2_HIGH = tl.constexpr(reference.LN2_HIGH)
-_LN2_LOW = tl.constexpr(reference.LN2_LOW)
-_P0 = tl.constexpr(reference.EXP_POLY[0])
-_P1 = tl.constexpr(reference.EXP_POLY[1])
-_P2 = tl.constexpr(reference.EXP_POLY[2])
-_P3 = tl.constexpr(reference.EXP_POLY[3])
-_P4 = tl.constexpr(reference.EXP_POLY[4])
-_P5 = tl.constexpr(reference.EXP_POLY[5])
-_EXP_UNDERFLOW = tl.constexpr(reference.EXP_UNDERFLOW)
-_ROUND_MAGIC = tl.constexpr(reference.ROUND_MAGIC)
-_E4M3_MAX = tl.constexpr(ELEMENT_MAX["e4m3"])
+_BF16_MAX = tl.constexpr(constants.BF16_MAX)
+_LOG2_E = tl.constexpr(constants.LOG2_E)
+_LN2_HIGH = tl.constexpr(constants.LN2_HIGH)
+_LN2_LOW = tl.constexpr(constants.LN2_LOW)
+_P0 = tl.constexpr(constants.EXP_POLY[0])
+_P1 = tl.constexpr(constants.EXP_POLY[1])
+_P2 = tl.constexpr(constants.EXP_POLY[2])
+_P3 = tl.constexpr(constants.EXP_POLY[3])
+_P4 = tl.constexpr(constants.EXP_POLY[4])
+_P5 = tl.constexpr(constants.EXP_POLY[5])
+_EXP_UNDERFLOW = tl.constexpr(constants.EXP_UNDERFLOW)
+_ROUND_MAGIC = tl.constexpr(constants.ROUND_MAGIC)
 
 
 @triton.jit
 def exp_nonpositive(x):
-    """e^x for fp32 x ≤ 0; the polynomial of reference.numerics."""
+    """e^x for fp32 x ≤ 0, as dsv4/reference/numerics.py computes it."""
     shifted = x * _LOG2_E + _ROUND_MAGIC  # its low bits are n
     n = shifted - _ROUND_MAGIC
     r = (x - n * _LN2_HIGH) - n * _LN2_LOW
@@ -73,52 +71,6 @@ def round_bf16(x):
 def bf16_bits(x):
     """The 16 bits of an fp32 that holds a bf16 value."""
     return (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
-
-
-@triton.jit
-def e4m3_bits(x):
-    """fp32 → E4M3 code, nearest even; ±448 beyond, and 0x7F for a positive NaN."""
-    if INTERPRETED:
-        nan = x != x
-        x = tl.minimum(tl.maximum(x, -_E4M3_MAX), _E4M3_MAX)
-        bits = x.to(tl.uint32, bitcast=True)
-        sign = (bits >> 24) & 0x80
-        magnitude = bits & 0x7FFFFFFF
-        # normal codes: drop 20 bits of mantissa, rebias the exponent from 127 to 7
-        rounded = magnitude + 0x7FFFF + ((magnitude >> 20) & 1)
-        normal = (rounded >> 20) - (120 << 3)
-        # subnormal codes count in steps of 2^-9; adding 1.5·2^14 rounds to such a step
-        absolute = magnitude.to(tl.float32, bitcast=True)
-        aligned = (absolute + 24576.0).to(tl.uint32, bitcast=True)
-        subnormal = aligned - 0x46C00000
-        code = tl.where(absolute < 0.015625, subnormal, normal)
-        return tl.where(nan, 0x7F, code | sign).to(tl.uint8)
-    else:
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-
-
-@triton.jit
-def e4m3_value(code):
-    """E4M3 code (not NaN) → fp32."""
-    return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def e2m1_code(x):
-    """fp32 in ±6 → E2M1 code, ties to the even code."""
-    a = tl.abs(x)
-    code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32)
-    code += (a >= 1.75).to(tl.int32) + (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32)
-    code += (a > 5.0).to(tl.int32)
-    sign = (x.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
-    return code | (sign << 3)
-
-
-@triton.jit
-def exponent_at_least(x):
-    """The biased exponent of the smallest power of two ≥ x, for a positive fp32."""
-    bits = x.to(tl.int32, bitcast=True)
-    return (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
 
 
 @triton.jit

@@ -10,31 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4.kernels.numerics import INTERPRETED, e4m3_value, round_bf16
-
-
-def e4m3_times_bf16(low_power: str, high_power: str) -> str:
-    """PTX: four E4M3 codes ($2) times two bf16 powers of two in each of these operands, into $0 and
-    $1. The bits of a code, four places up in a bf16, are its value times 2^-120, denormals
-    included; both products are exact. The hardware's conversion goes through fp16 and fp32, one
-    number at a time."""
-    return f"""{{
-    .reg .b32 low, high, sign, up;
-    mov.b32 up, 0x7B807B80;
-    prmt.b32 low, $2, 0, 0x1404;
-    prmt.b32 high, $2, 0, 0x3424;
-    and.b32 sign, low, 0x80008000;
-    shr.b32 low, low, 4;
-    lop3.b32 low, low, 0x07F007F0, sign, 0xEA;
-    and.b32 sign, high, 0x80008000;
-    shr.b32 high, high, 4;
-    lop3.b32 high, high, 0x07F007F0, sign, 0xEA;
-    mul.rn.bf16x2 low, low, up;
-    mul.rn.bf16x2 high, high, up;
-    mul.rn.bf16x2 $0, low, {low_power};
-    mul.rn.bf16x2 $1, high, {high_power};
-}}"""
-
+from dsv4.kernels.codes import bf16_power_of_two, e4m3_times_bf16, e4m3_value, power_of_two
+from dsv4.kernels.numerics import INTERPRETED, round_bf16
 
 _E4M3_TIMES_BF16 = tl.constexpr(e4m3_times_bf16("$3", "$4"))
 
@@ -45,29 +22,30 @@ def load_record_rows(data_ptrs, scale_ptrs, mask, WIDTH: tl.constexpr, RECORD: t
 
     Reads only rows where `mask` [N] holds.
     """
-    return load_record_chunk(data_ptrs, scale_ptrs, mask, 0, WIDTH, RECORD)
+    return load_record_span(data_ptrs, scale_ptrs, mask, 0, WIDTH, RECORD)
 
 
 @triton.jit
-def load_record_chunk(
-    data_ptrs, scale_ptrs, mask, START: tl.constexpr, CHUNK: tl.constexpr, RECORD: tl.constexpr
+def load_record_span(
+    data_ptrs, scale_ptrs, mask, START: tl.constexpr, SPAN: tl.constexpr, RECORD: tl.constexpr
 ):
-    """Channels [START, START + CHUNK) of [N] records; CHUNK, a power of two, divides START."""
+    """Channels [START, START + SPAN) of [N] records, as [N, SPAN]. SPAN is a power of two and
+    divides START."""
     CODED: tl.constexpr = RECORD.CODED
-    # channels that share a scale and a kind: the largest power of two in tile and coded part
-    COMMON: tl.constexpr = RECORD.TILE | CODED if CODED > 0 else CHUNK
-    SPAN: tl.constexpr = min(CHUNK, COMMON & -COMMON)
+    # channels of a unit share a scale and a kind: the largest power of two in tile and coded part
+    COMMON: tl.constexpr = RECORD.TILE | CODED if CODED > 0 else SPAN
+    UNIT: tl.constexpr = min(SPAN, COMMON & -COMMON)
     N: tl.constexpr = mask.shape[0]
-    span = START // SPAN + tl.arange(0, CHUNK // SPAN)
-    channel = span[None, :, None] * SPAN + tl.arange(0, SPAN)[None, None, :]
+    unit = START // UNIT + tl.arange(0, SPAN // UNIT)
+    channel = unit[None, :, None] * UNIT + tl.arange(0, UNIT)[None, None, :]
     rows = data_ptrs[:, None, None]
     live = mask[:, None, None]
     if CODED <= START:
         values = _bf16_values(rows, channel, live, RECORD)
     else:
-        coded = span * SPAN < CODED
+        coded = unit * UNIT < CODED
         codes = tl.load(_aligned(rows, RECORD) + channel, mask=live & coded[None, :, None], other=0)
-        tile = (span * SPAN // RECORD.TILE)[None, :]
+        tile = (unit * UNIT // RECORD.TILE)[None, :]
         if RECORD.SCALE == "ue8m0" and RECORD.SCALE_BYTES == 8:
             # all scales of a row in one word; those of masked rows do not matter
             word = tl.load(scale_ptrs.to(tl.pointer_type(tl.uint64)), mask=mask, other=0)
@@ -79,10 +57,10 @@ def load_record_chunk(
             at = scale_ptrs.to(tl.pointer_type(tl.float32))[:, None] + tile
             scale = tl.load(at, mask=mask[:, None] & coded[None, :], other=1.0)
         values = _scaled(codes, scale[:, :, None], RECORD)
-        if START + CHUNK > CODED:
-            plain = (span * SPAN >= CODED)[None, :, None]
+        if START + SPAN > CODED:
+            plain = (unit * UNIT >= CODED)[None, :, None]
             values = tl.where(plain, _bf16_values(rows, channel, live & plain, RECORD), values)
-    return tl.reshape(values, [N, CHUNK])
+    return tl.reshape(values, [N, SPAN])
 
 
 @triton.jit
@@ -110,12 +88,9 @@ def _scaled(codes, scale, RECORD: tl.constexpr):
     """E4M3 codes times their scales: exact in bf16 for powers of two, else rounded once."""
     if RECORD.SCALE == "ue8m0":
         if INTERPRETED:
-            return e4m3_value(codes) * _power_of_two(scale)
+            return e4m3_value(codes) * power_of_two(scale.to(tl.int32))
         else:
-            exponent = scale.to(tl.uint16)
-            bits = tl.where(exponent == 0, 0x0040, exponent << 7).to(tl.uint16)
-            bits = tl.where(exponent == 255, 0x7FC0, bits).to(tl.uint16)
-            power = tl.broadcast_to(bits.to(tl.bfloat16, bitcast=True), codes.shape)
+            power = tl.broadcast_to(bf16_power_of_two(scale.to(tl.uint16)), codes.shape)
             return tl.inline_asm_elementwise(
                 _E4M3_TIMES_BF16, "=r,=r,r,r,r", [codes, power], tl.bfloat16, True, 4
             )
@@ -125,12 +100,3 @@ def _scaled(codes, scale, RECORD: tl.constexpr):
             return round_bf16(product)
         else:
             return product.to(tl.bfloat16)
-
-
-@triton.jit
-def _power_of_two(exponent):
-    """2^(exponent - 127) as fp32; 0 gives 2^-127 and 255 gives NaN."""
-    wide = exponent.to(tl.uint32)
-    bits = tl.where(wide == 0, 0x00400000, wide << 23).to(tl.uint32)
-    bits = tl.where(wide == 255, 0x7FC00000, bits).to(tl.uint32)
-    return bits.to(tl.float32, bitcast=True)

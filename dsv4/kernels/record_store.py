@@ -9,15 +9,8 @@ import triton.language as tl
 
 from dsv4.cache.records import ELEMENT_MAX, RecordFormat
 from dsv4.errors import SchemaError
-from dsv4.kernels.numerics import (
-    bf16_bits,
-    bounded,
-    e2m1_code,
-    e4m3_bits,
-    e4m3_value,
-    exponent_at_least,
-    finite,
-)
+from dsv4.kernels.codes import e2m1_code, e4m3_bits, e4m3_value, exponent_at_least
+from dsv4.kernels.numerics import bf16_bits, bounded, finite
 
 _E4M3_MAX = tl.constexpr(ELEMENT_MAX["e4m3"])
 _E2M1_MAX = tl.constexpr(ELEMENT_MAX["e2m1"])

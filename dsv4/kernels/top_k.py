@@ -1,28 +1,30 @@
 """Exact selection: the k highest scores of every row, ties to the lowest entry.
 
 A score has an image, a number that orders alike: 0 is NaN, 1 is -infinity. Thresholds are images;
-scores are compared as they are. Entries form groups, and at least k scores reach the k-th highest
-of the groups' maxima, or any number below it: a bound, mostly close to the k-th highest score.
+scores are compared as they are. Entries fall into bins, and at least k scores reach the k-th
+highest of the bins' maxima, or any number below it: a bound, mostly close to the k-th highest
+score.
 
 A row of up to MAX_ROW scores is held in registers by one program, which finds the bound and then,
 by counting from there, the k-th highest score. A longer row takes two launches:
 
-1. The maxima of GROUPS groups are stored. Groups take one of each run of GROUPS entries and shift
-   from run to run by SKEW, so that neither neighbours nor entries at a round distance, which tend
-   to score alike, meet in one.
+1. The maxima of BINS bins are stored. Bins take one of each run of BINS entries and shift from run
+   to run by SKEW, so that neither neighbours nor entries at a round distance, which tend to score
+   alike, meet in one.
 2. Every program finds the bound and adds what of its slice of the row reaches it to the row's list,
    a little more than k entries. Whoever comes last finds the k-th highest score of the list, brings
    the list into the order of entries and writes. The order in which slices come differs from run
    to run; the result does not.
 
 A row with more scores that reach the bound than the list holds (its highest would all have to lie
-in a few groups, or be equal) is searched itself, by whoever comes last: slow, and exact too.
+in a few bins, or be equal) is searched itself, by whoever comes last: slow, and exact too.
 
-    workspace int32 [rows, highest of GROUPS | list length, arrived | slices: length, start | list]
+    workspace int32 [rows, highest of BINS | list length, arrived | slices: length, start | list]
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +33,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.errors import InvalidInput
+from dsv4.kernels.launch import Launch
 
-GROUPS = 2048
+BINS = 2048
 LIST = 2048
 # A multiple of 8 (32 bytes), so that loads stay wide, and an odd one, so that it takes all runs of
 # 2^19 entries until two have the same shift.
@@ -50,12 +53,44 @@ _LOWEST = tl.constexpr(0x007FFFFF)
 _HIGHEST = tl.constexpr(0xFF800000)
 
 
-class Launch(NamedTuple):
-    kernel: Any
-    grid: tuple[int, int]
-    arguments: tuple[Any, ...]
-    constants: dict[str, Any]
-    options: dict[str, int]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopKConstants:
+    """A launch as compile-time constants. TILE: scores of a program; WIDTH and DEPTH: bins of a
+    program of the first of two launches, and how many members of each it has under way."""
+
+    K: int
+    K_PADDED: int
+    RATIO: int
+    BITS: int
+    BINS: int
+    TILE: int
+    LIST: int
+    SLICES: int
+    WIDTH: int
+    DEPTH: int
+    SKEW: int
+
+
+# Bundles are packed inside the kernels.
+
+
+class _Row(NamedTuple):
+    """A row of scores, of which the first `seen` count, and where its result goes."""
+
+    scores: Any
+    out: Any
+    seen: Any
+    columns: Any
+    first_entry: Any
+
+
+class _Work(NamedTuple):
+    """A row's part of the workspace: of each slice the length and the start of what it listed, and
+    the list itself, scores and then entries. Behind `length`, arrivals."""
+
+    length: Any
+    slices: Any
+    list: Any
 
 
 def top_k_workspace_bytes(rows: int, columns: int) -> int:
@@ -89,11 +124,11 @@ def top_k(
             f"got {given:,}"
         )
     work = out if not needed or workspace is None else workspace[:needed].view(torch.int32)
-    for launch in launches(scores, tokens, work, out, ratio, bf16_scores):
-        launch.kernel[launch.grid](*launch.arguments, **launch.constants, **launch.options)
+    for launch in top_k_launches(scores, tokens, work, out, ratio, bf16_scores):
+        launch.run()
 
 
-def launches(
+def top_k_launches(
     scores: Tensor,
     tokens: Tensor,
     work: Tensor,
@@ -104,40 +139,46 @@ def launches(
     rows, columns = scores.shape
     k = out.shape[1]
     scored = (scores, tokens, columns, 0, scores.stride(0))
-    shared = {"K": k, "RATIO": ratio, "BITS": 16 if bf16_scores else 32}
-    written = {"K_PADDED": triton.next_power_of_2(k)}
     tile = _tile(rows, columns)
     slices = -(-columns // tile)
-    if columns <= k or slices == 1:
-        arguments = (*scored, out, out.stride(0))
-        constants = {**shared, **written, "TILE": tile, "GROUPS": min(tile, GROUPS)}
-        return [Launch(_one_tile_kernel, (rows, 1), arguments, constants, {"num_warps": 4})]
-    row_words = _row_words(slices)
-    shared |= {"GROUPS": GROUPS}
-    # programs a row that share the groups, each at least 32 bytes wide
+    one_tile = columns <= k or slices == 1
+    # programs of a row that share the bins, each at least 32 bytes wide
     at_once = min(tile, MAX_AT_ONCE)
-    sharers = min(1 << ((columns // at_once).bit_length() - 1), GROUPS // 8)
-    width = GROUPS // sharers
+    sharers = 1 if one_tile else min(1 << ((columns // at_once).bit_length() - 1), BINS // 8)
+    width = BINS // sharers
+    constants = {
+        "T": TopKConstants(
+            K=k,
+            K_PADDED=triton.next_power_of_2(k),
+            RATIO=ratio,
+            BITS=16 if bf16_scores else 32,
+            BINS=min(tile, BINS) if one_tile else BINS,
+            TILE=tile,
+            LIST=LIST,
+            SLICES=_padded(slices),
+            WIDTH=width,
+            DEPTH=max(at_once // width, 1),
+            SKEW=SKEW,
+        )
+    }
+    if one_tile:
+        arguments = (*scored, out, out.stride(0))
+        return [Launch(_one_tile_kernel, (rows, 1), arguments, constants, {"num_warps": 4})]
+    worked = (*scored, work, _row_words(slices))
     return [
-        Launch(
-            _group_maxima_kernel,
-            (rows, sharers),
-            (*scored, work, row_words),
-            {**shared, "WIDTH": width, "DEPTH": max(at_once // width, 1), "SKEW": SKEW},
-            {"num_warps": 4},
-        ),
+        Launch(_bin_maxima_kernel, (rows, sharers), worked, constants, {"num_warps": 4}),
         Launch(
             _list_kernel,
             (rows, slices),
-            (*scored, work, row_words, out, out.stride(0)),
-            {**shared, **written, "LIST": LIST, "SLICES": _padded(slices), "TILE": tile},
+            (*worked, out, out.stride(0)),
+            constants,
             {"num_warps": 8, "maxnreg": 128},  # so two programs share a processor
         ),
     ]
 
 
 def _tile(rows: int, columns: int) -> int:
-    """Scores a program, from shapes alone; the result does not depend on it."""
+    """Scores of a program, from shapes alone; the result does not depend on it."""
     if columns <= MAX_ROW:
         return max(_SMALLEST_TILE, int(triton.next_power_of_2(columns)))
     tile = MIN_SLICE
@@ -151,110 +192,121 @@ def _padded(slices: int) -> int:
 
 
 def _row_words(slices: int) -> int:
-    """int32 words of the workspace a row, in multiples of 64 bytes."""
-    return GROUPS + 16 + 2 * _padded(slices) + 2 * LIST
+    """int32 words of the workspace per row, in multiples of 64 bytes."""
+    return BINS + 16 + 2 * _padded(slices) + 2 * LIST
 
 
 @triton.jit
 def _one_tile_kernel(
     scores_ptr, tokens_ptr, columns, first_entry, scores_stride, out_ptr, out_stride,
-    K: tl.constexpr, K_PADDED: tl.constexpr, RATIO: tl.constexpr, BITS: tl.constexpr,
-    TILE: tl.constexpr, GROUPS: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     """A whole row."""
-    row = tl.program_id(0).to(tl.int64)
-    seen = _seen(tokens_ptr, row, columns, first_entry, RATIO)
-    out_row = out_ptr + row * out_stride
+    K: tl.constexpr = T.K
+    TILE: tl.constexpr = T.TILE
+    BINS: tl.constexpr = T.BINS
+    nth = tl.program_id(0).to(tl.int64)
+    seen = _seen(tokens_ptr, nth, columns, first_entry, T.RATIO)
+    out_row = out_ptr + nth * out_stride
     if seen > K:
         at = tl.arange(0, TILE)
-        score = _scores(scores_ptr + row * scores_stride, at, seen, columns)
-        if (GROUPS == TILE) | (K > GROUPS):
-            threshold, higher = _boundary(score, K, tl.full([], 0, tl.uint32), BITS)
+        scores_row = scores_ptr + nth * scores_stride
+        row = _Row(
+            scores=scores_row, out=out_row, seen=seen, columns=columns, first_entry=first_entry
+        )
+        score = _scores(row, at)  # [TILE]
+        if (BINS == TILE) | (K > BINS):
+            threshold, higher = _boundary(score, K, tl.full([], 0, tl.uint32), T.BITS)
         else:
-            members = tl.reshape(score, [GROUPS, TILE // GROUPS])
+            members = tl.reshape(score, [BINS, TILE // BINS])
             members = tl.where(members == members, members, float("-inf"))
-            threshold, higher = _raised(score, K, _bound(tl.max(members, axis=1), K, BITS), BITS)
-        score, least = _ranked(score, at < seen, threshold, BITS)
+            bound = _bound(tl.max(members, axis=1), K, T.BITS)
+            threshold, higher = _raised(score, K, bound, T.BITS)
+        score, least = _ranked(score, at < seen, threshold, T.BITS)
         _emit(out_row, score, first_entry + at, least, K - higher, 0, 0)
     elif seen >= 0:
-        _emit_all(out_row, seen, first_entry, K, K_PADDED)
+        _emit_all(out_row, seen, first_entry, T)
 
 
 @triton.jit
-def _group_maxima_kernel(
+def _bin_maxima_kernel(
     scores_ptr, tokens_ptr, columns, first_entry, scores_stride, work_ptr, row_words,
-    K: tl.constexpr, RATIO: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr, DEPTH: tl.constexpr, SKEW: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH groups, DEPTH of the members of each at a time."""
-    row = tl.program_id(0).to(tl.int64)
+    """WIDTH bins, DEPTH of the members of each at a time."""
+    BINS: tl.constexpr = T.BINS
+    WIDTH: tl.constexpr = T.WIDTH
+    DEPTH: tl.constexpr = T.DEPTH
+    nth = tl.program_id(0).to(tl.int64)
     mine = tl.program_id(1)
-    seen = _seen(tokens_ptr, row, columns, first_entry, RATIO)
-    if seen > K:
-        scores_row = scores_ptr + row * scores_stride
-        work = work_ptr + row * row_words
-        group = mine * WIDTH + tl.arange(0, WIDTH)
+    seen = _seen(tokens_ptr, nth, columns, first_entry, T.RATIO)
+    if seen > T.K:
+        scores_row = scores_ptr + nth * scores_stride
+        row = _Row(scores=scores_row, out=None, seen=seen, columns=columns, first_entry=first_entry)
+        work = work_ptr + nth * row_words
+        bins = mine * WIDTH + tl.arange(0, WIDTH)
         highest = tl.full([DEPTH, WIDTH], float("-inf"), tl.float32)
-        for first in range(0, tl.cdiv(seen, GROUPS), DEPTH):
+        for first in range(0, tl.cdiv(seen, BINS), DEPTH):
             run = (first + tl.arange(0, DEPTH))[:, None]
-            member = (group[None, :] + SKEW * run) % GROUPS
+            member = (bins[None, :] + T.SKEW * run) % BINS
             member = tl.max_contiguous(tl.multiple_of(member, [1, 8]), [1, 8])
-            score = _scores(scores_row, run * GROUPS + member, seen, columns)
+            score = _scores(row, run * BINS + member)  # [DEPTH, WIDTH]
             highest = tl.where(score > highest, score, highest)
-        tl.store(work + group, tl.max(highest, axis=0).to(tl.int32, bitcast=True))
+        tl.store(work + bins, tl.max(highest, axis=0).to(tl.int32, bitcast=True))
         if mine == 0:
-            tl.store(work + GROUPS + tl.arange(0, 2), tl.zeros([2], dtype=tl.int32))
+            tl.store(work + BINS + tl.arange(0, 2), tl.zeros([2], dtype=tl.int32))
 
 
 @triton.jit
 def _list_kernel(
     scores_ptr, tokens_ptr, columns, first_entry, scores_stride, work_ptr, row_words, out_ptr,
-    out_stride,
-    K: tl.constexpr, K_PADDED: tl.constexpr, RATIO: tl.constexpr, BITS: tl.constexpr,
-    GROUPS: tl.constexpr, LIST: tl.constexpr, SLICES: tl.constexpr, TILE: tl.constexpr,
+    out_stride, T: tl.constexpr,
 ):  # fmt: skip
     """Lists what of one slice reaches the bound; the last program of a row writes the result."""
-    row = tl.program_id(0).to(tl.int64)
+    K: tl.constexpr = T.K
+    BINS: tl.constexpr = T.BINS
+    TILE: tl.constexpr = T.TILE
+    nth = tl.program_id(0).to(tl.int64)
     mine = tl.program_id(1)
-    seen = _seen(tokens_ptr, row, columns, first_entry, RATIO)
-    scores_row = scores_ptr + row * scores_stride
-    out_row = out_ptr + row * out_stride
+    seen = _seen(tokens_ptr, nth, columns, first_entry, T.RATIO)
+    row = _Row(
+        scores=scores_ptr + nth * scores_stride,
+        out=out_ptr + nth * out_stride,
+        seen=seen,
+        columns=columns,
+        first_entry=first_entry,
+    )
     at = mine * TILE + tl.arange(0, TILE)
-    score = _scores(scores_row, at, seen, columns)
+    score = _scores(row, at)  # [TILE]
     if (seen > K) & (mine * TILE < seen):
-        work = work_ptr + row * row_words
-        length = work + GROUPS
+        highest_ptr = work_ptr + nth * row_words
+        length = highest_ptr + BINS
         slices = length + 16
-        list_ptr = slices + 2 * SLICES
-        if K <= GROUPS:
-            highest = tl.load(work + tl.arange(0, GROUPS)).to(tl.float32, bitcast=True)
-            bound = _bound(highest, K, BITS)
+        work = _Work(length=length, slices=slices, list=slices + 2 * T.SLICES)
+        if K <= BINS:
+            highest = tl.load(highest_ptr + tl.arange(0, BINS)).to(tl.float32, bitcast=True)
+            bound = _bound(highest, K, T.BITS)
         else:
             bound = tl.full([], 0, tl.uint32)
-        _list(length, slices + mine, list_ptr, score, at, bound, BITS, SLICES, LIST)
+        _list(work, mine, score, at, bound, T)
         tl.debug_barrier()
         arrived = tl.atomic_add(length + 1, 1, sem="acq_rel")
         if arrived == tl.cdiv(seen, TILE) - 1:
             listed = tl.load(length, cache_modifier=".cg")
-            if listed <= LIST:
-                _emit_list(
-                    out_row, list_ptr, slices, listed, seen, first_entry, bound,
-                    K, BITS, SLICES, LIST, TILE,
-                )  # fmt: skip
+            if listed <= T.LIST:
+                _emit_list(row, work, listed, bound, T)
             else:
-                PART: tl.constexpr = min(TILE, 4096)
-                _emit_row(out_row, scores_row, seen, columns, first_entry, bound, K, BITS, PART)
+                _emit_row(row, bound, min(TILE, 4096), T)
     elif (seen >= 0) & (mine == 0):
-        _emit_all(out_row, seen, first_entry, K, K_PADDED)
+        _emit_all(row.out, seen, first_entry, T)
 
 
 @triton.jit
-def _list(
-    length, mine, list_ptr, score, at, bound,
-    BITS: tl.constexpr, SLICES: tl.constexpr, LIST: tl.constexpr,
-):  # fmt: skip
+def _list(work, mine, score, at, bound, T: tl.constexpr):
     """Adds what of a slice reaches the bound to the list, in order."""
-    least = _score(bound, BITS)
+    LIST: tl.constexpr = T.LIST
+    slice_at = work.slices + mine
+    least = _score(bound, T.BITS)
     score_0, score_1, score_2, score_3 = _quarters(score)
     at_0, at_1, at_2, at_3 = _quarters(at)
     to_0 = (score_0 >= least).to(tl.int32)
@@ -263,11 +315,11 @@ def _list(
     to_3 = to_2 + (score_3 >= least).to(tl.int32)
     before, total = _before(to_3)
     total = tl.where(bound == 0, LIST + 1, total)  # no bound, no list
-    start = tl.atomic_add(length, total, sem="relaxed")
-    tl.store(mine, total)
-    tl.store(mine + SLICES, start)
+    start = tl.atomic_add(work.length, total, sem="relaxed")
+    tl.store(slice_at, total)
+    tl.store(slice_at + T.SLICES, start)
     if start + total <= LIST:
-        place = list_ptr + start + before
+        place = work.list + start + before
         _list_quarter(place, score_0, at_0, 0, to_0, LIST)
         _list_quarter(place, score_1, at_1, to_0, to_1, LIST)
         _list_quarter(place, score_2, at_2, to_1, to_2, LIST)
@@ -281,46 +333,45 @@ def _list_quarter(place, score, at, before, to, LIST: tl.constexpr):
 
 
 @triton.jit
-def _emit_list(
-    out_row, list_ptr, slices, listed, seen, first_entry, bound,
-    K: tl.constexpr, BITS: tl.constexpr, SLICES: tl.constexpr, LIST: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
+def _emit_list(row, work, listed, bound, T: tl.constexpr):
+    """Writes the result from the list, which it first brings into the order of entries."""
+    K: tl.constexpr = T.K
+    LIST: tl.constexpr = T.LIST
+    TILE: tl.constexpr = T.TILE
+    SLICES: tl.constexpr = T.SLICES
     nth = tl.arange(0, LIST)
     live = nth < listed
-    place = list_ptr + nth
+    place = work.list + nth
     bits = tl.load(place, mask=live, other=-1, cache_modifier=".cg")
     at = tl.load(place + LIST, mask=live, other=0, cache_modifier=".cg")
     # slices lie in the list in the order in which they came
     mine = tl.arange(0, SLICES)
-    exists = mine * TILE < seen
-    length = tl.load(slices + mine, mask=exists, other=0, cache_modifier=".cg")
-    start = tl.load(slices + SLICES + mine, mask=exists, other=0, cache_modifier=".cg")
+    exists = mine * TILE < row.seen
+    length = tl.load(work.slices + mine, mask=exists, other=0, cache_modifier=".cg")
+    start = tl.load(work.slices + SLICES + mine, mask=exists, other=0, cache_modifier=".cg")
     moved = nth + tl.gather(tl.cumsum(length, axis=0) - length - start, at // TILE, 0)
     tl.debug_barrier()  # what will be overwritten has been read
-    _scatter(list_ptr, moved, bits, live)
-    _scatter(list_ptr + LIST, moved, at, live)
-    threshold, higher = _boundary(bits.to(tl.float32, bitcast=True), K, bound, BITS)
+    _scatter(work.list, moved, bits, live)
+    _scatter(work.list + LIST, moved, at, live)
+    threshold, higher = _boundary(bits.to(tl.float32, bitcast=True), K, bound, T.BITS)
     tl.debug_barrier()
     score = tl.load(place, mask=live, other=-1).to(tl.float32, bitcast=True)
     at = tl.load(place + LIST, mask=live, other=0)
-    score, least = _ranked(score, live, threshold, BITS)
-    _emit(out_row, score, first_entry + at, least, K - higher, 0, 0)
+    score, least = _ranked(score, live, threshold, T.BITS)
+    _emit(row.out, score, row.first_entry + at, least, K - higher, 0, 0)
 
 
 @triton.jit
-def _emit_row(
-    out_row, scores_row, seen, columns, first_entry, low,
-    K: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Searches the whole row, tile by tile, for the k-th highest score, whose image is `low` or
-    higher."""
-    high = _infinity(BITS)
+def _emit_row(row, low, PART: tl.constexpr, T: tl.constexpr):
+    """Searches the whole row, PART scores at a time, for the k-th highest score, whose image is
+    `low` or higher."""
+    K: tl.constexpr = T.K
+    high = _infinity(T.BITS)
     higher = 0
     step = tl.full([], 1, tl.uint32)  # scores equal to the bound are why most lists overflow
     while low < high:
         middle = low + tl.minimum(step, ((high - low) >> 1) + 1)
-        reaching = _reaching(scores_row, seen, columns, middle, BITS, TILE)
+        reaching = _reaching(row, middle, PART, T)
         few = reaching < K
         higher = tl.where(few, reaching, higher)
         high = tl.where(few, middle - 1, high)
@@ -328,22 +379,23 @@ def _emit_row(
         step = tl.minimum(step, 1 << 28) * 4
     higher_before = tl.zeros([], dtype=tl.int32)
     equal_before = tl.zeros([], dtype=tl.int32)
-    for begin in range(0, seen, TILE):
-        at = begin + tl.arange(0, TILE)
-        score = _scores(scores_row, at, seen, columns)
-        score, least = _ranked(score, at < seen, low, BITS)
-        _emit(out_row, score, first_entry + at, least, K - higher, higher_before, equal_before)
+    for begin in range(0, row.seen, PART):
+        at = begin + tl.arange(0, PART)
+        score = _scores(row, at)
+        score, least = _ranked(score, at < row.seen, low, T.BITS)
+        entry = row.first_entry + at
+        _emit(row.out, score, entry, least, K - higher, higher_before, equal_before)
         higher_before += tl.sum((score > least).to(tl.int32), axis=0)
         equal_before += tl.sum((score == least).to(tl.int32), axis=0)
 
 
 @triton.jit
-def _reaching(scores_row, seen, columns, image, BITS: tl.constexpr, TILE: tl.constexpr):
+def _reaching(row, image, PART: tl.constexpr, T: tl.constexpr):
     """How many of the row's scores have `image`, which is above 0, or a higher one."""
-    reaching = tl.zeros([TILE], dtype=tl.int32)
-    least = _score(image, BITS)
-    for tile in range(0, seen, TILE):
-        score = _scores(scores_row, tile + tl.arange(0, TILE), seen, columns)
+    reaching = tl.zeros([PART], dtype=tl.int32)
+    least = _score(image, T.BITS)
+    for begin in range(0, row.seen, PART):
+        score = _scores(row, begin + tl.arange(0, PART))
         reaching += (score >= least).to(tl.int32)
     return tl.sum(reaching, axis=0)
 
@@ -358,12 +410,12 @@ def _seen(tokens_ptr, row, columns, first_entry, RATIO: tl.constexpr):
 
 
 @triton.jit
-def _scores(scores_row, at, seen, columns):
+def _scores(row, at):
     """NaN where a score is not seen."""
-    # whole groups of 16 bytes are loaded, up to three scores that are not seen among them
-    loaded = (at < tl.cdiv(seen, 4) * 4) & (at < columns)
-    score = tl.load(scores_row + at, mask=loaded, other=float("nan"))
-    return tl.where(at < seen, score, float("nan"))
+    # whole 16 bytes are loaded, up to three scores that are not seen among them
+    loaded = (at < tl.cdiv(row.seen, 4) * 4) & (at < row.columns)
+    score = tl.load(row.scores + at, mask=loaded, other=float("nan"))
+    return tl.where(at < row.seen, score, float("nan"))
 
 
 @triton.jit
@@ -393,9 +445,9 @@ def _infinity(BITS: tl.constexpr):
 
 @triton.jit
 def _bound(highest, wanted: tl.constexpr, BITS: tl.constexpr):
-    """An image that the highest scores of at least `wanted` groups reach, and mostly few more."""
+    """An image that the highest scores of at least `wanted` bins reach, and mostly few more."""
     bound, _ = _search(highest, wanted, wanted // 16, tl.full([], 0, tl.uint32), BITS)
-    # a group without a number has -infinity too
+    # a bin without a number has -infinity too
     return tl.where(bound == 1, 0, bound).to(tl.uint32)
 
 
@@ -557,6 +609,7 @@ def _place(both, equal_before, wanted):
 
 
 @triton.jit
-def _emit_all(out_row, seen, first_entry, K: tl.constexpr, K_PADDED: tl.constexpr):
+def _emit_all(out_row, seen, first_entry, T: tl.constexpr):
+    K_PADDED: tl.constexpr = T.K_PADDED
     nth = tl.arange(0, K_PADDED)
-    tl.store(out_row + nth, tl.where(nth < seen, first_entry + nth, -1), mask=nth < K)
+    tl.store(out_row + nth, tl.where(nth < seen, first_entry + nth, -1), mask=nth < T.K)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dsv4.cache.records import ELEMENT_MAX, Part, RecordFormat, TileCode, ValueDtype
 from dsv4.errors import InvalidInput
-from dsv4.reference.numerics import BF16_MAX, divide, to_bf16
+from dsv4.ops.constants import BF16_MAX
+from dsv4.reference.numerics import divide, to_bf16
 
 VALUE_TYPES: dict[ValueDtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,

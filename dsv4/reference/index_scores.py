@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.calls import EntrySource, Scoring
+from dsv4.ops.constants import MIN_HEADS
 from dsv4.reference.numerics import to_bf16
 from dsv4.reference.pages import read_records
-
-MIN_HEADS = 16
 
 
 def index_scores(call: Scoring) -> None:

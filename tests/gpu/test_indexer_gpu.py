@@ -46,7 +46,7 @@ def some_scores(kind: str, rows: int, columns: int) -> Tensor:
         x = torch.round(x * 2)
     elif kind == "equal":
         x = torch.full_like(x, -2.5)
-    elif kind == "one place":  # more of the highest than the list holds, in few groups
+    elif kind == "one place":  # more of the highest than the list holds, in few bins
         x[:, 1000:1900] += 20
     elif kind == "not finite":
         for nth, value in enumerate((torch.nan, torch.inf, -torch.inf, 0.0, -0.0)):

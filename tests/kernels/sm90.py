@@ -22,6 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from dsv4.kernels.launch import Launch
+
 _POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -60,6 +62,18 @@ def compile_launch(
     maxnreg: int | None = None,
 ) -> Compiled:
     """Compiles the kernel as launching it with these arguments would."""
+    options = {
+        "num_warps": num_warps,
+        "enable_fp_fusion": fp_fusion,
+        "num_stages": num_stages,
+        "maxnreg": maxnreg,
+    }
+    return compiled(Launch(kernel, (1,), arguments, constants, options))
+
+
+def compiled(launch: Launch) -> Compiled:
+    """Compiles the kernel as running the launch would."""
+    kernel, _, arguments, constants, options = launch
     names = list(kernel.arg_names)
     signature: dict[str, str] = {}
     attributes: dict[tuple[int, ...], list[list[object]]] = {}
@@ -84,12 +98,6 @@ def compile_launch(
                 attributes[(i,)] = [["tt.divisibility", 16]]
     language = GluonASTSource if kernel.is_gluon() else ASTSource
     source = language(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
-    options = {
-        "num_warps": num_warps,
-        "enable_fp_fusion": fp_fusion,
-        "num_stages": num_stages,
-        "maxnreg": maxnreg,
-    }
     binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])

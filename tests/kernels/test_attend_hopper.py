@@ -23,12 +23,12 @@ def v4_step(tokens: int = 1, *, heads: int = 64, kind: str = "csa", **more: Any)
     return step.take([0] * tokens)
 
 
-def launch(step: Step, workspace: Tensor, programs: int = PROCESSORS) -> tuple[int, int, int]:
+def launch(step: Step, workspace: Tensor, programs: int = PROCESSORS) -> tuple[int, ...]:
     """The grid of a launch: blocks of heads of all queries, splits, slices."""
-    found: list[tuple[int, int, int]] = []
+    found: list[tuple[int, ...]] = []
 
     def keep(call: Attention) -> None:
-        found.append(kernel.launch_arguments(call, programs=programs)[0])
+        found.append(kernel.attend_launch(call, programs=programs).grid)
 
     step.run(keep, workspace=workspace)
     return found[0]

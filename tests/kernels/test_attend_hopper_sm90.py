@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.schema import CacheSchema
+from dsv4.kernels.launch import Launch
 from dsv4.model import ModelSpec
 from dsv4.ops.calls import Attention, EntrySource, WindowSource
-from tests.kernels.sm90 import compile_launch, ptxas_messages, run_apart
+from tests.kernels.sm90 import compiled, ptxas_messages, run_apart
 
 CSA_LAYER, HCA_LAYER = 2, 3
 PROCESSORS = 132
@@ -72,7 +73,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def launch(case: str) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
+def launch(case: str) -> Launch:
     from dsv4.kernels.hopper import attend as kernel
 
     model, layer, tokens, chunk = CASES[case]
@@ -113,21 +114,14 @@ def launch(case: str) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, 
         workspace=empty(kernel.PARTS_START + PROCESSORS * kernel.PART_ELEMENTS),
     )
     assert kernel.supports(call)
-    return kernel.launch_arguments(call, programs=PROCESSORS)
+    return kernel.attend_launch(call, programs=PROCESSORS)
 
 
 def compile_attend(case: str) -> dict[str, Any]:
-    from dsv4.kernels.hopper import attend as kernel
-
-    (_, splits, slices), arguments, constants = launch(case)
+    found = launch(case)
+    _, splits, slices = found.grid
     assert (splits > 1, slices > 1) == ("split" in case, "sliced" in case)
-    made = compile_launch(
-        kernel._attend_hopper_kernel,
-        arguments,
-        constants,
-        num_warps=kernel.WARPS_PER_ROLE,
-        fp_fusion=True,
-    )
+    made = compiled(found)
     return {
         "registers": made.registers,
         "spill_bytes": made.spill_bytes,

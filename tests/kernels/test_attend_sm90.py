@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.schema import CacheSchema
+from dsv4.kernels.launch import Launch
 from dsv4.model import ModelSpec
 from dsv4.ops.calls import Attention, EntrySource, WindowSource
 
@@ -64,7 +65,7 @@ def test_matrix_products_run_on_wgmma(case: str, compiled: dict[str, dict[str, A
     assert found["fp8_conversions"] == 0
 
 
-def _arguments(case: str) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+def _launch(case: str) -> Launch:
     from dsv4.kernels import attend as kernel
 
     model, heads, layer, listed, chunk = CASES[case]
@@ -91,7 +92,7 @@ def _arguments(case: str) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
         staged=chunk,
     )
     splits = kernel.split_count(window.window, listed or blocks * entry_page.rows)
-    return kernel.launch_arguments(
+    return kernel.attend_launch(
         Attention(
             q=empty(tokens, heads, width, dtype=torch.bfloat16),
             sink=empty(heads),
@@ -109,20 +110,11 @@ def _arguments(case: str) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
 
 
 def _report() -> dict[str, dict[str, Any]]:
-    from dsv4.kernels import attend as kernel
-    from tests.kernels.sm90 import compile_launch
+    from tests.kernels.sm90 import compiled
 
     result = {}
     for case in CASES:
-        _, arguments, constants = _arguments(case)
-        made = compile_launch(
-            kernel._attend_kernel,
-            arguments,
-            constants,
-            num_warps=kernel.NUM_WARPS,
-            num_stages=kernel.NUM_STAGES,
-            fp_fusion=False,
-        )
+        made = compiled(_launch(case))
         result[case] = {
             "registers": made.registers,
             "spill_bytes": made.spill_bytes,

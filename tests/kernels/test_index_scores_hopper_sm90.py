@@ -14,7 +14,8 @@ from torch import Tensor
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
 from dsv4.ops.calls import EntrySource, Scoring
-from tests.kernels.sm90 import compile_launch, ptxas_messages, run_apart
+from tests.kernels import sm90
+from tests.kernels.sm90 import ptxas_messages, run_apart
 
 CSA_LAYER = 2
 PROCESSORS = 132
@@ -99,15 +100,7 @@ def compile_scores(tokens: int) -> dict[str, Any]:
     from dsv4.kernels.hopper import index_scores as index_scores_hopper
 
     call = scoring(CacheSchema.build(ModelSpec.preset("v4-flash")), tokens=tokens)
-    _, arguments, constants = index_scores_hopper.launch_arguments(call, PROCESSORS)
-    made = compile_launch(
-        index_scores_hopper._index_scores_hopper_kernel,
-        arguments,
-        constants,
-        num_warps=index_scores_hopper.NUM_WARPS,
-        fp_fusion=True,
-        maxnreg=index_scores_hopper.MAX_REGISTERS,
-    )
+    made = sm90.compiled(index_scores_hopper.index_scores_launch(call, PROCESSORS))
     loop = made.sass[made.sass.find("GMMA") : made.sass.rfind("GMMA")]
     return {
         "programs_per_processor": index_scores_hopper.PROGRAMS_PER_PROCESSOR,

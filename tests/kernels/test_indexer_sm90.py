@@ -9,16 +9,19 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dsv4.kernels.launch import Launch
+
 ROOT = Path(__file__).parents[2]
 HEADS, WIDTH = 64, 128
 FORMATS = ("mxfp4", "nvfp4", "fp8", "bf16")
-GROUPS = (1, 16)
+BANDS = (1, 16)
 TOP_K_SHAPES = ((1, 262_144, 1024), (8, 262_144, 512), (256, 8192, 512), (256, 2048, 512))
 
 
@@ -48,16 +51,16 @@ def test_scores_use_the_matrix_unit_and_leave_room_for_four_programs(
     compiled: dict[str, dict[str, Any]],
 ):
     for record in FORMATS:
-        for group in GROUPS:
-            assert "HGMMA" in compiled[f"scores {record} group {group}"]["opcodes"]
+        for band in BANDS:
+            assert "HGMMA" in compiled[f"scores {record} band {band}"]["opcodes"]
     # 65,536 registers hold four programs of 128 threads with 128 each
-    assert compiled["scores mxfp4 group 1"]["registers"] <= 128
+    assert compiled["scores mxfp4 band 1"]["registers"] <= 128
 
 
 def test_the_head_sum_is_a_tree_of_additions(compiled: dict[str, dict[str, Any]]):
     """63 additions an entry: 64 entries of a program are half a one for each of 128 threads. A
     copy through shared memory or a shuffle at every step would show."""
-    opcodes = compiled["scores mxfp4 group 1"]["opcodes"]
+    opcodes = compiled["scores mxfp4 band 1"]["opcodes"]
     assert opcodes["FADD"] <= 40
     assert opcodes["HMUL2"] <= 90
 
@@ -77,18 +80,19 @@ def main() -> None:
     from dsv4.cache.pages import Page
     from dsv4.kernels import index_query, index_scores, top_k
     from dsv4.ops.calls import EntrySource, Scoring
-    from tests.kernels.sm90 import Compiled, compile_launch, inexact_instructions
+    from tests.kernels import sm90
 
     found: dict[str, dict[str, Any]] = {}
 
-    def note(name: str, c: Compiled, num_warps: int) -> None:
+    def note(name: str, launch: Launch) -> None:
+        c = sm90.compiled(launch)
         found[name] = {
-            "threads": 32 * num_warps,
+            "threads": 32 * launch.options["num_warps"],
             "registers": c.registers,
             "spill_bytes": c.spill_bytes,
             "opcodes": dict(c.opcodes),
             "loads_of_16_bytes": c.ptx.count("ld.global.v4.b32"),
-            "inexact": inexact_instructions(c.ptx),
+            "inexact": sm90.inexact_instructions(c.ptx),
         }
 
     rows = 64
@@ -97,19 +101,11 @@ def main() -> None:
     weights = torch.zeros(rows, HEADS, dtype=torch.bfloat16)
     for name in FORMATS:
         record = records.index_format(name, index_dim=WIDTH)
-        arguments, constants = index_query.launch_arguments(
-            q, tokens, torch.zeros(16, 64), record, q
-        )
         note(
             f"query {name}",
-            compile_launch(
-                index_query._index_query_kernel,
-                arguments,
-                constants,
-                num_warps=index_query.NUM_WARPS,
-                fp_fusion=False,
+            index_query.index_query_launch(
+                q, tokens=tokens, rope=torch.zeros(16, 64), record=record, out=q
             ),
-            index_query.NUM_WARPS,
         )
         keys = EntrySource(
             arena=torch.zeros(2, 449_824, dtype=torch.uint8),
@@ -118,45 +114,26 @@ def main() -> None:
             ratio=4,
         )
         scores = torch.zeros(rows, 4096)
-        for group in GROUPS:
-            _, arguments, constants = index_scores.launch_arguments(
+        for band in BANDS:
+            launch = index_scores.index_scores_launch(
                 Scoring(
                     q=q, weights=weights, tokens=tokens, keys=keys, scores=scores,
-                    skip_visible=512, tokens_per_request=group,
+                    skip_visible=512, tokens_per_request=band,
                 )
             )  # fmt: skip
             # the most tokens of a launch, whose lengths every program holds
-            constants["GROUPS"] = index_scores.MAX_TOKENS // group
-            note(
-                f"scores {name} group {group}",
-                compile_launch(
-                    index_scores._index_scores_kernel,
-                    arguments,
-                    constants,
-                    num_warps=index_scores.NUM_WARPS,
-                    num_stages=index_scores.NUM_STAGES,
-                    fp_fusion=False,
-                ),
-                index_scores.NUM_WARPS,
-            )
+            constants = replace(launch.constants["S"], BANDS=index_scores.MAX_TOKENS // band)
+            note(f"scores {name} band {band}", launch._replace(constants={"S": constants}))
     for rows, columns, k in TOP_K_SHAPES:
         work = torch.zeros(16, dtype=torch.int32)
         out = torch.zeros(rows, k, dtype=torch.int32)
         for bf16_scores in (True, False):
-            launches = top_k.launches(torch.zeros(rows, columns), tokens, work, out, 4, bf16_scores)
+            launches = top_k.top_k_launches(
+                torch.zeros(rows, columns), tokens, work, out, 4, bf16_scores
+            )
+            kind = "bf16" if bf16_scores else "fp32"
             for nth, launch in enumerate(launches):
-                note(
-                    f"top-k {rows} x {columns} {'bf16' if bf16_scores else 'fp32'} launch {nth}",
-                    compile_launch(
-                        launch.kernel,
-                        launch.arguments,
-                        launch.constants,
-                        num_warps=launch.options["num_warps"],
-                        maxnreg=launch.options.get("maxnreg"),
-                        fp_fusion=True,
-                    ),
-                    launch.options["num_warps"],
-                )
+                note(f"top-k {rows} x {columns} {kind} launch {nth}", launch)
     json.dump(found, sys.stdout)
 
 

@@ -1,4 +1,5 @@
-"""Each helper of kernels/numerics.py, interpreted, against reference/numerics and the codec."""
+"""Each helper of kernels/numerics.py and codes.py, interpreted, against reference/numerics and the
+codec."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.kernels import numerics as kernels
+from dsv4.kernels.codes import e2m1_code, e4m3_bits, e4m3_value, exponent_at_least
 from dsv4.model import ModelSpec
+from dsv4.ops.constants import BF16_MAX
 from dsv4.reference import codec
 from dsv4.reference import numerics as reference
 from dsv4.rope import rope_table
@@ -113,20 +116,20 @@ def test_e4m3_bits_of_every_bf16_and_every_tie():
     ties = (codes[:-1] + codes[1:]) / 2
     beside = [torch.nextafter(ties, torch.tensor(to)) for to in (0.0, 448.0)]
     x = torch.cat((values, *(part for t in (ties, *beside) for part in (t, -t))))
-    found = elementwise(kernels.e4m3_bits, x, torch.uint8)
+    found = elementwise(e4m3_bits, x, torch.uint8)
     assert_same_bits(found, x.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 def test_e4m3_bits_beyond_the_largest_and_of_nan():
     x = torch.tensor([449.0, 1e30, INF, -449.0, -INF, NAN])
-    found = elementwise(kernels.e4m3_bits, x, torch.uint8)
+    found = elementwise(e4m3_bits, x, torch.uint8)
     assert found.tolist() == [0x7E, 0x7E, 0x7E, 0xFE, 0xFE, 0x7F]
 
 
 def test_e4m3_values():
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 0x7F) != codec.E4M3_NAN]
-    found = elementwise(kernels.e4m3_value, codes, torch.float32)
+    found = elementwise(e4m3_value, codes, torch.float32)
     assert_same_bits(found, codes.view(torch.float8_e4m3fn).float())
 
 
@@ -136,7 +139,7 @@ def test_e2m1_codes_of_every_bf16_and_every_tie():
     ties = torch.tensor([midpoint for midpoint, _ in codec.E2M1_STEPS])
     beside = [torch.nextafter(ties, torch.tensor(to)) for to in (0.0, 6.0)]
     x = torch.cat((values, *(part for t in (ties, *beside) for part in (t, -t))))
-    found = elementwise(kernels.e2m1_code, x, torch.int32)
+    found = elementwise(e2m1_code, x, torch.int32)
     assert torch.equal(found, codec._e2m1_codes(x).int())
 
 
@@ -144,7 +147,7 @@ def test_exponent_at_least():
     powers = 2.0 ** torch.arange(-126, 127).float()
     x = torch.cat([torch.nextafter(powers, torch.tensor(to)) for to in (0.0, INF)] + [powers])
     x = x[x >= 2.0**-126]
-    found = elementwise(kernels.exponent_at_least, x, torch.int32)
+    found = elementwise(exponent_at_least, x, torch.int32)
     assert torch.equal(found, codec._exponent_at_least(x))
 
 
@@ -152,7 +155,7 @@ def test_finite():
     x = every_bf16()
     found = elementwise(kernels.finite, x, torch.float32)
     expected = torch.where(x.isnan(), torch.zeros_like(x), x)
-    assert torch.equal(found, expected.clamp(-reference.BF16_MAX, reference.BF16_MAX))
+    assert torch.equal(found, expected.clamp(-BF16_MAX, BF16_MAX))
 
 
 def test_bounded():
@@ -160,7 +163,7 @@ def test_bounded():
     found = elementwise(kernels.bounded, x, torch.float32)
     assert torch.equal(found.isnan(), x.isnan())
     rest = ~x.isnan()
-    assert torch.equal(found[rest], x[rest].clamp(-reference.BF16_MAX, reference.BF16_MAX))
+    assert torch.equal(found[rest], x[rest].clamp(-BF16_MAX, BF16_MAX))
 
 
 # ---- vector by vector ---------------------------------------------------------------------------

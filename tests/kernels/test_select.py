@@ -69,7 +69,7 @@ def cut_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a few hundred scores are cut into slices as long ones are."""
     for name in ("MAX_ROW", "MAX_SLICE", "MIN_SLICE"):
         monkeypatch.setattr(top_k_kernel, name, 256)
-    monkeypatch.setattr(top_k_kernel, "GROUPS", 64)
+    monkeypatch.setattr(top_k_kernel, "BINS", 64)
 
 
 @pytest.mark.parametrize("cut", [True, False])

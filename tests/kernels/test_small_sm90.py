@@ -7,12 +7,15 @@ import sys
 
 import pytest
 import torch
+from torch import Tensor
 
 from dsv4.cache.pages import Page
 from dsv4.cache.records import RecordFormat, bf16, fp8_ds, fp8_row, index_fp8, mxfp4, nvfp4
 from dsv4.cache.schema import CacheSchema
+from dsv4.kernels.launch import Launch
 from dsv4.model import ModelSpec
-from tests.kernels.sm90 import compile_launch, inexact_instructions, run_apart
+from dsv4.ops.calls import EntrySource, WindowSource
+from tests.kernels.sm90 import compile_launch, compiled, inexact_instructions, run_apart
 
 RECORDS: dict[str, RecordFormat] = {
     "entries": fp8_ds(512, 64),
@@ -25,47 +28,61 @@ RECORDS: dict[str, RecordFormat] = {
 NAMES = (*(f"write {name}" for name in RECORDS), "gather entries", "gather all", "gather window")
 
 
+def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def gather_launch(name: str, schema: CacheSchema) -> Launch:
+    from dsv4.kernels import gather
+
+    tokens = empty(8, 4)
+    if name == "gather window":
+        page = schema.page("window", 0)
+        assert isinstance(page, Page)
+        window = WindowSource(
+            arena=empty(8, schema.slot_bytes, dtype=torch.uint8),
+            page=page,
+            window=schema.model.window,
+            staged=False,
+        )
+        out = empty(8, window.window, 512, dtype=torch.bfloat16)
+        return gather.gather_window_launch(
+            window, tokens, tokens[:, 2], tokens[:, 1], out, empty(8)
+        )
+    page = schema.page("entries", 2)
+    assert isinstance(page, Page)
+    entries = EntrySource(
+        arena=empty(8, schema.block_bytes, dtype=torch.uint8),
+        page=page,
+        block_table=empty(8, schema.max_blocks_per_request),
+        ratio=4,
+    )
+    indices = None if name == "gather all" else empty(8, 512)
+    out = empty(8, 512, 512, dtype=torch.bfloat16)
+    return gather.gather_entries_launch(entries, tokens[:, 0], tokens[:, 1], indices, out, empty(8))
+
+
 def compile_case(name: str) -> dict[str, object]:
-    from dsv4.kernels import gather, write_records
+    from dsv4.kernels import write_records
     from dsv4.kernels.record_store import record_constants
 
     schema = CacheSchema.build(ModelSpec.preset("v4-flash"))
-    page = schema.page("entries", 2)
-    assert isinstance(page, Page)
-    u8, i32 = torch.zeros(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.int32)
-    i64, bf16 = torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.bfloat16)
+    u8, i64 = torch.zeros(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.int64)
+    bf16 = torch.zeros(16, dtype=torch.bfloat16)
     if name.startswith("write"):
         record = RECORDS[name.split()[1]]
         kernel = write_records._write_records_kernel
         arguments = (u8, i64, i64, bf16, schema.block_bytes, record.width, 0, 18432)
         constants = {"WIDTH": record.width, "RECORD": record_constants(record)}
-        fusion = False
-    elif name == "gather window":
-        kernel = gather._gather_window_kernel
-        arguments = (u8, i32, i32, i32, bf16, i32, schema.slot_bytes, 4, 4, 128 * 512, 0, 73728)
-        constants = {
-            "WINDOW": 128, "RING": 128, "CHUNK": False, "WIDTH": 512,
-            "RECORD": record_constants(RECORDS["entries"]), "BLOCK": gather.BLOCK_KEYS,
-        }  # fmt: skip
-        fusion = True
+        made = compile_launch(kernel, arguments, constants, num_warps=4, fp_fusion=False)
     else:
-        kernel = gather._gather_entries_kernel
-        arguments = (
-            u8, i32, i32, i32, i32, bf16, i32, schema.block_bytes, 8192, 4, 4, 512, 512 * 512, 512,
-            page.offset_bytes, page.scale_offset_bytes,
-        )  # fmt: skip
-        constants = {
-            "RATIO": 4, "PAGE_ROWS": 32, "ALL": name == "gather all", "WIDTH": 512,
-            "RECORD": record_constants(RECORDS["entries"]), "BLOCK": gather.BLOCK_KEYS,
-        }  # fmt: skip
-        fusion = True
-    compiled = compile_launch(kernel, arguments, constants, num_warps=4, fp_fusion=fusion)
+        made = compiled(gather_launch(name, schema))
     return {
-        "spill_bytes": compiled.spill_bytes,
-        "registers": compiled.registers,
-        "e4m3_conversions": compiled.ptx.count("cvt.rn.satfinite.e4m3x2"),
-        "wide_stores": compiled.ptx.count("st.global.v4"),
-        "inexact": inexact_instructions(compiled.ptx),
+        "spill_bytes": made.spill_bytes,
+        "registers": made.registers,
+        "e4m3_conversions": made.ptx.count("cvt.rn.satfinite.e4m3x2"),
+        "wide_stores": made.ptx.count("st.global.v4"),
+        "inexact": inexact_instructions(made.ptx),
     }
 
 

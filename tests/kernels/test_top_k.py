@@ -27,10 +27,10 @@ def short_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten(monkeypatch)
 
 
-def shorten(monkeypatch: pytest.MonkeyPatch, *, groups: int = 64, listed: int = 32) -> None:
+def shorten(monkeypatch: pytest.MonkeyPatch, *, bins: int = 64, listed: int = 32) -> None:
     for name in ("MAX_ROW", "MAX_SLICE", "MIN_SLICE"):
         monkeypatch.setattr(kernel, name, 256)
-    monkeypatch.setattr(kernel, "GROUPS", groups)
+    monkeypatch.setattr(kernel, "BINS", bins)
     monkeypatch.setattr(kernel, "LIST", listed)
 
 
@@ -88,23 +88,23 @@ def test_slices_of_a_row_equal_the_reference(kind: str):
             assert found[row].tolist() == slow_top_k(scores[row, :seen].tolist(), 8)
 
 
-@pytest.mark.parametrize("groups", [2048, 64])  # the row itself, or first its groups
+@pytest.mark.parametrize("bins", [2048, 64])  # the row itself, or first its bins
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_program_a_row_equals_the_reference(
-    kind: str, groups: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, bins: int, monkeypatch: pytest.MonkeyPatch
 ):
     scores = random_scores(kind, len(SEEN), 700, seed=1)
-    monkeypatch.setattr(kernel, "GROUPS", groups)
+    monkeypatch.setattr(kernel, "BINS", bins)
     found, expected = select(scores, tokens_of(SEEN), 8)
     assert found.tolist() == expected.tolist()
     assert kernel.top_k_workspace_bytes(*scores.shape) == 0
 
 
 @pytest.mark.parametrize(("kind", "k"), [("normal", 64), ("special", 90)])
-def test_lists_too_short_and_more_wanted_than_groups(
+def test_lists_too_short_and_more_wanted_than_bins(
     kind: str, k: int, monkeypatch: pytest.MonkeyPatch
 ):
-    shorten(monkeypatch, groups=64, listed=4)
+    shorten(monkeypatch, bins=64, listed=4)
     scores = random_scores(kind, 1, 500, seed=3)
     found, expected = select(scores, tokens_of([499]), k)
     assert found.tolist() == expected.tolist()
@@ -113,7 +113,7 @@ def test_lists_too_short_and_more_wanted_than_groups(
 @pytest.mark.usefixtures("short_tiles")
 @pytest.mark.parametrize(("k", "bf16_scores"), [(1, True), (9, True), (9, False), (31, True)])
 def test_orders_that_bounds_might_miss(k: int, bf16_scores: bool):
-    """Rising, falling, high in one place, and repeating as often as there are groups."""
+    """Rising, falling, high in one place, and repeating as often as there are bins."""
     at = torch.arange(500.0)
     rising = at.to(torch.bfloat16).float()
     cluster = torch.where((at > 300) & (at < 340), 50.0, -1.0) + (at % 7)
@@ -132,7 +132,7 @@ def test_fp32_scores(columns: int):
 
 
 @pytest.mark.usefixtures("short_tiles")
-def test_groups_without_a_number_give_no_bound():
+def test_bins_without_a_number_give_no_bound():
     scores = torch.full((2, 200), torch.nan)
     scores[:, :12] = torch.arange(12.0) * 1e9 + 0.1
     found, expected = select(scores, tokens_of([200, 199]), 9, bf16_scores=False)

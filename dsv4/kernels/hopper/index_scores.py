@@ -1,14 +1,14 @@
 """Indexer scores for Hopper: MXFP4 keys of 128 channels and 64 heads.
 
 The same scores as index_scores.py, and the same way to share out the work. Codes and queries meet
-as E4M3 numbers in the FP8 matrix instruction, whose 32 channels are exactly one scale group of a
-key, and scales follow in fp32:
+as E4M3 numbers in the FP8 matrix instruction, whose 32 channels are exactly one span of a key
+(channels that share a scale), and scales follow in fp32:
   - An E2M1 code's bits, moved to the right places of a byte, are an E4M3 number: its value times
     2^-6. No arithmetic, and four codes at once.
-  - Hopper keeps few bits of FP8 sums, but enough for one group of 32 products of E2M1 numbers
-    (multiples of a quarter up to 36), so every group has a sum of its own that starts at 0.
-  - Sums are scaled relative to the first group, and a key's score by that group's scale: rounding
-    to bf16 commutes with powers of two. A first group 2^64 or more below the key's largest counts
+  - Hopper keeps few bits of FP8 sums, but enough for one span of 32 products of E2M1 numbers
+    (multiples of a quarter up to 36), so every span has a sum of its own that starts at 0.
+  - Sums are scaled relative to the first span, and a key's score by that span's scale: rounding
+    to bf16 commutes with powers of two. A first span 2^64 or more below the key's largest counts
     as if it were 2^64 below.
   - Queries must be E2M1 numbers times a power of two for each 32 channels, as
     prepare_index_queries leaves them. A head is scaled by a power of two that goes back into its
@@ -16,14 +16,14 @@ key, and scales follow in fp32:
     below are off by at most 2^-18 of the head's largest.
 
 A thread loads the words that it decodes, which are those that the matrix instruction takes from its
-registers: the order of channels within a group is free. So keys never pass through shared memory,
+registers: the order of channels within a span is free. So keys never pass through shared memory,
 two tiles are under way while one is computed, and no warp waits for another within a token.
 Compiled only; tested on GPUs.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import triton
 from triton.experimental import gluon
@@ -36,10 +36,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dsv4.kernels.device import processors
 from dsv4.kernels.index_scores import pieces, run_time_arguments
+from dsv4.kernels.launch import Launch
 from dsv4.kernels.record_store import record_constants
 from dsv4.ops.calls import Scoring
 
-HEADS, WIDTH, SCALE_GROUP = 64, 128, 32
+HEADS, WIDTH, SPAN = 64, 128, 32
 NUM_WARPS = 4
 TILE = 64  # entries
 HALF = TILE // NUM_WARPS // 2  # of a warp's entries
@@ -50,12 +51,12 @@ MAX_REGISTERS = 168
 
 _HEADS = gl.constexpr(HEADS)
 _WIDTH = gl.constexpr(WIDTH)
-_GROUP = gl.constexpr(SCALE_GROUP)  # channels
-_GROUPS = gl.constexpr(WIDTH // SCALE_GROUP)
+_SPAN = gl.constexpr(SPAN)  # channels that share a scale
+_SPANS = gl.constexpr(WIDTH // SPAN)
 _BYTES = gl.constexpr(WIDTH // 2)  # codes of a key
 _WARPS = gl.constexpr(NUM_WARPS)
 _TILE = gl.constexpr(TILE)
-_SPAN = gl.constexpr(2 * HALF)  # entries of a warp
+_WARP_ENTRIES = gl.constexpr(2 * HALF)  # entries of a warp
 _HALF = gl.constexpr(HALF)
 _LANES = gl.constexpr(LANES)
 
@@ -65,8 +66,8 @@ _KEY = gl.constexpr(
 )
 _ENTRY = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])))
 _HEAD = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])))
-# [warps, halves of a warp's entries, entries, lanes, groups, bytes]: a thread has a word of each
-# group of two keys
+# [warps, halves of a warp's entries, entries, lanes, spans, bytes]: a thread has a word of each
+# span of two keys
 _CODES = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[
@@ -79,7 +80,7 @@ _CODES = gl.constexpr(
         ],
         warp_bases=[[1, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0]],
         block_bases=[],
-        shape=[NUM_WARPS, 2, HALF, LANES, WIDTH // SCALE_GROUP, 4],
+        shape=[NUM_WARPS, 2, HALF, LANES, WIDTH // SPAN, 4],
     )
 )  # fmt: skip
 _WORD = gl.constexpr(gl.SliceLayout(5, _CODES))
@@ -90,7 +91,7 @@ _OF_ENTRY = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(1, _KEYS)))
 _OF_LANE = gl.constexpr(
     gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, _WORD))))
 )
-_OF_GROUP = gl.constexpr(
+_OF_SPAN = gl.constexpr(
     gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, _WORD))))
 )
 _OF_BYTE = gl.constexpr(
@@ -129,7 +130,7 @@ WEIGHTED_RELU = gl.constexpr("""
     }
     """)
 # Four scale bytes → the first one as a power of two, but at least 2^-64 of the largest; the others
-# relative to that; the largest. Relative to the scale of a group of zeros, others would overflow.
+# relative to that; the largest. Relative to the scale of a span of zeros, others would overflow.
 POWERS = gl.constexpr("""
     {
     .reg .b32 a, b, c, d, x;
@@ -211,6 +212,51 @@ SCALED_E4M3 = gl.constexpr("""
     """)
 
 
+# Bundles are packed inside the kernel. Comments give the shapes of block values: [entries] are the
+# entries of a tile.
+
+
+class _Tokens(NamedTuple):
+    """The tokens of a launch, and what of their entries is scored: `columns` at most, and nothing
+    where no more than `skip_visible` are seen."""
+
+    ptr: gl.tensor
+    rows: gl.tensor
+    columns: gl.tensor
+    skip_visible: gl.tensor
+
+
+class _Keys(NamedTuple):
+    """Where block 0 has the codes and the scales of the first halves of a tile's entries."""
+
+    codes: gl.tensor
+    scales: gl.tensor
+    block_bytes: gl.tensor
+
+
+class _Token(NamedTuple):
+    """One token: where its block ids are, `pages` of them, its query in shared memory, and where
+    its scores go, `seen` of them."""
+
+    table_row: gl.tensor
+    pages: gl.tensor
+    query: gl.shared_memory_descriptor
+    weight: gl.tensor  # [heads]
+    seen: gl.tensor
+    scores_row: gl.tensor
+
+
+class _Powers(NamedTuple):
+    """Scales of keys as powers of two [entries]: the first span's, those of the other spans
+    relative to it, and the largest."""
+
+    first: gl.tensor
+    second: gl.tensor
+    third: gl.tensor
+    fourth: gl.tensor
+    largest: gl.tensor
+
+
 def supports(call: Scoring) -> bool:
     """Whether this kernel does these shapes and records: V4's."""
     page = call.keys.page
@@ -220,7 +266,7 @@ def supports(call: Scoring) -> bool:
         call.round_bf16
         and tuple(call.q.shape[1:]) == (HEADS, WIDTH)
         and call.q.stride(1) == WIDTH
-        and coded == ("e2m1", "ue8m0", SCALE_GROUP, WIDTH)
+        and coded == ("e2m1", "ue8m0", SPAN, WIDTH)
         and page.rows >= TILE // 2
         and page.rows & (page.rows - 1) == 0
     )
@@ -229,29 +275,24 @@ def supports(call: Scoring) -> bool:
 def index_scores(call: Scoring) -> None:
     """One launch per 256 tokens; only for what `supports` accepts."""
     for piece in pieces(call):
-        grid, arguments, constants = launch_arguments(piece, processors(call.q.device))
-        if grid[0]:
-            _index_scores_hopper_kernel[grid](
-                *arguments, **constants, num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS
-            )
+        index_scores_launch(piece, processors(call.q.device)).run()
 
 
-def launch_arguments(
-    call: Scoring, most_programs: int
-) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
-    """The grid, run-time arguments and compile-time constants of the launch on a GPU with so many
-    processors."""
+def index_scores_launch(call: Scoring, processors: int) -> Launch:
+    """Of a call that is one piece, on a GPU with so many processors."""
     rows, columns = call.scores.shape
     tiles = rows * triton.cdiv(columns, TILE)
     # a program's start costs as much as some tiles: two at least, once all processors have one
-    useful = max(triton.cdiv(tiles, 2), min(tiles, most_programs))
+    useful = max(triton.cdiv(tiles, 2), min(tiles, processors))
     constants = {
         "TOKENS": max(MIN_TOKENS, triton.next_power_of_2(rows)),
         "RATIO": call.keys.ratio,
         "PAGE_ROWS": call.keys.page.rows,
     }
-    grid = (min(useful, most_programs * PROGRAMS_PER_PROCESSOR),)
-    return grid, run_time_arguments(call), constants
+    grid = (min(useful, processors * PROGRAMS_PER_PROCESSOR),)
+    options = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS}
+    arguments = run_time_arguments(call)
+    return Launch(_index_scores_hopper_kernel, grid, arguments, constants, options)
 
 
 @gluon.jit
@@ -260,33 +301,33 @@ def _add(a, b):
 
 
 @gluon.jit
-def _seen_columns(token, tokens_ptr, rows, columns, skip_visible, RATIO: gl.constexpr):
+def _seen_columns(token, tokens, RATIO: gl.constexpr):
     """Slots of some tokens, and how many columns each has to fill."""
-    live = token < rows
-    slot = gl.load(tokens_ptr + token * 4, mask=live, other=-1)
-    position = gl.load(tokens_ptr + token * 4 + 1, mask=live, other=-1)
+    live = token < tokens.rows
+    slot = gl.load(tokens.ptr + token * 4, mask=live, other=-1)
+    position = gl.load(tokens.ptr + token * 4 + 1, mask=live, other=-1)
     visible = (position + 1) // RATIO
-    seen = gl.minimum(gl.maximum(visible, 0), columns)
-    return slot, gl.where((slot >= 0) & (visible > skip_visible), seen, 0)
+    seen = gl.minimum(gl.maximum(visible, 0), tokens.columns)
+    return slot, gl.where((slot >= 0) & (visible > tokens.skip_visible), seen, 0)
 
 
 @gluon.jit
 def _block_ids(tile, pages, table_row, PAGE_ROWS: gl.constexpr):
     """Blocks of a tile's warps; 0 from `pages` on, where the table may name anything."""
     warp = gl.arange(0, _WARPS, layout=_OF_WARP)
-    page = tile * _TILE // PAGE_ROWS + warp * _SPAN // PAGE_ROWS
+    page = tile * _TILE // PAGE_ROWS + warp * _WARP_ENTRIES // PAGE_ROWS
     return gl.load(table_row + page, mask=page < pages, other=0)
 
 
 @gluon.jit
 def _first_rows(arena, data_offset, scale_offset, PAGE_ROWS: gl.constexpr):
-    """Where block 0 has the codes and the scales of the first halves of a tile's entries."""
+    """The pointers of _Keys: codes [warps, 1, entries, lanes, 1], scales [warps, 1, entries]."""
     warp = gl.arange(0, _WARPS, layout=_OF_WARP)[:, None, None]
     entry = gl.arange(0, _HALF, layout=_OF_ENTRY)[None, None, :]
     lane = gl.arange(0, _LANES, layout=_OF_LANE)[None, None, None, :, None]
-    row = warp * _SPAN % PAGE_ROWS + entry
+    row = warp * _WARP_ENTRIES % PAGE_ROWS + entry
     codes = arena + data_offset + row[:, :, :, None, None] * _BYTES + lane * 4
-    return codes, arena + scale_offset + row * _GROUPS
+    return codes, arena + scale_offset + row * _SPANS
 
 
 @gluon.jit
@@ -298,25 +339,26 @@ def _distance(block_id, arena_stride):
 
 
 @gluon.jit
-def _load_keys(tile, block_id, codes, scales, arena_stride, PAGE_ROWS: gl.constexpr):
+def _load_keys(tile, block_id, keys, PAGE_ROWS: gl.constexpr):
     """Codes and scales of a tile, unseen ones of its pages too: their scores are not written."""
-    distance = _distance(block_id, arena_stride)[:, None, None]
+    codes, scales = keys.codes, keys.scales
+    distance = _distance(block_id, keys.block_bytes)[:, None, None]
     second = gl.arange(0, 2, layout=_OF_HALF)[None, :, None] * _HALF
     if PAGE_ROWS > _TILE:
         page_row = tile * _TILE % PAGE_ROWS
         codes += page_row * _BYTES
-        scales += page_row * _GROUPS
+        scales += page_row * _SPANS
     source = (codes + distance[:, :, :, None, None]).to(gl.pointer_type(gl.int32), bitcast=True)
     source += second[:, :, :, None, None] * (_BYTES // 4)
-    source += gl.arange(0, _GROUPS, layout=_OF_GROUP)[None, None, None, None, :] * (_GROUP // 8)
+    source += gl.arange(0, _SPANS, layout=_OF_SPAN)[None, None, None, None, :] * (_SPAN // 8)
     scale_source = (scales + distance).to(gl.pointer_type(gl.int32), bitcast=True) + second
     return gl.load(source), gl.load(scale_source)
 
 
 @gluon.jit
 def _decode(words):
-    """Words of eight codes → for each scale group an operand, its even channels before its odd
-    ones."""
+    """Words of eight codes → for each span an operand [entries, _SPAN], its even channels before
+    its odd ones."""
     byte = gl.arange(0, 4, layout=_OF_BYTE)[None, None, None, None, None, :]
     words, _ = gl.broadcast(words[:, :, :, :, :, None], byte)
     even, odd = gl.inline_asm_elementwise(
@@ -331,40 +373,41 @@ def _decode(words):
 
 @gluon.jit
 def _operand(x):
-    x = gl.convert_layout(gl.reshape(x, [_TILE, _GROUP]), _KEY, assert_trivial=True)
+    x = gl.convert_layout(gl.reshape(x, [_TILE, _SPAN]), _KEY, assert_trivial=True)
     return x.to(gl.float8e4nv, bitcast=True)
 
 
 @gluon.jit
 def _powers(scales):
-    """Of each key: its first scale, the three others relative to that, and the largest."""
+    """Words of a key's four scales → _Powers."""
     scales = gl.convert_layout(gl.reshape(scales, [_TILE]), _ENTRY, assert_trivial=True)
-    return gl.inline_asm_elementwise(
+    first, second, third, fourth, largest = gl.inline_asm_elementwise(
         POWERS, "=&r,=&r,=&r,=&r,=&r,r", [scales], (gl.float32,) * 5, True, 1
     )
+    return _Powers(first=first, second=second, third=third, fourth=fourth, largest=largest)
 
 
 @gluon.jit
-def _multiply(k, query, GROUP: gl.constexpr):
+def _multiply(k, query, NTH: gl.constexpr):
     none = gl.full([_TILE, _HEADS], 0.0, gl.float32, _MMA)
-    query = query.slice(GROUP * _GROUP, _GROUP, dim=1).permute((1, 0))
+    query = query.slice(NTH * _SPAN, _SPAN, dim=1).permute((1, 0))
     return warpgroup_mma(k, query, none, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _dots(k0, k1, k2, k3, query, p1, p2, p3):
-    """Dot products [entries, heads] with a query, relative to the keys' first scales. While a group
+def _dots(k, query, powers):
+    """Dot products [entries, heads] with a query, relative to the keys' first scales. While a span
     multiplies, the one before is scaled."""
-    dot = _multiply(k0, query, 0)
-    s = _multiply(k1, query, 1)
+    dot = _multiply(k[0], query, 0)
+    s = _multiply(k[1], query, 1)
     dot, s = warpgroup_mma_wait(0, deps=[dot, s])
-    running = _multiply(k2, query, 2)
-    dot = gl.fma(s, gl.broadcast(p1[:, None], s)[0], dot)
+    running = _multiply(k[2], query, 2)
+    dot = gl.fma(s, gl.broadcast(powers.second[:, None], s)[0], dot)
     s, dot = warpgroup_mma_wait(0, deps=[running, dot])
-    running = _multiply(k3, query, 3)
-    dot = gl.fma(s, gl.broadcast(p2[:, None], s)[0], dot)
+    running = _multiply(k[3], query, 3)
+    dot = gl.fma(s, gl.broadcast(powers.third[:, None], s)[0], dot)
     s, dot = warpgroup_mma_wait(0, deps=[running, dot])
-    return gl.fma(s, gl.broadcast(p3[:, None], s)[0], dot)
+    return gl.fma(s, gl.broadcast(powers.fourth[:, None], s)[0], dot)
 
 
 @gluon.jit
@@ -377,17 +420,18 @@ def _lane_sums(x):
 
 
 @gluon.jit
-def _write(dot, weight, first, largest, tile, seen, scores_row):
-    weight, dot = gl.broadcast(weight[None, :], dot)
+def _write(dot, powers, tile, token):
+    """Weights, adds and stores the dots [entries, heads] of a tile."""
+    weight, dot = gl.broadcast(token.weight[None, :], dot)
     product = gl.inline_asm_elementwise(
         WEIGHTED_RELU, "=&r,=&r,f,f,r,r", [dot, weight], gl.float32, True, 2
     )
     x = _lane_sums(product)
     second = gl.arange(0, _LANES, layout=gl.SliceLayout(0, x.type.layout)) // 2
     entries: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    first = gl.convert_layout(first, entries, assert_trivial=True)
+    first = gl.convert_layout(powers.first, entries, assert_trivial=True)
     first, x = gl.broadcast(first[:, None], x)
-    largest = gl.convert_layout(largest, entries, assert_trivial=True)
+    largest = gl.convert_layout(powers.largest, entries, assert_trivial=True)
     largest, x = gl.broadcast(largest[:, None], x)
     second, x = gl.broadcast(second[None, :], x)
     x = gl.inline_asm_elementwise(
@@ -400,11 +444,11 @@ def _write(dot, weight, first, largest, tile, seen, scores_row):
     warp = gl.arange(0, _WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     entry = gl.arange(0, _HALF, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     lane = gl.arange(0, _LANES, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    column = warp[:, None, None] * _SPAN + entry[None, :, None] + lane // 2 * _HALF
+    column = warp[:, None, None] * _WARP_ENTRIES + entry[None, :, None] + lane // 2 * _HALF
     gl.store(
-        scores_row + tile * _TILE + column,
+        token.scores_row + tile * _TILE + column,
         score.to(gl.float32, bitcast=True),
-        mask=(column < seen - tile * _TILE) & (lane % 2 == 0),
+        mask=(column < token.seen - tile * _TILE) & (lane % 2 == 0),
     )
 
 
@@ -413,12 +457,12 @@ def _load_query(q_row, weights_row, query):
     """Puts a query into shared memory as E4M3, each head's largest value from 256 to 384, and
     returns the weights that undo this and the codes' 2^-6."""
     head = gl.arange(0, _HEADS, layout=gl.SliceLayout(1, _QUERY))[:, None]
-    channel = gl.arange(0, _GROUP, layout=gl.SliceLayout(0, _QUERY))[None, :]
+    channel = gl.arange(0, _SPAN, layout=gl.SliceLayout(0, _QUERY))[None, :]
     at = q_row + head * _WIDTH + channel
     q0 = gl.load(at)
-    q1 = gl.load(at + _GROUP)
-    q2 = gl.load(at + 2 * _GROUP)
-    q3 = gl.load(at + 3 * _GROUP)
+    q1 = gl.load(at + _SPAN)
+    q2 = gl.load(at + 2 * _SPAN)
+    q3 = gl.load(at + 3 * _SPAN)
     weight = gl.load(weights_row + gl.arange(0, _HEADS, layout=_HEAD)).to(gl.float32)
     largest = gl.inline_asm_elementwise(LARGEST, "=r,r,r,r,r", [q0, q1, q2, q3], gl.int16, True, 2)
     # 255 for a NaN; below 8 the power would be infinite
@@ -426,8 +470,8 @@ def _load_query(q_row, weights_row, query):
     power = ((262 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
     x02 = gl.join(_scaled(q0, power), _scaled(q2, power))
     x13 = gl.join(_scaled(q1, power), _scaled(q3, power))
-    # [head, byte, even or odd, group] → the order of `_decode`
-    x = gl.reshape(gl.join(x02, x13), [_HEADS, _GROUP // 2, 2, 2, 2])
+    # [head, byte, even or odd, span] → the order of `_decode`
+    x = gl.reshape(gl.join(x02, x13), [_HEADS, _SPAN // 2, 2, 2, 2])
     x = gl.reshape(gl.permute(x, (0, 3, 4, 2, 1)), [_HEADS, _WIDTH])
     query.store(x.to(gl.float8e4nv, bitcast=True))
     fence_async_shared()
@@ -444,19 +488,16 @@ def _scaled(q, power):
 
 
 @gluon.jit
-def _score(
-    tile, keys, key_scales, block_id, pages, table_row, codes, scales, arena_stride, query, weight,
-    seen, scores_row, PAGE_ROWS: gl.constexpr,
-):  # fmt: skip
-    """Scores of a tile whose keys have come, then the keys two tiles on, and the blocks of those
-    four on."""
-    first, p1, p2, p3, largest = _powers(key_scales)
-    k0, k1, k2, k3 = _decode(keys)
-    next_keys, next_scales = _load_keys(tile + 2, block_id, codes, scales, arena_stride, PAGE_ROWS)
-    block_id = _block_ids(tile + 4, pages, table_row, PAGE_ROWS)
-    dot = _dots(k0, k1, k2, k3, query, p1, p2, p3)
-    _write(dot, weight, first, largest, tile, seen, scores_row)
-    return next_keys, next_scales, block_id
+def _score(tile, words, scales, block_id, token, keys, PAGE_ROWS: gl.constexpr):
+    """Scores of a tile whose codes and scales have come; then those two tiles on, and the blocks of
+    those four on."""
+    powers = _powers(scales)
+    k = _decode(words)
+    next_words, next_scales = _load_keys(tile + 2, block_id, keys, PAGE_ROWS)
+    block_id = _block_ids(tile + 4, token.pages, token.table_row, PAGE_ROWS)
+    dot = _dots(k, token.query, powers)
+    _write(dot, powers, tile, token)
+    return next_words, next_scales, block_id
 
 
 @gluon.jit(do_not_specialize=["rows", "first_entry", "skip_visible"])
@@ -487,8 +528,8 @@ def _index_scores_hopper_kernel(
     LINE: gl.constexpr = gl.SliceLayout(
         1, gl.BlockedLayout([TOKENS // 32, 1], [32, 1], [1, 4], [0, 1])
     )
-    tokens = gl.arange(0, TOKENS, layout=LINE)
-    _, all_seen = _seen_columns(tokens, tokens_ptr, rows, columns, skip_visible, RATIO)
+    tokens = _Tokens(ptr=tokens_ptr, rows=rows, columns=columns, skip_visible=skip_visible)
+    _, all_seen = _seen_columns(gl.arange(0, TOKENS, layout=LINE), tokens, RATIO)
     # how many tiles the tokens up to each have, itself included; kept where it takes no registers
     ends = gl.associative_scan(gl.cdiv(all_seen, _TILE)[:, None], 0, _add)
     ends = gl.convert_layout(gl.reshape(ends, [TOKENS]), LINE, assert_trivial=True)
@@ -504,38 +545,43 @@ def _index_scores_hopper_kernel(
 
     query = gl.allocate_shared_memory(gl.float8e4nv, [_HEADS, _WIDTH], _OPERAND)
     codes, scales = _first_rows(arena, data_offset, scale_offset, PAGE_ROWS)
+    keys = _Keys(codes=codes, scales=scales, block_bytes=arena_stride)
     while at < stop:
         ends = kept_ends.load(LINE)
-        token = gl.sum((ends <= at).to(gl.int32), axis=0)
+        row = gl.sum((ends <= at).to(gl.int32), axis=0)
         begin = gl.max(gl.where(ends <= at, ends, 0), axis=0)
         end = gl.minimum(gl.min(gl.where(ends > at, ends, 0x7FFFFFFF), axis=0), stop)
-        slot, seen = _seen_columns(token, tokens_ptr, rows, columns, skip_visible, RATIO)
+        slot, seen = _seen_columns(row, tokens, RATIO)
         table_row = table_ptr + slot.to(gl.int64) * table_stride
-        scores_row = scores_ptr + token.to(gl.int64) * scores_stride
+        scores_row = scores_ptr + row.to(gl.int64) * scores_stride
         first = at - begin
         last = end - begin
         pages = gl.cdiv(gl.minimum(seen, last * _TILE), PAGE_ROWS)
         # keys first, then the query: they travel together
         id0 = _block_ids(first, pages, table_row, PAGE_ROWS)
         id1 = _block_ids(first + 1, pages, table_row, PAGE_ROWS)
-        keys0, scales0 = _load_keys(first, id0, codes, scales, arena_stride, PAGE_ROWS)
-        keys1, scales1 = _load_keys(first + 1, id1, codes, scales, arena_stride, PAGE_ROWS)
+        words0, scales0 = _load_keys(first, id0, keys, PAGE_ROWS)
+        words1, scales1 = _load_keys(first + 1, id1, keys, PAGE_ROWS)
         id0 = _block_ids(first + 2, pages, table_row, PAGE_ROWS)
         id1 = _block_ids(first + 3, pages, table_row, PAGE_ROWS)
         weight = _load_query(
-            q_ptr + token.to(gl.int64) * q_stride,
-            weights_ptr + token.to(gl.int64) * weights_stride,
+            q_ptr + row.to(gl.int64) * q_stride,
+            weights_ptr + row.to(gl.int64) * weights_stride,
             query,
         )
-        # two tiles a turn, so that keys which have come stay in their registers
+        token = _Token(
+            table_row=table_row,
+            pages=pages,
+            query=query,
+            weight=weight,
+            seen=seen,
+            scores_row=scores_row,
+        )
+        # two tiles per turn, so that keys which have come stay in their registers
         for tile in range(first, last, 2):
-            keys0, scales0, id0 = _score(
-                tile, keys0, scales0, id0, pages, table_row, codes, scales, arena_stride, query,
-                weight, seen, scores_row, PAGE_ROWS,
-            )  # fmt: skip
+            words0, scales0, id0 = _score(tile, words0, scales0, id0, token, keys, PAGE_ROWS)
             if tile + 1 < last:
-                keys1, scales1, id1 = _score(
-                    tile + 1, keys1, scales1, id1, pages, table_row, codes, scales, arena_stride,
-                    query, weight, seen, scores_row, PAGE_ROWS,
-                )  # fmt: skip
+                words1, scales1, id1 = _score(
+                    tile + 1, words1, scales1, id1, token, keys, PAGE_ROWS
+                )
         at = end

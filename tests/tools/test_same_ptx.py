@@ -1,0 +1,72 @@
+"""The tool that compares what two work trees compile, on trees with one tiny kernel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+KERNEL = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def {name}(x):
+    # {comment}
+    at = x + tl.program_id(0)
+    tl.store(at, tl.load(at) {operation})
+"""
+TEST = """
+import os, subprocess, sys
+from pathlib import Path
+
+def test_it_compiles():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.test_tiny_sm90", "case"]
+    subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, check=True)
+
+if __name__ == "__main__":
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    import kernels
+
+    (kernel,) = [k for k in vars(kernels).values() if isinstance(k, triton.JITFunction)]
+    source = ASTSource(fn=kernel, signature={"x": "*fp32"}, constexprs={}, attrs={})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+"""
+
+
+def tree(root: Path, *, name: str, comment: str, operation: str) -> Path:
+    (root / "tests/kernels").mkdir(parents=True)
+    (root / "kernels.py").write_text(KERNEL.format(name=name, comment=comment, operation=operation))
+    (root / "tests/kernels/test_tiny_sm90.py").write_text(TEST)
+    return root
+
+
+def same_ptx(before: Path, after: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools/same_ptx.py"), str(before), str(after)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_names_and_lines_do_not_count_and_instructions_do(tmp_path: Path):
+    before = tree(tmp_path / "before", name="one", comment="short", operation="+ 1")
+    other = tree(tmp_path / "other", name="another", comment="a\n    # b", operation="+ 1")
+    more = tree(tmp_path / "more", name="one", comment="short", operation="* 3 + 1")
+
+    same = same_ptx(before, other)
+    assert same.returncode == 0, same.stdout + same.stderr
+    assert "tiny: case 1" in same.stdout
+    assert "1 of 1 cases identical" in same.stdout
+
+    different = same_ptx(before, more)
+    assert different.returncode == 1, different.stdout + different.stderr
+    assert "different" in different.stdout
+    assert "0 of 1 cases identical" in different.stdout
+
+
+def test_a_tree_without_sm90_tests_is_refused(tmp_path: Path):
+    done = same_ptx(tmp_path, tmp_path)
+    assert done.returncode == 2
+    assert "has no tests/kernels/*_sm90.py" in done.stderr
