@@ -207,9 +207,7 @@ class KVCacheManager:
         forks = []
         for nth in range(count):
             self.table.allocator.share(shared)
-            fork = self.table.open([*shared, *copies[nth : nth + 1]], request.resume)
-            fork.continue_like(request)
-            forks.append(fork)
+            forks.append(self.table.fork(request, [*shared, *copies[nth : nth + 1]]))
         try:
             for fork in forks:
                 self.memory.copy_slot(request.slot, fork.slot)
@@ -239,7 +237,7 @@ class KVCacheManager:
         elif self.prefix is None:
             resume = Resume(start=0, reused_tokens=0, end=length, source="nothing")
             self.table.cut(request, 0)
-            request.restart(resume)
+            self.table.restart(request, resume)
         else:
             match = self.prefix.match_own(request, length)
             resume = match.resume
@@ -288,7 +286,7 @@ class KVCacheManager:
         self.table.cut_shared(request)
         if request.trail is not None:
             request.trail.cut(0)
-        request.restart(Resume(start=0, reused_tokens=0, end=0, source="nothing"))
+        self.table.restart(request, Resume(start=0, reused_tokens=0, end=0, source="nothing"))
 
     def release_request(self, request: Request) -> None:
         """Gives slot and blocks back; those that the prefix cache has indexed stay cached until
@@ -481,7 +479,7 @@ class KVCacheManager:
     def _apply_match(self, request: Request, match: PrefixMatch) -> None:
         """Puts a request where a match says it goes on, with the state that it needs there."""
         assert self.prefix is not None
-        request.restart(match.resume)
+        self.table.restart(request, match.resume)
         self.prefix.put_state(match, self.slot_arena.bytes[request.slot])
 
     def _own_unfinished_block(self, request: Request, length: int) -> None:

@@ -31,7 +31,7 @@ class Request:
 
     __slots__ = (
         "__weakref__",
-        "_numbers",
+        "_row",
         "block_ids",
         "exact_from",
         "released",
@@ -47,7 +47,7 @@ class Request:
         slot: int,
         serial: int,
         block_ids: list[int],
-        numbers: NDArray[np.int64],
+        row: NDArray[np.int64],
         resume: Resume,
     ) -> None:
         self.slot, self.serial = slot, serial
@@ -55,63 +55,50 @@ class Request:
         self.resume = resume  # what the caller runs next to get where it wanted to be
         self.exact_from = 0  # below, a replay may have left rings that differ from a cold run's
         self.trail: TokenTrail | None = None
-        self._numbers = numbers
-        self._numbers[:] = 0
+        self._row = row
+        self._row[:] = 0
         self.block_ids = block_ids  # in the order of the tokens
 
     @property
     def length(self) -> int:
-        return int(self._numbers[LENGTH])
+        return int(self._row[LENGTH])
 
     @length.setter
     def length(self, tokens: int) -> None:
-        self._numbers[WRITTEN] = self.written_tokens
-        self._numbers[LENGTH] = tokens
+        self._row[WRITTEN] = self.written_tokens
+        self._row[LENGTH] = tokens
 
     @property
     def published_blocks(self) -> int:
         """Blocks that the device's table has."""
-        return int(self._numbers[PUBLISHED])
+        return int(self._row[PUBLISHED])
 
     @published_blocks.setter
     def published_blocks(self, blocks: int) -> None:
-        self._numbers[PUBLISHED] = blocks
+        self._row[PUBLISHED] = blocks
 
     @property
     def reused_tokens(self) -> int:
         """Entries below this position came from somebody else; the rings cannot go below it."""
-        return int(self._numbers[REUSED])
+        return int(self._row[REUSED])
 
     @reused_tokens.setter
     def reused_tokens(self, tokens: int) -> None:
-        self._numbers[REUSED] = tokens
+        self._row[REUSED] = tokens
 
     @property
     def written_tokens(self) -> int:
         """The end of what was ever written to the rings: rejected tokens count."""
-        return max(int(self._numbers[WRITTEN]), self.length)
+        return max(int(self._row[WRITTEN]), self.length)
 
     @written_tokens.setter
     def written_tokens(self, tokens: int) -> None:
-        self._numbers[WRITTEN] = tokens
-
-    def restart(self, resume: Resume) -> None:
-        """Goes on from `resume.start`, whatever was written before."""
-        self.length = self.written_tokens = resume.start
-        self.reused_tokens = resume.reused_tokens
-        self.exact_from = resume.reused_tokens if resume.source == "replay" else resume.start
-        self.resume = resume
-
-    def continue_like(self, other: Request) -> None:
-        """Goes on from where another request is; blocks are not its to change."""
-        self.length, self.written_tokens = other.length, other.written_tokens
-        self.reused_tokens, self.exact_from = other.reused_tokens, other.exact_from
-        self.trail = other.trail and other.trail.copy()
+        self._row[WRITTEN] = tokens
 
     def detach(self) -> None:
         """The slot goes to another request; this one keeps its last values."""
         self.released = True
-        self._numbers = self._numbers.copy()
+        self._row = self._row.copy()
         self.block_ids = []
 
     def __repr__(self) -> str:
@@ -159,12 +146,27 @@ class RequestTable:
             slot=slot,
             serial=self._next_serial,
             block_ids=block_ids,
-            numbers=self.numbers[:, slot],
+            row=self.numbers[:, slot],
             resume=resume,
         )
         self._next_serial += 1
         self.live[slot] = request
         return request
+
+    def fork(self, parent: Request, block_ids: list[int]) -> Request:
+        """A new request that is where another one is, with blocks that were taken for it."""
+        request = self.open(block_ids, parent.resume)
+        request.length, request.written_tokens = parent.length, parent.written_tokens
+        request.reused_tokens, request.exact_from = parent.reused_tokens, parent.exact_from
+        request.trail = parent.trail and parent.trail.copy()
+        return request
+
+    def restart(self, request: Request, resume: Resume) -> None:
+        """The request goes on from `resume.start`, whatever it has written before."""
+        request.length = request.written_tokens = resume.start
+        request.reused_tokens = resume.reused_tokens
+        request.exact_from = resume.reused_tokens if resume.source == "replay" else resume.start
+        request.resume = resume
 
     def close(self, request: Request) -> None:
         """Slot and blocks go back; the request keeps its last numbers."""

@@ -340,7 +340,9 @@ class CacheSchema:
 
     def compressor(self, layer: int, kind: CompressorKind) -> CompressorLayout | None:
         """The main compressor of a layer, which makes entries, or the indexer's ("index"), which
-        makes index keys; None where the layer has none of its own."""
+        makes index keys; None where the layer has none of its own. Raises InvalidInput."""
+        if kind not in get_args(CompressorKind):
+            raise InvalidInput(f"no compressor is called {kind!r}: ask for 'main' or 'index'")
         spec = self.layers[layer].spec
         indexer = kind == "index"
         page = self._page_index.get(("index_keys" if indexer else "entries", layer))

@@ -126,13 +126,27 @@ def test_numbers_are_columns_of_the_table():
 
 
 def test_restarting_forgets_what_was_written():
-    request = opened(table(), 4)
+    made = table()
+    request = opened(made, 4)
     request.length = 300
     resume = Resume(start=128, reused_tokens=256, end=300, source="replay")
-    request.restart(resume)
+    made.restart(request, resume)
     assert (request.length, request.written_tokens) == (128, 128)
     assert (request.reused_tokens, request.exact_from) == (256, 256)
     assert request.resume is resume
+
+
+def test_a_fork_is_where_its_parent_is():
+    made = table()
+    parent = opened(made, 2)
+    made.restart(parent, Resume(start=128, reused_tokens=256, end=300, source="replay"))
+    parent.length = 140
+    made.allocator.share(parent.block_ids)
+    fork = made.fork(parent, list(parent.block_ids))
+    assert (fork.slot, fork.length, fork.written_tokens) == (1, 140, 140)
+    assert (fork.reused_tokens, fork.exact_from) == (256, 256)
+    assert fork.published_blocks == 0
+    made.check_invariants()
 
 
 def test_broken_books_are_noticed():

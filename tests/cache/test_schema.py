@@ -651,3 +651,9 @@ def test_the_numbers_of_the_layout_page_are_the_schema_s() -> None:
     ]
     missing = [number for number in numbers if f"{number:,}".removesuffix(".0") not in text]
     assert not missing
+
+
+def test_an_unknown_compressor_is_refused():
+    schema = CacheSchema.build(ModelSpec.preset("tiny"))
+    with pytest.raises(InvalidInput, match="ask for 'main' or 'index'"):
+        schema.compressor(1, "tail")  # type: ignore[arg-type]
