@@ -8,8 +8,9 @@ two ways the work was shared out:
 
     parallel  few queries: one program per split. Each parks its sums in the workspace, and whoever
               comes last merges them.
-    serial    many queries: one program a query and block of heads, split after split; the sums so
-              far are parked meanwhile (in L2, as a program uses the same two places throughout).
+    serial    many queries: one program per query and block of heads takes split after split, and
+              parks the sums so far. It uses the same two places of the workspace throughout, so
+              they stay in the L2.
 
 A query whose keys fit one split goes from registers to the output.
 """
@@ -31,7 +32,7 @@ from dsv4.kernels.record_load import load_record_span
 from dsv4.kernels.record_store import RecordConstants, record_constants
 from dsv4.ops.calls import Attention, EntrySource, WindowSource
 
-# Keys a tile, and heads a program (a tensor core wants 16; 64 heads share a dequantised tile).
+# Keys per tile, and heads per program (a tensor core wants 16; 64 heads share a decoded tile).
 BLOCK_N = 64
 MIN_HEADS, MAX_HEADS = 16, 64
 # A split has at least TILES_PER_SPLIT tiles, and more where there would be over MAX_SPLITS.

@@ -99,7 +99,6 @@ class _Tokens(NamedTuple):
     ptr: Any
     rows: Any
     columns: Any
-    first_entry: Any
     skip_visible: Any
 
 
@@ -189,6 +188,8 @@ def index_scores_launch(call: Scoring) -> Launch:
         RECORD=_index_record(call.keys),
     )
     options = {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES, "enable_fp_fusion": False}
+    if band == 1 and constants.RECORD.SCALE == "ue8m0":
+        options["maxnreg"] = 128  # four programs share a processor; other formats would spill
     arguments = run_time_arguments(call)
     return Launch(_index_scores_kernel, (programs,), arguments, {"S": constants}, options)
 
@@ -206,7 +207,6 @@ def run_time_arguments(call: Scoring) -> tuple[Any, ...]:
         call.scores,
         rows,
         columns,
-        0,
         call.skip_visible,
         call.q.stride(0),
         call.q.stride(1),
@@ -245,7 +245,6 @@ def _index_scores_kernel(
     scores_ptr,
     rows,
     columns,
-    first_entry,
     skip_visible,
     q_stride,
     q_head_stride,
@@ -257,13 +256,7 @@ def _index_scores_kernel(
     scale_offset,
     S: tl.constexpr,
 ):
-    tokens = _Tokens(
-        ptr=tokens_ptr,
-        rows=rows,
-        columns=columns,
-        first_entry=first_entry,
-        skip_visible=skip_visible,
-    )
+    tokens = _Tokens(ptr=tokens_ptr, rows=rows, columns=columns, skip_visible=skip_visible)
     queries = _Queries(
         q=q_ptr,
         weights=weights_ptr,
@@ -318,7 +311,7 @@ def _seen_columns(token, tokens, S: tl.constexpr):
     slot = tl.load(tokens.ptr + token * 4, mask=live, other=-1)
     position = tl.load(tokens.ptr + token * 4 + 1, mask=live, other=-1)
     visible = (position + 1) // S.RATIO
-    seen = tl.minimum(tl.maximum(visible - tokens.first_entry, 0), tokens.columns)
+    seen = tl.minimum(tl.maximum(visible, 0), tokens.columns)
     return slot, tl.where((slot >= 0) & (visible > tokens.skip_visible), seen, 0)
 
 
@@ -332,7 +325,7 @@ def _score_token(token, begin, end, tokens, queries, keys, scores, S: tl.constex
     scores_row = scores.ptr + token.to(tl.int64) * scores.stride
     for tile in range(begin, end):
         column = tile * TILE + tl.arange(0, TILE)  # [entries]
-        k = _load_keys(tokens.first_entry + column, column < seen, keys, table_row, S)
+        k = _load_keys(column, column < seen, keys, table_row, S)
         score = _score(k, query, S)
         tl.store(scores_row + column, score, mask=column < seen)
 
@@ -355,10 +348,8 @@ def _score_band(band, begin, end, tokens, queries, keys, scores, S: tl.constexpr
             if tile * TILE < seen:
                 if slot != loaded_slot:
                     most = tl.max(tl.where(slots == slot, all_seen, 0), axis=0)
-                    entry = tokens.first_entry + column
-                    live = column < most
                     table_row = keys.table + slot.to(tl.int64) * keys.table_stride
-                    k = _load_keys(entry, live, keys, table_row, S)
+                    k = _load_keys(column, column < most, keys, table_row, S)
                     loaded_slot = slot
                 query = _load_query(token, queries, S)
                 score = _score(k, query, S)

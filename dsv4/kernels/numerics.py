@@ -170,7 +170,7 @@ def hadamard(x, scale, WIDTH: tl.constexpr):
 @triton.jit
 def hadamard_across_lanes(x, scale, WIDTH: tl.constexpr):
     """As hadamard, where a thread has 4 channels and a warp whole vectors: the others come from
-    lane to lane, with no barrier. With more channels a thread that takes longer."""
+    lane to lane, with no barrier. With more channels per thread that takes longer."""
     INNER: tl.constexpr = 4
     OUTER: tl.constexpr = WIDTH // INNER
     ROWS: tl.constexpr = x.numel // WIDTH

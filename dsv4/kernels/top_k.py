@@ -81,7 +81,6 @@ class _Row(NamedTuple):
     out: Any
     seen: Any
     columns: Any
-    first_entry: Any
 
 
 class _Work(NamedTuple):
@@ -138,7 +137,7 @@ def top_k_launches(
 ) -> list[Launch]:
     rows, columns = scores.shape
     k = out.shape[1]
-    scored = (scores, tokens, columns, 0, scores.stride(0))
+    scored = (scores, tokens, columns, scores.stride(0))
     tile = _tile(rows, columns)
     slices = -(-columns // tile)
     one_tile = columns <= k or slices == 1
@@ -198,7 +197,7 @@ def _row_words(slices: int) -> int:
 
 @triton.jit
 def _one_tile_kernel(
-    scores_ptr, tokens_ptr, columns, first_entry, scores_stride, out_ptr, out_stride,
+    scores_ptr, tokens_ptr, columns, scores_stride, out_ptr, out_stride,
     T: tl.constexpr,
 ):  # fmt: skip
     """A whole row."""
@@ -206,14 +205,12 @@ def _one_tile_kernel(
     TILE: tl.constexpr = T.TILE
     BINS: tl.constexpr = T.BINS
     nth = tl.program_id(0).to(tl.int64)
-    seen = _seen(tokens_ptr, nth, columns, first_entry, T.RATIO)
+    seen = _seen(tokens_ptr, nth, columns, T.RATIO)
     out_row = out_ptr + nth * out_stride
     if seen > K:
         at = tl.arange(0, TILE)
         scores_row = scores_ptr + nth * scores_stride
-        row = _Row(
-            scores=scores_row, out=out_row, seen=seen, columns=columns, first_entry=first_entry
-        )
+        row = _Row(scores=scores_row, out=out_row, seen=seen, columns=columns)
         score = _scores(row, at)  # [TILE]
         if (BINS == TILE) | (K > BINS):
             threshold, higher = _boundary(score, K, tl.full([], 0, tl.uint32), T.BITS)
@@ -223,14 +220,14 @@ def _one_tile_kernel(
             bound = _bound(tl.max(members, axis=1), K, T.BITS)
             threshold, higher = _raised(score, K, bound, T.BITS)
         score, least = _ranked(score, at < seen, threshold, T.BITS)
-        _emit(out_row, score, first_entry + at, least, K - higher, 0, 0)
+        _emit(out_row, score, at, least, K - higher, 0, 0)
     elif seen >= 0:
-        _emit_all(out_row, seen, first_entry, T)
+        _emit_all(out_row, seen, T)
 
 
 @triton.jit
 def _bin_maxima_kernel(
-    scores_ptr, tokens_ptr, columns, first_entry, scores_stride, work_ptr, row_words,
+    scores_ptr, tokens_ptr, columns, scores_stride, work_ptr, row_words,
     T: tl.constexpr,
 ):  # fmt: skip
     """WIDTH bins, DEPTH of the members of each at a time."""
@@ -239,10 +236,10 @@ def _bin_maxima_kernel(
     DEPTH: tl.constexpr = T.DEPTH
     nth = tl.program_id(0).to(tl.int64)
     mine = tl.program_id(1)
-    seen = _seen(tokens_ptr, nth, columns, first_entry, T.RATIO)
+    seen = _seen(tokens_ptr, nth, columns, T.RATIO)
     if seen > T.K:
         scores_row = scores_ptr + nth * scores_stride
-        row = _Row(scores=scores_row, out=None, seen=seen, columns=columns, first_entry=first_entry)
+        row = _Row(scores=scores_row, out=None, seen=seen, columns=columns)
         work = work_ptr + nth * row_words
         bins = mine * WIDTH + tl.arange(0, WIDTH)
         highest = tl.full([DEPTH, WIDTH], float("-inf"), tl.float32)
@@ -259,7 +256,7 @@ def _bin_maxima_kernel(
 
 @triton.jit
 def _list_kernel(
-    scores_ptr, tokens_ptr, columns, first_entry, scores_stride, work_ptr, row_words, out_ptr,
+    scores_ptr, tokens_ptr, columns, scores_stride, work_ptr, row_words, out_ptr,
     out_stride, T: tl.constexpr,
 ):  # fmt: skip
     """Lists what of one slice reaches the bound; the last program of a row writes the result."""
@@ -268,13 +265,12 @@ def _list_kernel(
     TILE: tl.constexpr = T.TILE
     nth = tl.program_id(0).to(tl.int64)
     mine = tl.program_id(1)
-    seen = _seen(tokens_ptr, nth, columns, first_entry, T.RATIO)
+    seen = _seen(tokens_ptr, nth, columns, T.RATIO)
     row = _Row(
         scores=scores_ptr + nth * scores_stride,
         out=out_ptr + nth * out_stride,
         seen=seen,
         columns=columns,
-        first_entry=first_entry,
     )
     at = mine * TILE + tl.arange(0, TILE)
     score = _scores(row, at)  # [TILE]
@@ -298,7 +294,7 @@ def _list_kernel(
             else:
                 _emit_row(row, bound, min(TILE, 4096), T)
     elif (seen >= 0) & (mine == 0):
-        _emit_all(row.out, seen, first_entry, T)
+        _emit_all(row.out, seen, T)
 
 
 @triton.jit
@@ -358,7 +354,7 @@ def _emit_list(row, work, listed, bound, T: tl.constexpr):
     score = tl.load(place, mask=live, other=-1).to(tl.float32, bitcast=True)
     at = tl.load(place + LIST, mask=live, other=0)
     score, least = _ranked(score, live, threshold, T.BITS)
-    _emit(row.out, score, row.first_entry + at, least, K - higher, 0, 0)
+    _emit(row.out, score, at, least, K - higher, 0, 0)
 
 
 @triton.jit
@@ -383,8 +379,7 @@ def _emit_row(row, low, PART: tl.constexpr, T: tl.constexpr):
         at = begin + tl.arange(0, PART)
         score = _scores(row, at)
         score, least = _ranked(score, at < row.seen, low, T.BITS)
-        entry = row.first_entry + at
-        _emit(row.out, score, entry, least, K - higher, higher_before, equal_before)
+        _emit(row.out, score, at, least, K - higher, higher_before, equal_before)
         higher_before += tl.sum((score > least).to(tl.int32), axis=0)
         equal_before += tl.sum((score == least).to(tl.int32), axis=0)
 
@@ -401,11 +396,11 @@ def _reaching(row, image, PART: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def _seen(tokens_ptr, row, columns, first_entry, RATIO: tl.constexpr):
+def _seen(tokens_ptr, row, columns, RATIO: tl.constexpr):
     """How many of the row's scores its token sees; -1 for padding."""
     slot = tl.load(tokens_ptr + row * 4)
     position = tl.load(tokens_ptr + row * 4 + 1)
-    seen = tl.minimum(tl.maximum((position + 1) // RATIO - first_entry, 0), columns)
+    seen = tl.minimum(tl.maximum((position + 1) // RATIO, 0), columns)
     return tl.where(slot < 0, -1, seen)
 
 
@@ -609,7 +604,7 @@ def _place(both, equal_before, wanted):
 
 
 @triton.jit
-def _emit_all(out_row, seen, first_entry, T: tl.constexpr):
+def _emit_all(out_row, seen, T: tl.constexpr):
     K_PADDED: tl.constexpr = T.K_PADDED
     nth = tl.arange(0, K_PADDED)
-    tl.store(out_row + nth, tl.where(nth < seen, first_entry + nth, -1), mask=nth < T.K)
+    tl.store(out_row + nth, tl.where(nth < seen, nth, -1), mask=nth < T.K)

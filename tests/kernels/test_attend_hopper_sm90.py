@@ -53,7 +53,7 @@ def test_products_run_on_wgmma_and_records_arrive_16_bytes_a_thread(attend: dict
     assert attend["wgmma"] > 0
     assert attend["other_products"] == 0
     assert attend["async_copies"]
-    # a word a row for scales, entries and block ids, which the next ones are fetched with
+    # a word per row for scales, entries and block ids, which the next ones are fetched with
     assert set(attend["async_copies"]) == {"LDGSTS.E.BYPASS.128", "LDGSTS.E"}
     # and are decoded two at a time, not through the conversion unit
     assert attend["bf16x2_products"] > 0

@@ -58,7 +58,7 @@ def test_it_stays_in_registers(case: str, compiled: dict[str, dict[str, Any]]) -
 def test_matrix_products_run_on_wgmma(case: str, compiled: dict[str, dict[str, Any]]) -> None:
     found = compiled[case]
     assert found["wgmma"] > 0
-    # keys arrive while the tile before them is multiplied, 16 bytes a thread
+    # keys arrive while the tile before them is multiplied, 16 bytes per thread
     assert found["wide_async_copies"] > 0
     # and are decoded two at a time, not through the conversion unit
     assert found["bf16x2_products"] > 0

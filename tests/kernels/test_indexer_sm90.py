@@ -58,7 +58,7 @@ def test_scores_use_the_matrix_unit_and_leave_room_for_four_programs(
 
 
 def test_the_head_sum_is_a_tree_of_additions(compiled: dict[str, dict[str, Any]]):
-    """63 additions an entry: 64 entries of a program are half a one for each of 128 threads. A
+    """63 additions per entry: 64 entries of a program are half a one for each of 128 threads. A
     copy through shared memory or a shuffle at every step would show."""
     opcodes = compiled["scores mxfp4 band 1"]["opcodes"]
     assert opcodes["FADD"] <= 40

@@ -201,8 +201,8 @@ def shares(
 
 
 def combine_shape(splits: int, slices: int) -> tuple[int, int]:
-    """How many parts a program has under way when it adds them, and for how many heads a thread:
-    as many as make one round of it, with up to 16 loads a thread."""
+    """How many parts a program has under way when it adds them, and of how many heads per
+    thread: as many as make one round of it, with up to 16 loads per thread."""
     if splits == 1:
         return 1, 1
     parts = min(16 if slices == 1 else 32, max(slices, triton.next_power_of_2(splits)))

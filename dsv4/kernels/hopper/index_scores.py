@@ -500,7 +500,7 @@ def _score(tile, words, scales, block_id, token, keys, PAGE_ROWS: gl.constexpr):
     return next_words, next_scales, block_id
 
 
-@gluon.jit(do_not_specialize=["rows", "first_entry", "skip_visible"])
+@gluon.jit(do_not_specialize=["rows", "skip_visible"])
 def _index_scores_hopper_kernel(
     q_ptr,
     weights_ptr,
@@ -510,7 +510,6 @@ def _index_scores_hopper_kernel(
     scores_ptr,
     rows,
     columns,
-    first_entry,
     skip_visible,
     q_stride,
     q_head_stride,
