@@ -41,6 +41,7 @@ def test_ranks_attend_with_their_heads_over_the_same_bytes(layer: int, ranks: in
     for rank in range(ranks):
         heads = slice(rank * share, (rank + 1) * share)
         found, found_lse, found_slots = attended(heads)
-        torch.testing.assert_close(found, out[:, heads], rtol=2**-7, atol=1e-5)
+        # logits an ulp apart may round a weight to the bf16 number beside: 2^-9 of its share
+        torch.testing.assert_close(found, out[:, heads], rtol=2**-7, atol=2**-9)
         torch.testing.assert_close(found_lse, lse[:, heads], rtol=1e-5, atol=1e-5)
         assert torch.equal(found_slots, slots)
