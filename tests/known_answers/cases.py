@@ -196,8 +196,8 @@ def _weights(stack: Stack, layer: int, numbers: Numbers) -> LayerWeights:
     yarn = schema.model.layers[layer].yarn
     return LayerWeights(
         rope=rope_table(schema.model, yarn=yarn, tokens=schema.max_context, device=stack.device),
-        compressor=compressor("tail"),
-        index_compressor=compressor("index_tail"),
+        compressor=compressor("main"),
+        index_compressor=compressor("index"),
         kv_norm=numbers.normal(schema.model.head_dim).to(stack.device),
     )
 
@@ -217,7 +217,7 @@ def _stream(stack: Stack, case: Case, numbers: Numbers) -> Stream:
         result.kv[layer] = kv.to(value_dtype).to(stack.device)
         columns = [
             layout.columns
-            for kind in ("tail", "index_tail")
+            for kind in ("main", "index")
             if (layout := schema.compressor(layer, kind))  # type: ignore[arg-type]
             for _ in range(2)
         ]
