@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 
@@ -76,3 +78,19 @@ def test_a_permutation():
     x = Numbers(1).permutation(300)
     assert x.sort().values.tolist() == list(range(300))
     assert x.tolist() != list(range(300))
+
+
+# their numbers are the CPU's
+OTHER_SOURCES = {"randn", "randn_like", "rand", "rand_like", "normal_", "uniform_", "default_rng"}
+
+
+def test_no_test_draws_from_another_source():
+    found = [
+        f"{path.name}:{node.lineno} {node.func.attr}"
+        for path in sorted(Path(__file__).parent.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in OTHER_SOURCES
+    ]
+    assert found == []

@@ -7,6 +7,7 @@ import torch
 
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
+from tests.support.numbers import Numbers
 from tests.support.stack import Stack
 
 TINY = ModelSpec.preset("tiny")
@@ -17,12 +18,12 @@ TOKENS = 140
 @pytest.mark.parametrize("layer", [SWA, CSA, HCA])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_attend_with_their_heads_over_the_same_bytes(layer: int, ranks: int):
-    generator = torch.Generator().manual_seed(layer)
-    q = torch.randn(TOKENS, TINY.heads, TINY.head_dim, generator=generator).bfloat16()
-    sink = torch.randn(TINY.heads, generator=generator)
+    numbers = Numbers(layer)
+    q = numbers.normal(TOKENS, TINY.heads, TINY.head_dim).bfloat16()
+    sink = numbers.normal(TINY.heads)
     indices = None
     if layer == CSA:
-        indices = torch.randint(0, TOKENS // 4, (TOKENS, 6), generator=generator).int()
+        indices = numbers.integers(0, TOKENS // 4, TOKENS, 6).int()
     schema = CacheSchema.build(TINY, max_context=512)
 
     def attended(heads: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -40,6 +41,7 @@ def test_ranks_attend_with_their_heads_over_the_same_bytes(layer: int, ranks: in
     for rank in range(ranks):
         heads = slice(rank * share, (rank + 1) * share)
         found, found_lse, found_slots = attended(heads)
-        torch.testing.assert_close(found, out[:, heads], rtol=2**-7, atol=1e-5)
+        # logits an ulp apart may round a weight to the bf16 number beside: 2^-9 of its share
+        torch.testing.assert_close(found, out[:, heads], rtol=2**-7, atol=2**-9)
         torch.testing.assert_close(found_lse, lse[:, heads], rtol=1e-5, atol=1e-5)
         assert torch.equal(found_slots, slots)
