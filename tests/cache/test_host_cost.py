@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from types import FrameType
@@ -22,12 +23,14 @@ def calls_of_decode_steps(context: int) -> Counter[str]:
         elif event == "c_call":
             calls[getattr(what, "__qualname__", repr(what))] += 1
 
+    gc.disable()  # it calls finalisers, and Hypothesis's callback, whenever it likes
     sys.setprofile(count)
     try:
         for _ in range(STEPS):
             manager.commit(manager.prepare_forward([(request, 1) for request in requests]))
     finally:
         sys.setprofile(None)
+        gc.enable()
     return calls
 
 
