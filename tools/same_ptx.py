@@ -4,8 +4,8 @@
 
 Runs the sm_90 tests (tests/kernels/*_sm90.py) of both trees, each in its own process and without a
 GPU, and compares the PTX of every kernel that they compile. Debug lines, comments and the names of
-kernels and parameters are left aside. Tests that fail are named; what
-they compile is compared all the same.
+kernels and parameters are left aside. Tests that fail are named; what they compile is compared all
+the same.
 
 Exit code 0: all cases identical; 1: some differ, or one tree has cases that the other has not;
 2: nothing was compiled.
