@@ -18,6 +18,7 @@ from dsv4.cache.step.buffers import StepBuffers
 from dsv4.cache.step.shape import I64, StepShape
 from dsv4.cache.step.work_items import chunk_groups, closing_groups, without_existing
 from dsv4.errors import PlanError, is_whole
+from dsv4.ops.columns import token_columns
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -67,6 +68,12 @@ class ForwardPlan:
     @property
     def padded_tokens(self) -> int:
         return self.tokens.shape[0]
+
+    @property
+    def positions(self) -> Tensor:
+        """int32 [padded_tokens], a view of `tokens`: the position of each token, -1 for padding."""
+        position: Tensor = token_columns(self.tokens).position
+        return position
 
 
 def make_plan(

@@ -19,6 +19,7 @@ from dsv4.kernels.compress import Compressor, compress, compressor_share, ring_a
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import load_rope, rms_norm, rotate
 from dsv4.kernels.record_store import RecordConstants, record_constants, store_records
+from dsv4.kernels.rows import load_request, request_at, staged_row
 from dsv4.ops.calls import CompressorWrite, StepTensors, WindowWrite
 
 NUM_WARPS = 4
@@ -35,8 +36,8 @@ MAX_FOLD_REGISTERS = 224
 
 @dataclass(frozen=True, slots=True)
 class WindowConstants:
-    """A window write as compile-time constants. STAGE: this launch saves the BEFORE rows in front
-    of each chunk. Without it, a WIDE step's own rows go to the staging page too."""
+    """A window write as compile-time constants. STAGE: this launch saves the WINDOW - 1 rows in
+    front of each chunk. Without it, a WIDE step's own rows go to the staging page too."""
 
     RING: int
     WIDTH: int
@@ -44,7 +45,7 @@ class WindowConstants:
     NORM: bool
     WIDE: bool
     STAGE: bool
-    BEFORE: int
+    WINDOW: int
     RECORD: RecordConstants
 
 
@@ -171,7 +172,7 @@ def _window_arguments(
         NORM=window.norm is not None,
         WIDE=window.staging is not None,
         STAGE=stage,
-        BEFORE=window.window - 1,
+        WINDOW=window.window,
         RECORD=record_constants(page.format),
     )
     arguments = Window(
@@ -348,15 +349,15 @@ def _store_tail(rows, bias, slot_ptr, position, compressor, C: tl.constexpr):
 def _stage_window(program, step, window, W: tl.constexpr):
     """One row in front of a request's chunk, from the ring that the chunk will overwrite."""
     RECORD: tl.constexpr = W.RECORD
-    batch_row = program // W.BEFORE
-    nth = program % W.BEFORE
-    slot = tl.load(step.batch + batch_row * 4).to(tl.int64)
-    start = tl.load(step.batch + batch_row * 4 + 1)
-    count = tl.load(step.batch + batch_row * 4 + 2)
-    first_row = tl.load(step.batch + batch_row * 4 + 3)
-    position = start - W.BEFORE + nth
-    if (slot >= 0) & (position >= 0) & (count > 0):
-        staged = (first_row + W.BEFORE * batch_row + nth).to(tl.int64)
+    BEFORE: tl.constexpr = W.WINDOW - 1
+    batch_row = program // BEFORE
+    nth = program % BEFORE
+    request = load_request(request_at(step.batch, batch_row))
+    slot = request.slot.to(tl.int64)
+    position = request.start - BEFORE + nth
+    if (slot >= 0) & (position >= 0) & (request.count > 0):
+        row = staged_row(request.first_row, request.start, batch_row, position, W.WINDOW)
+        staged = row.to(tl.int64)
         page = step.slot_arena + slot * step.slot_bytes
         ring_row = position % W.RING
         _copy_bytes(

@@ -27,7 +27,9 @@ from dsv4.kernels.numerics import (
     round_bf16,
 )
 from dsv4.kernels.record_store import RecordConstants, record_constants, store_records
+from dsv4.kernels.rows import item_at, load_item, load_item_or_request
 from dsv4.ops.calls import CompressorWrite, StepTensors
+from dsv4.ops.columns import ItemColumns
 from dsv4.ops.constants import SUM_LANES
 
 # Pooling more rows than this splits the channels over programs: a group of 128 tokens is 512 KB.
@@ -231,50 +233,46 @@ def _compress_rows(program, step, compressor, C: tl.constexpr):
 @triton.jit
 def _first_slot(nth, compressor, C: tl.constexpr):
     first = nth * C.ITEMS_PER_PROGRAM
-    return tl.load(compressor.items + first * 8, mask=first < compressor.item_rows, other=-1)
+    return load_item(item_at(compressor.items, first), first < compressor.item_rows, -1).slot
 
 
 @triton.jit
 def _load_items(nth, compressor, C: tl.constexpr):
-    """Six columns [ITEMS_PER_PROGRAM] of the nth items: slot, start, end, first token row, first
-    entry, entries; -1 beyond the list. A single item is loaded as scalars, not once per layout."""
+    """ItemColumns [ITEMS_PER_PROGRAM] of the nth items; -1 beyond the list. A single item is loaded
+    as scalars, not once per layout."""
     if C.ITEMS_PER_PROGRAM == 1:
         one = tl.zeros([1], dtype=tl.int32)
-        row = compressor.items + nth * 8
-        return (
-            tl.load(row) + one, tl.load(row + 1) + one, tl.load(row + 2) + one,
-            tl.load(row + 3) + one, tl.load(row + 4) + one, tl.load(row + 5) + one,
+        item = load_item(item_at(compressor.items, nth))
+        return ItemColumns(
+            item.slot + one, item.start + one, item.end + one, item.first_row + one,
+            item.entry + one, item.entries + one, item.writes_tails + one,
         )  # fmt: skip
     else:
         item = nth * C.ITEMS_PER_PROGRAM + tl.arange(0, C.ITEMS_PER_PROGRAM)
-        row, live = compressor.items + item * 8, item < compressor.item_rows
-        return (
-            tl.load(row, mask=live, other=-1), tl.load(row + 1, mask=live, other=-1),
-            tl.load(row + 2, mask=live, other=-1), tl.load(row + 3, mask=live, other=-1),
-            tl.load(row + 4, mask=live, other=-1), tl.load(row + 5, mask=live, other=-1),
-        )  # fmt: skip
+        return load_item(item_at(compressor.items, item), item < compressor.item_rows, -1)
 
 
 @triton.jit
 def _compress_items(nth, split, step, compressor, C: tl.constexpr):
-    slot, start, end, first_row, entry, entries = _load_items(nth, compressor, C)
+    items = _load_items(nth, compressor, C)
     # Padding is -1 in every column; asking all of them has them all loaded before the branch.
-    live = (slot & start & end & first_row & entry & entries) >= 0
+    asked = items.slot & items.start & items.end & items.first_row & items.entry & items.entries
+    live = asked >= 0
     item = nth * C.ITEMS_PER_PROGRAM + tl.arange(0, C.ITEMS_PER_PROGRAM)
-    slot = slot.to(tl.int64)
+    slot = items.slot.to(tl.int64)
     slot_ptr = step.slot_arena + slot * step.slot_bytes
     if C.COMPRESS:
-        most = tl.max(entries, axis=0) if C.OVERLAP and C.WIDE else 1
+        most = tl.max(items.entries, axis=0) if C.OVERLAP and C.WIDE else 1
         for turn in range(most):
-            closes = live & (turn < entries) & ((entry + turn + 1) * C.RATIO <= end)
+            entry = items.entry + turn
+            closes = live & (turn < items.entries) & ((entry + 1) * C.RATIO <= items.end)
             if tl.max(closes.to(tl.int32), axis=0) > 0:
-                groups = Groups(item, slot, entry + turn, start, first_row)
+                groups = Groups(item, slot, entry, items.start, items.first_row)
                 _close_groups(closes, groups, slot_ptr, split, step, compressor, C)
     if C.TAILS == "after":
         tl.debug_barrier()  # the rows read above may be among those written below
-        row = compressor.items + item * 8
-        writes_tails = tl.load(row + 6, mask=item < compressor.item_rows, other=0)
-        _write_tails(writes_tails == 1, slot_ptr, start, end, first_row, split, compressor, C)
+        again = load_item(item_at(compressor.items, item), item < compressor.item_rows, 0)
+        _write_tails(again.writes_tails == 1, items, slot_ptr, split, compressor, C)
 
 
 @triton.jit
@@ -317,15 +315,9 @@ def _compress_folded(program, step, compressor, C: tl.constexpr):
         nth = tl.where(tail, program - compressor.work_programs, program)
     split = nth % C.SPLITS
     item = nth // C.SPLITS
-    row = tl.where(tail, step.batch + item * 4, compressor.items + item * 8)
-    slot = tl.load(row).to(tl.int64)
-    start = tl.load(row + 1)
-    third = tl.load(row + 2)
-    first_row = tl.load(row + 3)
-    end = tl.where(tail, start + third, third)
-    entry = tl.load(row + 4, mask=tail == 0, other=0)
-    entries = tl.load(row + 5, mask=tail == 0, other=0)
-    writes_tails = tl.load(row + 6, mask=tail == 0, other=0)
+    found = load_item_or_request(compressor.items, step.batch, item, tail)
+    slot, start, end, first_row, entry, entries, writes_tails = found
+    slot = slot.to(tl.int64)
     closes = (tail == 0) & (entries > 0) & ((entry + 1) * RATIO <= end) & C.COMPRESS
     states = tail & (slot >= 0)
     if C.TAILS == "after":
@@ -551,8 +543,9 @@ def _tree_sum(x, ROWS: tl.constexpr, PART: tl.constexpr):
 
 
 @triton.jit
-def _write_tails(live, slot_ptr, start, end, first_row, split, compressor, C: tl.constexpr):
+def _write_tails(live, items, slot_ptr, split, compressor, C: tl.constexpr):
     """The newest tokens of requests into the rings of the current and the previous stream."""
+    start, end, first_row = items.start, items.end, items.first_row
     RATIO: tl.constexpr = C.RATIO
     WIDTH: tl.constexpr = C.WIDTH
     PART: tl.constexpr = WIDTH // C.SPLITS
