@@ -172,7 +172,6 @@ class LayerCacheHandle:
             block_table=self.block_table,
             batch=plan.batch,
             tokens=plan.tokens,
-            window=plan.window,
             rope=weights.rope,
             rms_eps=self._model.rms_eps,
             narrow=plan.narrow,

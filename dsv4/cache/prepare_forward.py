@@ -37,7 +37,6 @@ class ForwardPlan:
     narrow: bool
     batch: Tensor
     tokens: Tensor
-    window: Tensor
     items: dict[int, Tensor]
     captures: WideCaptures | None = None
     done: bool = False
@@ -108,10 +107,7 @@ def make_plan(
         narrow=is_narrow(schema, shape),
         batch=buffers.cut("batch", batch_rows),
         tokens=buffers.cut("tokens", tokens),
-        window=buffers.cut("window", tokens),
-        items={
-            ratio: buffers.cut(f"groups_{ratio}", count) for ratio, count in item_counts.items()
-        },
+        items={ratio: buffers.cut(f"items_{ratio}", count) for ratio, count in item_counts.items()},
     )
 
 

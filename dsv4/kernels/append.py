@@ -19,7 +19,7 @@ from dsv4.kernels.compress import Compressor, compress, compressor_share, ring_a
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import load_rope, rms_norm, rotate
 from dsv4.kernels.record_store import RecordConstants, record_constants, store_records
-from dsv4.kernels.rows import load_request, request_at, staged_row
+from dsv4.kernels.rows import load_request, load_token, request_at, staged_row, token_at
 from dsv4.ops.calls import CompressorWrite, StepTensors, WindowWrite
 
 NUM_WARPS = 4
@@ -56,7 +56,7 @@ class Step(NamedTuple):
     slot_arena: Any
     block_table: Any
     batch: Any
-    window: Any
+    tokens: Any
     rope: Any
     block_bytes: Any
     slot_bytes: Any
@@ -112,13 +112,13 @@ def append_launch(
     if window is not None and stage:
         window_programs = step.batch.shape[0] * (window.window - 1)
     elif window is not None or with_tails:
-        window_programs = step.window.shape[0]
+        window_programs = step.tokens.shape[0]
     step_arguments = Step(
         block_arena=step.block_arena,
         slot_arena=step.slot_arena,
         block_table=step.block_table,
         batch=step.batch,
-        window=step.window,
+        tokens=step.tokens,
         rope=step.rope,
         block_bytes=step.block_arena.stride(0),
         slot_bytes=step.slot_arena.stride(0),
@@ -189,7 +189,7 @@ def _window_arguments(
 
 @triton.jit
 def _append_kernel(
-    block_arena, slot_arena, block_table, batch, window_rows, rope, block_bytes, slot_bytes,
+    block_arena, slot_arena, block_table, batch, tokens, rope, block_bytes, slot_bytes,
     table_stride, eps,
     main_programs, index_programs,
     kv, kv_norm, staging, kv_stride, data_offset, scale_offset, staging_scale_offset,
@@ -204,7 +204,7 @@ def _append_kernel(
     """Takes the fields of Step, Window and two Compressors one by one: the host's cost of nested
     arguments is not known."""
     step = Step(
-        block_arena, slot_arena, block_table, batch, window_rows, rope, block_bytes, slot_bytes,
+        block_arena, slot_arena, block_table, batch, tokens, rope, block_bytes, slot_bytes,
         table_stride, eps,
     )  # fmt: skip
     window = Window(
@@ -237,23 +237,21 @@ def _append_kernel(
 
 @triton.jit
 def _append_token(
-    token, step, window, main, index,
+    nth, step, window, main, index,
     WINDOW: tl.constexpr, MAIN: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """One token: its window row and, in a narrow step, its rows in the tails. Row i of the window
-    list is token i, so the inputs need not wait for it."""
+    """One token: its window row and, in a narrow step, its rows in the tails. The inputs
+    are in row `nth` too, so they need not wait for it."""
     MAIN_TAILS: tl.constexpr = MAIN is not None and MAIN.TAILS == "token"
     INDEX_TAILS: tl.constexpr = INDEX is not None and INDEX.TAILS == "token"
-    row = step.window + token * 4
-    slot = tl.load(row).to(tl.int64)
-    position = tl.load(row + 1)
-    target = tl.load(row + 3)
+    token = load_token(token_at(step.tokens, nth))
+    slot, position = token.slot.to(tl.int64), token.position
     if WINDOW is not None:
-        x = _load_kv(token, window, WINDOW)
+        x = _load_kv(nth, window, WINDOW)
     if MAIN_TAILS:
-        main_rows = _load_tail(token, main, MAIN)
+        main_rows = _load_tail(nth, main, MAIN)
     if INDEX_TAILS:
-        index_rows = _load_tail(token, index, INDEX)
+        index_rows = _load_tail(nth, index, INDEX)
     tl.debug_barrier()  # below which no load sinks: all of them are under way before the branch
     if slot >= 0:
         slot_ptr = step.slot_arena + slot * step.slot_bytes
@@ -262,7 +260,7 @@ def _append_token(
         if INDEX_TAILS:
             index_bias = _load_bias(position, index, INDEX)
         if WINDOW is not None:
-            _store_window(x, slot_ptr, position, target, step, window, WINDOW)
+            _store_window(x, nth, token, slot_ptr, step, window, WINDOW)
         if MAIN_TAILS:
             _store_tail(main_rows, main_bias, slot_ptr, position, main, MAIN)
         if INDEX_TAILS:
@@ -270,14 +268,14 @@ def _append_token(
 
 
 @triton.jit
-def _load_kv(token, window, W: tl.constexpr):
+def _load_kv(nth, window, W: tl.constexpr):
     """[1, WIDTH]"""
-    source = window.kv + token.to(tl.int64) * window.kv_stride
+    source = window.kv + nth.to(tl.int64) * window.kv_stride
     return tl.load(source + tl.arange(0, W.WIDTH)[None, :])
 
 
 @triton.jit
-def _store_window(x, slot_ptr, position, target, step, window, W: tl.constexpr):
+def _store_window(x, nth, token, slot_ptr, step, window, W: tl.constexpr):
     """A row [1, WIDTH] into the ring and, in a wide step, into the staging page."""
     WIDTH: tl.constexpr = W.WIDTH
     RECORD: tl.constexpr = W.RECORD
@@ -285,18 +283,20 @@ def _store_window(x, slot_ptr, position, target, step, window, W: tl.constexpr):
     one = tl.arange(0, 1)
     if W.NORM:
         x = rms_norm(x, tl.load(window.norm + tl.arange(0, WIDTH))[None, :], step.eps, WIDTH)
-        angles = step.rope + (position.to(tl.int64) * W.ROPE + one)[:, None]  # [1, 1]
+        angles = step.rope + (token.position.to(tl.int64) * W.ROPE + one)[:, None]  # [1, 1]
         cos, sin = load_rope(angles, WIDTH, W.ROPE)
         x = rotate(x, cos, sin, WIDTH, W.ROPE)
-    ring_row = position % W.RING
+    ring_row = token.position % W.RING
+    keeps = (token.kept + one == 1) if W.WIDE else (one == 0)
     store_records(
-        x, target % 2 + one == 1,
+        x, keeps,
         slot_ptr + window.data_offset + ring_row * RECORD.DATA_BYTES + one,
         slot_ptr + window.scale_offset + ring_row * RECORD.SCALE_BYTES + one,
         WIDTH, RECORD,
     )  # fmt: skip
     if W.WIDE:
-        staged = (target // 2).to(tl.int64)
+        row = staged_row(nth, token.position, token.batch_row, token.position, W.WINDOW)
+        staged = row.to(tl.int64)
         store_records(
             x, one == 0,
             window.staging + staged * RECORD.DATA_BYTES + one,
@@ -306,12 +306,12 @@ def _store_window(x, slot_ptr, position, target, step, window, W: tl.constexpr):
 
 
 @triton.jit
-def _load_tail(token, compressor, C: tl.constexpr):
+def _load_tail(nth, compressor, C: tl.constexpr):
     """Values and logits [WIDTH] of a token for the current stream, and with overlap for the
     previous."""
     column = tl.arange(0, C.WIDTH)
-    row_c = compressor.c + token.to(tl.int64) * compressor.c_stride + column
-    row_z = compressor.z + token.to(tl.int64) * compressor.z_stride + column
+    row_c = compressor.c + nth.to(tl.int64) * compressor.c_stride + column
+    row_z = compressor.z + nth.to(tl.int64) * compressor.z_stride + column
     if C.OVERLAP:
         return (
             tl.load(row_c + C.WIDTH), tl.load(row_z + C.WIDTH), tl.load(row_c), tl.load(row_z)

@@ -54,6 +54,7 @@ def load_token(at, mask=None, other=None):
         tl.load(at, mask=mask, other=other),
         tl.load(at + 1, mask=mask, other=other),
         tl.load(at + 2, mask=mask, other=other),
+        tl.load(at + 3, mask=mask, other=other),
     )
 
 

@@ -24,11 +24,13 @@ class RequestColumns(NamedTuple):
 
 
 class TokenColumns(NamedTuple):
-    """The tensor `tokens`, one row per token: row `batch_row` of `batch` is its request."""
+    """The tensor `tokens`, one row per token: row `batch_row` of `batch` is its request; `kept` is
+    1 if its window row is still in the ring after the step, which is so for all of a narrow one."""
 
     slot: Any
     position: Any
     batch_row: Any
+    kept: Any
 
 
 class ItemColumns(NamedTuple):
@@ -65,7 +67,8 @@ def staged_row(first_row: Any, start: Any, batch_row: Any, position: Any, window
 
     The rows of a request follow those of the request before it: first the window - 1 in front of
     its tokens, from position start - (window - 1) on (those below position 0 stay unused), then its
-    tokens'. Numbers, arrays and tensors alike.
+    tokens'. Any token of the step may stand for the first: its row in `tokens` and its position.
+    Numbers, arrays and tensors alike.
     """
     before = window - 1
     return first_row + before * batch_row + (position - (start - before))

@@ -36,19 +36,18 @@ def append_window(step: StepTensors, window: WindowWrite) -> None:
     wide step's into the staging."""
     if window.staging is not None:
         stage_window(step, window)
-    live = step.window[step.window[:, 0] >= 0].long()
-    slot, position = live[:, 0], live[:, 1]
-    rows = window.kv[live[:, 2]]
+    nth = torch.nonzero(token_columns(step.tokens).slot >= 0).flatten()
+    token = token_columns(step.tokens[nth].long())
+    rows = window.kv[nth]
     if window.norm is not None:
         rows = rms_norm(rows, window.norm, step.rms_eps)
-        rows = rotate(rows, *_cos_sin(step.rope, position))
-    keep = live[:, 3] % 2 == 1
-    ring_row = torch.where(keep, position % window.page.rows, -1)
-    write_records(step.slot_arena, window.page, slot, ring_row, rows)
+        rows = rotate(rows, *_cos_sin(step.rope, token.position))
+    ring_row = torch.where(token.kept == 1, token.position % window.page.rows, -1)
+    write_records(step.slot_arena, window.page, token.slot, ring_row, rows)
     if window.staging is not None:
         assert window.staging_page is not None
-        nowhere = torch.zeros_like(slot)
-        write_records(window.staging, window.staging_page, nowhere, live[:, 3] // 2, rows)
+        row = staged_row(nth, token.position, token.batch_row, token.position, window.window)
+        write_records(window.staging, window.staging_page, torch.zeros_like(row), row, rows)
 
 
 def stage_window(step: StepTensors, window: WindowWrite) -> None:

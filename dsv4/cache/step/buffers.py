@@ -27,10 +27,6 @@ from dsv4.ops.columns import (
 # Tensors cut to size that are kept: graphs come in few sizes, and so do the groups that close.
 KEPT_CUTS = 1024
 
-# columns of StepBuffers "window", one row a token that is stored as a window record:
-#   slot, position, token row, 2 · chunk row + 1 if the ring keeps it. Narrow steps use no chunk.
-WINDOW_COLUMNS = 4
-
 
 class StepBuffers:
     """Static index tensors of a step, in one int32 buffer on the host and one on the device."""
@@ -55,11 +51,10 @@ class StepBuffers:
             ("new_block_id", new_blocks, 1),
             ("batch", max_requests, REQUEST_COLUMNS),
             ("tokens", max_tokens, TOKEN_COLUMNS),
-            ("window", max_tokens, WINDOW_COLUMNS),
         ]
         for ratio in self.ratios:
             rows = self.max_items(ratio, tokens=max_tokens, requests=max_requests)
-            sizes.append((f"groups_{ratio}", rows, ITEM_COLUMNS))
+            sizes.append((f"items_{ratio}", rows, ITEM_COLUMNS))
         total = sum(_padded_words(rows, columns) for _, rows, columns in sizes)
         pinned = device.type == "cuda"
         self.host_buffer = torch.full((total,), -1, dtype=torch.int32, pin_memory=pinned)
@@ -69,7 +64,7 @@ class StepBuffers:
         }
         self._request = request_columns(self.host["batch"])
         self._token = token_columns(self.host["tokens"])
-        self._items = {ratio: item_columns(self.host[f"groups_{ratio}"]) for ratio in self.ratios}
+        self._items = {ratio: item_columns(self.host[f"items_{ratio}"]) for ratio in self.ratios}
         self.on_device = on_device = _named_rows(self.device_buffer, sizes)
         self.cut = lru_cache(maxsize=KEPT_CUTS)(lambda name, rows: on_device[name][:rows])
         self.forget()
@@ -100,35 +95,31 @@ class StepBuffers:
 
     def fill_tokens(self, schema: CacheSchema, shape: StepShape, starts: I64, ends: I64) -> None:
         """The rows of requests and tokens. After a step of the same shape only positions differ."""
-        request, token, window = self._request, self._token, self.host["window"]
+        request, token = self._request, self._token
         requests, count = len(shape.counts), shape.num_tokens
         if shape is not self._last_shape:
             self.forget()
-            for name in ("batch", "tokens", "window"):
+            for name in ("batch", "tokens"):
                 self.host[name].fill(-1)
             row, self._nth_of_token = spread(shape.counts)
             self._row_of_token = row
-            nth = np.arange(count)
-            chunk_row = nth + (row + 1) * (schema.model.window - 1)
             request.slot[:requests] = shape.slots
             request.count[:requests] = shape.counts
             request.first_row[:requests] = shape.first_rows
-            token.slot[:count] = window[:count, 0] = shape.slots[row]
+            token.slot[:count] = shape.slots[row]
             token.batch_row[:count] = row
-            window[:count, 2] = nth
-            window[:count, 3] = 2 * chunk_row + 1
+            token.kept[:count] = 1
             self._last_shape = shape
         row = self._row_of_token
         position = starts[row] + self._nth_of_token
         request.start[:requests] = starts
-        token.position[:count] = window[:count, 1] = position
+        token.position[:count] = position
         if shape.most_tokens > schema.ring_rows:
-            kept = position >= (ends - schema.ring_rows)[row]
-            window[:count, 3] += kept - (window[:count, 3] & 1)
+            token.kept[:count] = position >= (ends - schema.ring_rows)[row]
 
     def fill_items(self, ratio: int, items: WorkItems, ends: I64) -> int:
         """The rows of a compressor's items, behind `fill_tokens`. Returns how many."""
-        rows, row = self.host[f"groups_{ratio}"], items.row
+        rows, row = self.host[f"items_{ratio}"], items.row
         rows.fill(-1)
         # an item's first columns are its request's, but for the end
         rows[: len(row), :REQUEST_COLUMNS] = self.host["batch"].take(row, axis=0)
