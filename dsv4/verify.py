@@ -197,7 +197,7 @@ def _read_step(
                 scores=scores,
             )
         )
-        seen = (plan.tokens[:, 1:2] + 1) // view.ratio
+        seen = (plan.positions[:, None] + 1) // view.ratio
         hidden = torch.arange(entries, device=rope.device) >= seen
         outputs.scores.append(scores.masked_fill(hidden, float("nan")).cpu())
         outputs.selected.append(handle.select(q, weights, rope=rope, prepared=True).cpu())
@@ -213,7 +213,7 @@ def _read_step(
         padding = (named_rows % stride != 0)[:, None]
         handle.plan = replace(plan, tokens=plan.tokens.masked_fill(padding, -1))
         out, _ = handle.attend(rows("q"), sink, indices)
-        positions = plan.tokens[::stride, 1].long().cpu()
+        positions = plan.positions[::stride].long().cpu()
         outputs.attended.setdefault(kind, []).append((positions, out[::stride].cpu()))
 
 

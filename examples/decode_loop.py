@@ -73,7 +73,7 @@ class Layer:
     def queries(self, x: Tensor, plan: ForwardPlan) -> Tensor:
         """As `attend` takes them: [tokens, heads, head_dim], after norm and RoPE."""
         q = _normed((x @ self.q).unflatten(1, (self.spec.heads, self.spec.head_dim)))
-        positions = plan.tokens[:, 1].long()
+        positions = plan.positions.long()
         return _rotated(q, self.cache.rope[positions].double()).bfloat16()
 
     def output(self, attended: Tensor) -> Tensor:

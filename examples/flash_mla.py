@@ -33,6 +33,7 @@ from dsv4 import (
 )
 from dsv4.cache.pages import CompressorLayout
 from dsv4.model import v4_layers
+from dsv4.ops.columns import token_columns
 
 HEAD_DIM = 512
 HEADS = (64, 128)
@@ -90,7 +91,7 @@ def flash_mla_arguments(
 def window_indices(handle: LayerCacheHandle, tokens: Tensor) -> Tensor:
     """int32 [tokens, window]: slot · ring_rows + ring row of each token's window, newest first."""
     view = handle.read_swa_view()
-    slot, position = tokens[:, :1], tokens[:, 1:2]
+    slot, position, *_ = token_columns(tokens[:, None])
     seen = position - torch.arange(view.window, device=tokens.device, dtype=torch.int32)
     index = slot * view.ring_rows + seen % view.ring_rows
     return _padded(torch.where((slot >= 0) & (seen >= 0), index, -1))
@@ -99,7 +100,7 @@ def window_indices(handle: LayerCacheHandle, tokens: Tensor) -> Tensor:
 def entry_indices(handle: LayerCacheHandle, tokens: Tensor, chosen: Tensor) -> Tensor:
     """int32 [tokens, k]: block_id · entries a block + row, for the entries in `chosen`."""
     view = handle.read_classical_view()
-    slot, position = tokens[:, :1], tokens[:, 1:2]
+    slot, position, *_ = token_columns(tokens[:, None])
     valid = (slot >= 0) & (chosen >= 0) & (chosen < (position + 1) // view.ratio)
     entry = torch.where(valid, chosen, 0).long()
     block_id = view.block_table[slot.clamp_min(0).long(), entry // view.entries_per_block]

@@ -4,7 +4,8 @@
 
 Runs the sm_90 tests (tests/kernels/*_sm90.py) of both trees, each in its own process and without a
 GPU, and compares the PTX of every kernel that they compile. Debug lines, comments and the names of
-kernels and parameters are left aside. Whether the tests pass does not matter here.
+kernels and parameters are left aside. Tests that fail are named; what they compile is compared all
+the same.
 
 Exit code 0: all cases identical; 1: some differ, or one tree has cases that the other has not;
 2: nothing was compiled.
@@ -78,6 +79,10 @@ def compile_trees(trees: list[Path], only: str | None, console: Console) -> list
                 counts = " and ".join(str(len(list(f.glob("*.json")))) for f in folders)
                 status.update(f"{counts} kernels compiled, {time.monotonic() - begun:.0f} s")
                 time.sleep(0.2)
+        for tree, folder, process in zip(trees, folders, running, strict=True):
+            if process.returncode:
+                last = (folder / "pytest.txt").read_text().splitlines()[-12:]
+                console.print(f"tests of {tree} fail:", *last, sep="\n  ", markup=False)
         return [recorded(folder) for folder in folders]
 
 
@@ -90,8 +95,8 @@ def _start(tree: Path, folder: Path, only: str | None) -> subprocess.Popen[bytes
         [sys.executable, "-m", "pytest", "-q", *plugins, *chosen, *tests],
         cwd=tree,
         env={**os.environ, "RECORD_PTX": str(folder), "PYTHONPATH": str(TOOLS)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stdout=(folder / "pytest.txt").open("wb"),
+        stderr=subprocess.STDOUT,
     )
 
 

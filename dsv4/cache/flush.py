@@ -16,6 +16,7 @@ from dsv4.cache.pages import CompressorLayout
 from dsv4.errors import InvalidInput, SchemaMismatch
 from dsv4.model import AttentionType
 from dsv4.ops.calls import LayerWeights
+from dsv4.ops.columns import item_columns
 
 
 def append_swa(handle: LayerCacheHandle, kv: Tensor, weights: LayerWeights) -> None:
@@ -126,7 +127,8 @@ def _items(handle: LayerCacheHandle) -> Tensor:
 
 
 def _live_items(handle: LayerCacheHandle) -> Tensor:
-    return _items(handle)[:, 0] >= 0
+    live: Tensor = item_columns(_items(handle)).slot >= 0
+    return live
 
 
 def _check_flush(
@@ -145,10 +147,10 @@ def _check_flush(
 def _flush_write(
     handle: LayerCacheHandle, layout: CompressorLayout, rows: Tensor, valid_mask: Tensor
 ) -> None:
-    items = _items(handle)
-    entry = items[:, 4]
-    valid = valid_mask & (items[:, 0] >= 0)
-    block = handle.block_table[items[:, 0].clamp_min(0), entry.clamp_min(0) // layout.page.rows]
+    items = item_columns(_items(handle))
+    entry = items.entry
+    valid = valid_mask & (items.slot >= 0)
+    block = handle.block_table[items.slot.clamp_min(0), entry.clamp_min(0) // layout.page.rows]
     nowhere = torch.full_like(entry, -1)
     handle.write_entry_records(
         layout,

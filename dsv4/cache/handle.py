@@ -23,6 +23,7 @@ from dsv4.ops.calls import (
     WindowSource,
     WindowWrite,
 )
+from dsv4.ops.columns import request_columns, token_columns
 
 __all__ = ["ClassicalView", "IndexerView", "LayerCacheHandle", "SWAView"]
 
@@ -171,7 +172,6 @@ class LayerCacheHandle:
             block_table=self.block_table,
             batch=plan.batch,
             tokens=plan.tokens,
-            window=plan.window,
             rope=weights.rope,
             rms_eps=self._model.rms_eps,
             narrow=plan.narrow,
@@ -271,10 +271,11 @@ class LayerCacheHandle:
         checks.index_rows("indices", indices, plan.padded_tokens, self._slot_arena.device)
         shape = (*indices.shape, width)
         out = _result("out", out, shape, self._value_dtype, device)
+        token = token_columns(plan.tokens)
         self.backend.gather_entries(
             self.read_classical_view().source,
-            slot=plan.tokens[:, 0],
-            position=plan.tokens[:, 1],
+            slot=token.slot,
+            position=token.position,
             indices=indices,
             out=out,
         )
@@ -293,10 +294,11 @@ class LayerCacheHandle:
         shape = (requests, out.shape[1], self._model.head_dim)
         out = _result("out", out, shape, self._value_dtype, self._slot_arena.device)
         lengths = _result("lengths", lengths, (requests,), "int32", out.device)
+        request = request_columns(plan.batch)
         self.backend.gather_all_entries(
             self.read_classical_view().source,
-            slot=plan.batch[:, 0],
-            position=plan.batch[:, 1] + plan.batch[:, 2] - 1,
+            slot=request.slot,
+            position=request.start + request.count - 1,
             out=out,
             lengths=lengths,
         )
@@ -312,11 +314,12 @@ class LayerCacheHandle:
         shape = (tokens, self.schema.window, self._model.head_dim)
         out = _result("out", out, shape, self._value_dtype, device)
         lengths = _result("lengths", lengths, (tokens,), "int32", device)
+        token = token_columns(plan.tokens)
         self.backend.gather_window(
             self.window_source(plan),
             batch=plan.batch,
-            batch_row=plan.tokens[:, 2],
-            position=plan.tokens[:, 1],
+            batch_row=token.batch_row,
+            position=token.position,
             out=out,
             lengths=lengths,
         )

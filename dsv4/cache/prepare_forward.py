@@ -18,6 +18,7 @@ from dsv4.cache.step.buffers import StepBuffers
 from dsv4.cache.step.shape import I64, StepShape
 from dsv4.cache.step.work_items import chunk_groups, closing_groups, without_existing
 from dsv4.errors import PlanError, is_whole
+from dsv4.ops.columns import token_columns
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -36,7 +37,6 @@ class ForwardPlan:
     narrow: bool
     batch: Tensor
     tokens: Tensor
-    window: Tensor
     items: dict[int, Tensor]
     captures: WideCaptures | None = None
     done: bool = False
@@ -67,6 +67,12 @@ class ForwardPlan:
     @property
     def padded_tokens(self) -> int:
         return self.tokens.shape[0]
+
+    @property
+    def positions(self) -> Tensor:
+        """int32 [padded_tokens], a view of `tokens`: the position of each token, -1 for padding."""
+        position: Tensor = token_columns(self.tokens).position
+        return position
 
 
 def make_plan(
@@ -101,10 +107,7 @@ def make_plan(
         narrow=is_narrow(schema, shape),
         batch=buffers.cut("batch", batch_rows),
         tokens=buffers.cut("tokens", tokens),
-        window=buffers.cut("window", tokens),
-        items={
-            ratio: buffers.cut(f"groups_{ratio}", count) for ratio, count in item_counts.items()
-        },
+        items={ratio: buffers.cut(f"items_{ratio}", count) for ratio, count in item_counts.items()},
     )
 
 

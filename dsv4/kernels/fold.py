@@ -1,10 +1,11 @@
 """Groups that are kept folded, for the append kernel: dsv4/reference/online.py, byte for byte.
 
-A state is three fp32 vectors of PART channels: largest logit, sum of weights, sum of weighted
-values. `C` are the CompressorConstants of append.py.
+`compressor` and `C` are a Compressor and its CompressorConstants (compress.py).
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -12,8 +13,16 @@ import triton.language as tl
 from dsv4.kernels.numerics import exp_nonpositive
 
 
+class State(NamedTuple):
+    """Three fp32 vectors [PART]: largest logit, sum of weights, sum of weighted values."""
+
+    top: Any
+    weight: Any
+    product: Any
+
+
 @triton.jit
-def fold_token(top, weight, product, z, c, first):
+def _fold_token(top, weight, product, z, c, first):
     """One more token; where it is the first of its group, the state before it does not count."""
     top = tl.where(first, z, top)
     weight = tl.where(first, 0.0, weight)
@@ -27,30 +36,30 @@ def fold_token(top, weight, product, z, c, first):
 
 
 @triton.jit
-def fold_tokens(
-    top, weight, product, begin, end, row_offset, split,
-    c_ptr, z_ptr, ape_ptr, c_stride, z_stride, PART: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+def fold_tokens(state, begin, end, row_offset, split, compressor, C: tl.constexpr):
     """Folds the tokens [begin, end), token p from row p + row_offset of the projections. A wide
     step has the next AHEAD tokens under way while it folds as many: a load takes as long."""
     AHEAD: tl.constexpr = C.AHEAD
+    PART: tl.constexpr = C.WIDTH // C.SPLITS
+    z_stride, c_stride = compressor.z_stride, compressor.c_stride
+    top, weight, product = state
     # three pointers march on: addresses made from positions are half of a fold's instructions
     channel = split * PART + tl.arange(0, PART)
     token = (begin + row_offset).to(tl.int64)
-    at_z = z_ptr + token * z_stride + channel
-    at_c = c_ptr + token * c_stride + channel
-    at_bias = ape_ptr + begin % C.RATIO * C.WIDTH + channel
+    at_z = compressor.z + token * z_stride + channel
+    at_c = compressor.c + token * c_stride + channel
+    at_bias = compressor.ape + begin % C.RATIO * C.WIDTH + channel
     rows = _load_ahead(at_z, at_c, at_bias, z_stride, c_stride, end - begin, C)
     for left in range(end - begin, 0, -AHEAD):
         at_z += AHEAD * z_stride
         at_c += AHEAD * c_stride
         at_bias += AHEAD * C.WIDTH
         following = _load_ahead(at_z, at_c, at_bias, z_stride, c_stride, left - AHEAD, C)
-        # a group's first token finds itself as the largest and a state of zeros
+        # for a group's first token the running maximum is its own logit and the sums are 0
         first = (left == end - begin) & (begin % C.RATIO == 0)
         top = tl.where(first, rows[0] + rows[1], top)
         # Exponentials wait for logits alone, so all of a block are under way at once; what is left
-        # for the sums is a product and a sum a token.
+        # for the sums is one product and one sum per token.
         factors = ()
         for nth in tl.static_range(AHEAD):
             z = rows[3 * nth] + rows[3 * nth + 1]
@@ -60,7 +69,7 @@ def fold_tokens(
             weight = weight * factors[3 * nth] + factors[3 * nth + 1]
             product = product * factors[3 * nth] + factors[3 * nth + 2]
         rows = following
-    return top, weight, product
+    return State(top, weight, product)
 
 
 @triton.jit
@@ -97,23 +106,19 @@ def _factors(top, z, c, live):
 
 
 @triton.jit
-def write_states(
-    top, weight, product, newest, kept, end, row_offset, split,
-    c_ptr, z_ptr, ape_ptr, c_stride, z_stride, ring, PART: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """The states of the tokens [kept, end) into the ring, from the one before them; `newest` is
-    the first of them, loaded."""
+def write_states(state, newest, kept, end, row_offset, split, ring, compressor, C: tl.constexpr):
+    """The states of the tokens [kept, end) into the ring, from the one before them; `newest` are
+    the projections of the first."""
     WIDTH: tl.constexpr = C.WIDTH
+    PART: tl.constexpr = WIDTH // C.SPLITS
+    top, weight, product = state
     if C.WIDE:
         tl.debug_barrier()  # rows read before may be among those written below
     channel = split * PART + tl.arange(0, PART)
     for at in range(kept, end):
         z, bias, c = newest
-        newest = load_token(
-            at + 1, at + 1 < end, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
-            PART, C,
-        )  # fmt: skip
-        top, weight, product = fold_token(top, weight, product, z + bias, c, at % C.RATIO == 0)
+        newest = load_projections(at + 1, at + 1 < end, row_offset, split, compressor, C)
+        top, weight, product = _fold_token(top, weight, product, z + bias, c, at % C.RATIO == 0)
         row = ring + at % C.STATE_ROWS * (3 * WIDTH) + channel
         tl.store(row, top)
         tl.store(row + WIDTH, weight)
@@ -121,28 +126,27 @@ def write_states(
 
 
 @triton.jit
-def load_state(ring, position, exists, split, PART: tl.constexpr, C: tl.constexpr):
+def load_state(ring, position, exists, split, C: tl.constexpr):
     """The state after the token at `position`; zeros where it does not exist."""
+    PART: tl.constexpr = C.WIDTH // C.SPLITS
     channel = split * PART + tl.arange(0, PART)
     row = ring + tl.maximum(position, 0) % C.STATE_ROWS * (3 * C.WIDTH) + channel
     mask = tl.full([PART], 1, dtype=tl.int1) & exists
     top = tl.load(row, mask=mask, other=0.0)
     weight = tl.load(row + C.WIDTH, mask=mask, other=0.0)
     product = tl.load(row + 2 * C.WIDTH, mask=mask, other=0.0)
-    return top, weight, product
+    return State(top, weight, product)
 
 
 @triton.jit
-def load_token(
-    position, live, row_offset, split, c_ptr, z_ptr, ape_ptr, c_stride, z_stride,
-    PART: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Logits, their bias and values of one token of the step."""
+def load_projections(position, live, row_offset, split, compressor, C: tl.constexpr):
+    """Logits, their bias and values [PART] of one token of the step; zeros where it is not live."""
+    PART: tl.constexpr = C.WIDTH // C.SPLITS
     channel = split * PART + tl.arange(0, PART)
     token = (position + row_offset).to(tl.int64)
     return _load_row(
-        z_ptr + token * z_stride + channel,
-        ape_ptr + position % C.RATIO * C.WIDTH + channel,
-        c_ptr + token * c_stride + channel,
+        compressor.z + token * compressor.z_stride + channel,
+        compressor.ape + position % C.RATIO * C.WIDTH + channel,
+        compressor.c + token * compressor.c_stride + channel,
         live,
     )

@@ -51,7 +51,6 @@ class StepTensors:
     block_table: Tensor
     batch: Tensor
     tokens: Tensor
-    window: Tensor
     rope: Tensor
     rms_eps: float
     narrow: bool

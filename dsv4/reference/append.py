@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv4.cache.pages import Page
 from dsv4.ops.calls import CompressorWrite, StepTensors, WindowWrite
+from dsv4.ops.columns import item_columns, request_columns, staged_row, token_columns
 from dsv4.reference import online
 from dsv4.reference.codec import VALUE_TYPES, encode
 from dsv4.reference.numerics import gated_pool, hadamard, rms_norm, rotate, round_to
@@ -35,37 +36,35 @@ def append_window(step: StepTensors, window: WindowWrite) -> None:
     wide step's into the staging."""
     if window.staging is not None:
         stage_window(step, window)
-    live = step.window[step.window[:, 0] >= 0].long()
-    slot, position = live[:, 0], live[:, 1]
-    rows = window.kv[live[:, 2]]
+    nth = torch.nonzero(token_columns(step.tokens).slot >= 0).flatten()
+    token = token_columns(step.tokens[nth].long())
+    rows = window.kv[nth]
     if window.norm is not None:
         rows = rms_norm(rows, window.norm, step.rms_eps)
-        rows = rotate(rows, *_cos_sin(step.rope, position))
-    keep = live[:, 3] % 2 == 1
-    ring_row = torch.where(keep, position % window.page.rows, -1)
-    write_records(step.slot_arena, window.page, slot, ring_row, rows)
+        rows = rotate(rows, *_cos_sin(step.rope, token.position))
+    ring_row = torch.where(token.kept == 1, token.position % window.page.rows, -1)
+    write_records(step.slot_arena, window.page, token.slot, ring_row, rows)
     if window.staging is not None:
         assert window.staging_page is not None
-        nowhere = torch.zeros_like(slot)
-        write_records(window.staging, window.staging_page, nowhere, live[:, 3] // 2, rows)
+        row = staged_row(nth, token.position, token.batch_row, token.position, window.window)
+        write_records(window.staging, window.staging_page, torch.zeros_like(row), row, rows)
 
 
 def stage_window(step: StepTensors, window: WindowWrite) -> None:
     """The window in front of each request's chunk, from the ring that the chunk will overwrite."""
     assert window.staging is not None
     assert window.staging_page is not None
-    batch = step.batch.long()
-    before = window.window - 1
-    row = torch.arange(batch.shape[0], device=batch.device)[:, None]
-    position = batch[:, 1:2] - before + torch.arange(before, device=batch.device)
-    valid = (position >= 0) & (batch[:, :1] >= 0) & (batch[:, 2:3] > 0)
-    slot = batch[:, :1].expand_as(position)[valid]
-    staged_row = (batch[:, 3:4] + before * row + torch.arange(before, device=batch.device))[valid]
+    request = request_columns(step.batch.long()[:, None])  # columns [requests, 1]
+    batch_row = torch.arange(step.batch.shape[0], device=step.batch.device)[:, None]
+    position = request.start + torch.arange(1 - window.window, 0, device=step.batch.device)
+    valid = (position >= 0) & (request.slot >= 0) & (request.count > 0)
+    slot = request.slot.expand_as(position)[valid]
+    row = staged_row(request.first_row, request.start, batch_row, position, window.window)[valid]
     ring_row = position[valid] % window.page.rows
     stored = page_rows(step.slot_arena, window.page)
     staged = page_rows(window.staging, window.staging_page)
     for source, target in zip(stored, staged, strict=True):
-        target[0, staged_row] = source[slot, ring_row]
+        target[0, row] = source[slot, ring_row]
 
 
 def compress_groups(step: StepTensors, write: CompressorWrite) -> None:
@@ -96,10 +95,11 @@ def write_tails(step: StepTensors, write: CompressorWrite) -> None:
     layout = write.layout
     assert write.c is not None
     assert write.z is not None
-    token = torch.nonzero(step.tokens[:, 0] >= 0).flatten()
-    slot, position = step.tokens[token, 0].long(), step.tokens[token, 1].long()
-    batch_row = step.tokens[token, 2].long()
-    end = (step.batch[batch_row, 1] + step.batch[batch_row, 2]).long()
+    token = torch.nonzero(token_columns(step.tokens).slot >= 0).flatten()
+    live = token_columns(step.tokens[token].long())
+    slot, position = live.slot, live.position
+    request = request_columns(step.batch[live.batch_row].long())
+    end = request.start + request.count
     biased = write.z[token] + write.ape[position % layout.ratio]
     current = slice(layout.columns - layout.width, layout.columns)
     for rows, columns, k_offset, z_offset in (
@@ -127,12 +127,13 @@ def write_records(
 
 def _closed_groups(write: CompressorWrite) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Item, entry, slot, start and first token row of every group that ends inside the step."""
-    items = write.items.long()
-    nth = torch.arange(2, device=items.device)
-    entry = items[:, 4, None] + nth
-    closed = (nth < items[:, 5, None]) & ((entry + 1) * write.layout.ratio <= items[:, 2, None])
-    item, which = torch.nonzero(closed & (items[:, :1] >= 0), as_tuple=True)
-    return item, entry[item, which], items[item, 0], items[item, 1], items[item, 3]
+    items = item_columns(write.items.long()[:, None])  # columns [items, 1]
+    nth = torch.arange(2, device=write.items.device)
+    entry = items.entry + nth
+    closed = (nth < items.entries) & ((entry + 1) * write.layout.ratio <= items.end)
+    item, which = torch.nonzero(closed & (items.slot >= 0), as_tuple=True)
+    closing = item_columns(write.items[item].long())
+    return item, entry[item, which], closing.slot, closing.start, closing.first_row
 
 
 def _group_rows(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.calls import Attention, EntrySource, WindowSource
+from dsv4.ops.columns import token_columns
 from dsv4.reference.gather import window_rows
 from dsv4.reference.numerics import rotate, round_to
 from dsv4.reference.pages import read_records
@@ -13,7 +14,8 @@ from dsv4.reference.pages import read_records
 
 def attend(call: Attention) -> None:
     """Query after query; the workspace is not used."""
-    for row, (slot, position, batch_row, _) in enumerate(call.tokens.tolist()):
+    for row, token in enumerate(map(token_columns, call.tokens.cpu().numpy())):
+        slot, position, batch_row = int(token.slot), int(token.position), int(token.batch_row)
         if slot < 0:
             continue
         keys = _window_keys(call.window, call.batch, position, batch_row)

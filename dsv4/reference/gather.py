@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.calls import EntrySource, WindowSource
+from dsv4.ops.columns import request_columns, staged_row
 from dsv4.reference.pages import read_records
 
 
@@ -58,9 +59,10 @@ def gather_window(
 def window_rows(
     source: WindowSource, batch: Tensor, batch_row: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Arena row and page row of window positions [rows, n] of the requests `batch` [rows, 4]."""
+    """Arena row and page row of window positions [rows, n] of the requests `batch`
+    [rows, REQUEST_COLUMNS], which are rows `batch_row` of the step's."""
+    request = request_columns(batch[:, None])  # columns [rows, 1]
     if not source.staged:
-        return batch[:, :1].expand_as(position), position % source.page.rows
-    before = source.window - 1
-    base = batch[:, 3] + before * batch_row - (batch[:, 1] - before)
-    return torch.zeros_like(position), base[:, None] + position
+        return request.slot.expand_as(position), position % source.page.rows
+    row = staged_row(request.first_row, request.start, batch_row[:, None], position, source.window)
+    return torch.zeros_like(position), row

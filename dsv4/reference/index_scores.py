@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.calls import EntrySource, Scoring
+from dsv4.ops.columns import token_columns
 from dsv4.ops.constants import MIN_HEADS
 from dsv4.reference.numerics import to_bf16
 from dsv4.reference.pages import read_records
@@ -14,7 +15,8 @@ from dsv4.reference.pages import read_records
 def index_scores(call: Scoring) -> None:
     """Token after token. Dots of bf16 numbers are exact: products have 16 bits, and fp64 has room
     to add them."""
-    for token, (slot, position) in enumerate(call.tokens[:, :2].tolist()):
+    slots, positions = (c.tolist() for c in token_columns(call.tokens)[:2])
+    for token, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         visible = (position + 1) // call.keys.ratio
         if slot < 0 or visible <= call.skip_visible:
             continue

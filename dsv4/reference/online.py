@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dsv4.cache.pages import CompressorLayout
 from dsv4.ops.calls import CompressorWrite, StepTensors
+from dsv4.ops.columns import request_columns
 from dsv4.reference.numerics import fold_token
 
 
@@ -41,10 +42,11 @@ def pool_groups(
 def write_states(step: StepTensors, write: CompressorWrite) -> None:
     """The states of the step's newest tokens into the ring."""
     layout = write.layout
-    live = step.batch[(step.batch[:, 0] >= 0) & (step.batch[:, 2] > 0)].long()
-    if not len(live):
+    request = request_columns(step.batch)
+    live = (request.slot >= 0) & (request.count > 0)
+    if not live.any():
         return
-    slot, start, count, first_row = live.unbind(1)
+    slot, start, count, first_row = request_columns(step.batch[live].long())
     end = start + count
     kept = torch.maximum(start, end - layout.state_rows)
     begin = torch.maximum(start, kept - kept % layout.ratio)

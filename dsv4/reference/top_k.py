@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4.ops.columns import token_columns
+
 
 def top_k(scores: Tensor, *, tokens: Tensor, ratio: int, out: Tensor) -> None:
     """int32 `out` [tokens, k]: the entries with the highest of fp32 `scores` [tokens, columns],
@@ -16,7 +18,8 @@ def top_k(scores: Tensor, *, tokens: Tensor, ratio: int, out: Tensor) -> None:
     Columns that the token does not see are not read; rows of padding tokens are not touched.
     """
     k = out.shape[1]
-    for token, (slot, position) in enumerate(tokens[:, :2].tolist()):
+    slots, positions = (c.tolist() for c in token_columns(tokens)[:2])
+    for token, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         if slot < 0:
             continue
         visible = min(max((position + 1) // ratio, 0), scores.shape[1])

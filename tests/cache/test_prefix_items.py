@@ -44,7 +44,7 @@ def test_exactly_the_missing_entries_are_written(drafts: int):
         found = fill_step(schema, buffers, shape, starts, starts + counts, reused)
         narrow = counts.max() <= 1 + drafts
         for ratio in buffers.ratios:
-            listed = buffers.host[f"groups_{ratio}"].tolist()
+            listed = buffers.host[f"items_{ratio}"].tolist()
             items = listed[: found[ratio]]
             assert all(item[0] == -1 for item in listed[found[ratio] :])
             for row in range(rows):

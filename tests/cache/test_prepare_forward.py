@@ -16,10 +16,11 @@ from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import ContextOverflow, OutOfBlocks, PlanError, RequestError
 from dsv4.model import AttentionType, LayerSpec, ModelSpec
+from dsv4.ops.columns import token_columns
 from tests.oracles.bookkeeping import no_device, nothing_changes, snapshot, step_rows
 
 TINY = ModelSpec.preset("tiny")
-ROWS_OF_A_STEP = ["batch", "tokens", "window"]
+ROWS_OF_A_STEP = ["batch", "tokens"]
 
 
 def v41_like() -> ModelSpec:
@@ -76,23 +77,22 @@ def check_buffers(
     narrow = all(count <= schema.max_rollback_tokens for _, _, count in steps)
     expected = step_rows(
         steps,
-        window=schema.model.window,
         ring_rows=schema.ring_rows,
         ratios=ratios,
         narrow=narrow,
     )
     assert buffers.ratios == sorted(ratios)
-    for name in ROWS_OF_A_STEP + [f"groups_{ratio}" for ratio in ratios]:
+    for name in ROWS_OF_A_STEP + [f"items_{ratio}" for ratio in ratios]:
         rows, found = expected[name], buffers.on_device[name].tolist()
         padding = len(found[0]) - len(rows[0]) if rows else 0
         assert found[: len(rows)] == [[*row, *[-1] * padding] for row in rows], name
         assert all(value == -1 for row in found[len(rows) :] for value in row), name
-    return {ratio: len(expected[f"groups_{ratio}"]) for ratio in ratios}
+    return {ratio: len(expected[f"items_{ratio}"]) for ratio in ratios}
 
 
 def launch_sizes(plan: ForwardPlan) -> dict[str, int]:
     """Rows that kernels are launched for."""
-    sizes = {"batch": len(plan.batch), "tokens": len(plan.tokens), "window": len(plan.window)}
+    sizes = {"batch": len(plan.batch), "tokens": len(plan.tokens)}
     return sizes | {f"items {ratio}": len(rows) for ratio, rows in plan.items.items()}
 
 
@@ -132,7 +132,6 @@ def test_buffers_hold_ragged_steps_token_by_token(name: str, seed: int):
         assert launch_sizes(plan) == {
             "batch": len(batch),
             "tokens": plan.num_tokens,
-            "window": plan.num_tokens,
             **{f"items {ratio}": count for ratio, count in items.items()},
         }
         new = [
@@ -148,11 +147,11 @@ def test_buffers_hold_ragged_steps_token_by_token(name: str, seed: int):
         for r, start, count in steps:
             held = manager.schema.blocks_for(start + count)
             assert manager.block_table[r.slot, :held].tolist() == r.block_ids[:held]
-        names = ROWS_OF_A_STEP + [f"groups_{ratio}" for ratio in manager.memory.buffers.ratios]
+        names = ROWS_OF_A_STEP + [f"items_{ratio}" for ratio in manager.memory.buffers.ratios]
         tensors = [buffers[name] for name in names]
         pointers = [tensor.data_ptr() for tensor in tensors]
         assert addresses in (None, pointers)  # the buffers never move
-        plan_tensors = (plan.batch, plan.tokens, plan.window, *plan.items.values())
+        plan_tensors = (plan.batch, plan.tokens, *plan.items.values())
         for cut, whole in zip(plan_tensors, tensors, strict=True):
             assert not len(cut) or cut.data_ptr() == whole.data_ptr()
         addresses = pointers
@@ -165,12 +164,10 @@ def test_a_step_longer_than_the_ring_keeps_the_newest_tokens():
     request = manager.admit_request()
     grow(manager, request, 7)
     plan = manager.prepare_forward([(request, 300)])
-    slot, position, token, target = plan.window.T.tolist()
-    assert set(slot) == {request.slot}
-    assert position == list(range(7, 307))
-    assert token == list(range(300))
-    assert [t % 2 for t in target] == [0] * (300 - 130) + [1] * 130
-    assert [t // 2 for t in target] == [127 + t for t in token]
+    token = token_columns(plan.tokens)
+    assert set(token.slot.tolist()) == {request.slot}
+    assert token.position.tolist() == plan.positions.tolist() == list(range(7, 307))
+    assert token.kept.tolist() == [0] * (300 - 130) + [1] * 130
 
 
 def test_an_empty_step_is_all_padding():
@@ -234,10 +231,10 @@ def test_padding_sets_the_launch_sizes_and_leaves_the_rows_empty():
     plan = manager.prepare_forward([(a, 3)], pad_tokens=64, pad_requests=4)
     sizes = launch_sizes(plan)
     assert (plan.num_tokens, plan.padded_tokens, plan.narrow) == (3, 64, True)
-    assert (sizes["batch"], sizes["tokens"], sizes["window"]) == (4, 64, 64)
+    assert (sizes["batch"], sizes["tokens"]) == (4, 64)
     items = check_buffers(manager, [(a, 0, 3)], MODELS["v4"][1])
     for ratio, rows in plan.items.items():
-        assert items[ratio] <= len(rows) <= len(manager.memory.buffers.on_device[f"groups_{ratio}"])
+        assert items[ratio] <= len(rows) <= len(manager.memory.buffers.on_device[f"items_{ratio}"])
     # the sizes depend on the padding alone, so a captured graph fits every smaller step
     manager.commit(plan)
     for steps in ([(a, 8), (b, 8)], [(b, 1)], []):
@@ -252,7 +249,6 @@ def test_one_kind_of_padding_leaves_the_other_as_it_is():
     for padding, expected in (({"pad_tokens": 9}, (9, 1)), ({"pad_requests": 3}, (1, 3))):
         plan = manager.prepare_forward([(request, 1)], **padding)
         assert (len(plan.tokens), len(plan.batch)) == expected
-        assert len(plan.window) == len(plan.tokens)
         manager.commit(plan)
 
 

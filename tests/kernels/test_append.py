@@ -9,6 +9,7 @@ import torch
 
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.kernels import append as append_kernel
+from dsv4.kernels import compress
 from tests.support.both import CSA, HCA, SWA, TINY, TINY_LAYERS, Both, two_layers_of_flash
 from tests.support.formats import BF16_ENTRY_FORMATS, BF16_INDEX_FORMATS
 from tests.support.stack import POISON, Stack, Stream
@@ -176,9 +177,9 @@ def test_nan_in_an_hca_group():
 # ---- launches ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_programs_that_take_several_groups(groups: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(append_kernel, "CHANNELS_IN_ONE_PROGRAM", groups * TINY.index_dim)
+@pytest.mark.parametrize("items", [1, 2])
+def test_programs_that_take_several_items(items: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compress, "CHANNELS_IN_ONE_PROGRAM", items * TINY.index_dim)
     both = Both(layers=(CSA,), requests=3, max_draft_tokens=3)
     both.skip({0: 126, 1: 3, 2: 127})
     both.step({0: 4, 1: 4, 2: 4}, accepted=[3, 4, 1], pad_tokens=12, pad_requests=3)
@@ -187,10 +188,10 @@ def test_programs_that_take_several_groups(groups: int, monkeypatch: pytest.Monk
 
 
 def test_programs_that_take_one_item_after_the_other(monkeypatch: pytest.MonkeyPatch):
-    """Of four requests three close a group in the padded step, for which two programs a split are
-    launched."""
-    splits = TINY.head_dim // append_kernel.SPLIT_CHANNELS
-    monkeypatch.setattr(append_kernel, "MOST_NARROW_PROGRAMS", 2 * splits)
+    """Of four requests three close a group in the padded step, for which two programs per split
+    are launched."""
+    splits = TINY.head_dim // compress.SPLIT_CHANNELS
+    monkeypatch.setattr(compress, "MOST_NARROW_PROGRAMS", 2 * splits)
     both = Both(layers=(CSA, HCA), requests=4)
     both.skip({0: 127, 1: 255, 2: 3, 3: 127})
     both.step({0: 1, 1: 1, 2: 1, 3: 1}, pad_tokens=4, pad_requests=4)

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from dsv4.cache.schema import CacheSchema, HcaState
+from dsv4.kernels.launch import Launch
 from dsv4.model import ModelSpec
 from dsv4.reference.backend import ReferenceBackend
-from tests.kernels.sm90 import compile_launch, inexact_instructions, run_apart
+from tests.kernels.sm90 import compiled, inexact_instructions, run_apart
 from tests.support.stack import Stack
 
 SWA, CSA, HCA = 0, 2, 3
@@ -44,10 +45,10 @@ def launch(
     counts: tuple[int, ...],
     second: bool = False,
     hca_state: HcaState = "raw",
-) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-    """What handle.append would launch (decode steps at their padded size, as in a graph; one of
-    the two launches of a chunk): programs, arguments and constants."""
-    from dsv4.kernels.append import launch_arguments
+) -> Launch:
+    """What handle.append would launch: decode steps at their padded size, as in a graph; one of
+    the two launches of a chunk."""
+    from dsv4.kernels.append import append_launch
 
     schema = CacheSchema.build(ModelSpec.preset(preset), max_context=2 * WIDE, hca_state=hca_state)
     tokens = sum(counts)
@@ -69,9 +70,9 @@ def launch(
     class Capturing(ReferenceBackend):
         def append(self, step, window, compressors):  # type: ignore[no-untyped-def]
             if second:
-                captured.append(launch_arguments(step, window, ()))
+                captured.append(append_launch(step, window, ()))
             else:
-                captured.append(launch_arguments(step, window, compressors, stage=counts == CHUNK))
+                captured.append(append_launch(step, window, compressors, stage=counts == CHUNK))
 
     handle.backend = Capturing()
     kv = torch.empty(tokens, schema.model.head_dim, dtype=torch.bfloat16)
@@ -95,19 +96,14 @@ def specialization(arguments: tuple[Any, ...]) -> list[object]:
 
 
 def compile_case(name: str) -> dict[str, Any]:
-    from dsv4.kernels.append import _append_kernel, launch_options
-
-    _, arguments, constants = launch(*CASES[name])
-    compiled = compile_launch(
-        _append_kernel, arguments, constants, fp_fusion=False, **launch_options(constants)
-    )
-    instructions = re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]+)", compiled.ptx, re.MULTILINE)
+    made = compiled(launch(*CASES[name]))
+    instructions = re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]+)", made.ptx, re.MULTILINE)
     return {
-        "registers": compiled.registers,
-        "spill_bytes": compiled.spill_bytes,
+        "registers": made.registers,
+        "spill_bytes": made.spill_bytes,
         "instructions": sorted(set(instructions)),
-        "inexact": inexact_instructions(compiled.ptx),
-        "order": re.findall(r"\b(LDG\.E\.128|BAR|MEMBAR)\b", compiled.sass),
+        "inexact": inexact_instructions(made.ptx),
+        "order": re.findall(r"\b(LDG\.E\.128|BAR|MEMBAR)\b", made.sass),
     }
 
 
@@ -136,10 +132,10 @@ def test_all_rows_of_a_group_are_under_way_before_the_first_is_used():
 @pytest.mark.parametrize("counts", [DECODE, CHUNK], ids=["decode", "chunk"])
 def test_flash_and_pro_run_the_same_binaries(layer: int, state: HcaState, counts: tuple[int, ...]):
     """So that a case of one stands for both."""
-    _, flash, flash_constants = launch("v4-flash", layer, counts, hca_state=state)
-    _, pro, pro_constants = launch("v4-pro", layer, counts, hca_state=state)
-    assert flash_constants == pro_constants
-    assert specialization(flash) == specialization(pro)
+    flash = launch("v4-flash", layer, counts, hca_state=state)
+    pro = launch("v4-pro", layer, counts, hca_state=state)
+    assert (flash.constants, flash.options) == (pro.constants, pro.options)
+    assert specialization(flash.arguments) == specialization(pro.arguments)
 
 
 if __name__ == "__main__":

@@ -53,30 +53,24 @@ def nothing_changes(manager: KVCacheManager) -> Iterator[None]:
 def step_rows(
     steps: list[tuple[Request, int, int]],
     *,
-    window: int,
     ring_rows: int,
     ratios: dict[int, bool],
     narrow: bool,
 ) -> dict[str, list[Row]]:
     """The rows of a step's buffers, token by token. `steps` are (request, start, tokens), `ratios`
     says for each compress ratio whether its groups overlap."""
-    rows: dict[str, list[Row]] = {"batch": [], "tokens": [], "window": []}
+    rows: dict[str, list[Row]] = {"batch": [], "tokens": []}
     for ratio in ratios:
-        rows[f"groups_{ratio}"] = []
-    chunk_row = 0  # of each request the window before the step, then its tokens
+        rows[f"items_{ratio}"] = []
     for batch_row, (request, start, count) in enumerate(steps):
         first_token_row = len(rows["tokens"])
         end = start + count
         rows["batch"].append([request.slot, start, count, first_token_row])
-        chunk_row += window - 1
         for position in range(start, end):
             still_there = all(
                 later % ring_rows != position % ring_rows for later in range(position + 1, end)
             )
-            target = 2 * chunk_row + still_there
-            chunk_row += 1
-            rows["window"].append([request.slot, position, len(rows["tokens"]), target])
-            rows["tokens"].append([request.slot, position, batch_row])
+            rows["tokens"].append([request.slot, position, batch_row, int(still_there)])
         for ratio, overlap in ratios.items():
             closed = [p // ratio for p in range(start, end) if (p + 1) % ratio == 0]
             items = [(entry, 1, 0) for entry in closed]
@@ -84,5 +78,5 @@ def step_rows(
                 # the tails go to the first item, which takes two groups where they overlap
                 items = [(start // ratio, 1 + overlap, 1), *items[1 + overlap :]]
             head = [request.slot, start, end, first_token_row]
-            rows[f"groups_{ratio}"] += [[*head, *item] for item in items]
+            rows[f"items_{ratio}"] += [[*head, *item] for item in items]
     return rows

@@ -19,6 +19,7 @@ from dsv4.cache.prefix.snapshot_layout import (
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput, require_count
 from dsv4.ops.calls import CompressorWrite
+from dsv4.ops.columns import staged_row
 
 Where = Literal["device", "host"]
 _UNIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -153,23 +154,28 @@ class WideCaptures:
         self.captures = tuple(captures)
         self.layers: set[int] = set()
         self._pool = pool
-        device, before = pool.device, pool.layout.schema.model.window - 1
+        device, window = pool.device, pool.layout.schema.model.window
 
         def column(values: list[int]) -> Tensor:
             host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
             return host.to(device, non_blocking=True)
 
-        batch = [c.batch_row for c in captures]
+        batch_rows = [c.batch_row for c in captures]
         self._rows = column([c.row for c in captures])
-        self._slots = column([slots[b] for b in batch])
+        self._slots = column([slots[b] for b in batch_rows])
         self._boundaries = column([c.boundary for c in captures])
+        self._first_tokens = column([first_rows[b] for b in batch_rows])
+        begins = column([starts[b] for b in batch_rows])
         # token row of the boundary: the first token that is not in the snapshot
-        self._ends = column(
-            [first_rows[b] + c.boundary - starts[b] for b, c in zip(batch, captures, strict=True)]
+        self._ends = self._first_tokens + self._boundaries - begins
+        # the last window - 1 rows in front of the boundary, [captures, window - 1]
+        self._staged_rows = staged_row(
+            self._first_tokens[:, None],
+            begins[:, None],
+            column(batch_rows)[:, None],
+            self._boundaries[:, None] + torch.arange(1 - window, 0, device=device),
+            window,
         )
-        self._first_tokens = column([first_rows[b] for b in batch])
-        staged_end = self._ends + before * (column(batch) + 1)
-        self._staged_rows = staged_end[:, None] + torch.arange(-before, 0, device=device)
 
     def take_tails(self, layer: int, slot_arena: Tensor, writes: Sequence[CompressorWrite]) -> None:
         """The previous stream of the last group of each boundary; before the tails are written."""

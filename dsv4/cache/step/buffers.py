@@ -15,23 +15,17 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.cache.step.shape import I64, StepShape, spread
 from dsv4.cache.step.work_items import WorkItems
 from dsv4.errors import SchemaError
+from dsv4.ops.columns import (
+    ITEM_COLUMNS,
+    REQUEST_COLUMNS,
+    TOKEN_COLUMNS,
+    item_columns,
+    request_columns,
+    token_columns,
+)
 
 # Tensors cut to size that are kept: graphs come in few sizes, and so do the groups that close.
 KEPT_CUTS = 1024
-
-# columns of StepBuffers "batch", one row a request:
-#   slot, start position, tokens, first row in the step's token tensors
-BATCH_COLUMNS = 4
-# columns of StepBuffers "tokens", one row a token:
-#   slot, position, batch row
-TOKEN_COLUMNS = 4
-# columns of StepBuffers "window", one row a token that is stored as a window record:
-#   slot, position, token row, 2 · chunk row + 1 if the ring keeps it. Narrow steps use no chunk.
-WINDOW_COLUMNS = 4
-# columns of StepBuffers "groups_RATIO", one row a work item of a compressor:
-#   slot, start position, end position, first token row, first entry, entries, 1 if it writes the
-#   tails (work_items.py)
-GROUP_COLUMNS = 8
 
 
 class StepBuffers:
@@ -55,13 +49,12 @@ class StepBuffers:
         sizes: list[tuple[str, int, int]] = [
             ("new_block_at", new_blocks, 2),  # int64 offsets into the block table, first
             ("new_block_id", new_blocks, 1),
-            ("batch", max_requests, BATCH_COLUMNS),
+            ("batch", max_requests, REQUEST_COLUMNS),
             ("tokens", max_tokens, TOKEN_COLUMNS),
-            ("window", max_tokens, WINDOW_COLUMNS),
         ]
         for ratio in self.ratios:
             rows = self.max_items(ratio, tokens=max_tokens, requests=max_requests)
-            sizes.append((f"groups_{ratio}", rows, GROUP_COLUMNS))
+            sizes.append((f"items_{ratio}", rows, ITEM_COLUMNS))
         total = sum(_padded_words(rows, columns) for _, rows, columns in sizes)
         pinned = device.type == "cuda"
         self.host_buffer = torch.full((total,), -1, dtype=torch.int32, pin_memory=pinned)
@@ -69,6 +62,9 @@ class StepBuffers:
         self.host: dict[str, NDArray[Any]] = {
             name: rows.numpy() for name, rows in _named_rows(self.host_buffer, sizes).items()
         }
+        self._request = request_columns(self.host["batch"])
+        self._token = token_columns(self.host["tokens"])
+        self._items = {ratio: item_columns(self.host[f"items_{ratio}"]) for ratio in self.ratios}
         self.on_device = on_device = _named_rows(self.device_buffer, sizes)
         self.cut = lru_cache(maxsize=KEPT_CUTS)(lambda name, rows: on_device[name][:rows])
         self.forget()
@@ -99,43 +95,40 @@ class StepBuffers:
 
     def fill_tokens(self, schema: CacheSchema, shape: StepShape, starts: I64, ends: I64) -> None:
         """The rows of requests and tokens. After a step of the same shape only positions differ."""
-        batch, tokens, window = self.host["batch"], self.host["tokens"], self.host["window"]
+        request, token = self._request, self._token
         requests, count = len(shape.counts), shape.num_tokens
         if shape is not self._last_shape:
             self.forget()
-            for rows in (batch, tokens, window):
-                rows.fill(-1)
+            for name in ("batch", "tokens"):
+                self.host[name].fill(-1)
             row, self._nth_of_token = spread(shape.counts)
             self._row_of_token = row
-            token = np.arange(count)
-            chunk_row = token + (row + 1) * (schema.model.window - 1)
-            batch[:requests, 0] = shape.slots
-            batch[:requests, 2] = shape.counts
-            batch[:requests, 3] = shape.first_rows
-            tokens[:count, 0] = window[:count, 0] = shape.slots[row]
-            tokens[:count, 2] = row
-            window[:count, 2] = token
-            window[:count, 3] = 2 * chunk_row + 1
+            request.slot[:requests] = shape.slots
+            request.count[:requests] = shape.counts
+            request.first_row[:requests] = shape.first_rows
+            token.slot[:count] = shape.slots[row]
+            token.batch_row[:count] = row
+            token.kept[:count] = 1
             self._last_shape = shape
         row = self._row_of_token
         position = starts[row] + self._nth_of_token
-        batch[:requests, 1] = starts
-        tokens[:count, 1] = window[:count, 1] = position
+        request.start[:requests] = starts
+        token.position[:count] = position
         if shape.most_tokens > schema.ring_rows:
-            kept = position >= (ends - schema.ring_rows)[row]
-            window[:count, 3] += kept - (window[:count, 3] & 1)
+            token.kept[:count] = position >= (ends - schema.ring_rows)[row]
 
     def fill_items(self, ratio: int, items: WorkItems, ends: I64) -> int:
         """The rows of a compressor's items, behind `fill_tokens`. Returns how many."""
-        rows, row = self.host[f"groups_{ratio}"], items.row
+        rows, row = self.host[f"items_{ratio}"], items.row
         rows.fill(-1)
-        filled = rows[: len(row)]
-        filled[:, :4] = self.host["batch"].take(row, axis=0)
-        filled[:, 2] = ends[row]
-        filled[:, 4] = items.entry
-        filled[:, 5] = items.entries
-        filled[:, 6] = items.writes_tails
-        return len(row)
+        # an item's first columns are its request's, but for the end
+        rows[: len(row), :REQUEST_COLUMNS] = self.host["batch"].take(row, axis=0)
+        item, count = self._items[ratio], len(row)
+        item.end[:count] = ends[row]
+        item.entry[:count] = items.entry
+        item.entries[:count] = items.entries
+        item.writes_tails[:count] = items.writes_tails
+        return count
 
     def fill_new_blocks(self, at: Sequence[int], block_ids: Sequence[int]) -> None:
         """Block ids, and where in the flattened block table they go."""

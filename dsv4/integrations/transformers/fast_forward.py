@@ -220,7 +220,7 @@ class FastForward:
     def _forward(self, plan: ForwardPlan, **options: Any) -> Any:
         return self.own_forward(
             attention_mask=_NO_MASK,
-            position_ids=plan.tokens[:, 1].long().unsqueeze(0),
+            position_ids=plan.positions.long().unsqueeze(0),
             use_cache=False,
             return_dict=True,
             **options,

@@ -1,0 +1,585 @@
+"""Compressors in the append kernel: groups that close are pooled and stored as entries or keys.
+
+An item is all that a step does to one group of one request; in a wide step the first item of a
+request writes the tails, after it has read what it overwrites (work_items.py). An item with few
+rows shares its program with others; one with many is split, by channels, over several programs,
+and whoever comes last stores the entry. Folded groups (fold.py) have programs of their own for the
+states, one per request. `C` are the CompressorConstants, `compressor` the Compressor beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4.kernels.fold import fold_tokens, load_projections, load_state, write_states
+from dsv4.kernels.numerics import (
+    bf16_bits,
+    exp_nonpositive,
+    hadamard_across_lanes,
+    load_rope,
+    rms_norm,
+    rotate,
+    round_bf16,
+)
+from dsv4.kernels.record_store import RecordConstants, record_constants, store_records
+from dsv4.kernels.rows import item_at, load_item, load_item_or_request
+from dsv4.ops.calls import CompressorWrite, StepTensors
+from dsv4.ops.columns import ItemColumns
+from dsv4.ops.constants import SUM_LANES
+
+# Pooling more rows than this splits the channels over programs: a group of 128 tokens is 512 KB.
+MAX_ROWS_IN_ONE_PROGRAM = 8
+SPLIT_CHANNELS = 32
+# Else a program takes as many items as give each of its threads four channels of every row.
+CHANNELS_IN_ONE_PROGRAM = 512
+# Folding goes token by token, so a thread has one channel; a narrow step folds only a few.
+FOLD_SPLIT_CHANNELS = 128
+FOLD_AHEAD_TOKENS = 16
+# A captured step has programs for every group that could close, and mostly few do. Beyond ten for
+# each of 132 multiprocessors they take several in turn: those with nothing to do cost time too.
+MOST_NARROW_PROGRAMS = 1320
+
+
+@dataclass(frozen=True, slots=True)
+class CompressorConstants:
+    """A compressor as compile-time constants.
+
+    SPLITS programs share an item, or one program takes ITEMS_PER_PROGRAM; with LOOP it goes on to
+    others. TAILS says who writes them: "none", "token" (the program of each token), "apart"
+    (programs of their own, one per request) or "after" (an item's, behind its groups)."""
+
+    RATIO: int
+    OVERLAP: bool
+    WIDTH: int
+    ROPE: int
+    HADAMARD: bool
+    A_ROWS: int
+    B_ROWS: int
+    STATE_ROWS: int
+    PAGE_ROWS: int
+    ITEMS_PER_PROGRAM: int
+    SPLITS: int
+    LOOP: bool
+    LANES: int
+    WIDE: bool
+    PLACE_FIRST: bool
+    AHEAD: int
+    COMPRESS: bool
+    TAILS: str
+    FROM_TAILS: bool
+    DENSE: bool
+    RECORD: RecordConstants
+
+
+class Compressor(NamedTuple):
+    """One compressor's tensors, program counts and places. Offsets are bytes from a block's
+    (`data`, `scale`) or a slot's first; with folded groups `ka_offset` is that of the states."""
+
+    items: Any
+    c: Any
+    z: Any
+    ape: Any
+    norm: Any
+    dense: Any
+    scratch: Any
+    arrived: Any
+    item_rows: Any
+    work_programs: Any
+    tail_programs: Any
+    c_stride: Any
+    z_stride: Any
+    data_offset: Any
+    scale_offset: Any
+    ka_offset: Any
+    za_offset: Any
+    kb_offset: Any
+    zb_offset: Any
+
+
+class Share(NamedTuple):
+    """What a compressor adds to a launch."""
+
+    programs: int
+    arguments: Compressor
+    constants: CompressorConstants | None
+
+
+class Groups(NamedTuple):
+    """Groups that a program closes at once; each field [ITEMS_PER_PROGRAM]."""
+
+    item: Any
+    slot: Any
+    entry: Any
+    start: Any
+    first_row: Any
+
+
+class Place(NamedTuple):
+    """What storing entries needs: pages [items], norm weights and angles [items, WIDTH]."""
+
+    page: Any
+    norm: Any
+    cos: Any
+    sin: Any
+
+
+def compressor_share(step: StepTensors, write: CompressorWrite | None) -> Share:
+    """No programs where a layer has no such compressor."""
+    nothing: Tensor = step.rope
+    if write is None:
+        unread = (step.batch, *[nothing] * 6, step.arrived, *[0] * 11)
+        return Share(0, Compressor._make(unread), None)
+    layout, items = write.layout, write.items.shape[0]
+    items_per_program = splits = 1
+    if layout.online:
+        splits = 1 if step.narrow else max(1, layout.width // FOLD_SPLIT_CHANNELS)
+    elif layout.tokens_pooled > MAX_ROWS_IN_ONE_PROGRAM:
+        splits = max(1, layout.width // SPLIT_CHANNELS)
+    else:
+        items_per_program = max(1, CHANNELS_IN_ONE_PROGRAM // layout.width)
+    # Where a step is narrow its tails overwrite nothing that its groups read, so other programs
+    # may write them meanwhile; a wide chunk's groups must be read first.
+    tails = "none"
+    if write.write_tails:
+        tails = ("apart" if layout.online else "token") if step.narrow else "after"
+    sets = -(-items // items_per_program) if write.compress or tails == "after" else 0
+    # an online step has one program per item: there is nothing to save
+    bounded = step.narrow and not layout.online
+    sets_at_once = min(sets, MOST_NARROW_PROGRAMS // splits) if bounded else sets
+    work_programs = sets_at_once * splits
+    tail_programs = step.batch.shape[0] * splits if layout.online and tails != "none" else 0
+    constants = CompressorConstants(
+        RATIO=layout.ratio,
+        OVERLAP=layout.overlap,
+        WIDTH=layout.width,
+        ROPE=layout.rope_dim,
+        HADAMARD=layout.hadamard,
+        A_ROWS=layout.a_rows,
+        B_ROWS=layout.b_rows,
+        STATE_ROWS=layout.state_rows,
+        PAGE_ROWS=layout.page.rows,
+        ITEMS_PER_PROGRAM=items_per_program,
+        SPLITS=splits,
+        LOOP=sets_at_once < sets,
+        LANES=SUM_LANES,
+        WIDE=not step.narrow,
+        # What storing needs is under way with the rows, where there are registers to spare for it.
+        PLACE_FIRST=layout.online or (step.narrow and splits == 1),
+        AHEAD=1 if step.narrow else FOLD_AHEAD_TOKENS,
+        COMPRESS=write.compress,
+        TAILS=tails,
+        FROM_TAILS=write.c is None,
+        DENSE=write.dense is not None,
+        RECORD=record_constants(layout.page.format),
+    )
+    arguments = Compressor(
+        items=write.items,
+        c=nothing if write.c is None else write.c,
+        z=nothing if write.z is None else write.z,
+        ape=write.ape,
+        norm=write.norm,
+        dense=nothing if write.dense is None else write.dense,
+        scratch=step.scratch,
+        arrived=step.arrived,
+        item_rows=items,
+        work_programs=work_programs,
+        tail_programs=tail_programs,
+        c_stride=0 if write.c is None else write.c.stride(0),
+        z_stride=0 if write.z is None else write.z.stride(0),
+        data_offset=layout.page.offset_bytes,
+        scale_offset=layout.page.scale_offset_bytes,
+        ka_offset=layout.state_offset_bytes if layout.online else layout.ka_offset_bytes,
+        za_offset=layout.za_offset_bytes,
+        kb_offset=layout.kb_offset_bytes,
+        zb_offset=layout.zb_offset_bytes,
+    )
+    return Share(work_programs + tail_programs, arguments, constants)
+
+
+@triton.jit
+def compress(program, step, compressor, C: tl.constexpr):
+    """The nth program of one compressor; `step` is the Step of append.py."""
+    if C.STATE_ROWS > 0:
+        _compress_folded(program, step, compressor, C)
+    else:
+        _compress_rows(program, step, compressor, C)
+
+
+@triton.jit
+def ring_at(slot_ptr, offset):
+    """A ring of fp32 rows in a slot."""
+    return (slot_ptr + offset).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _compress_rows(program, step, compressor, C: tl.constexpr):
+    """ITEMS_PER_PROGRAM items; where programs are fewer, every so many in turn up to the first
+    that is padding."""
+    split = program % C.SPLITS
+    nth = program // C.SPLITS
+    if C.LOOP:
+        while _first_slot(nth, compressor, C) >= 0:
+            _compress_items(nth, split, step, compressor, C)
+            nth += compressor.work_programs // C.SPLITS
+    else:
+        _compress_items(nth, split, step, compressor, C)
+
+
+@triton.jit
+def _first_slot(nth, compressor, C: tl.constexpr):
+    first = nth * C.ITEMS_PER_PROGRAM
+    return load_item(item_at(compressor.items, first), first < compressor.item_rows, -1).slot
+
+
+@triton.jit
+def _load_items(nth, compressor, C: tl.constexpr):
+    """ItemColumns [ITEMS_PER_PROGRAM] of the nth items; -1 beyond the list. A single item is loaded
+    as scalars, not once per layout."""
+    if C.ITEMS_PER_PROGRAM == 1:
+        one = tl.zeros([1], dtype=tl.int32)
+        item = load_item(item_at(compressor.items, nth))
+        return ItemColumns(
+            item.slot + one, item.start + one, item.end + one, item.first_row + one,
+            item.entry + one, item.entries + one, item.writes_tails + one,
+        )  # fmt: skip
+    else:
+        item = nth * C.ITEMS_PER_PROGRAM + tl.arange(0, C.ITEMS_PER_PROGRAM)
+        return load_item(item_at(compressor.items, item), item < compressor.item_rows, -1)
+
+
+@triton.jit
+def _compress_items(nth, split, step, compressor, C: tl.constexpr):
+    items = _load_items(nth, compressor, C)
+    # Padding is -1 in every column; asking all of them has them all loaded before the branch.
+    asked = items.slot & items.start & items.end & items.first_row & items.entry & items.entries
+    live = asked >= 0
+    item = nth * C.ITEMS_PER_PROGRAM + tl.arange(0, C.ITEMS_PER_PROGRAM)
+    slot = items.slot.to(tl.int64)
+    slot_ptr = step.slot_arena + slot * step.slot_bytes
+    if C.COMPRESS:
+        most = tl.max(items.entries, axis=0) if C.OVERLAP and C.WIDE else 1
+        for turn in range(most):
+            entry = items.entry + turn
+            closes = live & (turn < items.entries) & ((entry + 1) * C.RATIO <= items.end)
+            if tl.max(closes.to(tl.int32), axis=0) > 0:
+                groups = Groups(item, slot, entry, items.start, items.first_row)
+                _close_groups(closes, groups, slot_ptr, split, step, compressor, C)
+    if C.TAILS == "after":
+        tl.debug_barrier()  # the rows read above may be among those written below
+        again = load_item(item_at(compressor.items, item), item < compressor.item_rows, 0)
+        _write_tails(again.writes_tails == 1, items, slot_ptr, split, compressor, C)
+
+
+@triton.jit
+def _close_groups(closes, groups, slot_ptr, split, step, compressor, C: tl.constexpr):
+    """Pools the groups that close and stores their entries."""
+    ka = ring_at(slot_ptr, compressor.ka_offset)  # [items], as all four
+    za = ring_at(slot_ptr, compressor.za_offset)
+    kb = ring_at(slot_ptr, compressor.kb_offset)
+    zb = ring_at(slot_ptr, compressor.zb_offset)
+    place = ()
+    if C.PLACE_FIRST:
+        place = _place(closes, groups, step, compressor, C)
+    ape = compressor.ape
+    logits = _load_tiles(
+        closes, groups, split, compressor.z, compressor.z_stride, za, zb, ape, True, C
+    )
+    values = _load_tiles(
+        closes, groups, split, compressor.c, compressor.c_stride, ka, kb, ape, False, C
+    )
+    if not C.WIDE:
+        # Left alone, ptxas loads the values after the exponentials, and one program has nothing
+        # else to fill that wait. No load sinks below a barrier, and no barrier below a branch.
+        tl.debug_barrier()
+    if C.WIDE or step.slot_bytes > 0:  # always
+        pooled = _pool(logits, values, closes, groups.entry, C)
+        _finish_entries(pooled, closes, groups, split, place, step, compressor, C)
+
+
+@triton.jit
+def _compress_folded(program, step, compressor, C: tl.constexpr):
+    """One group that closes, or the states of one request. In a wide step the states of a request
+    that begins a group are read by nobody, so programs of their own write them; else the program
+    of the request's first item does, after it has read them."""
+    RATIO: tl.constexpr = C.RATIO
+    if C.WIDE:
+        tail = program < compressor.tail_programs
+        nth = tl.where(tail, program, program - compressor.tail_programs)
+    else:
+        tail = program >= compressor.work_programs
+        nth = tl.where(tail, program - compressor.work_programs, program)
+    split = nth % C.SPLITS
+    item = nth // C.SPLITS
+    found = load_item_or_request(compressor.items, step.batch, item, tail)
+    slot, start, end, first_row, entry, entries, writes_tails = found
+    slot = slot.to(tl.int64)
+    closes = (tail == 0) & (entries > 0) & ((entry + 1) * RATIO <= end) & C.COMPRESS
+    states = tail & (slot >= 0)
+    if C.TAILS == "after":
+        begins = start % RATIO == 0
+        states = tl.where(tail, states & begins, (writes_tails == 1) & (begins == 0))
+    group = Groups(item, slot, entry, start, first_row)
+    if C.WIDE:
+        # one loop over two jobs: its code is long, and slow to compile
+        for job in range(tl.where(closes, 0, 1), tl.where(states, 2, 1)):
+            _fold_job(job, True, group, end, split, step, compressor, C)
+    else:
+        if closes:
+            _fold_job(0, True, group, end, split, step, compressor, C)
+        if states:
+            _fold_job(1, False, group, end, split, step, compressor, C)
+
+
+@triton.jit
+def _fold_job(job, FOLDS: tl.constexpr, group, end, split, step, compressor, C: tl.constexpr):
+    """Job 0 closes a group (scalars), job 1 writes the states of a request's newest tokens. Without
+    FOLDS no token comes between the stored state and those."""
+    RATIO: tl.constexpr = C.RATIO
+    slot_ptr = step.slot_arena + group.slot * step.slot_bytes
+    ring = ring_at(slot_ptr, compressor.ka_offset)
+    row_offset = group.first_row - group.start
+    kept = tl.maximum(group.start, end - C.STATE_ROWS)
+    stop = tl.where(job == 0, (group.entry + 1) * RATIO, kept)
+    begin = tl.where(job == 0, group.entry * RATIO, kept - kept % RATIO)
+    begin = stop if C.FROM_TAILS else tl.maximum(group.start, begin)
+    one = tl.arange(0, 1)
+    groups = Groups(group.item + one, group.slot + one, group.entry + one, group.start, row_offset)
+    place = ()
+    if C.PLACE_FIRST:
+        place = _place((one == 0) & (job == 0), groups, step, compressor, C)
+    if not C.FROM_TAILS:
+        newest = load_projections(kept, job == 1, row_offset, split, compressor, C)
+    exists = (begin % RATIO != 0) | C.FROM_TAILS
+    state = load_state(ring, begin - 1, exists, split, C)
+    if FOLDS and not C.FROM_TAILS:
+        state = fold_tokens(state, begin, stop, row_offset, split, compressor, C)
+    if job == 0:
+        pooled = tl.div_rn(state.product, state.weight)[None, :]  # [1, PART]
+        _finish_entries(pooled, one == 0, groups, split, place, step, compressor, C)
+    elif not C.FROM_TAILS:
+        write_states(state, newest, kept, end, row_offset, split, ring, compressor, C)
+
+
+@triton.jit
+def _place(closes, groups, step, compressor, C: tl.constexpr):
+    """Where the entries go, and what they are multiplied with."""
+    WIDTH: tl.constexpr = C.WIDTH
+    at = step.block_table + groups.slot * step.table_stride + groups.entry // C.PAGE_ROWS
+    block_id = tl.load(at, mask=closes, other=0).to(tl.int64)
+    norm = tl.load(compressor.norm + (groups.entry * 0)[:, None] + tl.arange(0, WIDTH)[None, :])
+    angles = tl.where(closes, groups.entry * C.RATIO, 0).to(tl.int64) * C.ROPE
+    cos, sin = load_rope(step.rope + angles[:, None], WIDTH, C.ROPE)
+    return Place(step.block_arena + block_id * step.block_bytes, norm, cos, sin)
+
+
+@triton.jit
+def _finish_entries(pooled, closes, groups, split, place, step, compressor, C: tl.constexpr):
+    """Stores entries; `pooled` is [items, PART]. Where programs have pooled some channels each,
+    whoever comes last has them all."""
+    if C.SPLITS == 1:
+        _store_entries(pooled, closes, groups, place, step, compressor, C)
+    else:
+        PART: tl.constexpr = C.WIDTH // C.SPLITS
+        line = (compressor.scratch + groups.item.to(tl.int64) * C.WIDTH)[:, None]  # [items, 1]
+        tl.store(line + (split * PART + tl.arange(0, PART))[None, :], pooled)
+        tl.debug_barrier()
+        mine = tl.max(groups.item, axis=0)
+        arrived = tl.atomic_add(compressor.arrived + mine, 1, sem="acq_rel")
+        if arrived == C.SPLITS - 1:
+            tl.store(compressor.arrived + mine, 0)
+            complete = tl.load(line + tl.arange(0, C.WIDTH)[None, :], cache_modifier=".cg")
+            _store_entries(complete, closes, groups, place, step, compressor, C)
+
+
+@triton.jit
+def _store_entries(pooled, closes, groups, place, step, compressor, C: tl.constexpr):
+    """Norm, RoPE, Hadamard for keys, and the records into their blocks (or dense rows). `pooled` is
+    [items, WIDTH]."""
+    RECORD: tl.constexpr = C.RECORD
+    WIDTH: tl.constexpr = C.WIDTH
+    if not C.PLACE_FIRST:
+        place = _place(closes, groups, step, compressor, C)
+    x = rms_norm(round_bf16(pooled), place.norm, step.eps, WIDTH)
+    x = rotate(x, place.cos, place.sin, WIDTH, C.ROPE)
+    if C.HADAMARD:
+        x = hadamard_across_lanes(x, WIDTH**-0.5, WIDTH)
+    if C.DENSE:
+        dense = compressor.dense.to(tl.pointer_type(tl.uint16))
+        row = (dense + groups.item.to(tl.int64) * WIDTH)[:, None]  # [items, 1]
+        tl.store(row + tl.arange(0, WIDTH)[None, :], bf16_bits(x), mask=closes[:, None])
+    else:
+        page_row = groups.entry % C.PAGE_ROWS
+        store_records(
+            x, closes,
+            place.page + compressor.data_offset + page_row * RECORD.DATA_BYTES,
+            place.page + compressor.scale_offset + page_row * RECORD.SCALE_BYTES,
+            WIDTH, RECORD,
+        )  # fmt: skip
+
+
+@triton.jit
+def _load_tiles(
+    closes, groups, split, new_ptr, new_stride, ring_a, ring_b, ape_ptr,
+    BIASED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Logits or values of all rows of groups, as a tuple of tiles [items, ROWS, PART]."""
+    RATIO: tl.constexpr = C.RATIO
+    ROWS: tl.constexpr = min(RATIO, C.LANES)
+    # only the newest rows of a group that a narrow step closes can be the step's own
+    NEWEST: tl.constexpr = 2 * RATIO if C.WIDE else max(C.A_ROWS - RATIO + 1, 1)
+    entry = groups.entry
+    tiles = ()
+    if C.OVERLAP:
+        for at in tl.static_range(0, RATIO, ROWS):
+            tiles += _load_tile(
+                (entry - 1) * RATIO + at, ROWS, at + ROWS + NEWEST > 2 * RATIO,
+                closes & (entry > 0), groups, split, 0, new_ptr, new_stride,
+                ring_b, C.B_ROWS, ape_ptr, BIASED, C,
+            )  # fmt: skip
+    for at in tl.static_range(0, RATIO, ROWS):
+        tiles += _load_tile(
+            entry * RATIO + at, ROWS, at + ROWS + NEWEST > RATIO,
+            closes, groups, split, C.WIDTH if C.OVERLAP else 0, new_ptr, new_stride,
+            ring_a, max(C.A_ROWS, 1), ape_ptr, BIASED, C,
+        )  # fmt: skip
+    return tiles
+
+
+@triton.jit
+def _load_tile(
+    first, ROWS: tl.constexpr, NEW: tl.constexpr, exists, groups, split, half, new_ptr, new_stride,
+    ring, RING: tl.constexpr, ape_ptr, BIASED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """The rows [items, ROWS, PART] at positions [first, first + ROWS) of one stream, whose columns
+    begin at `half`: from the ring and, where some can be NEW, from the step's projections."""
+    WIDTH: tl.constexpr = C.WIDTH
+    PART: tl.constexpr = WIDTH // C.SPLITS
+    COLUMNS: tl.constexpr = WIDTH * 2 if C.OVERLAP else WIDTH
+    position = first[:, None] + tl.arange(0, ROWS)[None, :]  # [items, ROWS]
+    column = (split * PART + tl.arange(0, PART))[None, None, :]
+    exists = exists[:, None, None]
+    row = ring[:, None] + position % RING * WIDTH  # [items, ROWS]
+    if NEW and not C.FROM_TAILS:
+        start = groups.start[:, None]
+        is_new = position >= start
+        token = (groups.first_row[:, None] + position - start).to(tl.int64)
+        row = tl.where(is_new, new_ptr + token * new_stride + half, row)
+    row = tl.multiple_of(row, [16, 16])
+    tile = tl.load(row[:, :, None] + column, mask=exists, other=0.0)
+    if BIASED and NEW and not C.FROM_TAILS:
+        bias = ape_ptr + position % C.RATIO * COLUMNS + half
+        tile += tl.load(bias[:, :, None] + column, mask=exists & is_new[:, :, None], other=0.0)
+    return (tile,)
+
+
+@triton.jit
+def _pool(logits, values, closes, entry, C: tl.constexpr):
+    """Gated softmax pooling of the rows of groups: fp32 [items, PART]. The first half of the tiles
+    [items, ROWS, PART] is the previous stream's, where there is one; the first group has none."""
+    ROWS: tl.constexpr = min(C.RATIO, C.LANES)
+    TILES: tl.constexpr = (2 * C.RATIO if C.OVERLAP else C.RATIO) // ROWS
+    BEFORE: tl.constexpr = TILES // 2 if C.OVERLAP else 0
+    before = (closes & (entry > 0))[:, None, None]  # [items, 1, 1]
+    current = closes[:, None, None]
+    tops = _masked(logits[0], before if BEFORE > 0 else current)
+    for nth in tl.static_range(1, TILES):
+        tops = tl.maximum(tops, _masked(logits[nth], before if nth < BEFORE else current))
+    top = tl.max(tops, axis=1)[:, None, :]  # [items, 1, PART]
+    weights, products = _weigh(logits[0], values[0], before if BEFORE > 0 else current, top)
+    for nth in tl.static_range(1, TILES):
+        weight, product = _weigh(logits[nth], values[nth], before if nth < BEFORE else current, top)
+        weights += weight
+        products += product
+    if C.SPLITS == 1:
+        # 0 / 0 for groups that do not close would take the long way through the division
+        product = tl.where(closes[:, None], _halving_sum(products), 1.0)
+        return tl.div_rn(product, tl.where(closes[:, None], _halving_sum(weights), 1.0))
+    else:
+        sums = _tree_sum(tl.join(products, weights), ROWS, C.WIDTH // C.SPLITS)
+        product, weight = tl.split(sums)
+        return tl.div_rn(product, weight)[None, :]
+
+
+@triton.jit
+def _masked(logits, exists):
+    return tl.where(exists, logits, float("-inf"))
+
+
+@triton.jit
+def _weigh(z, k, exists, top):
+    """Softmax numerators and their products with the values; rows that do not exist (their values
+    are 0) count 0."""
+    weight = tl.where(exists, exp_nonpositive(z - top), 0.0)
+    return weight, weight * k
+
+
+@triton.jit
+def _halving_sum(x):
+    """[items, rows, channels] → [items, channels]: adds the lower half of the rows to the upper
+    half until one is left, as the reference does. A thread has all rows of its channels."""
+    ITEMS: tl.constexpr = x.shape[0]
+    ROWS: tl.constexpr = x.shape[1]
+    PART: tl.constexpr = x.shape[2]
+    if ROWS == 1:
+        return tl.reshape(x, [ITEMS, PART])
+    else:
+        return _halving_sum(tl.sum(tl.reshape(x, [ITEMS, 2, ROWS // 2, PART]), axis=1))
+
+
+@triton.jit
+def _tree_sum(x, ROWS: tl.constexpr, PART: tl.constexpr):
+    """[ROWS, PART, 2] → [PART, 2] in the same order, where the rows are spread over threads."""
+    if ROWS == 1:
+        return tl.reshape(x, [PART, 2])
+    else:
+        halves = tl.permute(tl.reshape(x, [2, ROWS // 2, PART, 2]), (1, 2, 3, 0))
+        first, second = tl.split(halves)
+        return _tree_sum(first + second, ROWS // 2, PART)
+
+
+@triton.jit
+def _write_tails(live, items, slot_ptr, split, compressor, C: tl.constexpr):
+    """The newest tokens of requests into the rings of the current and the previous stream."""
+    start, end, first_row = items.start, items.end, items.first_row
+    RATIO: tl.constexpr = C.RATIO
+    WIDTH: tl.constexpr = C.WIDTH
+    PART: tl.constexpr = WIDTH // C.SPLITS
+    COLUMNS: tl.constexpr = WIDTH * 2 if C.OVERLAP else WIDTH
+    RINGS: tl.constexpr = max(C.A_ROWS, C.B_ROWS)
+    ROWS: tl.constexpr = 1 if C.OVERLAP else min(32, 2048 // PART)
+    # [items, 1]
+    ka = ring_at(slot_ptr, compressor.ka_offset)[:, None]
+    za = ring_at(slot_ptr, compressor.za_offset)[:, None]
+    kb = ring_at(slot_ptr, compressor.kb_offset)[:, None]
+    zb = ring_at(slot_ptr, compressor.zb_offset)[:, None]
+    column = (split * PART + tl.arange(0, PART))[None, None, :]
+    source = column + (WIDTH if C.OVERLAP else 0)
+    most = tl.max(tl.where(live, tl.minimum(end - start, RINGS), 0), axis=0)
+    for at in range(0, most, ROWS):
+        back = at + tl.arange(0, ROWS)[None, :]
+        position = end[:, None] - 1 - back  # [items, ROWS]
+        inside = live[:, None] & (position >= start[:, None])
+        token = (first_row[:, None] + position - start[:, None]).to(tl.int64)
+        bias = (compressor.ape + position % RATIO * COLUMNS)[:, :, None]
+        row_z = (compressor.z + token * compressor.z_stride)[:, :, None]
+        row_k = (compressor.c + token * compressor.c_stride)[:, :, None]
+        keeps = (inside & (back < C.A_ROWS))[:, :, None]
+        z = tl.load(row_z + source, mask=keeps)
+        k = tl.load(row_k + source, mask=keeps)
+        z_bias = tl.load(bias + source, mask=keeps)
+        if C.OVERLAP:
+            keeps_b = (inside & (back < C.B_ROWS))[:, :, None]
+            z_b = tl.load(row_z + column, mask=keeps_b)
+            k_b = tl.load(row_k + column, mask=keeps_b)
+            bias_b = tl.load(bias + column, mask=keeps_b)
+            ring_row = position % C.B_ROWS * WIDTH
+            tl.store((kb + ring_row)[:, :, None] + column, k_b, mask=keeps_b)
+            tl.store((zb + ring_row)[:, :, None] + column, z_b + bias_b, mask=keeps_b)
+        ring_row = position % max(C.A_ROWS, 1) * WIDTH
+        tl.store((ka + ring_row)[:, :, None] + column, k, mask=keeps)
+        tl.store((za + ring_row)[:, :, None] + column, z + z_bias, mask=keeps)

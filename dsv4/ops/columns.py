@@ -1,0 +1,74 @@
+"""A step's index tensors, int32: what stands in which column, and where window rows are staged.
+
+The fields of a bundle stand in the order of the columns. A bundle holds columns of a tensor or of a
+NumPy array, the numbers of one row, or what a kernel has loaded. Rows of -1 are padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+REQUEST_COLUMNS = 4
+TOKEN_COLUMNS = 4
+ITEM_COLUMNS = 8
+
+
+class RequestColumns(NamedTuple):
+    """The tensor `batch`, one row per request: `count` tokens from position `start` on, the first
+    of them in row `first_row` of the step's token tensors."""
+
+    slot: Any
+    start: Any
+    count: Any
+    first_row: Any
+
+
+class TokenColumns(NamedTuple):
+    """The tensor `tokens`, one row per token: row `batch_row` of `batch` is its request; `kept` is
+    1 if its window row is still in the ring after the step, which is so for all of a narrow one."""
+
+    slot: Any
+    position: Any
+    batch_row: Any
+    kept: Any
+
+
+class ItemColumns(NamedTuple):
+    """The tensor `items` of a ratio, one row per work item (work_items.py): `entries` entries from
+    `entry` on, of a request whose tokens have positions [start, end); 1 if it writes the tails."""
+
+    slot: Any
+    start: Any
+    end: Any
+    first_row: Any
+    entry: Any
+    entries: Any
+    writes_tails: Any
+
+
+def request_columns(batch: Any) -> RequestColumns:
+    """The columns of a tensor or an array [..., REQUEST_COLUMNS], as views [...]."""
+    return RequestColumns(*(batch[..., nth] for nth in range(len(RequestColumns._fields))))
+
+
+def token_columns(tokens: Any) -> TokenColumns:
+    """The columns of a tensor or an array [..., TOKEN_COLUMNS], as views [...]."""
+    return TokenColumns(*(tokens[..., nth] for nth in range(len(TokenColumns._fields))))
+
+
+def item_columns(items: Any) -> ItemColumns:
+    """The columns of a tensor or an array [..., ITEM_COLUMNS], as views [...]."""
+    return ItemColumns(*(items[..., nth] for nth in range(len(ItemColumns._fields))))
+
+
+def staged_row(first_row: Any, start: Any, batch_row: Any, position: Any, window: int) -> Any:
+    """The row of the staging page for `position` of a wide step's request, of which
+    `batch` has `first_row` and `start` in row `batch_row`.
+
+    The rows of a request follow those of the request before it: first the window - 1 in front of
+    its tokens, from position start - (window - 1) on (those below position 0 stay unused), then its
+    tokens'. Any token of the step may stand for the first: its row in `tokens` and its position.
+    Numbers, arrays and tensors alike.
+    """
+    before = window - 1
+    return first_row + before * batch_row + (position - (start - before))
