@@ -30,6 +30,7 @@ from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import INTERPRETED, bf16_bits, round_bf16
 from dsv4.kernels.record_load import load_record_span
 from dsv4.kernels.record_store import RecordConstants, record_constants
+from dsv4.kernels.rows import load_request, load_token, request_at, staged_row, token_at
 from dsv4.ops.calls import Attention, EntrySource, WindowSource
 
 # Keys per tile, and heads per program (a tensor core wants 16; 64 heads share a decoded tile).
@@ -346,10 +347,9 @@ def _attend_kernel(
         if parallel != 0:
             item = unit // SPLITS
             first = unit % SPLITS
-        token = item // HEAD_BLOCKS
-        slot = tl.load(tokens_ptr + token * 4).to(tl.int64)
-        position = tl.load(tokens_ptr + token * 4 + 1)
-        batch_row = tl.load(tokens_ptr + token * 4 + 2)
+        nth = item // HEAD_BLOCKS
+        token = load_token(token_at(tokens_ptr, nth))
+        slot, position, batch_row = token.slot.to(tl.int64), token.position, token.batch_row
         tiles = WINDOW_TILES
         visible = 0
         if A.ENTRIES:
@@ -370,12 +370,11 @@ def _attend_kernel(
         shift = 0
         if A.STAGED:
             window_page = window_arena
-            start = tl.load(batch_ptr + batch_row * 4 + 1, mask=slot >= 0, other=0)
-            first_row = tl.load(batch_ptr + batch_row * 4 + 3, mask=slot >= 0, other=0)
-            before = A.WINDOW - 1
-            shift = first_row + before * batch_row - (start - before)
+            live = slot >= 0
+            request = load_request(request_at(batch_ptr, batch_row), live, 0)
+            shift = staged_row(request.first_row, request.start, batch_row, 0, A.WINDOW)
         for split in tl.range(first, last, disable_licm=True):
-            row = token.to(tl.int64)
+            row = nth.to(tl.int64)
             query = _Query(
                 row=q_ptr + row * q_stride, head=head, position=position, visible=visible
             )

@@ -10,6 +10,7 @@ from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import INTERPRETED, bf16_bits
 from dsv4.kernels.record_load import load_record_rows
 from dsv4.kernels.record_store import record_constants
+from dsv4.kernels.rows import load_request, request_at, staged_row
 from dsv4.ops.calls import EntrySource, WindowSource
 
 # keys that one program decodes
@@ -170,14 +171,13 @@ def _gather_window_kernel(
         if tl.program_id(1) == 0:
             tl.store(lengths_ptr + row, count)
         valid = key < count
+        request = load_request(request_at(batch_ptr, batch_row))
         if STAGED:
-            start = tl.load(batch_ptr + batch_row * 4 + 1)
-            first_row = tl.load(batch_ptr + batch_row * 4 + 3)
-            base = first_row + (WINDOW - 1) * (batch_row + 1) - start
+            base = staged_row(request.first_row, request.start, batch_row, first, WINDOW)
             page = arena + tl.zeros([BLOCK], dtype=tl.int64)
-            page_row = (base + first + key).to(tl.int64)
+            page_row = (base + key).to(tl.int64)
         else:
-            slot = tl.load(batch_ptr + batch_row * 4).to(tl.int64)
+            slot = request.slot.to(tl.int64)
             page = arena + slot * arena_stride + tl.zeros([BLOCK], dtype=tl.int64)
             page_row = ((first + key) % RING).to(tl.int64)
         values = load_record_rows(  # [keys, channels]

@@ -11,6 +11,7 @@ from dsv4.kernels.codes import round_trip
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import bf16_bits, hadamard, load_rope, rotate
 from dsv4.kernels.record_store import record_constants
+from dsv4.kernels.rows import load_token, token_at
 
 # Of one program: a warp's 32 lanes then hold 16 channels each, and no barrier has a second warp.
 HEADS = 4
@@ -57,19 +58,19 @@ def _index_query_kernel(
     out_head_stride, scale,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
+    nth = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     channel = tl.arange(0, WIDTH)[None, :]
-    q = q_ptr + token * q_stride + head * q_head_stride + channel
+    q = q_ptr + nth * q_stride + head * q_head_stride + channel
     x = tl.load(q, mask=head < heads, other=0.0).to(tl.float32)
-    slot = tl.load(tokens_ptr + token * 4)
-    position = tl.load(tokens_ptr + token * 4 + 1).to(tl.int64)
-    if slot >= 0:
+    token = load_token(token_at(tokens_ptr, nth))
+    position = token.position.to(tl.int64)
+    if token.slot >= 0:
         cos, sin = load_rope(rope_ptr + position * ROPE, WIDTH, ROPE)
         x = rotate(x, cos, sin, WIDTH, ROPE)
         exponent = x.to(tl.uint32, bitcast=True) & 0x7F800000
         broken = tl.max(exponent, axis=1)[:, None] == 0x7F800000
         x = round_trip(hadamard(x, scale, WIDTH), WIDTH, RECORD)
         bits = tl.where(broken, 0x7FC0, bf16_bits(x))
-        out = (out_ptr + token * out_stride + head * out_head_stride).to(tl.pointer_type(tl.uint16))
+        out = (out_ptr + nth * out_stride + head * out_head_stride).to(tl.pointer_type(tl.uint16))
         tl.store(out + channel, bits, mask=head < heads)

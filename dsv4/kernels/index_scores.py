@@ -24,6 +24,7 @@ from dsv4.kernels.dot import as_operand, dot, load_bf16
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import INTERPRETED, round_bf16
 from dsv4.kernels.record_store import RecordConstants, record_constants
+from dsv4.kernels.rows import load_token, token_at
 from dsv4.ops.calls import EntrySource, Scoring
 from dsv4.ops.constants import MIN_HEADS
 
@@ -308,8 +309,7 @@ def _tile_ends(tokens, S: tl.constexpr):
 def _seen_columns(token, tokens, S: tl.constexpr):
     """Slots of some tokens, and how many columns each has to fill."""
     live = token < tokens.rows
-    slot = tl.load(tokens.ptr + token * 4, mask=live, other=-1)
-    position = tl.load(tokens.ptr + token * 4 + 1, mask=live, other=-1)
+    slot, position, _, _ = load_token(token_at(tokens.ptr, token), live, -1)
     visible = (position + 1) // S.RATIO
     seen = tl.minimum(tl.maximum(visible, 0), tokens.columns)
     return slot, tl.where((slot >= 0) & (visible > tokens.skip_visible), seen, 0)

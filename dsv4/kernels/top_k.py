@@ -34,6 +34,7 @@ from torch import Tensor
 
 from dsv4.errors import InvalidInput
 from dsv4.kernels.launch import Launch
+from dsv4.kernels.rows import load_token, token_at
 
 BINS = 2048
 LIST = 2048
@@ -398,8 +399,7 @@ def _reaching(row, image, PART: tl.constexpr, T: tl.constexpr):
 @triton.jit
 def _seen(tokens_ptr, row, columns, RATIO: tl.constexpr):
     """How many of the row's scores its token sees; -1 for padding."""
-    slot = tl.load(tokens_ptr + row * 4)
-    position = tl.load(tokens_ptr + row * 4 + 1)
+    slot, position, _, _ = load_token(token_at(tokens_ptr, row))
     seen = tl.minimum(tl.maximum((position + 1) // RATIO, 0), columns)
     return tl.where(slot < 0, -1, seen)
 

@@ -56,6 +56,7 @@ from dsv4.kernels.hopper.attend_keys import (
 )
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.record_store import record_constants
+from dsv4.kernels.rows import token_at
 from dsv4.ops.calls import Attention
 
 HEADS_PER_PROGRAM = 64
@@ -592,7 +593,7 @@ def _attend_hopper_kernel(
     nth_slice = gl.program_id(2)
     block = item % BLOCKS
     token = item // BLOCKS
-    tokens_row = tokens_ptr + token * 4
+    tokens_row = token_at(tokens_ptr, token)
     token = token.to(gl.int64)
     head = block * _HEADS
     q_row = q_ptr + token * q_stride + head * A.WIDTH

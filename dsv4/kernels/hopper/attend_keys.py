@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dsv4.kernels.codes import bf16_power_bits, e4m3_times_bf16
+from dsv4.kernels.rows import load_request, load_token, request_at, staged_row
 
 TILE = gl.constexpr(32)  # keys
 SPAN = gl.constexpr(64)  # channels that share a scale
@@ -150,8 +151,8 @@ def new_records():
 @gluon.jit
 def extent_of(share, A: gl.constexpr):
     """Splits have about equal numbers of tiles: the window's, then the entries'."""
-    slot = gl.load(share.tokens_row).to(gl.int64)
-    position = gl.load(share.tokens_row + 1)
+    token = load_token(share.tokens_row)
+    slot, position = token.slot.to(gl.int64), token.position
     tiles = gl.to_tensor((A.WINDOW + TILE - 1) // TILE)
     visible = gl.to_tensor(0)
     if A.ENTRIES:
@@ -252,10 +253,10 @@ def _source(where, share, extent, A: gl.constexpr):
     window_row = where.window_row
     shift = gl.to_tensor(0)
     if A.STAGED:
-        batch_row = gl.load(share.tokens_row + 2)
-        start = gl.load(where.batch + batch_row * 4 + 1, mask=extent.slot >= 0, other=0)
-        first_row = gl.load(where.batch + batch_row * 4 + 3, mask=extent.slot >= 0, other=0)
-        shift = first_row + (A.WINDOW - 1) * batch_row - (start - (A.WINDOW - 1))
+        batch_row = load_token(share.tokens_row).batch_row
+        live = extent.slot >= 0
+        request = load_request(request_at(where.batch, batch_row), live, 0)
+        shift = staged_row(request.first_row, request.start, batch_row, 0, A.WINDOW)
     else:
         window_row += extent.slot * where.window_bytes
     return _Source(

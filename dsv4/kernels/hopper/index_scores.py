@@ -38,6 +38,7 @@ from dsv4.kernels.device import processors
 from dsv4.kernels.index_scores import pieces, run_time_arguments
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.record_store import record_constants
+from dsv4.kernels.rows import load_token, token_at
 from dsv4.ops.calls import Scoring
 
 HEADS, WIDTH, SPAN = 64, 128, 32
@@ -304,8 +305,7 @@ def _add(a, b):
 def _seen_columns(token, tokens, RATIO: gl.constexpr):
     """Slots of some tokens, and how many columns each has to fill."""
     live = token < tokens.rows
-    slot = gl.load(tokens.ptr + token * 4, mask=live, other=-1)
-    position = gl.load(tokens.ptr + token * 4 + 1, mask=live, other=-1)
+    slot, position, _, _ = load_token(token_at(tokens.ptr, token), live, -1)
     visible = (position + 1) // RATIO
     seen = gl.minimum(gl.maximum(visible, 0), tokens.columns)
     return slot, gl.where((slot >= 0) & (visible > tokens.skip_visible), seen, 0)
