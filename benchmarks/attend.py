@@ -8,7 +8,7 @@ reads the same pages.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -47,6 +47,12 @@ class Row:
     listed: int | None
     flash_mla_us: dict[int, float] = field(default_factory=dict)
     batches: tuple[int, ...] = BATCHES
+    heads: int | None = None  # of a tensor-parallel rank; all of the model's if None
+    all_heads_us: dict[int, float] = field(default_factory=dict)
+
+    def spec(self) -> ModelSpec:
+        model = ModelSpec.preset(self.model)
+        return model if self.heads is None else replace(model, heads=self.heads)
 
 
 ROWS = (
@@ -92,8 +98,30 @@ ROWS = (
     ),
 )
 
+# The ranks of a tensor-parallel group have fewer heads; peers pad them to 64. Ours with all heads,
+# at the commit before ranks had a kernel: the limit. Few heads are a quarter of the matrix work.
+RANK_HEADS = (8, 16, 32)
+RANK_BATCHES = (1, 16, 64, 256)
+RANK_SHARE = {16: 0.6}  # of the time of all heads, from batch 64 on
+RANKS = tuple(
+    replace(
+        row,
+        name=f"{row.name} {heads} heads",
+        heads=heads,
+        batches=RANK_BATCHES,
+        flash_mla_us={},
+        all_heads_us=all_heads_us,
+    )
+    for row, all_heads_us in (
+        (ROWS[0], {1: 8.5, 16: 15.6, 64: 28.3, 256: 73.3}),
+        (ROWS[2], {1: 10.4, 16: 18.6, 64: 39.2, 256: 119.5}),
+    )
+    for heads in RANK_HEADS
+)
+
 
 def cases() -> Iterator[Case]:
+    yield from _rank_cases()
     for row in ROWS:
         for batch in row.batches:
             peer = row.flash_mla_us.get(batch)
@@ -108,6 +136,25 @@ def cases() -> Iterator[Case]:
                 target_us=peer and round(peer * (0.7 if batch <= TARGET_BATCH else 1.0), 2),
                 first_step_us=peer and round(peer * (1.0 if batch <= FIRST_STEP_BATCH else 1.6), 2),
                 anchors_us={"FlashMLA": peer} if peer else {},
+            )
+
+
+def _rank_cases() -> Iterator[Case]:
+    for row in RANKS:
+        for batch, limit in row.all_heads_us.items():
+            assert row.heads is not None
+            share = RANK_SHARE.get(row.heads, 1.0) if batch >= 64 else 1.0
+            yield Case(
+                name=f"attend {row.name} batch {batch}",
+                suite="attention",
+                series=row.name,
+                model=row.model,
+                batch=batch,
+                context=row.context,
+                measure=partial(_measure, row, batch),
+                target_us=round(limit * share, 2),
+                first_step_us=limit,
+                anchors_us={"all heads": limit},
             )
 
 
@@ -158,7 +205,7 @@ class Shared:
 
     @classmethod
     def make(cls, row: Row, batch: int, device: str, arena_bytes: int, max_sets: int) -> Shared:
-        schema = CacheSchema.build(ModelSpec.preset(row.model), max_context=row.context)
+        schema = CacheSchema.build(row.spec(), max_context=row.context)
         model = schema.model
         ratio = model.layers[row.layer].ratio
         window_page = schema.page("window", row.layer)

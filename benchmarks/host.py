@@ -1,4 +1,5 @@
-"""Host time of a decode step: prepare_forward + commit for 256 requests, at two context lengths.
+"""Host time of a decode step: prepare_forward + commit for 256 requests, at two context lengths;
+and of launching its layers eagerly, per launch.
 
 Steps of both lengths take turns, so that whatever else the machine does falls on both alike.
 """
@@ -14,6 +15,8 @@ from functools import cache, partial
 import torch
 
 from benchmarks.case import Case, Measurement
+from benchmarks.decode_step import PARTS, DecodeStep
+from benchmarks.timing import time_graph
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
@@ -25,6 +28,8 @@ WARM_UP_STEPS = 400  # a processor that idled takes a while to reach its clock
 TARGET_US = 300.0
 LONGEST = 1_048_576
 CONTEXTS = {8192: "8k", LONGEST: "1M"}
+LAUNCH_BATCH, LAUNCH_CONTEXT, LAUNCH_STEPS = 16, 8192, 30
+LAUNCH_TARGET_US = 25.0
 
 
 def cases(device: str = "cuda") -> Iterator[Case]:
@@ -39,6 +44,43 @@ def cases(device: str = "cuda") -> Iterator[Case]:
             measure=partial(_measure, context, device),
             target_us=TARGET_US,
         )
+
+    if device == "cuda":
+        for part in PARTS:
+            yield Case(
+                name=f"host: eager {part} of v4-flash, per launch",
+                suite="host",
+                series=f"eager {part}",
+                model="v4-flash",
+                batch=LAUNCH_BATCH,
+                context=LAUNCH_CONTEXT,
+                measure=partial(_measure_launches, part),
+                target_us=LAUNCH_TARGET_US,
+            )
+
+
+@cache
+def _launched_step() -> DecodeStep:
+    step = DecodeStep(
+        ModelSpec.preset("v4-flash"), batch=LAUNCH_BATCH, context=LAUNCH_CONTEXT, device="cuda"
+    )
+    step.run(PARTS)
+    return step
+
+
+def _measure_launches(part: str) -> Measurement:
+    """What the host takes for one launch while the GPU is behind; the queue is never full."""
+    step = _launched_step()
+    launches = time_graph([partial(step.run, (part,))], calls_a_graph=1).launches
+    times = []
+    for _ in range(LAUNCH_STEPS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step.run((part,))
+        times.append((time.perf_counter() - begin) * 1e6)
+    return Measurement(
+        microseconds=statistics.median(times) / launches, launches=1, must_move_bytes=0
+    )
 
 
 def _measure(context: int, device: str) -> Measurement:

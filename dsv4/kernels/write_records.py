@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.cache.pages import Page
+from dsv4.kernels.launch import Launch
 from dsv4.kernels.record_store import record_constants, store_records
 
 
@@ -15,9 +16,13 @@ def write_records(
 ) -> None:
     """Row i of bf16 `rows` into row `page_row[i]` of the page in arena row `arena_row[i]`; where
     either is negative nothing is written. Same bytes as the reference's."""
-    if rows.shape[0] == 0:
-        return
-    _write_records_kernel[(rows.shape[0],)](
+    write_records_launch(arena, page, arena_row, page_row, rows).run()
+
+
+def write_records_launch(
+    arena: Tensor, page: Page, arena_row: Tensor, page_row: Tensor, rows: Tensor
+) -> Launch:
+    arguments = (
         arena,
         arena_row,
         page_row,
@@ -26,11 +31,10 @@ def write_records(
         rows.stride(0),
         page.offset_bytes,
         page.scale_offset_bytes,
-        WIDTH=page.format.width,
-        RECORD=record_constants(page.format),
-        num_warps=4,
-        enable_fp_fusion=False,
     )
+    constants = {"WIDTH": page.format.width, "RECORD": record_constants(page.format)}
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    return Launch(_write_records_kernel, (rows.shape[0],), arguments, constants, options)
 
 
 @triton.jit

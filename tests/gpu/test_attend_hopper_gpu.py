@@ -89,7 +89,7 @@ def shares_of(step: Step) -> tuple[int, int]:
 
 def run(step: Step, *, turn: bool = True) -> tuple[Tensor, Tensor]:
     """Parts of an earlier launch are NaN; what lies around them must stay."""
-    assert hopper.supports(step.q, step.window, step.entries)
+    assert hopper.supports(step.call(out=step.q, lse=step.q))
     end = hopper.workspace_elements(DEVICE)
     workspace = torch.full((end + 1024,), torch.nan, device=DEVICE)
     workspace[: hopper.PARTS_START] = 0
@@ -139,6 +139,18 @@ def test_decode_of_128_heads() -> None:
     lengths = [(0, 1), (127, 1), (128, 1), (4_099, 1), (9_001, 1)]
     step = make(lengths, "csa", heads=128, top_k=1_024, slack=0, padding=1)
     assert_right(step, run(step))
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16, 32, 48, 96])
+@pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
+def test_heads_of_a_rank(kind: str, heads: int) -> None:
+    """Split, whole and staged; rows that are no heads are neither read nor written."""
+    for requests, chunk in ((RAGGED[kind], False), ([(700, 1)] * 150, False), ([(21, 90)], True)):
+        step = make(requests, kind, heads=heads, chunk=chunk, padding=1)
+        found = run(step)
+        assert_right(step, found)
+        if not chunk:
+            assert_near(step, found, run_portable(step))
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,16 @@ from tests.kernels.sm90 import compiled, ptxas_messages, run_apart
 CSA_LAYER, HCA_LAYER = 2, 3
 PROCESSORS = 132
 MAX_SHARED_BYTES = 232_448
-# name -> (model, layer or None for a window alone, tokens, whether a chunk)
-CASES: dict[str, tuple[str, int | None, int, bool]] = {
-    "flash csa split": ("v4-flash", CSA_LAYER, 16, False),
-    "flash csa split and sliced": ("v4-flash", CSA_LAYER, 1, False),
-    "flash hca whole": ("v4-flash", HCA_LAYER, 256, False),
-    "pro csa chunk": ("v4-pro", CSA_LAYER, 1024, True),
-    "pro window": ("v4-pro", None, 1024, False),
+# name -> (model, heads, layer or None for a window alone, tokens, whether a chunk)
+CASES: dict[str, tuple[str, int, int | None, int, bool]] = {
+    "flash csa split": ("v4-flash", 64, CSA_LAYER, 16, False),
+    "flash csa split and sliced": ("v4-flash", 64, CSA_LAYER, 1, False),
+    "flash hca whole": ("v4-flash", 64, HCA_LAYER, 256, False),
+    "pro csa chunk": ("v4-pro", 128, CSA_LAYER, 1024, True),
+    "pro window": ("v4-pro", 128, None, 1024, False),
+    "16 heads, csa split and sliced": ("v4-flash", 16, CSA_LAYER, 1, False),
+    "8 heads, hca whole": ("v4-flash", 8, HCA_LAYER, 256, False),
+    "96 heads, csa chunk": ("v4-pro", 96, CSA_LAYER, 1024, True),
 }
 
 
@@ -76,9 +79,9 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def launch(case: str) -> Launch:
     from dsv4.kernels.hopper import attend as kernel
 
-    model, layer, tokens, chunk = CASES[case]
+    model, heads, layer, tokens, chunk = CASES[case]
     schema = CacheSchema.build(ModelSpec.preset(model))
-    heads, width = schema.model.heads, schema.model.head_dim
+    width = schema.model.head_dim
     window_page = schema.page("window", CSA_LAYER)
     assert window_page is not None
     entries = indices = None

@@ -130,6 +130,7 @@ class _Queries(NamedTuple):
     halves: gl.shared_memory_descriptor
     ready: gl.shared_memory_descriptor
     row: gl.tensor
+    heads: gl.tensor
 
 
 class _Weights(NamedTuple):
@@ -144,9 +145,11 @@ class _Weights(NamedTuple):
 
 
 class _Out(NamedTuple):
-    """Where the result of a program's heads goes, and what it takes from outside the keys. Where a
-    query is split its parts are parked, and `counter` is where its programs meet."""
+    """Where the result of a program's heads goes, how many they are, and what it takes from outside
+    the keys. Where a query is split its parts are parked, and `counter` is where its programs
+    meet."""
 
+    heads: gl.tensor
     sink_row: gl.tensor
     row: gl.tensor
     lse_row: gl.tensor
@@ -170,8 +173,7 @@ def supports(call: Attention) -> bool:
     formats = {source.page.format for source in (window, call.entries) if source is not None}
     record = record_constants(window.page.format)
     return (
-        call.q.shape[1] % HEADS_PER_PROGRAM == 0
-        and call.q.shape[2] == record.CODED + SPAN.value == 2 * HALF.value
+        call.q.shape[2] == record.CODED + SPAN.value == 2 * HALF.value
         and ("e4m3", "ue8m0", SPAN.value) == (record.ELEMENT, record.SCALE, record.TILE)
         and record.SCALE_BYTES == SCALE_WORD_BYTES
         and len(formats) == 1
@@ -185,6 +187,12 @@ def workspace_elements(device: torch.device) -> int:
     return PARTS_START + processors(device) * PART_ELEMENTS
 
 
+def head_blocks(heads: int) -> int:
+    """Programs that share the heads of a query. The rows of the last one that are no heads are
+    multiplied all the same, for 64 rows are the least of Hopper's matrix instruction."""
+    return -(-heads // HEADS_PER_PROGRAM)
+
+
 def shares(
     tokens: int, heads: int, window: int, max_entries: int, programs: int
 ) -> tuple[int, int]:
@@ -192,7 +200,7 @@ def shares(
     `programs` of them run at once. Follows from shapes alone: the same launch cuts the same way
     whatever the lengths are."""
     tiles = -(-window // TILE_KEYS) - (-max_entries // TILE_KEYS)
-    items = max(1, tokens * (heads // HEADS_PER_PROGRAM))
+    items = max(1, tokens * head_blocks(heads))
     best, least = (1, 1), float(tiles)
     for slices, cost in PARTS_COST_TILES.items():
         splits = min(tiles, programs // (items * slices), MAX_SPLITS)
@@ -229,7 +237,7 @@ def attend_launch(call: Attention, *, programs: int) -> Launch:
     count, heads, width = call.q.shape
     window, source = call.window, entries_or_window(call)
     splits, slices = shares(count, heads, window.window, call.max_entries, programs)
-    items = count * (heads // HEADS_PER_PROGRAM)
+    items = count * head_blocks(heads)
     needed = PARTS_START + items * splits * PART_ELEMENTS if splits > 1 else 0
     given = 0 if call.workspace is None else call.workspace.numel()
     if needed > given:
@@ -267,7 +275,12 @@ def _load_queries(queries, NTH: gl.constexpr, A: gl.constexpr):
     """One half of the channels of the program's heads into shared memory."""
     head = gl.arange(0, _HEADS, layout=gl.SliceLayout(1, _QUERY))[:, None]
     column = NTH * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, _QUERY))[None, :]
-    queries.halves.index(NTH).store(gl.load(queries.row + head * A.WIDTH + column))
+    at = queries.row + head * A.WIDTH + column
+    if A.HEADS % _HEADS == 0:
+        queries.halves.index(NTH).store(gl.load(at))
+    else:
+        mask = (head < queries.heads) & (column >= 0)
+        queries.halves.index(NTH).store(gl.load(at, mask=mask, other=0.0))
     fence_async_shared()
 
 
@@ -371,11 +384,12 @@ def _left(queries, keys, weights, out, share, A: gl.constexpr):
     head = gl.arange(0, _HEADS, layout=LINE)
     lse = top + gl.log2(total)
     base = gl.where(top == float("-inf"), 0.0, top)
+    real = _real(head, out, A)
     if A.SPLIT:
-        gl.store(_part(out.parts, share.split, A) + head, lse, mask=live & (head >= 0))
+        gl.store(_part(out.parts, share.split, A) + head, lse, mask=live & real)
     else:
-        gl.store(out.lse_row + head, lse * _LN_2, mask=live & (head >= 0))
-        sink = gl.load(out.sink_row + head)
+        gl.store(out.lse_row + head, lse * _LN_2, mask=live & real)
+        sink = gl.load(out.sink_row + head, mask=real, other=0.0)
         total += gl.where(total > 0, gl.exp2(sink * _LOG2_E - base), 0.0)
     inverse = gl.where(total > 0, 1.0 / total, 0.0)
     weights.factors.index(_WEIGHT_STAGES).store(inverse)  # right may still read the others
@@ -435,12 +449,21 @@ def _finish(staged, out, share, extent, ROLE: gl.constexpr, A: gl.constexpr):
     live = extent.slot >= 0
     channel = (2 * share.nth_slice + ROLE) * (HALF // A.SLICES)
     if A.SPLIT:
-        _store(staged, _sums(_part(out.parts, share.split, A)) + channel, live, A)
+        _store(staged, _sums(_part(out.parts, share.split, A)) + channel, live, out, A)
         if live:
             _meet(out.counter, share, ROLE)
             _combine(out, share, channel, extent.position, A)
     else:
-        _store(staged, out.row + channel, live, A)
+        _store(staged, out.row + channel, live, out, A)
+
+
+@gluon.jit
+def _real(head, out, A: gl.constexpr):
+    """Which rows of a program are heads: all, unless the last program of a query has fewer."""
+    if A.HEADS % _HEADS == 0:
+        return head >= 0
+    else:
+        return head < out.heads
 
 
 @gluon.jit
@@ -485,15 +508,17 @@ def _combine(out, share, channel, position, A: gl.constexpr):
     nth = gl.arange(0, PARTS, layout=gl.SliceLayout(1, BOTH))[:, None]
     columns = channel + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
     column = channel + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SUM))
-    for start in range(share.split * HEADS, _HEADS, share.splits * HEADS):
+    last = _HEADS if A.HEADS % _HEADS == 0 else out.heads
+    for start in range(share.split * HEADS, last, share.splits * HEADS):
         heads = start + gl.arange(0, HEADS, layout=gl.SliceLayout(0, BOTH))
         head = start + gl.arange(0, HEADS, layout=LINE)
-        sink = gl.load(out.sink_row + head) * _LOG2_E
+        real = _real(head, out, A)
+        sink = gl.load(out.sink_row + head, mask=real, other=0.0) * _LOG2_E
         top = gl.full([HEADS], -1e30, gl.float32, LINE)
         total = gl.full([HEADS], 0.0, gl.float32, LINE)
         acc = gl.full([HEADS, COLUMNS], 0.0, gl.float32, SUM)  # [heads, channels]
         for part in range(0, share.splits, PARTS):
-            there = (part + nth < share.splits) & (heads >= 0)[None, :]
+            there = (part + nth < share.splits) & _real(heads, out, A)[None, :]
             row = _part(out.parts, part + nth, A)
             # [parts, heads], then [parts, heads, channels]
             lse = gl.load(
@@ -509,7 +534,7 @@ def _combine(out, share, channel, position, A: gl.constexpr):
             acc = acc * alpha[:, None] + gl.sum(sums.to(gl.float32) * weight[:, :, None], axis=0)
             top = highest
         logarithm = (top + gl.log2(total)) * _LN_2
-        gl.store(out.lse_row + head, logarithm, mask=(channel == 0) & (head >= 0))
+        gl.store(out.lse_row + head, logarithm, mask=(channel == 0) & real)
         total += gl.exp2(sink - top)
         inverse = gl.where(total > 0, 1.0 / total, 0.0)
         result = (acc * inverse[:, None]).to(gl.bfloat16)
@@ -522,7 +547,8 @@ def _combine(out, share, channel, position, A: gl.constexpr):
             sin = gl.load(rope_row + A.ROPE // 2 + pair, mask=pair >= 0, other=0.0)[None, :]
             both = gl.join(even * cos + odd * sin, odd * cos - even * sin)
             result = gl.convert_layout(gl.reshape(both, [HEADS, COLUMNS]).to(gl.bfloat16), SUM)
-        gl.store(out.row + head[:, None] * A.WIDTH + column[None, :], result)
+        at = out.row + head[:, None] * A.WIDTH + column[None, :]
+        gl.store(at, result, mask=real[:, None] & (column >= 0)[None, :])
 
 
 @gluon.jit
@@ -534,13 +560,13 @@ def _halves(x):
 
 
 @gluon.jit
-def _store(staged, row, live, A: gl.constexpr):
+def _store(staged, row, live, out, A: gl.constexpr):
     """A consumer's channels from shared memory to where they go, 16 bytes per thread."""
     COLUMNS: gl.constexpr = staged.shape[1]
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     head = gl.arange(0, _HEADS, layout=gl.SliceLayout(1, L))[:, None]
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))[None, :]
-    mask = live & (head >= 0) & (column >= 0)
+    mask = live & _real(head, out, A) & (column >= 0)
     gl.store(row + head * A.WIDTH + column, staged.load(L), mask=mask)
 
 
@@ -586,7 +612,7 @@ def _attend_hopper_kernel(
     entry_scale,
     A: gl.constexpr,
 ):
-    BLOCKS: gl.constexpr = A.HEADS // _HEADS
+    BLOCKS: gl.constexpr = (A.HEADS + _HEADS - 1) // _HEADS
     item = gl.program_id(0)
     split = gl.program_id(1)
     splits = gl.num_programs(1)
@@ -607,6 +633,7 @@ def _attend_hopper_kernel(
         halves=gl.allocate_shared_memory(gl.bfloat16, [2, _HEADS, HALF], OPERAND),
         ready=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         row=q_row,
+        heads=gl.minimum(A.HEADS - head, _HEADS),
     )
     keys = new_keys()
     weights = _Weights(
@@ -643,6 +670,7 @@ def _attend_hopper_kernel(
         batch=batch_ptr,
     )
     out = _Out(
+        heads=gl.minimum(A.HEADS - head, _HEADS),
         sink_row=sink_ptr + head,
         row=out_row,
         lse_row=lse_row,

@@ -1,0 +1,52 @@
+"""Which launches share a binary: those that Triton would give the same one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4.kernels.launch import Launch
+
+
+@pytest.fixture(autouse=True)
+def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+def kind(*arguments: object, constant: int = 3, warps: int = 4, kernel: object = None) -> object:
+    return Launch(kernel, (1,), arguments, {"A": constant}, {"num_warps": warps}).kind()
+
+
+def test_what_changes_no_instruction_changes_no_binary() -> None:
+    x, y = torch.zeros(64), torch.ones(32)
+    assert kind(x, 32, 7) == kind(y, 48, 9)
+    assert kind(0.5) == kind(1.0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((1,), (2,)),  # Triton folds a 1 into the code
+        ((16,), (17,)),
+        ((2**31,), (2**20,)),
+        ((2**31,), (2**31 + 1,)),
+        ((torch.zeros(8),), (torch.zeros(8)[1:],)),
+        ((torch.zeros(8),), (torch.zeros(8, dtype=torch.int32),)),
+        ((1,), (1.0,)),
+    ],
+    ids=str,
+)
+def test_what_triton_tells_apart_is_told_apart(one: tuple[object], other: tuple[object]) -> None:
+    assert kind(*one) != kind(*other)
+
+
+def test_constants_options_and_kernels_are_told_apart() -> None:
+    assert kind(2) != kind(2, constant=4)
+    assert kind(2) != kind(2, warps=8)
+    assert kind(2) != kind(2, kernel="another")
+
+
+def test_devices_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = kind(2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert kind(2) != first
