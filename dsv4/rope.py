@@ -2,6 +2,7 @@
 
 The same bytes on every machine: each step of that code is rounded once to fp32, from a value that
 is known well enough to round it rightly. What torch's fp32 functions give depends on the CPU.
+Everything is computed on the CPU, also where torch has another default device.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ _MIDDLE = 1 << 28
 
 
 def rope_frequencies(model: ModelSpec, *, yarn: bool) -> Tensor:
-    """fp32 [rope_dim / 2] angles a position. `yarn` is `LayerSpec.yarn` of the layer."""
+    """fp32 [rope_dim / 2] angles per position. `yarn` is `LayerSpec.yarn` of the layer."""
     rope, dim = model.rope, model.rope_dim
     theta = rope.compress_theta if yarn else rope.theta
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-    powers = torch.tensor([_power(theta, e) for e in exponents.tolist()], dtype=torch.float32)
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+    powers = torch.tensor(
+        [_power(theta, e) for e in exponents.tolist()], dtype=torch.float32, device="cpu"
+    )
     frequencies = torch.ones_like(powers) / powers
     if not yarn or rope.yarn_factor == 1.0:
         return frequencies
@@ -40,7 +43,7 @@ def rope_frequencies(model: ModelSpec, *, yarn: bool) -> Tensor:
 
     low = max(math.floor(pair_of(rope.yarn_beta_fast)), 0)
     high = min(math.ceil(pair_of(rope.yarn_beta_slow)), dim - 1)
-    pairs = torch.arange(dim // 2, dtype=torch.float32)
+    pairs = torch.arange(dim // 2, dtype=torch.float32, device="cpu")
     keep = 1.0 - ((pairs - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
     return frequencies / rope.yarn_factor * (1.0 - keep) + frequencies * keep
 
@@ -48,10 +51,10 @@ def rope_frequencies(model: ModelSpec, *, yarn: bool) -> Tensor:
 def rope_table(
     model: ModelSpec, *, yarn: bool, tokens: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """fp32 [tokens, rope_dim]: cos of all pairs, then sin of all pairs, one row a position.
+    """fp32 [tokens, rope_dim]: cos of all pairs, then sin of all pairs, one row per position.
 
-    Angles are fp32 position × fp32 frequency, as trained. 256 bytes a position: engines share one
-    table with their queries.
+    Angles are fp32 position × fp32 frequency, as trained. 256 bytes per position: engines share
+    one table with their queries.
     """
     return rotation_table(rope_frequencies(model, yarn=yarn), tokens=tokens, device=device)
 
@@ -63,10 +66,11 @@ def rotation_table(
     cos or sin of its fp32 angle. Made on the CPU, then brought to `device`."""
     frequencies = frequencies.float().cpu()
     pairs = frequencies.shape[0]
-    table = torch.empty((tokens, 2 * pairs), dtype=torch.float32)
+    table = torch.empty((tokens, 2 * pairs), dtype=torch.float32, device="cpu")
     for first in range(0, tokens, SLICE_TOKENS):
         rows = table[first : first + SLICE_TOKENS]
-        positions = torch.arange(first, first + rows.shape[0], dtype=torch.float32)
+        last = first + rows.shape[0]
+        positions = torch.arange(first, last, dtype=torch.float32, device="cpu")
         angles = positions[:, None] * frequencies
         rows[:, :pairs] = _rounded(torch.cos(angles.double()), angles, quarter=1)
         rows[:, pairs:] = _rounded(torch.sin(angles.double()), angles, quarter=0)
@@ -82,7 +86,7 @@ def _rounded(values: Tensor, angles: Tensor, *, quarter: int) -> Tensor:
     undecided = torch.nonzero(dropped <= 2 * LIBRARY_ERROR_ULPS, as_tuple=True)
     if len(undecided[0]):
         exact = [_exact_sin(angle, quarter) for angle in angles[undecided].tolist()]
-        nearest[undecided] = torch.tensor(exact, dtype=torch.float32)
+        nearest[undecided] = torch.tensor(exact, dtype=torch.float32, device="cpu")
     return nearest
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -31,7 +32,7 @@ def test_the_plain_table_is_theta_10000():
 
 def test_yarn_leaves_fast_pairs_and_divides_slow_ones_by_16():
     frequencies = rope_frequencies(FLASH, yarn=True)
-    plain = 1.0 / (160_000 ** (torch.arange(0, 64, 2, dtype=torch.float32) / 64))
+    plain = rope_frequencies(replace(FLASH, rope=replace(FLASH.rope, yarn_factor=1.0)), yarn=True)
     assert torch.equal(frequencies[:16], plain[:16])
     assert torch.equal(frequencies[25:], plain[25:] / 16)
 
@@ -156,6 +157,14 @@ def test_a_table_from_frequencies_is_the_models():
     frequencies = rope_frequencies(FLASH, yarn=True)
     found = rotation_table(frequencies, tokens=200)
     assert torch.equal(found, rope_table(FLASH, yarn=True, tokens=200))
+
+
+@pytest.mark.parametrize("yarn", TABLES)
+def test_the_default_device_of_torch_does_not_matter(yarn: bool):
+    expected = rope_table(FLASH, yarn=yarn, tokens=40)
+    with torch.device("meta"):
+        found = rope_table(FLASH, yarn=yarn, tokens=40)
+    assert torch.equal(found, expected)
 
 
 # ---- shapes --------------------------------------------------------------------------------------

@@ -87,7 +87,8 @@ def _encode_tiles(code: TileCode, x: Tensor) -> tuple[Tensor, Tensor]:
     amax = tiles.abs().amax(dim=-1, keepdim=True).clamp_min(floor)
     largest = ELEMENT_MAX[code.element]
     if code.scale == "ue8m0":
-        exponent = _exponent_at_least(amax * torch.tensor(1 / largest, dtype=torch.float32))
+        inverse = torch.full((), 1 / largest, dtype=torch.float32, device=x.device)
+        exponent = _exponent_at_least(amax * inverse)
         scaled = tiles * _power_of_two(254 - exponent)
         scale = exponent.to(torch.uint8)
     elif code.scale == "e4m3":

@@ -144,7 +144,7 @@ def test_e2m1_codes_of_every_bf16_and_every_tie():
 
 
 def test_exponent_at_least():
-    powers = 2.0 ** torch.arange(-126, 127).float()
+    powers = torch.tensor([2.0**exponent for exponent in range(-126, 127)])
     x = torch.cat([torch.nextafter(powers, torch.tensor(to)) for to in (0.0, INF)] + [powers])
     x = x[x >= 2.0**-126]
     found = elementwise(exponent_at_least, x, torch.int32)
