@@ -24,6 +24,7 @@ from tests.integrations.fast_v4 import (
     plain_model,
 )
 from tests.integrations.tiny_v4 import draw_weights, prompt, tiny_config
+from tests.support.numbers import Numbers
 
 PROMPTS = (1, 3, 4, 5, 127, 128, 129, 300)
 ALL_ENTRIES = 512  # more than any prompt here has
@@ -37,9 +38,41 @@ def check_parity(*, tokens: int, new_tokens: int, seed: int, topk: int) -> None:
     ids = prompt(tokens, seed=seed)
     with fast(plain, max_context=tokens + new_tokens) as model:
         ours, theirs = generate(model, ids, new_tokens), generate(plain, ids, new_tokens)
-        assert torch.equal(ours.sequences, theirs.sequences)
-        assert_close(torch.stack(ours.logits), torch.stack(theirs.logits), TOLERANCE)
-        assert_close(model(ids).logits, plain(ids).logits, TOLERANCE)
+        found, expected = torch.cat(ours.logits), torch.cat(theirs.logits)
+        assert_same_until_undecided(plain, theirs.sequences, tokens, found, expected)
+        found, expected = model(ids).logits[0], plain(ids).logits[0]
+        assert_same_until_undecided(plain, ids, 1, found, expected)
+
+
+def assert_same_until_undecided(
+    plain: DeepseekV4ForCausalLM, ids: Tensor, first: int, found: Tensor, expected: Tensor
+) -> None:
+    """Logits [n, vocabulary], row i behind the first `first` + i ids. They may part where rounding
+    decides: between two entries or experts of almost one score, where the model itself jumps by as
+    much when its embeddings move by some ulps, or between two tokens of one logit."""
+    assert torch.isfinite(found).all()
+    for row, apart in enumerate((found - expected).abs().amax(dim=-1).tolist()):
+        seen = first + row
+        if apart > TOLERANCE:
+            least = max(apart / 2, 10 * TOLERANCE)
+            assert jump(plain, ids[:, :seen]) > least, f"{apart} behind {seen} tokens"
+            return
+        if found[row].argmax() != expected[row].argmax():
+            highest = expected[row].topk(2).values
+            assert highest[0] - highest[1] <= 2 * TOLERANCE
+            return
+
+
+def jump(plain: DeepseekV4ForCausalLM, ids: Tensor) -> float:
+    """How far the last logits move at most when embeddings do, each by 5e-6 of itself."""
+    embeddings = plain.get_input_embeddings().weight
+    kept, last = embeddings.clone(), plain(ids).logits[:, -1]
+    moves = []
+    for seed in range(8):
+        embeddings.copy_(kept * (1 + 5e-6 * Numbers(seed).normal(*kept.shape)))
+        moves.append((plain(ids).logits[:, -1] - last).abs().max().item())
+    embeddings.copy_(kept)
+    return max(moves)
 
 
 @pytest.mark.parametrize(
