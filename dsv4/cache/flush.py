@@ -65,6 +65,7 @@ def flush_write_csa(
         _check_flush(handle, layout, rows, valid_mask)
     _flush_write(handle, handle.main, entries, valid_mask)
     _flush_write(handle, handle.index, keys, valid_mask)
+    handle.note_entries()
 
 
 def flush_write_hca(handle: LayerCacheHandle, entries: Tensor, valid_mask: Tensor) -> None:
@@ -73,6 +74,7 @@ def flush_write_hca(handle: LayerCacheHandle, entries: Tensor, valid_mask: Tenso
     assert handle.main is not None
     _check_flush(handle, handle.main, entries, valid_mask)
     _flush_write(handle, handle.main, entries, valid_mask)
+    handle.note_entries()
 
 
 def maybe_flush_csa(handle: LayerCacheHandle, weights: LayerWeights) -> None:

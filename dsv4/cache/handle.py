@@ -8,7 +8,7 @@ from torch import Tensor
 from dsv4.cache import checks
 from dsv4.cache.memory import LayerMemory
 from dsv4.cache.pages import CompressorLayout
-from dsv4.cache.prepare_forward import ForwardPlan
+from dsv4.cache.prepare_forward import ENTRIES, TAILS, WINDOW, ForwardPlan
 from dsv4.cache.views import ClassicalView, IndexerView, SWAView
 from dsv4.errors import InvalidInput, PlanError, SchemaMismatch
 from dsv4.model import AttentionType
@@ -52,6 +52,7 @@ class LayerCacheHandle:
         self._block_arena = memory.shared.block_arena.bytes
         self._slot_arena = memory.shared.slot_arena.bytes
         self._workspace = memory.shared.workspace
+        self._parts = WINDOW | (TAILS | ENTRIES if self.main is not None else 0)
 
     # ---- views -------------------------------------------------------------------------------
 
@@ -100,17 +101,22 @@ class LayerCacheHandle:
         window = self._window_write(plan, kv, weights)
         writes = self._compressor_writes(plan, weights, c, z, index_c, index_z)
         step = self.step_tensors(plan, weights)
+        plan.touched = True
         if plan.captures is not None:
             plan.captures.take_tails(self.layer, self._slot_arena, writes)
         self.backend.append(step, window, writes)
-        self._note_append(plan)
+        self._note_window(plan)
+        plan.note_append(self.layer)
 
     def write_swa(self, kv: Tensor, *, weights: LayerWeights) -> None:
         """The window rows alone. Wrap-around leaves exactly the newest ring-full."""
         plan = self._unwritten_plan()
         window = self._window_write(plan, kv, weights)
-        self.backend.append(self.step_tensors(plan, weights), window, ())
-        self._note_append(plan)
+        step = self.step_tensors(plan, weights)
+        plan.touched = True
+        self.backend.append(step, window, ())
+        self._note_window(plan)
+        plan.note_part(self.layer, WINDOW, self._parts)
 
     def write_tail(
         self,
@@ -127,7 +133,10 @@ class LayerCacheHandle:
         """
         plan = self._narrow_plan("write_tail")
         writes = self._compressor_writes(plan, weights, c, z, index_c, index_z, compress=False)
-        self.backend.append(self.step_tensors(plan, weights), None, writes)
+        step = self.step_tensors(plan, weights)
+        plan.touched = True
+        self.backend.append(step, None, writes)
+        plan.note_part(self.layer, TAILS, self._parts)
 
     def flush_compression(self, *, weights: LayerWeights) -> None:
         """Closes every group that ends in this step, from the tails, and stores the entries.
@@ -143,7 +152,10 @@ class LayerCacheHandle:
             )
             if layout is not None
         ]
-        self.backend.append(self.step_tensors(plan, weights), None, writes)
+        step = self.step_tensors(plan, weights)
+        plan.touched = True
+        self.backend.append(step, None, writes)
+        self.note_entries()
 
     def compress_tail(self, layout: CompressorLayout, weights: LayerWeights, out: Tensor) -> None:
         """Closed groups into `out` [work items, width], of the format's value type, and not into
@@ -179,12 +191,15 @@ class LayerCacheHandle:
             arrived=self._workspace.arrived,
         )
 
-    def _note_append(self, plan: ForwardPlan) -> None:
+    def note_entries(self) -> None:
+        """The groups that close in the bound plan's step are in their blocks."""
+        self.open_plan().note_part(self.layer, ENTRIES, self._parts)
+
+    def _note_window(self, plan: ForwardPlan) -> None:
         if plan.captures is not None:
             plan.captures.take_window(
                 self.layer, self._workspace.staging, self._workspace.staging_page
             )
-        plan.note_append(self.layer)
 
     def _compressor_writes(
         self,

@@ -199,6 +199,7 @@ class KVCacheManager:
         of its unfinished block: all or nothing. Raises OutOfSlots, OutOfBlocks, RequestError.
         """
         self._require_unplanned(request)
+        request.require_whole()
         self.table.require_slots(require_count("count", count, at_least=0))
         held = self.schema.blocks_for(request.length)
         whole = max(request.length, request.reused_tokens) // self.schema.block_tokens
@@ -246,6 +247,7 @@ class KVCacheManager:
         if request.trail is not None:
             request.trail.cut(length)
         request.resume = resume
+        request.mend()
         return resume
 
     def extend(self, request: Request, tokens: int) -> list[int]:
@@ -287,6 +289,7 @@ class KVCacheManager:
         if request.trail is not None:
             request.trail.cut(0)
         self.table.restart(request, Resume(start=0, reused_tokens=0, end=0, source="nothing"))
+        request.mend()
 
     def release_request(self, request: Request) -> None:
         """Gives slot and blocks back; those that the prefix cache has indexed stay cached until
@@ -339,8 +342,9 @@ class KVCacheManager:
             raise PlanError("the previous plan is still open: commit or abandon it first")
         buffers = self.memory.buffers
         shape = self._step_reader.read(steps)
-        starts, published, reused, _ = self.table.numbers.take(shape.slots, axis=1)
+        starts, published, reused, written = self.table.numbers.take(shape.slots, axis=1)
         ends = starts + shape.counts
+        step_checks.untorn(self.schema, shape, starts, written)
         step_checks.context(self.schema, int(ends.max(initial=0)))
         check_step(self.schema, buffers, shape, pad_tokens=pad_tokens, pad_requests=pad_requests)
         growing = [
@@ -415,15 +419,29 @@ class KVCacheManager:
     def abandon(self, plan: ForwardPlan) -> None:
         """The step did not happen and no layer appended it; lengths stay."""
         step_checks.open_plan(plan, self.open_plan)
-        if plan.appended_layers and not plan.narrow:
+        if not plan.narrow and (plan.touched or plan.appended_layers):
             raise PlanError(
                 f"layers {sorted(plan.appended_layers)[:4]} already wrote {plan.shape.most_tokens} "
                 f"tokens of a request, more than the {self.schema.max_rollback_tokens} that can be "
-                f"undone: commit the plan and release its requests; nothing of it is cached"
+                f"undone: call fail(plan); nothing of it is cached"
             )
         if self.prefix is not None:
             self.prefix.note_abandon(plan)
         if plan.narrow:  # a replayed graph writes without telling the plan
+            self.table.note_written(plan.slots, plan.ends)
+        self._close(plan)
+
+    def fail(self, plan: ForwardPlan) -> None:
+        """The step failed, wherever it was: the one call after any error in it.
+
+        Nothing of it is cached and lengths stay. Requests whose rings have lost more than they can
+        get back (those with a chunk, if any layer has begun to write) can only be rewound, reset or
+        released: `request.is_torn` tells. All others just go on. Raises PlanError.
+        """
+        step_checks.open_plan(plan, self.open_plan)
+        if self.prefix is not None:
+            self.prefix.note_abandon(plan)
+        if plan.narrow or plan.touched:
             self.table.note_written(plan.slots, plan.ends)
         self._close(plan)
 

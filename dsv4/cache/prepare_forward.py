@@ -6,7 +6,7 @@ move (graphs captured over them stay valid) and reach the device in one copy, pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -17,8 +17,11 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.cache.step.buffers import StepBuffers
 from dsv4.cache.step.shape import I64, StepShape
 from dsv4.cache.step.work_items import chunk_groups, closing_groups, without_existing
-from dsv4.errors import PlanError, is_whole
+from dsv4.errors import InvalidInput, PlanError, is_whole
 from dsv4.ops.columns import token_columns
+
+# what a layer stores of a step, where it is written piece by piece
+WINDOW, TAILS, ENTRIES = 1, 2, 4
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -38,15 +41,54 @@ class ForwardPlan:
     batch: Tensor
     tokens: Tensor
     items: dict[int, Tensor]
+    num_layers: int
+    draft_layers: frozenset[int]
     captures: WideCaptures | None = None
     done: bool = False
+    touched: bool = False
     appended_layers: set[int] = field(default_factory=set)
+    stored_layers: set[int] = field(default_factory=set)
     last_appended: int | None = None
+    _parts: dict[int, int] = field(default_factory=dict)
+
+    def mark_appended(self, layers: Iterable[int] | None = None) -> None:
+        """A captured graph has appended the step in these layers (default: all but those that
+        draft). Python does not see what a graph runs, and only a step that every layer has stored
+        is cached. Raises PlanError, InvalidInput."""
+        if self.done:
+            raise PlanError("this plan is over: mark it before commit")
+        known = range(self.num_layers)
+        if layers is None:
+            chosen = [layer for layer in known if layer not in self.draft_layers]
+        else:
+            chosen = require_layers(layers, self.num_layers)
+        for layer in chosen:
+            self.note_append(layer)
 
     def note_append(self, layer: int) -> None:
         """A layer has written this step; a chunk's staged rows are now that layer's."""
+        self.touched = True
         self.appended_layers.add(layer)
+        self.stored_layers.add(layer)
         self.last_appended = layer
+
+    def note_part(self, layer: int, part: int, needed: int) -> None:
+        """A layer has written one of WINDOW, TAILS and ENTRIES. With all of `needed` it has stored
+        the step."""
+        self.touched = True
+        if part & WINDOW:
+            self.appended_layers.add(layer)
+            self.last_appended = layer
+        parts = self._parts[layer] = self._parts.get(layer, 0) | part
+        if parts & needed == needed:
+            self.stored_layers.add(layer)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether every layer, but for those that draft, has stored the step."""
+        return len(self.stored_layers - self.draft_layers) == self.num_layers - len(
+            self.draft_layers
+        )
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -73,6 +115,15 @@ class ForwardPlan:
         """int32 [padded_tokens], a view of `tokens`: the position of each token, -1 for padding."""
         position: Tensor = token_columns(self.tokens).position
         return position
+
+
+def require_layers(layers: object, num_layers: int) -> list[int]:
+    """Layers of the model, as given. Raises InvalidInput."""
+    chosen = list(layers) if isinstance(layers, Iterable) else [layers]
+    for layer in chosen:
+        if not is_whole(layer) or not 0 <= layer < num_layers:
+            raise InvalidInput(f"layer {layer!r} of a model with {num_layers} layers")
+    return [int(layer) for layer in chosen]
 
 
 def make_plan(
@@ -108,6 +159,8 @@ def make_plan(
         batch=buffers.cut("batch", batch_rows),
         tokens=buffers.cut("tokens", tokens),
         items={ratio: buffers.cut(f"items_{ratio}", count) for ratio, count in item_counts.items()},
+        num_layers=len(schema.layers),
+        draft_layers=schema.draft_layers,
     )
 
 

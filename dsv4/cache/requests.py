@@ -31,6 +31,7 @@ class Request:
 
     __slots__ = (
         "__weakref__",
+        "_max_rollback_tokens",
         "_row",
         "block_ids",
         "exact_from",
@@ -38,6 +39,7 @@ class Request:
         "resume",
         "serial",
         "slot",
+        "torn_from",
         "trail",
     )
 
@@ -49,11 +51,14 @@ class Request:
         block_ids: list[int],
         row: NDArray[np.int64],
         resume: Resume,
+        max_rollback_tokens: int,
     ) -> None:
         self.slot, self.serial = slot, serial
         self.released = False
+        self._max_rollback_tokens = max_rollback_tokens
         self.resume = resume  # what the caller runs next to get where it wanted to be
         self.exact_from = 0  # below, a replay may have left rings that differ from a cold run's
+        self.torn_from: int | None = None  # a step from here on was not stored by all layers
         self.trail: TokenTrail | None = None
         self._row = row
         self._row[:] = 0
@@ -94,6 +99,33 @@ class Request:
     @written_tokens.setter
     def written_tokens(self, tokens: int) -> None:
         self._row[WRITTEN] = tokens
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a step that failed has overwritten what the rings held at `length`: the request
+        can only be rewound, reset or released."""
+        return self.written_tokens - self.length > self._max_rollback_tokens
+
+    def require_whole(self) -> None:
+        """RequestError for a torn request."""
+        if self.is_torn:
+            raise RequestError(
+                f"a step of request {self.serial} failed after it had overwritten the rings: "
+                f"rewind the request to {self.length} tokens or fewer, or release it"
+            )
+
+    def note_torn(self, tokens: int) -> None:
+        """Not all layers have stored what lies behind so many tokens: it is never cached, unless a
+        rewind takes it back. Their ids are forgotten, and behind a gap none are learned."""
+        if self.torn_from is None or tokens < self.torn_from:
+            self.torn_from = tokens
+            if self.trail is not None:
+                self.trail.cut(tokens)
+
+    def mend(self) -> None:
+        """After tokens were taken back: nothing is torn if all that was is gone."""
+        if self.torn_from is not None and self.length <= self.torn_from:
+            self.torn_from = None
 
     def detach(self) -> None:
         """The slot goes to another request; this one keeps its last values."""
@@ -148,6 +180,7 @@ class RequestTable:
             block_ids=block_ids,
             row=self.numbers[:, slot],
             resume=resume,
+            max_rollback_tokens=self.schema.max_rollback_tokens,
         )
         self._next_serial += 1
         self.live[slot] = request
@@ -159,6 +192,7 @@ class RequestTable:
         request.length, request.written_tokens = parent.length, parent.written_tokens
         request.reused_tokens, request.exact_from = parent.reused_tokens, parent.exact_from
         request.trail = parent.trail and parent.trail.copy()
+        request.torn_from = parent.torn_from
         return request
 
     def restart(self, request: Request, resume: Resume) -> None:

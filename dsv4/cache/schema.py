@@ -399,6 +399,11 @@ class CacheSchema:
         """How many of the newest tokens of a step may be rejected: 1 + max_draft_tokens."""
         return 1 + self.max_draft_tokens
 
+    @cached_property
+    def draft_layers(self) -> frozenset[int]:
+        """Layers that draft: MTP and DSpark, which not every engine runs."""
+        return frozenset(spec.layer for spec in self.model.layers if spec.draft)
+
     def blocks_for(self, tokens: int) -> int:
         """A model of window-only layers keeps nothing in blocks and needs none."""
         if not self.block_bytes:

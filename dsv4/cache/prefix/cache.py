@@ -102,6 +102,8 @@ class PrefixCache:
         """From where a request that has computed `length` tokens can reach them again."""
         blocks = length // self.schema.block_tokens
         trail = request.trail
+        if request.torn_from is not None:  # not all layers have the entries behind
+            blocks = min(blocks, request.torn_from // self.schema.block_tokens)
         known = 0 if trail is None else min(blocks, len(trail.ids) // self.schema.block_tokens)
         nodes = [] if trail is None else self.index.match(trail, known)
         return self._resume_behind(nodes, blocks, length)
@@ -216,9 +218,10 @@ class PrefixCache:
 
         The rings still hold the state at every boundary that a few tokens have crossed.
         """
-        if not plan.narrow and not self._is_complete(plan.appended_layers):
-            for request in plan.requests:  # a step that failed halfway: nothing of it may be found
-                request.trail = None
+        if not plan.is_stored:  # some layers lack the step: nothing of it may be found again
+            for row in kept.nonzero()[0].tolist():
+                plan.requests[row].note_torn(int(plan.starts[row]))
+            learned = ()
         for trail, start, span in learned:
             trail.learn(start, span)
         block_tokens = self.schema.block_tokens

@@ -39,6 +39,13 @@ def unplanned(request: Request, open_plan: ForwardPlan | None) -> None:
         )
 
 
+def untorn(schema: CacheSchema, shape: StepShape, starts: I64, written: I64) -> None:
+    """RequestError for a request whose rings do not hold the state at its length."""
+    torn = written - starts > schema.max_rollback_tokens
+    if torn.any():
+        shape.requests[int(torn.argmax())].require_whole()
+
+
 def open_plan(plan: ForwardPlan, expected: ForwardPlan | None) -> None:
     """PlanError unless `plan` is the manager's open one."""
     if not isinstance(plan, ForwardPlan):

@@ -197,6 +197,7 @@ class FastForward:
         size = self.graphs.padded(len(steps))
         with self._planned(steps, pad_tokens=size, pad_requests=size) as plan:
             hidden: Any = self.graphs(ids, plan)
+            plan.mark_appended()
         return MoeModelOutputWithPast(last_hidden_state=hidden)
 
     @contextmanager
