@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from dsv4.kernels.target import BACKEND, known_options
+
 
 class Launch(NamedTuple):
     """`grid` programs of `kernel`. `constants` are its compile-time arguments by name, `options`
@@ -18,4 +20,5 @@ class Launch(NamedTuple):
     def run(self) -> None:
         """Launches on the current stream; a grid without programs launches nothing."""
         if all(self.grid):
-            self.kernel[self.grid](*self.arguments, **self.constants, **self.options)
+            options = known_options(BACKEND, self.options)
+            self.kernel[self.grid](*self.arguments, **self.constants, **options)
