@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         SchemaError,
         SchemaMismatch,
         ThreadError,
+        UnsupportedGpu,
     )
     from dsv4.metrics import ManagerCollector, prometheus_text
     from dsv4.model import AttentionType, LayerSpec, ModelSpec
@@ -77,6 +78,7 @@ __all__ = [
     "SnapshotPolicy",
     "Stats",
     "ThreadError",
+    "UnsupportedGpu",
     "__version__",
     "compute_block_budget",
     "full",
@@ -113,6 +115,7 @@ _HOMES = {
         "SchemaError",
         "SchemaMismatch",
         "ThreadError",
+        "UnsupportedGpu",
     ),
     "dsv4.metrics": ("ManagerCollector", "prometheus_text"),
     "dsv4.model": ("AttentionType", "LayerSpec", "ModelSpec"),

@@ -129,6 +129,10 @@ class RecoveryNeeded(Dsv4Error):
     """An interrupt left a call half done: `manager.recover()` puts the manager in order."""
 
 
+class UnsupportedGpu(Dsv4Error, RuntimeError):
+    """The kernels are not made for this GPU; the message names it and what to use instead."""
+
+
 class MissingExtra(Dsv4Error, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
 
