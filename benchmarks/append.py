@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from benchmarks.case import Call, Case, Measurement, Work, sets_to_outgrow_l2
+from benchmarks.lengths import set_length
 from benchmarks.timing import measure
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.pages import CompressorLayout
@@ -98,7 +99,7 @@ def _measure(schema: CacheSchema, kind: str, *, batch: int, start: int, tokens: 
     manager.slot_arena.bytes.view(torch.bfloat16).normal_()
     requests = [manager.admit_request(start + tokens) for _ in range(batch)]
     for request in requests:  # as if `start` tokens had been computed
-        request.length = start
+        set_length(manager, request, start)
         request.published_blocks = start // schema.block_tokens
     plan = manager.prepare_forward([(r, tokens) for r in requests])
     layers = [layer for layer, _ in _layers(schema, kind)]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from benchmarks.append import append_bytes, random_inputs, random_weights
 from benchmarks.case import Case, Measurement
+from benchmarks.lengths import set_length
 from benchmarks.timing import time_graph
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
@@ -181,7 +182,7 @@ class DecodeStep:
         for nth, (request, block_ids) in enumerate(zip(self.requests, table, strict=True)):
             request.block_ids = block_ids.tolist()
             request.published_blocks = width
-            request.length = self.context - 1 - (nth + 1) % PHASES
+            set_length(self.manager, request, self.context - 1 - (nth + 1) % PHASES)
         slots = [request.slot for request in self.requests]
         self.manager.block_table[slots] = table.int().to(self.manager.device)
 

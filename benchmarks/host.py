@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 
-import numpy as np
 import torch
 
 from benchmarks.case import Case, Measurement
 from benchmarks.decode_step import PARTS, DecodeStep
+from benchmarks.lengths import set_length
 from benchmarks.timing import time_graph
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.requests import Request
@@ -127,7 +127,7 @@ def decoding_requests(
     blocks = min(context, LONGEST - 2 * (WARM_UP_STEPS + STEPS)) // schema.block_tokens
     for nth, request in enumerate(requests):
         length = blocks * schema.block_tokens + nth % schema.block_tokens
-        manager.table.move(np.array([request.slot]), np.array([length]))
+        set_length(manager, request, length)
         request.block_ids = [0] * (blocks + 1)
         request.published_blocks = blocks + 1
     return manager, requests

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.lengths import set_length
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
@@ -115,7 +116,8 @@ class Model:
             blocks = self.schema.blocks_for(length)  # as if the tokens had been computed
             ids = torch.tensor(request.block_ids[:blocks], dtype=torch.int32, device="cuda")
             self.manager.block_table[request.slot, :blocks] = ids
-            request.length, request.published_blocks = length, blocks
+            set_length(self.manager, request, length)
+            request.published_blocks = blocks
         return requests
 
     def results(self) -> dict[int, list[Tensor]]:

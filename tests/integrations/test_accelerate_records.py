@@ -6,6 +6,7 @@ side. Top-k takes all entries, so keys do not matter."""
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import pytest
@@ -90,15 +91,17 @@ def test_window_rows_of_the_first_layer_are_the_rounded_ones() -> None:
     [("fp8_ds", None), ("fp8_ds", "nvfp4"), ("fp8_row", "fp8"), ("bf16", "mxfp4")],
 )
 def test_formats_are_chosen_apart(records: str, index: str | None) -> None:
-    plain, ids = plain_model(), prompt(80)
+    plain, prompts = plain_model(), [prompt(80, seed=seed) for seed in range(7)]
     with fast(plain, records=records, index=index) as model:
         schema = manager_of(model).schema
         assert schema.entry_format.name == {"bf16": "fp32"}.get(records, records)
         assert schema.index_format.name == (index or "mxfp4")
-        found = generate(model, ids, 4)
-    exact = generate(plain, ids, 4)
-    difference = found.logits[0] - exact.logits[0]
-    assert 0 < rms(difference) < 0.2 * rms(exact.logits[0])
+        found = [generate(model, ids, 1).logits[0] for ids in prompts]
+    exact = [generate(plain, ids, 1).logits[0] for ids in prompts]
+    moved = [rms(f - e) / rms(e) for f, e in zip(found, exact, strict=True)]
+    assert min(moved) > 0
+    # rounding moves logits a little, and a lot where a token changes its expert: not for most
+    assert statistics.median(moved) < 0.2, moved
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
