@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4.cache.pages import Ring
 from dsv4.kernels.fold import fold_tokens, load_projections, load_state, write_states
 from dsv4.kernels.numerics import (
     bf16_bits,
@@ -159,9 +160,9 @@ def compressor_share(step: StepTensors, write: CompressorWrite | None) -> Share:
         WIDTH=layout.width,
         ROPE=layout.rope_dim,
         HADAMARD=layout.hadamard,
-        A_ROWS=layout.a_rows,
-        B_ROWS=layout.b_rows,
-        STATE_ROWS=layout.state_rows,
+        A_ROWS=_rows(layout.ka),
+        B_ROWS=_rows(layout.kb),
+        STATE_ROWS=_rows(layout.state),
         PAGE_ROWS=layout.page.rows,
         ITEMS_PER_PROGRAM=items_per_program,
         SPLITS=splits,
@@ -193,12 +194,20 @@ def compressor_share(step: StepTensors, write: CompressorWrite | None) -> Share:
         z_stride=0 if write.z is None else write.z.stride(0),
         data_offset=layout.page.offset_bytes,
         scale_offset=layout.page.scale_offset_bytes,
-        ka_offset=layout.state_offset_bytes if layout.online else layout.ka_offset_bytes,
-        za_offset=layout.za_offset_bytes,
-        kb_offset=layout.kb_offset_bytes,
-        zb_offset=layout.zb_offset_bytes,
+        ka_offset=_offset(layout.state or layout.ka),
+        za_offset=_offset(layout.za),
+        kb_offset=_offset(layout.kb),
+        zb_offset=_offset(layout.zb),
     )
     return Share(work_programs + tail_programs, arguments, constants)
+
+
+def _rows(ring: Ring | None) -> int:
+    return 0 if ring is None else ring.rows
+
+
+def _offset(ring: Ring | None) -> int:
+    return 0 if ring is None else ring.offset_bytes
 
 
 @triton.jit
