@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -119,7 +120,7 @@ class ForwardPlan:
 
 def require_layers(layers: object, num_layers: int) -> list[int]:
     """Layers of the model, as given. Raises InvalidInput."""
-    chosen = list(layers) if isinstance(layers, Iterable) else [layers]
+    chosen: list[Any] = list(layers) if isinstance(layers, Iterable) else [layers]
     for layer in chosen:
         if not is_whole(layer) or not 0 <= layer < num_layers:
             raise InvalidInput(f"layer {layer!r} of a model with {num_layers} layers")
