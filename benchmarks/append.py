@@ -161,12 +161,12 @@ def append_bytes(schema: CacheSchema, layer: int, *, start: int, tokens: int, ba
         total += 2 * 4 * tokens * layout.columns
         closed = (start + tokens) // layout.ratio - start // layout.ratio
         total += closed * layout.page.format.record_bytes
-        if layout.online:
-            states = min(tokens, layout.state_rows) + (start % layout.ratio > 0)
+        if layout.state is not None:
+            states = min(tokens, layout.state.rows) + (start % layout.ratio > 0)
             total += 3 * 4 * layout.width * states
             continue
         tail_row_bytes = 2 * 4 * layout.width
-        total += tail_row_bytes * (min(tokens, layout.a_rows) + min(tokens, layout.b_rows))
+        total += tail_row_bytes * sum(min(tokens, r.rows) for r in (layout.ka, layout.kb) if r)
         if closed:
             first = (start // layout.ratio - layout.overlap) * layout.ratio
             total += tail_row_bytes * (start - max(first, 0))

@@ -155,37 +155,3 @@ class CompressorLayout:
     def tokens_pooled(self) -> int:
         """Tokens that one entry pools."""
         return self.ratio * (2 if self.overlap else 1)
-
-    # rows and offsets as kernels take them: 0 where there is no ring
-
-    @property
-    def a_rows(self) -> int:
-        return self.ka.rows if self.ka else 0
-
-    @property
-    def b_rows(self) -> int:
-        return self.kb.rows if self.kb else 0
-
-    @property
-    def state_rows(self) -> int:
-        return self.state.rows if self.state else 0
-
-    @property
-    def ka_offset_bytes(self) -> int:
-        return self.ka.offset_bytes if self.ka else 0
-
-    @property
-    def za_offset_bytes(self) -> int:
-        return self.za.offset_bytes if self.za else 0
-
-    @property
-    def kb_offset_bytes(self) -> int:
-        return self.kb.offset_bytes if self.kb else 0
-
-    @property
-    def zb_offset_bytes(self) -> int:
-        return self.zb.offset_bytes if self.zb else 0
-
-    @property
-    def state_offset_bytes(self) -> int:
-        return self.state.offset_bytes if self.state else 0

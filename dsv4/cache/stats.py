@@ -61,7 +61,7 @@ class PrefixStats(PrefixCounters):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """A snapshot of who holds what. free + live = total, for slots; for blocks with the cached
+    """Who holds what now. free + live = total, for slots; for blocks with the cached
     ones, which the prefix index keeps and no request holds: free + live + cached = total."""
 
     blocks_total: int

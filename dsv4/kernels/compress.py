@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4.cache.pages import Ring
 from dsv4.kernels.fold import fold_tokens, load_projections, load_state, write_states
 from dsv4.kernels.numerics import (
     bf16_bits,
@@ -119,6 +120,16 @@ class Groups(NamedTuple):
     first_row: Any
 
 
+class Stored(NamedTuple):
+    """Where values or logits are: a step's projections `new` with their `stride` and, per item
+    [items], the rings of the current (`ring_a`) and the previous stream (`ring_b`)."""
+
+    new: Any
+    stride: Any
+    ring_a: Any
+    ring_b: Any
+
+
 class Place(NamedTuple):
     """What storing entries needs: pages [items], norm weights and angles [items, WIDTH]."""
 
@@ -159,9 +170,9 @@ def compressor_share(step: StepTensors, write: CompressorWrite | None) -> Share:
         WIDTH=layout.width,
         ROPE=layout.rope_dim,
         HADAMARD=layout.hadamard,
-        A_ROWS=layout.a_rows,
-        B_ROWS=layout.b_rows,
-        STATE_ROWS=layout.state_rows,
+        A_ROWS=_rows(layout.ka),
+        B_ROWS=_rows(layout.kb),
+        STATE_ROWS=_rows(layout.state),
         PAGE_ROWS=layout.page.rows,
         ITEMS_PER_PROGRAM=items_per_program,
         SPLITS=splits,
@@ -193,12 +204,20 @@ def compressor_share(step: StepTensors, write: CompressorWrite | None) -> Share:
         z_stride=0 if write.z is None else write.z.stride(0),
         data_offset=layout.page.offset_bytes,
         scale_offset=layout.page.scale_offset_bytes,
-        ka_offset=layout.state_offset_bytes if layout.online else layout.ka_offset_bytes,
-        za_offset=layout.za_offset_bytes,
-        kb_offset=layout.kb_offset_bytes,
-        zb_offset=layout.zb_offset_bytes,
+        ka_offset=_offset(layout.state or layout.ka),
+        za_offset=_offset(layout.za),
+        kb_offset=_offset(layout.kb),
+        zb_offset=_offset(layout.zb),
     )
     return Share(work_programs + tail_programs, arguments, constants)
+
+
+def _rows(ring: Ring | None) -> int:
+    return 0 if ring is None else ring.rows
+
+
+def _offset(ring: Ring | None) -> int:
+    return 0 if ring is None else ring.offset_bytes
 
 
 @triton.jit
@@ -278,20 +297,17 @@ def _compress_items(nth, split, step, compressor, C: tl.constexpr):
 @triton.jit
 def _close_groups(closes, groups, slot_ptr, split, step, compressor, C: tl.constexpr):
     """Pools the groups that close and stores their entries."""
-    ka = ring_at(slot_ptr, compressor.ka_offset)  # [items], as all four
+    ka = ring_at(slot_ptr, compressor.ka_offset)
     za = ring_at(slot_ptr, compressor.za_offset)
     kb = ring_at(slot_ptr, compressor.kb_offset)
     zb = ring_at(slot_ptr, compressor.zb_offset)
     place = ()
     if C.PLACE_FIRST:
         place = _place(closes, groups, step, compressor, C)
-    ape = compressor.ape
-    logits = _load_tiles(
-        closes, groups, split, compressor.z, compressor.z_stride, za, zb, ape, True, C
-    )
-    values = _load_tiles(
-        closes, groups, split, compressor.c, compressor.c_stride, ka, kb, ape, False, C
-    )
+    gates = Stored(compressor.z, compressor.z_stride, za, zb)
+    logits = _load_tiles(closes, groups, split, gates, compressor.ape, C)
+    rows = Stored(compressor.c, compressor.c_stride, ka, kb)
+    values = _load_tiles(closes, groups, split, rows, None, C)
     if not C.WIDE:
         # Left alone, ptxas loads the values after the exponentials, and one program has nothing
         # else to fill that wait. No load sinks below a barrier, and no barrier below a branch.
@@ -348,7 +364,9 @@ def _fold_job(job, FOLDS: tl.constexpr, group, end, split, step, compressor, C: 
     begin = tl.where(job == 0, group.entry * RATIO, kept - kept % RATIO)
     begin = stop if C.FROM_TAILS else tl.maximum(group.start, begin)
     one = tl.arange(0, 1)
-    groups = Groups(group.item + one, group.slot + one, group.entry + one, group.start, row_offset)
+    groups = Groups(
+        group.item + one, group.slot + one, group.entry + one, group.start, group.first_row
+    )
     place = ()
     if C.PLACE_FIRST:
         place = _place((one == 0) & (job == 0), groups, step, compressor, C)
@@ -423,11 +441,9 @@ def _store_entries(pooled, closes, groups, place, step, compressor, C: tl.conste
 
 
 @triton.jit
-def _load_tiles(
-    closes, groups, split, new_ptr, new_stride, ring_a, ring_b, ape_ptr,
-    BIASED: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Logits or values of all rows of groups, as a tuple of tiles [items, ROWS, PART]."""
+def _load_tiles(closes, groups, split, stored, ape, C: tl.constexpr):
+    """Logits or values of all rows of groups, as a tuple of tiles [items, ROWS, PART]. Logits that
+    are the step's own get their bias: `ape` is None for values."""
     RATIO: tl.constexpr = C.RATIO
     ROWS: tl.constexpr = min(RATIO, C.LANES)
     # only the newest rows of a group that a narrow step closes can be the step's own
@@ -437,42 +453,44 @@ def _load_tiles(
     if C.OVERLAP:
         for at in tl.static_range(0, RATIO, ROWS):
             tiles += _load_tile(
-                (entry - 1) * RATIO + at, ROWS, at + ROWS + NEWEST > 2 * RATIO,
-                closes & (entry > 0), groups, split, 0, new_ptr, new_stride,
-                ring_b, C.B_ROWS, ape_ptr, BIASED, C,
+                (entry - 1) * RATIO + at, closes & (entry > 0), groups, split, stored, ape,
+                True, at + ROWS + NEWEST > 2 * RATIO, C,
             )  # fmt: skip
     for at in tl.static_range(0, RATIO, ROWS):
         tiles += _load_tile(
-            entry * RATIO + at, ROWS, at + ROWS + NEWEST > RATIO,
-            closes, groups, split, C.WIDTH if C.OVERLAP else 0, new_ptr, new_stride,
-            ring_a, max(C.A_ROWS, 1), ape_ptr, BIASED, C,
+            entry * RATIO + at, closes, groups, split, stored, ape,
+            False, at + ROWS + NEWEST > RATIO, C,
         )  # fmt: skip
     return tiles
 
 
 @triton.jit
 def _load_tile(
-    first, ROWS: tl.constexpr, NEW: tl.constexpr, exists, groups, split, half, new_ptr, new_stride,
-    ring, RING: tl.constexpr, ape_ptr, BIASED: tl.constexpr, C: tl.constexpr,
+    first, exists, groups, split, stored, ape,
+    PREVIOUS: tl.constexpr, NEW: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The rows [items, ROWS, PART] at positions [first, first + ROWS) of one stream, whose columns
-    begin at `half`: from the ring and, where some can be NEW, from the step's projections."""
+    """The rows [items, ROWS, PART] at positions from `first` on of the PREVIOUS or the current
+    stream: from its ring and, where some can be NEW, from the step's projections."""
     WIDTH: tl.constexpr = C.WIDTH
     PART: tl.constexpr = WIDTH // C.SPLITS
+    ROWS: tl.constexpr = min(C.RATIO, C.LANES)
     COLUMNS: tl.constexpr = WIDTH * 2 if C.OVERLAP else WIDTH
+    RING_ROWS: tl.constexpr = C.B_ROWS if PREVIOUS else max(C.A_ROWS, 1)
+    HALF: tl.constexpr = WIDTH if C.OVERLAP and not PREVIOUS else 0
+    ring = stored.ring_b if PREVIOUS else stored.ring_a
     position = first[:, None] + tl.arange(0, ROWS)[None, :]  # [items, ROWS]
     column = (split * PART + tl.arange(0, PART))[None, None, :]
     exists = exists[:, None, None]
-    row = ring[:, None] + position % RING * WIDTH  # [items, ROWS]
+    row = ring[:, None] + position % RING_ROWS * WIDTH  # [items, ROWS]
     if NEW and not C.FROM_TAILS:
         start = groups.start[:, None]
         is_new = position >= start
         token = (groups.first_row[:, None] + position - start).to(tl.int64)
-        row = tl.where(is_new, new_ptr + token * new_stride + half, row)
+        row = tl.where(is_new, stored.new + token * stored.stride + HALF, row)
     row = tl.multiple_of(row, [16, 16])
     tile = tl.load(row[:, :, None] + column, mask=exists, other=0.0)
-    if BIASED and NEW and not C.FROM_TAILS:
-        bias = ape_ptr + position % C.RATIO * COLUMNS + half
+    if ape is not None and NEW and not C.FROM_TAILS:
+        bias = ape + position % C.RATIO * COLUMNS + HALF
         tile += tl.load(bias[:, :, None] + column, mask=exists & is_new[:, :, None], other=0.0)
     return (tile,)
 

@@ -14,8 +14,6 @@ from dsv4.kernels.record_store import record_constants, store_records
 def write_records(
     arena: Tensor, page: Page, arena_row: Tensor, page_row: Tensor, rows: Tensor
 ) -> None:
-    """Row i of bf16 `rows` into row `page_row[i]` of the page in arena row `arena_row[i]`; where
-    either is negative nothing is written. Same bytes as the reference's."""
     write_records_launch(arena, page, arena_row, page_row, rows).run()
 
 

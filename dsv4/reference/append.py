@@ -7,19 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsv4.cache.pages import Page
+from dsv4.cache.pages import Page, Ring
 from dsv4.ops.calls import CompressorWrite, StepTensors, WindowWrite
-from dsv4.ops.columns import item_columns, request_columns, staged_row, token_columns
+from dsv4.ops.columns import request_columns, staged_row, token_columns
 from dsv4.reference import online
 from dsv4.reference.codec import VALUE_TYPES, encode
+from dsv4.reference.groups import ClosedGroups, closed_groups
 from dsv4.reference.numerics import gated_pool, hadamard, rms_norm, rotate, round_to
-from dsv4.reference.pages import page_rows
+from dsv4.reference.pages import page_rows, ring_rows
 
 
 def append(
     step: StepTensors, window: WindowWrite | None, compressors: Sequence[CompressorWrite]
 ) -> None:
-    """Everything that one layer writes in a step. Groups are read before tails are overwritten."""
     if window is not None:
         append_window(step, window)
     for write in compressors:
@@ -70,24 +70,24 @@ def stage_window(step: StepTensors, window: WindowWrite) -> None:
 def compress_groups(step: StepTensors, write: CompressorWrite) -> None:
     """Pools every group that the step closes, and stores entry or key in its block."""
     layout = write.layout
-    item, entry, slot, start, first_row = _closed_groups(write)
-    if not len(item):
+    groups = closed_groups(write)
+    if not len(groups.item):
         return
     if layout.online:
-        pooled = online.pool_groups(step, write, entry, slot, start, first_row)
+        pooled = online.pool_groups(step, write, groups)
     else:
-        values, logits, valid = _group_rows(step, write, entry, slot, start, first_row)
-        pooled = gated_pool(values, logits, valid)
+        pooled = gated_pool(*_group_rows(step, write, groups))
     pooled = round_to(pooled, VALUE_TYPES[layout.page.format.value_dtype])
     entries = rms_norm(pooled, write.norm, step.rms_eps)
-    entries = rotate(entries, *_cos_sin(step.rope, entry * layout.ratio))
+    entries = rotate(entries, *_cos_sin(step.rope, groups.entry * layout.ratio))
     if layout.hadamard:
         entries = hadamard(entries)
     if write.dense is not None:
-        write.dense[item] = entries
+        write.dense[groups.item] = entries
         return
-    block_id = step.block_table[slot, entry // layout.page.rows].long()
-    write_records(step.block_arena, layout.page, block_id, entry % layout.page.rows, entries)
+    block_id = step.block_table[groups.slot, groups.entry // layout.page.rows].long()
+    page_row = groups.entry % layout.page.rows
+    write_records(step.block_arena, layout.page, block_id, page_row, entries)
 
 
 def write_tails(step: StepTensors, write: CompressorWrite) -> None:
@@ -102,104 +102,78 @@ def write_tails(step: StepTensors, write: CompressorWrite) -> None:
     end = request.start + request.count
     biased = write.z[token] + write.ape[position % layout.ratio]
     current = slice(layout.columns - layout.width, layout.columns)
-    for rows, columns, k_offset, z_offset in (
-        (layout.a_rows, current, layout.ka_offset_bytes, layout.za_offset_bytes),
-        (layout.b_rows, slice(0, layout.width), layout.kb_offset_bytes, layout.zb_offset_bytes),
+    previous = slice(0, layout.width)
+    for ring, values, columns in (
+        (layout.ka, write.c[token], current),
+        (layout.za, biased, current),
+        (layout.kb, write.c[token], previous),
+        (layout.zb, biased, previous),
     ):
-        if not rows:
+        if ring is None:
             continue
-        keep = position >= end - rows
-        at = (slot[keep], position[keep] % rows)
-        _ring(step.slot_arena, k_offset, rows, layout.width)[at] = write.c[token[keep]][:, columns]
-        _ring(step.slot_arena, z_offset, rows, layout.width)[at] = biased[keep][:, columns]
+        keep = position >= end - ring.rows
+        at = (slot[keep], position[keep] % ring.rows)
+        ring_rows(step.slot_arena, ring, layout.width)[at] = values[keep][:, columns]
 
 
 def write_records(
     arena: Tensor, page: Page, arena_row: Tensor, page_row: Tensor, rows: Tensor
 ) -> None:
-    """Row i of `rows`, of the format's value type, into row `page_row[i]` of the page in arena row
-    `arena_row[i]`; where either is negative nothing is written."""
     live = torch.nonzero((arena_row >= 0) & (page_row >= 0)).flatten()
     arena_row, page_row, rows = arena_row[live], page_row[live], rows[live]
     for target, encoded in zip(page_rows(arena, page), encode(page.format, rows), strict=True):
         target[arena_row, page_row] = encoded
 
 
-def _closed_groups(write: CompressorWrite) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Item, entry, slot, start and first token row of every group that ends inside the step."""
-    items = item_columns(write.items.long()[:, None])  # columns [items, 1]
-    nth = torch.arange(2, device=write.items.device)
-    entry = items.entry + nth
-    closed = (nth < items.entries) & ((entry + 1) * write.layout.ratio <= items.end)
-    item, which = torch.nonzero(closed & (items.slot >= 0), as_tuple=True)
-    closing = item_columns(write.items[item].long())
-    return item, entry[item, which], closing.slot, closing.start, closing.first_row
-
-
 def _group_rows(
-    step: StepTensors,
-    write: CompressorWrite,
-    entry: Tensor,
-    slot: Tensor,
-    start: Tensor,
-    first_row: Tensor,
+    step: StepTensors, write: CompressorWrite, groups: ClosedGroups
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Values, biased logits and validity [groups, tokens pooled, …], previous stream first."""
     layout = write.layout
-    streams = [(entry, layout.columns - layout.width, layout.a_rows, "a")]
+    current = slice(layout.columns - layout.width, layout.columns)
+    streams = [(groups.entry, current, layout.ka, layout.za)]
     if layout.overlap:
-        streams.insert(0, (entry - 1, 0, layout.b_rows, "b"))
+        streams.insert(0, (groups.entry - 1, slice(0, layout.width), layout.kb, layout.zb))
+    place = torch.arange(layout.ratio, device=groups.entry.device)
     values, logits, valid = [], [], []
-    for group, column, ring_rows, name in streams:
-        position = group[:, None] * layout.ratio + torch.arange(layout.ratio, device=entry.device)
-        k, z = _stream_rows(step, write, position, slot, start, first_row, column, ring_rows, name)
-        values.append(k)
-        logits.append(z)
+    for group, columns, k_ring, z_ring in streams:
+        position = group[:, None] * layout.ratio + place
+        fresh_k, fresh_z = _fresh_rows(write, groups, position, columns)
+        values.append(_stream_rows(step, write, groups, position, k_ring, fresh_k))
+        logits.append(_stream_rows(step, write, groups, position, z_ring, fresh_z))
         valid.append(position >= 0)
     return torch.cat(values, dim=1), torch.cat(logits, dim=1), torch.cat(valid, dim=1)
+
+
+def _fresh_rows(
+    write: CompressorWrite, groups: ClosedGroups, position: Tensor, columns: slice
+) -> tuple[Tensor | None, Tensor | None]:
+    """Values and biased logits of the step's own tokens; of other positions, anything."""
+    if write.c is None or write.z is None:
+        return None, None
+    row = groups.first_row[:, None] + position - groups.start[:, None]
+    row = row.clamp(0, write.c.shape[0] - 1)
+    biased = write.z[row] + write.ape[position % write.layout.ratio]
+    return write.c[row][..., columns], biased[..., columns]
 
 
 def _stream_rows(
     step: StepTensors,
     write: CompressorWrite,
+    groups: ClosedGroups,
     position: Tensor,
-    slot: Tensor,
-    start: Tensor,
-    first_row: Tensor,
-    column: int,
-    ring_rows: int,
-    stream: str,
-) -> tuple[Tensor, Tensor]:
-    layout = write.layout
-    offsets = {
-        "a": (layout.ka_offset_bytes, layout.za_offset_bytes),
-        "b": (layout.kb_offset_bytes, layout.zb_offset_bytes),
-    }[stream]
-    stored = None
-    if ring_rows:
-        at = (slot[:, None], position % ring_rows)
-        stored = [_ring(step.slot_arena, o, ring_rows, layout.width)[at] for o in offsets]
-    if write.c is None or write.z is None:
-        assert stored is not None
-        return stored[0], stored[1]
-    row = (first_row[:, None] + position - start[:, None]).clamp(0, write.c.shape[0] - 1)
-    columns = slice(column, column + layout.width)
-    fresh = [
-        write.c[row][..., columns],
-        (write.z[row] + write.ape[position % layout.ratio])[..., columns],
-    ]
-    if stored is None:
-        return fresh[0], fresh[1]
-    is_new = (position >= start[:, None]).unsqueeze(-1)
-    return torch.where(is_new, fresh[0], stored[0]), torch.where(is_new, fresh[1], stored[1])
-
-
-def _ring(slot_arena: Tensor, offset_bytes: int, rows: int, width: int) -> Tensor:
-    return slot_arena.view(torch.float32).as_strided(
-        (slot_arena.shape[0], rows, width),
-        (slot_arena.stride(0) // 4, width, 1),
-        offset_bytes // 4,
-    )
+    ring: Ring | None,
+    fresh: Tensor | None,
+) -> Tensor:
+    """Rows [groups, ratio, width] of a tail's ring, or fresh ones from the step's first on."""
+    if ring is None:
+        assert fresh is not None
+        return fresh
+    rows = ring_rows(step.slot_arena, ring, write.layout.width)
+    stored = rows[groups.slot[:, None], position % ring.rows]
+    if fresh is None:
+        return stored
+    return torch.where((position >= groups.start[:, None]).unsqueeze(-1), fresh, stored)
 
 
 def _cos_sin(table: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:

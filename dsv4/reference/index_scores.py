@@ -13,8 +13,8 @@ from dsv4.reference.pages import read_records
 
 
 def index_scores(call: Scoring) -> None:
-    """Token after token. Dots of bf16 numbers are exact: products have 16 bits, and fp64 has room
-    to add them."""
+    """Token after token. Dots of bf16 numbers are exact while their products, of 16 bits, differ by
+    at most 2^30 in size: fp64 has room to add 128 of them."""
     slots, positions = (c.tolist() for c in token_columns(call.tokens)[:2])
     for token, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         visible = (position + 1) // call.keys.ratio

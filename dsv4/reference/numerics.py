@@ -79,10 +79,10 @@ def tree_sum(x: Tensor) -> Tensor:
     while lanes < min(rows, SUM_LANES):
         lanes *= 2
     x = torch.nn.functional.pad(x, (0, 0, 0, -rows % lanes))
-    chunks: tuple[Tensor, ...] = x.unflatten(-2, (-1, lanes)).unbind(-3)
-    total = chunks[0]
-    for chunk in chunks[1:]:
-        total = total + chunk
+    rounds: tuple[Tensor, ...] = x.unflatten(-2, (-1, lanes)).unbind(-3)
+    total = rounds[0]
+    for joining in rounds[1:]:
+        total = total + joining
     while lanes > 1:
         lanes //= 2
         total = total[..., :lanes, :] + total[..., lanes:, :]

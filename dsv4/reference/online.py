@@ -1,4 +1,4 @@
-"""Groups that are kept folded: a ring of running softmax states, one a token.
+"""Groups that are kept folded: a ring of running softmax states, one per token.
 
 The row of token p is the fold of its group's tokens up to p, in the order of their positions, so it
 depends on the tokens alone and not on how steps cut them. A step goes on from the row of the token
@@ -16,27 +16,23 @@ from torch import Tensor
 from dsv4.cache.pages import CompressorLayout
 from dsv4.ops.calls import CompressorWrite, StepTensors
 from dsv4.ops.columns import request_columns
+from dsv4.reference.groups import ClosedGroups
 from dsv4.reference.numerics import fold_token
+from dsv4.reference.pages import ring_rows
 
 
-def pool_groups(
-    step: StepTensors,
-    write: CompressorWrite,
-    entry: Tensor,
-    slot: Tensor,
-    start: Tensor,
-    first_row: Tensor,
-) -> Tensor:
+def pool_groups(step: StepTensors, write: CompressorWrite, groups: ClosedGroups) -> Tensor:
     """The pooled vectors fp32 [groups, width] of groups that the step closes."""
     ratio = write.layout.ratio
-    end = (entry + 1) * ratio
+    end = (groups.entry + 1) * ratio
     if write.c is None:
-        state = _stored(step, write.layout, slot, end - 1)
+        state = _stored(step, write.layout, groups.slot, end - 1)
     else:
-        begin = torch.maximum(start, entry * ratio)
-        folds = _folds(step, write, slot, start, first_row, begin, end)
+        begin = torch.maximum(groups.start, groups.entry * ratio)
+        folds = _folds(step, write, groups.slot, groups.start, groups.first_row, begin, end)
         ((_, _, state),) = deque(folds, maxlen=1)
-    return state[:, 2] / state[:, 1]
+    _, weight, product = state.unbind(-2)
+    return product / weight
 
 
 def write_states(step: StepTensors, write: CompressorWrite) -> None:
@@ -48,12 +44,12 @@ def write_states(step: StepTensors, write: CompressorWrite) -> None:
         return
     slot, start, count, first_row = request_columns(step.batch[live].long())
     end = start + count
-    kept = torch.maximum(start, end - layout.state_rows)
+    states = _states(step, layout)  # [slots, ring rows, 3, width]
+    kept = torch.maximum(start, end - states.shape[1])
     begin = torch.maximum(start, kept - kept % layout.ratio)
-    ring = _ring(step, layout)
     for position, inside, state in _folds(step, write, slot, start, first_row, begin, end):
         keep = inside & (position >= kept)
-        ring[slot[keep], position[keep] % layout.state_rows] = state[keep]
+        states[slot[keep], position[keep] % states.shape[1]] = state[keep]
 
 
 def _folds(
@@ -82,13 +78,10 @@ def _folds(
 
 
 def _stored(step: StepTensors, layout: CompressorLayout, slot: Tensor, position: Tensor) -> Tensor:
-    return _ring(step, layout)[slot, position % layout.state_rows]
+    states = _states(step, layout)
+    return states[slot, position % states.shape[1]]
 
 
-def _ring(step: StepTensors, layout: CompressorLayout) -> Tensor:
-    arena, width = step.slot_arena, layout.width
-    return arena.view(torch.float32).as_strided(
-        (arena.shape[0], layout.state_rows, 3, width),
-        (arena.stride(0) // 4, 3 * width, width, 1),
-        layout.state_offset_bytes // 4,
-    )
+def _states(step: StepTensors, layout: CompressorLayout) -> Tensor:
+    assert layout.state is not None
+    return ring_rows(step.slot_arena, layout.state, 3, layout.width)

@@ -1,10 +1,13 @@
-"""Rows of pages in plain PyTorch: where the bytes of a record are, and records decoded."""
+"""Rows of pages and rings in plain PyTorch: where their bytes are, and records decoded."""
 
 from __future__ import annotations
 
+from math import prod
+
+import torch
 from torch import Tensor
 
-from dsv4.cache.pages import Page
+from dsv4.cache.pages import Page, Ring
 from dsv4.reference.codec import decode
 
 
@@ -16,6 +19,13 @@ def page_rows(arena: Tensor, page: Page) -> tuple[Tensor, Tensor]:
     if not scale_bytes:
         return data, data[..., :0]
     return data, _strided(arena, page.rows, scale_bytes, page.scale_offset_bytes)
+
+
+def ring_rows(slot_arena: Tensor, ring: Ring, *shape: int) -> Tensor:
+    """A compressor's ring in every slot: fp32 [slots, ring rows, *shape], sharing the arena's
+    memory."""
+    rows = _strided(slot_arena, ring.rows, 4 * prod(shape), ring.offset_bytes)
+    return rows.view(torch.float32).view(*rows.shape[:-1], *shape)
 
 
 def read_records(arena: Tensor, page: Page, arena_row: Tensor, page_row: Tensor) -> Tensor:

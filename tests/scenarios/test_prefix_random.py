@@ -190,9 +190,10 @@ class World:
                 continue
             first = 0
             for request, start, count in spans:
-                for stream, rows in (("a", layout.a_rows), ("b", layout.b_rows)):
-                    if not rows:
+                for stream, stored in (("a", layout.ka), ("b", layout.kb)):
+                    if stored is None:
                         continue
+                    rows = stored.rows
                     kept = np.arange(max(start, start + count - rows), start + count)
                     values = written[first + kept - start, None]
                     self.planes[layer, f"{tail}_k{stream}"][request.slot, kept % rows] = values
@@ -203,7 +204,8 @@ class World:
         self, layout: CompressorLayout, spans: list, layer: int, written: Stamps
     ) -> None:
         """Goes on from the state in the ring, as a fold does: what is wrong there stays wrong."""
-        ring, rows = self.planes[layer, "tail_state"], layout.state_rows
+        assert layout.state is not None
+        ring, rows = self.planes[layer, "tail_state"], layout.state.rows
         first = 0
         for request, start, count in spans:
             before = int(ring[request.slot, (start - 1) % rows, 0, 0]) if start % BLOCK else 0
@@ -256,19 +258,18 @@ class World:
             assert (found == stamps[at, None]).all(), (layer, "window")
             for tail, layout in self.compressors[layer]:
                 group = length - length % spec.ratio
-                if layout.online and length > group:
+                if layout.state is not None and length > group:
                     expected = fold_stamps(stamps[group:length], group, 0)[-1]
-                    found = self.planes[layer, "tail_state"][
-                        request.slot, (length - 1) % layout.state_rows
-                    ]
+                    newest = (length - 1) % layout.state.rows
+                    found = self.planes[layer, "tail_state"][request.slot, newest]
                     assert (found == expected).all(), (layer, "state")
-                for stream, rows, begin in (
-                    ("a", layout.a_rows, group),
-                    ("b", layout.b_rows, max(0, group - spec.ratio)),
+                for stream, stored, begin in (
+                    ("a", layout.ka, group),
+                    ("b", layout.kb, max(0, group - spec.ratio)),
                 ):
-                    if not rows:
+                    if stored is None:
                         continue
-                    at = np.arange(begin, length)
+                    at, rows = np.arange(begin, length), stored.rows
                     for value, bias in (("k", 0), ("z", 2)):
                         plane = self.planes[layer, f"{tail}_{value}{stream}"]
                         found = plane[request.slot, at % rows]

@@ -14,7 +14,7 @@ Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 
 class DecodeGraphs:
-    """Steps of one token a row, at sizes that are powers of two.
+    """Steps of one token per row, at sizes that are powers of two.
 
     `run(ids, plan)` is the model on static ids int64 [1, size] and a plan padded to that size. It
     reads nothing else that changes between steps, so its graph serves every later plan: a plan's
