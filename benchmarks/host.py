@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 
+import numpy as np
 import torch
 
 from benchmarks.case import Case, Measurement
@@ -125,7 +126,8 @@ def decoding_requests(
     requests = [manager.admit_request() for _ in range(count)]
     blocks = min(context, LONGEST - 2 * (WARM_UP_STEPS + STEPS)) // schema.block_tokens
     for nth, request in enumerate(requests):
-        request.length = blocks * schema.block_tokens + nth % schema.block_tokens
+        length = blocks * schema.block_tokens + nth % schema.block_tokens
+        manager.table.move(np.array([request.slot]), np.array([length]))
         request.block_ids = [0] * (blocks + 1)
         request.published_blocks = blocks + 1
     return manager, requests

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dsv4.errors import (
         ConfigError,
         ContextOverflow,
+        CopyError,
         Dsv4Error,
         InvalidInput,
         MissingExtra,
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
         OutOfSlots,
         PlanError,
         PoolTooSmall,
+        RecoveryNeeded,
         RequestError,
         SchemaError,
         SchemaMismatch,
+        ThreadError,
     )
     from dsv4.metrics import ManagerCollector, prometheus_text
     from dsv4.model import AttentionType, LayerSpec, ModelSpec
@@ -46,6 +49,7 @@ __all__ = [
     "CompressorWeights",
     "ConfigError",
     "ContextOverflow",
+    "CopyError",
     "Dsv4Error",
     "ForwardPlan",
     "InvalidInput",
@@ -64,6 +68,7 @@ __all__ = [
     "PoolTooSmall",
     "PrefixOptions",
     "PrefixStats",
+    "RecoveryNeeded",
     "Request",
     "RequestError",
     "Resume",
@@ -71,6 +76,7 @@ __all__ = [
     "SchemaMismatch",
     "SnapshotPolicy",
     "Stats",
+    "ThreadError",
     "__version__",
     "compute_block_budget",
     "full",
@@ -94,6 +100,7 @@ _HOMES = {
     "dsv4.errors": (
         "ConfigError",
         "ContextOverflow",
+        "CopyError",
         "Dsv4Error",
         "InvalidInput",
         "MissingExtra",
@@ -101,9 +108,11 @@ _HOMES = {
         "OutOfSlots",
         "PlanError",
         "PoolTooSmall",
+        "RecoveryNeeded",
         "RequestError",
         "SchemaError",
         "SchemaMismatch",
+        "ThreadError",
     ),
     "dsv4.metrics": ("ManagerCollector", "prometheus_text"),
     "dsv4.model": ("AttentionType", "LayerSpec", "ModelSpec"),

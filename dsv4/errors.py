@@ -4,7 +4,7 @@ what to change; a call that raises has changed nothing."""
 from __future__ import annotations
 
 from numbers import Integral
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 
 class Dsv4Error(Exception):
@@ -34,23 +34,45 @@ class PoolTooSmall(Dsv4Error):
         super().__init__(message)
         self.minimum_bytes = minimum_bytes
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _revive, (type(self), self.args, {"minimum_bytes": self.minimum_bytes})
+
 
 class OutOfBlocks(Dsv4Error):
     """Blocks are missing. `never` tells whether waiting for other requests can help."""
 
-    def __init__(self, *, needed: int, free: int, total: int, asker_blocks: int) -> None:
-        """`asker_blocks` is what the request that asks (the largest of them) would hold at last."""
+    def __init__(
+        self,
+        *,
+        needed: int,
+        free: int,
+        total: int,
+        asker_blocks: int,
+        cached: int = 0,
+        pinned: int = 0,
+    ) -> None:
+        """`asker_blocks` is what the request that asks (the largest of them) would hold at last,
+        `cached` how many blocks are cached and held by nobody, `pinned` how many stay because they
+        are pinned, without those that the request shares."""
         self.needed, self.free, self.total = needed, free, total
-        self.never = asker_blocks > total
-        advice = (
-            "it can never fit: give the pool more memory or ask for less context"
-            if self.never
-            else "wait for another request to end, or release one"
-        )
+        self.asker_blocks, self.cached, self.pinned = asker_blocks, cached, pinned
+        self.never = asker_blocks > total - pinned
+        if asker_blocks > total:
+            advice = "it can never fit: give the pool more memory or ask for less context"
+        elif self.never:
+            advice = "it can never fit beside what is pinned: unpin something"
+        else:
+            advice = "wait for another request to end, or release one"
+        kept = f", {cached} cached and idle" if cached else ""
+        kept += f", {pinned} pinned" if pinned else ""
         super().__init__(
             f"{needed} more blocks needed, for a request of {asker_blocks} blocks; {free} of "
-            f"{total} are free: {advice}"
+            f"{total} are free{kept}: {advice}"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = ("needed", "free", "total", "asker_blocks", "cached", "pinned")
+        return _revive, (type(self), (), {name: getattr(self, name) for name in names})
 
 
 class OutOfSlots(Dsv4Error):
@@ -67,6 +89,10 @@ class OutOfSlots(Dsv4Error):
             f"{found}: wait for a request to end, or build the manager with a larger max_requests"
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = ("total", "needed", "free")
+        return _revive, (type(self), (), {name: getattr(self, name) for name in names})
+
 
 class ContextOverflow(Dsv4Error):
     """A request would grow past the context the schema was made for."""
@@ -78,6 +104,10 @@ class ContextOverflow(Dsv4Error):
             f"{max_context_tokens}: rebuild it with a larger max_context"
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = ("asked_tokens", "max_context_tokens")
+        return _revive, (type(self), (), {name: getattr(self, name) for name in names})
+
 
 class PlanError(Dsv4Error):
     """A forward plan that is over, foreign, or does not fit what is asked of it."""
@@ -87,8 +117,25 @@ class RequestError(Dsv4Error):
     """A request that is released, foreign, or not in the state the call needs."""
 
 
+class CopyError(Dsv4Error, TypeError):
+    """Something that owns device memory was copied or pickled; the message names the right call."""
+
+
+class ThreadError(Dsv4Error):
+    """A call came while another thread was inside one: one at a time."""
+
+
+class RecoveryNeeded(Dsv4Error):
+    """An interrupt left a call half done: `manager.recover()` puts the manager in order."""
+
+
 class MissingExtra(Dsv4Error, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
+
+
+def _revive(kind: type[Dsv4Error], given: tuple[Any, ...], options: dict[str, Any]) -> Dsv4Error:
+    """Unpickles an error that is made from more than its message."""
+    return kind(*given, **options)
 
 
 def is_whole(value: object) -> TypeGuard[int]:

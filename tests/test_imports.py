@@ -40,6 +40,7 @@ LAYOUT = {
 TORCH_FREE = {
     *LAYOUT,
     "dsv4.cache.allocator",
+    "dsv4.cache.guard",
     "dsv4.cache.requests",
     "dsv4.cache.prefix.index",
     "dsv4.cache.prefix.options",

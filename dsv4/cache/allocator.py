@@ -8,7 +8,7 @@ that was freed last is taken first (of one release: in its order), and a fresh p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from dsv4.errors import Dsv4Error, InvalidInput, OutOfBlocks, require_count
 
@@ -62,6 +62,11 @@ class BlockAllocator:
         for block_id in taken:
             self._references[block_id] = 1
         return taken
+
+    def next_ids(self, count: int, freed: Sequence[int] = ()) -> list[int]:
+        """What `take(count)` would return, had these blocks been freed before it. Takes nothing."""
+        listed = [*self._free[max(0, len(self._free) - count) :], *freed]
+        return listed[: -count - 1 : -1] if count else []
 
     def share(self, block_ids: Sequence[int]) -> None:
         """One more owner for each of these blocks, which must be held or cached."""
@@ -119,6 +124,19 @@ class BlockAllocator:
         if not self._references[block_id]:
             self.idle -= 1
             self._free.append(block_id)
+
+    def rebuild(self, references: Counter[int], cached: Collection[int]) -> None:
+        """Counts anew who holds what; free blocks keep their order."""
+        counts = [references[block_id] for block_id in range(self.total)]
+        kept = bytearray(self.total)
+        for block_id in cached:
+            kept[block_id] = True
+        free = {b for b in range(self.total) if not counts[b] and not kept[b]}
+        known = [b for b in dict.fromkeys(self._free) if b in free]
+        self._free = [*known, *sorted(free.difference(known), reverse=True)]
+        self._references, self._cached = counts, kept
+        self.cached = len(cached)
+        self.idle = sum(not counts[block_id] for block_id in cached)
 
     def check_invariants(self) -> None:
         """Every block is free once, or held, or cached. Raises Dsv4Error otherwise."""

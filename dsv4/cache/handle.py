@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache import checks
+from dsv4.cache.guard import Uncopied
 from dsv4.cache.memory import LayerMemory
 from dsv4.cache.pages import CompressorLayout
 from dsv4.cache.prepare_forward import ENTRIES, TAILS, WINDOW, ForwardPlan
@@ -28,7 +29,7 @@ from dsv4.ops.columns import request_columns, token_columns
 __all__ = ["ClassicalView", "IndexerView", "LayerCacheHandle", "SWAView"]
 
 
-class LayerCacheHandle:
+class LayerCacheHandle(Uncopied):
     """Made once per layer by the manager and handed out by `acquire`, which binds it to a plan.
 
     The fast path of a step is `append`, then `select` on CSA layers, then `attend`. Writes launch
@@ -37,6 +38,8 @@ class LayerCacheHandle:
     length; with results given by the caller they allocate nothing and look at no length on the
     host. "Values" are bf16, or fp32 where the format keeps fp32.
     """
+
+    _instead = "manager.acquire(layer, plan) returns it"
 
     def __init__(self, memory: LayerMemory, backend: Backend) -> None:
         schema = memory.shared.schema

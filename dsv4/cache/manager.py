@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsv4.backends import load_backend
 from dsv4.cache.arena import Arena
+from dsv4.cache.guard import Guard, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
 from dsv4.cache.prefix.cache import LearnedIds, PinnedPrefix, PrefixCache, PrefixMatch
@@ -17,7 +18,7 @@ from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.resume import Resume
 from dsv4.cache.prefix.trail import Ids, Tokens, token_ids
 from dsv4.cache.prepare_forward import ForwardPlan, check_step, fill_new_blocks, make_plan
-from dsv4.cache.requests import Request, RequestTable
+from dsv4.cache.requests import LENGTH, LOST, Request, RequestTable
 from dsv4.cache.schema import BlockBudget, CacheSchema
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step import checks as step_checks
@@ -33,14 +34,20 @@ from dsv4.errors import (
 from dsv4.ops.backend import BackendName
 
 
-class KVCacheManager:
+class KVCacheManager(Uncopied):
     """The cache of one model on one device.
 
     `table` owns requests, slots and blocks, `memory` the device's bytes, `prefix` what outlives a
     request. One allocator serves all layers, so admission is atomic: a request has its slot and all
     its blocks, or nothing. Host calls (everything but what handles launch) belong between captured
     graphs. A call that raises has changed nothing.
+
+    Threads: calls that change the manager come one at a time, from whatever thread; one that comes
+    while another runs raises ThreadError. `stats`, `memory_bytes` and metrics may be asked at any
+    time. The handles of a plan are used by one thread at a time.
     """
+
+    _instead = "build another one with the same schema"
 
     def __init__(
         self,
@@ -74,8 +81,9 @@ class KVCacheManager:
         self.prefix: PrefixCache | None = None
         if prefix is not None:
             self.prefix = PrefixCache(schema, self.table.allocator, prefix, place)
-            self.table.reclaim = self.prefix.evict
+            self.table.reclaimer = self.prefix
         self.open_plan: ForwardPlan | None = None
+        self.guard = Guard()
         self._step_reader = StepReader(schema, self.table)
         self._handles = tuple(
             LayerCacheHandle(LayerMemory.of(self.memory, layer), self.backend)
@@ -135,8 +143,8 @@ class KVCacheManager:
     # ---- requests come and go ----------------------------------------------------------------
 
     def can_admit(self, tokens: int | Tokens, salt: str | None = None) -> bool:
-        """Whether `admit_request` would succeed now."""
-        allocator = self.table.allocator
+        """Whether `admit_request` would succeed now. Changes nothing."""
+        self.guard.require_free("can_admit")
         shared: list[int] = []
         try:
             count, ids = _count_and_ids(tokens)
@@ -146,12 +154,13 @@ class KVCacheManager:
                 shared = [node.block_id for node in match.nodes]
         except (InvalidInput, ContextOverflow):
             return False
-        allocator.share(shared)  # so that they are not counted as evictable
-        short = self.schema.blocks_for(count) - len(shared) - allocator.free
-        fits = short <= 0 or (self.prefix is not None and self.prefix.index.can_evict(short))
-        allocator.release(shared)
+        short = self.schema.blocks_for(count) - len(shared) - self.table.allocator.free
+        fits = short <= 0 or (
+            self.prefix is not None and self.prefix.evictable_blocks(besides=shared) >= short
+        )
         return fits and bool(self.table.free_slots)
 
+    @changes
     def admit_request(self, tokens: int | Tokens = 0, salt: str | None = None) -> Request:
         """A slot, and blocks for a prompt of `tokens`, a count or the token ids: all or nothing.
 
@@ -159,7 +168,7 @@ class KVCacheManager:
         says what is left to run, at least its last token. Prompts with different `salt` share
         nothing. Raises OutOfSlots, OutOfBlocks (`never` or wait), ContextOverflow, InvalidInput.
         """
-        allocator = self.table.allocator
+        table, allocator = self.table, self.table.allocator
         count, ids = _count_and_ids(tokens)
         count = step_checks.context(self.schema, count)
         blocks = self.schema.blocks_for(count)
@@ -167,31 +176,39 @@ class KVCacheManager:
             raise OutOfBlocks(
                 needed=blocks, free=allocator.free, total=allocator.total, asker_blocks=blocks
             )
-        self.table.require_slots()
+        table.require_slots()
+        slot = table.free_slots[-1]
         if self.prefix is None or ids is None:
             resume = Resume(start=0, reused_tokens=0, end=count, source="nothing")
-            return self.table.open(self.table.take(blocks), resume)
+            request = table.make(slot, table.take(blocks), resume)
+            self.guard.arriving.append(request)
+            table.enlist(request)
+            return request
         trail = self.prefix.trail(ids, salt)
         match = self.prefix.match(trail)
         shared = [node.block_id for node in match.nodes]
         allocator.share(shared)
         try:
-            own = self.table.take(blocks - len(shared), asker_blocks=blocks)
-        except OutOfBlocks:
+            reserved = table.reserve(blocks - len(shared), asker_blocks=blocks, shared=shared)
+            try:
+                if shared:  # the device first, into a slot that nobody has
+                    self.memory.publish(slot, 0, shared)
+                    self.prefix.put_state(match, self.slot_arena.bytes[slot])
+            except BaseException:
+                table.cancel(reserved)
+                raise
+        except BaseException:
             allocator.release(shared)
             raise
-        request = self.table.open(shared + own, match.resume)
-        if shared:
-            try:
-                self._publish(request, 0, len(shared))
-                self._apply_match(request, match)
-            except BaseException:  # the device's error
-                self.release_request(request)
-                raise
-        request.trail = trail
+        request = table.make(slot, shared + table.settle(reserved), match.resume)
+        request.published_blocks, request.trail = len(shared), trail
+        table.restart(request, match.resume)
+        self.guard.arriving.append(request)
+        table.enlist(request)
         self.prefix.use(match, trail)
         return request
 
+    @changes
     def fork(self, request: Request, count: int) -> list[Request]:
         """`count` new requests that go on from where this one is: beams, parallel samples.
 
@@ -200,27 +217,39 @@ class KVCacheManager:
         """
         self._require_unplanned(request)
         request.require_whole()
-        self.table.require_slots(require_count("count", count, at_least=0))
+        count = require_count("count", count, at_least=0)
+        table = self.table
+        table.require_slots(count)
         held = self.schema.blocks_for(request.length)
         whole = max(request.length, request.reused_tokens) // self.schema.block_tokens
         shared = request.block_ids[:whole] if self.schema.block_bytes else []
-        copies = self.table.take(count * max(0, held - len(shared)), asker_blocks=held + count)
-        forks = []
-        for nth in range(count):
-            self.table.allocator.share(shared)
-            forks.append(self.table.fork(request, [*shared, *copies[nth : nth + 1]]))
-        try:
-            for fork in forks:
-                self.memory.copy_slot(request.slot, fork.slot)
-                if copies:
-                    self.memory.copy_block(request.block_ids[len(shared)], fork.block_ids[-1])
-                self._publish(fork, 0)
-        except BaseException:  # the device's error
-            for fork in forks:
-                self.release_request(fork)
+        reserved = table.reserve(
+            count * max(0, held - len(shared)), asker_blocks=held + count, shared=request.block_ids
+        )
+        copies, slots = reserved.block_ids, table.free_slots[: -count - 1 : -1] if count else []
+        try:  # the device first, into slots and blocks that nobody has; blocks last, all at once
+            for nth, slot in enumerate(slots):
+                self.memory.copy_slot(request.slot, slot)
+                if ids := [*shared, *copies[nth : nth + 1]]:
+                    self.memory.publish(slot, 0, ids)
+            if copies:
+                self.memory.copy_block(request.block_ids[len(shared)], copies)
+        except BaseException:
+            table.cancel(reserved)
             raise
+        table.settle(reserved)
+        forks = []
+        for nth, slot in enumerate(slots):
+            fork = table.fork(request, slot, [*shared, *copies[nth : nth + 1]])
+            fork.published_blocks = len(fork.block_ids)
+            table.allocator.share(shared)
+            forks.append(fork)
+        self.guard.arriving.extend(forks)
+        for fork in forks:
+            table.enlist(fork)
         return forks
 
+    @changes
     def rewind(self, request: Request, length: int) -> Resume:
         """Takes tokens from `length` on back. Returns what to run again to be there.
 
@@ -232,9 +261,13 @@ class KVCacheManager:
         length = step_checks.rewind_length(request, length)
         reach = request.written_tokens - self.schema.max_rollback_tokens
         if length >= max(reach, request.reused_tokens):
-            self._own_unfinished_block(request, length)
-            request.length = length
             resume = Resume(start=length, reused_tokens=length, end=length, source="rings")
+            self._own_unfinished_block(request, length)
+            if request.trail is not None:
+                request.trail.cut(length)
+            request.shorten(length)
+            self.table.cut_shared_behind(request)
+            request.resume = resume
         elif self.prefix is None:
             resume = Resume(start=0, reused_tokens=0, end=length, source="nothing")
             self.table.cut(request, 0)
@@ -242,22 +275,46 @@ class KVCacheManager:
         else:
             match = self.prefix.match_own(request, length)
             resume = match.resume
-            self.table.cut(request, resume.reused_tokens // self.schema.block_tokens)
-            self._apply_match(request, match)
-        if request.trail is not None:
-            request.trail.cut(length)
-        request.resume = resume
+            self._resume_at(request, match, length)
         request.mend()
         return resume
 
+    def _resume_at(self, request: Request, match: PrefixMatch, length: int) -> None:
+        """Puts a live request where a match says it goes on, with the state that it needs there.
+
+        The state is made beside the slot and goes into it at once, so that an error leaves all as
+        it was. From then on until the end the request is torn, for whoever interrupts."""
+        assert self.prefix is not None
+        spare = self.memory.workspace.slot
+        if match.resume.source != "nothing":
+            self.prefix.put_state(match, spare)
+        trail, written = request.trail, request.written_tokens
+        known = None if trail is None else trail.keep()
+        try:
+            if trail is not None:
+                trail.cut(length)
+            request.written_tokens = LOST
+            if match.resume.source != "nothing":
+                self.memory.fill_slot(request.slot)
+        except BaseException:
+            if trail is not None and known is not None:
+                trail.restore(known)
+            request.written_tokens = written
+            raise
+        self.table.cut(request, match.resume.reused_tokens // self.schema.block_tokens)
+        self.table.restart(request, match.resume)
+
+    @changes
     def extend(self, request: Request, tokens: int) -> list[int]:
         """Blocks so that `tokens` more tokens fit behind the request's length; the new ids."""
         self.table.require_live(request)
         end = request.length + require_count("tokens", tokens, at_least=0)
         step_checks.context(self.schema, end)
-        ((_, held),) = self.table.grow([(request, self.schema.blocks_for(end))])
+        held = len(request.block_ids)
+        self.table.grow([(request, self.schema.blocks_for(end))])
         return request.block_ids[held:]
 
+    @changes
     def allocate_block(self, request: Request) -> int:
         """One more block at the end of the request's table; its id."""
         self.table.require_live(request)
@@ -280,17 +337,26 @@ class KVCacheManager:
             )
         return request.block_ids[block]
 
+    @changes
     def reset_slot(self, request: Request) -> None:
         """Starts the request over: length 0, its slot zeroed. Blocks that only it holds stay with
         it."""
         self._require_unplanned(request)
-        self.memory.zero_slot(request.slot)
-        self.table.cut_shared(request)
+        written = request.written_tokens
+        request.written_tokens = LOST  # for whoever interrupts
+        try:
+            self.memory.zero_slot(request.slot)
+        except BaseException:
+            request.written_tokens = written
+            raise
         if request.trail is not None:
             request.trail.cut(0)
-        self.table.restart(request, Resume(start=0, reused_tokens=0, end=0, source="nothing"))
+        resume = Resume(start=0, reused_tokens=0, end=0, source="nothing")
+        self.table.restart(request, resume)
+        self.table.cut_shared(request)
         request.mend()
 
+    @changes
     def release_request(self, request: Request) -> None:
         """Gives slot and blocks back; those that the prefix cache has indexed stay cached until
         their memory is needed. The request cannot be used again."""
@@ -301,17 +367,58 @@ class KVCacheManager:
         self._step_reader.forget()
         self.memory.buffers.forget()
 
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """All live requests."""
+        return tuple(self.table.live.values())
+
+    def recover(self) -> None:
+        """Puts everything in order after a call was interrupted (RecoveryNeeded says so).
+
+        Free lists, counts and the device's table are made anew from the requests and the prefix
+        index. Every request that was live still is, where it was before or after the call; one
+        whose slot was being overwritten `is_torn`. Requests and pins that the interrupted call was
+        about to return are gone; so is a plan that was never returned, or whose lengths have moved.
+        Does nothing else, and nothing harmful if it was not needed. Raises ThreadError.
+        """
+        guard = self.guard
+        interrupted = guard.take_over()
+        plan = self.open_plan
+        if plan is not None:
+            moved = bool((self.table.numbers[LENGTH, plan.slots] != plan.starts).any())
+            if plan.done or moved or interrupted == "prepare_forward":
+                plan.done, plan = True, None
+        self.open_plan = plan
+        lost = {item for item in guard.arriving if isinstance(item, Request)}
+        cached: list[int] = []
+        if self.prefix is not None:
+            captures = () if plan is None or plan.captures is None else plan.captures.captures
+            self.prefix.rebuild({capture.row for capture in captures}, guard.arriving)
+            cached = [node.block_id for node in self.prefix.index.nodes()]
+        self.table.rebuild(lost, cached)
+        self._step_reader.forget()
+        self.memory.buffers.forget()
+        for request in self.table.live.values():
+            if request.published_blocks:
+                ids = request.block_ids[: request.published_blocks]
+                self.memory.publish(request.slot, 0, ids)
+        guard.give_way()
+
     # ---- cached prefixes ---------------------------------------------------------------------
 
+    @changes
     def pin(self, tokens: Tokens, salt: str | None = None) -> PinnedPrefix:
         """Keeps what is cached of these token ids until `unpin`, whatever the pressure."""
         prefix = self._prefix_cache()
-        return prefix.pin(prefix.trail(token_ids(tokens), salt))
+        pinned = prefix.pin(prefix.trail(token_ids(tokens), salt), self.guard.arriving)
+        return pinned
 
+    @changes
     def unpin(self, pinned: PinnedPrefix) -> None:
         """Lets a pinned prefix be evicted again."""
         self._prefix_cache().unpin(pinned)
 
+    @changes
     def evict(self, blocks: int | None = None) -> int:
         """Lets cached blocks go that no request holds, the least recently used first, so many or
         all that can. Returns how many. Admission does this by itself."""
@@ -324,6 +431,7 @@ class KVCacheManager:
 
     # ---- steps -------------------------------------------------------------------------------
 
+    @changes
     def prepare_forward(
         self,
         steps: Sequence[Step],
@@ -351,10 +459,10 @@ class KVCacheManager:
             (shape.requests[row], self.schema.blocks_for(int(ends[row])))
             for row in (ends > published * self.schema.block_tokens).nonzero()[0].tolist()
         ]
-        held = self.table.grow(growing)
-        try:
+        reserved, new_ids = self.table.reserve_growth(growing)
+        try:  # the device first, the table of live requests last and at once
             buffers.wait()
-            new_blocks = fill_new_blocks(self.schema, buffers, growing)
+            new_blocks = fill_new_blocks(self.schema, buffers, growing, new_ids)
             plan = make_plan(
                 self.schema,
                 buffers,
@@ -365,15 +473,19 @@ class KVCacheManager:
                 pad_tokens=pad_tokens,
                 pad_requests=pad_requests,
             )
+            captures = None if self.prefix is None else self.prefix.plan_captures(plan)
             self.memory.send(new_blocks)
-            if self.prefix is not None:
-                plan.captures = self.prefix.plan_captures(plan)
         except BaseException:  # of the device, out of memory, or a key pressed
-            for request, blocks in held:
-                self.table.cut(request, blocks)
+            self.table.cancel(reserved)
             raise
-        for request, blocks in growing:
-            request.published_blocks = blocks
+        if growing:
+            self.table.settle_growth(growing, reserved, new_ids)
+            for request, blocks in growing:
+                request.published_blocks = blocks
+        if captures is not None:
+            assert self.prefix is not None
+            plan.captures = captures
+            self.prefix.settle_captures(captures)
         self.open_plan = plan
         return plan
 
@@ -382,12 +494,14 @@ class KVCacheManager:
         time. Without a plan it only reads."""
         if not is_whole(layer) or not 0 <= layer < len(self._handles):
             raise InvalidInput(f"layer {layer} of a model with {len(self._handles)} layers")
+        self.guard.require_free("acquire")
         if plan is not None:
             step_checks.open_plan(plan, self.open_plan)
         handle = self._handles[layer]
         handle.plan = plan
         return handle
 
+    @changes
     def commit(
         self,
         plan: ForwardPlan,
@@ -416,6 +530,7 @@ class KVCacheManager:
             self.prefix.note_commit(plan, kept, learned, self.slot_arena.bytes)
         self._close(plan)
 
+    @changes
     def abandon(self, plan: ForwardPlan) -> None:
         """The step did not happen and no layer appended it; lengths stay."""
         step_checks.open_plan(plan, self.open_plan)
@@ -431,6 +546,7 @@ class KVCacheManager:
             self.table.note_written(plan.slots, plan.ends)
         self._close(plan)
 
+    @changes
     def fail(self, plan: ForwardPlan) -> None:
         """The step failed, wherever it was: the one call after any error in it.
 
@@ -458,8 +574,9 @@ class KVCacheManager:
         )
 
     def stats(self) -> Stats:
-        """Who holds what, now."""
-        allocator, live = self.table.allocator, self.table.live
+        """Who holds what, now. Safe from any thread; while a call runs elsewhere, partly as before
+        it and partly as after."""
+        allocator, live = self.table.allocator, self.requests
         return Stats(
             blocks_total=allocator.total,
             blocks_free=allocator.free,
@@ -468,7 +585,7 @@ class KVCacheManager:
             slots_total=self.max_requests,
             slots_free=len(self.table.free_slots),
             requests_live=len(live),
-            tokens_live=sum(request.length for request in live.values()),
+            tokens_live=sum(request.length for request in live),
             block_bytes_live=allocator.held * self.schema.block_bytes,
             slot_bytes_live=len(live) * self.schema.slot_bytes,
             prefix=None if self.prefix is None else self.prefix.stats(),
@@ -494,39 +611,22 @@ class KVCacheManager:
             )
         return self.prefix
 
-    def _apply_match(self, request: Request, match: PrefixMatch) -> None:
-        """Puts a request where a match says it goes on, with the state that it needs there."""
-        assert self.prefix is not None
-        self.table.restart(request, match.resume)
-        self.prefix.put_state(match, self.slot_arena.bytes[request.slot])
-
     def _own_unfinished_block(self, request: Request, length: int) -> None:
-        """Makes sure that what the request writes from `length` on is in blocks of its own."""
-        allocator = self.table.allocator
+        """Makes sure that what the request writes from `length` on into the block that it is in is
+        in a block of its own."""
         block, inside = divmod(length, self.schema.block_tokens)
-        if not self.schema.block_bytes:
+        if not inside or not self.schema.block_bytes:
             return
-        if inside and allocator.is_shared(old := request.block_ids[block]):
-            (copy,) = self.table.take(1, asker_blocks=block + 1)
-            try:
-                self.memory.copy_block(old, copy)
-                self.memory.publish(request.slot, block, [copy])
-            except BaseException:  # the device's error
-                allocator.release([copy])
-                raise
-            allocator.release([old])
-            request.block_ids[block] = copy
-            request.published_blocks = max(request.published_blocks, block + 1)
-        behind = block + bool(inside)
-        if any(map(allocator.is_shared, request.block_ids[behind:])):
-            self.table.cut(request, behind)
-
-    def _publish(self, request: Request, first: int, last: int | None = None) -> None:
-        """Tells the device's table some blocks of a request before its next step would."""
-        ids = request.block_ids[first:last]
-        if ids:
-            self.memory.publish(request.slot, first, ids)
-            request.published_blocks = max(request.published_blocks, first + len(ids))
+        if not self.table.allocator.is_shared(request.block_ids[block]):
+            return
+        reserved = self.table.reserve(1, asker_blocks=block + 1, shared=request.block_ids)
+        try:
+            self.memory.copy_block(request.block_ids[block], reserved.block_ids)
+        except BaseException:
+            self.table.cancel(reserved)
+            raise
+        (copy,) = self.table.settle(reserved)
+        self.table.replace(request, block, copy)
 
 
 def _count_and_ids(tokens: int | Tokens) -> tuple[int, Ids | None]:

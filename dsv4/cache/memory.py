@@ -53,14 +53,25 @@ class CacheMemory:
             max_items=self.buffers.most_items,
         )
 
-    def copy_block(self, source: int, target: int) -> None:
-        self.block_arena.bytes[target].copy_(self.block_arena.bytes[source])
+    def copy_block(self, source: int, targets: Sequence[int]) -> None:
+        """One block into some others, at once: all of them or, if it raises, none."""
+        arena = self.block_arena.bytes
+        if len(targets) == 1:
+            arena[targets[0]].copy_(arena[source])
+            return
+        ids = torch.tensor(targets, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        copied = arena[source].clone().expand(len(targets), -1)
+        arena.index_copy_(0, ids.to(self.device, non_blocking=True), copied)
 
     def copy_slot(self, source: int, target: int) -> None:
         self.slot_arena.bytes[target].copy_(self.slot_arena.bytes[source])
 
     def zero_slot(self, slot: int) -> None:
         self.slot_arena.bytes[slot].zero_()
+
+    def fill_slot(self, slot: int) -> None:
+        """What was made in the workspace's spare slot goes into this one, at once."""
+        self.slot_arena.bytes[slot].copy_(self.workspace.slot)
 
     def publish(self, slot: int, first: int, block_ids: Sequence[int]) -> None:
         """Block ids straight into the slot's row of the table, from its block `first` on. For more

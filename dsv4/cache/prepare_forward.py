@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from dsv4.cache.guard import Uncopied
 from dsv4.cache.prefix.snapshots import WideCaptures
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
@@ -25,7 +27,7 @@ WINDOW, TAILS, ENTRIES = 1, 2, 4
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class ForwardPlan:
+class ForwardPlan(Uncopied):
     """One step: `counts[i]` new tokens of `requests[i]`, the first at `starts[i]`.
 
     The tokens of a step lie one after the other in the order of the requests; `num_tokens` rows in
@@ -50,6 +52,7 @@ class ForwardPlan:
     stored_layers: set[int] = field(default_factory=set)
     last_appended: int | None = None
     _parts: dict[int, int] = field(default_factory=dict)
+    _instead: ClassVar[str] = "prepare_forward makes a plan for each step"
 
     def mark_appended(self, layers: Iterable[int] | None = None) -> None:
         """A captured graph has appended the step in these layers (default: all but those that
@@ -119,7 +122,7 @@ class ForwardPlan:
 
 def require_layers(layers: object, num_layers: int) -> list[int]:
     """Layers of the model, as given. Raises InvalidInput."""
-    chosen = list(layers) if isinstance(layers, Iterable) else [layers]
+    chosen: list[Any] = list(layers) if isinstance(layers, Iterable) else [layers]
     for layer in chosen:
         if not is_whole(layer) or not 0 <= layer < num_layers:
             raise InvalidInput(f"layer {layer!r} of a model with {num_layers} layers")
@@ -193,17 +196,22 @@ def fill_step(
 
 
 def fill_new_blocks(
-    schema: CacheSchema, buffers: StepBuffers, growing: Sequence[tuple[Request, int]]
+    schema: CacheSchema,
+    buffers: StepBuffers,
+    growing: Sequence[tuple[Request, int]],
+    new_ids: Sequence[list[int]],
 ) -> int:
     """Lists the block ids that the device's table does not have yet, of each request up to so many
-    blocks. Returns how many; that they are published is the caller's to say."""
+    blocks, `new_ids` behind those that it holds. Returns how many; that they are published is the
+    caller's to say."""
     at: list[int] = []
     ids: list[int] = []
-    for request, last in growing:
+    for (request, last), new in zip(growing, new_ids, strict=True):
         first = request.published_blocks
         table_row = request.slot * schema.max_blocks_per_request
         at.extend(range(table_row + first, table_row + last))
         ids.extend(request.block_ids[first:last])
+        ids.extend(new)
     buffers.fill_new_blocks(at, ids)
     return len(ids)
 

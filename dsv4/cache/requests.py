@@ -3,25 +3,53 @@ Torch-free: nothing here touches the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dsv4.cache.allocator import BlockAllocator
+from dsv4.cache.guard import Uncopied
+from dsv4.cache.prefix.index import PrefixNode
 from dsv4.cache.prefix.resume import Resume
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.schema import CacheSchema
-from dsv4.errors import Dsv4Error, OutOfSlots, RequestError
+from dsv4.errors import Dsv4Error, OutOfBlocks, OutOfSlots, RequestError
 
 # rows of RequestTable.numbers, one column per slot; a step reads those of its requests at once
 LENGTH, PUBLISHED, REUSED, WRITTEN = range(4)
 REQUEST_NUMBERS = 4
+LOST = 1 << 40  # as if so many tokens had been written: the rings hold nothing
 
 
-class Request:
-    """What one request holds. The manager changes it; callers read it.
+class Reclaimer(Protocol):
+    """Who keeps blocks that no request holds, and lets them go where memory is short."""
+
+    def choose(self, blocks: int, *, or_fewer: bool = False) -> list[PrefixNode]:
+        """So many blocks to let go, or none; then they are dropped or spared."""
+
+    def drop(self, victims: Sequence[PrefixNode]) -> None: ...
+
+    def spare(self, victims: Sequence[PrefixNode]) -> None: ...
+
+    def pinned_blocks(self, besides: Collection[int] = ()) -> int:
+        """Blocks that stay whatever happens, but for those named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Blocks that `settle` will take: chosen, but free or cached until then."""
+
+    block_ids: list[int]
+    victims: Sequence[PrefixNode]
+
+
+class Request(Uncopied):
+    """What one request holds. The manager changes it; callers read it. It cannot be copied.
 
     Token positions, as the last commit left them:
       [0, length)              computed: entries in blocks, the rest in the slot
@@ -64,14 +92,11 @@ class Request:
         self._row[:] = 0
         self.block_ids = block_ids  # in the order of the tokens
 
+    _instead = "fork(request, 1) makes another request that goes on from where this one is"
+
     @property
     def length(self) -> int:
         return int(self._row[LENGTH])
-
-    @length.setter
-    def length(self, tokens: int) -> None:
-        self._row[WRITTEN] = self.written_tokens
-        self._row[LENGTH] = tokens
 
     @property
     def published_blocks(self) -> int:
@@ -127,11 +152,17 @@ class Request:
         if self.torn_from is not None and self.length <= self.torn_from:
             self.torn_from = None
 
+    def shorten(self, tokens: int) -> None:
+        """The length goes back, as far as the rings reach."""
+        self._row[WRITTEN] = self.written_tokens
+        self._row[LENGTH] = tokens
+
     def detach(self) -> None:
-        """The slot goes to another request; this one keeps its last values."""
+        """The slot goes to another request; this one keeps its last values, and nothing alive."""
         self.released = True
         self._row = self._row.copy()
         self.block_ids = []
+        self.trail = None
 
     def __repr__(self) -> str:
         state = "released" if self.released else f"slot {self.slot}"
@@ -141,8 +172,8 @@ class Request:
 class RequestTable:
     """The live requests of one manager: its slots, its blocks, and one column of numbers per slot.
 
-    A call that raises has changed nothing. `reclaim(blocks)` is asked for more free blocks where
-    they are too few, before OutOfBlocks is raised: the prefix cache evicts.
+    A call that raises has changed nothing. The reclaimer is asked for more free blocks where they
+    are too few, before OutOfBlocks is raised: the prefix cache evicts.
     """
 
     def __init__(self, schema: CacheSchema, *, num_blocks: int, max_requests: int) -> None:
@@ -151,7 +182,7 @@ class RequestTable:
         self.live: dict[int, Request] = {}  # by slot
         self.free_slots = list(range(max_requests - 1, -1, -1))
         self.numbers = np.zeros((REQUEST_NUMBERS, max_requests), dtype=np.int64)
-        self.reclaim: Callable[[int], object] | None = None
+        self.reclaimer: Reclaimer | None = None
         self._next_serial = 0
 
     # ---- requests ----------------------------------------------------------------------------
@@ -172,8 +203,14 @@ class RequestTable:
             raise OutOfSlots(total=self.max_requests, needed=count, free=free)
 
     def open(self, block_ids: list[int], resume: Resume) -> Request:
-        """A new request in a free slot, which must be there, with blocks that were taken for it."""
-        slot = self.free_slots.pop()
+        """A new request in the next free slot, which must be there, with blocks that were taken
+        for it. It is live at once."""
+        request = self.make(self.free_slots[-1], block_ids, resume)
+        self.enlist(request)
+        return request
+
+    def make(self, slot: int, block_ids: list[int], resume: Resume) -> Request:
+        """A request that nobody knows of yet; `enlist` makes it live."""
         request = Request(
             slot=slot,
             serial=self._next_serial,
@@ -183,65 +220,136 @@ class RequestTable:
             max_rollback_tokens=self.schema.max_rollback_tokens,
         )
         self._next_serial += 1
-        self.live[slot] = request
         return request
 
-    def fork(self, parent: Request, block_ids: list[int]) -> Request:
-        """A new request that is where another one is, with blocks that were taken for it."""
-        request = self.open(block_ids, parent.resume)
-        request.length, request.written_tokens = parent.length, parent.written_tokens
-        request.reused_tokens, request.exact_from = parent.reused_tokens, parent.exact_from
+    def enlist(self, request: Request) -> None:
+        if self.free_slots[-1] == request.slot:
+            self.free_slots.pop()
+        else:
+            self.free_slots.remove(request.slot)
+        self.live[request.slot] = request
+
+    def fork(self, parent: Request, slot: int, block_ids: list[int]) -> Request:
+        """A request that is where another one is, with blocks that were taken for it, and that
+        nobody knows of yet."""
+        request = self.make(slot, block_ids, parent.resume)
+        self.numbers[:, slot] = self.numbers[:, parent.slot]
+        request.published_blocks = 0
+        request.exact_from = parent.exact_from
         request.trail = parent.trail and parent.trail.copy()
         request.torn_from = parent.torn_from
         return request
 
     def restart(self, request: Request, resume: Resume) -> None:
-        """The request goes on from `resume.start`, whatever it has written before."""
-        request.length = request.written_tokens = resume.start
+        """The request goes on from `resume.start`, whatever it has written before. Torn until the
+        last line."""
+        request.written_tokens = LOST
+        self.numbers[LENGTH, request.slot] = resume.start
         request.reused_tokens = resume.reused_tokens
         request.exact_from = resume.reused_tokens if resume.source == "replay" else resume.start
         request.resume = resume
+        request.written_tokens = resume.start
 
     def close(self, request: Request) -> None:
         """Slot and blocks go back; the request keeps its last numbers."""
-        self.allocator.release(request.block_ids)
+        block_ids = request.block_ids
+        request.detach()
+        self.allocator.release(block_ids)
         del self.live[request.slot]
         self.free_slots.append(request.slot)
-        request.detach()
 
     # ---- blocks ------------------------------------------------------------------------------
 
     def take(self, count: int, *, asker_blocks: int | None = None) -> list[int]:
         """`count` blocks, reclaimed where too few are free, or OutOfBlocks."""
-        short = count - self.allocator.free
-        if short > 0 and self.reclaim is not None:
-            self.reclaim(short)
-        return self.allocator.take(count, asker_blocks=asker_blocks)
+        return self.settle(self.reserve(count, asker_blocks=asker_blocks))
 
-    def grow(self, growing: Sequence[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """So many blocks in all for each request, or none for any. Returns how many each had."""
-        held = [(request, len(request.block_ids)) for request, _ in growing]
+    def reserve(
+        self, count: int, *, asker_blocks: int | None = None, shared: Collection[int] = ()
+    ) -> Reserved:
+        """The blocks that `settle` will take, or OutOfBlocks. Until it or `cancel` they are free
+        or cached, and nothing else is asked of the table.
+
+        `asker_blocks` is what the asker would hold in all, `shared` those of them that are there.
+        """
+        allocator = self.allocator
+        short = count - allocator.free
+        if short <= 0:
+            return Reserved(allocator.next_ids(count), ())
+        victims = [] if self.reclaimer is None else self.reclaimer.choose(short)
+        if len(victims) < short:
+            raise OutOfBlocks(
+                needed=count,
+                free=allocator.free,
+                total=allocator.total,
+                asker_blocks=count if asker_blocks is None else asker_blocks,
+                cached=allocator.idle,
+                pinned=0 if self.reclaimer is None else self.reclaimer.pinned_blocks(shared),
+            )
+        return Reserved(allocator.next_ids(count, [node.block_id for node in victims]), victims)
+
+    def settle(self, reserved: Reserved) -> list[int]:
+        """Takes what was reserved; what was cached there is evicted."""
+        if reserved.victims:
+            assert self.reclaimer is not None
+            self.reclaimer.drop(reserved.victims)
+        return self.allocator.take(len(reserved.block_ids))
+
+    def cancel(self, reserved: Reserved) -> None:
+        """Nothing of it is taken."""
+        if reserved.victims:
+            assert self.reclaimer is not None
+            self.reclaimer.spare(reserved.victims)
+
+    def reserve_growth(
+        self, growing: Sequence[tuple[Request, int]]
+    ) -> tuple[Reserved, list[list[int]]]:
+        """Blocks so that each request has so many in all, and which of them are whose."""
         missing = [max(blocks - len(request.block_ids), 0) for request, blocks in growing]
-        if any(missing):
-            asker_blocks = max(blocks for _, blocks in growing)
-            new_ids = iter(self.take(sum(missing), asker_blocks=asker_blocks))
-            for (request, _), count in zip(growing, missing, strict=True):
-                request.block_ids.extend(islice(new_ids, count))
-        return held
+        if not any(missing):
+            return Reserved([], ()), [[] for _ in missing]
+        request, asker_blocks = max(growing, key=lambda each: each[1])
+        reserved = self.reserve(sum(missing), asker_blocks=asker_blocks, shared=request.block_ids)
+        new_ids = iter(reserved.block_ids)
+        return reserved, [list(islice(new_ids, count)) for count in missing]
+
+    def settle_growth(
+        self,
+        growing: Sequence[tuple[Request, int]],
+        reserved: Reserved,
+        new_ids: Sequence[list[int]],
+    ) -> None:
+        self.settle(reserved)
+        for (request, _), ids in zip(growing, new_ids, strict=True):
+            request.block_ids.extend(ids)
+
+    def grow(self, growing: Sequence[tuple[Request, int]]) -> None:
+        """So many blocks in all for each request, or none for any."""
+        self.settle_growth(growing, *self.reserve_growth(growing))
 
     def cut(self, request: Request, kept: int) -> None:
         """All but the first `kept` blocks go back."""
-        self.allocator.release(request.block_ids[kept:])
-        request.block_ids = request.block_ids[:kept]
+        behind = request.block_ids[kept:]
         request.published_blocks = min(request.published_blocks, kept)
+        request.block_ids = request.block_ids[:kept]
+        self.allocator.release(behind)
+
+    def replace(self, request: Request, block: int, block_id: int) -> None:
+        """Another block, with a reference of its own, in the place of one of the request's. The
+        next step publishes it."""
+        old = request.block_ids[block]
+        request.published_blocks = min(request.published_blocks, block)
+        request.block_ids[block] = block_id
+        self.allocator.release([old])
 
     def cut_shared(self, request: Request) -> None:
         """Blocks that anybody else relies on go back; the others move up, so none is published."""
         shared = [b for b in request.block_ids if self.allocator.is_shared(b)]
         if shared:
             kept = [b for b in request.block_ids if not self.allocator.is_shared(b)]
+            request.published_blocks = 0
+            request.block_ids = kept
             self.allocator.release(shared)
-            request.block_ids, request.published_blocks = kept, 0
 
     # ---- the numbers of a step's requests ----------------------------------------------------
 
@@ -252,6 +360,39 @@ class RequestTable:
     def note_written(self, slots: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
         """Rings hold tokens up to `ends`, past the length that the requests will have."""
         self.numbers[WRITTEN, slots] = np.maximum(self.numbers[WRITTEN, slots], ends)
+
+    def rebuild(self, lost: Collection[Request], cached: Collection[int]) -> None:
+        """After an interrupt: slots and blocks anew, from the requests that are live (but for the
+        lost ones, which nobody has) and from what the index keeps.
+
+        A request whose blocks are cut, but not its length, is cut to them, and torn."""
+        for slot, request in list(self.live.items()):
+            if request.released or request in lost:
+                del self.live[slot]
+                request.released = True
+        taken = set(self.live)
+        known = [slot for slot in dict.fromkeys(self.free_slots) if slot not in taken]
+        missing = set(range(self.max_requests)) - taken - set(known)
+        self.free_slots = [*known, *sorted(missing, reverse=True)]
+        references = Counter(b for r in self.live.values() for b in r.block_ids)
+        self.allocator.rebuild(references, cached)
+        for request in self.live.values():
+            held = len(request.block_ids) * self.schema.block_tokens
+            if self.schema.block_bytes and request.length > held:
+                request.written_tokens = LOST
+                self.numbers[LENGTH, request.slot] = held
+            request.reused_tokens = min(request.reused_tokens, held or request.reused_tokens)
+            self.cut_shared_behind(request)
+            request.published_blocks = min(request.published_blocks, len(request.block_ids))
+            if request.trail is not None and request.is_torn:
+                request.trail.cut(request.length)
+            request.mend()
+
+    def cut_shared_behind(self, request: Request) -> None:
+        """Blocks that the request has yet to write are its own, or go back."""
+        first = self.schema.blocks_for(max(request.length, request.reused_tokens))
+        if any(map(self.allocator.is_shared, request.block_ids[first:])):
+            self.cut(request, first)
 
     def check_invariants(self) -> None:
         """Every block and slot has exactly the owners it should. Raises Dsv4Error otherwise."""

@@ -20,7 +20,8 @@ class Workspace:
     `scratch` fp32 [items, head_dim] and `arrived` int32 [items], 0 between launches, serve groups
     that several programs pool together. `staging` uint8 [1, bytes] holds one `staging_page`: a wide
     step overwrites the ring before it is read, so its window rows, and those before them, lie here
-    until the layer has attended.
+    until the layer has attended. A rewind makes a state in `slot` uint8 [slot_bytes] before it goes
+    into the request's.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Workspace:
             _attend_bytes(schema, backend, max_tokens) // 4, dtype=torch.float32, device=device
         )
         self.scratch = torch.empty((max_items, model.head_dim), dtype=torch.float32, device=device)
+        self.slot = torch.empty((schema.slot_bytes,), dtype=torch.uint8, device=device)
         self.arrived = torch.zeros((max_items,), dtype=torch.int32, device=device)
         self.staging_page = Page(
             kind="window",
@@ -56,7 +58,7 @@ class Workspace:
 
     def memory_bytes(self) -> int:
         words = self.attend.numel() + self.scratch.numel() + self.arrived.numel()
-        return self.select.numel() + self.staging.numel() + 4 * words
+        return self.select.numel() + self.staging.numel() + self.slot.numel() + 4 * words
 
 
 def _select_bytes(

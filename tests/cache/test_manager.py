@@ -602,7 +602,7 @@ def swap_slots(manager: KVCacheManager, a: Request, b: Request) -> None:
 
 
 def outgrow_the_blocks(manager: KVCacheManager, a: Request, b: Request) -> None:
-    a.length = 129
+    manager.table.numbers[0, a.slot] = 129
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dsv4.cache.prefix.index import PrefixIndex
 from dsv4.cache.prefix.resume import Resume
 from dsv4.cache.requests import LENGTH, WRITTEN, Request, RequestTable
 from dsv4.cache.schema import CacheSchema
@@ -22,6 +23,11 @@ NOTHING = Resume(start=0, reused_tokens=0, end=0, source="nothing")
 
 def table(num_blocks: int = 8, max_requests: int = 3) -> RequestTable:
     return RequestTable(SCHEMA, num_blocks=num_blocks, max_requests=max_requests)
+
+
+class Reclaiming(PrefixIndex):
+    def pinned_blocks(self, besides: object = ()) -> int:
+        return 0
 
 
 def opened(made: RequestTable, blocks: int = 0) -> Request:
@@ -71,7 +77,7 @@ def test_slots_run_out():
 def test_growing_is_all_or_nothing():
     made = table(num_blocks=5)
     a, b = opened(made, 1), opened(made, 1)
-    assert made.grow([(a, 2), (b, 1)]) == [(a, 1), (b, 1)]
+    made.grow([(a, 2), (b, 1)])
     assert (a.block_ids, b.block_ids) == ([0, 2], [1])
     with pytest.raises(OutOfBlocks) as caught:
         made.grow([(a, 3), (b, 3)])
@@ -83,18 +89,22 @@ def test_growing_is_all_or_nothing():
 def test_what_is_short_is_reclaimed_before_it_is_refused():
     made = table(num_blocks=4)
     kept = opened(made, 3)
-    asked: list[int] = []
-
-    def reclaim(blocks: int) -> None:
-        asked.append(blocks)
-        made.cut(kept, 3 - blocks)
-
-    made.reclaim = reclaim
+    index = Reclaiming(made.allocator)
+    made.reclaimer = index
+    root = index.add(b"0", kept.block_ids[0], None)
+    index.add(b"1", kept.block_ids[1], root)
     assert len(made.take(1)) == 1
-    assert asked == []
-    assert len(made.take(2)) == 2
-    assert asked == [2]
-    assert len(kept.block_ids) == 1
+    with pytest.raises(OutOfBlocks, match="0 of 4 are free: wait"):
+        made.take(2)
+    made.cut(kept, 0)
+    reserved = made.reserve(2)
+    assert len(index) == 2
+    made.cancel(reserved)
+    assert made.settle(made.reserve(2)) == reserved.block_ids
+    assert len(index) == 1
+    with pytest.raises(OutOfBlocks, match="0 of 4 are free, 1 cached and idle"):
+        made.take(2)
+    index.check_invariants()
 
 
 def test_cutting_gives_blocks_back_and_forgets_that_they_were_published():
@@ -128,7 +138,7 @@ def test_numbers_are_columns_of_the_table():
 def test_restarting_forgets_what_was_written():
     made = table()
     request = opened(made, 4)
-    request.length = 300
+    made.numbers[0, request.slot] = 300
     resume = Resume(start=128, reused_tokens=256, end=300, source="replay")
     made.restart(request, resume)
     assert (request.length, request.written_tokens) == (128, 128)
@@ -140,9 +150,10 @@ def test_a_fork_is_where_its_parent_is():
     made = table()
     parent = opened(made, 2)
     made.restart(parent, Resume(start=128, reused_tokens=256, end=300, source="replay"))
-    parent.length = 140
+    made.numbers[0, parent.slot] = 140
     made.allocator.share(parent.block_ids)
-    fork = made.fork(parent, list(parent.block_ids))
+    fork = made.fork(parent, made.free_slots[-1], list(parent.block_ids))
+    made.enlist(fork)
     assert (fork.slot, fork.length, fork.written_tokens) == (1, 140, 140)
     assert (fork.reused_tokens, fork.exact_from) == (256, 256)
     assert fork.published_blocks == 0
@@ -158,7 +169,7 @@ def test_broken_books_are_noticed():
         elif breakage == "block lost":
             request.block_ids.pop()
         else:
-            request.length = 129
+            made.numbers[0, request.slot] = 129
         with pytest.raises(Dsv4Error):
             made.check_invariants()
 
@@ -196,7 +207,7 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
 table = RequestTable(CacheSchema.build(ModelSpec.preset("tiny")), num_blocks=4, max_requests=2)
 index = PrefixIndex(table.allocator)
-table.reclaim = lambda blocks: index.drop(index.choose(blocks))
+index.pinned_blocks = lambda besides: 0; table.reclaimer = index
 request = table.open(table.take(2), Resume(start=0, reused_tokens=0, end=0, source="nothing"))
 print(request.block_ids, token_ids([3, 4]).tolist())
 """

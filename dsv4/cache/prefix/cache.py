@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -25,6 +27,7 @@ from dsv4.cache.stats import HitKind, MissReason, PrefixCounters, PrefixStats
 from dsv4.cache.step.shape import I64
 from dsv4.errors import Dsv4Error, InvalidInput
 
+LOGGER = logging.getLogger("dsv4")
 # a request's trail, where its step starts, the ids of the tokens that it keeps
 LearnedIds = tuple[TokenTrail, int, Ids]
 K = TypeVar("K")
@@ -80,6 +83,7 @@ class PrefixCache:
         self._free_rows = list(range(rows - 1, -1, -1))
         self._taken: OrderedDict[int, PrefixNode] = OrderedDict()  # row -> node, oldest use first
         self._pins: set[PinnedPrefix] = set()
+        self._pinned_ids: frozenset[int] | None = None  # blocks that pins keep, once asked for
         self.counters = PrefixCounters()
 
     # ---- a request begins --------------------------------------------------------------------
@@ -159,7 +163,8 @@ class PrefixCache:
     # ---- steps -------------------------------------------------------------------------------
 
     def plan_captures(self, plan: ForwardPlan) -> WideCaptures | None:
-        """Reserves a snapshot for each boundary of a wide step that is to have one."""
+        """Chooses a snapshot for each boundary of a wide step that is to have one, for
+        `settle_captures` to reserve."""
         if plan.narrow or not self.pool.rows:
             return None
         block_tokens = self.schema.block_tokens
@@ -172,25 +177,29 @@ class PrefixCache:
             for block in range(first, min(end, known) // block_tokens + 1):
                 if self._is_wanted(request, block * block_tokens):
                     wanted.append((row, block * block_tokens))
-        captures = []
-        for batch_row, boundary in reversed(wanted):  # the longest prefixes first, if rows are few
-            row_id = self._reserve()
-            if row_id is None:
-                break
-            captures.append(Capture(batch_row=batch_row, boundary=boundary, row=row_id))
+        # the longest prefixes first, if rows are few
+        captures = [
+            Capture(batch_row=batch_row, boundary=boundary, row=row_id)
+            for (batch_row, boundary), row_id in zip(
+                reversed(wanted), self._choose_rows(len(wanted)), strict=False
+            )
+        ]
         if not captures:
             return None
-        try:
-            return WideCaptures(
-                self.pool,
-                captures,
-                slots=plan.slots.tolist(),
-                starts=plan.starts.tolist(),
-                first_rows=plan.shape.first_rows.tolist(),
-            )
-        except BaseException:  # of the device: the snapshots are not taken
-            self._free_rows.extend(capture.row for capture in captures)
-            raise
+        return WideCaptures(
+            self.pool,
+            captures,
+            slots=plan.slots.tolist(),
+            starts=plan.starts.tolist(),
+            first_rows=plan.shape.first_rows.tolist(),
+        )
+
+    def settle_captures(self, captures: WideCaptures) -> None:
+        """The rows that `plan_captures` has chosen belong to the plan."""
+        rows = {capture.row for capture in captures.captures}
+        for row in rows.intersection(self._taken):
+            self._let_go(self._taken[row])
+        self._free_rows = [row for row in self._free_rows if row not in rows]
 
     def read_ids(self, plan: ForwardPlan, kept: I64, ids: Ids) -> list[LearnedIds]:
         """What the ids of a step say about each request. Raises InvalidInput if they do not fit the
@@ -237,10 +246,20 @@ class PrefixCache:
                 if in_rings[row] and self.pool.rows and self._is_wanted(request, boundary):
                     row_id = self._reserve()
                     if row_id is not None:
-                        self.pool.capture(slot_arena[request.slot], row_id, boundary)
-                        self._attach(node, row_id)
+                        self._capture(slot_arena[request.slot], row_id, boundary, node)
         if plan.captures is not None:
             self._finish_captures(plan, kept)
+
+    def _capture(self, slot: Tensor, row: int, boundary: int, node: PrefixNode) -> None:
+        """A snapshot out of the rings. The step has happened whether or not there is memory for
+        its snapshot, so an error of the device leaves it out; the next launch would tell."""
+        try:
+            self.pool.capture(slot, row, boundary)
+        except RuntimeError as error:
+            self._free_rows.append(row)
+            LOGGER.warning("no snapshot at %d tokens: %s", boundary, error)
+        else:
+            self._attach(node, row)
 
     def note_abandon(self, plan: ForwardPlan) -> None:
         if plan.captures is not None:
@@ -312,28 +331,80 @@ class PrefixCache:
         """Lets so many cached blocks go, with their snapshots; none, unless `or_fewer`, if it
         cannot. Returns how many."""
         victims = self.index.choose(blocks, or_fewer=or_fewer)
+        self.drop(victims)
+        return len(victims)
+
+    def choose(self, blocks: int, *, or_fewer: bool = False) -> list[PrefixNode]:
+        return self.index.choose(blocks, or_fewer=or_fewer)
+
+    def spare(self, victims: Sequence[PrefixNode]) -> None:
+        self.index.spare(victims)
+
+    def drop(self, victims: Sequence[PrefixNode]) -> None:
+        """Blocks and their snapshots go."""
         self.index.drop(victims)
         for node in victims:
             if node.snapshot is not None:
                 self._detach(node)
-        return len(victims)
 
-    def pin(self, trail: TokenTrail) -> PinnedPrefix:
+    def pinned_blocks(self, besides: Collection[int] = ()) -> int:
+        """Blocks that pins keep, with all before them, but for those named."""
+        return len(self._pinned().difference(besides))
+
+    def evictable_blocks(self, besides: Collection[int] = ()) -> int:
+        """How many cached blocks could go if these were held. Whoever holds a cached block holds
+        those before it, so it is all idle ones but what pins keep."""
+        references = self._allocator.references
+        return self._allocator.idle - sum(not references(b) for b in self._pinned().union(besides))
+
+    def _pinned(self) -> frozenset[int]:
+        if self._pinned_ids is None:
+            kept: set[PrefixNode] = set()
+            for pin in self._pins:
+                node: PrefixNode | None = pin.nodes[0]
+                while node is not None and node not in kept:
+                    kept.add(node)
+                    node = node.parent
+            self._pinned_ids = frozenset(node.block_id for node in kept)
+        return self._pinned_ids
+
+    def rebuild(self, reserved: Collection[int], lost: Collection[object]) -> None:
+        """After an interrupt: pins and snapshots anew, from what the index keeps. `reserved` rows
+        are an open plan's, `lost` pins nobody has."""
+        self.index.rebuild()
+        self._pinned_ids = None
+        self._pins = {pin for pin in self._pins if pin not in lost}
+        for node in self.index.nodes():
+            node.pins = 0
+        for pin in self._pins:
+            for node in pin.nodes:
+                node.pins += 1
+        owned = {node.snapshot: node for node in self.index.nodes() if node.snapshot is not None}
+        order = [row for row in self._taken if row in owned]
+        order += [row for row in owned if row not in self._taken]
+        self._taken = OrderedDict((row, owned[row]) for row in order)
+        rest = set(range(self.pool.rows)).difference(owned, reserved)
+        self._free_rows = sorted(rest, reverse=True)
+
+    def pin(self, trail: TokenTrail, arriving: list[object]) -> PinnedPrefix:
         nodes = self.index.match(trail, len(trail.ids) // self.schema.block_tokens)
         if not nodes:
             raise InvalidInput("nothing of this prefix is cached: run it once before pinning it")
         # the same prompt again resumes one block earlier than one that goes on behind it
         resumed = [node for node in reversed(nodes) if node.snapshot is not None][:2]
         kept = [nodes[-1], *resumed]
+        pin = PinnedPrefix(len(nodes) * self.schema.block_tokens, tuple(kept))
+        arriving.append(pin)
         for node in kept:
             node.pins += 1
-        pin = PinnedPrefix(len(nodes) * self.schema.block_tokens, tuple(kept))
         self._pins.add(pin)
+        self._pinned_ids = None
         return pin
 
     def unpin(self, pin: PinnedPrefix) -> None:
         if not isinstance(pin, PinnedPrefix) or pin not in self._pins:
             raise InvalidInput(f"{pin!r} is not pinned here: give what pin returned, once")
+        self._pinned_ids = None
         self._pins.remove(pin)
         for node in pin.nodes:
             node.pins -= 1
@@ -345,10 +416,19 @@ class PrefixCache:
         node = next((node for node in self._taken.values() if not node.pins), None)
         if node is None:
             return None
+        self._let_go(node)
+        return self._free_rows.pop()
+
+    def _choose_rows(self, count: int) -> list[int]:
+        """The rows that so many `_reserve` would give, or fewer. Changes nothing."""
+        free = self._free_rows[: -count - 1 : -1] if count else []
+        unpinned = (row for row, node in self._taken.items() if not node.pins)
+        return [*free, *islice(unpinned, count - len(free))]
+
+    def _let_go(self, node: PrefixNode) -> None:
         evictions = self.counters.snapshot_evictions + 1
         self.counters = replace(self.counters, snapshot_evictions=evictions)
         self._detach(node)
-        return self._free_rows.pop()
 
     def _attach(self, node: PrefixNode, row: int) -> None:
         node.snapshot = row

@@ -125,12 +125,6 @@ class PrefixIndex:
         for node in victims:
             self._queue(node)
 
-    def can_evict(self, count: int) -> bool:
-        """Whether `choose(count)` would find so many. Changes nothing."""
-        victims = self.choose(count)
-        self.spare(victims)
-        return len(victims) == count
-
     def _pop_victims(self, count: int) -> list[PrefixNode]:
         """Up to `count` nodes that may go, out of the heap; nothing else changes."""
         victims: list[PrefixNode] = []
@@ -163,6 +157,19 @@ class PrefixIndex:
             node.queued = True
             self._pushes += 1
             heapq.heappush(self._leaves, (node.last_use, self._pushes, node))
+
+    def rebuild(self) -> None:
+        """After an interrupt: counts and heap anew, from the nodes. Use by requests is the
+        allocator's to know."""
+        for node in self._nodes.values():
+            node.children, node.queued = 0, False
+        for node in self._nodes.values():
+            if node.parent is not None:
+                node.parent.children += 1
+        self._leaves = []
+        for node in self._nodes.values():
+            if not node.children:
+                self._queue(node)
 
     def nodes(self) -> Iterable[PrefixNode]:
         return self._nodes.values()

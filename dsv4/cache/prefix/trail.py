@@ -107,6 +107,14 @@ class TokenTrail:
             self._known = tokens
             del self.chain[tokens // self.block_tokens :]
 
+    def keep(self) -> tuple[int, list[bytes]]:
+        """What `cut` forgets, for `restore`."""
+        return self._known, list(self.chain)
+
+    def restore(self, kept: tuple[int, list[bytes]]) -> None:
+        """Undoes the cuts since `keep`, if nothing has been learned since."""
+        self._known, self.chain = kept
+
     def copy(self) -> TokenTrail:
         twin = TokenTrail(self.root, self.block_tokens, self.ids.copy())
         twin.chain, twin.prompt_tokens = list(self.chain), self.prompt_tokens

@@ -45,7 +45,8 @@ class StepBuffers:
                     f"{spec.layer}: layers of one ratio share the work items of a step, so all of "
                     f"them must overlap or none"
                 )
-        new_blocks = max_requests + max_tokens // schema.block_tokens  # of a step, at most
+        # of a step, at most: after a rewind a request's unfinished block may be another one
+        new_blocks = 2 * max_requests + max_tokens // schema.block_tokens
         sizes: list[tuple[str, int, int]] = [
             ("new_block_at", new_blocks, 2),  # int64 offsets into the block table, first
             ("new_block_id", new_blocks, 1),

@@ -68,25 +68,26 @@ class StepReader:
         self._keep(StepShape.build((), ()), ())
 
     def _keep(self, shape: StepShape, counts: tuple[int, ...]) -> None:
-        self._shape = shape
-        self._last = tuple(zip(shape.requests, counts, strict=True))
+        self._kept = (tuple(zip(shape.requests, counts, strict=True)), shape)
 
     def read(self, steps: Sequence[Step]) -> StepShape:
         """RequestError, PlanError or ContextOverflow for the first that is wrong."""
-        if self._is_last(steps):
-            return self._shape
+        last, shape = self._kept
+        if self._is_last(steps, last):
+            return shape
         pairs = self._plain(steps)
         if pairs is None:
             pairs = _check_each(steps, self._table)
         requests, counts = pairs
         context(self._schema, max(counts, default=0))  # before numbers become int64
-        self._keep(StepShape.build([r.slot for r in requests], counts, requests), counts)
-        return self._shape
+        shape = StepShape.build([r.slot for r in requests], counts, requests)
+        self._keep(shape, counts)
+        return shape
 
-    def _is_last(self, steps: Sequence[Step]) -> bool:
+    def _is_last(self, steps: Sequence[Step], last: tuple[Step, ...]) -> bool:
         """Whether these are exactly the pairs checked last time. True equals 1, but is no count."""
         try:
-            return tuple(steps) == self._last and set(map(type, map(_COUNT, steps))) == {int}
+            return tuple(steps) == last and set(map(type, map(_COUNT, steps))) == {int}
         except (TypeError, ValueError, RuntimeError):  # arrays, tensors: told below
             return False
 

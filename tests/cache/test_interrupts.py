@@ -1,0 +1,270 @@
+"""Ctrl-C at every line of every call: nothing has changed, or `recover` puts all in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prefix.options import PrefixOptions, full
+from dsv4.cache.requests import Request
+from dsv4.cache.schema import CacheSchema
+from dsv4.errors import RecoveryNeeded
+from tests.support.faults import Interrupts
+from tests.support.lives import TINY, TINY_LAYERS, Text, assert_cold, run_to, tiny_stack
+from tests.support.stack import Stream
+
+SCHEMA = CacheSchema.build(TINY, max_context=2048, max_draft_tokens=3)
+LENGTHS = {"busy": 382, "other": 200}
+
+
+class Scene:
+    """Two requests in the middle of their texts, one in no plan; most other blocks are cached.
+    With `real` bytes layers write, and are compared at the end; else steps are only said to have
+    been written."""
+
+    def __init__(self, call: str, *, real: bool = False) -> None:
+        self.real = real
+        options: dict[str, Any] = {
+            "prefix": PrefixOptions(policy=full(), snapshots=4),
+            "num_blocks": 11,
+            "max_requests": 5,
+        }
+        if real:
+            self.stack = tiny_stack(drafts=3, **options)
+            self.manager = self.stack.manager
+        else:
+            self.manager = KVCacheManager(SCHEMA, max_step_tokens=512, **options)
+        manager = self.manager
+        self.old = self.text_of(9)
+        first = manager.admit_request(self.old.ids[:500])
+        self.run(first, self.old, 500)
+        manager.release_request(first)
+        self.texts = {"busy": self.text_of(0), "other": self.text_of(1)}
+        self.requests: dict[str, Request] = {}
+        for name, text in self.texts.items():
+            self.requests[name] = manager.admit_request(text.ids[:150])
+            self.run(self.requests[name], text, LENGTHS[name])
+        self.busy, self.other = self.requests["busy"], self.requests["other"]
+        self.text = self.texts["busy"]
+        if call == "rewind_a_shared_block":
+            self.run(self.busy, self.text, 385)
+        if call in ("commit", "reject", "fail", "abandon"):
+            self.plan = manager.prepare_forward([(self.busy, 4)])
+            self.write(TINY_LAYERS)
+        if call in ("commit_a_chunk", "fail_a_chunk"):
+            self.plan = manager.prepare_forward([(self.busy, 200)])
+            self.write(TINY_LAYERS if call == "commit_a_chunk" else [0])
+        if call == "unpin":
+            self.pinned = manager.pin(self.old.ids)
+
+    def text_of(self, seed: int) -> Text:
+        if self.real:
+            return Text.random(self.stack, seed, 900)
+        return Text(np.arange(900, dtype=np.int32) + 1000 * seed, Stream())
+
+    def write(self, layers: Sequence[int]) -> None:
+        if self.real:
+            self.stack.write(self.plan, [self.text.stream], layers=layers)
+        else:
+            self.plan.mark_appended(layers)
+            if self.plan.captures is not None:
+                self.plan.captures.layers.update(layers)
+
+    def run(self, request: Request, text: Text, length: int, chunk: int = 200) -> None:
+        if self.real:
+            return run_to(self.stack, request, text, length, chunk)
+        while request.length < length:
+            start, count = request.length, min(chunk, length - request.length)
+            plan = self.manager.prepare_forward([(request, count)])
+            plan.mark_appended()
+            self.manager.commit(plan, tokens=text.ids[start : start + count])
+
+    # ---- the calls
+
+    def admit(self) -> None:
+        self.manager.admit_request(self.text.ids[:700])
+
+    def admit_a_count(self) -> None:
+        self.manager.admit_request(600)
+
+    def fork(self) -> None:
+        self.manager.fork(self.busy, 2)
+
+    def extend(self) -> None:
+        self.manager.extend(self.busy, 300)
+
+    def allocate_block(self) -> None:
+        self.manager.allocate_block(self.busy)
+
+    def rewind_far(self) -> None:
+        self.manager.rewind(self.busy, 300)
+
+    def rewind_a_shared_block(self) -> None:
+        self.manager.rewind(self.busy, 383)
+
+    def reset(self) -> None:
+        self.manager.reset_slot(self.busy)
+
+    def release(self) -> None:
+        self.manager.release_request(self.busy)
+
+    def pin(self) -> None:
+        self.manager.pin(self.old.ids)
+
+    def unpin(self) -> None:
+        self.manager.unpin(self.pinned)
+
+    def evict(self) -> None:
+        self.manager.evict(3)
+
+    def prepare(self) -> None:
+        self.manager.prepare_forward([(self.busy, 4)])
+
+    def prepare_a_chunk(self) -> None:
+        self.manager.prepare_forward([(self.busy, 300), (self.other, 1)])
+
+    def commit(self) -> None:
+        self.manager.commit(self.plan, tokens=self.text.ids[382:386])
+
+    def reject(self) -> None:
+        self.manager.commit(self.plan, [2], tokens=self.text.ids[382:386])
+
+    def commit_a_chunk(self) -> None:
+        self.manager.commit(self.plan)
+
+    def fail(self) -> None:
+        self.manager.fail(self.plan)
+
+    def fail_a_chunk(self) -> None:
+        self.manager.fail(self.plan)
+
+    def abandon(self) -> None:
+        self.manager.abandon(self.plan)
+
+    # ---- afterwards
+
+    def go_on(self) -> None:
+        """Every request that was live goes on to the right bytes; then nothing is left."""
+        manager = self.manager
+        self.check_books()
+        if manager.open_plan is not None:
+            manager.fail(manager.open_plan)
+        for request in manager.requests:
+            if request not in self.requests.values():  # interrupted on its way to the caller
+                manager.release_request(request)
+        for name, request in self.requests.items():
+            if request.released:
+                continue
+            if request.is_torn:
+                manager.rewind(request, request.length)
+            length = max(request.length, request.reused_tokens) + 140
+            self.run(request, self.texts[name], length, chunk=120)
+            self.check_books()
+            if self.real:
+                assert_cold(self.stack, request, self.texts[name].stream)
+            manager.release_request(request)
+        manager.check_invariants()
+        again = manager.admit_request(self.text.ids[:520])
+        self.run(again, self.text, 520)
+        if self.real:
+            assert_cold(self.stack, again, self.text.stream)
+        manager.release_request(again)
+        for pin in list(manager.prefix._pins):  # type: ignore[union-attr]
+            manager.unpin(pin)
+        manager.evict()
+        manager.check_invariants()
+        stats = manager.stats()
+        assert (stats.blocks_free, stats.slots_free) == (stats.blocks_total, stats.slots_total)
+
+    def check_books(self) -> None:
+        """All that the bytes rely on."""
+        manager = self.manager
+        manager.check_invariants()
+        allocator, schema = manager.table.allocator, manager.schema
+        for name, request in self.requests.items():
+            if request.released:
+                continue
+            ids, published = request.block_ids, request.published_blocks
+            assert manager.block_table[request.slot, :published].tolist() == ids[:published]
+            if not request.is_torn:
+                first = max(request.length, request.reused_tokens) // schema.block_tokens
+                assert not any(map(allocator.is_shared, ids[first:]))
+            assert request.trail is not None
+            known = request.trail.ids
+            assert np.array_equal(known, self.texts[name].ids[: len(known)])
+
+
+CALLS: tuple[Callable[[Scene], None], ...] = (
+    *(Scene.admit, Scene.admit_a_count, Scene.fork, Scene.extend, Scene.allocate_block),
+    *(Scene.rewind_far, Scene.rewind_a_shared_block, Scene.reset, Scene.release),
+    *(Scene.pin, Scene.unpin, Scene.evict, Scene.prepare, Scene.prepare_a_chunk),
+    *(Scene.commit, Scene.reject, Scene.commit_a_chunk, Scene.fail, Scene.fail_a_chunk),
+    Scene.abandon,
+)
+
+
+def lines_of(call: Callable[[Scene], None]) -> int:
+    made, counted = Scene(call.__name__), Interrupts()
+    with counted.injected():
+        call(made)
+    return counted.count
+
+
+def interrupt(call: Callable[[Scene], None], at: int, *, real: bool) -> None:
+    made = Scene(call.__name__, real=real)
+    with pytest.raises(KeyboardInterrupt), Interrupts(at).injected():
+        call(made)
+    try:
+        made.manager.extend(made.other, 0)
+    except RecoveryNeeded:
+        with pytest.raises(RecoveryNeeded, match=r"call manager\.recover\(\) before acquire"):
+            made.manager.acquire(0)
+        made.manager.recover()
+    made.go_on()
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_an_interrupt_at_any_line_is_recovered_from(call: Callable[[Scene], None]):
+    lines = lines_of(call)
+    assert lines > 5
+    for at in range(0, lines, 3):
+        interrupt(call, at, real=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_an_interrupt_at_every_line_is_recovered_from(call: Callable[[Scene], None]):
+    for at in range(lines_of(call)):
+        interrupt(call, at, real=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_after_an_interrupt_all_bytes_are_right(call: Callable[[Scene], None]):
+    lines = lines_of(call)
+    for at in range(0, lines, max(1, lines // 20)):
+        interrupt(call, at, real=True)
+
+
+def test_to_recover_without_need_changes_nothing():
+    made = Scene("prepare")
+    before = made.manager.stats()
+    made.manager.recover()
+    assert made.manager.stats() == before
+    made.go_on()
+
+
+def test_an_interrupted_recovery_is_recovered_from():
+    lines = 40
+    for at in range(0, lines, 6):
+        made = Scene("rewind_far")
+        with pytest.raises(KeyboardInterrupt), Interrupts(60).injected():
+            made.rewind_far()
+        with pytest.raises(KeyboardInterrupt), Interrupts(at).injected():
+            made.manager.recover()
+        made.manager.recover()
+        made.go_on()

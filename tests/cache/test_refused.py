@@ -1,0 +1,206 @@
+"""Copies, pickles, threads: what would give wrong tensors is refused with a typed error."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import multiprocessing
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dsv4 import errors
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prefix.options import PrefixOptions
+from dsv4.cache.requests import Request
+from dsv4.cache.schema import CacheSchema
+from dsv4.errors import CopyError, OutOfBlocks, PlanError, ThreadError
+from dsv4.model import ModelSpec
+
+SCHEMA = CacheSchema.build(ModelSpec.preset("tiny"), max_context=2048)
+
+
+def build(num_blocks: int = 16, **options: Any) -> KVCacheManager:
+    return KVCacheManager(SCHEMA, num_blocks=num_blocks, max_requests=4, **options)
+
+
+@dataclass
+class Row:
+    """What an engine keeps of a request."""
+
+    request: object
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, pickle.dumps, lambda each: asdict(Row(each))],
+    ids=["copy", "deepcopy", "pickle", "asdict"],
+)
+def test_nothing_that_stands_for_memory_is_copied(copied: Callable[[object], object]):
+    manager = build()
+    request = manager.admit_request(10)
+    plan = manager.prepare_forward([(request, 1)])
+    for each, advice in (
+        (manager, "build another one"),
+        (request, r"fork\(request, 1\)"),
+        (plan, "prepare_forward|fork"),  # asdict goes on to its requests
+        (manager.acquire(0, plan), "acquire"),
+    ):
+        with pytest.raises(CopyError, match=advice):
+            copied(each)
+
+
+def test_a_length_is_the_manager_s_to_change():
+    request = build().admit_request(10)
+    with pytest.raises(AttributeError):
+        request.length = 5  # type: ignore[misc]
+
+
+def test_a_released_request_keeps_nothing_alive():
+    manager = build(prefix=PrefixOptions())
+    request = manager.admit_request(np.arange(300))
+    trail = weakref.ref(request.trail._ids)  # type: ignore[union-attr]
+    manager.release_request(request)
+    gc.collect()
+    assert trail() is None
+    assert request._row.base is None
+
+
+# ---- errors go from process to process -----------------------------------------------------------
+
+ERRORS = (
+    OutOfBlocks(needed=3, free=1, total=9, asker_blocks=9, cached=1, pinned=2),
+    errors.OutOfSlots(total=4, needed=2, free=1),
+    errors.ContextOverflow(asked_tokens=9, max_context_tokens=8),
+    errors.PoolTooSmall("too small", minimum_bytes=99),
+    errors.InvalidInput("so"),
+)
+
+
+def raise_nth(nth: int) -> None:
+    raise ERRORS[nth]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_errors_survive_pickling(error: errors.Dsv4Error):
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(again) is type(error)
+        assert (str(again), vars(again)) == (str(error), vars(error))
+
+
+def test_a_worker_that_raises_one_does_not_break_its_pool():
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        for nth, error in enumerate(ERRORS):
+            with pytest.raises(type(error), match=str(error)[:10]):
+                pool.apply_async(raise_nth, (nth,)).get(timeout=60)
+
+
+# ---- pins ----------------------------------------------------------------------------------------
+
+
+def cached(manager: KVCacheManager, ids: np.ndarray) -> None:
+    request = manager.admit_request(ids)
+    while request.length < len(ids):
+        plan = manager.prepare_forward([(request, min(512, len(ids) - request.length))])
+        plan.mark_appended()
+        manager.commit(plan)
+    manager.release_request(request)
+
+
+def test_what_does_not_fit_beside_pins_never_will():
+    manager = build(num_blocks=8, max_step_tokens=512, prefix=PrefixOptions())
+    ids = np.arange(3 * 128)
+    cached(manager, ids)
+    pinned = manager.pin(ids)
+    with pytest.raises(OutOfBlocks, match=r"5 of 8 .* 3 pinned.*unpin") as caught:
+        manager.admit_request(6 * 128)
+    assert (caught.value.never, caught.value.pinned) == (True, 3)
+    assert not manager.can_admit(6 * 128)
+    shared = manager.admit_request(np.arange(8 * 128))  # the pinned blocks are its own beginning
+    assert len(shared.block_ids) == 8
+    manager.release_request(shared)
+    busy = manager.admit_request(2 * 128)
+    with pytest.raises(OutOfBlocks, match="wait") as caught:
+        manager.admit_request(5 * 128)
+    assert not caught.value.never
+    manager.release_request(busy)
+    manager.unpin(pinned)
+    assert manager.can_admit(6 * 128)
+    manager.admit_request(6 * 128)
+
+
+# ---- threads -------------------------------------------------------------------------------------
+
+
+def in_thread(call: Callable[[], object]) -> BaseException | None:
+    caught: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return caught[0] if caught else None
+
+
+def test_a_call_while_another_thread_is_inside_one_is_refused(monkeypatch: pytest.MonkeyPatch):
+    manager = build()
+    a, b = manager.admit_request(10), manager.admit_request(10)
+    found: list[BaseException | None] = []
+    send = manager.memory.send
+
+    def slow(new_blocks: int) -> None:
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: manager.prepare_forward([(b, 1)]),
+            lambda: manager.admit_request(1),
+            lambda: manager.release_request(b),
+            lambda: manager.can_admit(1),
+            lambda: manager.acquire(0),
+            manager.recover,
+        )
+        found.extend(in_thread(call) for call in calls)
+        found.append(in_thread(lambda: manager.stats()))
+        found.append(in_thread(lambda: manager.memory_bytes()))
+        send(new_blocks)
+
+    monkeypatch.setattr(manager.memory, "send", slow)
+    plan = manager.prepare_forward([(a, 1)])
+    assert [type(error) for error in found[:6]] == [ThreadError] * 6
+    assert found[6:] == [None, None]
+    assert plan.requests == (a,)
+    other = in_thread(lambda: manager.prepare_forward([(b, 1)]))
+    assert isinstance(other, PlanError)
+    assert in_thread(lambda: manager.commit(plan)) is None  # another thread may go on
+    manager.check_invariants()
+
+
+def test_statistics_are_safe_while_requests_come_and_go():
+    manager = build(num_blocks=64)
+    stop, seen = threading.Event(), []
+
+    def look() -> None:
+        while not stop.is_set():
+            seen.append(manager.stats())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for _ in range(500):
+            requests: list[Request] = [manager.admit_request(20) for _ in range(4)]
+            for request in requests:
+                manager.release_request(request)
+    finally:
+        stop.set()
+        thread.join()
+    assert seen
+    assert all(stats.blocks_total == 64 for stats in seen)

@@ -1,0 +1,111 @@
+"""Device errors and interrupts at every point of a call, and all that must be as before."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.cache.manager import KVCacheManager
+
+# what the cache does on its device, on a CPU too
+TENSOR_CALLS = ("copy_", "index_copy_", "zero_", "clone", "to", "__setitem__")
+TORCH_CALLS = ("index_select", "arange", "tensor")
+
+
+class DeviceFault(RuntimeError):
+    """Stands for CUDA's errors."""
+
+
+class Faults:
+    """Counts the device operations of a call, and fails the one that is asked for."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.fail_at, self.count = fail_at, 0
+
+    @contextmanager
+    def injected(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in TENSOR_CALLS:
+                patch.setattr(Tensor, name, self._wrapped(getattr(Tensor, name)))
+            for name in TORCH_CALLS:
+                patch.setattr(torch, name, self._wrapped(getattr(torch, name)))
+            yield
+
+    def _wrapped(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **options: Any) -> Any:
+            self.count += 1
+            if self.count - 1 == self.fail_at:
+                raise DeviceFault("CUDA error: out of memory")
+            return call(*args, **options)
+
+        return wrapped
+
+
+def everything(manager: KVCacheManager) -> dict[str, Any]:
+    """All that somebody could read: what is free on the device is left out."""
+    table, prefix = manager.table, manager.prefix
+    allocator = table.allocator
+    kept = [b for b in range(allocator.total) if b not in set(allocator._free)]
+    live = sorted(table.live)
+    found: dict[str, Any] = {
+        "blocks": {b: manager.block_arena.bytes[b].tolist() for b in kept},
+        "slots": {s: manager.slot_arena.bytes[s].tolist() for s in live},
+        "table": {
+            s: manager.block_table[s, : r.published_blocks].tolist() for s, r in table.live.items()
+        },
+        "free": sorted(allocator._free),
+        "references": list(allocator._references),
+        "cached": bytes(allocator._cached),
+        "free slots": sorted(table.free_slots),
+        "requests": {
+            s: (
+                *(id(r), r.slot, r.length, list(r.block_ids), r.published_blocks, r.released),
+                *(r.written_tokens, r.reused_tokens, r.exact_from, r.resume, r.torn_from),
+                None if r.trail is None else (r.trail.ids.tolist(), list(r.trail.chain)),
+            )
+            for s, r in table.live.items()
+        },
+        "plan": id(manager.open_plan),
+        "stats": manager.stats().to_dict(),
+    }
+    if prefix is not None:
+        nodes = list(prefix.index.nodes())
+        found["index"] = {
+            node.digest: (node.block_id, node.children, node.pins, node.snapshot) for node in nodes
+        }
+        rows = [node.snapshot for node in nodes if node.snapshot is not None]
+        found["snapshots"] = {row: prefix.pool.bytes[row].tolist() for row in rows}
+        found["free rows"] = sorted(prefix._free_rows)
+        found["pins"] = {id(pin) for pin in prefix._pins}
+    return found
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt at the n-th line that a call runs in this package."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at, self.count = at, 0
+
+    @contextmanager
+    def injected(self) -> Iterator[None]:
+        sys.settrace(self._trace)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        if "/dsv4/cache/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.count += 1
+            if self.count - 1 == self.at:
+                raise KeyboardInterrupt
+        return self._trace
