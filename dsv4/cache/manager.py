@@ -30,6 +30,7 @@ from dsv4.errors import (
     PlanError,
     is_whole,
     require_count,
+    require_type,
 )
 from dsv4.ops.backend import BackendName
 
@@ -60,11 +61,14 @@ class KVCacheManager(Uncopied):
         backend: BackendName | None = None,
         prefix: PrefixOptions | None = None,
     ) -> None:
+        require_type("schema", schema, CacheSchema)
+        if prefix is not None:
+            require_type("prefix", prefix, PrefixOptions)
         least_blocks = 1 if schema.block_bytes else 0
         num_blocks = require_count("num_blocks", num_blocks, at_least=least_blocks)
         max_requests = require_count("max_requests", max_requests)
         max_step_tokens = require_count("max_step_tokens", max_step_tokens)
-        place = torch.device(device)
+        place = _device(device)
         self.schema = schema
         self.backend = load_backend(backend, place)
         for record in (schema.entry_format, schema.window_format, schema.index_format):
@@ -102,6 +106,7 @@ class KVCacheManager(Uncopied):
         prefix: PrefixOptions | None = None,
     ) -> KVCacheManager:
         """A manager with exactly the blocks and slots that `compute_block_budget` found."""
+        require_type("budget", budget, BlockBudget)
         return cls(
             schema,
             num_blocks=budget.num_blocks,
@@ -627,6 +632,18 @@ class KVCacheManager(Uncopied):
             raise
         (copy,) = self.table.settle(reserved)
         self.table.replace(request, block, copy)
+
+
+def _device(named: object) -> torch.device:
+    """A device that memory can be taken on. InvalidInput."""
+    if not isinstance(named, str | int | torch.device) or isinstance(named, bool):
+        raise InvalidInput(f"device={named!r}: must be a torch.device or its name")
+    try:
+        place = torch.device(named)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InvalidInput(f"device={named!r} cannot be used: {error}") from error
+    return place
 
 
 def _count_and_ids(tokens: int | Tokens) -> tuple[int, Ids | None]:

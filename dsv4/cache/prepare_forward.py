@@ -148,8 +148,8 @@ def make_plan(
     item_counts = fill_step(schema, buffers, shape, starts, ends, reused)
     tokens, batch_rows = shape.num_tokens, len(shape.requests)
     if pad_tokens is not None or pad_requests is not None:
-        tokens = tokens if pad_tokens is None else pad_tokens
-        batch_rows = batch_rows if pad_requests is None else pad_requests
+        tokens = tokens if pad_tokens is None else int(pad_tokens)
+        batch_rows = batch_rows if pad_requests is None else int(pad_requests)
         item_counts = {
             ratio: buffers.max_items(ratio, tokens=tokens, requests=batch_rows)
             for ratio in buffers.ratios

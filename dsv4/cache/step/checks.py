@@ -72,6 +72,10 @@ class StepReader:
 
     def read(self, steps: Sequence[Step]) -> StepShape:
         """RequestError, PlanError or ContextOverflow for the first that is wrong."""
+        if not isinstance(steps, Sequence):
+            raise PlanError(
+                f"steps are {type(steps).__name__}: give a list of (request, new tokens)"
+            )
         last, shape = self._kept
         if self._is_last(steps, last):
             return shape
@@ -123,7 +127,7 @@ def _check_each(
         table.require_live(step[0])
         if not is_whole(step[1]) or step[1] < 0:
             raise PlanError(f"{step[1]!r} new tokens for a request: give a count of 0 or more")
-        if len(step) == 3 and step[2] != step[0].length:
+        if len(step) == 3 and (not is_whole(step[2]) or step[2] != step[0].length):
             raise PlanError(
                 f"a step that starts at position {step[2]!r} would skip or repeat tokens: the "
                 f"request has {step[0].length}"
@@ -137,8 +141,13 @@ def accepted(schema: CacheSchema, plan: ForwardPlan, accepted: Sequence[int] | N
         return plan.counts
     try:
         kept = np.asarray(accepted)
-    except ValueError:
-        kept = np.empty(0, dtype=np.float64)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise PlanError(
+            f"accepted are not {len(plan.counts)} whole numbers on the host, one per request: "
+            f"{error}"
+        ) from error
+    if isinstance(accepted, list | tuple) and bool in set(map(type, accepted)):
+        kept = np.empty(0, dtype=np.bool_)
     if kept.shape != plan.counts.shape or (kept.size and kept.dtype.kind not in "iu"):
         raise PlanError(
             f"accepted must be {len(plan.counts)} whole numbers, one per request, got {accepted!r}"
