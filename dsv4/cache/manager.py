@@ -16,10 +16,11 @@ from dsv4.cache.memory import CacheMemory, LayerMemory
 from dsv4.cache.prefix.cache import LearnedIds, PinnedPrefix, PrefixCache, PrefixMatch
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.resume import Resume
+from dsv4.cache.prefix.snapshots import SnapshotPool
 from dsv4.cache.prefix.trail import Ids, Tokens, token_ids
 from dsv4.cache.prepare_forward import ForwardPlan, check_step, fill_new_blocks, make_plan
 from dsv4.cache.requests import LENGTH, LOST, Request, RequestTable
-from dsv4.cache.schema import BlockBudget, CacheSchema
+from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step import checks as step_checks
 from dsv4.cache.step.checks import Step, StepReader
@@ -105,8 +106,24 @@ class KVCacheManager(Uncopied):
         backend: BackendName | None = None,
         prefix: PrefixOptions | None = None,
     ) -> KVCacheManager:
-        """A manager with exactly the blocks and slots that `compute_block_budget` found."""
+        """A manager with exactly the blocks and slots that `compute_block_budget` found. If the
+        budget counts what is needed besides, all that is allocated is `budget.total_bytes`, or
+        InvalidInput. `from_memory` finds a budget for all of it."""
         require_type("budget", budget, BlockBudget)
+        if budget.other_bytes:
+            other_bytes = cls.other_bytes(
+                schema,
+                max_requests=budget.max_requests,
+                max_step_tokens=max_step_tokens,
+                device=device,
+                backend=backend,
+                prefix=prefix,
+            )
+            if other_bytes != budget.other_bytes:
+                raise InvalidInput(
+                    f"the budget leaves {budget.other_bytes:,} bytes for what is no cache, with "
+                    f"these options it is {other_bytes:,}: compute it for the same ones"
+                )
         return cls(
             schema,
             num_blocks=budget.num_blocks,
@@ -116,6 +133,77 @@ class KVCacheManager(Uncopied):
             backend=backend,
             prefix=prefix,
         )
+
+    @classmethod
+    def from_memory(
+        cls,
+        schema: CacheSchema,
+        *,
+        memory_bytes: int,
+        max_requests: int,
+        context: int | None = None,
+        max_step_tokens: int = 8192,
+        device: torch.device | str = "cpu",
+        backend: BackendName | None = None,
+        prefix: PrefixOptions | None = None,
+    ) -> KVCacheManager:
+        """A manager that allocates no more than `memory_bytes` on its device, all told: slots, the
+        block table, step buffers, workspace and snapshots, and blocks with what is left.
+
+        Raises PoolTooSmall, with the minimum, if one request of `context` tokens would not fit.
+        """
+        other_bytes = cls.other_bytes(
+            schema,
+            max_requests=max_requests,
+            max_step_tokens=max_step_tokens,
+            device=device,
+            backend=backend,
+            prefix=prefix,
+        )
+        budget = compute_block_budget(
+            schema,
+            memory_bytes=memory_bytes,
+            max_requests=max_requests,
+            context=context,
+            other_bytes=other_bytes,
+        )
+        return cls.from_budget(
+            schema,
+            budget,
+            max_step_tokens=max_step_tokens,
+            device=device,
+            backend=backend,
+            prefix=prefix,
+        )
+
+    @classmethod
+    def other_bytes(
+        cls,
+        schema: CacheSchema,
+        *,
+        max_requests: int,
+        max_step_tokens: int = 8192,
+        device: torch.device | str = "cpu",
+        backend: BackendName | None = None,
+        prefix: PrefixOptions | None = None,
+    ) -> int:
+        """Bytes that a manager of these options allocates besides blocks, slots and block table:
+        step buffers, workspace, snapshots. Allocates nothing there."""
+        require_type("schema", schema, CacheSchema)
+        place, nowhere = _device(device), torch.device("meta")
+        memory = CacheMemory(
+            schema,
+            load_backend(backend, place),
+            num_blocks=0,
+            max_requests=require_count("max_requests", max_requests),
+            max_step_tokens=require_count("max_step_tokens", max_step_tokens),
+            device=nowhere,
+        ).memory_bytes()
+        snapshots = 0
+        if prefix is not None:
+            require_type("prefix", prefix, PrefixOptions)
+            snapshots = SnapshotPool.bytes_on_device(schema, prefix, place)
+        return memory.step_buffers + memory.workspace + snapshots
 
     # ---- what it was built with --------------------------------------------------------------
 

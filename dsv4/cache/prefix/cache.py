@@ -78,7 +78,7 @@ class PrefixCache:
         self.index = PrefixIndex(allocator)
         self._allocator = allocator
         self._bytes_by_kind = schema.bytes_by_kind()["block"]
-        rows = 0 if options.policy.kind == "zero" else options.snapshots
+        rows = options.rows
         self.pool = SnapshotPool(schema, rows, where=options.where, device=device)
         self._free_rows = list(range(rows - 1, -1, -1))
         self._taken: OrderedDict[int, PrefixNode] = OrderedDict()  # row -> node, oldest use first

@@ -58,6 +58,11 @@ class PrefixOptions:
     where: Literal["device", "host"] = "device"
     model_id: str = ""
 
+    @property
+    def rows(self) -> int:
+        """Snapshots that are kept at most."""
+        return 0 if self.policy.kind == "zero" else self.snapshots
+
     def __post_init__(self) -> None:
         if not isinstance(self.policy, SnapshotPolicy):
             raise InvalidInput(
