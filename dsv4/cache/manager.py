@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -14,10 +14,12 @@ from dsv4.cache.guard import Guard, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
 from dsv4.cache.prefix.cache import LearnedIds, PinnedPrefix, PrefixCache, PrefixMatch
+from dsv4.cache.prefix.index import BlockEvent
 from dsv4.cache.prefix.options import PrefixOptions
+from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import Resume
 from dsv4.cache.prefix.snapshots import SnapshotPool
-from dsv4.cache.prefix.trail import Ids, Tokens, token_ids
+from dsv4.cache.prefix.trail import Tokens, TokenTrail, token_ids
 from dsv4.cache.prepare_forward import ForwardPlan, check_step, fill_new_blocks, make_plan
 from dsv4.cache.requests import LENGTH, LOST, Request, RequestTable
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
@@ -235,18 +237,50 @@ class KVCacheManager(Uncopied):
 
     # ---- requests come and go ----------------------------------------------------------------
 
-    def can_admit(self, tokens: int | Tokens, salt: str | None = None) -> bool:
+    def prompt(self, tokens: Tokens, salt: str | None = None) -> Prompt:
+        """Reads and hashes a prompt once: to ask about it while it waits, and to admit it. Takes
+        no memory of the cache. Raises InvalidInput, ContextOverflow."""
+        ids = token_ids(tokens)
+        step_checks.context(self.schema, len(ids))
+        if self.prefix is None:
+            return Prompt(len(ids), None, (self.schema.content_fingerprint, ""))
+        return self.prefix.prompt(ids, salt)
+
+    def look_up(self, prompt: Prompt) -> Resume:
+        """What `admit_request` would find cached of a prompt now, and where it would go on.
+        Changes nothing: neither counts nor what is evicted first. Raises InvalidInput."""
+        self.guard.require_free("look_up")
+        count, trail = self._read_prompt(prompt, None)
+        if self.prefix is None or trail is None:
+            return Resume(start=0, reused_tokens=0, end=count, source="nothing")
+        return self.prefix.look_up(trail)
+
+    def needed_blocks(self, tokens: int | Tokens | Prompt, salt: str | None = None) -> int:
+        """Blocks that `admit_request` would take beyond what is cached. Changes nothing. Raises
+        InvalidInput, ContextOverflow."""
+        self.guard.require_free("needed_blocks")
+        count, trail = self._read_prompt(tokens, salt)
+        cached = 0 if self.prefix is None or trail is None else self.prefix.cached_blocks(trail)
+        return self.schema.blocks_for(count) - cached
+
+    def released_blocks(self, request: Request) -> int:
+        """Blocks that could be taken, free or evictable, if this request were released."""
+        self.guard.require_free("released_blocks")
+        self.table.require_live(request)
+        pinned: Collection[int] = () if self.prefix is None else self.prefix.pinned_ids()
+        references = self.table.allocator.references
+        return sum(references(b) == 1 and b not in pinned for b in request.block_ids)
+
+    def can_admit(self, tokens: int | Tokens | Prompt, salt: str | None = None) -> bool:
         """Whether `admit_request` would succeed now. Changes nothing."""
         self.guard.require_free("can_admit")
         shared: list[int] = []
         try:
-            count, ids = _count_and_ids(tokens)
-            step_checks.context(self.schema, count)
-            if self.prefix is not None and ids is not None:
-                match = self.prefix.match(self.prefix.trail(ids, salt))
-                shared = [node.block_id for node in match.nodes]
+            count, trail = self._read_prompt(tokens, salt)
         except (InvalidInput, ContextOverflow):
             return False
+        if self.prefix is not None and trail is not None:
+            shared = [node.block_id for node in self.prefix.match(trail).nodes]
         short = self.schema.blocks_for(count) - len(shared) - self.table.allocator.free
         fits = short <= 0 or (
             self.prefix is not None and self.prefix.evictable_blocks(besides=shared) >= short
@@ -254,16 +288,19 @@ class KVCacheManager(Uncopied):
         return fits and bool(self.table.free_slots)
 
     @changes
-    def admit_request(self, tokens: int | Tokens = 0, salt: str | None = None) -> Request:
-        """A slot, and blocks for a prompt of `tokens`, a count or the token ids: all or nothing.
+    def admit_request(
+        self, tokens: int | Tokens | Prompt = 0, salt: str | None = None, *, reuse: bool = True
+    ) -> Request:
+        """A slot, and blocks for a prompt of `tokens`, a count, the token ids or a `prompt`: all or
+        nothing.
 
         With ids and a prefix cache, what is cached of the prompt is reused and `request.resume`
         says what is left to run, at least its last token. Prompts with different `salt` share
-        nothing. Raises OutOfSlots, OutOfBlocks (`never` or wait), ContextOverflow, InvalidInput.
+        nothing. Without `reuse` all runs, and is cached all the same.
+        Raises OutOfSlots, OutOfBlocks (`never` or wait), ContextOverflow, InvalidInput.
         """
         table, allocator = self.table, self.table.allocator
-        count, ids = _count_and_ids(tokens)
-        count = step_checks.context(self.schema, count)
+        count, found = self._read_prompt(tokens, salt)
         blocks = self.schema.blocks_for(count)
         if blocks > allocator.total:
             raise OutOfBlocks(
@@ -271,14 +308,14 @@ class KVCacheManager(Uncopied):
             )
         table.require_slots()
         slot = table.free_slots[-1]
-        if self.prefix is None or ids is None:
+        if self.prefix is None or found is None:
             resume = Resume(start=0, reused_tokens=0, end=count, source="nothing")
             request = table.make(slot, table.take(blocks), resume)
             self.guard.arriving.append(request)
             table.enlist(request)
             return request
-        trail = self.prefix.trail(ids, salt)
-        match = self.prefix.match(trail)
+        trail = found.copy() if isinstance(tokens, Prompt) else found
+        match = self.prefix.match(trail) if reuse else self.prefix.no_match(trail)
         shared = [node.block_id for node in match.nodes]
         allocator.share(shared)
         try:
@@ -396,6 +433,25 @@ class KVCacheManager(Uncopied):
             raise
         self.table.cut(request, match.resume.reused_tokens // self.schema.block_tokens)
         self.table.restart(request, match.resume)
+
+    @changes
+    def tell(self, request: Request, tokens: Tokens) -> None:
+        """The ids of tokens that were committed without: from the first that is not known on.
+
+        Blocks that become known are cached now. A snapshot is taken if the rings still have the
+        state, that is up to 1 + max_draft_tokens tokens later. Raises InvalidInput, RequestError.
+        """
+        self._require_unplanned(request)
+        ids = token_ids(tokens)
+        if self.prefix is None or request.trail is None:
+            return
+        known = len(request.trail.ids)
+        if known + len(ids) > request.length:
+            raise InvalidInput(
+                f"{len(ids)} ids behind the {known} that are known of request {request.serial}, "
+                f"but it has {request.length} tokens: tell those that were committed"
+            )
+        self.prefix.tell(request, ids, self.slot_arena.bytes[request.slot])
 
     @changes
     def extend(self, request: Request, tokens: int) -> list[int]:
@@ -675,6 +731,8 @@ class KVCacheManager(Uncopied):
             blocks_free=allocator.free,
             blocks_live=allocator.held,
             blocks_cached=allocator.idle,
+            blocks_evictable=0 if self.prefix is None else self.prefix.evictable_blocks(),
+            blocks_pinned=0 if self.prefix is None else self.prefix.pinned_blocks(),
             slots_total=self.max_requests,
             slots_free=len(self.table.free_slots),
             requests_live=len(live),
@@ -691,11 +749,46 @@ class KVCacheManager(Uncopied):
         if self.prefix is not None:
             self.prefix.check_invariants(self.open_plan)
 
+    def take_events(self) -> list[BlockEvent]:
+        """Which blocks were cached and let go since the last call, in order, for a router that
+        knows where prefixes are. Build the manager with PrefixOptions(events=True)."""
+        index = self._prefix_cache().index
+        if index.events is None:
+            raise InvalidInput(
+                "this manager collects no block events: build it with PrefixOptions(events=True)"
+            )
+        taken, index.events = index.events, []
+        return taken
+
     # ---- table and memory together -----------------------------------------------------------
 
     def _require_unplanned(self, request: Request) -> None:
         self.table.require_live(request)
         step_checks.unplanned(request, self.open_plan)
+
+    def _read_prompt(
+        self, tokens: int | Tokens | Prompt, salt: str | None
+    ) -> tuple[int, TokenTrail | None]:
+        """How many tokens, and their trail where ids are known and may be cached."""
+        if isinstance(tokens, Prompt):
+            if salt is not None:
+                raise InvalidInput("a prompt has its salt already: give it to manager.prompt")
+            if tokens.trail is not None and self.prefix is not None:
+                if tokens.family != self.prefix.family:
+                    raise InvalidInput("this prompt was made for another schema or model")
+                return tokens.tokens, tokens.trail
+            if (tokens.trail is None) != (self.prefix is None):
+                raise InvalidInput(
+                    "this prompt was made by a manager "
+                    + ("without" if tokens.trail is None else "with")
+                    + " a prefix cache: make it with this one"
+                )
+            return step_checks.context(self.schema, tokens.tokens), None
+        if isinstance(tokens, int | np.integer):
+            return step_checks.context(self.schema, tokens), None
+        ids = token_ids(tokens)
+        count = step_checks.context(self.schema, len(ids))
+        return count, None if self.prefix is None else self.prefix.trail(ids, salt)
 
     def _prefix_cache(self) -> PrefixCache:
         if self.prefix is None:
@@ -732,10 +825,3 @@ def _device(named: object) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InvalidInput(f"device={named!r} cannot be used: {error}") from error
     return place
-
-
-def _count_and_ids(tokens: int | Tokens) -> tuple[int, Ids | None]:
-    if isinstance(tokens, int | np.integer):
-        return tokens if isinstance(tokens, int) else int(tokens), None
-    ids = token_ids(tokens)
-    return len(ids), ids

@@ -17,6 +17,7 @@ from torch import Tensor
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.prefix.index import PrefixIndex, PrefixNode
 from dsv4.cache.prefix.options import PrefixOptions
+from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import Resume, StateSource, replay_start
 from dsv4.cache.prefix.snapshots import Capture, SnapshotPool, WideCaptures
 from dsv4.cache.prefix.trail import Ids, TokenTrail, chain_root
@@ -76,6 +77,8 @@ class PrefixCache:
             )
         self.schema, self.options = schema, options
         self.index = PrefixIndex(allocator)
+        if options.events:
+            self.index.events = []
         self._allocator = allocator
         self._bytes_by_kind = schema.bytes_by_kind()["block"]
         rows = options.rows
@@ -96,11 +99,58 @@ class PrefixCache:
         )
         return TokenTrail(root, self.schema.block_tokens, ids)
 
+    def prompt(self, ids: Ids, salt: str | None) -> Prompt:
+        """A prompt with all its digests made."""
+        trail = self.trail(ids, salt)
+        trail.hash_blocks(len(ids) // self.schema.block_tokens)
+        return Prompt(len(ids), trail, self.family)
+
+    @property
+    def family(self) -> tuple[str, str]:
+        return self.schema.content_fingerprint, self.options.model_id
+
+    def cached_blocks(self, trail: TokenTrail) -> int:
+        """How many blocks `match` would find. Changes nothing."""
+        blocks = max(0, len(trail.ids) - 1) // self.schema.block_tokens
+        trail.hash_blocks(blocks)
+        return self.index.count(trail.chain[:blocks])
+
+    def look_up(self, trail: TokenTrail) -> Resume:
+        """What `match` would say, in a few looks. Changes nothing."""
+        blocks = self.cached_blocks(trail)
+        reused = blocks * self.schema.block_tokens
+        first = replay_start(self.schema, reused) // self.schema.block_tokens
+        nodes: list[PrefixNode | None] = [None] * blocks
+        nodes[first:] = [self.index.get(digest) for digest in trail.chain[first:blocks]]
+        return self._resume_behind(nodes, blocks, len(trail.ids)).resume
+
+    def tell(self, request: Request, ids: Ids, slot: Tensor) -> None:
+        """Ids of tokens that a request has computed before they were known."""
+        trail = request.trail
+        assert trail is not None
+        start = len(trail.ids)
+        sound = request.length if request.torn_from is None else request.torn_from
+        trail.learn(start, ids[: max(0, sound - start)])
+        block_tokens = self.schema.block_tokens
+        for block in range(start // block_tokens, len(trail.ids) // block_tokens):
+            node, boundary = self._cache_block(request, block), (block + 1) * block_tokens
+            if node is None:
+                break
+            in_rings = request.written_tokens - boundary <= self.schema.max_rollback_tokens
+            if in_rings and self.pool.rows and self._is_wanted(request, boundary):
+                row = self._reserve()
+                if row is not None:
+                    self._capture(slot, row, boundary, node)
+
     def match(self, trail: TokenTrail) -> PrefixMatch:
         """What of a prompt is there. The last token always runs: it gives the first logits."""
         tokens = len(trail.ids)
         nodes = self.index.match(trail, max(0, tokens - 1) // self.schema.block_tokens)
         return self._resume_behind(nodes, len(nodes), tokens)
+
+    def no_match(self, trail: TokenTrail) -> PrefixMatch:
+        """As if nothing were cached."""
+        return self._resume_behind([], 0, len(trail.ids))
 
     def match_own(self, request: Request, length: int) -> PrefixMatch:
         """From where a request that has computed `length` tokens can reach them again."""
@@ -112,7 +162,9 @@ class PrefixCache:
         nodes = [] if trail is None else self.index.match(trail, known)
         return self._resume_behind(nodes, blocks, length)
 
-    def _resume_behind(self, nodes: list[PrefixNode], blocks: int, tokens: int) -> PrefixMatch:
+    def _resume_behind(
+        self, nodes: Sequence[PrefixNode | None], blocks: int, tokens: int
+    ) -> PrefixMatch:
         """The later start of two: at the last snapshot, or a replay in front of the last block."""
         block_tokens = self.schema.block_tokens
         reused = blocks * block_tokens
@@ -121,13 +173,14 @@ class PrefixCache:
             at = (nth + 1) * block_tokens
             if at < start:
                 break
-            if nodes[nth].snapshot is not None:
+            node = nodes[nth]
+            if node is not None and node.snapshot is not None:
                 resume = Resume(start=at, reused_tokens=reused, end=tokens, source="snapshot")
-                return PrefixMatch(nodes, resume, nodes[nth])
+                return PrefixMatch([each for each in nodes if each], resume, node)
         resume = Resume(
             start=start, reused_tokens=reused, end=tokens, source="replay" if start else "nothing"
         )
-        return PrefixMatch(nodes, resume, None)
+        return PrefixMatch([each for each in nodes if each], resume, None)
 
     def use(self, match: PrefixMatch, trail: TokenTrail) -> None:
         """Counts an admission and marks what it used."""
@@ -343,24 +396,27 @@ class PrefixCache:
     def drop(self, victims: Sequence[PrefixNode]) -> None:
         """Blocks and their snapshots go."""
         self.index.drop(victims)
+        LOGGER.debug("%d cached blocks evicted", len(victims))
         for node in victims:
             if node.snapshot is not None:
                 self._detach(node)
 
     def pinned_blocks(self, besides: Collection[int] = ()) -> int:
         """Blocks that pins keep, with all before them, but for those named."""
-        return len(self._pinned().difference(besides))
+        return len(self.pinned_ids().difference(besides))
 
     def evictable_blocks(self, besides: Collection[int] = ()) -> int:
         """How many cached blocks could go if these were held. Whoever holds a cached block holds
         those before it, so it is all idle ones but what pins keep."""
         references = self._allocator.references
-        return self._allocator.idle - sum(not references(b) for b in self._pinned().union(besides))
+        return self._allocator.idle - sum(
+            not references(b) for b in self.pinned_ids().union(besides)
+        )
 
-    def _pinned(self) -> frozenset[int]:
+    def pinned_ids(self) -> frozenset[int]:
         if self._pinned_ids is None:
             kept: set[PrefixNode] = set()
-            for pin in self._pins:
+            for pin in tuple(self._pins):
                 node: PrefixNode | None = pin.nodes[0]
                 while node is not None and node not in kept:
                     kept.add(node)

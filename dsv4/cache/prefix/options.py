@@ -51,12 +51,14 @@ def zero() -> SnapshotPolicy:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOptions:
     """`snapshots` rows of `SnapshotLayout(schema).row_bytes` each, on the device or in pinned host
-    memory. `model_id` names the weights: prefixes of different models never match."""
+    memory. `model_id` names the weights: prefixes of different models never match. With `events`
+    `KVCacheManager.take_events` says which blocks were stored and removed."""
 
     policy: SnapshotPolicy = field(default_factory=lambda: periodic(1024))
     snapshots: int = 64
     where: Literal["device", "host"] = "device"
     model_id: str = ""
+    events: bool = False
 
     @property
     def rows(self) -> int:
