@@ -13,7 +13,7 @@ from dsv4.cache.arena import Arena
 from dsv4.cache.guard import Guard, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
-from dsv4.cache.prefix.cache import LearnedIds, PinnedPrefix, PrefixCache, PrefixMatch
+from dsv4.cache.prefix.cache import LOGGER, LearnedIds, PinnedPrefix, PrefixCache, PrefixMatch
 from dsv4.cache.prefix.index import BlockEvent
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.prompt import Prompt
@@ -670,13 +670,15 @@ class KVCacheManager(Uncopied):
         learned: list[LearnedIds] = []
         if self.prefix is not None and tokens is not None:
             learned = self.prefix.read_ids(plan, kept, token_ids(tokens))
+        if self.prefix is not None and not plan.is_stored:
+            self.prefix.note_torn(plan, kept)
         if accepted is None:
             self.table.move(plan.slots, plan.ends)
         else:  # what was rejected is written all the same
             self.table.note_written(plan.slots, plan.ends)
             self.table.move(plan.slots, plan.starts + kept)
         if self.prefix is not None:
-            self.prefix.note_commit(plan, kept, learned, self.slot_arena.bytes)
+            self.prefix.note_commit(plan, kept, learned, self.slot_arena.bytes, self._adopt)
         self._close(plan)
 
     @changes
@@ -796,6 +798,20 @@ class KVCacheManager(Uncopied):
                 "this manager has no prefix cache: build it with prefix=PrefixOptions()"
             )
         return self.prefix
+
+    def _adopt(self, request: Request, first: int, block_ids: Sequence[int]) -> None:
+        """The request goes on with other blocks of the same bytes; its own go back. Where the
+        device cannot be told, it keeps its own."""
+        try:
+            self.memory.publish(request.slot, first, block_ids)
+        except RuntimeError as error:
+            LOGGER.warning("%d equal blocks stay apart: %s", len(block_ids), error)
+            return
+        span = slice(first, first + len(block_ids))
+        own = request.block_ids[span]
+        self.table.allocator.share(block_ids)
+        request.block_ids[span] = block_ids
+        self.table.allocator.release(own)
 
     def _own_unfinished_block(self, request: Request, length: int) -> None:
         """Makes sure that what the request writes from `length` on into the block that it is in is

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import TypeVar
@@ -31,6 +31,8 @@ from dsv4.errors import Dsv4Error, InvalidInput
 LOGGER = logging.getLogger("dsv4")
 # a request's trail, where its step starts, the ids of the tokens that it keeps
 LearnedIds = tuple[TokenTrail, int, Ids]
+# a request takes cached blocks in the place of its own, from its block so and so on
+Adopt = Callable[[Request, int, Sequence[int]], None]
 K = TypeVar("K")
 _HIT_KINDS: dict[StateSource, HitKind] = {
     "snapshot": "snapshot",
@@ -273,16 +275,25 @@ class PrefixCache:
             at += count
         return learned
 
+    def note_torn(self, plan: ForwardPlan, kept: I64) -> None:
+        """Some layers lack the step: nothing of it may be found again."""
+        for row in kept.nonzero()[0].tolist():
+            plan.requests[row].note_torn(int(plan.starts[row]))
+
     def note_commit(
-        self, plan: ForwardPlan, kept: I64, learned: Sequence[LearnedIds], slot_arena: Tensor
+        self,
+        plan: ForwardPlan,
+        kept: I64,
+        learned: Sequence[LearnedIds],
+        slot_arena: Tensor,
+        adopt: Adopt,
     ) -> None:
-        """Learns ids, caches the blocks that the step completed, and takes their snapshots.
+        """Learns ids, caches the blocks that the step completed, and takes their snapshots. Blocks
+        that another request has cached before are adopted, so that one copy is left.
 
         The rings still hold the state at every boundary that a few tokens have crossed.
         """
-        if not plan.is_stored:  # some layers lack the step: nothing of it may be found again
-            for row in kept.nonzero()[0].tolist():
-                plan.requests[row].note_torn(int(plan.starts[row]))
+        if not plan.is_stored:
             learned = ()
         for trail, start, span in learned:
             trail.learn(start, span)
@@ -291,6 +302,7 @@ class PrefixCache:
         in_rings = self._rings_hold(plan)
         for row in (ends > plan.starts // block_tokens).nonzero()[0].tolist():
             request, first = plan.requests[row], int(plan.starts[row]) // block_tokens
+            self._adopt_cached(request, first, int(ends[row]), adopt)
             for block in range(first, int(ends[row])):
                 node = self._cache_block(request, block)
                 if node is None:
@@ -302,6 +314,20 @@ class PrefixCache:
                         self._capture(slot_arena[request.slot], row_id, boundary, node)
         if plan.captures is not None:
             self._finish_captures(plan, kept)
+
+    def _adopt_cached(self, request: Request, first: int, last: int, adopt: Adopt) -> None:
+        """Of a request's complete blocks those that are cached already, in other memory."""
+        trail = request.trail
+        if trail is None:
+            return
+        cached = []
+        for block in range(first, min(last, len(trail.ids) // self.schema.block_tokens)):
+            node = self.index.get(trail.digest(block))
+            if node is None or node.block_id == request.block_ids[block]:
+                break
+            cached.append(node.block_id)
+        if cached:
+            adopt(request, first, cached)
 
     def _capture(self, slot: Tensor, row: int, boundary: int, node: PrefixNode) -> None:
         """A snapshot out of the rings. The step has happened whether or not there is memory for
