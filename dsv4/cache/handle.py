@@ -11,6 +11,7 @@ from dsv4.cache.memory import LayerMemory
 from dsv4.cache.pages import CompressorLayout
 from dsv4.cache.prepare_forward import ENTRIES, TAILS, WINDOW, ForwardPlan
 from dsv4.cache.views import ClassicalView, IndexerView, SWAView
+from dsv4.cache.workspace import Workspace
 from dsv4.errors import InvalidInput, PlanError, SchemaMismatch, require_count
 from dsv4.model import AttentionType
 from dsv4.ops.backend import Backend
@@ -41,7 +42,7 @@ class LayerCacheHandle(Uncopied):
 
     _instead = "manager.acquire(layer, plan) returns it"
 
-    def __init__(self, memory: LayerMemory, backend: Backend) -> None:
+    def __init__(self, memory: LayerMemory, backend: Backend, workspace: Workspace) -> None:
         schema = memory.shared.schema
         self.memory, self.backend = memory, backend
         self.layer, self.schema = memory.layer, memory.schema
@@ -54,7 +55,7 @@ class LayerCacheHandle(Uncopied):
         self._index_dtype = schema.index_format.value_dtype
         self._block_arena = memory.shared.block_arena.bytes
         self._slot_arena = memory.shared.slot_arena.bytes
-        self._workspace = memory.shared.workspace
+        self._workspace = workspace
         self._parts = WINDOW | (TAILS | ENTRIES if self.main is not None else 0)
 
     # ---- views -------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ class KVCacheManager(Uncopied):
         device: torch.device | str = "cpu",
         backend: BackendName | None = None,
         prefix: PrefixOptions | None = None,
+        max_open_plans: int = 1,
     ) -> None:
         require_type("schema", schema, CacheSchema)
         if prefix is not None:
@@ -83,18 +84,20 @@ class KVCacheManager(Uncopied):
             max_requests=max_requests,
             max_step_tokens=max_step_tokens,
             device=place,
+            max_open_plans=require_count("max_open_plans", max_open_plans),
         )
         self.table = RequestTable(schema, num_blocks=num_blocks, max_requests=max_requests)
         self.prefix: PrefixCache | None = None
         if prefix is not None:
             self.prefix = PrefixCache(schema, self.table.allocator, prefix, place)
             self.table.reclaimer = self.prefix
-        self.open_plan: ForwardPlan | None = None
+        self.open_plans: list[ForwardPlan] = []
         self.guard = Guard()
-        self._step_reader = StepReader(schema, self.table)
+        self._step_readers = tuple(StepReader(schema, self.table) for _ in self.memory.lanes)
+        layers = [LayerMemory.of(self.memory, layer) for layer in range(len(schema.layers))]
         self._handles = tuple(
-            LayerCacheHandle(LayerMemory.of(self.memory, layer), self.backend)
-            for layer in range(len(schema.layers))
+            tuple(LayerCacheHandle(layer, self.backend, lane.workspace) for layer in layers)
+            for lane in self.memory.lanes
         )
 
     @classmethod
@@ -107,6 +110,7 @@ class KVCacheManager(Uncopied):
         device: torch.device | str = "cpu",
         backend: BackendName | None = None,
         prefix: PrefixOptions | None = None,
+        max_open_plans: int = 1,
     ) -> KVCacheManager:
         """A manager with exactly the blocks and slots that `compute_block_budget` found. If the
         budget counts what is needed besides, all that is allocated is `budget.total_bytes`, or
@@ -120,6 +124,7 @@ class KVCacheManager(Uncopied):
                 device=device,
                 backend=backend,
                 prefix=prefix,
+                max_open_plans=max_open_plans,
             )
             if other_bytes != budget.other_bytes:
                 raise InvalidInput(
@@ -134,6 +139,7 @@ class KVCacheManager(Uncopied):
             device=device,
             backend=backend,
             prefix=prefix,
+            max_open_plans=max_open_plans,
         )
 
     @classmethod
@@ -148,6 +154,7 @@ class KVCacheManager(Uncopied):
         device: torch.device | str = "cpu",
         backend: BackendName | None = None,
         prefix: PrefixOptions | None = None,
+        max_open_plans: int = 1,
     ) -> KVCacheManager:
         """A manager that allocates no more than `memory_bytes` on its device, all told: slots, the
         block table, step buffers, workspace and snapshots, and blocks with what is left.
@@ -161,6 +168,7 @@ class KVCacheManager(Uncopied):
             device=device,
             backend=backend,
             prefix=prefix,
+            max_open_plans=max_open_plans,
         )
         budget = compute_block_budget(
             schema,
@@ -176,6 +184,7 @@ class KVCacheManager(Uncopied):
             device=device,
             backend=backend,
             prefix=prefix,
+            max_open_plans=max_open_plans,
         )
 
     @classmethod
@@ -188,6 +197,7 @@ class KVCacheManager(Uncopied):
         device: torch.device | str = "cpu",
         backend: BackendName | None = None,
         prefix: PrefixOptions | None = None,
+        max_open_plans: int = 1,
     ) -> int:
         """Bytes that a manager of these options allocates besides blocks, slots and block table:
         step buffers, workspace, snapshots. Allocates nothing there."""
@@ -200,6 +210,7 @@ class KVCacheManager(Uncopied):
             max_requests=require_count("max_requests", max_requests),
             max_step_tokens=require_count("max_step_tokens", max_step_tokens),
             device=nowhere,
+            max_open_plans=require_count("max_open_plans", max_open_plans),
         ).memory_bytes()
         snapshots = 0
         if prefix is not None:
@@ -234,6 +245,11 @@ class KVCacheManager(Uncopied):
     def block_table(self) -> Tensor:
         """int32 [max_requests, blocks per request] on the device: block ids, by slot."""
         return self.memory.block_table
+
+    @property
+    def open_plan(self) -> ForwardPlan | None:
+        """The plan that is open, the oldest of several."""
+        return self.open_plans[0] if self.open_plans else None
 
     # ---- requests come and go ----------------------------------------------------------------
 
@@ -513,8 +529,7 @@ class KVCacheManager(Uncopied):
         if self.prefix is not None:
             self.prefix.note_release(request)
         self.table.close(request)
-        self._step_reader.forget()
-        self.memory.buffers.forget()
+        self._forget_steps()
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -531,22 +546,24 @@ class KVCacheManager(Uncopied):
         Does nothing else, and nothing harmful if it was not needed. Raises ThreadError.
         """
         guard = self.guard
-        interrupted = guard.take_over()
-        plan = self.open_plan
-        if plan is not None:
+        guard.take_over()
+        still_open = []
+        for plan in self.open_plans:
             moved = bool((self.table.numbers[LENGTH, plan.slots] != plan.starts).any())
-            if plan.done or moved or interrupted == "prepare_forward":
-                plan.done, plan = True, None
-        self.open_plan = plan
+            if plan.done or moved or plan in guard.arriving:
+                plan.done = True
+            else:
+                still_open.append(plan)
+        self.open_plans = still_open
         lost = {item for item in guard.arriving if isinstance(item, Request)}
         cached: list[int] = []
         if self.prefix is not None:
-            captures = () if plan is None or plan.captures is None else plan.captures.captures
-            self.prefix.rebuild({capture.row for capture in captures}, guard.arriving)
+            taken = [plan.captures.captures for plan in still_open if plan.captures is not None]
+            rows = {capture.row for captures in taken for capture in captures}
+            self.prefix.rebuild(rows, guard.arriving)
             cached = [node.block_id for node in self.prefix.index.nodes()]
         self.table.rebuild(lost, cached)
-        self._step_reader.forget()
-        self.memory.buffers.forget()
+        self._forget_steps()
         for request in self.table.live.values():
             if request.published_blocks:
                 ids = request.block_ids[: request.published_blocks]
@@ -592,13 +609,15 @@ class KVCacheManager(Uncopied):
 
         `start`, where given, must be the request's length: positions neither skip nor repeat. With
         `pad_tokens` and `pad_requests` kernels run at those sizes, as a captured graph does, and
-        the rows past the live ones do nothing. The plan stays open until `commit` or `abandon`.
+        the rows past the live ones do nothing. The plan stays open until `commit`, `abandon` or
+        `fail`; `max_open_plans` of them, without a common request, may be open at once.
         Raises PlanError, OutOfBlocks, ContextOverflow or RequestError.
         """
-        if self.open_plan is not None:
-            raise PlanError("the previous plan is still open: commit or abandon it first")
-        buffers = self.memory.buffers
-        shape = self._step_reader.read(steps)
+        lane = self._free_lane()
+        buffers = self.memory.lanes[lane].buffers
+        shape = self._step_readers[lane].read(steps)
+        if self.open_plans:
+            step_checks.disjoint(shape, self.open_plans)
         starts, published, reused, written = self.table.numbers.take(shape.slots, axis=1)
         ends = starts + shape.counts
         step_checks.untorn(self.schema, shape, starts, written)
@@ -623,7 +642,8 @@ class KVCacheManager(Uncopied):
                 pad_requests=pad_requests,
             )
             captures = None if self.prefix is None else self.prefix.plan_captures(plan)
-            self.memory.send(new_blocks)
+            plan.lane = lane
+            self.memory.send(new_blocks, buffers)
         except BaseException:  # of the device, out of memory, or a key pressed
             self.table.cancel(reserved)
             raise
@@ -635,18 +655,20 @@ class KVCacheManager(Uncopied):
             assert self.prefix is not None
             plan.captures = captures
             self.prefix.settle_captures(captures)
-        self.open_plan = plan
+        self.guard.arriving.append(plan)
+        self.open_plans.append(plan)
         return plan
 
     def acquire(self, layer: int, plan: ForwardPlan | None = None) -> LayerCacheHandle:
         """The handle of one layer, bound to an open plan. Allocates nothing; the same object each
         time. Without a plan it only reads."""
-        if not is_whole(layer) or not 0 <= layer < len(self._handles):
-            raise InvalidInput(f"layer {layer} of a model with {len(self._handles)} layers")
+        handles = self._handles[0 if plan is None else getattr(plan, "lane", 0)]
+        if not is_whole(layer) or not 0 <= layer < len(handles):
+            raise InvalidInput(f"layer {layer} of a model with {len(handles)} layers")
         self.guard.require_free("acquire")
         if plan is not None:
-            step_checks.open_plan(plan, self.open_plan)
-        handle = self._handles[layer]
+            step_checks.open_plan(plan, self.open_plans)
+        handle = handles[layer]
         handle.plan = plan
         return handle
 
@@ -665,7 +687,7 @@ class KVCacheManager(Uncopied):
         step's tokens in the plan's order: with them the prefix cache keeps what requests admitted
         with ids generate; without one they are ignored. Raises PlanError, InvalidInput.
         """
-        step_checks.open_plan(plan, self.open_plan)
+        step_checks.open_plan(plan, self.open_plans)
         kept = step_checks.accepted(self.schema, plan, accepted)
         learned: list[LearnedIds] = []
         if self.prefix is not None and tokens is not None:
@@ -684,7 +706,7 @@ class KVCacheManager(Uncopied):
     @changes
     def abandon(self, plan: ForwardPlan) -> None:
         """The step did not happen and no layer appended it; lengths stay."""
-        step_checks.open_plan(plan, self.open_plan)
+        step_checks.open_plan(plan, self.open_plans)
         if not plan.narrow and (plan.touched or plan.appended_layers):
             raise PlanError(
                 f"layers {sorted(plan.appended_layers)[:4]} already wrote {plan.shape.most_tokens} "
@@ -705,7 +727,7 @@ class KVCacheManager(Uncopied):
         get back (those with a chunk, if any layer has begun to write) can only be rewound, reset or
         released: `request.is_torn` tells. All others just go on. Raises PlanError.
         """
-        step_checks.open_plan(plan, self.open_plan)
+        step_checks.open_plan(plan, self.open_plans)
         if self.prefix is not None:
             self.prefix.note_abandon(plan)
         if plan.narrow or plan.touched:
@@ -714,7 +736,26 @@ class KVCacheManager(Uncopied):
 
     def _close(self, plan: ForwardPlan) -> None:
         plan.done = True
-        self.open_plan = None
+        self.open_plans.remove(plan)
+
+    def _free_lane(self) -> int:
+        """PlanError if as many plans are open as can be."""
+        taken = {plan.lane for plan in self.open_plans}
+        for lane in range(len(self.memory.lanes)):
+            if lane not in taken:
+                return lane
+        if len(taken) == 1:
+            raise PlanError(
+                "the previous plan is still open: commit or abandon it first, or build the manager "
+                "with max_open_plans=2"
+            )
+        raise PlanError(f"{len(taken)} plans are still open: commit or abandon one first")
+
+    def _forget_steps(self) -> None:
+        """Nothing of the last steps keeps a request alive."""
+        for reader, lane in zip(self._step_readers, self.memory.lanes, strict=True):
+            reader.forget()
+            lane.buffers.forget()
 
     # ---- looking -----------------------------------------------------------------------------
 
@@ -749,7 +790,7 @@ class KVCacheManager(Uncopied):
         otherwise."""
         self.table.check_invariants()
         if self.prefix is not None:
-            self.prefix.check_invariants(self.open_plan)
+            self.prefix.check_invariants(self.open_plans)
 
     def take_events(self) -> list[BlockEvent]:
         """Which blocks were cached and let go since the last call, in order, for a router that
@@ -766,7 +807,7 @@ class KVCacheManager(Uncopied):
 
     def _require_unplanned(self, request: Request) -> None:
         self.table.require_live(request)
-        step_checks.unplanned(request, self.open_plan)
+        step_checks.unplanned(request, self.open_plans)
 
     def _read_prompt(
         self, tokens: int | Tokens | Prompt, salt: str | None

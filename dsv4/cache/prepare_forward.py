@@ -45,6 +45,7 @@ class ForwardPlan(Uncopied):
     items: dict[int, Tensor]
     num_layers: int
     draft_layers: frozenset[int]
+    lane: int = 0
     captures: WideCaptures | None = None
     done: bool = False
     touched: bool = False

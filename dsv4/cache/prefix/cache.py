@@ -535,12 +535,11 @@ class PrefixCache:
             },
         )
 
-    def check_invariants(self, open_plan: ForwardPlan | None) -> None:
+    def check_invariants(self, open_plans: Sequence[ForwardPlan]) -> None:
         """Raises Dsv4Error unless every snapshot row has exactly one owner."""
         self.index.check_invariants()
-        reserved = []
-        if open_plan is not None and open_plan.captures is not None:
-            reserved = [capture.row for capture in open_plan.captures.captures]
+        taken = [plan.captures.captures for plan in open_plans if plan.captures is not None]
+        reserved = [capture.row for captures in taken for capture in captures]
         owned = {node.snapshot: node for node in self.index.nodes() if node.snapshot is not None}
         rows = sorted([*self._free_rows, *reserved, *self._taken])
         if rows != list(range(self.pool.rows)) or owned != dict(self._taken):

@@ -31,12 +31,23 @@ def context(schema: CacheSchema, tokens: int) -> int:
     return int(tokens)
 
 
-def unplanned(request: Request, open_plan: ForwardPlan | None) -> None:
-    """RequestError for a request that is in the open plan."""
-    if open_plan is not None and request in open_plan.requests:
-        raise RequestError(
-            f"request {request.serial} is in a plan that is still open: commit it first"
-        )
+def unplanned(request: Request, open_plans: Sequence[ForwardPlan]) -> None:
+    """RequestError for a request that is in an open plan."""
+    for plan in open_plans:
+        if request in plan.requests:
+            raise RequestError(
+                f"request {request.serial} is in a plan that is still open: commit it first"
+            )
+
+
+def disjoint(shape: StepShape, open_plans: Sequence[ForwardPlan]) -> None:
+    """PlanError for a request that is in an open plan too."""
+    for plan in open_plans:
+        for request in set(plan.requests).intersection(shape.requests):
+            raise PlanError(
+                f"request {request.serial} is in another plan that is still open: plans that are "
+                f"open at once have no request in common"
+            )
 
 
 def untorn(schema: CacheSchema, shape: StepShape, starts: I64, written: I64) -> None:
@@ -46,13 +57,13 @@ def untorn(schema: CacheSchema, shape: StepShape, starts: I64, written: I64) -> 
         shape.requests[int(torn.argmax())].require_whole()
 
 
-def open_plan(plan: ForwardPlan, expected: ForwardPlan | None) -> None:
-    """PlanError unless `plan` is the manager's open one."""
+def open_plan(plan: ForwardPlan, expected: Sequence[ForwardPlan]) -> None:
+    """PlanError unless `plan` is one of the manager's open ones."""
     if not isinstance(plan, ForwardPlan):
         raise PlanError(f"{plan!r} is not a plan: take what prepare_forward returned")
     if plan.done:
         raise PlanError("this plan is over: prepare a new one for each step")
-    if plan is not expected:
+    if not any(plan is each for each in expected):
         raise PlanError("this plan belongs to another manager")
 
 
