@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from dsv4.cache.handle import LayerCacheHandle
     from dsv4.cache.manager import KVCacheManager
     from dsv4.cache.prefix.cache import PinnedPrefix
+    from dsv4.cache.prefix.index import BlockEvent
     from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
+    from dsv4.cache.prefix.prompt import Prompt
     from dsv4.cache.prefix.resume import Resume
     from dsv4.cache.prepare_forward import ForwardPlan
     from dsv4.cache.requests import Request
@@ -46,6 +48,7 @@ __version__ = "0.2.0.dev0"
 __all__ = [
     "AttentionType",
     "BlockBudget",
+    "BlockEvent",
     "CacheSchema",
     "CompressorWeights",
     "ConfigError",
@@ -69,6 +72,7 @@ __all__ = [
     "PoolTooSmall",
     "PrefixOptions",
     "PrefixStats",
+    "Prompt",
     "RecoveryNeeded",
     "Request",
     "RequestError",
@@ -93,7 +97,9 @@ _HOMES = {
     "dsv4.cache.handle": ("LayerCacheHandle",),
     "dsv4.cache.manager": ("KVCacheManager",),
     "dsv4.cache.prefix.cache": ("PinnedPrefix",),
+    "dsv4.cache.prefix.index": ("BlockEvent",),
     "dsv4.cache.prefix.options": ("PrefixOptions", "SnapshotPolicy", "full", "periodic", "zero"),
+    "dsv4.cache.prefix.prompt": ("Prompt",),
     "dsv4.cache.prefix.resume": ("Resume",),
     "dsv4.cache.prepare_forward": ("ForwardPlan",),
     "dsv4.cache.requests": ("Request",),

@@ -152,3 +152,9 @@ def require_count(name: str, value: object, *, at_least: int = 1) -> int:
     if not is_whole(value) or value < at_least:
         raise InvalidInput(f"{name}={value!r}: must be a whole number of at least {at_least}")
     return int(value)
+
+
+def require_type(name: str, value: object, kind: type) -> None:
+    """InvalidInput unless the value is one of these."""
+    if not isinstance(value, kind):
+        raise InvalidInput(f"{name} is {type(value).__name__} {value!r}: must be a {kind.__name__}")

@@ -44,6 +44,7 @@ TORCH_FREE = {
     "dsv4.cache.requests",
     "dsv4.cache.prefix.index",
     "dsv4.cache.prefix.options",
+    "dsv4.cache.prefix.prompt",
     "dsv4.cache.prefix.resume",
     "dsv4.cache.prefix.trail",
     "dsv4.cache.stats",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv4.cache.pages import CompressorLayout
 from dsv4.errors import InvalidInput
+from dsv4.ops.calls import LayerWeights
 
 T = TypeVar("T")
 
@@ -24,7 +25,7 @@ def rows(
     aligned: bool = True,
 ) -> None:
     """A [count, width] tensor whose rows are contiguous and, if `aligned`, start on 16 bytes."""
-    _tensor(name, tensor)
+    is_tensor(name, tensor)
     shape = (count, width)
     if tuple(tensor.shape) != shape:
         raise InvalidInput(
@@ -46,7 +47,7 @@ def rows(
 
 def vector(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """A contiguous fp32 weight."""
-    _tensor(name, tensor)
+    is_tensor(name, tensor)
     if tuple(tensor.shape) != shape:
         raise InvalidInput(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
     _dtype_and_device(name, tensor, "float32", device)
@@ -60,7 +61,7 @@ def contiguous(name: str, tensor: Tensor) -> None:
 
 def rope_table(table: Tensor, rope_dim: int, max_context: int, device: torch.device) -> None:
     """The table of dsv4.rope.rope_table, for every position that a request can reach."""
-    _tensor("rope", table)
+    is_tensor("rope", table)
     if table.dim() != 2 or table.shape[1] != rope_dim or table.shape[0] < max_context:
         raise InvalidInput(
             f"rope has shape {list(table.shape)}, expected [positions, {rope_dim}] (cos | sin) "
@@ -73,7 +74,7 @@ def heads(
     name: str, tensor: Tensor, tokens: int, width: int, dtype: str, device: torch.device
 ) -> None:
     """A contiguous [tokens, heads, width] tensor."""
-    _tensor(name, tensor)
+    is_tensor(name, tensor)
     if tensor.dim() != 3 or tensor.shape[0] != tokens or tensor.shape[2] != width:
         raise InvalidInput(
             f"{name} has shape {list(tensor.shape)}, the plan's tokens (padding included) need "
@@ -85,7 +86,7 @@ def heads(
 
 def index_rows(name: str, tensor: Tensor, tokens: int, device: torch.device) -> None:
     """A contiguous int32 [tokens, k] tensor of entry numbers."""
-    _tensor(name, tensor)
+    is_tensor(name, tensor)
     if tensor.dim() != 2 or tensor.shape[0] != tokens:
         raise InvalidInput(
             f"{name} has shape {list(tensor.shape)}, the plan's tokens (padding included) need "
@@ -120,7 +121,12 @@ def wanted(
     return True
 
 
-def _tensor(name: str, value: object) -> None:
+def layer_weights(weights: object) -> None:
+    if not isinstance(weights, LayerWeights):
+        raise InvalidInput(f"weights are {type(weights).__name__}, must be LayerWeights")
+
+
+def is_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise InvalidInput(f"{name} is {type(value).__name__}, must be a tensor")
 

@@ -139,6 +139,7 @@ def _check_flush(
     items = _items(handle)
     value_dtype = layout.page.format.value_dtype
     checks.rows("rows", rows, items.shape[0], layout.width, value_dtype, items.device)
+    checks.is_tensor("valid_mask", valid_mask)
     if valid_mask.shape != items.shape[:1] or valid_mask.dtype != torch.bool:
         raise InvalidInput(
             f"valid_mask is {valid_mask.dtype} of shape {list(valid_mask.shape)}, the step has "

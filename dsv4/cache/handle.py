@@ -11,7 +11,8 @@ from dsv4.cache.memory import LayerMemory
 from dsv4.cache.pages import CompressorLayout
 from dsv4.cache.prepare_forward import ENTRIES, TAILS, WINDOW, ForwardPlan
 from dsv4.cache.views import ClassicalView, IndexerView, SWAView
-from dsv4.errors import InvalidInput, PlanError, SchemaMismatch
+from dsv4.cache.workspace import Workspace
+from dsv4.errors import InvalidInput, PlanError, SchemaMismatch, require_count
 from dsv4.model import AttentionType
 from dsv4.ops.backend import Backend
 from dsv4.ops.calls import (
@@ -41,7 +42,7 @@ class LayerCacheHandle(Uncopied):
 
     _instead = "manager.acquire(layer, plan) returns it"
 
-    def __init__(self, memory: LayerMemory, backend: Backend) -> None:
+    def __init__(self, memory: LayerMemory, backend: Backend, workspace: Workspace) -> None:
         schema = memory.shared.schema
         self.memory, self.backend = memory, backend
         self.layer, self.schema = memory.layer, memory.schema
@@ -54,7 +55,7 @@ class LayerCacheHandle(Uncopied):
         self._index_dtype = schema.index_format.value_dtype
         self._block_arena = memory.shared.block_arena.bytes
         self._slot_arena = memory.shared.slot_arena.bytes
-        self._workspace = memory.shared.workspace
+        self._workspace = workspace
         self._parts = WINDOW | (TAILS | ENTRIES if self.main is not None else 0)
 
     # ---- views -------------------------------------------------------------------------------
@@ -101,6 +102,7 @@ class LayerCacheHandle(Uncopied):
         Raises InvalidInput or PlanError before anything is launched.
         """
         plan = self._unwritten_plan()
+        checks.layer_weights(weights)
         window = self._window_write(plan, kv, weights)
         writes = self._compressor_writes(plan, weights, c, z, index_c, index_z)
         step = self.step_tensors(plan, weights)
@@ -114,6 +116,7 @@ class LayerCacheHandle(Uncopied):
     def write_swa(self, kv: Tensor, *, weights: LayerWeights) -> None:
         """The window rows alone. Wrap-around leaves exactly the newest ring-full."""
         plan = self._unwritten_plan()
+        checks.layer_weights(weights)
         window = self._window_write(plan, kv, weights)
         step = self.step_tensors(plan, weights)
         plan.touched = True
@@ -135,6 +138,7 @@ class LayerCacheHandle(Uncopied):
         Only for narrow steps: a tail holds no more than a group and the drafts.
         """
         plan = self._narrow_plan("write_tail")
+        checks.layer_weights(weights)
         writes = self._compressor_writes(plan, weights, c, z, index_c, index_z, compress=False)
         step = self.step_tensors(plan, weights)
         plan.touched = True
@@ -147,6 +151,7 @@ class LayerCacheHandle(Uncopied):
         Always the same launch; whether anything closes is decided on the device.
         """
         plan = self._narrow_plan("flush_compression")
+        checks.layer_weights(weights)
         writes = [
             self._compressor_write(plan, layout, w, name, None, None, write_tails=False)
             for layout, w, name in (
@@ -164,6 +169,7 @@ class LayerCacheHandle(Uncopied):
         """Closed groups into `out` [work items, width], of the format's value type, and not into
         blocks."""
         plan = self._narrow_plan("compress_tail")
+        checks.layer_weights(weights)
         chosen = weights.index_compressor if layout.hadamard else weights.compressor
         name = "index_" if layout.hadamard else ""
         write = self._compressor_write(
@@ -285,8 +291,8 @@ class LayerCacheHandle(Uncopied):
         the token cannot see, gives zeros; rows of padding tokens stay as they are."""
         plan = self._written_plan()
         width = self._model.head_dim
-        device = indices.device
-        checks.index_rows("indices", indices, plan.padded_tokens, self._slot_arena.device)
+        device = self._slot_arena.device
+        checks.index_rows("indices", indices, plan.padded_tokens, device)
         shape = (*indices.shape, width)
         out = _result("out", out, shape, self._value_dtype, device)
         token = token_columns(plan.tokens)
@@ -307,6 +313,7 @@ class LayerCacheHandle(Uncopied):
         `out` stays as it is."""
         plan = self._written_plan()
         requests = plan.batch.shape[0]
+        checks.is_tensor("out", out)
         if out.dim() != 3:
             raise InvalidInput(f"out has shape {list(out.shape)}, expected [requests, n, head_dim]")
         shape = (requests, out.shape[1], self._model.head_dim)
@@ -367,10 +374,14 @@ class LayerCacheHandle(Uncopied):
         view = self.read_indexer_view()
         plan = self._written_plan()
         device, tokens = self._slot_arena.device, plan.padded_tokens
-        count = self._model.index_topk if top_k is None else top_k
-        if count < 1:
-            raise InvalidInput(f"top_k={count}: select at least one entry")
+        count = self._model.index_topk if top_k is None else require_count("top_k", top_k)
         checks.heads("q", q, tokens, self._model.index_dim, self._index_dtype, device)
+        if q.shape[1] != self._model.index_heads:
+            raise InvalidInput(
+                f"q has {q.shape[1]} index heads, the model has {self._model.index_heads}: every "
+                f"rank of a model that is split by heads must choose the same entries, so gather "
+                f"the index queries and index weights of all ranks before select"
+            )
         checks.rows(
             "index_weights",
             index_weights,
@@ -513,6 +524,7 @@ def _result(
     dtype: torch.dtype = getattr(torch, dtype_name)
     if given is None:
         return torch.empty(shape, dtype=dtype, device=device)
+    checks.is_tensor(name, given)
     if tuple(given.shape) != shape or given.dtype != dtype or given.device != device:
         raise InvalidInput(
             f"{name} is {given.dtype} {list(given.shape)} on {given.device}, expected {dtype} "

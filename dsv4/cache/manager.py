@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -13,13 +13,16 @@ from dsv4.cache.arena import Arena
 from dsv4.cache.guard import Guard, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
-from dsv4.cache.prefix.cache import LearnedIds, PinnedPrefix, PrefixCache, PrefixMatch
+from dsv4.cache.prefix.cache import LOGGER, LearnedIds, PinnedPrefix, PrefixCache, PrefixMatch
+from dsv4.cache.prefix.index import BlockEvent
 from dsv4.cache.prefix.options import PrefixOptions
+from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import Resume
-from dsv4.cache.prefix.trail import Ids, Tokens, token_ids
+from dsv4.cache.prefix.snapshots import SnapshotPool
+from dsv4.cache.prefix.trail import Tokens, TokenTrail, token_ids
 from dsv4.cache.prepare_forward import ForwardPlan, check_step, fill_new_blocks, make_plan
 from dsv4.cache.requests import LENGTH, LOST, Request, RequestTable
-from dsv4.cache.schema import BlockBudget, CacheSchema
+from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step import checks as step_checks
 from dsv4.cache.step.checks import Step, StepReader
@@ -30,6 +33,7 @@ from dsv4.errors import (
     PlanError,
     is_whole,
     require_count,
+    require_type,
 )
 from dsv4.ops.backend import BackendName
 
@@ -59,12 +63,16 @@ class KVCacheManager(Uncopied):
         device: torch.device | str = "cpu",
         backend: BackendName | None = None,
         prefix: PrefixOptions | None = None,
+        max_open_plans: int = 1,
     ) -> None:
+        require_type("schema", schema, CacheSchema)
+        if prefix is not None:
+            require_type("prefix", prefix, PrefixOptions)
         least_blocks = 1 if schema.block_bytes else 0
         num_blocks = require_count("num_blocks", num_blocks, at_least=least_blocks)
         max_requests = require_count("max_requests", max_requests)
         max_step_tokens = require_count("max_step_tokens", max_step_tokens)
-        place = torch.device(device)
+        place = _device(device)
         self.schema = schema
         self.backend = load_backend(backend, place)
         for record in (schema.entry_format, schema.window_format, schema.index_format):
@@ -76,18 +84,20 @@ class KVCacheManager(Uncopied):
             max_requests=max_requests,
             max_step_tokens=max_step_tokens,
             device=place,
+            max_open_plans=require_count("max_open_plans", max_open_plans),
         )
         self.table = RequestTable(schema, num_blocks=num_blocks, max_requests=max_requests)
         self.prefix: PrefixCache | None = None
         if prefix is not None:
             self.prefix = PrefixCache(schema, self.table.allocator, prefix, place)
             self.table.reclaimer = self.prefix
-        self.open_plan: ForwardPlan | None = None
+        self.open_plans: list[ForwardPlan] = []
         self.guard = Guard()
-        self._step_reader = StepReader(schema, self.table)
+        self._step_readers = tuple(StepReader(schema, self.table) for _ in self.memory.lanes)
+        layers = [LayerMemory.of(self.memory, layer) for layer in range(len(schema.layers))]
         self._handles = tuple(
-            LayerCacheHandle(LayerMemory.of(self.memory, layer), self.backend)
-            for layer in range(len(schema.layers))
+            tuple(LayerCacheHandle(layer, self.backend, lane.workspace) for layer in layers)
+            for lane in self.memory.lanes
         )
 
     @classmethod
@@ -100,8 +110,27 @@ class KVCacheManager(Uncopied):
         device: torch.device | str = "cpu",
         backend: BackendName | None = None,
         prefix: PrefixOptions | None = None,
+        max_open_plans: int = 1,
     ) -> KVCacheManager:
-        """A manager with exactly the blocks and slots that `compute_block_budget` found."""
+        """A manager with exactly the blocks and slots that `compute_block_budget` found. If the
+        budget counts what is needed besides, all that is allocated is `budget.total_bytes`, or
+        InvalidInput. `from_memory` finds a budget for all of it."""
+        require_type("budget", budget, BlockBudget)
+        if budget.other_bytes:
+            other_bytes = cls.other_bytes(
+                schema,
+                max_requests=budget.max_requests,
+                max_step_tokens=max_step_tokens,
+                device=device,
+                backend=backend,
+                prefix=prefix,
+                max_open_plans=max_open_plans,
+            )
+            if other_bytes != budget.other_bytes:
+                raise InvalidInput(
+                    f"the budget leaves {budget.other_bytes:,} bytes for what is no cache, with "
+                    f"these options it is {other_bytes:,}: compute it for the same ones"
+                )
         return cls(
             schema,
             num_blocks=budget.num_blocks,
@@ -110,7 +139,84 @@ class KVCacheManager(Uncopied):
             device=device,
             backend=backend,
             prefix=prefix,
+            max_open_plans=max_open_plans,
         )
+
+    @classmethod
+    def from_memory(
+        cls,
+        schema: CacheSchema,
+        *,
+        memory_bytes: int,
+        max_requests: int,
+        context: int | None = None,
+        max_step_tokens: int = 8192,
+        device: torch.device | str = "cpu",
+        backend: BackendName | None = None,
+        prefix: PrefixOptions | None = None,
+        max_open_plans: int = 1,
+    ) -> KVCacheManager:
+        """A manager that allocates no more than `memory_bytes` on its device, all told: slots, the
+        block table, step buffers, workspace and snapshots, and blocks with what is left.
+
+        Raises PoolTooSmall, with the minimum, if one request of `context` tokens would not fit.
+        """
+        other_bytes = cls.other_bytes(
+            schema,
+            max_requests=max_requests,
+            max_step_tokens=max_step_tokens,
+            device=device,
+            backend=backend,
+            prefix=prefix,
+            max_open_plans=max_open_plans,
+        )
+        budget = compute_block_budget(
+            schema,
+            memory_bytes=memory_bytes,
+            max_requests=max_requests,
+            context=context,
+            other_bytes=other_bytes,
+        )
+        return cls.from_budget(
+            schema,
+            budget,
+            max_step_tokens=max_step_tokens,
+            device=device,
+            backend=backend,
+            prefix=prefix,
+            max_open_plans=max_open_plans,
+        )
+
+    @classmethod
+    def other_bytes(
+        cls,
+        schema: CacheSchema,
+        *,
+        max_requests: int,
+        max_step_tokens: int = 8192,
+        device: torch.device | str = "cpu",
+        backend: BackendName | None = None,
+        prefix: PrefixOptions | None = None,
+        max_open_plans: int = 1,
+    ) -> int:
+        """Bytes that a manager of these options allocates besides blocks, slots and block table:
+        step buffers, workspace, snapshots. Allocates nothing there."""
+        require_type("schema", schema, CacheSchema)
+        place, nowhere = _device(device), torch.device("meta")
+        memory = CacheMemory(
+            schema,
+            load_backend(backend, place),
+            num_blocks=0,
+            max_requests=require_count("max_requests", max_requests),
+            max_step_tokens=require_count("max_step_tokens", max_step_tokens),
+            device=nowhere,
+            max_open_plans=require_count("max_open_plans", max_open_plans),
+        ).memory_bytes()
+        snapshots = 0
+        if prefix is not None:
+            require_type("prefix", prefix, PrefixOptions)
+            snapshots = SnapshotPool.bytes_on_device(schema, prefix, place)
+        return memory.step_buffers + memory.workspace + snapshots
 
     # ---- what it was built with --------------------------------------------------------------
 
@@ -140,20 +246,57 @@ class KVCacheManager(Uncopied):
         """int32 [max_requests, blocks per request] on the device: block ids, by slot."""
         return self.memory.block_table
 
+    @property
+    def open_plan(self) -> ForwardPlan | None:
+        """The plan that is open, the oldest of several."""
+        return self.open_plans[0] if self.open_plans else None
+
     # ---- requests come and go ----------------------------------------------------------------
 
-    def can_admit(self, tokens: int | Tokens, salt: str | None = None) -> bool:
+    def prompt(self, tokens: Tokens, salt: str | None = None) -> Prompt:
+        """Reads and hashes a prompt once: to ask about it while it waits, and to admit it. Takes
+        no memory of the cache. Raises InvalidInput, ContextOverflow."""
+        ids = token_ids(tokens)
+        step_checks.context(self.schema, len(ids))
+        if self.prefix is None:
+            return Prompt(len(ids), None, (self.schema.content_fingerprint, ""))
+        return self.prefix.prompt(ids, salt)
+
+    def look_up(self, prompt: Prompt) -> Resume:
+        """What `admit_request` would find cached of a prompt now, and where it would go on.
+        Changes nothing: neither counts nor what is evicted first. Raises InvalidInput."""
+        self.guard.require_free("look_up")
+        count, trail = self._read_prompt(prompt, None)
+        if self.prefix is None or trail is None:
+            return Resume(start=0, reused_tokens=0, end=count, source="nothing")
+        return self.prefix.look_up(trail)
+
+    def needed_blocks(self, tokens: int | Tokens | Prompt, salt: str | None = None) -> int:
+        """Blocks that `admit_request` would take beyond what is cached. Changes nothing. Raises
+        InvalidInput, ContextOverflow."""
+        self.guard.require_free("needed_blocks")
+        count, trail = self._read_prompt(tokens, salt)
+        cached = 0 if self.prefix is None or trail is None else self.prefix.cached_blocks(trail)
+        return self.schema.blocks_for(count) - cached
+
+    def released_blocks(self, request: Request) -> int:
+        """Blocks that could be taken, free or evictable, if this request were released."""
+        self.guard.require_free("released_blocks")
+        self.table.require_live(request)
+        pinned: Collection[int] = () if self.prefix is None else self.prefix.pinned_ids()
+        references = self.table.allocator.references
+        return sum(references(b) == 1 and b not in pinned for b in request.block_ids)
+
+    def can_admit(self, tokens: int | Tokens | Prompt, salt: str | None = None) -> bool:
         """Whether `admit_request` would succeed now. Changes nothing."""
         self.guard.require_free("can_admit")
         shared: list[int] = []
         try:
-            count, ids = _count_and_ids(tokens)
-            step_checks.context(self.schema, count)
-            if self.prefix is not None and ids is not None:
-                match = self.prefix.match(self.prefix.trail(ids, salt))
-                shared = [node.block_id for node in match.nodes]
+            count, trail = self._read_prompt(tokens, salt)
         except (InvalidInput, ContextOverflow):
             return False
+        if self.prefix is not None and trail is not None:
+            shared = [node.block_id for node in self.prefix.match(trail).nodes]
         short = self.schema.blocks_for(count) - len(shared) - self.table.allocator.free
         fits = short <= 0 or (
             self.prefix is not None and self.prefix.evictable_blocks(besides=shared) >= short
@@ -161,16 +304,19 @@ class KVCacheManager(Uncopied):
         return fits and bool(self.table.free_slots)
 
     @changes
-    def admit_request(self, tokens: int | Tokens = 0, salt: str | None = None) -> Request:
-        """A slot, and blocks for a prompt of `tokens`, a count or the token ids: all or nothing.
+    def admit_request(
+        self, tokens: int | Tokens | Prompt = 0, salt: str | None = None, *, reuse: bool = True
+    ) -> Request:
+        """A slot, and blocks for a prompt of `tokens`, a count, the token ids or a `prompt`: all or
+        nothing.
 
         With ids and a prefix cache, what is cached of the prompt is reused and `request.resume`
         says what is left to run, at least its last token. Prompts with different `salt` share
-        nothing. Raises OutOfSlots, OutOfBlocks (`never` or wait), ContextOverflow, InvalidInput.
+        nothing. Without `reuse` all runs, and is cached all the same.
+        Raises OutOfSlots, OutOfBlocks (`never` or wait), ContextOverflow, InvalidInput.
         """
         table, allocator = self.table, self.table.allocator
-        count, ids = _count_and_ids(tokens)
-        count = step_checks.context(self.schema, count)
+        count, found = self._read_prompt(tokens, salt)
         blocks = self.schema.blocks_for(count)
         if blocks > allocator.total:
             raise OutOfBlocks(
@@ -178,14 +324,14 @@ class KVCacheManager(Uncopied):
             )
         table.require_slots()
         slot = table.free_slots[-1]
-        if self.prefix is None or ids is None:
+        if self.prefix is None or found is None:
             resume = Resume(start=0, reused_tokens=0, end=count, source="nothing")
             request = table.make(slot, table.take(blocks), resume)
             self.guard.arriving.append(request)
             table.enlist(request)
             return request
-        trail = self.prefix.trail(ids, salt)
-        match = self.prefix.match(trail)
+        trail = found.copy() if isinstance(tokens, Prompt) else found
+        match = self.prefix.match(trail) if reuse else self.prefix.no_match(trail)
         shared = [node.block_id for node in match.nodes]
         allocator.share(shared)
         try:
@@ -305,6 +451,25 @@ class KVCacheManager(Uncopied):
         self.table.restart(request, match.resume)
 
     @changes
+    def tell(self, request: Request, tokens: Tokens) -> None:
+        """The ids of tokens that were committed without: from the first that is not known on.
+
+        Blocks that become known are cached now. A snapshot is taken if the rings still have the
+        state, that is up to 1 + max_draft_tokens tokens later. Raises InvalidInput, RequestError.
+        """
+        self._require_unplanned(request)
+        ids = token_ids(tokens)
+        if self.prefix is None or request.trail is None:
+            return
+        known = len(request.trail.ids)
+        if known + len(ids) > request.length:
+            raise InvalidInput(
+                f"{len(ids)} ids behind the {known} that are known of request {request.serial}, "
+                f"but it has {request.length} tokens: tell those that were committed"
+            )
+        self.prefix.tell(request, ids, self.slot_arena.bytes[request.slot])
+
+    @changes
     def extend(self, request: Request, tokens: int) -> list[int]:
         """Blocks so that `tokens` more tokens fit behind the request's length; the new ids."""
         self.table.require_live(request)
@@ -364,8 +529,7 @@ class KVCacheManager(Uncopied):
         if self.prefix is not None:
             self.prefix.note_release(request)
         self.table.close(request)
-        self._step_reader.forget()
-        self.memory.buffers.forget()
+        self._forget_steps()
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -382,22 +546,24 @@ class KVCacheManager(Uncopied):
         Does nothing else, and nothing harmful if it was not needed. Raises ThreadError.
         """
         guard = self.guard
-        interrupted = guard.take_over()
-        plan = self.open_plan
-        if plan is not None:
+        guard.take_over()
+        still_open = []
+        for plan in self.open_plans:
             moved = bool((self.table.numbers[LENGTH, plan.slots] != plan.starts).any())
-            if plan.done or moved or interrupted == "prepare_forward":
-                plan.done, plan = True, None
-        self.open_plan = plan
+            if plan.done or moved or plan in guard.arriving:
+                plan.done = True
+            else:
+                still_open.append(plan)
+        self.open_plans = still_open
         lost = {item for item in guard.arriving if isinstance(item, Request)}
         cached: list[int] = []
         if self.prefix is not None:
-            captures = () if plan is None or plan.captures is None else plan.captures.captures
-            self.prefix.rebuild({capture.row for capture in captures}, guard.arriving)
+            taken = [plan.captures.captures for plan in still_open if plan.captures is not None]
+            rows = {capture.row for captures in taken for capture in captures}
+            self.prefix.rebuild(rows, guard.arriving)
             cached = [node.block_id for node in self.prefix.index.nodes()]
         self.table.rebuild(lost, cached)
-        self._step_reader.forget()
-        self.memory.buffers.forget()
+        self._forget_steps()
         for request in self.table.live.values():
             if request.published_blocks:
                 ids = request.block_ids[: request.published_blocks]
@@ -443,13 +609,15 @@ class KVCacheManager(Uncopied):
 
         `start`, where given, must be the request's length: positions neither skip nor repeat. With
         `pad_tokens` and `pad_requests` kernels run at those sizes, as a captured graph does, and
-        the rows past the live ones do nothing. The plan stays open until `commit` or `abandon`.
+        the rows past the live ones do nothing. The plan stays open until `commit`, `abandon` or
+        `fail`; `max_open_plans` of them, without a common request, may be open at once.
         Raises PlanError, OutOfBlocks, ContextOverflow or RequestError.
         """
-        if self.open_plan is not None:
-            raise PlanError("the previous plan is still open: commit or abandon it first")
-        buffers = self.memory.buffers
-        shape = self._step_reader.read(steps)
+        lane = self._free_lane()
+        buffers = self.memory.lanes[lane].buffers
+        shape = self._step_readers[lane].read(steps)
+        if self.open_plans:
+            step_checks.disjoint(shape, self.open_plans)
         starts, published, reused, written = self.table.numbers.take(shape.slots, axis=1)
         ends = starts + shape.counts
         step_checks.untorn(self.schema, shape, starts, written)
@@ -474,7 +642,8 @@ class KVCacheManager(Uncopied):
                 pad_requests=pad_requests,
             )
             captures = None if self.prefix is None else self.prefix.plan_captures(plan)
-            self.memory.send(new_blocks)
+            plan.lane = lane
+            self.memory.send(new_blocks, buffers)
         except BaseException:  # of the device, out of memory, or a key pressed
             self.table.cancel(reserved)
             raise
@@ -486,18 +655,20 @@ class KVCacheManager(Uncopied):
             assert self.prefix is not None
             plan.captures = captures
             self.prefix.settle_captures(captures)
-        self.open_plan = plan
+        self.guard.arriving.append(plan)
+        self.open_plans.append(plan)
         return plan
 
     def acquire(self, layer: int, plan: ForwardPlan | None = None) -> LayerCacheHandle:
         """The handle of one layer, bound to an open plan. Allocates nothing; the same object each
         time. Without a plan it only reads."""
-        if not is_whole(layer) or not 0 <= layer < len(self._handles):
-            raise InvalidInput(f"layer {layer} of a model with {len(self._handles)} layers")
+        handles = self._handles[0 if plan is None else getattr(plan, "lane", 0)]
+        if not is_whole(layer) or not 0 <= layer < len(handles):
+            raise InvalidInput(f"layer {layer} of a model with {len(handles)} layers")
         self.guard.require_free("acquire")
         if plan is not None:
-            step_checks.open_plan(plan, self.open_plan)
-        handle = self._handles[layer]
+            step_checks.open_plan(plan, self.open_plans)
+        handle = handles[layer]
         handle.plan = plan
         return handle
 
@@ -516,24 +687,26 @@ class KVCacheManager(Uncopied):
         step's tokens in the plan's order: with them the prefix cache keeps what requests admitted
         with ids generate; without one they are ignored. Raises PlanError, InvalidInput.
         """
-        step_checks.open_plan(plan, self.open_plan)
+        step_checks.open_plan(plan, self.open_plans)
         kept = step_checks.accepted(self.schema, plan, accepted)
         learned: list[LearnedIds] = []
         if self.prefix is not None and tokens is not None:
             learned = self.prefix.read_ids(plan, kept, token_ids(tokens))
+        if self.prefix is not None and not plan.is_stored:
+            self.prefix.note_torn(plan, kept)
         if accepted is None:
             self.table.move(plan.slots, plan.ends)
         else:  # what was rejected is written all the same
             self.table.note_written(plan.slots, plan.ends)
             self.table.move(plan.slots, plan.starts + kept)
         if self.prefix is not None:
-            self.prefix.note_commit(plan, kept, learned, self.slot_arena.bytes)
+            self.prefix.note_commit(plan, kept, learned, self.slot_arena.bytes, self._adopt)
         self._close(plan)
 
     @changes
     def abandon(self, plan: ForwardPlan) -> None:
         """The step did not happen and no layer appended it; lengths stay."""
-        step_checks.open_plan(plan, self.open_plan)
+        step_checks.open_plan(plan, self.open_plans)
         if not plan.narrow and (plan.touched or plan.appended_layers):
             raise PlanError(
                 f"layers {sorted(plan.appended_layers)[:4]} already wrote {plan.shape.most_tokens} "
@@ -554,7 +727,7 @@ class KVCacheManager(Uncopied):
         get back (those with a chunk, if any layer has begun to write) can only be rewound, reset or
         released: `request.is_torn` tells. All others just go on. Raises PlanError.
         """
-        step_checks.open_plan(plan, self.open_plan)
+        step_checks.open_plan(plan, self.open_plans)
         if self.prefix is not None:
             self.prefix.note_abandon(plan)
         if plan.narrow or plan.touched:
@@ -563,7 +736,26 @@ class KVCacheManager(Uncopied):
 
     def _close(self, plan: ForwardPlan) -> None:
         plan.done = True
-        self.open_plan = None
+        self.open_plans.remove(plan)
+
+    def _free_lane(self) -> int:
+        """PlanError if as many plans are open as can be."""
+        taken = {plan.lane for plan in self.open_plans}
+        for lane in range(len(self.memory.lanes)):
+            if lane not in taken:
+                return lane
+        if len(taken) == 1:
+            raise PlanError(
+                "the previous plan is still open: commit or abandon it first, or build the manager "
+                "with max_open_plans=2"
+            )
+        raise PlanError(f"{len(taken)} plans are still open: commit or abandon one first")
+
+    def _forget_steps(self) -> None:
+        """Nothing of the last steps keeps a request alive."""
+        for reader, lane in zip(self._step_readers, self.memory.lanes, strict=True):
+            reader.forget()
+            lane.buffers.forget()
 
     # ---- looking -----------------------------------------------------------------------------
 
@@ -582,6 +774,8 @@ class KVCacheManager(Uncopied):
             blocks_free=allocator.free,
             blocks_live=allocator.held,
             blocks_cached=allocator.idle,
+            blocks_evictable=0 if self.prefix is None else self.prefix.evictable_blocks(),
+            blocks_pinned=0 if self.prefix is None else self.prefix.pinned_blocks(),
             slots_total=self.max_requests,
             slots_free=len(self.table.free_slots),
             requests_live=len(live),
@@ -596,13 +790,48 @@ class KVCacheManager(Uncopied):
         otherwise."""
         self.table.check_invariants()
         if self.prefix is not None:
-            self.prefix.check_invariants(self.open_plan)
+            self.prefix.check_invariants(self.open_plans)
+
+    def take_events(self) -> list[BlockEvent]:
+        """Which blocks were cached and let go since the last call, in order, for a router that
+        knows where prefixes are. Build the manager with PrefixOptions(events=True)."""
+        index = self._prefix_cache().index
+        if index.events is None:
+            raise InvalidInput(
+                "this manager collects no block events: build it with PrefixOptions(events=True)"
+            )
+        taken, index.events = index.events, []
+        return taken
 
     # ---- table and memory together -----------------------------------------------------------
 
     def _require_unplanned(self, request: Request) -> None:
         self.table.require_live(request)
-        step_checks.unplanned(request, self.open_plan)
+        step_checks.unplanned(request, self.open_plans)
+
+    def _read_prompt(
+        self, tokens: int | Tokens | Prompt, salt: str | None
+    ) -> tuple[int, TokenTrail | None]:
+        """How many tokens, and their trail where ids are known and may be cached."""
+        if isinstance(tokens, Prompt):
+            if salt is not None:
+                raise InvalidInput("a prompt has its salt already: give it to manager.prompt")
+            if tokens.trail is not None and self.prefix is not None:
+                if tokens.family != self.prefix.family:
+                    raise InvalidInput("this prompt was made for another schema or model")
+                return tokens.tokens, tokens.trail
+            if (tokens.trail is None) != (self.prefix is None):
+                raise InvalidInput(
+                    "this prompt was made by a manager "
+                    + ("without" if tokens.trail is None else "with")
+                    + " a prefix cache: make it with this one"
+                )
+            return step_checks.context(self.schema, tokens.tokens), None
+        if isinstance(tokens, int | np.integer):
+            return step_checks.context(self.schema, tokens), None
+        ids = token_ids(tokens)
+        count = step_checks.context(self.schema, len(ids))
+        return count, None if self.prefix is None else self.prefix.trail(ids, salt)
 
     def _prefix_cache(self) -> PrefixCache:
         if self.prefix is None:
@@ -610,6 +839,20 @@ class KVCacheManager(Uncopied):
                 "this manager has no prefix cache: build it with prefix=PrefixOptions()"
             )
         return self.prefix
+
+    def _adopt(self, request: Request, first: int, block_ids: Sequence[int]) -> None:
+        """The request goes on with other blocks of the same bytes; its own go back. Where the
+        device cannot be told, it keeps its own."""
+        try:
+            self.memory.publish(request.slot, first, block_ids)
+        except RuntimeError as error:
+            LOGGER.warning("%d equal blocks stay apart: %s", len(block_ids), error)
+            return
+        span = slice(first, first + len(block_ids))
+        own = request.block_ids[span]
+        self.table.allocator.share(block_ids)
+        request.block_ids[span] = block_ids
+        self.table.allocator.release(own)
 
     def _own_unfinished_block(self, request: Request, length: int) -> None:
         """Makes sure that what the request writes from `length` on into the block that it is in is
@@ -629,8 +872,13 @@ class KVCacheManager(Uncopied):
         self.table.replace(request, block, copy)
 
 
-def _count_and_ids(tokens: int | Tokens) -> tuple[int, Ids | None]:
-    if isinstance(tokens, int | np.integer):
-        return tokens if isinstance(tokens, int) else int(tokens), None
-    ids = token_ids(tokens)
-    return len(ids), ids
+def _device(named: object) -> torch.device:
+    """A device that memory can be taken on. InvalidInput."""
+    if not isinstance(named, str | int | torch.device) or isinstance(named, bool):
+        raise InvalidInput(f"device={named!r}: must be a torch.device or its name")
+    try:
+        place = torch.device(named)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InvalidInput(f"device={named!r} cannot be used: {error}") from error
+    return place

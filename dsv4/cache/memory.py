@@ -22,6 +22,28 @@ from dsv4.ops.backend import Backend
 from dsv4.ops.calls import EntrySource
 
 
+class Lane:
+    """What one open plan has to itself: its index tensors, and what its calls use and forget. Plans
+    of different lanes may run on different streams."""
+
+    def __init__(
+        self, schema: CacheSchema, backend: Backend, block_table: torch.Tensor, *, max_tokens: int
+    ) -> None:
+        self.buffers = StepBuffers(
+            schema,
+            max_requests=block_table.shape[0],
+            max_tokens=max_tokens,
+            device=block_table.device,
+        )
+        self.workspace = Workspace(
+            schema,
+            backend,
+            block_table,
+            max_tokens=max_tokens,
+            max_items=self.buffers.most_items,
+        )
+
+
 class CacheMemory:
     """Allocated once, never moved: captured graphs stay valid. Knows no request, only slots and
     block ids."""
@@ -35,6 +57,7 @@ class CacheMemory:
         max_requests: int,
         max_step_tokens: int,
         device: torch.device,
+        max_open_plans: int = 1,
     ) -> None:
         self.schema, self.device = schema, device
         self.block_arena = Arena(schema, "block", num_blocks, device)
@@ -42,16 +65,11 @@ class CacheMemory:
         self.block_table = torch.full(
             (max_requests, schema.max_blocks_per_request), -1, dtype=torch.int32, device=device
         )
-        self.buffers = StepBuffers(
-            schema, max_requests=max_requests, max_tokens=max_step_tokens, device=device
+        self.lanes = tuple(
+            Lane(schema, backend, self.block_table, max_tokens=max_step_tokens)
+            for _ in range(max_open_plans)
         )
-        self.workspace = Workspace(
-            schema,
-            backend,
-            self.block_table,
-            max_tokens=max_step_tokens,
-            max_items=self.buffers.most_items,
-        )
+        self.buffers, self.workspace = self.lanes[0].buffers, self.lanes[0].workspace
 
     def copy_block(self, source: int, targets: Sequence[int]) -> None:
         """One block into some others, at once: all of them or, if it raises, none."""
@@ -80,14 +98,14 @@ class CacheMemory:
         row = self.block_table[slot, first : first + len(block_ids)]
         row.copy_(host, non_blocking=True)
 
-    def send(self, new_blocks: int) -> None:
-        """The step's index tensors to the device, and from there its new blocks to the table."""
-        self.buffers.send()
+    def send(self, new_blocks: int, buffers: StepBuffers) -> None:
+        """A step's index tensors to the device, and from there its new blocks to the table."""
+        buffers.send()
         if new_blocks:
             self.block_table.view(-1).index_copy_(
                 0,
-                self.buffers.cut("new_block_at", new_blocks),
-                self.buffers.cut("new_block_id", new_blocks),
+                buffers.cut("new_block_at", new_blocks),
+                buffers.cut("new_block_id", new_blocks),
             )
 
     def memory_bytes(self, *, snapshots: int = 0) -> MemoryBytes:
@@ -96,8 +114,8 @@ class CacheMemory:
             block_arena=self.block_arena.memory_bytes(),
             slot_arena=self.slot_arena.memory_bytes(),
             block_table=self.block_table.numel() * self.block_table.element_size(),
-            step_buffers=self.buffers.memory_bytes(),
-            workspace=self.workspace.memory_bytes(),
+            step_buffers=sum(lane.buffers.memory_bytes() for lane in self.lanes),
+            workspace=sum(lane.workspace.memory_bytes() for lane in self.lanes),
             snapshots=snapshots,
         )
 

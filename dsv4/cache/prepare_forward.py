@@ -20,7 +20,7 @@ from dsv4.cache.step.buffers import StepBuffers
 from dsv4.cache.step.shape import I64, StepShape
 from dsv4.cache.step.work_items import chunk_groups, closing_groups, without_existing
 from dsv4.errors import InvalidInput, PlanError, is_whole
-from dsv4.ops.columns import token_columns
+from dsv4.ops.columns import request_columns, token_columns
 
 # what a layer stores of a step, where it is written piece by piece
 WINDOW, TAILS, ENTRIES = 1, 2, 4
@@ -45,6 +45,7 @@ class ForwardPlan(Uncopied):
     items: dict[int, Tensor]
     num_layers: int
     draft_layers: frozenset[int]
+    lane: int = 0
     captures: WideCaptures | None = None
     done: bool = False
     touched: bool = False
@@ -119,6 +120,28 @@ class ForwardPlan(Uncopied):
         position: Tensor = token_columns(self.tokens).position
         return position
 
+    @property
+    def clamped_positions(self) -> Tensor:
+        """int32 [padded_tokens], a new tensor: positions as a rotary table takes them, 0 for
+        padding. A captured graph reads them anew with each replay."""
+        return self.positions.clamp_min(0)
+
+    @property
+    def batch_rows(self) -> Tensor:
+        """int32 [padded_tokens], a view of `tokens`: which of `requests` each token is of, -1 for
+        padding."""
+        row: Tensor = token_columns(self.tokens).batch_row
+        return row
+
+    @property
+    def last_rows(self) -> Tensor:
+        """int64 [padded requests], a new tensor: the row of each request's last token, whose
+        logits give the next one; 0 for padding and for requests without tokens."""
+        columns = request_columns(self.batch)
+        row: Tensor = (columns.first_row + columns.count - 1).clamp_min(0).long()
+        row *= columns.count > 0
+        return row
+
 
 def require_layers(layers: object, num_layers: int) -> list[int]:
     """Layers of the model, as given. Raises InvalidInput."""
@@ -148,8 +171,8 @@ def make_plan(
     item_counts = fill_step(schema, buffers, shape, starts, ends, reused)
     tokens, batch_rows = shape.num_tokens, len(shape.requests)
     if pad_tokens is not None or pad_requests is not None:
-        tokens = tokens if pad_tokens is None else pad_tokens
-        batch_rows = batch_rows if pad_requests is None else pad_requests
+        tokens = tokens if pad_tokens is None else int(pad_tokens)
+        batch_rows = batch_rows if pad_requests is None else int(pad_requests)
         item_counts = {
             ratio: buffers.max_items(ratio, tokens=tokens, requests=batch_rows)
             for ratio in buffers.ratios

@@ -477,7 +477,8 @@ class CacheSchema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockBudget:
-    """How a memory budget splits into blocks and slots."""
+    """How a memory budget splits into blocks and slots. `other_bytes` is what the manager needs
+    besides: step buffers, workspace and snapshots."""
 
     num_blocks: int
     max_requests: int
@@ -485,16 +486,24 @@ class BlockBudget:
     slot_arena_bytes: int
     block_table_bytes: int
     unused_bytes: int
+    other_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return self.block_arena_bytes + self.slot_arena_bytes + self.block_table_bytes
+        cache = self.block_arena_bytes + self.slot_arena_bytes + self.block_table_bytes
+        return cache + self.other_bytes
 
 
 def compute_block_budget(
-    schema: CacheSchema, *, memory_bytes: int, max_requests: int, context: int | None = None
+    schema: CacheSchema,
+    *,
+    memory_bytes: int,
+    max_requests: int,
+    context: int | None = None,
+    other_bytes: int = 0,
 ) -> BlockBudget:
-    """Gives each of `max_requests` a slot and the rest of the memory to blocks.
+    """Gives each of `max_requests` a slot and what is left of the memory, less `other_bytes`, to
+    blocks. `KVCacheManager.other_bytes` says what a manager needs besides.
 
     Raises PoolTooSmall, with the minimum, when the blocks left could not hold one request of
     `context` tokens (default: the schema's max_context).
@@ -506,14 +515,17 @@ def compute_block_budget(
         raise InvalidInput(
             f"context={tokens} is past max_context={schema.max_context} of the schema"
         )
-    fixed = max_requests * schema.bytes_per_request
+    other_bytes = require_count("other_bytes", other_bytes, at_least=0)
+    fixed = max_requests * schema.bytes_per_request + other_bytes
     blocks = max(0, memory_bytes - fixed) // schema.block_bytes if schema.block_bytes else 0
     needed = schema.blocks_for(tokens) if schema.block_bytes else 0
     if memory_bytes < fixed or blocks < needed:
         minimum = fixed + needed * schema.block_bytes
         raise PoolTooSmall(
             f"{memory_bytes:,} bytes hold {max_requests} request slots of "
-            f"{schema.bytes_per_request:,} bytes and {blocks} blocks of {schema.block_bytes:,}, "
+            f"{schema.bytes_per_request:,} bytes"
+            + (f", {other_bytes:,} bytes besides" if other_bytes else "")
+            + f" and {blocks} blocks of {schema.block_bytes:,}, "
             f"but one request of {tokens:,} tokens needs {needed} blocks: give at least "
             f"{minimum:,} bytes, or ask for fewer requests or less context",
             minimum_bytes=minimum,
@@ -526,6 +538,7 @@ def compute_block_budget(
         slot_arena_bytes=max_requests * schema.slot_bytes,
         block_table_bytes=max_requests * schema.block_table_row_bytes,
         unused_bytes=memory_bytes - used,
+        other_bytes=other_bytes,
     )
 
 

@@ -74,6 +74,8 @@ class Stats:
     block_bytes_live: int
     slot_bytes_live: int
     blocks_cached: int = 0
+    blocks_evictable: int = 0  # of the cached ones: could go at once
+    blocks_pinned: int = 0  # stay whatever happens, held or not
     prefix: PrefixStats | None = None
 
     def to_dict(self) -> dict[str, Any]:

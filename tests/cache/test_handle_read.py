@@ -122,6 +122,20 @@ def test_only_csa_layers_take_indices(stack: Stack, layer: int) -> None:
         handle.attend(asked.q, sink(stack), torch.zeros(6, 4, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("heads", [1, 2, 5])
+def test_select_wants_all_index_heads(stack: Stack, heads: int) -> None:
+    """A rank of a model that is split by heads would choose entries of its own."""
+    plan, asked = written(stack, layers=[CSA])
+    handle = stack.manager.acquire(CSA, plan)
+    q = asked.index_q[:, :1].expand(-1, heads, -1).contiguous()
+    weights = asked.index_weights[:, :1].expand(-1, heads).contiguous()
+    before = q.clone()
+    assert heads != asked.index_q.shape[1]
+    with pytest.raises(InvalidInput, match="gather the index queries"):
+        handle.select(q, weights, rope=stack.weights[CSA].rope)
+    assert torch.equal(q, before)
+
+
 def test_results_go_into_the_callers_tensors(stack: Stack) -> None:
     plan, asked = written(stack, layers=[CSA])
     handle = stack.manager.acquire(CSA, plan)

@@ -159,7 +159,7 @@ def test_a_call_while_another_thread_is_inside_one_is_refused(monkeypatch: pytes
     found: list[BaseException | None] = []
     send = manager.memory.send
 
-    def slow(new_blocks: int) -> None:
+    def slow(*given: Any) -> None:
         calls: tuple[Callable[[], object], ...] = (
             lambda: manager.prepare_forward([(b, 1)]),
             lambda: manager.admit_request(1),
@@ -171,7 +171,7 @@ def test_a_call_while_another_thread_is_inside_one_is_refused(monkeypatch: pytes
         found.extend(in_thread(call) for call in calls)
         found.append(in_thread(lambda: manager.stats()))
         found.append(in_thread(lambda: manager.memory_bytes()))
-        send(new_blocks)
+        send(*given)
 
     monkeypatch.setattr(manager.memory, "send", slow)
     plan = manager.prepare_forward([(a, 1)])

@@ -55,8 +55,8 @@ def everything(manager: KVCacheManager) -> dict[str, Any]:
     kept = [b for b in range(allocator.total) if b not in set(allocator._free)]
     live = sorted(table.live)
     found: dict[str, Any] = {
-        "blocks": {b: manager.block_arena.bytes[b].tolist() for b in kept},
-        "slots": {s: manager.slot_arena.bytes[s].tolist() for s in live},
+        "blocks": {b: _bytes(manager.block_arena.bytes[b]) for b in kept},
+        "slots": {s: _bytes(manager.slot_arena.bytes[s]) for s in live},
         "table": {
             s: manager.block_table[s, : r.published_blocks].tolist() for s, r in table.live.items()
         },
@@ -81,10 +81,14 @@ def everything(manager: KVCacheManager) -> dict[str, Any]:
             node.digest: (node.block_id, node.children, node.pins, node.snapshot) for node in nodes
         }
         rows = [node.snapshot for node in nodes if node.snapshot is not None]
-        found["snapshots"] = {row: prefix.pool.bytes[row].tolist() for row in rows}
+        found["snapshots"] = {row: _bytes(prefix.pool.bytes[row]) for row in rows}
         found["free rows"] = sorted(prefix._free_rows)
         found["pins"] = {id(pin) for pin in prefix._pins}
     return found
+
+
+def _bytes(row: Tensor) -> bytes:
+    return row.cpu().numpy().tobytes()
 
 
 class Interrupts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import TypeVar
@@ -17,6 +17,7 @@ from torch import Tensor
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.prefix.index import PrefixIndex, PrefixNode
 from dsv4.cache.prefix.options import PrefixOptions
+from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import Resume, StateSource, replay_start
 from dsv4.cache.prefix.snapshots import Capture, SnapshotPool, WideCaptures
 from dsv4.cache.prefix.trail import Ids, TokenTrail, chain_root
@@ -30,6 +31,8 @@ from dsv4.errors import Dsv4Error, InvalidInput
 LOGGER = logging.getLogger("dsv4")
 # a request's trail, where its step starts, the ids of the tokens that it keeps
 LearnedIds = tuple[TokenTrail, int, Ids]
+# a request takes cached blocks in the place of its own, from its block so and so on
+Adopt = Callable[[Request, int, Sequence[int]], None]
 K = TypeVar("K")
 _HIT_KINDS: dict[StateSource, HitKind] = {
     "snapshot": "snapshot",
@@ -76,9 +79,11 @@ class PrefixCache:
             )
         self.schema, self.options = schema, options
         self.index = PrefixIndex(allocator)
+        if options.events:
+            self.index.events = []
         self._allocator = allocator
         self._bytes_by_kind = schema.bytes_by_kind()["block"]
-        rows = 0 if options.policy.kind == "zero" else options.snapshots
+        rows = options.rows
         self.pool = SnapshotPool(schema, rows, where=options.where, device=device)
         self._free_rows = list(range(rows - 1, -1, -1))
         self._taken: OrderedDict[int, PrefixNode] = OrderedDict()  # row -> node, oldest use first
@@ -96,11 +101,58 @@ class PrefixCache:
         )
         return TokenTrail(root, self.schema.block_tokens, ids)
 
+    def prompt(self, ids: Ids, salt: str | None) -> Prompt:
+        """A prompt with all its digests made."""
+        trail = self.trail(ids, salt)
+        trail.hash_blocks(len(ids) // self.schema.block_tokens)
+        return Prompt(len(ids), trail, self.family)
+
+    @property
+    def family(self) -> tuple[str, str]:
+        return self.schema.content_fingerprint, self.options.model_id
+
+    def cached_blocks(self, trail: TokenTrail) -> int:
+        """How many blocks `match` would find. Changes nothing."""
+        blocks = max(0, len(trail.ids) - 1) // self.schema.block_tokens
+        trail.hash_blocks(blocks)
+        return self.index.count(trail.chain[:blocks])
+
+    def look_up(self, trail: TokenTrail) -> Resume:
+        """What `match` would say, in a few looks. Changes nothing."""
+        blocks = self.cached_blocks(trail)
+        reused = blocks * self.schema.block_tokens
+        first = replay_start(self.schema, reused) // self.schema.block_tokens
+        nodes: list[PrefixNode | None] = [None] * blocks
+        nodes[first:] = [self.index.get(digest) for digest in trail.chain[first:blocks]]
+        return self._resume_behind(nodes, blocks, len(trail.ids)).resume
+
+    def tell(self, request: Request, ids: Ids, slot: Tensor) -> None:
+        """Ids of tokens that a request has computed before they were known."""
+        trail = request.trail
+        assert trail is not None
+        start = len(trail.ids)
+        sound = request.length if request.torn_from is None else request.torn_from
+        trail.learn(start, ids[: max(0, sound - start)])
+        block_tokens = self.schema.block_tokens
+        for block in range(start // block_tokens, len(trail.ids) // block_tokens):
+            node, boundary = self._cache_block(request, block), (block + 1) * block_tokens
+            if node is None:
+                break
+            in_rings = request.written_tokens - boundary <= self.schema.max_rollback_tokens
+            if in_rings and self.pool.rows and self._is_wanted(request, boundary):
+                row = self._reserve()
+                if row is not None:
+                    self._capture(slot, row, boundary, node)
+
     def match(self, trail: TokenTrail) -> PrefixMatch:
         """What of a prompt is there. The last token always runs: it gives the first logits."""
         tokens = len(trail.ids)
         nodes = self.index.match(trail, max(0, tokens - 1) // self.schema.block_tokens)
         return self._resume_behind(nodes, len(nodes), tokens)
+
+    def no_match(self, trail: TokenTrail) -> PrefixMatch:
+        """As if nothing were cached."""
+        return self._resume_behind([], 0, len(trail.ids))
 
     def match_own(self, request: Request, length: int) -> PrefixMatch:
         """From where a request that has computed `length` tokens can reach them again."""
@@ -112,7 +164,9 @@ class PrefixCache:
         nodes = [] if trail is None else self.index.match(trail, known)
         return self._resume_behind(nodes, blocks, length)
 
-    def _resume_behind(self, nodes: list[PrefixNode], blocks: int, tokens: int) -> PrefixMatch:
+    def _resume_behind(
+        self, nodes: Sequence[PrefixNode | None], blocks: int, tokens: int
+    ) -> PrefixMatch:
         """The later start of two: at the last snapshot, or a replay in front of the last block."""
         block_tokens = self.schema.block_tokens
         reused = blocks * block_tokens
@@ -121,13 +175,14 @@ class PrefixCache:
             at = (nth + 1) * block_tokens
             if at < start:
                 break
-            if nodes[nth].snapshot is not None:
+            node = nodes[nth]
+            if node is not None and node.snapshot is not None:
                 resume = Resume(start=at, reused_tokens=reused, end=tokens, source="snapshot")
-                return PrefixMatch(nodes, resume, nodes[nth])
+                return PrefixMatch([each for each in nodes if each], resume, node)
         resume = Resume(
             start=start, reused_tokens=reused, end=tokens, source="replay" if start else "nothing"
         )
-        return PrefixMatch(nodes, resume, None)
+        return PrefixMatch([each for each in nodes if each], resume, None)
 
     def use(self, match: PrefixMatch, trail: TokenTrail) -> None:
         """Counts an admission and marks what it used."""
@@ -220,16 +275,25 @@ class PrefixCache:
             at += count
         return learned
 
+    def note_torn(self, plan: ForwardPlan, kept: I64) -> None:
+        """Some layers lack the step: nothing of it may be found again."""
+        for row in kept.nonzero()[0].tolist():
+            plan.requests[row].note_torn(int(plan.starts[row]))
+
     def note_commit(
-        self, plan: ForwardPlan, kept: I64, learned: Sequence[LearnedIds], slot_arena: Tensor
+        self,
+        plan: ForwardPlan,
+        kept: I64,
+        learned: Sequence[LearnedIds],
+        slot_arena: Tensor,
+        adopt: Adopt,
     ) -> None:
-        """Learns ids, caches the blocks that the step completed, and takes their snapshots.
+        """Learns ids, caches the blocks that the step completed, and takes their snapshots. Blocks
+        that another request has cached before are adopted, so that one copy is left.
 
         The rings still hold the state at every boundary that a few tokens have crossed.
         """
-        if not plan.is_stored:  # some layers lack the step: nothing of it may be found again
-            for row in kept.nonzero()[0].tolist():
-                plan.requests[row].note_torn(int(plan.starts[row]))
+        if not plan.is_stored:
             learned = ()
         for trail, start, span in learned:
             trail.learn(start, span)
@@ -238,6 +302,7 @@ class PrefixCache:
         in_rings = self._rings_hold(plan)
         for row in (ends > plan.starts // block_tokens).nonzero()[0].tolist():
             request, first = plan.requests[row], int(plan.starts[row]) // block_tokens
+            self._adopt_cached(request, first, int(ends[row]), adopt)
             for block in range(first, int(ends[row])):
                 node = self._cache_block(request, block)
                 if node is None:
@@ -249,6 +314,20 @@ class PrefixCache:
                         self._capture(slot_arena[request.slot], row_id, boundary, node)
         if plan.captures is not None:
             self._finish_captures(plan, kept)
+
+    def _adopt_cached(self, request: Request, first: int, last: int, adopt: Adopt) -> None:
+        """Of a request's complete blocks those that are cached already, in other memory."""
+        trail = request.trail
+        if trail is None:
+            return
+        cached = []
+        for block in range(first, min(last, len(trail.ids) // self.schema.block_tokens)):
+            node = self.index.get(trail.digest(block))
+            if node is None or node.block_id == request.block_ids[block]:
+                break
+            cached.append(node.block_id)
+        if cached:
+            adopt(request, first, cached)
 
     def _capture(self, slot: Tensor, row: int, boundary: int, node: PrefixNode) -> None:
         """A snapshot out of the rings. The step has happened whether or not there is memory for
@@ -343,24 +422,27 @@ class PrefixCache:
     def drop(self, victims: Sequence[PrefixNode]) -> None:
         """Blocks and their snapshots go."""
         self.index.drop(victims)
+        LOGGER.debug("%d cached blocks evicted", len(victims))
         for node in victims:
             if node.snapshot is not None:
                 self._detach(node)
 
     def pinned_blocks(self, besides: Collection[int] = ()) -> int:
         """Blocks that pins keep, with all before them, but for those named."""
-        return len(self._pinned().difference(besides))
+        return len(self.pinned_ids().difference(besides))
 
     def evictable_blocks(self, besides: Collection[int] = ()) -> int:
         """How many cached blocks could go if these were held. Whoever holds a cached block holds
         those before it, so it is all idle ones but what pins keep."""
         references = self._allocator.references
-        return self._allocator.idle - sum(not references(b) for b in self._pinned().union(besides))
+        return self._allocator.idle - sum(
+            not references(b) for b in self.pinned_ids().union(besides)
+        )
 
-    def _pinned(self) -> frozenset[int]:
+    def pinned_ids(self) -> frozenset[int]:
         if self._pinned_ids is None:
             kept: set[PrefixNode] = set()
-            for pin in self._pins:
+            for pin in tuple(self._pins):
                 node: PrefixNode | None = pin.nodes[0]
                 while node is not None and node not in kept:
                     kept.add(node)
@@ -453,12 +535,11 @@ class PrefixCache:
             },
         )
 
-    def check_invariants(self, open_plan: ForwardPlan | None) -> None:
+    def check_invariants(self, open_plans: Sequence[ForwardPlan]) -> None:
         """Raises Dsv4Error unless every snapshot row has exactly one owner."""
         self.index.check_invariants()
-        reserved = []
-        if open_plan is not None and open_plan.captures is not None:
-            reserved = [capture.row for capture in open_plan.captures.captures]
+        taken = [plan.captures.captures for plan in open_plans if plan.captures is not None]
+        reserved = [capture.row for captures in taken for capture in captures]
         owned = {node.snapshot: node for node in self.index.nodes() if node.snapshot is not None}
         rows = sorted([*self._free_rows, *reserved, *self._taken])
         if rows != list(range(self.pool.rows)) or owned != dict(self._taken):

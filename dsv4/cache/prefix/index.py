@@ -4,7 +4,10 @@ Torch-free."""
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.prefix.trail import TokenTrail
@@ -34,6 +37,16 @@ class PrefixNode:
         self.queued = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockEvent:
+    """A block was cached or let go: its chain digest, and that of the block before it, if any."""
+
+    what: Literal["stored", "removed"]
+    digest: bytes
+    parent: bytes | None
+    block_id: int
+
+
 class PrefixIndex:
     """From chain digests to blocks, which the allocator keeps for it.
 
@@ -49,6 +62,7 @@ class PrefixIndex:
         self._pushes = 0
         self._forgotten: dict[bytes, None] = {}  # digests of evicted blocks, oldest first
         self.evictions = 0
+        self.events: list[BlockEvent] | None = None  # where somebody reads them
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -73,6 +87,12 @@ class PrefixIndex:
                 found.append(node)
         return found
 
+    def count(self, chain: Sequence[bytes]) -> int:
+        """How many blocks `match` would find behind these digests, in a few looks: a block is
+        cached only if all before it are."""
+        nodes = self._nodes
+        return bisect_left(range(len(chain)), True, key=lambda nth: chain[nth] not in nodes)
+
     def touch(self, node: PrefixNode) -> None:
         self._clock += 1
         node.last_use = self._clock
@@ -87,6 +107,7 @@ class PrefixIndex:
             parent.children += 1
         self.touch(node)
         self._queue(node)
+        self._tell("stored", node)
         return node
 
     def choose(self, count: int, *, or_fewer: bool = False) -> list[PrefixNode]:
@@ -119,6 +140,8 @@ class PrefixIndex:
         while len(self._forgotten) > self._allocator.total:
             del self._forgotten[next(iter(self._forgotten))]
         self.evictions += len(victims)
+        for node in victims:
+            self._tell("removed", node)
 
     def spare(self, victims: Sequence[PrefixNode]) -> None:
         """Keeps what `choose` has chosen."""
@@ -151,6 +174,13 @@ class PrefixIndex:
             self.touch(node)
             self._queue(node)
         return victims
+
+    def _tell(self, what: Literal["stored", "removed"], node: PrefixNode) -> None:
+        if self.events is not None:
+            parent = None if node.parent is None else node.parent.digest
+            self.events.append(
+                BlockEvent(what=what, digest=node.digest, parent=parent, block_id=node.block_id)
+            )
 
     def _queue(self, node: PrefixNode) -> None:
         if not node.queued:

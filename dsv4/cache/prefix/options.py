@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dsv4.errors import require_count
+from dsv4.errors import InvalidInput, require_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,12 @@ class SnapshotPolicy:
 
     kind: Literal["full", "periodic", "zero"]
     period_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("full", "periodic", "zero"):
+            raise InvalidInput(f"policy {self.kind!r}: use full(), periodic(tokens) or zero()")
+        least = 1 if self.kind == "periodic" else 0
+        require_count("tokens of periodic()", self.period_tokens, at_least=least)
 
     def wants(self, boundary: int, prompt_tokens: int, block_tokens: int) -> bool:
         """Periodic: every so many tokens; and the last boundaries of the prompt, one for the same
@@ -45,9 +51,29 @@ def zero() -> SnapshotPolicy:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOptions:
     """`snapshots` rows of `SnapshotLayout(schema).row_bytes` each, on the device or in pinned host
-    memory. `model_id` names the weights: prefixes of different models never match."""
+    memory. `model_id` names the weights: prefixes of different models never match. With `events`
+    `KVCacheManager.take_events` says which blocks were stored and removed."""
 
     policy: SnapshotPolicy = field(default_factory=lambda: periodic(1024))
     snapshots: int = 64
     where: Literal["device", "host"] = "device"
     model_id: str = ""
+    events: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Snapshots that are kept at most."""
+        return 0 if self.policy.kind == "zero" else self.snapshots
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.policy, SnapshotPolicy):
+            raise InvalidInput(
+                f"policy={self.policy!r}: must be full(), periodic(tokens) or zero() of dsv4"
+            )
+        require_count("snapshots", self.snapshots, at_least=0)
+        if self.where not in ("device", "host"):
+            raise InvalidInput(
+                f"snapshots cannot be kept in {self.where!r}: use 'device' or 'host'"
+            )
+        if not isinstance(self.model_id, str):
+            raise InvalidInput(f"model_id={self.model_id!r}: must be a string")

@@ -43,6 +43,13 @@ def replay_start(schema: CacheSchema, reused_tokens: int) -> int:
     """Where a replay from a zeroed slot must start so that the state at `reused_tokens` is exact.
 
     A layer is wrong for window - 1 tokens longer than the layer below it, so that many per layer
-    are enough; a whole window per layer keeps the start on a block.
+    are enough for the windows; a whole window per layer keeps the start on a block. Where groups
+    overlap, the whole last group must be right in its layer too, which takes longer only if groups
+    are longer than window and layers together.
     """
-    return max(0, reused_tokens - schema.model.window * len(schema.layers))
+    window = schema.model.window
+    back = window * len(schema.layers)
+    for layer in schema.layers:
+        if layer.spec.owns_entries and layer.spec.overlap:
+            back = max(back, layer.spec.ratio + layer.spec.layer * (window - 1))
+    return max(0, reused_tokens - back)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.pages import Page, Ring
+from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.snapshot_layout import (
     TAIL_SLICES,
     RingSlice,
@@ -69,6 +70,19 @@ class SnapshotPool:
             else None
         )
         self._sections = tuple(map(self._section, self.layout.sections)) if rows else ()
+
+    @classmethod
+    def bytes_on_device(
+        cls, schema: CacheSchema, options: PrefixOptions, device: torch.device
+    ) -> int:
+        """What `memory_bytes` of a pool with these options says. Allocates nothing."""
+        layout = SnapshotLayout(schema)
+        rows = options.rows
+        if not rows:
+            return 0 if options.where == "device" or device.type != "cuda" else layout.row_bytes
+        apart = options.where == "host" and device.type == "cuda"
+        indices = 3 * sum(part.rows for section in layout.sections for part in section)
+        return 8 * indices + layout.row_bytes * (1 if apart else rows)
 
     def memory_bytes(self) -> int:
         """Bytes on the device."""

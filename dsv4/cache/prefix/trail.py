@@ -26,8 +26,10 @@ def token_ids(tokens: Tokens) -> Ids:
         given: Any = tokens
         is_tensor = hasattr(given, "detach")  # asked without loading torch
         ids = np.asarray(given.detach().cpu() if is_tensor else given)
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise InvalidInput(f"tokens are not a list of ids: {error}") from error
+    if isinstance(given, list | tuple) and bool in set(map(type, given)):
+        raise InvalidInput("tokens hold True or False: give the token ids as whole numbers")
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise InvalidInput(
             f"tokens are {ids.dtype} of shape {list(ids.shape)}: give a count, or the token ids as "

@@ -31,12 +31,23 @@ def context(schema: CacheSchema, tokens: int) -> int:
     return int(tokens)
 
 
-def unplanned(request: Request, open_plan: ForwardPlan | None) -> None:
-    """RequestError for a request that is in the open plan."""
-    if open_plan is not None and request in open_plan.requests:
-        raise RequestError(
-            f"request {request.serial} is in a plan that is still open: commit it first"
-        )
+def unplanned(request: Request, open_plans: Sequence[ForwardPlan]) -> None:
+    """RequestError for a request that is in an open plan."""
+    for plan in open_plans:
+        if request in plan.requests:
+            raise RequestError(
+                f"request {request.serial} is in a plan that is still open: commit it first"
+            )
+
+
+def disjoint(shape: StepShape, open_plans: Sequence[ForwardPlan]) -> None:
+    """PlanError for a request that is in an open plan too."""
+    for plan in open_plans:
+        for request in set(plan.requests).intersection(shape.requests):
+            raise PlanError(
+                f"request {request.serial} is in another plan that is still open: plans that are "
+                f"open at once have no request in common"
+            )
 
 
 def untorn(schema: CacheSchema, shape: StepShape, starts: I64, written: I64) -> None:
@@ -46,13 +57,13 @@ def untorn(schema: CacheSchema, shape: StepShape, starts: I64, written: I64) -> 
         shape.requests[int(torn.argmax())].require_whole()
 
 
-def open_plan(plan: ForwardPlan, expected: ForwardPlan | None) -> None:
-    """PlanError unless `plan` is the manager's open one."""
+def open_plan(plan: ForwardPlan, expected: Sequence[ForwardPlan]) -> None:
+    """PlanError unless `plan` is one of the manager's open ones."""
     if not isinstance(plan, ForwardPlan):
         raise PlanError(f"{plan!r} is not a plan: take what prepare_forward returned")
     if plan.done:
         raise PlanError("this plan is over: prepare a new one for each step")
-    if plan is not expected:
+    if not any(plan is each for each in expected):
         raise PlanError("this plan belongs to another manager")
 
 
@@ -72,6 +83,10 @@ class StepReader:
 
     def read(self, steps: Sequence[Step]) -> StepShape:
         """RequestError, PlanError or ContextOverflow for the first that is wrong."""
+        if not isinstance(steps, Sequence):
+            raise PlanError(
+                f"steps are {type(steps).__name__}: give a list of (request, new tokens)"
+            )
         last, shape = self._kept
         if self._is_last(steps, last):
             return shape
@@ -123,7 +138,7 @@ def _check_each(
         table.require_live(step[0])
         if not is_whole(step[1]) or step[1] < 0:
             raise PlanError(f"{step[1]!r} new tokens for a request: give a count of 0 or more")
-        if len(step) == 3 and step[2] != step[0].length:
+        if len(step) == 3 and (not is_whole(step[2]) or step[2] != step[0].length):
             raise PlanError(
                 f"a step that starts at position {step[2]!r} would skip or repeat tokens: the "
                 f"request has {step[0].length}"
@@ -137,8 +152,13 @@ def accepted(schema: CacheSchema, plan: ForwardPlan, accepted: Sequence[int] | N
         return plan.counts
     try:
         kept = np.asarray(accepted)
-    except ValueError:
-        kept = np.empty(0, dtype=np.float64)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise PlanError(
+            f"accepted are not {len(plan.counts)} whole numbers on the host, one per request: "
+            f"{error}"
+        ) from error
+    if isinstance(accepted, list | tuple) and bool in set(map(type, accepted)):
+        kept = np.empty(0, dtype=np.bool_)
     if kept.shape != plan.counts.shape or (kept.size and kept.dtype.kind not in "iu"):
         raise PlanError(
             f"accepted must be {len(plan.counts)} whole numbers, one per request, got {accepted!r}"

@@ -1,0 +1,61 @@
+"""What is allocated is what was asked for, all told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prefix.options import PrefixOptions, full, zero
+from dsv4.cache.schema import CacheSchema, compute_block_budget
+from dsv4.errors import InvalidInput, PoolTooSmall
+from dsv4.model import ModelSpec
+
+SCHEMA = CacheSchema.build(ModelSpec.preset("tiny"), max_context=4096, max_draft_tokens=2)
+MIB = 1 << 20
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"max_step_tokens": 64},
+    {"prefix": PrefixOptions(policy=full(), snapshots=5)},
+    {"prefix": PrefixOptions(policy=full(), snapshots=5, where="host"), "max_step_tokens": 100},
+    {"prefix": PrefixOptions(policy=zero())},
+    {"prefix": PrefixOptions(snapshots=0)},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=repr)
+@pytest.mark.parametrize("requests", [1, 7])
+def test_no_more_is_allocated_than_asked(options: dict[str, Any], requests: int):
+    asked = 200 * MIB
+    made = KVCacheManager.from_memory(SCHEMA, memory_bytes=asked, max_requests=requests, **options)
+    total = made.memory_bytes().total
+    assert asked - SCHEMA.block_bytes < total <= asked
+    other = KVCacheManager.other_bytes(SCHEMA, max_requests=requests, **options)
+    budget = compute_block_budget(
+        SCHEMA, memory_bytes=asked, max_requests=requests, other_bytes=other
+    )
+    assert (budget.total_bytes, budget.num_blocks) == (total, made.table.allocator.total)
+
+
+def test_a_budget_for_other_options_is_refused():
+    other = KVCacheManager.other_bytes(SCHEMA, max_requests=2)
+    budget = compute_block_budget(SCHEMA, memory_bytes=200 * MIB, max_requests=2, other_bytes=other)
+    with pytest.raises(InvalidInput, match="compute it for the same ones"):
+        KVCacheManager.from_budget(SCHEMA, budget, max_step_tokens=64)
+
+
+def test_too_little_memory_says_how_much_is_needed():
+    with pytest.raises(PoolTooSmall, match="bytes besides") as caught:
+        KVCacheManager.from_memory(SCHEMA, memory_bytes=MIB, max_requests=2, max_step_tokens=64)
+    least = caught.value.minimum_bytes
+    for memory_bytes in (least - 1, least):
+        if memory_bytes < least:
+            with pytest.raises(PoolTooSmall):
+                KVCacheManager.from_memory(
+                    SCHEMA, memory_bytes=memory_bytes, max_requests=2, max_step_tokens=64
+                )
+        else:
+            KVCacheManager.from_memory(
+                SCHEMA, memory_bytes=memory_bytes, max_requests=2, max_step_tokens=64
+            )

@@ -1,0 +1,217 @@
+"""Values of the wrong kind: a typed error, and nothing has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy
+from dsv4.cache.requests import Request
+from dsv4.cache.schema import CacheSchema
+from dsv4.errors import Dsv4Error, InvalidInput, PlanError
+from dsv4.model import AttentionType
+from tests.support.faults import everything
+from tests.support.lives import TINY, Text, tiny_stack
+from tests.support.stack import Stack
+
+ODD: tuple[Any, ...] = (
+    *(None, True, "3", b"3", 2.0, -1, float("nan"), 1j, object(), [], {}, (1,)),
+    *(np.float64(2), np.bool_(True), np.array([1, 2]), torch.tensor(1.5), torch.tensor([1, 2])),
+)
+NO_COUNT = [odd for odd in ODD if odd is not None]
+
+
+SCHEMA = CacheSchema.build(TINY, max_context=512)
+CSA = next(s.layer for s in TINY.layers if s.attention is AttentionType.CSA)
+HCA = next(s.layer for s in TINY.layers if s.attention is AttentionType.HCA)
+
+
+def scene() -> tuple[Stack, Request]:
+    stack = tiny_stack(drafts=3, prefix=PrefixOptions(snapshots=2), num_blocks=8)
+    text = Text.random(stack, 0, 300)
+    request = stack.manager.admit_request(text.ids[:20])
+    stack.step([(request, text.stream, 20)])
+    return stack, request
+
+
+COUNTS: dict[str, Callable[[KVCacheManager, Request, Any], object]] = {
+    "fork": lambda m, r, odd: m.fork(r, odd),
+    "rewind": lambda m, r, odd: m.rewind(r, odd),
+    "extend": lambda m, r, odd: m.extend(r, odd),
+    "block_id": lambda m, r, odd: m.block_id(r, odd),
+    "evict": lambda m, r, odd: m.evict(odd),
+    "acquire": lambda m, r, odd: m.acquire(odd),
+    "new tokens": lambda m, r, odd: m.prepare_forward([(r, odd)]),
+    "start": lambda m, r, odd: m.prepare_forward([(r, 1, odd)]),
+    "pad_tokens": lambda m, r, odd: m.prepare_forward([(r, 1)], pad_tokens=odd),
+    "pad_requests": lambda m, r, odd: m.prepare_forward([(r, 1)], pad_requests=odd),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_what_is_no_count(name: str):
+    stack, request = scene()
+    before = everything(stack.manager)
+    for odd in NO_COUNT:
+        with pytest.raises(Dsv4Error):
+            COUNTS[name](stack.manager, request, odd)
+    assert everything(stack.manager) == before
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.int32, np.int64, np.uint16])
+def test_numpy_integers_are_whole_numbers(kind: type):
+    stack, request = scene()
+    manager, one = stack.manager, kind(1)
+    (fork,) = manager.fork(request, one)
+    manager.rewind(request, kind(19))
+    assert manager.extend(request, kind(120)) != []
+    assert manager.block_id(request, one) == request.block_ids[1]
+    manager.evict(kind(0))
+    plan = manager.prepare_forward(
+        [(request, kind(2), kind(19)), (fork, one)], pad_tokens=kind(8), pad_requests=kind(3)
+    )
+    manager.acquire(one, plan)
+    manager.commit(plan, [one, one], tokens=[kind(1), kind(2), kind(3)])
+    assert (request.length, fork.length) == (20, 21)
+    manager.release_request(manager.admit_request(kind(9)))
+    KVCacheManager(stack.schema, num_blocks=kind(2), max_requests=one, max_step_tokens=kind(9))
+
+
+def test_what_are_no_steps():
+    stack, request = scene()
+    before = everything(stack.manager)
+    for steps in (
+        *(None, 3, "ab", {}, {1: 2}, object(), [1], [None], [()], ((0, 1),), [[0, 1]]),
+        *(((request, 1) for _ in range(1)), iter([(request, 1)])),
+    ):
+        with pytest.raises(Dsv4Error):
+            stack.manager.prepare_forward(steps)
+    assert everything(stack.manager) == before
+
+
+def test_what_is_no_acceptance_and_no_ids():
+    stack, request = scene()
+    manager = stack.manager
+    plan = manager.prepare_forward([(request, 1)])
+    before = everything(manager)
+    for odd in (
+        *(odd for odd in NO_COUNT if not isinstance(odd, tuple)),
+        *([True], [1.0], [[1]], "1", [None], ["1"], [1, 2], (x for x in [1])),
+        *(torch.ones(1, dtype=torch.bfloat16), torch.ones(1, device="meta")),
+    ):
+        with pytest.raises(PlanError):
+            manager.commit(plan, odd)
+        with pytest.raises(InvalidInput):
+            manager.commit(plan, tokens=odd)
+    assert everything(manager) == before
+    assert not plan.done
+    manager.abandon(plan)
+
+
+@pytest.mark.parametrize("name", ["admit_request", "pin"])
+def test_what_are_no_tokens(name: str):
+    stack, _ = scene()
+    before = everything(stack.manager)
+    for odd in (*NO_COUNT[2:], [True, 2], [1.5], ["a"], [None], [[1, 2]], torch.ones(2)):
+        if isinstance(odd, list | tuple | torch.Tensor | np.ndarray) and len(np.shape(odd)) == 1:
+            ids = np.asarray(odd)
+            if ids.dtype.kind == "i" and not any(isinstance(each, bool) for each in odd):
+                continue  # ids
+            if not ids.size:
+                continue
+        with pytest.raises(Dsv4Error):
+            getattr(stack.manager, name)(odd)
+    for salt in (3, True, b"a", ["a"]):
+        with pytest.raises(InvalidInput, match="salt"):
+            getattr(stack.manager, name)([1, 2], salt)
+    assert everything(stack.manager) == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"device": odd} for odd in ("nowhere", "cuda:99", None, 1.5, True, [], "")),
+        *({"prefix": odd} for odd in (True, "full", {}, PrefixOptions)),
+        *({"backend": odd} for odd in ("cuda", 3, True)),
+        *({"num_blocks": odd} for odd in NO_COUNT),
+        *({"max_requests": odd} for odd in NO_COUNT),
+        *({"max_step_tokens": odd} for odd in NO_COUNT),
+        *({"schema": odd} for odd in (None, "tiny", 3)),
+    ],
+    ids=repr,
+)
+def test_what_is_no_option_of_a_manager(options: dict[str, Any]):
+    given = {"schema": SCHEMA, "num_blocks": 2, "max_requests": 1, "max_step_tokens": 8}
+    with pytest.raises(Dsv4Error):
+        KVCacheManager(**{**given, **options})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(lambda odd=odd: PrefixOptions(policy=odd) for odd in ("full", None, 3, SnapshotPolicy)),
+        *(lambda odd=odd: PrefixOptions(snapshots=odd) for odd in (None, True, -1, "4", 2.0)),
+        *(lambda odd=odd: PrefixOptions(where=odd) for odd in (None, "disk", 3)),
+        *(lambda odd=odd: PrefixOptions(model_id=odd) for odd in (None, 3, b"a")),
+        lambda: SnapshotPolicy("often"),  # type: ignore[arg-type]
+        lambda: SnapshotPolicy("periodic", True),
+        lambda: KVCacheManager.from_budget(SCHEMA, None),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_option(make: Callable[[], object]):
+    with pytest.raises(InvalidInput):
+        make()
+
+
+@pytest.mark.parametrize("layer", [0, CSA, HCA])
+def test_what_a_layer_does_not_take(layer: int):
+    stack, request = scene()
+    manager, text = stack.manager, Text.random(stack, 0, 300)
+    plan = manager.prepare_forward([(request, 1)])
+    handle, weights = manager.acquire(layer, plan), stack.weights[layer]
+    kv, projections = stack.inputs(plan, [text.stream], layer)
+    before = everything(manager)
+    for odd in (None, 3, "w", {}, kv):
+        with pytest.raises(InvalidInput):
+            handle.append(kv, *projections, weights=odd)  # type: ignore[arg-type]
+        with pytest.raises(InvalidInput):
+            handle.write_swa(kv, weights=odd)  # type: ignore[arg-type]
+    for odd in (None, 3, "w", [1.0], np.zeros((1, 128))):
+        with pytest.raises(InvalidInput):
+            handle.append(odd, *projections, weights=weights)
+    assert everything(manager) == before
+    handle.append(kv, *projections, weights=weights)
+    q = torch.zeros(1, 4, 128, dtype=torch.bfloat16)
+    sink = torch.zeros(4)
+    entries = torch.zeros(1, 4, dtype=torch.int32) if layer == CSA else None
+    for odd in (3, "w", [1.0], np.zeros((1, 4, 128)), True):
+        for name in ("q", "sink", "out", "lse", "inverse_rope"):
+            given: dict[str, Any] = {"q": q, "sink": sink, "indices": entries, name: odd}
+            with pytest.raises(InvalidInput):
+                handle.attend(**given)
+        with pytest.raises(Dsv4Error):
+            handle.gather_compressed_kv(odd)  # type: ignore[arg-type]
+        with pytest.raises(Dsv4Error):
+            handle.gather_all_compressed_kv(odd)  # type: ignore[arg-type]
+        with pytest.raises(InvalidInput):
+            handle.gather_swa_kv(odd)  # type: ignore[arg-type]
+
+
+def test_what_is_no_top_k():
+    stack, request = scene()
+    manager, text = stack.manager, Text.random(stack, 0, 300)
+    plan = manager.prepare_forward([(request, 1)])
+    stack.write(plan, [text.stream])
+    model = stack.schema.model
+    q = torch.zeros(1, model.index_heads, model.index_dim, dtype=torch.bfloat16)
+    weights = torch.zeros(1, model.index_heads, dtype=torch.bfloat16)
+    handle, rope = manager.acquire(CSA, plan), stack.weights[CSA].rope
+    for top_k in (*NO_COUNT, 0):
+        with pytest.raises(InvalidInput):
+            handle.select(q, weights, rope=rope, top_k=top_k)
+    assert handle.select(q, weights, rope=rope, top_k=np.int32(3)).shape == (1, 3)
