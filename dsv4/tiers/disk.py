@@ -31,7 +31,11 @@ Sync = Literal["off", "each"]
 LOW_WATER = 0.95  # of the capacity: what is left when room was made
 SCANS_PER_CAPACITY = 16  # how often to look for what other processes wrote, by own bytes written
 # errors that the next record may not meet: this one is dropped or missing, the tier goes on
-_PASSING = {errno.EMFILE, errno.ENFILE, errno.EFBIG, errno.EINTR, errno.ENOENT, errno.EISDIR}
+_PASSING = {
+    *(errno.EMFILE, errno.ENFILE, errno.EFBIG),
+    errno.EINVAL,  # O_DIRECT's word for a write that a limit cuts short
+    *(errno.ENOENT, errno.EISDIR, errno.ENOTDIR),  # somebody else is at work in the directory
+}
 
 
 class DiskTier(QueuedTier):
@@ -62,12 +66,11 @@ class DiskTier(QueuedTier):
             raise InvalidInput(f"sync={sync!r}: give one of {', '.join(get_args(Sync))}")
         super().__init__(name, limits or Limits(threads=4))
         self._capacity_bytes = require_count("capacity_bytes", capacity_bytes)
-        self._shelves = Shelves(Path(root), calls=calls)
+        self._shelves = Shelves(Path(root), durable=sync == "each", calls=calls)
         works = self._shelves.takes_direct() if direct is not False else False
         if direct and not works:
             raise InvalidInput(f"direct=True: the file system of {root} takes no O_DIRECT")
         self._flags = os.O_DIRECT if works else 0
-        self._durable = sync == "each"
         self._files: Lru[None] = Lru()
         self._scanning = threading.Lock()
         self._fresh: dict[Key, int] = {}  # written since the last scan began
@@ -95,8 +98,8 @@ class DiskTier(QueuedTier):
         try:
             fd = self._shelves.open(record.key, self._flags)
         except OSError as error:
-            if error.errno == errno.ELOOP:
-                return foreign("a symbolic link")
+            if self._shelves.is_foreign(record.key):
+                return foreign("something that is no file")
             with self._lock:
                 if error.errno == errno.ENOENT:
                     self._files.remove(record.key)
@@ -141,9 +144,7 @@ class DiskTier(QueuedTier):
             if not self._make_room(label.padded_bytes):
                 return DROPPED
             try:
-                self._shelves.write(
-                    label.key, self._to_write(record), flags=self._flags, durable=self._durable
-                )
+                self._shelves.write(label.key, self._to_write(record), flags=self._flags)
                 with self._lock:
                     self._files.add(label.key, label.padded_bytes, None, label)
                     self._fresh[label.key] = label.padded_bytes

@@ -112,6 +112,8 @@ class HostTier(QueuedTier):
                 self._extents.give(row.extents)
 
     def _room(self, units: int) -> tuple[Extent, ...] | None:
+        if units * UNIT_BYTES > self._memory.nbytes:
+            return None
         extents = self._extents.take(units)
         if extents is None:
             for key in self._rows.oldest():

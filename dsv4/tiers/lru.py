@@ -67,14 +67,14 @@ class Lru(Generic[V]):
         """Marks records as used now, and the blocks that they lean on: a block is always newer than
         what leans on it. Answers with what was marked, the newest last. Give all labels of a prompt
         at once, for each call walks up to the first block."""
-        used: set[Key] = set()
+        used: dict[Key, None] = {}  # in the order given, which decides between strangers
         for label in labels:
             entry = self._entries.get(label.key)
             if entry is not None:
                 entry.tokens, entry.leans_on = label.tokens, label.leans_on
             at: Key | None = label.key if entry is not None else label.leans_on
             while at is not None and at not in used and (found := self._entries.get(at)):
-                used.add(at)
+                used[at] = None
                 at = found.leans_on
         order = sorted(used, key=self._depth, reverse=True)
         for key in order:

@@ -63,10 +63,20 @@ class Found:
 
 
 class Shelves:
-    """A directory of records. Raises InvalidInput if there cannot be one."""
+    """A directory of records. Raises InvalidInput if there cannot be one.
 
-    def __init__(self, root: Path, *, create: bool = True, calls: Calls | None = None) -> None:
-        self.root = root
+    `durable`: what is written is on the medium when `write` returns.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        create: bool = True,
+        durable: bool = False,
+        calls: Calls | None = None,
+    ) -> None:
+        self.root, self._durable = root, durable
         self._calls = calls or Calls()
         try:
             if create:
@@ -86,8 +96,7 @@ class Shelves:
         name = str(RECORD_VERSION)
         try:
             if create:
-                with suppress(FileExistsError):
-                    self._calls.mkdir(name, dir_fd=top)
+                self._make(name, top)
             fd = os.open(name, _DIRECTORY, dir_fd=top)
         except FileNotFoundError:
             return -1
@@ -138,25 +147,30 @@ class Shelves:
             return True
         return False
 
+    def is_foreign(self, key: Key) -> bool:
+        """Whether something that is no file has the record's name."""
+        with suppress(OSError), self._shelf(key) as fd:
+            found = os.stat(key.digest.hex(), dir_fd=fd, follow_symlinks=False)
+            return not stat.S_ISREG(found.st_mode)
+        return False
+
     def open(self, key: Key, flags: int = 0) -> int:
-        """A record's file for reading. Raises OSError: ENOENT if there is none, ELOOP if a link."""
+        """A record's file for reading. Raises OSError: ENOENT if there is none."""
         with self._shelf(key) as fd:
             # without O_NONBLOCK a FIFO in place of a record would hold the thread for ever
             read = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
             return os.open(key.digest.hex(), read | flags, dir_fd=fd)
 
-    def write(self, key: Key, pieces: Sequence[memoryview], *, flags: int, durable: bool) -> None:
-        """A record's file, whole or not at all. `durable`: not before it is on the medium.
-
-        Raises OSError; then nothing is left but what could not be removed.
-        """
+    def write(self, key: Key, pieces: Sequence[memoryview], *, flags: int) -> None:
+        """A record's file, whole or not at all. Raises OSError; then nothing is left but what could
+        not be removed."""
         with self._shelf(key, create=True) as shelf:
             name = _temporary_name()
             fd = self._calls.create(name, flags=flags, dir_fd=shelf)
             try:
                 try:
                     self._write_all(fd, pieces)
-                    if durable:
+                    if self._durable:
                         self._calls.sync(fd)
                 finally:
                     os.close(fd)
@@ -165,7 +179,7 @@ class Shelves:
                 with suppress(OSError):
                     self._calls.unlink(name, dir_fd=shelf)
                 raise
-            if durable:
+            if self._durable:
                 self._calls.sync(shelf)
 
     def _write_all(self, fd: int, pieces: Sequence[memoryview]) -> None:
@@ -228,7 +242,8 @@ class Shelves:
         for kind in Kind:
             for byte in range(256):
                 key = Key(kind, bytes((byte,)))
-                with suppress(FileNotFoundError), self._shelf(key) as fd:
+                # a link in place of a shelf is not followed, and hides no other shelf
+                with suppress(FileNotFoundError, NotADirectoryError), self._shelf(key) as fd:
                     yield kind, fd
 
     @contextmanager
@@ -253,9 +268,15 @@ class Shelves:
         except FileNotFoundError:
             if not create:
                 raise
+        self._make(name, fd)
+        return os.open(name, _DIRECTORY, dir_fd=fd)
+
+    def _make(self, name: str, fd: int) -> None:
+        """A directory. What is stored in it would be lost with it: it is durable too."""
         with suppress(FileExistsError):
             self._calls.mkdir(name, dir_fd=fd)
-        return os.open(name, _DIRECTORY, dir_fd=fd)
+            if self._durable:
+                self._calls.sync(fd)
 
 
 def read_at(fd: int, pieces: Sequence[memoryview]) -> int:

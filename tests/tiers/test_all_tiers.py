@@ -186,10 +186,11 @@ def test_a_record_that_broke_before_it_was_stored_is_not_stored(
 
 
 def test_many_records_in_one_call(tier: Tier, memory: Memory, name: str) -> None:
-    """More than a batch of any tier."""
-    labels = chain(name, 300, payload_bytes=300)
-    assert store(tier, [memory.filled(each) for each in labels]) == [State.DONE] * 300
+    """More than a batch of Mooncake's tier; of the others more than their threads."""
+    count = 60 if tier.name == "object" else 300
+    labels = chain(name, count, payload_bytes=300)
+    assert store(tier, [memory.filled(each) for each in labels]) == [State.DONE] * count
     assert all(found(tier, labels))
     records = [memory.blank(each) for each in labels]
-    assert load(tier, records) == [State.DONE] * 300
+    assert load(tier, records) == [State.DONE] * count
     assert [payload_in(record) for record in records] == [payload_of(each) for each in labels]
