@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4.errors import InvalidInput
-from dsv4.tiers.record import HEADER_BYTES, RECORD_VERSION, UNIT_BYTES, Key, Kind
+from dsv4.tiers.record import RECORD_VERSION, UNIT_BYTES, Key, Kind
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -292,10 +292,6 @@ def read_at(fd: int, pieces: Sequence[memoryview]) -> int:
         if left and count:
             left[0] = left[0][count:]
     return at
-
-
-def read_header_at(fd: int) -> bytes:
-    return os.pread(fd, HEADER_BYTES, 0)
 
 
 def _temporary_name() -> str:
