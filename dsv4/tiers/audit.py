@@ -31,8 +31,8 @@ class Audited:
 
 
 class Audit:
-    """A directory that is only looked at, but for `remove` and `sweep`. Raises InvalidInput if there
-    is none. Safe beside processes that use it: what they remove meanwhile is left out."""
+    """A directory that is only looked at, but for `remove` and `sweep`. Safe beside processes that
+    use it: what they remove meanwhile is left out. Raises InvalidInput if there is none."""
 
     def __init__(self, root: Path) -> None:
         self._shelves = Shelves(root, create=False)

@@ -38,7 +38,10 @@ def master_port(mooncake: None) -> Iterator[int]:
 
 @pytest.fixture(scope="session")
 def s3_port() -> Iterator[int]:
-    pytest.importorskip("obstore")
+    try:
+        import obstore  # noqa: F401
+    except ImportError as error:
+        unavailable(f"obstore does not load ({error}): pip install 'dsv4[object]'")
     port = free_port()
     with s3_server(port):
         yield port

@@ -66,6 +66,14 @@ time.sleep(600)
 """
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A master of the test's own: where records lie is known."""
+    port = free_port()
+    with mooncake_master(port):
+        yield port
+
+
 @contextmanager
 def connected(port: int, memory: Memory, **options: object) -> Iterator[MooncakeTier]:
     tier = MooncakeTier(f"127.0.0.1:{port}", **{"limits": QUICK, **options})  # type: ignore[arg-type]
@@ -148,9 +156,9 @@ def test_a_master_that_is_stopped_meets_the_deadline(memory: Memory) -> None:
         assert set(assert_never_wrong(tier, memory, labels)) <= {State.DONE, State.MISSING}
 
 
-def test_a_peer_that_is_killed_takes_its_records_with_it(memory: Memory, master_port: int) -> None:
+def test_a_peer_that_is_killed_takes_its_records_with_it(memory: Memory, port: int) -> None:
     labels = chain("killed peer", 6, payload_bytes=100_000)
-    with connected(master_port, memory) as tier, peer(PEER, master_port, "killed peer", 6) as child:
+    with connected(port, memory) as tier, peer(PEER, port, "killed peer", 6) as child:
         assert assert_never_wrong(tier, memory, labels) == [State.DONE] * 6
         assert tier.stats().loaded_bytes == 6 * labels[0].record_bytes
         os.kill(child.pid, signal.SIGKILL)
@@ -159,11 +167,11 @@ def test_a_peer_that_is_killed_takes_its_records_with_it(memory: Memory, master_
             assert set(assert_never_wrong(tier, memory, labels)) <= {State.MISSING}
 
 
-def test_a_peer_that_is_stopped_meets_the_deadline(memory: Memory, master_port: int) -> None:
+def test_a_peer_that_is_stopped_meets_the_deadline(memory: Memory, port: int) -> None:
     labels = chain("stopped peer", 2, payload_bytes=100_000)
     with (
-        connected(master_port, memory) as tier,
-        peer(PEER, master_port, "stopped peer", 2) as child,
+        connected(port, memory) as tier,
+        peer(PEER, port, "stopped peer", 2) as child,
     ):
         assert found(tier, labels) == [True] * 2
         os.kill(child.pid, signal.SIGSTOP)
@@ -177,12 +185,12 @@ def test_a_peer_that_is_stopped_meets_the_deadline(memory: Memory, master_port: 
         assert set(assert_never_wrong(tier, memory, labels)) <= {State.DONE, State.MISSING}
 
 
-def test_a_peer_that_is_killed_while_it_stores(memory: Memory, master_port: int) -> None:
+def test_a_peer_that_is_killed_while_it_stores(memory: Memory, port: int) -> None:
     random = np.random.default_rng(3)
-    with connected(master_port, memory) as tier:
+    with connected(port, memory) as tier:
         for nth in range(2):
             name = f"writer {nth}"
-            with python(PEER, master_port, name, 60, stdout=subprocess.PIPE) as child:
+            with python(PEER, port, name, 60, stdout=subprocess.PIPE) as child:
                 assert child.stdout is not None
                 child.stdout.readline()
                 time.sleep(random.uniform(0, 0.02))
@@ -206,13 +214,13 @@ def test_a_put_that_says_0_is_not_believed(memory: Memory) -> None:
         assert assert_never_wrong(tier, memory, [wanted]) == [State.DONE]
 
 
-def test_our_sum_decides(memory: Memory, master_port: int) -> None:
+def test_our_sum_decides(memory: Memory, port: int) -> None:
     """Bytes that Mooncake hands out as good: flipped ones, zeros, another record's, half of one."""
     good = label("damaged", payload_bytes=20_000)
     whole = bytes(file_bytes(good)[: good.record_bytes])
     flipped, other = bytearray(whole), file_bytes(label("b", payload_bytes=20_000))
     flipped[9_000] ^= 8
-    with connected(master_port, memory, segment_bytes=16 << 20) as tier:
+    with connected(port, memory, segment_bytes=16 << 20) as tier:
         assert store(tier, [memory.filled(label("connects"))]) == [State.DONE]
         client = tier._client
         assert client is not None
@@ -249,11 +257,11 @@ def test_a_store_that_is_full_drops_or_makes_room() -> None:
 
 
 def test_memory_that_is_not_registered_is_refused_before_anything_moves(
-    memory: Memory, master_port: int
+    memory: Memory, port: int
 ) -> None:
     """Mooncake would write there, or die of it."""
     other = Memory(1 << 20)
-    with connected(master_port, memory) as tier:
+    with connected(port, memory) as tier:
         with pytest.raises(InvalidInput, match="lie in no region that tier mooncake knows"):
             tier.load([other.blank(label("a"))])
         with pytest.raises(InvalidInput, match="register the memory first"):

@@ -154,7 +154,7 @@ def test_loads_go_before_stores_and_a_thread_is_left_to_them(tier: Shelf, memory
     tier.gate.clear()
     ticket = tier.store([memory.filled(each) for each in labels])
     tier.entered.acquire()
-    asked = tier.load([memory.blank(labels[5])])
+    asked = tier.load([memory.blank(label("never stored"))])
     tier.entered.acquire()  # the second thread is in the load; one store runs, the others wait
     assert [what for what, _ in tier.did] == ["store", "load"]
     tier.gate.set()
