@@ -1,0 +1,355 @@
+"""What a tier keeps: one row of an arena behind a header of 256 bytes. Torch-free.
+
+    offset  bytes  field                     offset  bytes  field
+         0      8  magic                         32     32  digest
+         8      2  version                       64     32  parent
+        10      2  kind                          96     32  content fingerprint
+        12      4  bytes of the header          128     16  xxh3-128 of the payload
+        16      8  bytes of the payload         144    104  zeros
+        24      8  tokens                       248      8  xxh3-64 of the 248 bytes before
+
+Numbers are little-endian. The payload follows. On disk and in host memory a record fills whole
+units of 4 KiB, the last one with zeros.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from dsv4.errors import InvalidInput, MissingExtra, require_count
+
+try:
+    import xxhash
+except ImportError as error:
+    raise MissingExtra(
+        f"tiers need xxhash ({error}): install it with pip install 'dsv4[tiers]'"
+    ) from error
+
+RECORD_VERSION = 1
+HEADER_BYTES = 256
+DIGEST_BYTES = 32
+UNIT_BYTES = 4096  # what O_DIRECT, mmap and cudaHostRegister count in
+MAGIC = b"\x89DSV4\r\n\0"  # a text-mode copy, a lost high bit or a lost zero breaks it
+_FIELDS = struct.Struct("<8sHHIQQ32s32s32s16s")
+_HEADER_SUM = struct.Struct("<Q")
+_SUMMED = HEADER_BYTES - _HEADER_SUM.size
+_ZEROS = bytes(_SUMMED - _FIELDS.size)
+
+
+class Kind(IntEnum):
+    """What the payload is."""
+
+    BLOCK = 1  # a row of the block arena
+    SNAPSHOT = 2  # a row of the snapshot pool
+    STATE = 3  # a live request's slot at any length, independent of ring sizes
+
+    @property
+    def letter(self) -> str:
+        return "?bst"[self]
+
+
+_KINDS = {kind.letter: kind for kind in Kind}
+_KEY = re.compile(r"dsv4/([0-9]{1,5})/([bst])/([0-9a-f]{64})", re.ASCII)
+
+
+class Key(NamedTuple):
+    """The name of a record in every tier. It says no rank: the cache is the same on all of them."""
+
+    kind: Kind
+    digest: bytes
+
+    def __str__(self) -> str:
+        return f"dsv4/{RECORD_VERSION}/{self.kind.letter}/{self.digest.hex()}"
+
+    @staticmethod
+    def parse(text: str) -> Key | None:
+        """The key that is written so; None for another version's, and for anything else."""
+        found = _KEY.fullmatch(text)
+        if found is None or found[1] != str(RECORD_VERSION):
+            return None
+        return Key(_KINDS[found[2]], bytes.fromhex(found[3]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """What a record says of itself: told when it is stored, compared when it is loaded.
+
+    `tokens` counts from the start of the prompt to the end of the record. `parent` is the chain
+    digest of the block before it (the chain's root before the first); that of a state is the last
+    whole block's. `fingerprint` is the schema's content fingerprint.
+    """
+
+    kind: Kind
+    digest: bytes
+    parent: bytes
+    fingerprint: bytes
+    tokens: int
+    payload_bytes: int
+
+    def __post_init__(self) -> None:
+        for name in ("digest", "parent", "fingerprint"):
+            value = getattr(self, name)
+            if not isinstance(value, bytes) or len(value) != DIGEST_BYTES:
+                raise InvalidInput(f"{name}={value!r}: a digest is {DIGEST_BYTES} bytes")
+        require_count("tokens", self.tokens)
+        require_count("payload_bytes", self.payload_bytes)
+
+    @property
+    def key(self) -> Key:
+        return Key(self.kind, self.digest)
+
+    @property
+    def leans_on(self) -> Key:
+        """The block without which this record is of no use."""
+        own = self.kind is Kind.SNAPSHOT
+        return Key(Kind.BLOCK, self.digest if own else self.parent)
+
+    @property
+    def record_bytes(self) -> int:
+        return HEADER_BYTES + self.payload_bytes
+
+    @property
+    def padded_bytes(self) -> int:
+        """The record in whole units of 4 KiB."""
+        return padded(self.record_bytes)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def padded(count_bytes: int) -> int:
+    """So many bytes in whole units of 4 KiB."""
+    return -(-count_bytes // UNIT_BYTES) * UNIT_BYTES
+
+
+def address(memory: memoryview) -> int:
+    """Where a piece of memory lies."""
+    where: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    return where
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Memory that parts point into: an arena, or staging rows. Tiers that move bytes by address
+    must know it beforehand."""
+
+    name: str
+    memory: memoryview
+
+    def holds(self, piece: memoryview) -> bool:
+        start, own = address(piece), address(self.memory)
+        return own <= start and start + piece.nbytes <= own + self.memory.nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The memory of a record: its header, then its payload in one or more pieces.
+
+    `whole` is there if all of it, padding included, lies in pieces that start and end at units of
+    4 KiB: a disk then needs no copy.
+    """
+
+    header: memoryview
+    payload: tuple[memoryview, ...]
+    whole: tuple[memoryview, ...] = ()
+
+    def __post_init__(self) -> None:
+        for piece in (self.header, *self.payload, *self.whole):
+            if piece.itemsize != 1 or piece.ndim != 1 or not piece.c_contiguous:
+                raise InvalidInput("the pieces of a record are one row of bytes each")
+        if self.header.nbytes != HEADER_BYTES:
+            raise InvalidInput(f"a header has {HEADER_BYTES} bytes, not {self.header.nbytes}")
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(piece.nbytes for piece in self.payload)
+
+    @property
+    def pieces(self) -> tuple[memoryview, ...]:
+        return (self.header, *self.payload)
+
+    @staticmethod
+    def of_units(whole: Sequence[memoryview], payload_bytes: int) -> Parts:
+        """A record over memory in units of 4 KiB: header first, padding last. The padding is zeroed
+        here, the rest is left as it is."""
+        sizes = [piece.nbytes for piece in whole]
+        if sum(sizes) != padded(HEADER_BYTES + payload_bytes) or any(n % UNIT_BYTES for n in sizes):
+            raise InvalidInput(
+                f"pieces of {sizes} bytes are not the units of a record of {HEADER_BYTES} + "
+                f"{payload_bytes} bytes"
+            )
+        payload, left, skip = [], payload_bytes, HEADER_BYTES
+        for piece in whole:
+            payload.append(piece[skip : skip + left])
+            left, skip = left - payload[-1].nbytes, 0
+        unused = sum(sizes) - HEADER_BYTES - payload_bytes
+        if unused:
+            whole[-1][-unused:] = bytes(unused)
+        return Parts(header=whole[0][:HEADER_BYTES], payload=tuple(payload), whole=tuple(whole))
+
+    @staticmethod
+    def alone(label: Label) -> Parts:
+        """A record in memory of its own, zeroed and in whole units."""
+        memory = memoryview(mmap.mmap(-1, label.padded_bytes))
+        return Parts.of_units([memory], label.payload_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A label and the memory that goes with it. `sealed`: the header is already in place."""
+
+    label: Label
+    parts: Parts
+    sealed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.parts.payload_bytes != self.label.payload_bytes:
+            raise InvalidInput(
+                f"the pieces have {self.parts.payload_bytes} bytes, the label says "
+                f"{self.label.payload_bytes}"
+            )
+
+    @property
+    def key(self) -> Key:
+        return self.label.key
+
+
+# ---- header --------------------------------------------------------------------------------------
+
+
+class Reason(StrEnum):
+    """Why a record is refused: the field that is not what was asked for."""
+
+    SHORT = "short"
+    MAGIC = "magic"
+    VERSION = "version"
+    HEADER_SUM = "header_sum"
+    HEADER_BYTES = "header_bytes"
+    ZEROS = "zeros"
+    KIND = "kind"
+    DIGEST = "digest"
+    PARENT = "parent"
+    FINGERPRINT = "fingerprint"
+    TOKENS = "tokens"
+    PAYLOAD_BYTES = "payload_bytes"
+    PAYLOAD_SUM = "payload_sum"
+    FOREIGN = "foreign"  # something else is where a record should be
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """What was found where something else was asked for."""
+
+    reason: Reason
+    found: str
+    asked: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}: found {self.found}, asked for {self.asked}"
+
+
+def payload_sum(pieces: Sequence[memoryview]) -> bytes:
+    """xxh3-128 of the payload, wherever its pieces lie."""
+    if len(pieces) == 1:
+        return xxhash.xxh3_128_digest(pieces[0])
+    running = xxhash.xxh3_128()
+    for piece in pieces:
+        running.update(piece)
+    return running.digest()
+
+
+def pack_header(label: Label, payload_digest: bytes) -> bytes:
+    """The 256 bytes in front of a payload with this sum."""
+    fields = _FIELDS.pack(
+        MAGIC,
+        RECORD_VERSION,
+        label.kind,
+        HEADER_BYTES,
+        label.payload_bytes,
+        label.tokens,
+        label.digest,
+        label.parent,
+        label.fingerprint,
+        payload_digest,
+    )
+    summed = fields + _ZEROS
+    return summed + _HEADER_SUM.pack(xxhash.xxh3_64_intdigest(summed))
+
+
+def seal(record: Record) -> None:
+    """Sums the payload and writes the header into the record's memory."""
+    parts = record.parts
+    parts.header[:] = pack_header(record.label, payload_sum(parts.payload))
+
+
+def read_header(header: bytes | memoryview) -> tuple[Label, bytes] | Refusal:
+    """A header's label and payload sum, if the header is whole and of this version."""
+    if len(header) != HEADER_BYTES:
+        return Refusal(
+            reason=Reason.SHORT, found=f"{len(header)} bytes", asked=f"{HEADER_BYTES} of a header"
+        )
+    magic, version, kind, header_bytes, *rest = _FIELDS.unpack_from(header)
+    payload_bytes, tokens, digest, parent, fingerprint, total = rest
+    own_sum = xxhash.xxh3_64_intdigest(header[:_SUMMED])
+    zeros = bytes(header[_FIELDS.size : _SUMMED])
+    for reason, found, asked in (
+        (Reason.MAGIC, magic, MAGIC),
+        (Reason.VERSION, version, RECORD_VERSION),
+        (Reason.HEADER_SUM, _HEADER_SUM.unpack_from(header, _SUMMED)[0], own_sum),
+        (Reason.HEADER_BYTES, header_bytes, HEADER_BYTES),
+        (Reason.ZEROS, zeros, _ZEROS),
+    ):
+        if found != asked:
+            return _refusal(reason, found, asked)
+    if kind not in _KINDS.values() or not tokens or not payload_bytes:
+        found = f"kind {kind}, {tokens} tokens, {payload_bytes} bytes"
+        return Refusal(reason=Reason.KIND, found=found, asked="a block, a snapshot or a state")
+    label = Label(
+        kind=Kind(kind),
+        digest=digest,
+        parent=parent,
+        fingerprint=fingerprint,
+        tokens=tokens,
+        payload_bytes=payload_bytes,
+    )
+    return label, total
+
+
+def check(record: Record) -> Refusal | None:
+    """Whether the record's memory holds what its label says, header and payload; None if so."""
+    found = read_header(record.parts.header)
+    if isinstance(found, Refusal):
+        return found
+    label, total = found
+    for reason, got, asked in _differences(label, record.label):
+        return _refusal(reason, got, asked)
+    actual = payload_sum(record.parts.payload)
+    return None if actual == total else _refusal(Reason.PAYLOAD_SUM, actual, total)
+
+
+def _differences(got: Label, asked: Label) -> Iterator[tuple[Reason, object, object]]:
+    for reason in (
+        *(Reason.KIND, Reason.DIGEST, Reason.FINGERPRINT, Reason.PARENT),
+        *(Reason.TOKENS, Reason.PAYLOAD_BYTES),
+    ):
+        a, b = getattr(got, reason.value), getattr(asked, reason.value)
+        if a != b:
+            yield reason, a, b
+
+
+def _refusal(reason: Reason, found: object, asked: object) -> Refusal:
+    return Refusal(reason=reason, found=_shown(found), asked=_shown(asked))
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bytes):
+        return value.hex() if len(value) <= DIGEST_BYTES else f"{len(value)} bytes"
+    return str(value)

@@ -1,0 +1,615 @@
+"""What every tier can do, and the queue, deadlines and counters that all of them share. Torch-free.
+
+Every call returns at once: the work is done by threads of the tier, and a ticket says how far it
+is. Nothing raises for an outage: what cannot be had is missing, what cannot be kept is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from dsv4.errors import InvalidInput, require_count
+from dsv4.tiers.record import Key, Label, Reason, Record, Refusal, Region, check, seal
+
+log = logging.getLogger("dsv4.tiers")
+_LOGGED_REFUSALS = 100  # of each tier; the counters go on
+
+
+class State(StrEnum):
+    """How far a tier is with one key."""
+
+    PENDING = "pending"
+    DONE = "done"  # loaded and checked; stored, as far as the tier can tell; found, if looked up
+    MISSING = "missing"  # not there, or not in time
+    REFUSED = "refused"  # there, and not what its label says
+    DROPPED = "dropped"  # not stored: no room, no time, an outage
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The state of one key; for a refused one also why."""
+
+    state: State
+    refusal: Refusal | None = None
+
+
+PENDING = Outcome(State.PENDING)
+DONE = Outcome(State.DONE)
+MISSING = Outcome(State.MISSING)
+DROPPED = Outcome(State.DROPPED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a ticket is. An outcome that is not pending does not change any more.
+
+    `settled`: the tier touches the memory of this ticket no more. A ticket whose deadline is over
+    has all its outcomes and may still be unsettled: the memory must not be used until it is.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    settled: bool
+
+    @property
+    def finished(self) -> bool:
+        return PENDING not in self.outcomes
+
+
+class Operation(StrEnum):
+    LOOKUP = "lookup"
+    LOAD = "load"
+    STORE = "store"
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """Work that was handed to a tier. What it says is asked with `poll`."""
+
+    operation: Operation
+    started: float
+    deadline: float
+    outcomes: list[Outcome]
+    unsettled: int = 0  # jobs that wait or run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """Seconds from the call to the outcome, over the records that came through."""
+
+    count: int = 0
+    total_s: float = 0.0
+    worst_s: float = 0.0
+
+    def with_one(self, seconds: float, count: int) -> Latency:
+        return Latency(
+            count=self.count + count,
+            total_s=self.total_s + seconds * count,
+            worst_s=max(self.worst_s, seconds),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """What a tier did since it was made, and what it holds. None: the tier cannot know."""
+
+    name: str
+    hits: int
+    misses: int
+    stored: int
+    dropped: int
+    loaded_bytes: int
+    stored_bytes: int
+    refused: Mapping[str, int]  # by reason
+    outages: int
+    late: int  # tickets that missed their deadline
+    load: Latency
+    store: Latency
+    queued_bytes: int
+    resting: bool  # closed for a while, after an outage or a missed deadline
+    held_records: int | None
+    held_bytes: int | None
+    capacity_bytes: int | None
+
+
+class Tier(Protocol):
+    """Memory below the device. All calls return at once; none raises for an outage."""
+
+    @property
+    def name(self) -> str: ...
+
+    def register(self, region: Region) -> None:
+        """Makes memory known that records of later calls point into."""
+
+    def lookup(self, labels: Sequence[Label]) -> Ticket:
+        """Asks which records are there: done or missing. A hint, nothing is checked."""
+
+    def load(self, records: Sequence[Record]) -> Ticket:
+        """Fills the memory of each record. Done means that header and payload are checked; after
+        any other outcome the memory holds anything."""
+
+    def store(self, records: Sequence[Record]) -> Ticket:
+        """Keeps records. Their memory must not change until the ticket is settled. A record that is
+        there already is done. Loads go first: under pressure records are dropped."""
+
+    def poll(self, ticket: Ticket) -> Progress:
+        """How far a ticket is. Ends it if its deadline is over."""
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends what has not begun: missing, or dropped. What runs already is unsettled until it
+        returns."""
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """Forgets records, in a while."""
+
+    def stats(self) -> TierStats: ...
+
+    def close(self, timeout_s: float) -> None:
+        """Finishes what waits, as far as the time allows. Later calls miss and drop."""
+
+
+class Outage(Exception):
+    """A tier cannot be reached or cannot work: raised by implementations, ends in the queue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much may wait and how long. Raises InvalidInput for what is not positive."""
+
+    threads: int = 2
+    queued_bytes: int = 256 << 20  # of stores
+    queued_loads: int = 65_536  # of records and labels
+    deadline_s: float = 5.0
+    rest_s: float = 10.0  # after an outage or a missed deadline
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "queued_bytes", "queued_loads"):
+            require_count(name, getattr(self, name))
+        for name in ("deadline_s", "rest_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidInput(f"{name}={getattr(self, name)}: must be more than 0 seconds")
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A chunk of a ticket, or housekeeping without one."""
+
+    ticket: Ticket | None
+    first: int = 0  # of the ticket's outcomes
+    labels: Sequence[Label] = ()
+    records: Sequence[Record] = ()
+    run: Callable[[], None] | None = None
+    began: float = 0.0
+
+    @property
+    def count(self) -> int:
+        return len(self.labels) or len(self.records)
+
+    @property
+    def bytes(self) -> int:
+        return sum(record.label.record_bytes for record in self.records)
+
+
+@dataclass(slots=True)
+class _Counters:
+    hits: int = 0
+    misses: int = 0
+    stored: int = 0
+    dropped: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    outages: int = 0
+    late: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    load: Latency = field(default_factory=Latency)
+    store: Latency = field(default_factory=Latency)
+
+
+class QueuedTier(ABC):
+    """A tier whose work is done by threads. An implementation says how with the calls at the end,
+    which run on the threads, may block, and raise Outage or OSError for an outage.
+
+    Loads and lookups go before stores, and one thread is always left to them. A ticket that misses
+    its deadline is over, and the tier rests: for a while nothing is asked of it.
+    """
+
+    chunk = 1  # records of a job
+    keeps_order = False  # whether `_use` is to be told what was asked for
+
+    def __init__(self, name: str, limits: Limits) -> None:
+        self._name, self._limits = name, limits
+        self._lock = threading.RLock()
+        self._wake = threading.Condition(self._lock)  # there is work
+        self._ended = threading.Condition(self._lock)  # a job is over
+        self._first: deque[_Job] = deque()  # loads and lookups
+        self._later: deque[_Job] = deque()  # stores and housekeeping
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._storing = 0
+        self._running: set[_Job] = set()
+        self._queued_bytes = 0
+        self._queued_loads = 0
+        self._rests_until = dict.fromkeys(Operation, 0.0)
+        self._closed = False
+        self._counters = _Counters()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def register(self, region: Region) -> None:  # noqa: B027
+        """Memory is found by itself here."""
+
+    # ---- calls -----------------------------------------------------------------------------------
+
+    def lookup(self, labels: Sequence[Label]) -> Ticket:
+        with self._lock:
+            known = [self._glance(label) for label in labels]
+            ticket = self._ticket(Operation.LOOKUP, len(labels))
+            for nth, found in enumerate(known):
+                if found is not None:
+                    ticket.outcomes[nth] = DONE if found else MISSING
+            jobs = [
+                _Job(ticket, first, labels=labels[first : first + self.chunk])
+                for first in range(0, len(labels), self.chunk)
+                if None in known[first : first + self.chunk]
+            ]
+            self._enqueue(ticket, jobs)
+        return ticket
+
+    def load(self, records: Sequence[Record]) -> Ticket:
+        return self._hand_over(Operation.LOAD, records)
+
+    def store(self, records: Sequence[Record]) -> Ticket:
+        return self._hand_over(Operation.STORE, records)
+
+    def poll(self, ticket: Ticket) -> Progress:
+        with self._lock:
+            now = time.monotonic()
+            if PENDING in ticket.outcomes and now > ticket.deadline:
+                self._counters.late += 1
+                # a queue that is long is no outage, a call that does not return is
+                if any(now - job.began > self._limits.deadline_s / 2 for job in self._running):
+                    self._rest(ticket.operation, f"no answer in {self._limits.deadline_s:g} s")
+                self._end(ticket)
+            return Progress(outcomes=tuple(ticket.outcomes), settled=not ticket.unsettled)
+
+    def cancel(self, ticket: Ticket) -> None:
+        with self._lock:
+            self._end(ticket)
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        gone = tuple(keys)
+        self._do_later(lambda: self._drop(gone))
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            held_records, held_bytes, capacity_bytes = self._held()
+            counted, now = self._counters, time.monotonic()
+            return TierStats(
+                name=self._name,
+                hits=counted.hits,
+                misses=counted.misses,
+                stored=counted.stored,
+                dropped=counted.dropped,
+                loaded_bytes=counted.loaded_bytes,
+                stored_bytes=counted.stored_bytes,
+                refused=dict(counted.refused),
+                outages=counted.outages,
+                late=counted.late,
+                load=counted.load,
+                store=counted.store,
+                queued_bytes=self._queued_bytes,
+                resting=any(now < until for until in self._rests_until.values()),
+                held_records=held_records,
+                held_bytes=held_bytes,
+                capacity_bytes=capacity_bytes,
+            )
+
+    def close(self, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._ended.wait_for(
+                lambda: not (self._first or self._later or self._running), timeout_s
+            )
+            for job in (*self._first, *self._later):
+                self._unqueue(job)
+                self._give_up(job)
+            self._first.clear()
+            self._later.clear()
+            self._wake.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):
+            self._close()  # else a call hangs in there: what it uses stays
+
+    # ---- queue -----------------------------------------------------------------------------------
+
+    def _hand_over(self, operation: Operation, records: Sequence[Record]) -> Ticket:
+        self._require(records)
+        with self._lock:
+            ticket = self._ticket(operation, len(records))
+            jobs = [
+                _Job(ticket, first, records=records[first : first + self.chunk])
+                for first in range(0, len(records), self.chunk)
+            ]
+            self._enqueue(ticket, jobs)
+            if self.keeps_order:
+                labels = [record.label for record in records]
+                self._do_later(lambda: self._use(labels))
+        return ticket
+
+    def _ticket(self, operation: Operation, count: int) -> Ticket:
+        now = time.monotonic()
+        return Ticket(operation, now, now + self._limits.deadline_s, [PENDING] * count)
+
+    def _enqueue(self, ticket: Ticket, jobs: Iterable[_Job]) -> None:
+        closed = self._closed or ticket.started < self._rests_until[ticket.operation]
+        for job in jobs:
+            ticket.unsettled += 1
+            if closed or not self._has_room(job):
+                self._give_up(job)
+                continue
+            if ticket.operation is Operation.STORE:
+                self._queued_bytes += job.bytes
+                self._later.append(job)
+            else:
+                self._queued_loads += job.count
+                self._first.append(job)
+            self._start_thread()
+            self._wake.notify()
+
+    def _has_room(self, job: _Job) -> bool:
+        assert job.ticket is not None
+        if job.ticket.operation is Operation.STORE:
+            # one job always fits, or a tier with a short queue would store nothing
+            waiting = self._queued_bytes
+            return not waiting or waiting + job.bytes <= self._limits.queued_bytes
+        return self._queued_loads + job.count <= self._limits.queued_loads
+
+    def _unqueue(self, job: _Job) -> None:
+        if job.ticket is None:
+            return
+        if job.ticket.operation is Operation.STORE:
+            self._queued_bytes -= job.bytes
+        else:
+            self._queued_loads -= job.count
+
+    def _do_later(self, run: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._closed:
+                self._later.append(_Job(None, run=run))
+                self._start_thread()
+                self._wake.notify()
+
+    def _start_thread(self) -> None:
+        """Threads are started when they are needed: a tier that is only made has none."""
+        if self._idle < len(self._first) + len(self._later) and (
+            len(self._threads) < self._limits.threads
+        ):
+            thread = threading.Thread(
+                target=self._work, name=f"dsv4-{self._name}-{len(self._threads)}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def _next(self) -> _Job | None:
+        if self._first:
+            return self._first.popleft()
+        most = max(1, self._limits.threads - 1)
+        if self._later and self._storing < most:
+            return self._later.popleft()
+        return None
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._idle += 1
+                while (job := self._next()) is None:
+                    if self._closed and not (self._first or self._later):
+                        return
+                    self._wake.wait()
+                self._idle -= 1
+                self._unqueue(job)
+                ticket = job.ticket
+                stores = ticket is None or ticket.operation is Operation.STORE
+                if ticket is not None and time.monotonic() > ticket.deadline:
+                    self._give_up(job)
+                    self._ended.notify_all()
+                    continue
+                self._storing += stores
+                job.began = time.monotonic()
+                self._running.add(job)
+            outcomes: Sequence[Outcome] | None = None
+            trouble: str | None = None
+            try:
+                outcomes = self._run(job)
+            except (Outage, OSError) as error:
+                trouble = str(error)
+            except Exception:
+                log.exception("tier %s: a bug, taken for an outage", self._name)
+                trouble = "a bug"
+            with self._lock:
+                self._storing -= stores
+                self._running.discard(job)
+                if trouble is not None:
+                    self._counters.outages += 1
+                    self._rest(ticket.operation if ticket else Operation.STORE, trouble)
+                if ticket is not None:
+                    if outcomes is None:
+                        self._give_up(job)
+                    else:
+                        self._finish(job, outcomes)
+                self._ended.notify_all()
+
+    def _run(self, job: _Job) -> Sequence[Outcome]:
+        if job.run is not None:
+            job.run()
+            return ()
+        assert job.ticket is not None
+        match job.ticket.operation:
+            case Operation.LOOKUP:
+                return [DONE if found else MISSING for found in self._look(job.labels)]
+            case Operation.LOAD:
+                return self._load_checked(job.records)
+            case Operation.STORE:
+                return self._store_sealed(job.records)
+
+    def _load_checked(self, records: Sequence[Record]) -> list[Outcome]:
+        outcomes = []
+        for record, found in zip(records, self._load(records), strict=True):
+            if found is DONE:
+                refusal = check(record)
+                found = DONE if refusal is None else Outcome(State.REFUSED, refusal)
+            if found.state is State.REFUSED:
+                self._discard(record.key)
+            outcomes.append(found)
+        return outcomes
+
+    def _store_sealed(self, records: Sequence[Record]) -> list[Outcome]:
+        """A header that is there already is checked: what memory damaged is kept nowhere."""
+        outcomes, good = [DONE] * len(records), []
+        for nth, record in enumerate(records):
+            if not record.sealed:
+                seal(record)
+            elif (refusal := check(record)) is not None:
+                outcomes[nth] = Outcome(State.REFUSED, refusal)
+                continue
+            good.append(nth)
+        stored = self._store([records[nth] for nth in good]) if good else ()
+        for nth, outcome in zip(good, stored, strict=True):
+            outcomes[nth] = outcome
+        return outcomes
+
+    def _discard(self, key: Key) -> None:
+        """Takes a refused record away; that it cannot be is no news."""
+        try:
+            self._drop((key,))
+        except (Outage, OSError) as error:
+            log.warning("tier %s: cannot remove %s: %s", self._name, key, error)
+
+    # ---- outcomes --------------------------------------------------------------------------------
+
+    def _give_up(self, job: _Job) -> None:
+        """Ends a job without an answer."""
+        if job.ticket is not None:
+            stores = job.ticket.operation is Operation.STORE
+            self._finish(job, [DROPPED if stores else MISSING] * job.count)
+
+    def _end(self, ticket: Ticket) -> None:
+        """Ends a ticket: jobs that wait are taken out, those that run have lost their say."""
+        for queue in (self._first, self._later):
+            mine = [job for job in queue if job.ticket is ticket]
+            for job in mine:
+                queue.remove(job)
+                self._unqueue(job)
+                self._give_up(job)
+        over = DROPPED if ticket.operation is Operation.STORE else MISSING
+        for nth, outcome in enumerate(ticket.outcomes):
+            if outcome is PENDING:
+                ticket.outcomes[nth] = over
+                self._count(ticket, over, 0)
+
+    def _finish(self, job: _Job, outcomes: Sequence[Outcome]) -> None:
+        ticket = job.ticket
+        assert ticket is not None
+        ticket.unsettled -= 1
+        done = 0
+        for nth, outcome in enumerate(outcomes):
+            if ticket.outcomes[job.first + nth] is PENDING:
+                ticket.outcomes[job.first + nth] = outcome
+                done += outcome is DONE
+                record_bytes = job.records[nth].label.record_bytes if job.records else 0
+                self._count(ticket, outcome, record_bytes)
+                if outcome.refusal is not None:
+                    self._note_refusal(job.records[nth].key, outcome.refusal)
+        seconds = time.monotonic() - ticket.started
+        if done and ticket.operation is Operation.LOAD:
+            self._counters.load = self._counters.load.with_one(seconds, done)
+        elif done and ticket.operation is Operation.STORE:
+            self._counters.store = self._counters.store.with_one(seconds, done)
+
+    def _count(self, ticket: Ticket, outcome: Outcome, record_bytes: int) -> None:
+        counted = self._counters
+        match ticket.operation, outcome.state:
+            case Operation.LOAD, State.DONE:
+                counted.hits += 1
+                counted.loaded_bytes += record_bytes
+            case Operation.LOAD, State.MISSING:
+                counted.misses += 1
+            case Operation.STORE, State.DONE:
+                counted.stored += 1
+                counted.stored_bytes += record_bytes
+            case _, State.DROPPED:
+                counted.dropped += 1
+
+    def _note_refusal(self, key: Key, refusal: Refusal) -> None:
+        counted = self._counters.refused
+        counted[refusal.reason] += 1
+        if counted.total() <= _LOGGED_REFUSALS:
+            log.warning("tier %s refuses %s: %s", self._name, key, refusal)
+
+    def _rest(self, operation: Operation, why: str) -> None:
+        """Closes the tier for a while: what cannot store may still load, not the other way."""
+        now = time.monotonic()
+        stores = operation is Operation.STORE
+        for each in (Operation.STORE,) if stores else tuple(Operation):
+            if now >= self._rests_until[each]:
+                log.warning(
+                    "tier %s: no %s for %g s: %s", self._name, each, self._limits.rest_s, why
+                )
+            self._rests_until[each] = now + self._limits.rest_s
+
+    # ---- what an implementation says -------------------------------------------------------------
+
+    def _require(self, records: Sequence[Record]) -> None:  # noqa: B027
+        """Raises InvalidInput for memory that the tier cannot use."""
+
+    def _glance(self, label: Label) -> bool | None:
+        """Whether a record is there, if known without waiting. Called with the lock held."""
+        return None
+
+    def _held(self) -> tuple[int | None, int | None, int | None]:
+        """Records, bytes and capacity, where they are known. Called with the lock held."""
+        return None, None, None
+
+    @abstractmethod
+    def _look(self, labels: Sequence[Label]) -> Sequence[bool]: ...
+
+    @abstractmethod
+    def _load(self, records: Sequence[Record]) -> Sequence[Outcome]:
+        """Fills memory. DONE: the bytes are in place, and are checked behind this call."""
+
+    @abstractmethod
+    def _store(self, records: Sequence[Record]) -> Sequence[Outcome]: ...
+
+    def _use(self, labels: Sequence[Label]) -> None:  # noqa: B027
+        """Records that were asked for, and those that they lean on, are the last to go."""
+
+    @abstractmethod
+    def _drop(self, keys: Sequence[Key]) -> None: ...
+
+    def _close(self) -> None:  # noqa: B027
+        """Lets go of what the tier holds, once its threads have ended."""
+
+
+def foreign(found: str) -> Outcome:
+    """Refused: something that is no record is where a record should be."""
+    return Outcome(State.REFUSED, Refusal(reason=Reason.FOREIGN, found=found, asked="a record"))
+
+
+def wrong_size(found_bytes: int, asked_bytes: int) -> Outcome:
+    """Refused: a record of another size is there."""
+    reason = Reason.SHORT if found_bytes < asked_bytes else Reason.PAYLOAD_BYTES
+    refusal = Refusal(reason=reason, found=f"{found_bytes} bytes", asked=f"{asked_bytes}")
+    return Outcome(State.REFUSED, refusal)

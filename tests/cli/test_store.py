@@ -1,0 +1,166 @@
+"""`dsv4 store` as users and scripts see it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from dsv4.cli import app
+from dsv4.tiers.record import Kind
+from tests.support.tiers import chain, digest, file_bytes, file_of, label, put_file
+
+BLOCKS = chain("a", 3)
+OTHER = replace(label("x", kind=Kind.SNAPSHOT, payload_bytes=9000), fingerprint=digest("other"))
+UNIT = 4096
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["store", *map(str, arguments)])
+
+
+def answer(*arguments: str | Path, code: int = 0) -> dict:  # type: ignore[type-arg]
+    result = run(*arguments, "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Three blocks of one schema, the first the longest unused, and a snapshot of another."""
+    root = tmp_path / "store"
+    for nth, each in enumerate([*BLOCKS, OTHER]):
+        path = put_file(root, each, file_bytes(each))
+        os.utime(path, (time.time() - 3600 * (4 - nth),) * 2)
+    (root / "1").chmod(0o700)
+    return root
+
+
+def test_ls_counts_by_schema_and_kind(root: Path) -> None:
+    found = answer("ls", root)
+    assert (found["records"], found["bytes"]) == (4, (3 * 2 + 3) * UNIT)
+    groups = {(row["fingerprint"], row["kind"]): row for row in found["groups"]}
+    blocks = groups[BLOCKS[0].fingerprint.hex(), "block"]
+    assert (blocks["records"], blocks["bytes"], blocks["tokens"]) == (3, 6 * UNIT, 384)
+    snapshot = groups[OTHER.fingerprint.hex(), "snapshot"]
+    assert (snapshot["records"], snapshot["bytes"]) == (1, 3 * UNIT)
+    table = run("ls", root).stdout
+    assert BLOCKS[0].fingerprint.hex()[:12] in table
+    assert "snapshot" in table
+
+
+def test_ls_names_what_is_no_record(root: Path) -> None:
+    put_file(root, BLOCKS[0], b"no record")
+    kinds = {row["kind"]: row["records"] for row in answer("ls", root)["groups"]}
+    assert kinds == {"no record": 1, "block": 2, "snapshot": 1}
+
+
+def test_check_finds_nothing_wrong(root: Path) -> None:
+    assert answer("check", root) == {
+        "directory": str(root), "good": 4, "refused": [], "removed": 0,
+    }  # fmt: skip
+    result = run("check", root)
+    assert result.exit_code == 0
+    assert result.stdout == "4 good, 0 refused\n"
+
+
+def test_check_finds_each_kind_of_damage_and_removes_it_when_asked(root: Path) -> None:
+    flipped = file_bytes(BLOCKS[0])
+    flipped[3000] ^= 1
+    put_file(root, BLOCKS[0], flipped)
+    put_file(root, BLOCKS[1], file_bytes(BLOCKS[1])[:UNIT])
+    put_file(root, BLOCKS[2], file_bytes(BLOCKS[0]))
+    file_of(root, OTHER).unlink()
+    file_of(root, OTHER).symlink_to("/etc/passwd")
+    found = answer("check", root, code=1)
+    reasons = {each["key"]: each["reason"] for each in found["refused"]}
+    assert reasons == {
+        str(BLOCKS[0].key): "payload_sum",
+        str(BLOCKS[1].key): "short",
+        str(BLOCKS[2].key): "digest",
+        str(OTHER.key): "foreign",
+    }
+    assert (found["good"], found["removed"]) == (0, 0)
+    result = run("check", root, "--remove")
+    assert result.exit_code == 1
+    assert (
+        "0 good, 4 refused (1 digest, 1 foreign, 1 payload_sum, 1 short), removed" in result.stdout
+    )
+    assert answer("check", root)["good"] == 0
+    assert Path("/etc/passwd").exists()
+
+
+def test_prune_to_a_size_takes_the_longest_unused(root: Path) -> None:
+    tried = answer("prune", root, "--to", str(5 * UNIT), "--dry-run")
+    assert tried["removed"] == {"records": 2, "bytes": 4 * UNIT, "temporary": 0}
+    assert answer("ls", root)["records"] == 4
+    assert answer("prune", root, "--to", str(5 * UNIT)) == {**tried, "dry_run": False}
+    assert tried["left"] == {"records": 2, "bytes": 5 * UNIT}
+    assert [file_of(root, each).exists() for each in [*BLOCKS, OTHER]] == [False, False, True, True]
+
+
+def test_prune_by_age_and_schema(root: Path) -> None:
+    assert answer("prune", root, "--unused-for", "210m")["removed"]["records"] == 1
+    result = run("prune", root, "--fingerprint", OTHER.fingerprint.hex()[:8])
+    assert result.stdout == "1 records, 12 KiB removed; 2 records, 16 KiB left\n"
+    assert [file_of(root, each).exists() for each in [*BLOCKS, OTHER]] == [False, True, True, False]
+
+
+def test_prune_takes_temporary_files_without_writers(root: Path) -> None:
+    left = file_of(root, BLOCKS[0]).parent / f".77-{'0' * 16}.tmp"
+    left.write_bytes(b"half")
+    os.utime(left, (0, 0))
+    assert answer("prune", root, "--to", "1GiB")["removed"] == {
+        "records": 0, "bytes": 0, "temporary": 1,
+    }  # fmt: skip
+    assert not left.exists()
+
+
+def test_an_empty_directory_is_fine_and_stays_empty(tmp_path: Path) -> None:
+    assert answer("ls", tmp_path)["records"] == 0
+    assert answer("check", tmp_path)["good"] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_errors_are_one_line(root: Path, tmp_path: Path) -> None:
+    for arguments, message in (
+        (("ls", tmp_path / "none"), "cannot be a disk tier's directory"),
+        (("prune", root), "say what is to go"),
+        (("prune", root, "--unused-for", "soon"), "give a number and s, m, h or d"),
+        (("prune", root, "--to", "80G"), "80G"),
+        (("prune", root, "--fingerprint", "xyz"), "4 to 64 hexadecimal digits"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("InvalidInput: ")
+        assert message in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+        assert message in answer(*arguments, code=2)["error"]
+
+
+def test_store_runs_without_torch(root: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from dsv4.cli import app\n"
+        f"app(['store', 'check', {str(root)!r}, '--json'])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["good"] == 4
+
+
+def test_without_xxhash_plan_works_and_store_names_the_extra(root: Path) -> None:
+    code = "import sys; sys.modules['xxhash'] = None\nfrom dsv4.cli import app\napp(sys.argv[1:])"
+    for arguments, status in ((["plan", "tiny"], 0), (["store", "ls", str(root)], 2)):
+        ran = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+        )
+        assert ran.returncode == status, ran.stderr
+    assert "dsv4[tiers]" in ran.stderr

@@ -1,0 +1,368 @@
+"""The queue that all tiers share: order, bounds, deadlines, rest; no call waits and none raises."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from dsv4.errors import InvalidInput
+from dsv4.tiers.record import Key, Label, Reason, Record, check, seal
+from dsv4.tiers.tier import DONE, MISSING, Limits, Outage, Outcome, QueuedTier, State, Tier
+from tests.support.tiers import (
+    Memory,
+    chain,
+    file_bytes,
+    found,
+    label,
+    load,
+    payload_in,
+    payload_of,
+    states,
+    store,
+    until,
+    wait,
+)
+
+QUICK = Limits(threads=2, deadline_s=0.5, rest_s=0.5)  # where a deadline is to pass
+
+
+class Shelf(QueuedTier):
+    """A tier in a dictionary, which waits, breaks and damages when it is told to."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__("shelf", limits)
+        self.kept: dict[Key, bytes] = {}
+        self.did: list[tuple[str, Label]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fault: Callable[[], None] = lambda: None
+        self.entered = threading.Semaphore(0)
+        self.ended = False
+
+    def _enter(self, what: str, labels: Sequence[Label]) -> None:
+        self.did += [(what, each) for each in labels]
+        self.entered.release()
+        self.gate.wait()
+        self.fault()
+
+    def _look(self, labels: Sequence[Label]) -> Sequence[bool]:
+        self._enter("lookup", labels)
+        return [each.key in self.kept for each in labels]
+
+    def _load(self, records: Sequence[Record]) -> Sequence[Outcome]:
+        self._enter("load", [record.label for record in records])
+        return [self._fill(record) for record in records]
+
+    def _fill(self, record: Record) -> Outcome:
+        data = self.kept.get(record.key)
+        if data is None:
+            return MISSING
+        record.parts.whole[0][:] = data
+        return DONE
+
+    def _store(self, records: Sequence[Record]) -> Sequence[Outcome]:
+        self._enter("store", [record.label for record in records])
+        for record in records:
+            self.kept[record.key] = bytes(record.parts.whole[0])
+        return [DONE] * len(records)
+
+    def _drop(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self.kept.pop(key, None)
+
+    def _close(self) -> None:
+        self.ended = True
+
+
+@pytest.fixture
+def tier() -> Iterator[Shelf]:
+    yield from _until_closed(Shelf(Limits(threads=2, deadline_s=20.0, rest_s=0.3)))
+
+
+@pytest.fixture
+def quick() -> Iterator[Shelf]:
+    yield from _until_closed(Shelf(QUICK))
+
+
+def _until_closed(tier: Shelf) -> Iterator[Shelf]:
+    yield tier
+    tier.gate.set()
+    tier.close(5.0)
+
+
+def test_it_is_a_tier(tier: Shelf) -> None:
+    as_tier: Tier = tier  # mypy's question
+    assert as_tier.name == "shelf"
+
+
+def test_what_is_stored_is_loaded_and_counted(tier: Shelf, memory: Memory) -> None:
+    labels = chain("a", 3)
+    assert store(tier, [memory.filled(each) for each in labels]) == [State.DONE] * 3
+    assert found(tier, [*labels, label("other")]) == [True] * 3 + [False]
+    records = [memory.blank(each) for each in [*labels, label("other")]]
+    assert load(tier, records) == [State.DONE] * 3 + [State.MISSING]
+    assert [payload_in(record) for record in records[:3]] == [payload_of(each) for each in labels]
+    stats = tier.stats()
+    each_bytes = labels[0].record_bytes
+    assert (stats.hits, stats.misses, stats.stored, stats.dropped) == (3, 1, 3, 0)
+    assert (stats.loaded_bytes, stats.stored_bytes) == (3 * each_bytes, 3 * each_bytes)
+    assert (stats.load.count, stats.store.count) == (3, 3)
+    assert 0 < stats.load.worst_s <= stats.load.total_s
+    assert not stats.resting
+    assert stats.queued_bytes == 0
+
+
+def test_a_tier_that_is_only_made_has_no_threads(tier: Shelf) -> None:
+    assert not any("shelf" in thread.name for thread in threading.enumerate())
+
+
+def test_damage_is_refused_counted_and_taken_away(
+    tier: Shelf, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = chain("a", 2)
+    tier.kept[good.key] = bytes(file_bytes(good))
+    damaged = file_bytes(bad)
+    damaged[300] ^= 1
+    tier.kept[bad.key] = bytes(damaged)
+    progress = wait(tier, tier.load([memory.blank(good), memory.blank(bad)]))
+    assert states(progress) == [State.DONE, State.REFUSED]
+    refusal = progress.outcomes[1].refusal
+    assert refusal is not None
+    assert refusal.reason is Reason.PAYLOAD_SUM
+    assert tier.stats().refused == {"payload_sum": 1}
+    assert str(bad.key) in caplog.text
+    assert list(tier.kept) == [good.key]
+
+
+def test_a_header_that_is_there_is_checked_and_not_replaced(tier: Shelf, memory: Memory) -> None:
+    """Bytes that broke in host memory after they were sealed are not blessed by a new sum."""
+    good, bad = (memory.filled(each) for each in chain("a", 2))
+    for record in (good, bad):
+        seal(record)
+    bad.parts.payload[0][17] ^= 4
+    sealed = [Record(label=r.label, parts=r.parts, sealed=True) for r in (good, bad)]
+    assert store(tier, sealed) == [State.DONE, State.REFUSED]
+    assert check(good) is None
+    assert list(tier.kept) == [good.key]
+
+
+def test_loads_go_before_stores_and_a_thread_is_left_to_them(tier: Shelf, memory: Memory) -> None:
+    labels = chain("a", 6)
+    tier.gate.clear()
+    ticket = tier.store([memory.filled(each) for each in labels])
+    tier.entered.acquire()
+    asked = tier.load([memory.blank(label("never stored"))])
+    tier.entered.acquire()  # the second thread is in the load; one store runs, the others wait
+    assert [what for what, _ in tier.did] == ["store", "load"]
+    tier.gate.set()
+    assert states(wait(tier, asked)) == [State.MISSING]
+    assert states(wait(tier, ticket)) == [State.DONE] * 6
+
+
+def test_stores_are_dropped_when_the_queue_is_full(memory: Memory) -> None:
+    labels = chain("a", 5)
+    tier = Shelf(Limits(queued_bytes=2 * labels[0].record_bytes, deadline_s=5.0))
+    tier.gate.clear()
+    first = tier.store([memory.filled(labels[0])])
+    tier.entered.acquire()  # it runs: the queue is empty again
+    rest = tier.store([memory.filled(each) for each in labels[1:]])
+    assert states(tier.poll(rest)) == [State.PENDING] * 2 + [State.DROPPED] * 2
+    assert tier.stats().queued_bytes == 2 * labels[0].record_bytes
+    tier.gate.set()
+    assert states(wait(tier, first)) == [State.DONE]
+    assert states(wait(tier, rest)) == [State.DONE] * 2 + [State.DROPPED] * 2
+    assert tier.stats().dropped == 2
+    tier.close(1.0)
+
+
+def test_a_record_larger_than_the_queue_is_stored_all_the_same(memory: Memory) -> None:
+    tier = Shelf(Limits(queued_bytes=1))
+    assert store(tier, [memory.filled(label("a"))]) == [State.DONE]
+    tier.close(1.0)
+
+
+def test_loads_are_bounded_too(memory: Memory) -> None:
+    labels = chain("a", 4)
+    tier = Shelf(Limits(threads=1, queued_loads=2, deadline_s=5.0))
+    tier.gate.clear()
+    tier.load([memory.blank(labels[0])])
+    tier.entered.acquire()
+    asked = tier.load([memory.blank(each) for each in labels])
+    assert states(tier.poll(asked)) == [State.PENDING] * 2 + [State.MISSING] * 2
+    tier.gate.set()
+    tier.close(1.0)
+
+
+def test_no_call_waits_for_a_tier_that_hangs(tier: Shelf, memory: Memory) -> None:
+    tier.gate.clear()
+    labels = chain("a", 4)
+    began = time.monotonic()
+    for _ in range(3):
+        ticket = tier.load([memory.blank(each) for each in labels])
+        tier.lookup(labels)
+        tier.store([memory.filled(each) for each in labels])
+        tier.drop([labels[0].key])
+        tier.poll(ticket)
+        tier.cancel(ticket)
+        tier.stats()
+    assert time.monotonic() - began < 2.0  # the deadline is 20
+
+
+def test_after_the_deadline_the_ticket_is_over_and_its_memory_is_not(
+    quick: Shelf, memory: Memory
+) -> None:
+    """The call is still in there and writes later: the memory is free when it has returned."""
+    wanted = label("a")
+    quick.kept[wanted.key] = bytes(file_bytes(wanted))
+    quick.gate.clear()
+    record = memory.blank(wanted)
+    ticket = quick.load([record])
+    progress = wait(quick, ticket, settled=False)
+    assert states(progress) == [State.MISSING]
+    assert not progress.settled
+    quick.gate.set()
+    until(lambda: quick.poll(ticket).settled)
+    assert payload_in(record) == payload_of(wanted)  # written after the ticket was over
+    assert states(quick.poll(ticket)) == [State.MISSING]
+    assert quick.stats().hits == 0
+    assert quick.stats().late == 1
+
+
+def test_a_tier_that_missed_a_deadline_rests_and_comes_back(quick: Shelf, memory: Memory) -> None:
+    wanted = label("a")
+    assert store(quick, [memory.filled(wanted)]) == [State.DONE]
+    quick.gate.clear()
+    wait(quick, quick.load([memory.blank(wanted)]), settled=False)
+    quick.gate.set()
+    assert quick.stats().resting
+    for ticket, over in (
+        (quick.load([memory.blank(wanted)]), State.MISSING),
+        (quick.lookup([wanted]), State.MISSING),
+        (quick.store([memory.filled(label("b"))]), State.DROPPED),
+    ):
+        progress = quick.poll(ticket)
+        assert (states(progress), progress.settled) == ([over], True)  # at once, without a thread
+    until(lambda: not quick.stats().resting)
+    assert load(quick, [memory.blank(wanted)]) == [State.DONE]
+
+
+def test_a_long_queue_is_no_outage(memory: Memory) -> None:
+    """Jobs that each take a quarter of the deadline: those behind are late, the tier goes on."""
+    tier = Shelf(Limits(threads=1, deadline_s=0.8, rest_s=60.0))
+    tier.fault = lambda: time.sleep(0.2)
+    labels = chain("a", 10)
+    answered = load(tier, [memory.blank(each) for each in labels])
+    assert answered == [State.MISSING] * 10
+    assert len(tier.did) < 10
+    assert tier.stats().late == 1
+    assert not tier.stats().resting
+    tier.close(1.0)
+
+
+@pytest.mark.parametrize("error", [Outage("gone"), OSError(5, "broken"), ZeroDivisionError("bug")])
+def test_an_outage_is_a_miss_a_drop_and_a_rest(
+    tier: Shelf, memory: Memory, error: Exception
+) -> None:
+    """A bug of a tier too: it is logged, and costs no more than an outage."""
+
+    def fail() -> None:
+        raise error
+
+    tier.fault = fail
+    assert store(tier, [memory.filled(label("a"))]) == [State.DROPPED]
+    stats = tier.stats()
+    assert (stats.outages, stats.dropped, stats.resting) == (1, 1, True)
+    assert load(tier, [memory.blank(label("a"))]) == [State.MISSING]  # stores rest, loads are tried
+    assert tier.did[-1][0] == "load"
+    assert load(tier, [memory.blank(label("a"))]) == [State.MISSING]  # now they rest too
+    assert len(tier.did) == 2
+    tier.fault = lambda: None
+    until(lambda: not tier.stats().resting)
+    assert store(tier, [memory.filled(label("a"))]) == [State.DONE]
+
+
+def test_cancel_ends_what_waits_and_settles_it(tier: Shelf, memory: Memory) -> None:
+    labels = chain("a", 6)
+    tier.gate.clear()
+    ticket = tier.load([memory.blank(each) for each in labels])
+    tier.entered.acquire()
+    tier.entered.acquire()
+    tier.cancel(ticket)
+    progress = tier.poll(ticket)
+    assert states(progress) == [State.MISSING] * 6
+    assert not progress.settled  # two run
+    tier.gate.set()
+    until(lambda: tier.poll(ticket).settled)
+    assert len(tier.did) == 2
+    assert not tier.stats().resting
+    assert tier.stats().late == 0
+
+
+def test_drop_forgets(tier: Shelf, memory: Memory) -> None:
+    wanted = label("a")
+    assert store(tier, [memory.filled(wanted)]) == [State.DONE]
+    tier.drop([wanted.key])
+    until(lambda: not tier.kept)
+
+
+def test_close_finishes_what_waits(memory: Memory) -> None:
+    tier, labels = Shelf(Limits()), chain("a", 6)
+    ticket = tier.store([memory.filled(each) for each in labels])
+    tier.close(5.0)
+    assert states(tier.poll(ticket)) == [State.DONE] * 6
+    assert tier.ended
+    assert not any("shelf" in thread.name for thread in threading.enumerate())
+    assert load(tier, [memory.blank(labels[0])]) == [State.MISSING]
+    assert store(tier, [memory.filled(label("b"))]) == [State.DROPPED]
+    tier.drop([labels[0].key])
+    tier.close(5.0)
+
+
+def test_close_does_not_wait_for_ever(memory: Memory) -> None:
+    tier, labels = Shelf(Limits(threads=1)), chain("a", 3)
+    tier.gate.clear()
+    ticket = tier.store([memory.filled(each) for each in labels])
+    tier.entered.acquire()
+    began = time.monotonic()
+    tier.close(0.1)
+    assert time.monotonic() - began < 1.0
+    assert states(tier.poll(ticket)) == [State.PENDING] + [State.DROPPED] * 2
+    assert not tier.ended  # a call still uses what would be closed
+    tier.gate.set()
+    until(lambda: tier.poll(ticket).settled)
+
+
+def test_many_threads_may_call(memory: Memory) -> None:
+    tier = Shelf(Limits(threads=3))
+    labels = [chain(name, 20) for name in range(4)]
+    failures: list[object] = []
+
+    def work(mine: list[Label]) -> None:
+        own = Memory(1 << 20)
+        if store(tier, [own.filled(each) for each in mine]) != [State.DONE] * 20:
+            failures.append("store")
+        records = [own.blank(each) for each in mine]
+        if load(tier, records) != [State.DONE] * 20:
+            failures.append("load")
+        if [payload_in(record) for record in records] != [payload_of(each) for each in mine]:
+            failures.append("bytes")
+
+    threads = [threading.Thread(target=work, args=(mine,)) for mine in labels]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert tier.stats().hits == 80
+    tier.close(1.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("threads", 0), ("queued_bytes", -1), ("deadline_s", 0), ("rest_s", -1.0)]
+)
+def test_limits_are_positive(field: str, value: float) -> None:
+    with pytest.raises(InvalidInput, match=field):
+        Limits(**{field: value})  # type: ignore[arg-type]
