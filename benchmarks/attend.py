@@ -121,7 +121,6 @@ RANKS = tuple(
 
 
 def cases() -> Iterator[Case]:
-    yield from _rank_cases()
     for row in ROWS:
         for batch in row.batches:
             peer = row.flash_mla_us.get(batch)
@@ -139,14 +138,14 @@ def cases() -> Iterator[Case]:
             )
 
 
-def _rank_cases() -> Iterator[Case]:
+def rank_cases() -> Iterator[Case]:
     for row in RANKS:
         for batch, limit in row.all_heads_us.items():
             assert row.heads is not None
             share = RANK_SHARE.get(row.heads, 1.0) if batch >= 64 else 1.0
             yield Case(
                 name=f"attend {row.name} batch {batch}",
-                suite="attention",
+                suite="ranks",
                 series=row.name,
                 model=row.model,
                 batch=batch,

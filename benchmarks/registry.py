@@ -32,6 +32,7 @@ SUITES: dict[str, Callable[[], Iterable[Case]]] = {
     "gather": gather.cases,
     "indexer": _indexer,
     "attention": attend.cases,
+    "ranks": attend.rank_cases,
     "decode_step": decode_step.cases,
     "transformers": transformers_decode.cases,
 }

@@ -33,6 +33,7 @@ BEGIN, END = "<!-- tables: written by python -m benchmarks.report -->", "<!-- en
 TITLES = {
     "writes": "Cache writes of one layer",
     "attention": "Decode attention of one layer",
+    "ranks": "Decode attention of a tensor-parallel rank, beside our own time with all heads",
     "indexer": "Indexer of one layer",
     "gather": "Dequantising gather",
     "host": "Host",
