@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+import numpy as np
 import torch
 
 from benchmarks.case import Call, Case, Measurement, Work, sets_to_outgrow_l2
@@ -98,7 +99,7 @@ def _measure(schema: CacheSchema, kind: str, *, batch: int, start: int, tokens: 
     manager.slot_arena.bytes.view(torch.bfloat16).normal_()
     requests = [manager.admit_request(start + tokens) for _ in range(batch)]
     for request in requests:  # as if `start` tokens had been computed
-        request.length = start
+        manager.table.move(np.array([request.slot]), np.array([start]))
         request.published_blocks = start // schema.block_tokens
     plan = manager.prepare_forward([(r, tokens) for r in requests])
     layers = [layer for layer, _ in _layers(schema, kind)]

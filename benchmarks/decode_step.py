@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -181,7 +182,8 @@ class DecodeStep:
         for nth, (request, block_ids) in enumerate(zip(self.requests, table, strict=True)):
             request.block_ids = block_ids.tolist()
             request.published_blocks = width
-            request.length = self.context - 1 - (nth + 1) % PHASES
+            length = self.context - 1 - (nth + 1) % PHASES
+            self.manager.table.move(np.array([request.slot]), np.array([length]))
         slots = [request.slot for request in self.requests]
         self.manager.block_table[slots] = table.int().to(self.manager.device)
 

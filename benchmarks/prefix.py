@@ -65,7 +65,7 @@ def measure_admission(context: int, device: str) -> Measurement:
         plan = manager.prepare_forward([(request, min(CHUNK, context - request.length))])
         if plan.captures is not None:
             plan.captures.layers.update(range(len(schema.layers)))
-        plan.appended_layers.update(range(len(schema.layers)))
+        plan.mark_appended()
         manager.commit(plan)
     manager.release_request(request)
 
