@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
@@ -28,6 +29,7 @@ class Guard:
         self._interrupted = False
         self.call: str | None = None
         self.arriving: list[object] = []
+        self.leaving: deque[object] = deque()  # what `release_later` was told
 
     def enter(self, call: str) -> None:
         """Raises ThreadError or RecoveryNeeded unless nobody is inside."""
@@ -85,6 +87,9 @@ class Guarded(Protocol):
     @property
     def guard(self) -> Guard: ...
 
+    def release_waiting(self) -> None:
+        """Lets go of what was told to go while a call was running."""
+
 
 G = TypeVar("G", bound=Guarded)
 
@@ -97,6 +102,8 @@ def changes(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P
         guard = self.guard
         guard.enter(name)
         try:
+            if guard.leaving:
+                self.release_waiting()
             result = method(self, *args, **options)
         except Exception:
             guard.leave()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ from dsv4.errors import (
     InvalidInput,
     OutOfBlocks,
     PlanError,
+    RecoveryNeeded,
+    ThreadError,
     is_whole,
     require_count,
     require_type,
@@ -526,10 +529,37 @@ class KVCacheManager(Uncopied):
         """Gives slot and blocks back; those that the prefix cache has indexed stay cached until
         their memory is needed. The request cannot be used again."""
         self._require_unplanned(request)
+        self._release(request)
+
+    def _release(self, request: Request) -> None:
         if self.prefix is not None:
             self.prefix.note_release(request)
         self.table.close(request)
         self._forget_steps()
+
+    def release_later(self, request: Request) -> None:
+        """Releases a request now, or, while a call runs or an open plan has it, with the next call
+        that changes the manager. Safe at any time and from any thread: for finalizers, which run
+        wherever a garbage collection starts, in the middle of a call too."""
+        self.guard.leaving.append(request)
+        with suppress(ThreadError, RecoveryNeeded):
+            self._release_now()
+
+    @changes
+    def _release_now(self) -> None:
+        """Every call that changes something begins with `release_waiting`; this is all it does."""
+
+    def release_waiting(self) -> None:
+        """What `release_later` was told; each call that changes something begins with it."""
+        leaving = self.guard.leaving
+        for _ in range(len(leaving)):
+            request = leaving[0]
+            assert isinstance(request, Request)
+            if any(request in plan.requests for plan in self.open_plans):
+                leaving.append(request)
+            elif not request.released and self.table.live.get(request.slot) is request:
+                self._release(request)
+            leaving.popleft()
 
     @property
     def requests(self) -> tuple[Request, ...]:

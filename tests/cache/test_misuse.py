@@ -19,8 +19,16 @@ from tests.support.faults import everything
 from tests.support.lives import TINY, Text, tiny_stack
 from tests.support.stack import Stack
 
+
+class Thing:
+    """Nothing that a call can use. Its name is the same in every process that collects tests."""
+
+    def __repr__(self) -> str:
+        return "Thing()"
+
+
 ODD: tuple[Any, ...] = (
-    *(None, True, "3", b"3", 2.0, -1, float("nan"), 1j, object(), [], {}, (1,)),
+    *(None, True, "3", b"3", 2.0, -1, float("nan"), 1j, Thing(), [], {}, (1,)),
     *(np.float64(2), np.bool_(True), np.array([1, 2]), torch.tensor(1.5), torch.tensor([1, 2])),
 )
 NO_COUNT = [odd for odd in ODD if odd is not None]
@@ -86,7 +94,7 @@ def test_what_are_no_steps():
     stack, request = scene()
     before = everything(stack.manager)
     for steps in (
-        *(None, 3, "ab", {}, {1: 2}, object(), [1], [None], [()], ((0, 1),), [[0, 1]]),
+        *(None, 3, "ab", {}, {1: 2}, Thing(), [1], [None], [()], ((0, 1),), [[0, 1]]),
         *(((request, 1) for _ in range(1)), iter([(request, 1)])),
     ):
         with pytest.raises(Dsv4Error):

@@ -204,3 +204,26 @@ def test_statistics_are_safe_while_requests_come_and_go():
         thread.join()
     assert seen
     assert all(stats.blocks_total == 64 for stats in seen)
+
+
+def test_a_finalizer_in_the_middle_of_a_call_releases_later(monkeypatch: pytest.MonkeyPatch):
+    manager = build()
+    gone, going, busy = (manager.admit_request(10) for _ in range(3))
+    send = manager.memory.send
+
+    def collecting(*given: Any) -> None:
+        manager.release_later(going)
+        assert in_thread(lambda: manager.release_later(busy)) is None
+        send(*given)
+
+    manager.release_later(gone)
+    assert gone.released
+    monkeypatch.setattr(manager.memory, "send", collecting)
+    plan = manager.prepare_forward([(busy, 1)])
+    assert not going.released
+    manager.commit(plan)
+    assert (going.released, busy.released) == (True, False)
+    manager.release_later(gone)
+    assert busy.released
+    manager.check_invariants()
+    assert manager.requests == ()

@@ -239,7 +239,8 @@ class World:
         ids = np.array(request.block_ids, dtype=np.int64)
         computed = max(length, request.reused_tokens)
         used = -(-computed // BLOCK)
-        assert (table[:used] == ids[:used]).all()
+        told = min(used, request.published_blocks)  # the next step tells the rest
+        assert (table[:told] == ids[:told]).all()
         for layer, spec in enumerate(MODEL.layers):
             if spec.ratio:
                 entries = computed // spec.ratio

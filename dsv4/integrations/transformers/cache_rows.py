@@ -102,6 +102,12 @@ class CacheRows:
             self.manager.release_request(request)
         self._forget()
 
+    def release_later(self) -> None:
+        """The same wherever a garbage collection starts, in the middle of a call too."""
+        for request in self.requests:
+            self.manager.release_later(request)
+        self._forget()
+
     def fork_from(self, other: CacheRows) -> None:
         """Becomes what other rows are. Raises OutOfSlots, OutOfBlocks, with nothing changed."""
         forks: list[Request] = []

@@ -40,7 +40,7 @@ class PagedCache(Cache):
         super().__init__(
             layers=[PagedLayer(self.rows, i) for i in range(len(manager.schema.layers))]
         )
-        weakref.finalize(self, self.rows.release)
+        weakref.finalize(self, self.rows.release_later)
         weakref.finalize(self, _observe(self, model.model))
 
     @classmethod
