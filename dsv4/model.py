@@ -90,6 +90,7 @@ class ModelSpec:
             value = getattr(self, field)
             if not is_whole(value) or value < 1:
                 raise ConfigError(f"{self.name}: {field}={value!r}, must be a positive integer")
+            object.__setattr__(self, field, int(value))  # numpy's would spread to every offset
         if not 0 < self.rope_dim < self.head_dim or self.rope_dim % 2:
             raise ConfigError(
                 f"{self.name}: rope_dim={self.rope_dim} must be even and below "
@@ -158,12 +159,12 @@ def _v4_layers(ratios: Sequence[int], backbone: int) -> Iterator[LayerSpec]:
                 layer=layer,
                 owner=layer,
                 attention=AttentionType.CSA,
-                ratio=ratio,
+                ratio=int(ratio),
                 overlap=True,
                 index_keys="compressor",
             )
         else:
-            yield LayerSpec(layer=layer, owner=layer, attention=AttentionType.HCA, ratio=ratio)
+            yield LayerSpec(layer=layer, owner=layer, attention=AttentionType.HCA, ratio=int(ratio))
 
 
 _CSA_RATIO = 4

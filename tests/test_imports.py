@@ -142,6 +142,14 @@ def test_imports_only_go_down():
     assert wrong == []
 
 
+def test_no_module_comes_in_through_the_front_door():
+    """`from dsv4 import KVCacheManager` would hide which module is meant."""
+    for module, path in modules().items():
+        names = imports(ast.parse(path.read_text()), at_load=False)
+        through = {name for name in names if target(name) == "dsv4"}
+        assert through <= {"dsv4.__version__"}, module
+
+
 @pytest.mark.parametrize("package", ["kernels", "reference", "ops"])
 def test_what_computes_knows_of_the_cache_only_the_layout(package: str):
     for module, found in graph(at_load=False).items():

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dsv4.errors import ConfigError
@@ -367,3 +368,13 @@ def test_layers_that_share_with_nobody_are_refused(layers: tuple[LayerSpec, ...]
 def test_draft_layers_are_marked_by_their_place() -> None:
     layers = v4_layers([0, 4, 0, 0], backbone=2)
     assert [spec.draft for spec in layers] == [False, False, True, True]
+
+
+def test_numpys_integers_become_pythons() -> None:
+    """Offsets, strides and JSON are made of them."""
+    tiny = PRESETS["tiny"]
+    layers = v4_layers(np.array([0, 4, 128]), backbone=3)  # type: ignore[arg-type]
+    spec = replace(tiny, window=np.int64(tiny.window), layers=layers)
+    assert spec == replace(tiny, layers=v4_layers([0, 4, 128], backbone=3))
+    sizes = (spec.window, *(layer.ratio for layer in spec.layers))
+    assert {type(size) for size in sizes} == {int}
