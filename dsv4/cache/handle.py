@@ -335,10 +335,10 @@ class LayerCacheHandle(Uncopied):
         """The window of each of the step's tokens, oldest first and its own row last, as values
         [tokens, window, head_dim], and how many rows, int32 [tokens]."""
         plan = self._written_plan()
-        tokens, device = plan.padded_tokens, self._slot_arena.device
-        shape = (tokens, self.schema.window, self._model.head_dim)
+        rows, device = plan.padded_tokens, self._slot_arena.device
+        shape = (rows, self.schema.window, self._model.head_dim)
         out = _result("out", out, shape, self._value_dtype, device)
-        lengths = _result("lengths", lengths, (tokens,), "int32", device)
+        lengths = _result("lengths", lengths, (rows,), "int32", device)
         token = token_columns(plan.tokens)
         self.backend.gather_window(
             self.window_source(plan),
@@ -373,9 +373,9 @@ class LayerCacheHandle(Uncopied):
         """
         view = self.read_indexer_view()
         plan = self._written_plan()
-        device, tokens = self._slot_arena.device, plan.padded_tokens
+        device, rows = self._slot_arena.device, plan.padded_tokens
         count = self._model.index_topk if top_k is None else require_count("top_k", top_k)
-        checks.heads("q", q, tokens, self._model.index_dim, self._index_dtype, device)
+        checks.heads("q", q, rows, self._model.index_dim, self._index_dtype, device)
         if q.shape[1] != self._model.index_heads:
             raise InvalidInput(
                 f"q has {q.shape[1]} index heads, the model has {self._model.index_heads}: every "
@@ -385,14 +385,14 @@ class LayerCacheHandle(Uncopied):
         checks.rows(
             "index_weights",
             index_weights,
-            tokens,
+            rows,
             q.shape[1],
             self._index_dtype,
             device,
             aligned=False,
         )
         checks.rope_table(rope, self._model.rope_dim, self._max_context, device)
-        out = _result("out", out, (tokens, count), "int32", device)
+        out = _result("out", out, (rows, count), "int32", device)
         if not prepared:
             self.backend.prepare_index_queries(
                 q, tokens=plan.tokens, rope=rope, record=view.page.format, out=q
@@ -432,8 +432,8 @@ class LayerCacheHandle(Uncopied):
         Raises PlanError before `append`, InvalidInput.
         """
         plan = self._written_plan()
-        device, tokens, spec = self._slot_arena.device, plan.padded_tokens, self.schema.spec
-        checks.heads("q", q, tokens, self._model.head_dim, self._value_dtype, device)
+        device, rows, spec = self._slot_arena.device, plan.padded_tokens, self.schema.spec
+        checks.heads("q", q, rows, self._model.head_dim, self._value_dtype, device)
         checks.vector("sink", sink, (q.shape[1],), device)
         if (indices is not None) != (spec.attention is AttentionType.CSA):
             raise InvalidInput(
@@ -441,11 +441,11 @@ class LayerCacheHandle(Uncopied):
                 + ("give the indices of select" if indices is None else "it takes no indices")
             )
         if indices is not None:
-            checks.index_rows("indices", indices, tokens, device)
+            checks.index_rows("indices", indices, rows, device)
         if inverse_rope is not None:
             checks.rope_table(inverse_rope, self._model.rope_dim, self._max_context, device)
         out = _result("out", out, tuple(q.shape), self._value_dtype, device)
-        lse = _result("lse", lse, (tokens, q.shape[1]), "float32", device)
+        lse = _result("lse", lse, (rows, q.shape[1]), "float32", device)
         self.backend.attend(
             Attention(
                 q=q,

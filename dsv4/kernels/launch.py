@@ -7,6 +7,7 @@ starts the binary itself.
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -61,10 +62,11 @@ class Launch(NamedTuple):
 
 
 def _specialization(argument: Any) -> Any:
-    if type(argument) is int:
-        if argument == 1:
-            return 1
-        return 2 + (argument % 16 == 0) + 2 * (argument < -_INT32_MAX or argument > _INT32_MAX)
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
-    return type(argument)
+    if isinstance(argument, float):
+        return float
+    number = argument if type(argument) is int else index(argument)  # numpy's too
+    if number == 1:
+        return 1
+    return 2 + (number % 16 == 0) + 2 * (number < -_INT32_MAX or number > _INT32_MAX)

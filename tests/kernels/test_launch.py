@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ def test_what_changes_no_instruction_changes_no_binary() -> None:
     x, y = torch.zeros(64), torch.ones(32)
     assert kind(x, 32, 7) == kind(y, 48, 9)
     assert kind(0.5) == kind(1.0)
+    assert kind(np.int64(32)) == kind(48)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,8 @@ def test_what_changes_no_instruction_changes_no_binary() -> None:
     [
         ((1,), (2,)),  # Triton folds a 1 into the code
         ((16,), (17,)),
+        ((np.int64(16),), (np.int64(17),)),
+        ((np.int64(1),), (np.int64(2),)),
         ((2**31,), (2**20,)),
         ((2**31,), (2**31 + 1,)),
         ((torch.zeros(8),), (torch.zeros(8)[1:],)),

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from random import Random
 from typing import Any, NoReturn
 from urllib.error import URLError
 from urllib.request import Request, urlopen
@@ -86,7 +87,7 @@ def chain(name: object, blocks: int, *, payload_bytes: int = 5000) -> list[Label
 def payload_of(wanted: Label) -> bytes:
     """What the record with this label holds: every process knows it."""
     seed = int.from_bytes(wanted.digest[:8], "little") + wanted.kind
-    return np.random.default_rng(seed).bytes(wanted.payload_bytes)
+    return Random(seed).randbytes(wanted.payload_bytes)
 
 
 def payload_in(record: Record) -> bytes:

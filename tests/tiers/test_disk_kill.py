@@ -8,8 +8,8 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from random import Random
 
-import numpy as np
 import pytest
 
 from dsv4.tiers.disk import DiskTier
@@ -57,7 +57,7 @@ def blocks(run: int, go: int) -> list[Label]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kills", [CI, NIGHTLY])
 def test_a_killed_writer_leaves_whole_records(tmp_path: Path, memory: Memory, kills: int) -> None:
-    root, random = tmp_path / "store", np.random.default_rng(5)
+    root, random = tmp_path / "store", Random(5)
     reader = DiskTier(root, 1 << 30, limits=Limits(threads=1))
     left_behind = cut_short = 0
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 1}

@@ -8,8 +8,8 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from random import Random
 
-import numpy as np
 import pytest
 
 from dsv4.errors import InvalidInput
@@ -186,7 +186,7 @@ def test_a_peer_that_is_stopped_meets_the_deadline(memory: Memory, port: int) ->
 
 
 def test_a_peer_that_is_killed_while_it_stores(memory: Memory, port: int) -> None:
-    random = np.random.default_rng(3)
+    random = Random(3)
     with connected(port, memory) as tier:
         for nth in range(2):
             name = f"writer {nth}"

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,7 +121,7 @@ class File:
     synced_bytes: int = 0
 
 
-def after_power_loss(events: list[Event], root: Path, random: np.random.Generator) -> None:
+def after_power_loss(events: list[Event], root: Path, random: Random) -> None:
     """Makes the remains. Of changes to a directory that was not synced any subset has happened; of
     a file that was not synced any sector may be zeros, and the file may be shorter."""
     synced_at = {event.path: nth for nth, event in enumerate(events) if event.what == "sync"}
@@ -162,13 +162,13 @@ def after_power_loss(events: list[Event], root: Path, random: np.random.Generato
             (root / path).write_bytes(remains(file, random))
 
 
-def remains(file: File, random: np.random.Generator) -> bytes:
+def remains(file: File, random: Random) -> bytes:
     data = bytearray(file.data)
     for start in range(0, len(data), SECTOR):
         if start >= file.synced_bytes and random.random() < 0.2:
             data[start : start + SECTOR] = bytes(len(data[start : start + SECTOR]))
     if len(data) > file.synced_bytes and random.random() < 0.3:
-        del data[int(random.integers(file.synced_bytes, len(data))) :]
+        del data[random.randrange(file.synced_bytes, len(data)) :]
     return bytes(data)
 
 
@@ -178,7 +178,7 @@ def lose_power(sync: Sync, cut: float, seed: int) -> tuple[dict[Label, State], s
     events = everything[: round(cut * len(everything))]
     with tempfile.TemporaryDirectory(dir=FAST) as folder:
         root = Path(folder) / "store"
-        after_power_loss(events, root, np.random.default_rng(seed))
+        after_power_loss(events, root, Random(seed))
         tier = DiskTier(root, CAPACITY_BYTES, limits=Limits(threads=1))
         memory = Memory(1 << 20)
         answered = dict(zip(LABELS, assert_never_wrong(tier, memory, LABELS), strict=True))

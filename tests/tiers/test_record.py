@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from dsv4.tiers.record import (
 )
 from tests.support.tiers import Memory, label, payload_in, payload_of
 
-RNG = np.random.default_rng(7)
+RNG = Random(7)
 SUMMED = HEADER_BYTES - 8
 
 
@@ -100,7 +101,7 @@ def test_bits_of_a_payload_count(memory: Memory, pieces: int) -> None:
     wanted = label("a", payload_bytes=450_304)
     record = sealed(memory, wanted, pieces=pieces)
     cuts = np.cumsum([piece.nbytes for piece in record.parts.payload])
-    for bit in RNG.integers(0, 8 * wanted.payload_bytes, 5000).tolist():
+    for bit in (RNG.randrange(8 * wanted.payload_bytes) for _ in range(5000)):
         nth = int(np.searchsorted(cuts, bit // 8, side="right"))
         piece, at = record.parts.payload[nth], bit // 8 - int(cuts[nth])
         piece[at] ^= 1 << bit % 8
@@ -113,7 +114,7 @@ def test_lost_sectors_and_swapped_ones_count(memory: Memory) -> None:
     wanted = label("a", payload_bytes=450_304)
     record = sealed(memory, wanted)
     (payload,) = record.parts.payload
-    for at in RNG.integers(0, wanted.payload_bytes // 512, 100).tolist():
+    for at in (RNG.randrange(wanted.payload_bytes // 512) for _ in range(100)):
         sector = payload[512 * at : 512 * (at + 1)]
         kept = bytes(sector)
         sector[:] = bytes(sector.nbytes)
