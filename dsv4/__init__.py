@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         RequestError,
         SchemaError,
         SchemaMismatch,
+        UnsupportedGpu,
     )
     from dsv4.metrics import ManagerCollector, prometheus_text
     from dsv4.model import AttentionType, LayerSpec, ModelSpec
@@ -71,6 +72,7 @@ __all__ = [
     "SchemaMismatch",
     "SnapshotPolicy",
     "Stats",
+    "UnsupportedGpu",
     "__version__",
     "compute_block_budget",
     "full",
@@ -104,6 +106,7 @@ _HOMES = {
         "RequestError",
         "SchemaError",
         "SchemaMismatch",
+        "UnsupportedGpu",
     ),
     "dsv4.metrics": ("ManagerCollector", "prometheus_text"),
     "dsv4.model": ("AttentionType", "LayerSpec", "ModelSpec"),

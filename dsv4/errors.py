@@ -87,6 +87,10 @@ class RequestError(Dsv4Error):
     """A request that is released, foreign, or not in the state the call needs."""
 
 
+class UnsupportedGpu(Dsv4Error, RuntimeError):
+    """The kernels are not made for this GPU; the message names it and what to use instead."""
+
+
 class MissingExtra(Dsv4Error, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
 

@@ -31,23 +31,20 @@ from dsv4.kernels.numerics import INTERPRETED, bf16_bits, round_bf16
 from dsv4.kernels.record_load import load_record_span
 from dsv4.kernels.record_store import RecordConstants, record_constants
 from dsv4.kernels.rows import load_request, load_token, request_at, staged_row, token_at
+from dsv4.kernels.target import AttentionTiles, attention_tiles, heads_per_program, target_of
 from dsv4.ops.calls import Attention, EntrySource, WindowSource
 
-# Keys per tile, and heads per program (a tensor core wants 16; 64 heads share a decoded tile).
-BLOCK_N = 64
-MIN_HEADS, MAX_HEADS = 16, 64
-# A split has at least TILES_PER_SPLIT tiles, and more where there would be over MAX_SPLITS.
-# Changing them changes results in the last bit.
-TILES_PER_SPLIT = 5
+# Heads per program at most, on any GPU; target.py says how many, and how many keys a tile has.
+MAX_HEADS = 64
+# Splits are counted in units of so many keys, which whole tiles make up. A split has at least
+# UNITS_PER_SPLIT, and more where there would be over MAX_SPLITS. Changing them changes results in
+# the last bit.
+UNIT_KEYS = 64
+UNITS_PER_SPLIT = 5
 MAX_SPLITS = 16
 # Places in the workspace where sums can be parked. Splits run in parallel if all of them fit.
 PLACES = 512
-# Accumulators and decoded keys come in spans of channels: up to this many, of one kind.
-MAX_SPAN = 256
-NUM_WARPS = 8
-# Tiles of stored keys under way. At 64 heads of 512 that is 37 KB each (64 KB in bf16) beside 64 KB
-# of queries and 64 KB of decoded keys, of 227 KB. The loops over tiles have stages of their own.
-CODED_BUFFERS, BF16_BUFFERS = 2, 1
+# The loops over tiles have stages of their own.
 NUM_STAGES = 1
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -85,18 +82,19 @@ class AttendConstants:
 def split_count(window: int, max_entries: int) -> int:
     """Into how many splits the keys of a query may fall: `max_entries` is how many a query can
     have, the width of `indices` or the capacity of a row of the block table."""
-    return -(-_tiles(window, max_entries) // _split_tiles(window, max_entries))
+    return -(-_units(window, max_entries) // _split_units(window, max_entries))
 
 
 def workspace_elements(tokens: int, heads: int, head_dim: int, max_splits: int) -> int:
     """fp32 elements that launches of up to `tokens` tokens and `max_splits` splits need.
 
     They must be 0 before the first launch; launches that follow each other may share them,
-    whatever their shapes.
+    whatever their shapes. Where a program has fewer heads there are more programs, and not more
+    elements.
     """
     if max_splits <= 1:
         return 0
-    block = _block_heads(heads)
+    block = heads_per_program(heads, MAX_HEADS)
     places = min(tokens * -(-heads // block) * max_splits, PLACES)
     return PLACES + places * block * (head_dim + 2)
 
@@ -115,7 +113,8 @@ def attend_launch(call: Attention) -> Launch:
     count, heads, width = call.q.shape
     window, source = call.window, entries_or_window(call)
     splits = split_count(window.window, call.max_entries)
-    block = _block_heads(heads)
+    tiles = attention_tiles(target_of(call.q.device), heads)
+    block = heads_per_program(heads, tiles.heads)
     items = count * -(-heads // block)
     parallel = splits > 1 and items * splits <= PLACES
     units = items * splits if parallel else items
@@ -127,7 +126,7 @@ def attend_launch(call: Attention) -> Launch:
             f"attention of {count} tokens with {heads} heads of {width} in {splits} splits needs a "
             f"workspace of {needed} fp32 elements, got {given}: size it with workspace_elements"
         )
-    spans = _spans(width, window, call.entries)
+    spans = _spans(width, tiles, window, call.entries)
     constants = AttendConstants(
         HEADS=heads,
         BLOCK_H=block,
@@ -135,8 +134,8 @@ def attend_launch(call: Attention) -> Launch:
         SPANS=len(spans),
         SPAN_STARTS=tuple(start for start, _ in spans),
         SPAN_WIDTHS=tuple(extent for _, extent in spans),
-        BLOCK_N=BLOCK_N,
-        SPLIT_TILES=_split_tiles(window.window, call.max_entries),
+        BLOCK_N=tiles.keys,
+        SPLIT_TILES=_split_units(window.window, call.max_entries) * (UNIT_KEYS // tiles.keys),
         SPLITS=splits,
         WINDOW=window.window,
         WINDOW_ROWS=window.page.rows,
@@ -149,12 +148,12 @@ def attend_launch(call: Attention) -> Launch:
         ENTRY_RECORD=record_constants(source.page.format),
         ROPE=0 if call.inverse_rope is None else call.inverse_rope.shape[1],
         COUNTERS=PLACES,
-        WINDOW_STAGES=1 + _buffers(window),
+        WINDOW_STAGES=1 + _buffers(window, tiles),
         # Triton fetches block ids as many tiles ahead of the keys, and indices ahead of those
-        ENTRY_STAGES=1 + _buffers(source) * (2 if call.indices is None else 3),
+        ENTRY_STAGES=1 + _buffers(source, tiles) * (2 if call.indices is None else 3),
     )
     arguments = (*run_time_arguments(call), units, int(parallel))
-    options = {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES, "enable_fp_fusion": False}
+    options = {"num_warps": tiles.warps, "num_stages": NUM_STAGES, "enable_fp_fusion": False}
     return Launch(_attend_kernel, (programs,), arguments, {"A": constants}, options)
 
 
@@ -199,33 +198,32 @@ def run_time_arguments(call: Attention) -> tuple[Any, ...]:
     )
 
 
-def _tiles(window: int, max_entries: int) -> int:
-    return -(-window // BLOCK_N) - (-max_entries // BLOCK_N)
+def _units(window: int, max_entries: int) -> int:
+    return -(-window // UNIT_KEYS) - (-max_entries // UNIT_KEYS)
 
 
-def _split_tiles(window: int, max_entries: int) -> int:
-    return max(TILES_PER_SPLIT, -(-_tiles(window, max_entries) // MAX_SPLITS))
+def _split_units(window: int, max_entries: int) -> int:
+    return max(UNITS_PER_SPLIT, -(-_units(window, max_entries) // MAX_SPLITS))
 
 
-def _block_heads(heads: int) -> int:
-    return int(min(MAX_HEADS, max(MIN_HEADS, triton.next_power_of_2(heads))))
-
-
-def _buffers(source: WindowSource | EntrySource) -> int:
+def _buffers(source: WindowSource | EntrySource, tiles: AttentionTiles) -> int:
     coded = record_constants(source.page.format).CODED > 0
-    return CODED_BUFFERS if coded else BF16_BUFFERS
+    return tiles.coded_buffers if coded else tiles.bf16_buffers
 
 
-def _spans(width: int, window: WindowSource, entries: EntrySource | None) -> list[tuple[int, int]]:
-    """Start and width of each span: powers of two, none with both coded and bf16 channels."""
+def _spans(
+    width: int, tiles: AttentionTiles, window: WindowSource, entries: EntrySource | None
+) -> list[tuple[int, int]]:
+    """Start and width of each span: powers of two, none with both coded and bf16 channels unless
+    the tiles want it."""
     edges = {width}
     for source in (window, entries):
-        if source is not None:
+        if source is not None and not tiles.mixed_spans:
             edges.add(record_constants(source.page.format).CODED)
     spans = []
     start = 0
     while start < width:
-        room = min(min(edge for edge in edges if edge > start) - start, MAX_SPAN)
+        room = min(min(edge for edge in edges if edge > start) - start, tiles.span)
         extent = 1 << (room.bit_length() - 1)
         extent = min(extent, start & -start) if start else extent
         spans.append((start, extent))

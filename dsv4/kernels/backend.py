@@ -3,18 +3,30 @@ decides which kernel runs on which GPU."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import TypeVar
+
 import torch
+import triton
+from triton.errors import TritonError
 
 from dsv4.cache.records import RecordFormat
 from dsv4.errors import SchemaError
 from dsv4.kernels import append, attend, gather, index_query, index_scores, select, write_records
-from dsv4.kernels.device import is_hopper
+from dsv4.kernels.target import target_of
 from dsv4.model import ModelSpec
 from dsv4.ops.backend import BackendName
 from dsv4.ops.calls import Attention, Scoring, Selection
 
+Call = TypeVar("Call", Attention, Scoring)
+
 
 class TritonBackend:
+    """Raises UnsupportedGpu."""
+
     name: BackendName = "triton"
 
     append = staticmethod(append.append)
@@ -27,7 +39,9 @@ class TritonBackend:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._hopper = is_hopper(device)
+        hopper = target_of(device).is_hopper and device.type == "cuda"
+        self._attend = _Own("attend") if hopper else None
+        self._index_scores = _Own("index_scores") if hopper else None
 
     def check_format(self, record: RecordFormat) -> None:
         if record.value_dtype != "bfloat16":
@@ -37,29 +51,54 @@ class TritonBackend:
             )
 
     def index_scores(self, call: Scoring) -> None:
-        if self._hopper:
-            from dsv4.kernels.hopper import index_scores as hopper  # Gluon, which only compiles
-
-            if hopper.supports(call):
-                return hopper.index_scores(call)
-        index_scores.index_scores(call)
+        _run(call, self._index_scores, index_scores.index_scores)
 
     def select(self, call: Selection) -> None:
         select.select(call, score=self.index_scores)
 
     def attend(self, call: Attention) -> None:
-        if self._hopper:
-            from dsv4.kernels.hopper import attend as hopper  # Gluon, which only compiles
-
-            if hopper.supports(call):
-                return hopper.attend(call)
-        attend.attend(call)
+        _run(call, self._attend, attend.attend)
 
     def attend_workspace_bytes(self, tokens: int, *, model: ModelSpec, max_entries: int) -> int:
         splits = attend.split_count(model.window, max_entries)
         elements = attend.workspace_elements(tokens, model.heads, model.head_dim, splits)
-        if self._hopper:
-            from dsv4.kernels.hopper import attend as hopper
-
-            elements = max(elements, hopper.workspace_elements(self._device))
+        own = self._attend.module if self._attend else None
+        if own is not None:
+            elements = max(elements, own.workspace_elements(self._device))
         return 4 * elements
+
+
+class _Own:
+    """An operation's kernel for one architecture. It is written in Gluon, which changes with every
+    Triton: `module` is None once it could not be imported or compiled."""
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+        self.module: ModuleType | None = None
+        try:
+            self.module = import_module(f"dsv4.kernels.hopper.{operation}")
+        except (ImportError, AttributeError) as error:
+            self.leave(error)
+
+    def leave(self, error: Exception) -> None:
+        """From now on the portable kernel runs. It computes the same; it is slower here."""
+        self.module = None
+        warnings.warn(
+            f"Triton {triton.__version__} cannot compile Hopper's kernel of {self.operation} "
+            f"({type(error).__name__}): the portable one runs instead, which is slower. Triton 3.6 "
+            f"to 3.9 can",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _run(call: Call, own: _Own | None, portable: Callable[[Call], None]) -> None:
+    """A kernel is compiled before it is launched, so one that cannot be has written nothing."""
+    if own is not None and own.module is not None and own.module.supports(call):
+        try:
+            getattr(own.module, own.operation)(call)
+        except TritonError as error:
+            own.leave(error)
+        else:
+            return
+    portable(call)

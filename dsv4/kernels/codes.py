@@ -10,6 +10,7 @@ import triton.language as tl
 
 from dsv4.cache.records import ELEMENT_MAX
 from dsv4.kernels.numerics import INTERPRETED, round_bf16
+from dsv4.kernels.target import converts_e4m3
 from dsv4.ops.constants import BF16_MAX
 
 _BF16_MAX = tl.constexpr(BF16_MAX)
@@ -43,7 +44,7 @@ def e4m3_times_bf16(low_power: str, high_power: str) -> str:
 @triton.jit
 def e4m3_bits(x):
     """fp32 → E4M3 code, nearest even; ±448 beyond, and 0x7F for a positive NaN."""
-    if INTERPRETED:
+    if INTERPRETED or not converts_e4m3():
         nan = x != x
         x = tl.minimum(tl.maximum(x, -_E4M3_MAX), _E4M3_MAX)
         bits = x.to(tl.uint32, bitcast=True)
@@ -65,7 +66,12 @@ def e4m3_bits(x):
 @triton.jit
 def e4m3_value(code):
     """E4M3 code (not NaN) → fp32."""
-    return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    if converts_e4m3():
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        # exponent and mantissa where fp32 has them are the value times 2^-120, denormals included
+        bits = ((code & 0x7F).to(tl.uint32) << 20) | ((code & 0x80).to(tl.uint32) << 24)
+        return bits.to(tl.float32, bitcast=True) * 2.0**120
 
 
 @triton.jit

@@ -19,12 +19,12 @@ import triton.language as tl
 
 from dsv4.errors import InvalidInput
 from dsv4.kernels.codes import bf16_power_of_two, e2m1_value, e4m3_value, power_of_two
-from dsv4.kernels.device import processors
 from dsv4.kernels.dot import as_operand, dot, load_bf16
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import INTERPRETED, round_bf16
 from dsv4.kernels.record_store import RecordConstants, record_constants
 from dsv4.kernels.rows import load_token, token_at
+from dsv4.kernels.target import bf16_products, converts_e4m3, processors, speaks_ptx
 from dsv4.ops.calls import EntrySource, Scoring
 from dsv4.ops.constants import MIN_HEADS
 
@@ -405,7 +405,7 @@ def _load_keys(entry, live, keys, table_row, S: tl.constexpr):
         TILES: tl.constexpr = S.WIDTH // RECORD.TILE
         nth = tl.arange(0, TILES)[None, :]
         scale = tl.load(scale_row[:, None] + nth, mask=mask, other=0)
-        if RECORD.SCALE == "ue8m0" and not INTERPRETED:
+        if RECORD.SCALE == "ue8m0" and speaks_ptx() and not INTERPRETED:
             power = bf16_power_of_two(scale.to(tl.int32))
             k0, k1, k2, k3 = _decode_mxfp4(words, _spread(power, QUARTER))
         else:
@@ -439,7 +439,7 @@ def _load_keys(entry, live, keys, table_row, S: tl.constexpr):
 @triton.jit
 def _e4m3_or_nan(code):
     value = e4m3_value(code)
-    if INTERPRETED:
+    if INTERPRETED or not converts_e4m3():
         value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
     return value
 
@@ -460,7 +460,7 @@ def _decode_mxfp4(words, scale):
     mantissa, read as its value times 2^-126 (a half as a denormal); its sign goes to the front.
     """
     return tl.inline_asm_elementwise(
-        DECODE_MXFP4,
+        bf16_products(DECODE_MXFP4),
         "=&r,=&r,=&r,=&r,r,r",
         [words, scale],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
@@ -479,9 +479,9 @@ def _score(k, query, S: tl.constexpr):
     for quarter in tl.static_range(4):
         dots = dot(k[quarter], query.q[quarter], dots)
     if S.ROUND:
-        if INTERPRETED:
+        if INTERPRETED or not speaks_ptx():
             dots = round_bf16(dots)
-            product = round_bf16(tl.where(dots < 0, 0.0, dots) * weight[None, :])
+            product = round_bf16(tl.where(dots < 0, 0.0, dots) * weight.to(tl.float32)[None, :])
         else:
             product = _weighted_relu(dots, tl.broadcast_to(weight[None, :], dots.shape))
         total = round_bf16(_head_sum(product))
@@ -495,7 +495,7 @@ def _score(k, query, S: tl.constexpr):
 def _weighted_relu(dots, weight):
     """bf16(ReLU(bf16(dot)) · weight) as fp32 [entries, heads], two at once."""
     return tl.inline_asm_elementwise(
-        WEIGHTED_RELU,
+        bf16_products(WEIGHTED_RELU),
         "=&r,=&r,f,f,r",
         [dots, weight],
         dtype=tl.float32,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4.kernels.target import speaks_ptx
 from dsv4.ops import constants
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -48,7 +49,7 @@ def exp_nonpositive(x):
 @triton.jit
 def round_bf16(x):
     """fp32 → the nearest bf16, still as fp32; every NaN becomes the same NaN."""
-    if INTERPRETED:
+    if INTERPRETED or not speaks_ptx():
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         rounded = tl.where(x != x, 0x7FC00000, rounded)

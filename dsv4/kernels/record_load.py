@@ -12,6 +12,7 @@ import triton.language as tl
 
 from dsv4.kernels.codes import bf16_power_of_two, e4m3_times_bf16, e4m3_value, power_of_two
 from dsv4.kernels.numerics import INTERPRETED, round_bf16
+from dsv4.kernels.target import bf16_products, speaks_ptx
 
 _E4M3_TIMES_BF16 = tl.constexpr(e4m3_times_bf16("$3", "$4"))
 
@@ -89,10 +90,17 @@ def _scaled(codes, scale, RECORD: tl.constexpr):
     if RECORD.SCALE == "ue8m0":
         if INTERPRETED:
             return e4m3_value(codes) * power_of_two(scale.to(tl.int32))
+        elif not speaks_ptx():
+            return (e4m3_value(codes) * power_of_two(scale.to(tl.int32))).to(tl.bfloat16)
         else:
             power = tl.broadcast_to(bf16_power_of_two(scale.to(tl.uint16)), codes.shape)
             return tl.inline_asm_elementwise(
-                _E4M3_TIMES_BF16, "=r,=r,r,r,r", [codes, power], tl.bfloat16, True, 4
+                bf16_products(_E4M3_TIMES_BF16),
+                "=r,=r,r,r,r",
+                [codes, power],
+                tl.bfloat16,
+                True,
+                4,
             )
     else:
         product = e4m3_value(codes) * scale

@@ -12,6 +12,7 @@ from torch import Tensor
 from dsv4.cache.records import nvfp4
 from dsv4.errors import InvalidInput, SchemaError
 from dsv4.kernels import attend as kernel
+from dsv4.kernels.target import TARGETS, AttentionTiles, Target, attention_tiles, compiling_for
 from tests.reference.test_attend import Step, check, make_step
 
 
@@ -47,8 +48,13 @@ def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
 @pytest.fixture
 def many_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tiles, one a split: even short lists of keys are merged from several programs."""
-    monkeypatch.setattr(kernel, "BLOCK_N", 16)
-    monkeypatch.setattr(kernel, "TILES_PER_SPLIT", 1)
+
+    def small(target: Target, heads: int) -> AttentionTiles:
+        return replace(attention_tiles(target, heads), keys=16)
+
+    monkeypatch.setattr(kernel, "attention_tiles", small)
+    monkeypatch.setattr(kernel, "UNIT_KEYS", 16)
+    monkeypatch.setattr(kernel, "UNITS_PER_SPLIT", 1)
 
 
 @pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
@@ -56,6 +62,13 @@ def many_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_is_the_dense_formula(kind: str, turn: bool) -> None:
     step = make_step([(40, 2), (0, 1), (129, 1)], kind=kind, padding=2)
     check(step, run(step, turn=turn), turn=turn)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_tiles_of_every_target_give_the_dense_formula(name: str) -> None:
+    step = make_step([(400, 2), (0, 1), (129, 1)], kind="csa", padding=1, heads=5)
+    with compiling_for(TARGETS[name]):
+        check(step, run(step, turn=True), turn=True)
 
 
 @pytest.mark.usefixtures("many_splits")

@@ -37,7 +37,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dsv4.errors import InvalidInput
 from dsv4.kernels.attend import _LN_2, _LOG2_E, PLACES, entries_or_window, run_time_arguments
-from dsv4.kernels.device import processors
 from dsv4.kernels.hopper.attend_keys import (
     BARRIER,
     HALF,
@@ -54,9 +53,11 @@ from dsv4.kernels.hopper.attend_keys import (
     next_stage,
     produce,
 )
+from dsv4.kernels.hopper.dialect import reinterpret, thread_barrier
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.record_store import record_constants
 from dsv4.kernels.rows import token_at
+from dsv4.kernels.target import processors
 from dsv4.ops.calls import Attention
 
 HEADS_PER_PROGRAM = 64
@@ -308,8 +309,8 @@ def _logits(queries, keys, stage, phase):
 def _values(keys, stage, nth_slice, ROLE: gl.constexpr, A: gl.constexpr):
     """The channels of a tile that a consumer of a slice sums, [keys, channels]."""
     SLICES: gl.constexpr = A.SLICES
-    pieces = keys.halves._reinterpret(
-        gl.bfloat16, [2 * KEY_STAGES * SLICES, TILE, HALF // SLICES], OPERAND
+    pieces = reinterpret(
+        keys.halves, gl.bfloat16, [2 * KEY_STAGES * SLICES, TILE, HALF // SLICES], OPERAND
     )
     nth = 2 * nth_slice + ROLE
     return pieces.index((nth // SLICES * KEY_STAGES + stage) * SLICES + nth % SLICES)
@@ -395,7 +396,7 @@ def _left(queries, keys, weights, out, share, A: gl.constexpr):
     weights.factors.index(_WEIGHT_STAGES).store(inverse)  # right may still read the others
     mbarrier.arrive(weights.closed, count=1)
     acc = sums.acc * gl.convert_layout(inverse, gl.SliceLayout(1, SUMS))[:, None]
-    staged = queries.halves.index(0)._reinterpret(gl.bfloat16, [_HEADS, COLUMNS], OPERAND)
+    staged = reinterpret(queries.halves.index(0), gl.bfloat16, [_HEADS, COLUMNS], OPERAND)
     staged.store(acc.to(gl.bfloat16))
     _finish(staged, out, share, extent, 0, A)
 
@@ -429,7 +430,7 @@ def _right(queries, keys, weights, out, share, A: gl.constexpr):
         stage, phase = next_stage(stage, phase, KEY_STAGES)
     mbarrier.wait(weights.closed, 0)
     acc = acc * weights.factors.index(_WEIGHT_STAGES).load(gl.SliceLayout(1, SUMS))[:, None]
-    staged = queries.halves.index(1)._reinterpret(gl.bfloat16, [_HEADS, COLUMNS], OPERAND)
+    staged = reinterpret(queries.halves.index(1), gl.bfloat16, [_HEADS, COLUMNS], OPERAND)
     if A.ROPE > 0 and not A.SPLIT:
         low, high = _halves(acc)
         middle, turned = _halves(high)
@@ -484,10 +485,10 @@ def _meet(counter, share, ROLE: gl.constexpr):
     step = gl.to_tensor(1)
     if ROLE == 0:
         step = gl.where(share.split == 0, -2147483648 - (2 * share.splits - 1), 1)
-    gl.thread_barrier()
+    thread_barrier()
     gl.atomic_add(counter, step, sem="release", scope="gpu")
     gl.inline_asm_elementwise(_UNTIL_ALL, "=r,l", [counter.to(gl.int64)], gl.int32, False, 1)
-    gl.thread_barrier()
+    thread_barrier()
     gl.atomic_add(counter, step, sem="relaxed", scope="gpu")
 
 

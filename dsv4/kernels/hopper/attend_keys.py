@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dsv4.kernels.codes import bf16_power_bits, e4m3_times_bf16
+from dsv4.kernels.hopper.dialect import reinterpret
 from dsv4.kernels.rows import load_request, load_token, request_at, staged_row
 
 TILE = gl.constexpr(32)  # keys
@@ -183,7 +184,7 @@ def produce(keys, records, where, share, A: gl.constexpr):
     extent = extent_of(share, A)
     source = _source(where, share, extent, A)
     first = extent.first
-    halves = keys.halves._reinterpret(gl.uint32, [2 * KEY_STAGES, TILE, HALF // 2], _WORDS)
+    halves = reinterpret(keys.halves, gl.uint32, [2 * KEY_STAGES, TILE, HALF // 2], _WORDS)
     ring = records.entries
     blocks = records.blocks
     entry_0 = _entry(first, nth, source, A)

@@ -34,11 +34,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dsv4.kernels.device import processors
 from dsv4.kernels.index_scores import pieces, run_time_arguments
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.record_store import record_constants
 from dsv4.kernels.rows import load_token, token_at
+from dsv4.kernels.target import processors
 from dsv4.ops.calls import Scoring
 
 HEADS, WIDTH, SPAN = 64, 128, 32

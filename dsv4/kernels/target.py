@@ -1,0 +1,270 @@
+"""What a GPU and a Triton can do: the one place that knows architectures and versions.
+
+Launchers ask `target_of(device)` and choose tiles, stages and registers from its numbers. Bodies of
+kernels ask the functions at the end, which Triton calls while it compiles for a GPU. Nothing else
+tests for an architecture or a version.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from dsv4.errors import UnsupportedGpu
+
+TRITON = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
+# Gluon's names for what the kernels of kernels/hopper need.
+GLUON_REINTERPRET = "reinterpret" if TRITON >= (3, 9) else "_reinterpret"
+GLUON_BARRIER = "barrier" if TRITON >= (3, 7) else "thread_barrier"
+
+KIB = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """An architecture that kernels are compiled for.
+
+    `shared_bytes` is what one program may have; `products` the instructions that multiply matrices,
+    by the generation that brought them: mma (a warp's), wgmma (a warpgroup's, from shared memory),
+    tcgen05 (into tensor memory) and mfma (AMD's). `converts_e4m3`: fp32 ↔ E4M3, exactly as
+    dsv4/reference. `multiplies_bf16`: two bf16 at once; without it a fused multiply-add does.
+    """
+
+    name: str
+    gpus: str
+    backend: Literal["cuda", "hip"]
+    arch: int | str
+    shared_bytes: int
+    products: Literal["mma", "wgmma", "tcgen05", "mfma"]
+    converts_e4m3: bool
+    multiplies_bf16: bool
+    wave: int = 32
+    # a thread's: what the instruction set can name
+    registers: int = 255
+
+    @property
+    def speaks_ptx(self) -> bool:
+        return self.backend == "cuda"
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether the kernels of dsv4/kernels/hopper run there."""
+        return self.products == "wgmma"
+
+    @property
+    def triton_target(self) -> GPUTarget:
+        return GPUTarget(self.backend, self.arch, self.wave)
+
+    def options(self, **asked: object) -> dict[str, object]:
+        """Options of a launch, less those that Triton does not know for this target."""
+        known = {k: v for k, v in asked.items() if self.backend == "cuda" or k != "maxnreg"}
+        return known
+
+
+def _cuda(
+    arch: int,
+    gpus: str,
+    shared: int,
+    products: Literal["mma", "wgmma", "tcgen05"],
+) -> Target:
+    return Target(
+        name=f"sm_{arch}",
+        gpus=gpus,
+        backend="cuda",
+        arch=arch,
+        shared_bytes=shared * KIB,
+        products=products,
+        converts_e4m3=arch >= 89,
+        multiplies_bf16=arch >= 90,
+    )
+
+
+def _hip(arch: str, gpus: str, shared: int) -> Target:
+    return Target(
+        name=arch,
+        gpus=gpus,
+        backend="hip",
+        arch=arch,
+        shared_bytes=shared * KIB,
+        products="mfma",
+        converts_e4m3=False,  # gfx942's FP8 is another, and gfx950's conversion does not saturate
+        multiplies_bf16=False,
+        wave=64,
+        registers=512,
+    )
+
+
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        _cuda(80, "A100, A30", 163, "mma"),
+        _cuda(86, "A10, A40, RTX 3090", 99, "mma"),
+        _cuda(89, "L4, L40S, RTX 4090", 99, "mma"),
+        _cuda(90, "H100, H200", 227, "wgmma"),
+        _cuda(100, "B200", 227, "tcgen05"),
+        _cuda(103, "B300", 227, "tcgen05"),
+        _cuda(120, "RTX 5090, RTX PRO 6000", 99, "mma"),
+        _hip("gfx942", "MI300X, MI325X", 64),
+        _hip("gfx950", "MI350X, MI355X", 160),
+    )
+}
+# Where kernels are interpreted nothing is limited; the choices are those of the GPU of the tests.
+INTERPRETER_LIKE = TARGETS["sm_90"]
+
+# A matrix instruction wants that many rows at least.
+MIN_HEADS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionTiles:
+    """How the portable attention kernel is cut: `keys` per tile, `heads` per program at most, spans of
+    up to `span` channels (with coded and bf16 ones in one if `mixed_spans`), and tiles of stored
+    keys under way: `coded_buffers`, or `bf16_buffers` where records are plain."""
+
+    keys: int
+    heads: int
+    span: int
+    mixed_spans: bool
+    coded_buffers: int
+    bf16_buffers: int
+    warps: int
+
+
+# 64 heads of 512 channels: 64 KB of queries and 64 KB of decoded keys in shared memory, and 37 KB
+# (64 KB in bf16) for each tile of stored keys under way.
+_WARPGROUP = AttentionTiles(
+    keys=64, heads=64, span=256, mixed_spans=False, coded_buffers=2, bf16_buffers=1, warps=8
+)
+# Tensor memory has 512 columns: the sums take them all unless they are one span; logits of one
+# span after the other would each take more.
+_TENSOR_MEMORY = AttentionTiles(
+    keys=64, heads=64, span=512, mixed_spans=True, coded_buffers=1, bf16_buffers=1, warps=8
+)
+# Sums live in registers, 64 per thread; more heads or wider spans spill in the loop.
+_WARP = AttentionTiles(
+    keys=32, heads=32, span=128, mixed_spans=False, coded_buffers=2, bf16_buffers=1, warps=8
+)
+_WARP_99_KB = AttentionTiles(
+    keys=32, heads=32, span=128, mixed_spans=False, coded_buffers=1, bf16_buffers=1, warps=8
+)
+_WAVE = AttentionTiles(
+    keys=32, heads=16, span=128, mixed_spans=False, coded_buffers=2, bf16_buffers=1, warps=4
+)
+
+
+def heads_per_program(heads: int, most: int) -> int:
+    return min(most, max(MIN_HEADS, 1 << (heads - 1).bit_length()))
+
+
+def attention_tiles(target: Target, heads: int) -> AttentionTiles:
+    """The tiles of queries with so many heads."""
+    if target.products == "wgmma":
+        return _WARPGROUP
+    if target.products == "mfma":
+        return _WAVE
+    # tensor memory is for 64 rows or more
+    if target.products == "tcgen05" and heads_per_program(heads, 64) == 64:
+        return _TENSOR_MEMORY
+    return _WARP if target.shared_bytes > 128 * KIB else _WARP_99_KB
+
+
+_asked_for: list[Target] = []
+
+
+@contextmanager
+def compiling_for(target: Target) -> Iterator[None]:
+    """Inside, launchers and kernels choose for this target, whatever GPU is there. For compiling
+    without it: a launch on another GPU fails."""
+    _asked_for.append(target)
+    try:
+        yield
+    finally:
+        _asked_for.pop()
+
+
+def target_of(device: torch.device) -> Target:
+    """The target of a device; without a GPU what the interpreter goes by. Raises UnsupportedGpu."""
+    if _asked_for:
+        return _asked_for[-1]
+    return _target_of(device)
+
+
+@cache
+def _target_of(device: torch.device) -> Target:
+    if device.type != "cuda":
+        return INTERPRETER_LIKE
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        name = str(properties.gcnArchName).partition(":")[0]
+    else:
+        name = f"sm_{properties.major}{properties.minor}"
+    return named_target(name, gpu=properties.name)
+
+
+def named_target(name: str, *, gpu: str) -> Target:
+    """Raises UnsupportedGpu, which names the GPU."""
+    if name not in TARGETS:
+        known = ", ".join(f"{t.name} ({t.gpus})" for t in TARGETS.values())
+        raise UnsupportedGpu(
+            f"the Triton kernels are made for {known}; {gpu} is {name}: use backend='reference', "
+            f"which runs on any device"
+        )
+    return TARGETS[name]
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors (compute units) of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _compiled_for() -> Target:
+    """What Triton compiles for at this moment."""
+    if _asked_for:
+        return _asked_for[-1]
+    if triton.knobs.runtime.interpret:
+        return INTERPRETER_LIKE
+    found = driver.active.get_current_target()
+    name = f"sm_{found.arch}" if found.backend == "cuda" else str(found.arch).partition(":")[0]
+    return named_target(name, gpu=f"{found.backend} {found.arch}")
+
+
+def _bf16_products(ptx: str) -> str:
+    if _compiled_for().multiplies_bf16:
+        return ptx
+    fused = r"{.reg .b32 none; mov.b32 none, 0x80008000; fma\1, none;}"
+    return re.sub(r"mul(\.rn\.bf16x2 [^;]*);", fused, ptx)
+
+
+# Triton looks through the functions below for what a kernel depends on, but not through its own:
+# the target is part of a compiled kernel's key already.
+_compiled_for.__triton_builtin__ = True  # type: ignore[attr-defined]
+_bf16_products.__triton_builtin__ = True  # type: ignore[attr-defined]
+
+
+@triton.constexpr_function
+def speaks_ptx():
+    """Whether kernels may contain PTX."""
+    return _compiled_for().speaks_ptx
+
+
+@triton.constexpr_function
+def converts_e4m3():
+    """Whether fp32 ↔ E4M3 is an instruction with the reference's results."""
+    return _compiled_for().converts_e4m3
+
+
+@triton.constexpr_function
+def bf16_products(ptx):
+    """PTX with products of bf16 pairs, `mul.rn.bf16x2 d, a, b;`, as the target can do them. Where
+    it has none, a fused multiply-add of -0 gives the same, signs of zeros included."""
+    return _bf16_products(ptx)

@@ -1,0 +1,210 @@
+"""Compiles launches for any target without its GPU, and reports what the assembler made of them.
+
+Works in a process where TRITON_INTERPRET is unset: `run_apart` starts one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from dsv4.kernels.launch import Launch
+from dsv4.kernels.target import Target, compiling_for
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.int16: "*i16",
+}
+_ROOT = Path(__file__).parents[2]
+_TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+_SASS = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)([^;]*);")
+_GCN_LABEL = re.compile(r"^(\.L\w+):")
+_GCN = re.compile(r"^\s+([a-z]\w+)(.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop without another in it: instructions, and those that go to or from local memory."""
+
+    instructions: int
+    spills: int
+    products: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    dynamic_shared_bytes: int
+    assembly: str  # PTX or AMD's
+    sass: str
+    opcodes: Counter[str]
+    loops: tuple[Loop, ...]
+
+    @property
+    def ptx(self) -> str:
+        return self.assembly
+
+    @property
+    def instructions(self) -> int:
+        return sum(self.opcodes.values())
+
+
+def compiled(launch: Launch, target: Target) -> Compiled:
+    """Compiles the kernel as running the launch on a GPU of this target would."""
+    kernel, _, arguments, constants, options = launch
+    names = list(kernel.arg_names)
+    signature: dict[str, str] = {}
+    attributes: dict[tuple[int, ...], list[list[object]]] = {}
+    values: dict[tuple[int, ...], Any] = {}
+    for i, name in enumerate(names):
+        if name in constants:
+            signature[name] = "constexpr"
+            values[(i,)] = constants[name]
+            continue
+        argument = arguments[i]
+        if isinstance(argument, torch.Tensor):
+            signature[name] = _POINTERS[argument.dtype]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(argument, float):
+            signature[name] = "fp32"
+        elif argument == 1:
+            signature[name] = "constexpr"
+            values[(i,)] = 1
+        else:
+            signature[name] = "i32" if -(2**31) <= argument < 2**31 else "i64"
+            if argument % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    language = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = language(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
+    with compiling_for(target):
+        binary = triton.compile(
+            source, target=target.triton_target, options=target.options(**options)
+        )
+    return _of_amd(binary) if target.backend == "hip" else _of_nvidia(binary)
+
+
+def _of_nvidia(binary: Any) -> Compiled:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage = nvidia_tool("cuobjdump", "-res-usage", file.name)
+        sass = nvidia_tool("cuobjdump", "-sass", file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    assert found, usage
+    registers, _, shared, _ = map(int, found.groups())
+    lines = [(int(at, 16), opcode, rest) for at, opcode, rest in _SASS.findall(sass)]
+    opcodes = Counter(opcode for _, opcode, _ in lines)
+    backward = []
+    place = {at: nth for nth, (at, _, _) in enumerate(lines)}
+    for nth, (at, opcode, rest) in enumerate(lines):
+        goal = re.search(r"0x([0-9a-f]+)", rest) if opcode in ("BRA", "BRX") else None
+        if goal and int(goal[1], 16) < at:
+            backward.append((place[int(goal[1], 16)], nth))
+    # STL and LDL are the stores to and loads from local memory, where spilled registers go
+    return Compiled(
+        registers=registers,
+        spill_bytes=4 * (opcodes["STL"] + opcodes["LDL"]),
+        shared_bytes=shared,
+        dynamic_shared_bytes=binary.metadata.shared,
+        assembly=binary.asm["ptx"],
+        sass=sass,
+        opcodes=opcodes,
+        loops=_loops([opcode for _, opcode, _ in lines], backward),
+    )
+
+
+def _of_amd(binary: Any) -> Compiled:
+    assembly = binary.asm["amdgcn"]
+    lines: list[tuple[str, str]] = []
+    labels: dict[str, int] = {}
+    for line in assembly.splitlines():
+        if label := _GCN_LABEL.match(line):
+            labels[label[1]] = len(lines)
+        elif instruction := _GCN.match(line):
+            lines.append((instruction[1], instruction[2]))
+    backward = []
+    for nth, (opcode, rest) in enumerate(lines):
+        goal = re.search(r"\.L\w+", rest) if "branch" in opcode else None
+        if goal and labels.get(goal[0], nth + 1) <= nth:
+            backward.append((labels[goal[0]], nth))
+
+    def told(name: str) -> int:
+        found = re.search(rf"\.{name}:\s+(\d+)", assembly)
+        assert found, name
+        return int(found[1])
+
+    return Compiled(
+        registers=told("vgpr_count"),
+        spill_bytes=4 * told("vgpr_spill_count"),
+        shared_bytes=told("group_segment_fixed_size"),
+        dynamic_shared_bytes=binary.metadata.shared,
+        assembly=assembly,
+        sass="",
+        opcodes=Counter(opcode for opcode, _ in lines),
+        loops=_loops([opcode for opcode, _ in lines], backward),
+    )
+
+
+def _loops(opcodes: list[str], backward: list[tuple[int, int]]) -> tuple[Loop, ...]:
+    inner = [
+        (first, last)
+        for first, last in set(backward)
+        if not any(
+            (f, t) != (first, last) and first <= f and t <= last and t - f < last - first
+            for f, t in backward
+        )
+    ]
+    found = []
+    for first, last in sorted(inner):
+        counts = Counter(opcodes[first : last + 1])
+        found.append(
+            Loop(
+                instructions=last + 1 - first,
+                spills=sum(
+                    n for o, n in counts.items() if o in ("STL", "LDL") or o.startswith("scratch_")
+                ),
+                products=sum(n for o, n in counts.items() if "MMA" in o or "mfma" in o),
+            )
+        )
+    return tuple(found)
+
+
+def run_apart(module: str, *case: str) -> Any:
+    """What `python -m module case` prints as its last line, in JSON, with kernels compiled."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", module, *case],
+        cwd=_ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def nvidia_tool(tool: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [str(_TOOLS / tool), *arguments], capture_output=True, text=True, check=True
+    )
+    return done.stdout + done.stderr

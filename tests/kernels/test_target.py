@@ -1,0 +1,99 @@
+"""What is said of GPUs and Tritons, and which kernel runs where."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton.errors import TritonError
+
+from dsv4.errors import UnsupportedGpu
+from dsv4.kernels import backend, target
+from dsv4.kernels.backend import TritonBackend
+from dsv4.kernels.codes import e4m3_times_bf16
+from dsv4.kernels.target import TARGETS, compiling_for, named_target, target_of
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def a_gpu(monkeypatch: pytest.MonkeyPatch, **properties: object) -> None:
+    found = SimpleNamespace(**properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    target._target_of.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _forget_devices() -> Any:
+    yield
+    target._target_of.cache_clear()
+
+
+def test_an_unknown_gpu_is_refused_when_the_backend_is_made(monkeypatch: pytest.MonkeyPatch):
+    a_gpu(monkeypatch, name="Tesla V100", major=7, minor=0)
+    with pytest.raises(UnsupportedGpu, match=r"Tesla V100 is sm_70: use backend='reference'"):
+        TritonBackend(GPU)
+
+
+@pytest.mark.parametrize("name", [n for n in TARGETS if n.startswith("sm_")])
+def test_a_gpu_is_known_by_its_capability(name: str, monkeypatch: pytest.MonkeyPatch):
+    major, minor = divmod(int(name[3:]), 10)
+    a_gpu(monkeypatch, name="a GPU", major=major, minor=minor)
+    assert target_of(GPU).name == name
+
+
+def test_an_amd_gpu_is_known_by_the_name_of_its_architecture(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    a_gpu(monkeypatch, name="MI300X", gcnArchName="gfx942:sramecc+:xnack-", major=9, minor=4)
+    assert target_of(GPU) is TARGETS["gfx942"]
+
+
+def test_products_of_bf16_become_fused_where_there_are_none():
+    ptx = e4m3_times_bf16("$3", "$4")
+    for one in TARGETS.values():
+        with compiling_for(one):
+            found = target.bf16_products(ptx)
+        assert ("mul.rn.bf16x2" in found) == one.multiplies_bf16
+        assert found.count("fma.rn.bf16x2") == (0 if one.multiplies_bf16 else 4)
+
+
+def test_options_that_only_nvidia_has_are_left_out_for_amd():
+    assert named_target("gfx942", gpu="MI300X").options(num_warps=4, maxnreg=64) == {"num_warps": 4}
+    assert TARGETS["sm_80"].options(num_warps=4, maxnreg=64) == {"num_warps": 4, "maxnreg": 64}
+
+
+class CannotCompile(TritonError):
+    pass
+
+
+@pytest.mark.parametrize("operation", ["attend", "index_scores"])
+def test_a_kernel_that_cannot_be_compiled_is_replaced_with_one_warning(
+    operation: str, monkeypatch: pytest.MonkeyPatch
+):
+    a_gpu(monkeypatch, name="H200", major=9, minor=0)
+    made = TritonBackend(GPU)
+    own = getattr(made, f"_{operation}")
+    calls: list[str] = []
+
+    def fails(_: object) -> None:
+        calls.append("own")
+        raise CannotCompile("a name is gone")
+
+    own.module = SimpleNamespace(supports=lambda _: True, **{operation: fails})
+    portable = getattr(backend, operation)
+    monkeypatch.setattr(portable, operation, lambda _: calls.append("portable"))
+    with pytest.warns(RuntimeWarning, match=f"Hopper's kernel of {operation}") as warned:
+        getattr(made, operation)(None)
+    assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        getattr(made, operation)(None)
+    assert calls == ["own", "portable", "portable"]
+
+
+def test_interpreted_kernels_are_the_portable_ones():
+    made = TritonBackend(CPU)
+    assert made._attend is None
+    assert made._index_scores is None
