@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsv4.kernels.numerics import INTERPRETED
+from dsv4.kernels.target import BACKEND, known_options
 
 _INT32_MAX = 2**31 - 1
 # what Triton compiled for a kind of launch, and its constants in the order of the arguments
@@ -38,7 +39,8 @@ class Launch(NamedTuple):
         key = self.kind()
         found = _prepared.get(key)
         if found is None:
-            binary = self.kernel[self.grid](*self.arguments, **self.constants, **self.options)
+            options = known_options(BACKEND, self.options)
+            binary = self.kernel[self.grid](*self.arguments, **self.constants, **options)
             names = self.kernel.arg_names[len(self.arguments) :]
             _prepared[key] = binary, tuple(self.constants[name] for name in names)
             return

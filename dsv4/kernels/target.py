@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -27,6 +27,8 @@ GLUON_REINTERPRET = "reinterpret" if TRITON >= (3, 9) else "_reinterpret"
 GLUON_BARRIER = "barrier" if TRITON >= (3, 7) else "thread_barrier"
 
 KIB = 1024
+# Of the GPUs that this torch is built for.
+BACKEND = "cuda" if torch.version.hip is None else "hip"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +66,15 @@ class Target:
     def triton_target(self) -> GPUTarget:
         return GPUTarget(self.backend, self.arch, self.wave)
 
-    def options(self, **asked: object) -> dict[str, object]:
+    def options(self, **asked: Any) -> dict[str, Any]:
         """Options of a launch, less those that Triton does not know for this target."""
-        known = {k: v for k, v in asked.items() if self.backend == "cuda" or k != "maxnreg"}
-        return known
+        return known_options(self.backend, asked)
+
+
+def known_options(backend: str, asked: dict[str, Any]) -> dict[str, Any]:
+    if backend == "cuda":
+        return asked
+    return {name: value for name, value in asked.items() if name != "maxnreg"}
 
 
 def _cuda(
@@ -126,8 +133,8 @@ MIN_HEADS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTiles:
-    """How the portable attention kernel is cut: `keys` per tile, `heads` per program at most, spans of
-    up to `span` channels (with coded and bf16 ones in one if `mixed_spans`), and tiles of stored
+    """How the portable attention kernel is cut: `keys` per tile, `heads` per program at most, spans
+    of up to `span` channels (coded and bf16 ones together if `mixed_spans`), and tiles of stored
     keys under way: `coded_buffers`, or `bf16_buffers` where records are plain."""
 
     keys: int
