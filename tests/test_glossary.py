@@ -23,7 +23,7 @@ PLAIN = set(
         invariant kind last length manager map max memory message minimum mismatch missing model
         name needed note num of open option out overflow own pad padded per period prepare preset
         prometheus prompt read released request round run self serial shape small source start stat
-        content continue like number other restart mark require whole
+        content continue gpu like mark number other require restart unsupported whole
         step table tensor text to token too total type unused used want weight where write written
         """,
     )
