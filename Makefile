@@ -4,8 +4,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 NEWEST := .venv-newest
+OLDEST := .venv-oldest
+# Every minor version that pyproject.toml allows, unpacked apart: .venv-triton-3.6.0 and so on.
+TRITONS := 3.6.0 3.7.1 3.8.0 3.9.0
 
-.PHONY: demo test lint gpu-test test-newest-transformers clean
+.PHONY: demo test lint gpu-test test-gpus test-tritons test-oldest test-newest test-newest-transformers clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,5 +39,34 @@ test-newest-transformers: ## the integration's tests on the newest transformers,
 		-e '.[dev]' transformers
 	$(NEWEST)/bin/pytest -n 2 --dist worksteal tests/integrations
 
+test-gpus: $(STAMP)       ## every launch of every kernel compiled for every supported GPU
+	$(BIN)/pytest -n 2 -m nightly tests/kernels/test_every_target.py
+
+.venv-triton-%: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==$*
+
+# Kernels are compiled with each Triton, and interpreted with the oldest and the newest.
+test-tritons: $(TRITONS:%=.venv-triton-%) ## kernels for sm_90 and sm_100 with every Triton that is allowed
+	for version in $(TRITONS); do \
+		PYTHONPATH=$(CURDIR)/.venv-triton-$$version $(BIN)/pytest -m nightly -k "sm_90 or sm_100" \
+			tests/kernels/test_every_target.py || exit 1; \
+	done
+	for version in $(firstword $(TRITONS)) $(lastword $(TRITONS)); do \
+		PYTHONPATH=$(CURDIR)/.venv-triton-$$version $(BIN)/pytest -n 2 --dist worksteal tests/kernels \
+			--ignore-glob='*_sm90.py' --ignore-glob='*_every_target.py' || exit 1; \
+	done
+
+# torch of another version than the pinned one brings several GB of CUDA packages.
+test-oldest:              ## every test on the oldest versions that pyproject.toml allows
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -e '.[dev]' \
+		torch==2.11.0 triton==3.6.0 numpy==2.2.0 transformers==5.17.0
+	$(OLDEST)/bin/pytest -n 2 --dist worksteal --ignore-glob='*_sm90.py' --ignore-glob='*_every_target.py'
+
+test-newest:              ## every test on the newest versions that pyproject.toml allows
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check -U -e '.[dev]' torch triton numpy transformers
+	$(NEWEST)/bin/pytest -n 2 --dist worksteal --ignore-glob='*_sm90.py' --ignore-glob='*_every_target.py'
+
 clean:
-	rm -rf $(VENV) $(NEWEST) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NEWEST) $(OLDEST) $(TRITONS:%=.venv-triton-%) .pytest_cache .mypy_cache .ruff_cache

@@ -64,6 +64,7 @@ def _origin(results: list[BenchResult]) -> dict[str, list[str]]:
     return {
         "commits": sorted({r.commit for r in results}),
         "gpus": sorted({r.gpu for r in results}),
+        "tritons": sorted({r.triton for r in results}),
     }
 
 
@@ -73,7 +74,8 @@ def _print(
     console = Console()
     for name, path, results in zip("AB", paths, (a, b), strict=True):
         origin = _origin(results)
-        text = f"{path}  {', '.join(origin['gpus'])}, commit {', '.join(origin['commits'])}"
+        text = f"{path}  {', '.join(origin['gpus'])}, Triton {', '.join(origin['tritons'])}, "
+        text += f"commit {', '.join(origin['commits'])}"
         console.print(Text.assemble((f"{name}  ", "bold"), text), soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("case", "µs A", "µs B", "B / A"):

@@ -24,6 +24,7 @@ from dsv4.errors import UnsupportedGpu
 TRITON = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
 # Gluon's names for what the kernels of kernels/hopper need.
 GLUON_REINTERPRET = "reinterpret" if TRITON >= (3, 9) else "_reinterpret"
+GLUON_ASYNC_LOAD = "async_load" if TRITON >= (3, 9) else "async_copy_global_to_shared"
 GLUON_BARRIER = "barrier" if TRITON >= (3, 7) else "thread_barrier"
 
 KIB = 1024

@@ -44,9 +44,10 @@ def test_compare_prints_both_times_and_the_ratio(two_files: tuple[Path, Path]) -
 
 def test_compare_as_json(two_files: tuple[Path, Path]) -> None:
     result = run("--compare", *two_files, "--json")
+    origin = {"gpus": ["NVIDIA H200"], "tritons": ["3.6.0"]}
     assert json.loads(result.stdout) == {
-        "a": {"path": str(two_files[0]), "commits": ["abc1234"], "gpus": ["NVIDIA H200"]},
-        "b": {"path": str(two_files[1]), "commits": ["def5678"], "gpus": ["NVIDIA H200"]},
+        "a": {"path": str(two_files[0]), "commits": ["abc1234"], **origin},
+        "b": {"path": str(two_files[1]), "commits": ["def5678"], **origin},
         "cases": [
             {"case": "first", "a_us": 2.0, "b_us": 3.0, "ratio": 1.5},
             {"case": "second", "a_us": 3.0, "b_us": 1.5, "ratio": 0.5},

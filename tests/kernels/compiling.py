@@ -35,6 +35,8 @@ _POINTERS = {
 _ROOT = Path(__file__).parents[2]
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 _SASS = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)([^;]*);")
+_PRODUCT = re.compile("MMA|mfma|mma")
+_PTX = re.compile(r"^\s+(?:@!?%p\d+\s+)?([a-z][\w.:]*)[ ;]", re.MULTILINE)
 _GCN_LABEL = re.compile(r"^(\.L\w+):")
 _GCN = re.compile(r"^\s+([a-z]\w+)(.*)")
 
@@ -54,6 +56,7 @@ class Compiled:
     spill_bytes: int
     shared_bytes: int
     dynamic_shared_bytes: int
+    tensor_columns: int
     assembly: str  # PTX or AMD's
     sass: str
     opcodes: Counter[str]
@@ -66,6 +69,11 @@ class Compiled:
     @property
     def instructions(self) -> int:
         return sum(self.opcodes.values())
+
+    @property
+    def products(self) -> int:
+        """Matrix instructions."""
+        return sum(n for opcode, n in self.opcodes.items() if _PRODUCT.search(opcode))
 
 
 def compiled(launch: Launch, target: Target) -> Compiled:
@@ -107,12 +115,17 @@ def _of_nvidia(binary: Any) -> Compiled:
         file.write(binary.asm["cubin"])
         file.flush()
         usage = nvidia_tool("cuobjdump", "-res-usage", file.name)
-        sass = nvidia_tool("cuobjdump", "-sass", file.name)
+        try:
+            sass = nvidia_tool("cuobjdump", "-sass", file.name)
+        except subprocess.CalledProcessError:  # Triton's own cannot read what its ptxas made
+            sass = ""
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
     assert found, usage
     registers, _, shared, _ = map(int, found.groups())
     lines = [(int(at, 16), opcode, rest) for at, opcode, rest in _SASS.findall(sass)]
     opcodes = Counter(opcode for _, opcode, _ in lines)
+    if not sass:  # PTX stands in: there is no more to be seen than that it does something
+        opcodes = Counter(_PTX.findall(binary.asm["ptx"]))
     backward = []
     place = {at: nth for nth, (at, _, _) in enumerate(lines)}
     for nth, (at, opcode, rest) in enumerate(lines):
@@ -125,6 +138,7 @@ def _of_nvidia(binary: Any) -> Compiled:
         spill_bytes=4 * (opcodes["STL"] + opcodes["LDL"]),
         shared_bytes=shared,
         dynamic_shared_bytes=binary.metadata.shared,
+        tensor_columns=getattr(binary.metadata, "tmem_size", 0) or 0,
         assembly=binary.asm["ptx"],
         sass=sass,
         opcodes=opcodes,
@@ -157,6 +171,7 @@ def _of_amd(binary: Any) -> Compiled:
         spill_bytes=4 * told("vgpr_spill_count"),
         shared_bytes=told("group_segment_fixed_size"),
         dynamic_shared_bytes=binary.metadata.shared,
+        tensor_columns=0,
         assembly=assembly,
         sass="",
         opcodes=Counter(opcode for opcode, _ in lines),
@@ -182,7 +197,7 @@ def _loops(opcodes: list[str], backward: list[tuple[int, int]]) -> tuple[Loop, .
                 spills=sum(
                     n for o, n in counts.items() if o in ("STL", "LDL") or o.startswith("scratch_")
                 ),
-                products=sum(n for o, n in counts.items() if "MMA" in o or "mfma" in o),
+                products=sum(n for o, n in counts.items() if _PRODUCT.search(o)),
             )
         )
     return tuple(found)

@@ -16,10 +16,11 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where a GPU is present kernels are compiled, and only TRITON_INTERPRET=1 brings these back;
-    tests named *_sm90 compile in a process of their own and always run."""
+    tests named *_sm90 and *_every_target compile in a process of their own and always run."""
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         return
     compiled = pytest.mark.skip(reason="kernels are compiled here: set TRITON_INTERPRET=1")
+    apart = ("_sm90", "_every_target")
     for item in items:
-        if item.path.is_relative_to(HERE) and not item.path.stem.endswith("_sm90"):
+        if item.path.is_relative_to(HERE) and not item.path.stem.endswith(apart):
             item.add_marker(compiled)

@@ -8,39 +8,18 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from typing import Any
 
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.target import TARGETS
 from tests.kernels import compiling
 from tests.kernels.compiling import Compiled, nvidia_tool, run_apart
 
-__all__ = ["compile_launch", "compiled", "inexact_instructions", "ptxas_messages", "run_apart"]
+__all__ = ["compiled", "inexact_instructions", "ptxas_messages", "run_apart"]
 
 _ARITHMETIC = re.compile(
     r"(add|sub|mul|div|sqrt|rcp|rsqrt|fma|mad|ex2|lg2|sin|cos|tanh)\.(.*\.)?f(32|64)(x2)?"
 )
 _EXACT = re.compile(r"(add|sub|mul|div|sqrt)\.rn\.f(32|64)(x2)?")
-
-
-def compile_launch(
-    kernel: Any,
-    arguments: tuple[Any, ...],
-    constants: dict[str, Any],
-    *,
-    num_warps: int,
-    fp_fusion: bool,
-    num_stages: int = 3,
-    maxnreg: int | None = None,
-) -> Compiled:
-    """Compiles the kernel as launching it with these arguments would."""
-    options = {
-        "num_warps": num_warps,
-        "enable_fp_fusion": fp_fusion,
-        "num_stages": num_stages,
-        "maxnreg": maxnreg,
-    }
-    return compiled(Launch(kernel, (1,), arguments, constants, options))
 
 
 def compiled(launch: Launch) -> Compiled:

@@ -65,10 +65,9 @@ def test_matrix_products_run_on_wgmma(case: str, compiled: dict[str, dict[str, A
     assert found["fp8_conversions"] == 0
 
 
-def _launch(case: str) -> Launch:
+def attend_launch(model: str, heads: int, layer: int, listed: int | None, chunk: bool) -> Launch:
     from dsv4.kernels import attend as kernel
 
-    model, heads, layer, listed, chunk = CASES[case]
     schema = CacheSchema.build(ModelSpec.preset(model))
     tokens, width = 4, schema.model.head_dim
 
@@ -114,7 +113,7 @@ def _report() -> dict[str, dict[str, Any]]:
 
     result = {}
     for case in CASES:
-        made = compiled(_launch(case))
+        made = compiled(attend_launch(*CASES[case]))
         result[case] = {
             "registers": made.registers,
             "spill_bytes": made.spill_bytes,

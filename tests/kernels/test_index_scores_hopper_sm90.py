@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.schema import CacheSchema
+from dsv4.kernels.launch import Launch
 from dsv4.model import ModelSpec
 from dsv4.ops.calls import EntrySource, Scoring
 from tests.kernels import sm90
@@ -96,11 +97,17 @@ def scoring(schema: CacheSchema, *, tokens: int, heads: int = 64, rounded: bool 
     )
 
 
-def compile_scores(tokens: int) -> dict[str, Any]:
+def launch(tokens: int = 256) -> Launch:
     from dsv4.kernels.hopper import index_scores as index_scores_hopper
 
     call = scoring(CacheSchema.build(ModelSpec.preset("v4-flash")), tokens=tokens)
-    made = sm90.compiled(index_scores_hopper.index_scores_launch(call, PROCESSORS))
+    return index_scores_hopper.index_scores_launch(call, PROCESSORS)
+
+
+def compile_scores(tokens: int) -> dict[str, Any]:
+    from dsv4.kernels.hopper import index_scores as index_scores_hopper
+
+    made = sm90.compiled(launch(tokens))
     loop = made.sass[made.sass.find("GMMA") : made.sass.rfind("GMMA")]
     return {
         "programs_per_processor": index_scores_hopper.PROGRAMS_PER_PROCESSOR,

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,25 +76,12 @@ def test_top_k_loads_16_bytes_a_thread_and_leaves_room_for_two_programs(
         assert 2 * c["registers"] * c["threads"] <= 65_536, name
 
 
-def main() -> None:
+def launches() -> Iterator[tuple[str, Launch]]:
+    """Every launch of the indexer, by name."""
     from dsv4.cache import records
     from dsv4.cache.pages import Page
     from dsv4.kernels import index_query, index_scores, top_k
     from dsv4.ops.calls import EntrySource, Scoring
-    from tests.kernels import sm90
-
-    found: dict[str, dict[str, Any]] = {}
-
-    def note(name: str, launch: Launch) -> None:
-        c = sm90.compiled(launch)
-        found[name] = {
-            "threads": 32 * launch.options["num_warps"],
-            "registers": c.registers,
-            "spill_bytes": c.spill_bytes,
-            "opcodes": dict(c.opcodes),
-            "loads_of_16_bytes": c.ptx.count("ld.global.v4.b32"),
-            "inexact": sm90.inexact_instructions(c.ptx),
-        }
 
     rows = 64
     tokens = torch.zeros(rows, 4, dtype=torch.int32)
@@ -101,7 +89,7 @@ def main() -> None:
     weights = torch.zeros(rows, HEADS, dtype=torch.bfloat16)
     for name in FORMATS:
         record = records.index_format(name, index_dim=WIDTH)
-        note(
+        yield (
             f"query {name}",
             index_query.index_query_launch(
                 q, tokens=tokens, rope=torch.zeros(16, 64), record=record, out=q
@@ -123,17 +111,33 @@ def main() -> None:
             )  # fmt: skip
             # the most tokens of a launch, whose lengths every program holds
             constants = replace(launch.constants["S"], BANDS=index_scores.MAX_TOKENS // band)
-            note(f"scores {name} band {band}", launch._replace(constants={"S": constants}))
+            yield f"scores {name} band {band}", launch._replace(constants={"S": constants})
     for rows, columns, k in TOP_K_SHAPES:
         work = torch.zeros(16, dtype=torch.int32)
         out = torch.zeros(rows, k, dtype=torch.int32)
         for bf16_scores in (True, False):
-            launches = top_k.top_k_launches(
+            parts = top_k.top_k_launches(
                 torch.zeros(rows, columns), tokens, work, out, 4, bf16_scores
             )
             kind = "bf16" if bf16_scores else "fp32"
-            for nth, launch in enumerate(launches):
-                note(f"top-k {rows} x {columns} {kind} launch {nth}", launch)
+            for nth, launch in enumerate(parts):
+                yield f"top-k {rows} x {columns} {kind} launch {nth}", launch
+
+
+def main() -> None:
+    from tests.kernels import sm90
+
+    found: dict[str, dict[str, Any]] = {}
+    for name, launch in launches():
+        c = sm90.compiled(launch)
+        found[name] = {
+            "threads": 32 * launch.options["num_warps"],
+            "registers": c.registers,
+            "spill_bytes": c.spill_bytes,
+            "opcodes": dict(c.opcodes),
+            "loads_of_16_bytes": c.ptx.count("ld.global.v4.b32"),
+            "inexact": sm90.inexact_instructions(c.ptx),
+        }
     json.dump(found, sys.stdout)
 
 

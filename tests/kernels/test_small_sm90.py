@@ -15,7 +15,7 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.kernels.launch import Launch
 from dsv4.model import ModelSpec
 from dsv4.ops.calls import EntrySource, WindowSource
-from tests.kernels.sm90 import compile_launch, compiled, inexact_instructions, run_apart
+from tests.kernels.sm90 import compiled, inexact_instructions, run_apart
 
 RECORDS: dict[str, RecordFormat] = {
     "entries": fp8_ds(512, 64),
@@ -62,21 +62,27 @@ def gather_launch(name: str, schema: CacheSchema) -> Launch:
     return gather.gather_entries_launch(entries, tokens[:, 0], tokens[:, 1], indices, out, empty(8))
 
 
-def compile_case(name: str) -> dict[str, object]:
+def small_launch(name: str) -> Launch:
     from dsv4.kernels import write_records
     from dsv4.kernels.record_store import record_constants
 
     schema = CacheSchema.build(ModelSpec.preset("v4-flash"))
+    if not name.startswith("write"):
+        return gather_launch(name, schema)
     u8, i64 = torch.zeros(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.int64)
     bf16 = torch.zeros(16, dtype=torch.bfloat16)
-    if name.startswith("write"):
-        record = RECORDS[name.split()[1]]
-        kernel = write_records._write_records_kernel
-        arguments = (u8, i64, i64, bf16, schema.block_bytes, record.width, 0, 18432)
-        constants = {"WIDTH": record.width, "RECORD": record_constants(record)}
-        made = compile_launch(kernel, arguments, constants, num_warps=4, fp_fusion=False)
-    else:
-        made = compiled(gather_launch(name, schema))
+    record = RECORDS[name.split()[1]]
+    return Launch(
+        write_records._write_records_kernel,
+        (1,),
+        (u8, i64, i64, bf16, schema.block_bytes, record.width, 0, 18432),
+        {"WIDTH": record.width, "RECORD": record_constants(record)},
+        {"num_warps": 4, "enable_fp_fusion": False},
+    )
+
+
+def compile_case(name: str) -> dict[str, object]:
+    made = compiled(small_launch(name))
     return {
         "spill_bytes": made.spill_bytes,
         "registers": made.registers,

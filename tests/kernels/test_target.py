@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from dsv4.errors import UnsupportedGpu
 from dsv4.kernels import backend, target
 from dsv4.kernels.backend import TritonBackend
 from dsv4.kernels.codes import e4m3_times_bf16
-from dsv4.kernels.target import TARGETS, compiling_for, named_target, target_of
+from dsv4.kernels.target import TARGETS, attention_tiles, compiling_for, named_target, target_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -97,3 +98,13 @@ def test_interpreted_kernels_are_the_portable_ones():
     made = TritonBackend(CPU)
     assert made._attend is None
     assert made._index_scores is None
+
+
+def test_the_docs_list_every_target():
+    text = (Path(__file__).parents[2] / "docs/gpus.md").read_text()
+    for one in TARGETS.values():
+        shared = one.shared_bytes // 1024
+        e4m3 = "instructions" if one.converts_e4m3 else "integer arithmetic"
+        tiles = attention_tiles(one, 64)
+        row = f"| {one.name} | {one.gpus} | {shared} KB | {one.products} | {e4m3} | "
+        assert f"{row}{tiles.heads} \u00d7 {tiles.keys}" in text

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dsv4.kernels.codes import bf16_power_bits, e4m3_times_bf16
-from dsv4.kernels.hopper.dialect import reinterpret
+from dsv4.kernels.hopper.dialect import async_load, reinterpret
 from dsv4.kernels.rows import load_request, load_token, request_at, staged_row
 
 TILE = gl.constexpr(32)  # keys
@@ -309,7 +309,7 @@ def _send_entry(ring, place, tile, nth, source, A: gl.constexpr):
     """Sends for the indices of a tile."""
     if not A.ALL:
         at, listed = _entry_at(tile, nth, source, A)
-        async_copy.async_copy_global_to_shared(ring.index(place), at, mask=listed)
+        async_load(ring.index(place), at, mask=listed)
 
 
 @gluon.jit
@@ -330,7 +330,7 @@ def _block(entry, tile, source, A: gl.constexpr):
 def _send_block(ring, place, entry, tile, source, A: gl.constexpr):
     """Sends for the ids of the blocks with these entries."""
     at, live = _block_at(entry, tile, source, A)
-    async_copy.async_copy_global_to_shared(ring.index(place), at, mask=live)
+    async_load(ring.index(place), at, mask=live)
 
 
 @gluon.jit
@@ -367,7 +367,7 @@ def _fetch(records, place, tile, nth, entry, block_id, source, A: gl.constexpr):
     _fetch_spans(records.four.index(place), at, live, 0)
     _fetch_spans(records.two.index(place), at, live, 4)
     word = gl.arange(0, SPAN // 4, layout=gl.SliceLayout(0, _CODES))[None, :]
-    async_copy.async_copy_global_to_shared(
+    async_load(
         records.one.index(place),
         gl.multiple_of(at[:, None], [16, 16]) + (6 * (SPAN // 4) + word),
         mask=live[:, None],
@@ -376,14 +376,10 @@ def _fetch(records, place, tile, nth, entry, block_id, source, A: gl.constexpr):
     word = gl.arange(0, SPAN // 2, layout=gl.SliceLayout(0, _PAIRS))[None, :]
     rope_at = gl.multiple_of(gl.convert_layout(at, row, assert_trivial=True)[:, None], [16, 16])
     rope_live = gl.convert_layout(live, row, assert_trivial=True)[:, None]
-    async_copy.async_copy_global_to_shared(
-        records.rope.index(place), rope_at + (7 * (SPAN // 4) + word), mask=rope_live
-    )
+    async_load(records.rope.index(place), rope_at + (7 * (SPAN // 4) + word), mask=rope_live)
     scales_at = (source.arena + scale).to(gl.pointer_type(gl.uint32))
     for half in gl.static_range(2):
-        async_copy.async_copy_global_to_shared(
-            records.scales.index(half * _AHEAD + place), scales_at + half, mask=live
-        )
+        async_load(records.scales.index(half * _AHEAD + place), scales_at + half, mask=live)
     return live
 
 
@@ -399,7 +395,7 @@ def _fetch_spans(raw, at, live, FIRST: gl.constexpr):
     words: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, _SPANS))
     word = gl.arange(0, SPAN // 4, layout=words)[None, None, :]
     source = gl.multiple_of(at, [16, 16, 16]) + (span * (SPAN // 4) + word)
-    async_copy.async_copy_global_to_shared(raw, source, mask=live)
+    async_load(raw, source, mask=live)
 
 
 @gluon.jit

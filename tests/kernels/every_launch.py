@@ -1,0 +1,125 @@
+"""Every launch of every kernel by name, and what a target's assembler makes of it.
+
+    python -m tests.kernels.every_launch sm_100 "attend v4-flash csa 64" "gather all"
+
+prints, as JSON, a row per launch; TRITON_INTERPRET is unset. With --write in front the rows go into
+the table of instruction counts (instructions.json) too: rewrite it when a kernel was changed on
+purpose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dsv4.kernels.launch import Launch
+from dsv4.kernels.target import TARGETS, Target, compiling_for
+from tests.kernels import (
+    compiling,
+    test_append_sm90,
+    test_attend_hopper_sm90,
+    test_attend_sm90,
+    test_index_scores_hopper_sm90,
+    test_indexer_sm90,
+    test_small_sm90,
+)
+
+TABLE = Path(__file__).parent / "instructions.json"
+HEADS = (4, 8, 16, 32, 64, 128)
+MODELS = {"v4-flash": 512, "v4-pro": 1024}
+
+
+def names(target: Target) -> list[str]:
+    return [*_makers(target), *_INDEXER]
+
+
+def rows(target: Target, wanted: list[str]) -> dict[str, dict[str, Any]]:
+    """What comes of these launches on a target."""
+    found = {}
+    for name, launch in _launches(target, wanted):
+        with contextlib.redirect_stdout(sys.stderr):  # ptxas prints there what it refuses
+            made = compiling.compiled(launch, target)
+        found[name] = {
+            "registers": made.registers,
+            "threads": target.wave * launch.options["num_warps"],
+            "shared_bytes": made.dynamic_shared_bytes,
+            "tensor_columns": made.tensor_columns,
+            "spill_bytes": made.spill_bytes,
+            "spills_in_loops": sum(loop.spills for loop in made.loops if loop.products),
+            "instructions": made.instructions,
+            "products": made.products,
+            "loops": [loop.instructions for loop in made.loops if loop.products],
+        }
+    return found
+
+
+_INDEXER = (
+    *(f"query {record}" for record in test_indexer_sm90.FORMATS),
+    *(
+        f"scores {record} band {band}"
+        for record in test_indexer_sm90.FORMATS
+        for band in test_indexer_sm90.BANDS
+    ),
+    *(
+        f"top-k {rows} x {columns} {kind} launch {nth}"
+        for rows, columns, _ in test_indexer_sm90.TOP_K_SHAPES
+        for kind in ("bf16", "fp32")
+        for nth in range(2 if columns > 8192 else 1)
+    ),
+)
+
+
+def _makers(target: Target) -> dict[str, Callable[[], Launch]]:
+    found: dict[str, Callable[[], Launch]] = {}
+    if target.is_hopper:
+        for case in test_attend_hopper_sm90.CASES:
+            found[f"hopper attend {case}"] = partial(test_attend_hopper_sm90.launch, case)
+        found["hopper scores"] = test_index_scores_hopper_sm90.launch
+    for case, shape in test_append_sm90.CASES.items():
+        found[f"append {case}"] = partial(test_append_sm90.launch, *shape)
+    csa, hca = test_attend_sm90.CSA_LAYER, test_attend_sm90.HCA_LAYER
+    for model, listed in MODELS.items():
+        for heads in HEADS:
+            for kind, layer, entries in (("csa", csa, listed), ("hca", hca, None)):
+                for chunk in (False, True):
+                    name = f"attend {model} {kind} {heads}" + (" chunk" if chunk else "")
+                    found[name] = partial(
+                        test_attend_sm90.attend_launch, model, heads, layer, entries, chunk
+                    )
+    for case in test_small_sm90.NAMES:
+        found[case] = partial(test_small_sm90.small_launch, case)
+    return found
+
+
+def _launches(target: Target, wanted: list[str]) -> Iterator[tuple[str, Launch]]:
+    makers = _makers(target)
+    with compiling_for(target):
+        for name in wanted:
+            if name in makers:
+                yield name, makers[name]()
+        if set(wanted) & set(_INDEXER):
+            for name, launch in test_indexer_sm90.launches():
+                if name in wanted:
+                    yield name, launch
+
+
+def main(arguments: list[str]) -> None:
+    write = arguments[0] == "--write"
+    target, *wanted = arguments[write:]
+    found = rows(TARGETS[target], wanted or names(TARGETS[target]))
+    if write:
+        table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+        kept = table.setdefault(target, {})
+        for name, row in found.items():
+            kept[name] = {key: row[key] for key in ("instructions", "loops")}
+        TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

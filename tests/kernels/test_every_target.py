@@ -1,0 +1,82 @@
+"""Every kernel compiles for every GPU that is supported, and could run there.
+
+CI takes what differs between targets: an attention kernel for each way to cut it, and the kernels
+with forms of their own. Nightly (-m nightly) takes every launch on every target.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import triton
+
+from dsv4.kernels.target import TARGETS, Target
+from tests.kernels import every_launch
+from tests.kernels.compiling import run_apart
+
+SMALL = ["write entries", "gather entries", "query mxfp4", "scores mxfp4 band 1"]
+ATTEND = "attend v4-flash csa 64"
+CI = {
+    "sm_80": [*SMALL, ATTEND],
+    "sm_86": SMALL,
+    "sm_89": SMALL,
+    "sm_100": [*SMALL, ATTEND],
+    "sm_103": ["scores mxfp4 band 1"],
+    "sm_120": [*SMALL, ATTEND],
+    "gfx942": SMALL,  # attention takes its compiler minutes on a busy machine: nightly
+    "gfx950": SMALL,
+}
+# What a kernel that does something has at least: one that cannot be lowered is a single trap.
+LEAST_INSTRUCTIONS = 60
+# A processor's, and so what a program may have at most.
+REGISTERS = 65_536
+TENSOR_COLUMNS = 512
+# Of over 1,000 instructions: a register or two, with V4-Pro's heads or with Triton 3.9.
+SPILLS_IN_LOOPS = {"tcgen05": 4}
+# Loops may be this much longer than in the table, which is of another day's compiler flags.
+MOST_GROWTH = 1.02
+
+
+def compiled(target: str, names: list[str]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = run_apart("tests.kernels.every_launch", target, *names)
+    assert sorted(found) == sorted(names)
+    return found
+
+
+def check(target: Target, found: dict[str, dict[str, Any]]) -> None:
+    table = json.loads(every_launch.TABLE.read_text()).get(target.name, {})
+    for name, row in found.items():
+        told = f"{name} on {target.name}: {row}"
+        assert row["instructions"] >= LEAST_INSTRUCTIONS, told
+        assert row["shared_bytes"] <= target.shared_bytes, told
+        assert row["tensor_columns"] <= TENSOR_COLUMNS, told
+        assert row["registers"] <= target.registers, told
+        if target.backend == "cuda":
+            assert row["registers"] * row["threads"] <= REGISTERS, told
+        assert row["spills_in_loops"] <= SPILLS_IN_LOOPS.get(target.products, 0), told
+        if name.startswith(("attend", "scores")):
+            assert row["products"] > 0, f"no matrix instructions: {told}"
+        if name in table and triton.__version__.startswith("3.6"):
+            counted = table[name]["loops"]
+            assert len(row["loops"]) == len(counted), f"{told}; in the table {counted}"
+            for now, before in zip(row["loops"], counted, strict=True):
+                assert now <= MOST_GROWTH * before, f"{told}; in the table {counted}"
+
+
+@pytest.mark.parametrize("name", CI)
+def test_kernels_of_other_gpus_compile_and_fit(name: str):
+    check(TARGETS[name], compiled(name, CI[name]))
+
+
+def test_the_table_has_what_ci_compiles():
+    table = json.loads(every_launch.TABLE.read_text())
+    assert {name: sorted(set(CI[name]) - set(table[name])) for name in CI} == {n: [] for n in CI}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_launch_compiles_and_fits(name: str):
+    check(TARGETS[name], compiled(name, every_launch.names(TARGETS[name])))
