@@ -141,8 +141,9 @@ def test_decode_of_128_heads() -> None:
     assert_right(step, run(step))
 
 
-@pytest.mark.parametrize("heads", [1, 8, 16, 32, 48, 96])
-@pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
+@pytest.mark.parametrize(
+    ("kind", "heads"), [("csa", 8), ("csa", 16), ("csa", 32), ("hca", 16), ("swa", 1), ("hca", 48)]
+)
 def test_heads_of_a_rank(kind: str, heads: int) -> None:
     """Split, whole and staged; rows that are no heads are neither read nor written."""
     for requests, chunk in ((RAGGED[kind], False), ([(700, 1)] * 150, False), ([(21, 90)], True)):

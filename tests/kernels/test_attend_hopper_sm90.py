@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str, int, int | None, int, bool]] = {
     "pro window": ("v4-pro", 128, None, 1024, False),
     "16 heads, csa split and sliced": ("v4-flash", 16, CSA_LAYER, 1, False),
     "8 heads, hca whole": ("v4-flash", 8, HCA_LAYER, 256, False),
-    "96 heads, csa chunk": ("v4-pro", 96, CSA_LAYER, 1024, True),
+    "32 heads, csa chunk": ("v4-pro", 32, CSA_LAYER, 1024, True),
 }
 
 
