@@ -272,10 +272,15 @@ def append_random(handle: LayerCacheHandle, schema: CacheSchema, random: torch.G
 
     weights = LayerWeights(
         rope=rope_table(model, yarn=yarn, tokens=schema.max_context, device=device),
-        compressor=compressor(handle.main),
-        index_compressor=compressor(handle.index),
+        compressor=compressor(handle.compressor),
+        index_compressor=compressor(handle.index_compressor),
     )
-    columns = [layout.columns for layout in (handle.main, handle.index) if layout for _ in "cz"]
+    columns = [
+        layout.columns
+        for layout in (handle.compressor, handle.index_compressor)
+        if layout
+        for _ in "cz"
+    ]
     kv = values(tokens, model.head_dim).to(torch.bfloat16)
     handle.append(kv, *(values(tokens, count) for count in columns), weights=weights)
 
@@ -286,7 +291,9 @@ def compare(handle: LayerCacheHandle, model: ModelSpec, random: torch.Generator)
     q = torch.randn(tokens, model.heads, model.head_dim, generator=random, device=device)
     q, sink = q.to(torch.bfloat16), torch.linspace(-1, 2, model.heads, device=device)
     chosen = None
-    if handle.index is not None:  # any entries will do: every second one, as if select chose them
+    if (
+        handle.index_compressor is not None
+    ):  # any entries will do: every second one, as if select chose them
         chosen = torch.arange(0, 2 * model.index_topk, 2, dtype=torch.int32, device=device)
         chosen = chosen.expand(tokens, -1).contiguous()
     expected, expected_lse = handle.attend(q, sink, chosen)

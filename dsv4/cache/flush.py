@@ -37,20 +37,20 @@ def csa_compress_tail(
     live, bool [work items]: the others are padding. Allocates its results; writes nothing to the
     cache."""
     _require(handle, AttentionType.CSA)
-    assert handle.main is not None
-    assert handle.index is not None
-    entries, keys = _dense(handle, handle.main), _dense(handle, handle.index)
-    handle.compress_tail(handle.main, weights, entries)
-    handle.compress_tail(handle.index, weights, keys)
+    assert handle.compressor is not None
+    assert handle.index_compressor is not None
+    entries, keys = _dense(handle, handle.compressor), _dense(handle, handle.index_compressor)
+    handle.compress_tail(handle.compressor, weights, entries)
+    handle.compress_tail(handle.index_compressor, weights, keys)
     return entries, keys, _live_items(handle)
 
 
 def hca_compress_tail(handle: LayerCacheHandle, weights: LayerWeights) -> tuple[Tensor, Tensor]:
     """Entries [work items, head_dim] and which rows are live, bool [work items]."""
     _require(handle, AttentionType.HCA)
-    assert handle.main is not None
-    entries = _dense(handle, handle.main)
-    handle.compress_tail(handle.main, weights, entries)
+    assert handle.compressor is not None
+    entries = _dense(handle, handle.compressor)
+    handle.compress_tail(handle.compressor, weights, entries)
     return entries, _live_items(handle)
 
 
@@ -59,21 +59,21 @@ def flush_write_csa(
 ) -> None:
     """Quantises entries and keys into their blocks; where `valid_mask` is false, nothing."""
     _require(handle, AttentionType.CSA)
-    assert handle.main is not None
-    assert handle.index is not None
-    for layout, rows in ((handle.main, entries), (handle.index, keys)):
+    assert handle.compressor is not None
+    assert handle.index_compressor is not None
+    for layout, rows in ((handle.compressor, entries), (handle.index_compressor, keys)):
         _check_flush(handle, layout, rows, valid_mask)
-    _flush_write(handle, handle.main, entries, valid_mask)
-    _flush_write(handle, handle.index, keys, valid_mask)
+    _flush_write(handle, handle.compressor, entries, valid_mask)
+    _flush_write(handle, handle.index_compressor, keys, valid_mask)
     handle.note_entries()
 
 
 def flush_write_hca(handle: LayerCacheHandle, entries: Tensor, valid_mask: Tensor) -> None:
     """Quantises entries into their blocks; where `valid_mask` is false, nothing."""
     _require(handle, AttentionType.HCA)
-    assert handle.main is not None
-    _check_flush(handle, handle.main, entries, valid_mask)
-    _flush_write(handle, handle.main, entries, valid_mask)
+    assert handle.compressor is not None
+    _check_flush(handle, handle.compressor, entries, valid_mask)
+    _flush_write(handle, handle.compressor, entries, valid_mask)
     handle.note_entries()
 
 

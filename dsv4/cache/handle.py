@@ -47,7 +47,7 @@ class LayerCacheHandle(Uncopied):
         self.memory, self.backend = memory, backend
         self.layer, self.schema = memory.layer, memory.schema
         self.pool, self.state = memory.pool, memory.state
-        self.main, self.index = memory.main, memory.index
+        self.compressor, self.index_compressor = memory.compressor, memory.index_compressor
         self.block_table = memory.shared.block_table
         self.plan: ForwardPlan | None = None
         self._model, self._max_context = schema.model, schema.max_context
@@ -56,7 +56,7 @@ class LayerCacheHandle(Uncopied):
         self._block_arena = memory.shared.block_arena.bytes
         self._slot_arena = memory.shared.slot_arena.bytes
         self._workspace = workspace
-        self._parts = WINDOW | (TAILS | ENTRIES if self.main is not None else 0)
+        self._parts = WINDOW | (TAILS | ENTRIES if self.compressor is not None else 0)
 
     # ---- views -------------------------------------------------------------------------------
 
@@ -155,8 +155,8 @@ class LayerCacheHandle(Uncopied):
         writes = [
             self._compressor_write(plan, layout, w, name, None, None, write_tails=False)
             for layout, w, name in (
-                (self.main, weights.compressor, ""),
-                (self.index, weights.index_compressor, "index_"),
+                (self.compressor, weights.compressor, ""),
+                (self.index_compressor, weights.index_compressor, "index_"),
             )
             if layout is not None
         ]
@@ -224,8 +224,8 @@ class LayerCacheHandle(Uncopied):
         return [
             self._compressor_write(plan, layout, given, name, values, gates, compress=compress)
             for layout, given, name, values, gates in (
-                (self.main, weights.compressor, "", c, z),
-                (self.index, weights.index_compressor, "index_", index_c, index_z),
+                (self.compressor, weights.compressor, "", c, z),
+                (self.index_compressor, weights.index_compressor, "index_", index_c, index_z),
             )
             if checks.wanted(layout, f"{name}c", values, f"{name}z", gates, self.layer)
         ]

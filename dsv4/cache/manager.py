@@ -20,7 +20,7 @@ from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import Resume
 from dsv4.cache.prefix.snapshots import SnapshotPool
-from dsv4.cache.prefix.trail import Tokens, TokenTrail, token_ids
+from dsv4.cache.prefix.trail import TokenIds, TokenTrail, token_ids
 from dsv4.cache.prepare_forward import ForwardPlan, check_step, fill_new_blocks, make_plan
 from dsv4.cache.requests import LENGTH, LOST, Request, RequestTable
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
@@ -256,14 +256,14 @@ class KVCacheManager(Uncopied):
 
     # ---- requests come and go ----------------------------------------------------------------
 
-    def prompt(self, tokens: Tokens, salt: str | None = None) -> Prompt:
+    def prompt(self, ids: TokenIds, salt: str | None = None) -> Prompt:
         """Reads and hashes a prompt once: to ask about it while it waits, and to admit it. Takes
         no memory of the cache. Raises InvalidInput, ContextOverflow."""
-        ids = token_ids(tokens)
-        step_checks.context(self.schema, len(ids))
+        read = token_ids(ids)
+        step_checks.context(self.schema, len(read))
         if self.prefix is None:
-            return Prompt(len(ids), None, (self.schema.content_fingerprint, ""))
-        return self.prefix.prompt(ids, salt)
+            return Prompt(len(read), None, (self.schema.content_fingerprint, ""))
+        return self.prefix.prompt(read, salt)
 
     def look_up(self, prompt: Prompt) -> Resume:
         """What `admit_request` would find cached of a prompt now, and where it would go on.
@@ -274,11 +274,11 @@ class KVCacheManager(Uncopied):
             return Resume(start=0, reused_tokens=0, end=count, source="nothing")
         return self.prefix.look_up(trail)
 
-    def needed_blocks(self, tokens: int | Tokens | Prompt, salt: str | None = None) -> int:
+    def needed_blocks(self, prompt: int | TokenIds | Prompt, salt: str | None = None) -> int:
         """Blocks that `admit_request` would take beyond what is cached. Changes nothing. Raises
         InvalidInput, ContextOverflow."""
         self.guard.require_free("needed_blocks")
-        count, trail = self._read_prompt(tokens, salt)
+        count, trail = self._read_prompt(prompt, salt)
         cached = 0 if self.prefix is None or trail is None else self.prefix.cached_blocks(trail)
         return self.schema.blocks_for(count) - cached
 
@@ -290,12 +290,12 @@ class KVCacheManager(Uncopied):
         references = self.table.allocator.references
         return sum(references(b) == 1 and b not in pinned for b in request.block_ids)
 
-    def can_admit(self, tokens: int | Tokens | Prompt, salt: str | None = None) -> bool:
+    def can_admit(self, prompt: int | TokenIds | Prompt, salt: str | None = None) -> bool:
         """Whether `admit_request` would succeed now. Changes nothing."""
         self.guard.require_free("can_admit")
         shared: list[int] = []
         try:
-            count, trail = self._read_prompt(tokens, salt)
+            count, trail = self._read_prompt(prompt, salt)
         except (InvalidInput, ContextOverflow):
             return False
         if self.prefix is not None and trail is not None:
@@ -308,10 +308,10 @@ class KVCacheManager(Uncopied):
 
     @changes
     def admit_request(
-        self, tokens: int | Tokens | Prompt = 0, salt: str | None = None, *, reuse: bool = True
+        self, prompt: int | TokenIds | Prompt = 0, salt: str | None = None, *, reuse: bool = True
     ) -> Request:
-        """A slot, and blocks for a prompt of `tokens`, a count, the token ids or a `prompt`: all or
-        nothing.
+        """A slot, and blocks for a prompt, all or nothing. A prompt is its token ids, a `Prompt`
+        made of them, or a count.
 
         With ids and a prefix cache, what is cached of the prompt is reused and `request.resume`
         says what is left to run, at least its last token. Prompts with different `salt` share
@@ -319,7 +319,7 @@ class KVCacheManager(Uncopied):
         Raises OutOfSlots, OutOfBlocks (`never` or wait), ContextOverflow, InvalidInput.
         """
         table, allocator = self.table, self.table.allocator
-        count, found = self._read_prompt(tokens, salt)
+        count, found = self._read_prompt(prompt, salt)
         blocks = self.schema.blocks_for(count)
         if blocks > allocator.total:
             raise OutOfBlocks(
@@ -333,7 +333,7 @@ class KVCacheManager(Uncopied):
             self.guard.arriving.append(request)
             table.enlist(request)
             return request
-        trail = found.copy() if isinstance(tokens, Prompt) else found
+        trail = found.copy() if isinstance(prompt, Prompt) else found
         match = self.prefix.match(trail) if reuse else self.prefix.no_match(trail)
         shared = [node.block_id for node in match.nodes]
         allocator.share(shared)
@@ -454,23 +454,23 @@ class KVCacheManager(Uncopied):
         self.table.restart(request, match.resume)
 
     @changes
-    def tell(self, request: Request, tokens: Tokens) -> None:
+    def tell(self, request: Request, ids: TokenIds) -> None:
         """The ids of tokens that were committed without: from the first that is not known on.
 
         Blocks that become known are cached now. A snapshot is taken if the rings still have the
         state, that is up to 1 + max_draft_tokens tokens later. Raises InvalidInput, RequestError.
         """
         self._require_unplanned(request)
-        ids = token_ids(tokens)
+        read = token_ids(ids)
         if self.prefix is None or request.trail is None:
             return
         known = len(request.trail.ids)
-        if known + len(ids) > request.length:
+        if known + len(read) > request.length:
             raise InvalidInput(
-                f"{len(ids)} ids behind the {known} that are known of request {request.serial}, "
+                f"{len(read)} ids behind the {known} that are known of request {request.serial}, "
                 f"but it has {request.length} tokens: tell those that were committed"
             )
-        self.prefix.tell(request, ids, self.slot_arena.bytes[request.slot])
+        self.prefix.tell(request, read, self.slot_arena.bytes[request.slot])
 
     @changes
     def extend(self, request: Request, tokens: int) -> list[int]:
@@ -603,10 +603,10 @@ class KVCacheManager(Uncopied):
     # ---- cached prefixes ---------------------------------------------------------------------
 
     @changes
-    def pin(self, tokens: Tokens, salt: str | None = None) -> PinnedPrefix:
+    def pin(self, ids: TokenIds, salt: str | None = None) -> PinnedPrefix:
         """Keeps what is cached of these token ids until `unpin`, whatever the pressure."""
         prefix = self._prefix_cache()
-        pinned = prefix.pin(prefix.trail(token_ids(tokens), salt), self.guard.arriving)
+        pinned = prefix.pin(prefix.trail(token_ids(ids), salt), self.guard.arriving)
         return pinned
 
     @changes
@@ -708,20 +708,20 @@ class KVCacheManager(Uncopied):
         plan: ForwardPlan,
         accepted: Sequence[int] | None = None,
         *,
-        tokens: Tokens | None = None,
+        ids: TokenIds | None = None,
     ) -> None:
         """The step happened: lengths move by `accepted` tokens per request (default: all).
 
         Rejected tokens vanish because nothing at or past the length is ever read. At most
-        `schema.max_rollback_tokens` of a request may be rejected. `tokens` are the ids of the
-        step's tokens in the plan's order: with them the prefix cache keeps what requests admitted
+        `schema.max_rollback_tokens` of a request may be rejected. `ids` are those of the step's
+        tokens in the plan's order: with them the prefix cache keeps what requests admitted
         with ids generate; without one they are ignored. Raises PlanError, InvalidInput.
         """
         step_checks.open_plan(plan, self.open_plans)
         kept = step_checks.accepted(self.schema, plan, accepted)
         learned: list[LearnedIds] = []
-        if self.prefix is not None and tokens is not None:
-            learned = self.prefix.read_ids(plan, kept, token_ids(tokens))
+        if self.prefix is not None and ids is not None:
+            learned = self.prefix.read_ids(plan, kept, token_ids(ids))
         if self.prefix is not None and not plan.is_stored:
             self.prefix.note_torn(plan, kept)
         if accepted is None:
@@ -840,26 +840,26 @@ class KVCacheManager(Uncopied):
         step_checks.unplanned(request, self.open_plans)
 
     def _read_prompt(
-        self, tokens: int | Tokens | Prompt, salt: str | None
+        self, prompt: int | TokenIds | Prompt, salt: str | None
     ) -> tuple[int, TokenTrail | None]:
         """How many tokens, and their trail where ids are known and may be cached."""
-        if isinstance(tokens, Prompt):
+        if isinstance(prompt, Prompt):
             if salt is not None:
                 raise InvalidInput("a prompt has its salt already: give it to manager.prompt")
-            if tokens.trail is not None and self.prefix is not None:
-                if tokens.family != self.prefix.family:
+            if prompt.trail is not None and self.prefix is not None:
+                if prompt.family != self.prefix.family:
                     raise InvalidInput("this prompt was made for another schema or model")
-                return tokens.tokens, tokens.trail
-            if (tokens.trail is None) != (self.prefix is None):
+                return prompt.tokens, prompt.trail
+            if (prompt.trail is None) != (self.prefix is None):
                 raise InvalidInput(
                     "this prompt was made by a manager "
-                    + ("without" if tokens.trail is None else "with")
+                    + ("without" if prompt.trail is None else "with")
                     + " a prefix cache: make it with this one"
                 )
-            return step_checks.context(self.schema, tokens.tokens), None
-        if isinstance(tokens, int | np.integer):
-            return step_checks.context(self.schema, tokens), None
-        ids = token_ids(tokens)
+            return step_checks.context(self.schema, prompt.tokens), None
+        if isinstance(prompt, int | np.integer):
+            return step_checks.context(self.schema, prompt), None
+        ids = token_ids(prompt)
         count = step_checks.context(self.schema, len(ids))
         return count, None if self.prefix is None else self.prefix.trail(ids, salt)
 

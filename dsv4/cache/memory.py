@@ -124,16 +124,16 @@ class CacheMemory:
 class LayerMemory:
     """One layer's part of it: planes, views and compressors, and `shared`, which all layers use.
 
-    `main` and `index` are the compressors that the layer has of its own. Made once per layer with
-    `of`; nothing is allocated.
+    `compressor` and `index_compressor` are those that the layer has of its own. Made once per layer
+    with `of`; nothing is allocated.
     """
 
     shared: CacheMemory
     schema: LayerCacheSchema
     pool: PagedKVPool
     state: StateCachePool
-    main: CompressorLayout | None
-    index: CompressorLayout | None
+    compressor: CompressorLayout | None
+    index_compressor: CompressorLayout | None
     window: SWAView
     entries: ClassicalView | None
     index_keys: IndexerView | None
@@ -163,8 +163,8 @@ class LayerMemory:
             schema=schema.layers[layer],
             pool=pool,
             state=state,
-            main=schema.compressor(layer, "main"),
-            index=schema.compressor(layer, "index"),
+            compressor=schema.compressor(layer, "main"),
+            index_compressor=schema.compressor(layer, "index"),
             window=SWAView.of(state, memory.slot_arena.bytes, window, schema.model.window),
             entries=None if entries is None else ClassicalView.of(pool, entries),
             index_keys=None if index_keys is None else IndexerView.of(pool, index_keys),

@@ -123,7 +123,7 @@ def test_a_commit_happens_whether_or_not_its_snapshot_can_be_taken():
         manager, faults = made.stack.manager, Faults(at)
         assert made.plan is not None
         with faults.injected():
-            manager.commit(made.plan, tokens=made.text.ids[382:386])
+            manager.commit(made.plan, ids=made.text.ids[382:386])
         manager.check_invariants()
         assert (made.request.length, manager.open_plan) == (386, None)
         run_to(made.stack, made.request, made.text, 600)

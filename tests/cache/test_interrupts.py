@@ -81,7 +81,7 @@ class Scene:
             start, count = request.length, min(chunk, length - request.length)
             plan = self.manager.prepare_forward([(request, count)])
             plan.mark_appended()
-            self.manager.commit(plan, tokens=text.ids[start : start + count])
+            self.manager.commit(plan, ids=text.ids[start : start + count])
 
     # ---- the calls
 
@@ -128,10 +128,10 @@ class Scene:
         self.manager.prepare_forward([(self.busy, 300), (self.other, 1)])
 
     def commit(self) -> None:
-        self.manager.commit(self.plan, tokens=self.text.ids[382:386])
+        self.manager.commit(self.plan, ids=self.text.ids[382:386])
 
     def reject(self) -> None:
-        self.manager.commit(self.plan, [2], tokens=self.text.ids[382:386])
+        self.manager.commit(self.plan, [2], ids=self.text.ids[382:386])
 
     def commit_a_chunk(self) -> None:
         self.manager.commit(self.plan)

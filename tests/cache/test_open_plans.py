@@ -52,7 +52,7 @@ def test_two_plans_run_layer_by_layer_in_turns(seed: int):
                 for n in halves[nth]
                 for token in texts[n].ids[requests[n].length :][: counts[n]].tolist()
             ]
-            manager.commit(plans[nth], tokens=ids)
+            manager.commit(plans[nth], ids=ids)
         manager.check_invariants()
     for request, text in zip(requests, texts, strict=True):
         assert_cold(stack, request, text.stream)

@@ -152,7 +152,7 @@ def test_without_a_prefix_cache_ids_are_a_count():
     )
     request = manager.admit_request(IDS[:300])
     assert (len(request.block_ids), request.resume.end) == (3, 300)
-    manager.commit(manager.prepare_forward([(request, 300)]), tokens=IDS[:300])
+    manager.commit(manager.prepare_forward([(request, 300)]), ids=IDS[:300])
     manager.release_request(request)
     assert manager.stats().blocks_free == 8
     assert manager.stats().prefix is None
@@ -385,10 +385,10 @@ def test_ids_at_commit_must_fit_the_step_and_the_prompt():
     request = manager.admit_request(IDS[:200])
     plan = manager.prepare_forward([(request, 150)])
     with nothing_changes(manager), pytest.raises(InvalidInput, match=r"3 token ids .* 150 tokens"):
-        manager.commit(plan, tokens=[1, 2, 3])
+        manager.commit(plan, ids=[1, 2, 3])
     with nothing_changes(manager), pytest.raises(InvalidInput, match=r"token 7 .* rewind"):
-        manager.commit(plan, tokens=[*range(7), 9, *range(8, 150)])
-    manager.commit(appended(plan), tokens=IDS[:150])
+        manager.commit(plan, ids=[*range(7), 9, *range(8, 150)])
+    manager.commit(appended(plan), ids=IDS[:150])
     assert request.length == 150
 
 
@@ -411,7 +411,7 @@ def test_a_chunk_that_failed_halfway_is_not_found_again():
     plan.note_append(0)  # the layers behind it raised
     manager.commit(plan)
     plan = manager.prepare_forward([(request, 200)])
-    manager.commit(appended(plan), tokens=IDS[300:500])
+    manager.commit(appended(plan), ids=IDS[300:500])
     manager.release_request(request)
     assert reused(manager, IDS[:500]) == 0
     compute(manager, IDS[:300])

@@ -114,7 +114,7 @@ def test_a_prompt_stays_what_it_was():
     manager.commit(plan)
     plan = manager.prepare_forward([(request, 2)])
     plan.mark_appended()
-    manager.commit(plan, tokens=[7, 8])
+    manager.commit(plan, ids=[7, 8])
     assert (len(prompt), len(prompt.trail.ids)) == (300, 300)  # type: ignore[union-attr]
 
 

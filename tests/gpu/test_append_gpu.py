@@ -130,7 +130,12 @@ class Captured:
         model = stack.schema.model
         for layer in stack.layers:
             handle = stack.manager.acquire(layer)
-            widths = [la.columns for la in (handle.main, handle.index) if la for _ in range(2)]
+            widths = [
+                la.columns
+                for la in (handle.compressor, handle.index_compressor)
+                if la
+                for _ in range(2)
+            ]
             self.inputs[layer] = [
                 torch.zeros(tokens, model.head_dim, dtype=torch.bfloat16, device=DEVICE),
                 *(torch.zeros(tokens, width, device=DEVICE) for width in widths),

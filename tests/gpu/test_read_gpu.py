@@ -100,7 +100,7 @@ class Model:
             handle.append(*self.inputs[layer], weights=self.weights[layer])
             out, lse, chosen = self.out[layer]
             selection = None
-            if handle.index is not None:
+            if handle.index_compressor is not None:
                 q, index_weights = self.index[layer]
                 selection = handle.select(
                     q, index_weights, chosen, rope=self.weights[layer].rope, prepared=True
@@ -190,7 +190,7 @@ def check_against_reference(
         handle = model.manager.acquire(layer, plan)
         out, lse, chosen = results[layer]
         selection = None
-        if handle.index is not None:
+        if handle.index_compressor is not None:
             q, index_weights = model.index[layer]
             selection = torch.full_like(chosen, 77)
             reference_select.select(

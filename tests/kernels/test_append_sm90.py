@@ -78,7 +78,7 @@ def launch(
     kv = torch.empty(tokens, schema.model.head_dim, dtype=torch.bfloat16)
     projections = [
         torch.empty(tokens, layout.columns)
-        for layout in (handle.main, handle.index)
+        for layout in (handle.compressor, handle.index_compressor)
         if layout is not None
         for _ in range(2)
     ]

@@ -179,9 +179,7 @@ def test_what_was_generated_is_reused_too(state: HcaState):
     while request.length < 260:  # two of four drafts are accepted
         at = request.length
         draft = text.then(wrong, at + 2)
-        stack.step(
-            [(request, draft.stream, 4)], accepted=[2], tokens=draft.ids[at : at + 4].tolist()
-        )
+        stack.step([(request, draft.stream, 4)], accepted=[2], ids=draft.ids[at : at + 4].tolist())
     stack.manager.release_request(request)
     assert check_hit(stack, text, 300, chunk=200).start == 256
 

@@ -394,7 +394,7 @@ class World:
             for token in self.lives[request].ids[request.length : request.length + n]
         ]
         tell = self.rng.random() < 0.95
-        self.manager.commit(plan, accepted, tokens=ids if tell else None)
+        self.manager.commit(plan, accepted, ids=ids if tell else None)
         for request, n, kept in zip(batch, counts, accepted, strict=True):
             life = self.lives[request]
             known = len(request.trail.ids) if request.trail is not None else 0

@@ -105,5 +105,5 @@ class AttendingModel:
             for head in heads[1:]:
                 read = read + head
             x = 0.5 * x + torch.tanh(layer["out"](read))
-        manager.commit(plan, tokens=ids)
+        manager.commit(plan, ids=ids)
         return x

@@ -72,7 +72,7 @@ def run_to(
         start, count = request.length, min(chunk, length - request.length)
         if isinstance(text, Text):
             ids = text.ids[start : start + count].tolist()
-            stack.step([(request, text.stream, count)], tokens=ids)
+            stack.step([(request, text.stream, count)], ids=ids)
         else:
             stack.step([(request, text, count)])
 

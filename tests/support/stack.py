@@ -147,12 +147,12 @@ class Stack:
         self,
         work: Sequence[tuple[Request, Stream, int]],
         accepted: Sequence[int] | None = None,
-        tokens: Sequence[int] | None = None,
+        ids: Sequence[int] | None = None,
         **padding: int,
     ) -> None:
         plan = self.manager.prepare_forward([(r, n) for r, _, n in work], **padding)
         self.write(plan, [s for _, s, _ in work])
-        self.manager.commit(plan, accepted, tokens=tokens)
+        self.manager.commit(plan, accepted, ids=ids)
 
 
 def layers_to_run(schema: CacheSchema) -> tuple[int, ...]:

@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Ids = NDArray[np.int32]
-Tokens: TypeAlias = "Sequence[int] | NDArray[np.integer[Any]] | Tensor"
+TokenIds: TypeAlias = "Sequence[int] | NDArray[np.integer[Any]] | Tensor"
 DIGEST_BYTES = 32
 
 
-def token_ids(tokens: Tokens) -> Ids:
+def token_ids(given: TokenIds) -> Ids:
     """Token ids as int32, in memory of their own. Raises InvalidInput for anything else."""
     try:
-        given: Any = tokens
-        is_tensor = hasattr(given, "detach")  # asked without loading torch
-        ids = np.asarray(given.detach().cpu() if is_tensor else given)
+        ids: Any = given
+        is_tensor = hasattr(ids, "detach")  # asked without loading torch
+        ids = np.asarray(ids.detach().cpu() if is_tensor else ids)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise InvalidInput(f"tokens are not a list of ids: {error}") from error
+        raise InvalidInput(f"token ids are not a list of numbers: {error}") from error
     if isinstance(given, list | tuple) and bool in set(map(type, given)):
-        raise InvalidInput("tokens hold True or False: give the token ids as whole numbers")
+        raise InvalidInput("token ids hold True or False: give them as whole numbers")
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise InvalidInput(
-            f"tokens are {ids.dtype} of shape {list(ids.shape)}: give a count, or the token ids as "
-            f"one row of whole numbers"
+            f"token ids are {ids.dtype} of shape {list(ids.shape)}: give one row of whole numbers; "
+            f"a prompt may also be a count"
         )
     # as unsigned numbers negative ids are too large ones: one look at each id finds both
     if ids.size and int(ids.view(f"u{ids.itemsize}").max()) > np.iinfo(np.int32).max:

@@ -38,10 +38,10 @@ class PagedLayer(CacheLayerMixin):
         self.window_page = handle.read_swa_view().page
         self.window = handle.schema.window
         self.compressors: dict[str, _Compressor] = {}
-        if handle.main is not None:
+        if handle.compressor is not None:
             page = handle.read_classical_view().page
             self.compressors["compressor"] = _Compressor(rows, handle, "compressor", page)
-        if handle.index is not None:
+        if handle.index_compressor is not None:
             page = handle.read_indexer_view().page
             self.compressors["indexer"] = _Compressor(rows, handle, "indexer", page)
 
