@@ -5,13 +5,16 @@ Two figures are kept apart throughout, because folding one into the other makes 
     bytes_per_token     what one more token of context costs (blocks)
     bytes_per_request   what a live request costs at any length (its slot, its row of block ids)
 
-A sizing is exact: its `budget` counts the arenas and the block table that
-`KVCacheManager.from_budget(schema, sizing.budget)` allocates, to the byte. The manager's
-step buffers grow with its max_step_tokens, not with requests or context, and are not in it.
+A sizing is exact. Without `other_bytes` it is about the cache alone: arenas and block table. With
+them, `budget` counts all that `KVCacheManager.from_budget(schema, sizing.budget)` allocates, to the
+byte: step buffers, workspace and snapshots too, which depend on the manager's options, its backend
+and its GPU. `KVCacheManager.other_bytes` knows them.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -20,6 +23,9 @@ from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.errors import InvalidInput, PoolTooSmall, require_count
 
 Question = Literal["bytes", "memory", "requests", "context", "fits"]
+# bytes that a manager of so many requests allocates besides blocks, slots and block table; never
+# fewer for more requests
+OtherBytes = Callable[[int], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +35,11 @@ class Sizing:
     `question` names what was asked for: nothing ("bytes"), the "memory", the "requests" or the
     "context" that the other two allow, or whether all three "fits" together. `memory_bytes` is what
     was given; `context_tokens` and `requests` are given or found. `request_bytes` is one request of
-    that context and `needed_bytes` all of them. `budget` says what to allocate: all memory given
+    that context and `needed_bytes` all of them, with `other_bytes`, which is what the manager needs
+    besides, 0 where that was not asked for. `budget` says what to allocate: all memory given
     that makes whole blocks, so it can hold more blocks than the requests need. It is None when
     nothing was asked, and when the answer is that it does not fit. `snapshot_bytes` is one snapshot
-    of the prefix cache; how many there are is the manager's option, and not in the budget.
+    of the prefix cache; how many there are is the manager's option, and part of `other_bytes`.
     """
 
     model: str
@@ -55,6 +62,7 @@ class Sizing:
     context_tokens: int | None = None
     requests: int | None = None
     request_bytes: int | None = None
+    other_bytes: int = 0
     needed_bytes: int | None = None
     fits: bool | None = None
     budget: BlockBudget | None = None
@@ -73,6 +81,7 @@ def plan(
     memory_bytes: int | None = None,
     context_tokens: int | None = None,
     requests: int | None = None,
+    other_bytes: OtherBytes | None = None,
 ) -> Sizing:
     """Answers what is missing from memory, context and requests.
 
@@ -83,9 +92,11 @@ def plan(
         memory, context, requests   whether they fit, and what they need
 
     Where it is not the question, a context left out is the schema's max_context and a number of
-    requests left out is 1. Allocates nothing. Raises PoolTooSmall, with the minimum, when the
-    memory cannot hold even one request of the context (or, with the context in question, one block
-    for each request), and InvalidInput for counts below 1 and contexts past max_context.
+    requests left out is 1. `other_bytes` says what a manager of so many requests needs besides;
+    left out, the answer is about the cache alone. Allocates nothing. Raises PoolTooSmall, with the
+    minimum, when the memory cannot hold even one request of the context (or, with the context in
+    question, one block for each request), and InvalidInput for counts below 1 and contexts past
+    max_context.
     """
     for name, value in (
         ("memory_bytes", memory_bytes),
@@ -95,32 +106,48 @@ def plan(
         if value is not None:
             require_count(name, value)
     _require_context(schema, context_tokens)
+    besides = other_bytes or _nothing
     if memory_bytes is None and context_tokens is None and requests is None:
         return _sizing(schema, question="bytes")
     if memory_bytes is None:
-        return _find_memory(schema, context_tokens or schema.max_context, requests or 1)
+        return _find_memory(schema, context_tokens or schema.max_context, requests or 1, besides)
     if requests is None:
-        return _find_requests(schema, memory_bytes, context_tokens or schema.max_context)
+        return _find_requests(schema, memory_bytes, context_tokens or schema.max_context, besides)
     if context_tokens is None:
-        return _find_context(schema, memory_bytes, requests)
-    return _check_fit(schema, memory_bytes, context_tokens, requests)
+        return _find_context(schema, memory_bytes, requests, besides)
+    return _check_fit(schema, memory_bytes, context_tokens, requests, besides)
 
 
-def _find_memory(schema: CacheSchema, context_tokens: int, requests: int) -> Sizing:
-    needed_bytes = requests * schema.request_bytes(context_tokens)
+def _nothing(requests: int) -> int:
+    return 0
+
+
+def _find_memory(
+    schema: CacheSchema, context_tokens: int, requests: int, besides: OtherBytes
+) -> Sizing:
+    other_bytes = besides(requests)
+    needed_bytes = requests * schema.request_bytes(context_tokens) + other_bytes
     return _sizing(
         schema,
         question="memory",
         context_tokens=context_tokens,
         requests=requests,
         budget=compute_block_budget(
-            schema, memory_bytes=needed_bytes, max_requests=requests, context=context_tokens
+            schema,
+            memory_bytes=needed_bytes,
+            max_requests=requests,
+            context=context_tokens,
+            other_bytes=other_bytes,
         ),
     )
 
 
-def _find_requests(schema: CacheSchema, memory_bytes: int, context_tokens: int) -> Sizing:
-    requests = memory_bytes // schema.request_bytes(context_tokens)
+def _find_requests(
+    schema: CacheSchema, memory_bytes: int, context_tokens: int, besides: OtherBytes
+) -> Sizing:
+    each = schema.request_bytes(context_tokens)
+    counts = range(1, memory_bytes // each + 1)
+    requests = bisect_right(counts, memory_bytes, key=lambda count: count * each + besides(count))
     return _sizing(
         schema,
         question="requests",
@@ -133,21 +160,30 @@ def _find_requests(schema: CacheSchema, memory_bytes: int, context_tokens: int) 
             memory_bytes=memory_bytes,
             max_requests=max(requests, 1),
             context=context_tokens,
+            other_bytes=besides(max(requests, 1)),
         ),
     )
 
 
-def _find_context(schema: CacheSchema, memory_bytes: int, requests: int) -> Sizing:
-    minimum_bytes = requests * schema.request_bytes(1)
+def _find_context(
+    schema: CacheSchema, memory_bytes: int, requests: int, besides: OtherBytes
+) -> Sizing:
+    other_bytes = besides(requests)
+    minimum_bytes = requests * schema.request_bytes(1) + other_bytes
     if memory_bytes < minimum_bytes:
         raise PoolTooSmall(
             f"{memory_bytes:,} bytes cannot give each of {requests:,} requests its "
-            f"{schema.bytes_per_request:,} bytes and a first block of {schema.block_bytes:,}: give "
-            f"at least {minimum_bytes:,} bytes, or ask for fewer requests",
+            f"{schema.bytes_per_request:,} bytes and a first block of {schema.block_bytes:,}"
+            + (f" beside {other_bytes:,} bytes for the manager" if other_bytes else "")
+            + f": give at least {minimum_bytes:,} bytes, or ask for fewer requests",
             minimum_bytes=minimum_bytes,
         )
     budget = compute_block_budget(
-        schema, memory_bytes=memory_bytes, max_requests=requests, context=1
+        schema,
+        memory_bytes=memory_bytes,
+        max_requests=requests,
+        context=1,
+        other_bytes=other_bytes,
     )
     context_tokens = schema.max_context
     if schema.block_bytes:  # a model of windows only needs no blocks, whatever the context
@@ -164,24 +200,33 @@ def _find_context(schema: CacheSchema, memory_bytes: int, requests: int) -> Sizi
 
 
 def _check_fit(
-    schema: CacheSchema, memory_bytes: int, context_tokens: int, requests: int
+    schema: CacheSchema,
+    memory_bytes: int,
+    context_tokens: int,
+    requests: int,
+    besides: OtherBytes,
 ) -> Sizing:
-    compute_block_budget(  # raises when even one request is too many
-        schema, memory_bytes=memory_bytes, max_requests=1, context=context_tokens
-    )
-    fits = requests * schema.request_bytes(context_tokens) <= memory_bytes
+    def budget(count: int) -> BlockBudget:
+        return compute_block_budget(
+            schema,
+            memory_bytes=memory_bytes,
+            max_requests=count,
+            context=context_tokens,
+            other_bytes=besides(count),
+        )
+
+    budget(1)  # raises when even one request is too many
+    other_bytes = besides(requests)
+    fits = requests * schema.request_bytes(context_tokens) + other_bytes <= memory_bytes
     return _sizing(
         schema,
         question="fits",
         memory_bytes=memory_bytes,
         context_tokens=context_tokens,
         requests=requests,
+        other_bytes=other_bytes,
         fits=fits,
-        budget=compute_block_budget(
-            schema, memory_bytes=memory_bytes, max_requests=requests, context=context_tokens
-        )
-        if fits
-        else None,
+        budget=budget(requests) if fits else None,
     )
 
 
@@ -192,13 +237,16 @@ def _sizing(
     memory_bytes: int | None = None,
     context_tokens: int | None = None,
     requests: int | None = None,
+    other_bytes: int = 0,
     fits: bool | None = None,
     budget: BlockBudget | None = None,
 ) -> Sizing:
+    if budget is not None:
+        other_bytes = budget.other_bytes
     request_bytes = None if context_tokens is None else schema.request_bytes(context_tokens)
     needed_bytes = None
     if request_bytes is not None and requests is not None:
-        needed_bytes = requests * request_bytes
+        needed_bytes = requests * request_bytes + other_bytes
     return Sizing(
         model=schema.model.name,
         fingerprint=schema.fingerprint,
@@ -223,6 +271,7 @@ def _sizing(
         context_tokens=context_tokens,
         requests=requests,
         request_bytes=request_bytes,
+        other_bytes=other_bytes,
         needed_bytes=needed_bytes,
         fits=fits,
         budget=budget,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -130,15 +131,48 @@ def test_a_part_of_a_block_is_a_block() -> None:
 
 def test_a_manager_allocates_what_was_planned() -> None:
     from dsv4.cache.manager import KVCacheManager
+    from dsv4.cache.prefix.options import PrefixOptions
+    from tests.support.owned import owned_bytes
 
-    found = plan(TINY, memory_bytes=4_000_000, context_tokens=1000)
-    assert found.budget is not None
-    manager = KVCacheManager.from_budget(TINY, found.budget, max_step_tokens=16)
-    allocated = manager.memory_bytes()
-    planned = found.budget
-    assert allocated.block_arena == planned.block_arena_bytes
-    assert allocated.slot_arena == planned.slot_arena_bytes
-    assert allocated.block_table == planned.block_table_bytes
+    options: dict[str, Any] = {"max_step_tokens": 16, "prefix": PrefixOptions(snapshots=3)}
+
+    def other_bytes(requests: int) -> int:
+        return KVCacheManager.other_bytes(TINY, max_requests=requests, **options)
+
+    questions: tuple[dict[str, int], ...] = (
+        {"memory_bytes": 8_000_000, "context_tokens": 1000},
+        {"memory_bytes": 8_000_000, "requests": 3},
+        {"context_tokens": 1000, "requests": 3},
+        {"memory_bytes": 8_000_000, "context_tokens": 500, "requests": 3},
+    )
+    for question in questions:
+        found = plan(TINY, other_bytes=other_bytes, **question)
+        assert found.budget is not None
+        assert found.requests is not None
+        assert found.request_bytes is not None
+        needed = found.requests * found.request_bytes + other_bytes(found.requests)
+        assert (found.other_bytes, found.needed_bytes) == (other_bytes(found.requests), needed)
+        manager = KVCacheManager.from_budget(TINY, found.budget, **options)
+        total = manager.memory_bytes().total
+        assert owned_bytes(manager) == total == found.budget.total_bytes
+        assert needed <= total <= question.get("memory_bytes", needed)
+        if found.question == "requests":  # one more would not fit
+            more = found.requests + 1
+            assert plan(TINY, **question, requests=more, other_bytes=other_bytes).fits is False
+
+
+def test_what_a_manager_needs_besides_counts_in_every_refusal() -> None:
+    def other_bytes(requests: int) -> int:
+        return 1_000_000 + requests
+
+    alone = TINY.request_bytes(1000)
+    for question in ({"context_tokens": 1000}, {"context_tokens": 1000, "requests": 1}):
+        with pytest.raises(PoolTooSmall) as caught:
+            plan(TINY, memory_bytes=alone + 1_000_000, other_bytes=other_bytes, **question)
+        assert caught.value.minimum_bytes == alone + 1_000_001
+    with pytest.raises(PoolTooSmall, match="beside 1,000,002 bytes for the manager") as caught:
+        plan(TINY, memory_bytes=1_000_000, requests=2, other_bytes=other_bytes)
+    assert caught.value.minimum_bytes == 2 * TINY.request_bytes(1) + 1_000_002
 
 
 # ---- too small ------------------------------------------------------------------------------

@@ -115,25 +115,25 @@ class KVCacheManager(Uncopied):
         prefix: PrefixOptions | None = None,
         max_open_plans: int = 1,
     ) -> KVCacheManager:
-        """A manager with exactly the blocks and slots that `compute_block_budget` found. If the
-        budget counts what is needed besides, all that is allocated is `budget.total_bytes`, or
-        InvalidInput. `from_memory` finds a budget for all of it."""
+        """A manager that allocates `budget.total_bytes`, to the byte: a budget that does not count
+        what these options need besides is refused. `from_memory` finds one that does; who counts
+        otherwise builds a manager of `budget.num_blocks`. Raises InvalidInput."""
         require_type("budget", budget, BlockBudget)
-        if budget.other_bytes:
-            other_bytes = cls.other_bytes(
-                schema,
-                max_requests=budget.max_requests,
-                max_step_tokens=max_step_tokens,
-                device=device,
-                backend=backend,
-                prefix=prefix,
-                max_open_plans=max_open_plans,
+        other_bytes = cls.other_bytes(
+            schema,
+            max_requests=budget.max_requests,
+            max_step_tokens=max_step_tokens,
+            device=device,
+            backend=backend,
+            prefix=prefix,
+            max_open_plans=max_open_plans,
+        )
+        if other_bytes != budget.other_bytes:
+            raise InvalidInput(
+                f"the budget leaves {budget.other_bytes:,} bytes for what is no cache, with "
+                f"these options it is {other_bytes:,}: compute it for the same ones, with "
+                f"other_bytes=KVCacheManager.other_bytes(schema, …), or use from_memory"
             )
-            if other_bytes != budget.other_bytes:
-                raise InvalidInput(
-                    f"the budget leaves {budget.other_bytes:,} bytes for what is no cache, with "
-                    f"these options it is {other_bytes:,}: compute it for the same ones"
-                )
         return cls(
             schema,
             num_blocks=budget.num_blocks,

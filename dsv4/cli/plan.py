@@ -16,7 +16,7 @@ from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
 from dsv4.cache.schema import BlockBudget, CacheSchema
 from dsv4.cli.errors import reported_errors
 from dsv4.model import PRESETS, ModelSpec
-from dsv4.planner import Sizing, plan
+from dsv4.planner import OtherBytes, Sizing, plan
 from dsv4.plots.plan import plot_plan, requests_to_draw
 from dsv4.units import format_bytes, format_tokens, parse_bytes, parse_tokens
 
@@ -30,7 +30,10 @@ def plan_command(
         ),
     ],
     memory: Annotated[
-        str | None, typer.Option(help="Memory for the cache alone: 80GiB, 80GB, bytes.")
+        str | None,
+        typer.Option(
+            help="Memory: 80GiB, 80GB, bytes; for the cache alone, or with --step-tokens for all."
+        ),
     ] = None,
     context: Annotated[
         str | None, typer.Option(help="Tokens of each request: 1M, 128k, 1_000_000.")
@@ -47,6 +50,20 @@ def plan_command(
         str, typer.Option(help="Unfinished groups of HCA layers: raw or online.")
     ] = "raw",
     block_tokens: Annotated[int, typer.Option(help="Tokens of a block.")] = 128,
+    step_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens that one step may have. Counts all that a manager allocates: workspace, "
+            "step buffers and snapshots too. Loads torch."
+        ),
+    ] = None,
+    snapshots: Annotated[
+        int, typer.Option(help="Snapshots of the prefix cache; with --step-tokens.")
+    ] = 0,
+    open_plans: Annotated[int, typer.Option(help="Plans open at once; with --step-tokens.")] = 1,
+    device: Annotated[
+        str, typer.Option(help="Where the manager will be: workspaces depend on the GPU.")
+    ] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw memory against context into this file.")
@@ -58,7 +75,8 @@ def plan_command(
     """Say what a cache costs per token and per request, and what fits.
 
     Give two of --memory, --context and --requests and the third is the answer; give all three and
-    the answer is whether they fit. A context left out is the longest of the model.
+    the answer is whether they fit. A context left out is the longest of the model. The answer is
+    about the cache alone, or with --step-tokens about all that a manager allocates.
     """
     with reported_errors(as_json=as_json):
         schema = CacheSchema.build(
@@ -74,6 +92,9 @@ def plan_command(
             memory_bytes=None if memory is None else parse_bytes(memory),
             context_tokens=None if context is None else parse_tokens(context),
             requests=requests,
+            other_bytes=None
+            if step_tokens is None
+            else _other_bytes(schema, step_tokens, snapshots, open_plans, device),
         )
         if plot is not None:
             curves = requests_to_draw(found.requests)
@@ -92,6 +113,28 @@ def _model(name: str) -> ModelSpec:
     if name not in PRESETS and looks_like_a_file:
         return ModelSpec.from_config(path)
     return ModelSpec.preset(name)
+
+
+def _other_bytes(
+    schema: CacheSchema, step_tokens: int, snapshots: int, open_plans: int, device: str
+) -> OtherBytes:
+    """What a manager of these options needs besides. Loads torch."""
+    from dsv4.cache.manager import KVCacheManager
+    from dsv4.cache.prefix.options import PrefixOptions
+
+    prefix = PrefixOptions(snapshots=snapshots) if snapshots else None
+
+    def other_bytes(requests: int) -> int:
+        return KVCacheManager.other_bytes(
+            schema,
+            max_requests=requests,
+            max_step_tokens=step_tokens,
+            device=device,
+            prefix=prefix,
+            max_open_plans=open_plans,
+        )
+
+    return other_bytes
 
 
 def _json(found: Sizing, maps: dict[str, str], plot: Path | None) -> dict[str, Any]:
@@ -170,6 +213,8 @@ def _budget_table(budget: BlockBudget) -> Table:
     table.add_row(f"{budget.num_blocks:,} blocks", *_bytes(budget.block_arena_bytes))
     table.add_row(f"{budget.max_requests:,} slots", *_bytes(budget.slot_arena_bytes))
     table.add_row("block table", *_bytes(budget.block_table_bytes))
+    if budget.other_bytes:
+        table.add_row("step buffers, workspace, snapshots", *_bytes(budget.other_bytes))
     table.add_section()
     table.add_row("total", *_bytes(budget.total_bytes))
     if budget.unused_bytes:

@@ -28,6 +28,7 @@ from dsv4.errors import (
 )
 from dsv4.model import PRESETS, ModelSpec, v4_layers
 from tests.oracles.bookkeeping import nothing_changes, snapshot
+from tests.support.owned import owned_bytes
 
 TINY = ModelSpec.preset("tiny")
 NOT_COUNTS = [-1, -(10**30), 1.5, float("nan"), float("inf"), float("-inf"), True, "3", None]
@@ -191,12 +192,16 @@ def test_planned_bytes_equal_allocated_bytes(preset: str, entry_format: str):
                 max_draft_tokens=max_draft_tokens,
             )
             for max_requests in (1, 2):
+                sizes = {
+                    "max_requests": max_requests,
+                    "other_bytes": KVCacheManager.other_bytes(
+                        schema, max_requests=max_requests, max_step_tokens=16
+                    ),
+                }
                 with pytest.raises(PoolTooSmall) as caught:
-                    compute_block_budget(schema, memory_bytes=0, max_requests=max_requests)
+                    compute_block_budget(schema, memory_bytes=0, **sizes)
                 memory = caught.value.minimum_bytes + schema.block_bytes + 17
-                budget = compute_block_budget(
-                    schema, memory_bytes=memory, max_requests=max_requests
-                )
+                budget = compute_block_budget(schema, memory_bytes=memory, **sizes)
                 assert budget.num_blocks == 5
                 assert budget.unused_bytes == 17
                 assert budget.total_bytes + budget.unused_bytes == memory
@@ -208,27 +213,23 @@ def test_planned_bytes_equal_allocated_bytes(preset: str, entry_format: str):
                     budget.block_table_bytes,
                 )
                 # and that is what torch has really allocated
-                tensors = (
-                    manager.block_arena.bytes,
-                    manager.slot_arena.bytes,
-                    manager.block_table,
-                )
-                assert sum(t.untyped_storage().nbytes() for t in tensors) == budget.total_bytes
-                assert used.total == budget.total_bytes + used.step_buffers + used.workspace
+                assert owned_bytes(manager) == used.total == budget.total_bytes
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_minimum_works_when_given_and_one_byte_less_does_not(preset: str):
     schema = CacheSchema.build(ModelSpec.preset(preset), max_context=512)
+    other_bytes = KVCacheManager.other_bytes(schema, max_requests=2, max_step_tokens=16)
+    sizes = {"max_requests": 2, "other_bytes": other_bytes}
     with pytest.raises(PoolTooSmall) as caught:
-        compute_block_budget(schema, memory_bytes=1000, max_requests=2)
+        compute_block_budget(schema, memory_bytes=1000, **sizes)
     minimum = caught.value.minimum_bytes
     assert f"{minimum:,}" in str(caught.value)
     assert "512 tokens needs 4 blocks" in str(caught.value)
     with pytest.raises(PoolTooSmall) as caught:
-        compute_block_budget(schema, memory_bytes=minimum - 1, max_requests=2)
+        compute_block_budget(schema, memory_bytes=minimum - 1, **sizes)
     assert caught.value.minimum_bytes == minimum
-    budget = compute_block_budget(schema, memory_bytes=minimum, max_requests=2)
+    budget = compute_block_budget(schema, memory_bytes=minimum, **sizes)
     assert (budget.num_blocks, budget.unused_bytes) == (4, 0)
     manager = KVCacheManager.from_budget(schema, budget, max_step_tokens=16)
     assert len(manager.admit_request(512).block_ids) == 4
@@ -249,8 +250,10 @@ def test_a_window_only_model_needs_no_blocks():
     """Planned bytes must work when given, also where no layer keeps entries."""
     model = replace(TINY, name="window-only", layers=v4_layers([0, 0], backbone=2))
     schema = CacheSchema.build(model, max_context=512)
-    budget = compute_block_budget(schema, memory_bytes=2**20, max_requests=1)
-    manager = KVCacheManager.from_budget(schema, budget, max_step_tokens=16)
+    manager = KVCacheManager.from_memory(
+        schema, memory_bytes=2**20, max_requests=1, max_step_tokens=16
+    )
+    assert manager.table.allocator.total == 0
     request = manager.admit_request(512)
     manager.commit(manager.prepare_forward([(request, 5)]))
     manager.check_invariants()

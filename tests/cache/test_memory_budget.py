@@ -11,6 +11,7 @@ from dsv4.cache.prefix.options import PrefixOptions, full, zero
 from dsv4.cache.schema import CacheSchema, compute_block_budget
 from dsv4.errors import InvalidInput, PoolTooSmall
 from dsv4.model import ModelSpec
+from tests.support.owned import owned_bytes
 
 SCHEMA = CacheSchema.build(ModelSpec.preset("tiny"), max_context=4096, max_draft_tokens=2)
 MIB = 1 << 20
@@ -21,6 +22,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"prefix": PrefixOptions(policy=full(), snapshots=5, where="host"), "max_step_tokens": 100},
     {"prefix": PrefixOptions(policy=zero())},
     {"prefix": PrefixOptions(snapshots=0)},
+    {"prefix": PrefixOptions(snapshots=2), "max_open_plans": 3, "max_step_tokens": 50},
 )
 
 
@@ -30,6 +32,7 @@ def test_no_more_is_allocated_than_asked(options: dict[str, Any], requests: int)
     asked = 200 * MIB
     made = KVCacheManager.from_memory(SCHEMA, memory_bytes=asked, max_requests=requests, **options)
     total = made.memory_bytes().total
+    assert owned_bytes(made) == total  # all tensors that the manager has
     assert asked - SCHEMA.block_bytes < total <= asked
     other = KVCacheManager.other_bytes(SCHEMA, max_requests=requests, **options)
     budget = compute_block_budget(
@@ -38,11 +41,28 @@ def test_no_more_is_allocated_than_asked(options: dict[str, Any], requests: int)
     assert (budget.total_bytes, budget.num_blocks) == (total, made.table.allocator.total)
 
 
+def test_a_step_leaves_nothing_allocated():
+    made = KVCacheManager.from_memory(
+        SCHEMA, memory_bytes=20 * MIB, max_requests=3, max_step_tokens=400, prefix=PrefixOptions()
+    )
+    before = owned_bytes(made)
+    request = made.admit_request(list(range(300)))
+    plan = made.prepare_forward([(request, 300)])
+    plan.mark_appended()
+    made.commit(plan, ids=list(range(300)))
+    made.fork(request, 1)
+    made.rewind(request, 100)
+    assert owned_bytes(made) == before
+
+
 def test_a_budget_for_other_options_is_refused():
     other = KVCacheManager.other_bytes(SCHEMA, max_requests=2)
     budget = compute_block_budget(SCHEMA, memory_bytes=200 * MIB, max_requests=2, other_bytes=other)
     with pytest.raises(InvalidInput, match="compute it for the same ones"):
         KVCacheManager.from_budget(SCHEMA, budget, max_step_tokens=64)
+    uncounted = compute_block_budget(SCHEMA, memory_bytes=200 * MIB, max_requests=2)
+    with pytest.raises(InvalidInput, match=f"leaves 0 bytes .* it is {other:,}"):
+        KVCacheManager.from_budget(SCHEMA, uncounted)
 
 
 def test_too_little_memory_says_how_much_is_needed():

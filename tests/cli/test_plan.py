@@ -13,6 +13,8 @@ import typer.main
 from typer.testing import CliRunner, Result
 
 import dsv4
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
 from dsv4.cache.schema import CacheSchema
 from dsv4.cli import app
@@ -59,6 +61,28 @@ def test_without_memory_only_bytes_are_answered() -> None:
     assert f"{found['bytes_per_token']:,.2f}" in result.stdout
     assert f"{found['bytes_per_request']:,}" in result.stdout
     assert "room" not in result.stdout
+
+
+def test_with_step_tokens_all_is_counted_that_a_manager_allocates() -> None:
+    options = ("--step-tokens", "64", "--snapshots", "3", "--open-plans", "2")
+    asked = ("tiny", "--memory", "16MiB", "--context", "1k")
+    found, alone = run_json(*asked, *options), run_json(*asked)
+    schema = CacheSchema.build(PRESETS["tiny"])
+    other = KVCacheManager.other_bytes(
+        schema,
+        max_requests=found["requests"],
+        max_step_tokens=64,
+        prefix=PrefixOptions(snapshots=3),
+        max_open_plans=2,
+    )
+    assert found["other_bytes"] == found["budget"]["other_bytes"] == other
+    assert found["needed_bytes"] == found["requests"] * found["request_bytes"] + other
+    assert found["budget"]["total_bytes"] <= 16 << 20
+    assert alone["other_bytes"] == 0
+    assert alone["requests"] >= found["requests"]
+    shown = run("plan", *asked, *options).stdout
+    assert f"{other:,}" in shown
+    assert "step buffers, workspace, snapshots" in shown
 
 
 def test_every_option_reaches_the_schema() -> None:
