@@ -33,7 +33,9 @@ class LayerSpec:
     `ratio` tokens make one entry (0: the layer has none). With `overlap` an entry pools the
     previous group too. `index_keys` says where indexer keys come from: an own compressor (V4), the
     main latent (V4.1), or nowhere. `owner` is the layer whose entries are read: itself, or an
-    earlier layer that shares them. `draft` marks MTP and DSpark layers.
+    earlier layer that shares them. `selector` is the layer whose selection of entries a CSA layer
+    reads (itself unless given), None for the others. `candidates_of` is the layer whose candidate
+    blocks bound its own selection, if any. `draft` marks MTP and DSpark layers.
     """
 
     layer: int
@@ -42,11 +44,22 @@ class LayerSpec:
     overlap: bool = False
     index_keys: IndexKeySource = "none"
     owner: int
+    selector: int | None = None
+    candidates_of: int | None = None
     draft: bool = False
+
+    def __post_init__(self) -> None:
+        if self.attention is AttentionType.CSA and self.ratio and self.selector is None:
+            object.__setattr__(self, "selector", self.layer)
 
     @property
     def owns_entries(self) -> bool:
         return self.ratio > 0 and self.owner == self.layer
+
+    @property
+    def has_indexer(self) -> bool:
+        """Whether the layer selects for itself, with index queries of its own."""
+        return self.ratio > 0 and self.selector == self.layer
 
     @property
     def yarn(self) -> bool:
@@ -68,7 +81,13 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Shapes of a DeepSeek-V4 family model. `layers` holds the backbone, then the draft layers."""
+    """Shapes of a DeepSeek-V4 family model. `layers` holds the backbone, then the draft layers.
+
+    A layer that others take candidates of keeps `candidate_blocks` blocks of
+    `candidate_block_entries` entries per query. `draft_block` queries draft at once (DSpark; 0: one
+    after the other). `entry_format` and `window_format` are the records that the model was trained
+    with.
+    """
 
     name: str
     hidden: int
@@ -83,6 +102,11 @@ class ModelSpec:
     rms_eps: float
     rope: RopeSpec
     layers: tuple[LayerSpec, ...]
+    candidate_blocks: int = 0
+    candidate_block_entries: int = 8
+    draft_block: int = 0
+    entry_format: str = "fp8_ds"
+    window_format: str = "fp8_ds"
 
     def __post_init__(self) -> None:
         positive = ("hidden", "heads", "head_dim", "index_heads", "index_dim", "index_topk")
@@ -108,6 +132,58 @@ class ModelSpec:
                     f"layer {spec.owner}, which is not an earlier layer of the same ratio that "
                     f"keeps its own"
                 )
+            self._check_selection(spec)
+        self._check_candidates()
+
+    def _check_selection(self, spec: LayerSpec) -> None:
+        """Entries that a layer selects, or reads as selected, are those of its owner."""
+        for role, number in (("selection", spec.selector), ("candidates", spec.candidates_of)):
+            if number is None:
+                continue
+            source = self.layers[number] if 0 <= number <= spec.layer else None
+            if source is None or source.owner != spec.owner or not source.has_indexer:
+                raise ConfigError(
+                    f"{self.name}: layer {spec.layer}, which reads the entries of layer "
+                    f"{spec.owner}, takes the {role} of layer {number}, which is not an earlier "
+                    f"layer with an indexer that reads the same entries"
+                )
+        if spec.candidates_of is not None and not (
+            spec.has_indexer and spec.candidates_of < spec.layer
+        ):
+            raise ConfigError(
+                f"{self.name}: layer {spec.layer} takes the candidates of layer "
+                f"{spec.candidates_of}: only a layer that selects for itself has a use for them, "
+                f"and they are an earlier layer's"
+            )
+
+    def _check_candidates(self) -> None:
+        for field, least in (
+            ("candidate_blocks", 0),
+            ("candidate_block_entries", 1),
+            ("draft_block", 0),
+        ):
+            value = getattr(self, field)
+            if not is_whole(value) or value < least:
+                raise ConfigError(
+                    f"{self.name}: {field}={value!r}, must be an integer of at least {least}"
+                )
+            object.__setattr__(self, field, int(value))
+        if not any(spec.candidates_of is not None for spec in self.layers):
+            return
+        # the newest block may have one entry that a query sees, all others are whole
+        sure = (self.candidate_blocks - 1) * self.candidate_block_entries + 1
+        if sure < self.index_topk:
+            raise ConfigError(
+                f"{self.name}: {self.candidate_blocks} candidate blocks of "
+                f"{self.candidate_block_entries} entries hold {sure} visible entries for certain, "
+                f"fewer than index_topk={self.index_topk}: what the second level selects beyond "
+                f"them is not defined"
+            )
+
+    @property
+    def candidate_sources(self) -> frozenset[int]:
+        """The layers whose candidate blocks others take."""
+        return frozenset(s.candidates_of for s in self.layers if s.candidates_of is not None)
 
     def count(self, attention: AttentionType, *, draft: bool = False) -> int:
         return sum(s.attention is attention and s.draft == draft for s in self.layers)
@@ -124,8 +200,8 @@ class ModelSpec:
 
     @classmethod
     def from_config(cls, config: str | Path | Mapping[str, Any]) -> ModelSpec:
-        """Reads transformers' `config.json` (model_type deepseek_v4) or DeepSeek's own
-        `inference/config.json`, as a path or as the parsed dict.
+        """Reads transformers' `config.json` (model_type deepseek_v4 or deepseek_v41) or DeepSeek's
+        own `inference/config.json`, as a path or as the parsed dict.
 
         Raises ConfigError when ratios are missing or the model is another one.
         """
@@ -145,13 +221,7 @@ def v4_layers(ratios: Sequence[int], *, backbone: int) -> tuple[LayerSpec, ...]:
 def _v4_layers(ratios: Sequence[int], backbone: int) -> Iterator[LayerSpec]:
     for layer, ratio in enumerate(ratios):
         draft = layer >= backbone
-        if not is_whole(ratio) or ratio < 0:
-            raise ConfigError(f"compress ratio of layer {layer} is {ratio!r}, must be 0 or more")
-        if draft and ratio:
-            raise ConfigError(
-                f"draft layer {layer} has compress ratio {ratio}: MTP and DSpark layers are "
-                f"window-only, so trailing ratios must be 0"
-            )
+        _check_ratio(layer, ratio, draft)
         if ratio == 0:
             yield LayerSpec(layer=layer, owner=layer, attention=AttentionType.SWA, draft=draft)
         elif ratio == _CSA_RATIO:  # in V4 the overlap and the indexer are tied to this ratio
@@ -167,8 +237,70 @@ def _v4_layers(ratios: Sequence[int], backbone: int) -> Iterator[LayerSpec]:
             yield LayerSpec(layer=layer, owner=layer, attention=AttentionType.HCA, ratio=int(ratio))
 
 
+def v41_layers(
+    ratios: Sequence[int],
+    *,
+    backbone: int,
+    entry_sources: Sequence[int],
+    index_sources: Sequence[int],
+    candidate_source: int | None = None,
+) -> tuple[LayerSpec, ...]:
+    """Layers of a V4.1 model. A ratio names the entries that a layer *reads*: those of the last of
+    `entry_sources` up to it, picked by the last of `index_sources` up to it. Index sources behind
+    `candidate_source` select among its candidates. Entries past `backbone` are draft layers."""
+    return tuple(_v41_layers(ratios, backbone, entry_sources, index_sources, candidate_source))
+
+
+def _v41_layers(
+    ratios: Sequence[int],
+    backbone: int,
+    entry_sources: Sequence[int],
+    index_sources: Sequence[int],
+    candidate_source: int | None,
+) -> Iterator[LayerSpec]:
+    published = candidate_source is not None and candidate_source >= 0
+    for layer, ratio in enumerate(ratios):
+        draft = layer >= backbone
+        _check_ratio(layer, ratio, draft)
+        if ratio == 0:
+            yield LayerSpec(layer=layer, owner=layer, attention=AttentionType.SWA, draft=draft)
+            continue
+        owner = _last_source(layer, entry_sources, "kv_source")
+        selector = _last_source(layer, index_sources, "index_source")
+        bounded = published and selector == layer and layer > int(candidate_source or 0)
+        yield LayerSpec(
+            layer=layer,
+            owner=owner,
+            attention=AttentionType.CSA,
+            ratio=int(ratio),
+            index_keys="latent" if owner == layer else "none",
+            selector=selector,
+            candidates_of=int(candidate_source or 0) if bounded else None,
+        )
+
+
+def _last_source(layer: int, sources: Sequence[int], name: str) -> int:
+    before = [int(source) for source in sources if source <= layer]
+    if not before:
+        raise ConfigError(
+            f"layer {layer} reads entries, but no {name} layer comes before it (they are "
+            f"{list(sources)}): the config cannot be of a DeepSeek-V4.1 model"
+        )
+    return max(before)
+
+
+def _check_ratio(layer: int, ratio: object, draft: bool) -> None:
+    if not is_whole(ratio) or ratio < 0:
+        raise ConfigError(f"compress ratio of layer {layer} is {ratio!r}, must be 0 or more")
+    if draft and ratio:
+        raise ConfigError(
+            f"draft layer {layer} has compress ratio {ratio}: MTP and DSpark layers are "
+            f"window-only, so trailing ratios must be 0"
+        )
+
+
 _CSA_RATIO = 4
-_V41_KEYS = ("kv_source_layers", "kv_source_layer_ids")  # inference/config.json, config.json
+_V41_TYPES = ("deepseek_v41", "deepseek_v41_text")
 _LAYER_TYPES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": 4,
@@ -190,14 +322,12 @@ def _from_path(path: Path) -> ModelSpec:
 
 def _from_mapping(config: Mapping[str, Any]) -> ModelSpec:
     model_type = config.get("model_type")
-    if model_type == "deepseek_v41" or any(key in config for key in _V41_KEYS):
+    if model_type not in (None, "deepseek_v4", *_V41_TYPES):
         raise ConfigError(
-            "this is a DeepSeek-V4.1 config (deepseek_v41). The schema can lay out its ratios, "
-            "shared layers and 528/288-byte records, but its compressor, candidate blocks and "
-            "kernels are not there yet: use a deepseek_v4 model"
+            f"model_type is {model_type!r}, this library holds deepseek_v4 and deepseek_v41 models"
         )
-    if model_type not in (None, "deepseek_v4"):
-        raise ConfigError(f"model_type is {model_type!r}, this library holds deepseek_v4 models")
+    if isinstance(config.get("text_config"), Mapping):  # beside a vision part
+        return _from_mapping(config["text_config"])
     try:
         return _from_inference(config) if "n_layers" in config else _from_transformers(config)
     except KeyError as error:
@@ -210,8 +340,11 @@ def _from_mapping(config: Mapping[str, Any]) -> ModelSpec:
 
 def _from_transformers(config: Mapping[str, Any]) -> ModelSpec:
     backbone = int(config["num_hidden_layers"])
+    sources = _sources(config, "kv_source_layer_ids", "index_source_layer_ids")
     if config.get("compress_ratios") is not None:
         ratios = list(config["compress_ratios"])
+        if sources is not None and len(ratios) == backbone:  # copies without the draft layers'
+            ratios += [0] * int(config.get("num_nextn_predict_layers", 0))
     elif config.get("layer_types") is not None:
         ratios = _checked_length(_ratios_of_layer_types(config), backbone)
         ratios += [0] * int(config.get("n_mtp_layers", config.get("num_nextn_predict_layers", 0)))
@@ -237,8 +370,49 @@ def _from_transformers(config: Mapping[str, Any]) -> ModelSpec:
         max_context=int(config["max_position_embeddings"]),
         rms_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope=_rope_of_transformers(config),
-        layers=v4_layers(_checked_length(ratios, backbone), backbone=backbone),
+        **_layers(
+            config,
+            _checked_length(ratios, backbone),
+            backbone,
+            sources,
+            config.get("candidate_source_layer_id"),
+        ),
     )
+
+
+def _sources(config: Mapping[str, Any], *names: str) -> tuple[list[int], list[int]] | None:
+    """The layers that own entries and those that select, of a V4.1 config; None for V4's."""
+    v41 = config.get("model_type") in _V41_TYPES
+    if not v41 and not any(config.get(name) is not None for name in names):
+        return None
+    entries, selections = ([int(layer) for layer in config[name]] for name in names)
+    return entries, selections
+
+
+def _layers(
+    config: Mapping[str, Any],
+    ratios: Sequence[int],
+    backbone: int,
+    sources: tuple[list[int], list[int]] | None,
+    candidate_source: int | None,
+) -> dict[str, Any]:
+    """The fields of a spec that tell V4.1 from V4; both kinds of config name them alike."""
+    if sources is None:
+        return {"layers": v4_layers(ratios, backbone=backbone)}
+    return {
+        "layers": v41_layers(
+            ratios,
+            backbone=backbone,
+            entry_sources=sources[0],
+            index_sources=sources[1],
+            candidate_source=candidate_source,
+        ),
+        "candidate_blocks": int(config.get("candidate_topk_blocks") or 0),
+        "candidate_block_entries": int(config.get("candidate_block_size") or 8),
+        "draft_block": int(config.get("dspark_block_size") or 0),
+        "entry_format": "v41_fp4",
+        "window_format": "v41_fp8",
+    }
 
 
 def _ratios_of_layer_types(config: Mapping[str, Any]) -> list[int]:
@@ -283,13 +457,14 @@ def _from_inference(config: Mapping[str, Any]) -> ModelSpec:
         raise ConfigError(
             "the config has no compress_ratios: take DeepSeek's inference/config.json"
         )
+    sources = _sources(config, "kv_source_layers", "index_source_layers")
     ratios = list(config["compress_ratios"])
     if len(ratios) == backbone:
         ratios += [0] * int(config.get("n_mtp_layers", 0))
     base = RopeSpec()
     original_tokens = int(config.get("original_seq_len", base.yarn_original_tokens))
     return ModelSpec(
-        name="deepseek_v4",
+        name="deepseek_v4" if sources is None else "deepseek_v41",
         hidden=int(config["dim"]),
         heads=int(config["n_heads"]),
         head_dim=int(config.get("head_dim", 512)),
@@ -311,7 +486,13 @@ def _from_inference(config: Mapping[str, Any]) -> ModelSpec:
             yarn_beta_fast=float(config.get("beta_fast", base.yarn_beta_fast)),
             yarn_beta_slow=float(config.get("beta_slow", base.yarn_beta_slow)),
         ),
-        layers=v4_layers(_checked_length(ratios, backbone), backbone=backbone),
+        **_layers(
+            config,
+            _checked_length(ratios, backbone),
+            backbone,
+            sources,
+            config.get("candidate_source_layer"),
+        ),
     )
 
 
@@ -340,6 +521,26 @@ _FLASH = ModelSpec(
     layers=v4_layers([0, 0] + [4, 128] * 20 + [4] + [0], backbone=43),
 )
 
+_V41 = replace(
+    _FLASH,
+    name="v41-flash",
+    hidden=5120,
+    index_heads=32,
+    rms_eps=1e-20,
+    layers=v41_layers(
+        [0, 0] + [2] * 18 + [1] * 20 + [0] * 3,
+        backbone=40,
+        entry_sources=(2, 8, 14, 20),
+        index_sources=(2, 8, 14, 20, 24, 28, 32, 36),
+        candidate_source=20,
+    ),
+    candidate_blocks=2048,
+    candidate_block_entries=8,
+    draft_block=5,
+    entry_format="v41_fp4",
+    window_format="v41_fp8",
+)
+
 PRESETS: dict[str, ModelSpec] = {
     "v4-flash": _FLASH,
     "v4-flash-0731": replace(
@@ -366,5 +567,25 @@ PRESETS: dict[str, ModelSpec] = {
         index_topk=16,
         max_context=16_384,
         layers=v4_layers([0, 4, 128, 4, 0], backbone=4),
+    ),
+    "v41-flash": _V41,
+    # every role of a V4.1 layer: owners of both ratios, readers, a second selection, draft layers
+    "v41-tiny": replace(
+        _V41,
+        name="v41-tiny",
+        hidden=128,
+        heads=4,
+        head_dim=128,
+        index_heads=8,
+        index_topk=16,
+        max_context=16_384,
+        candidate_blocks=4,
+        layers=v41_layers(
+            [0, 2, 2, 1, 1, 1, 0, 0],
+            backbone=6,
+            entry_sources=(1, 3),
+            index_sources=(1, 3, 4),
+            candidate_source=3,
+        ),
     ),
 }

@@ -114,7 +114,9 @@ class Page:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """`rows` rows of a slot from `offset_bytes` on; token position p has row p modulo `rows`."""
+    """`rows` rows of a slot from `offset_bytes` on; token position p has row p modulo `rows`. Where
+    the last token of each group is not kept (`CompressorLayout.skips_last`), positions are counted
+    without those."""
 
     offset_bytes: int
     rows: int
@@ -127,6 +129,11 @@ class CompressorLayout:
     Rings of values (k) and gates (z) have rows of fp32 [width]: `ka`, `za` of the current stream,
     `kb`, `zb` of the previous one, with `overlap`. Instead of these, `online` layers have one ring
     of states, whose rows are fp32 [3, width]. A layer whose groups have one token has no ring.
+
+    Without `gated` a group is one token, and its values are the projection as it is: there is no
+    `z`. With `skips_last` the last token of a group is in no ring, so groups close in
+    the step that brings it. With `key_page` the latent, the entry before its rotation, gives the
+    index key too.
     """
 
     ratio: int
@@ -140,6 +147,9 @@ class CompressorLayout:
     kb: Ring | None = None
     zb: Ring | None = None
     state: Ring | None = None
+    gated: bool = True
+    skips_last: bool = False
+    key_page: Page | None = None
 
     @property
     def online(self) -> bool:

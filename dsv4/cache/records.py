@@ -164,6 +164,22 @@ def fp8_row(head_dim: int, rope_dim: int) -> RecordFormat:
     )
 
 
+def v41_fp8(head_dim: int, rope_dim: int) -> RecordFormat:
+    """Window rows of DeepSeek-V4.1: FP8 tiles of 32 with UE8M0 scales, RoPE channels too; 528 bytes
+    for 512 channels."""
+    code = TileCode(element="e4m3", tile=_tile(head_dim, 32), scale="ue8m0", amax_floor=1e-4)
+    part = Part(name="fp8", start=0, width=head_dim, code=code)
+    return RecordFormat(name="v41_fp8", width=head_dim, parts=(part,))
+
+
+def v41_fp4(head_dim: int, rope_dim: int) -> RecordFormat:
+    """Entries of DeepSeek-V4.1: E2M1 in groups of 16 with E4M3 scales, RoPE channels too; 288 bytes
+    for 512 channels."""
+    code = TileCode(element="e2m1", tile=_tile(head_dim, 16), scale="e4m3", amax_floor=6 * 2.0**-9)
+    part = Part(name="fp4", start=0, width=head_dim, code=code)
+    return RecordFormat(name="v41_fp4", width=head_dim, parts=(part,))
+
+
 def bf16(head_dim: int, rope_dim: int) -> RecordFormat:
     """No quantisation: for exactness tests and parity with transformers."""
     return _plain("bf16", head_dim, rope_dim, "bfloat16")
@@ -225,6 +241,8 @@ def index_fp32(index_dim: int) -> RecordFormat:
 ENTRY_FORMATS: dict[str, Callable[[int, int], RecordFormat]] = {
     "fp8_ds": fp8_ds,
     "fp8_row": fp8_row,
+    "v41_fp8": v41_fp8,
+    "v41_fp4": v41_fp4,
     "bf16": bf16,
     "fp32": fp32,
 }

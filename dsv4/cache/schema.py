@@ -73,10 +73,20 @@ class LayerCacheSchema:
 
     @property
     def tail_a_rows(self) -> int:
-        """A group of one token closes at once and leaves nothing behind."""
-        if not self.spec.owns_entries or self.spec.ratio == 1 or self.online:
+        """A group of one token closes at once and leaves nothing behind. Where the last token of a
+        group is not kept, neither are those of the groups that a draft fills."""
+        ratio, drafts = self.spec.ratio, self.max_draft_tokens
+        if not self.spec.owns_entries or ratio == 1 or self.online:
             return 0
-        return self.spec.ratio + self.max_draft_tokens
+        if self.tail_skips_last:
+            return ratio - 1 + drafts - drafts // ratio
+        return ratio + drafts
+
+    @property
+    def tail_skips_last(self) -> bool:
+        """Whether the tail leaves out the last token of each group, which closes it: of a group of
+        two, half of the tail. Groups are then closed by `append` alone, never from the tail."""
+        return self.spec.owns_entries and self.spec.index_keys == "latent" and not self.spec.overlap
 
     @property
     def online(self) -> bool:
@@ -140,7 +150,7 @@ class CacheSchema:
         ring_rows: int | None = None,
         max_draft_tokens: int = 0,
         max_context: int | None = None,
-        entry_format: str | RecordFormat = "fp8_ds",
+        entry_format: str | RecordFormat | None = None,
         window_format: str | RecordFormat | None = None,
         index_format: str | RecordFormat = "mxfp4",
         hca_state: HcaState = "raw",
@@ -150,7 +160,8 @@ class CacheSchema:
         `block_tokens` must be a multiple of every ratio. `align_bytes` is where pages start (32:
         a memory sector; 576 where SM100's TMA asks for it). `ring_rows` is the length of the window
         ring, by default the shortest that survives the rejection of `1 + max_draft_tokens` tokens.
-        `window_format` is `entry_format` unless given. `hca_state` says how HCA layers keep their
+        `entry_format` and `window_format` are those that the model was trained with; where only the
+        first is given, both are that. `hca_state` says how HCA layers keep their
         unfinished group: "raw", every token of it, or "online", folded into a running softmax.
         Raises SchemaError or InvalidInput.
         """
@@ -187,8 +198,10 @@ class CacheSchema:
                 f"rejected draft would overwrite the window of {model.window}; use ring_rows >= "
                 f"{shortest} or at most {max(rows - model.window, 0)} drafts"
             )
-        entry = _resolve_entry(entry_format, model)
-        window = entry if window_format is None else _resolve_entry(window_format, model)
+        if window_format is None:
+            window_format = model.window_format if entry_format is None else entry_format
+        entry = _resolve_entry(model.entry_format if entry_format is None else entry_format, model)
+        window = _resolve_entry(window_format, model)
         if entry.value_dtype != window.value_dtype:
             raise SchemaError(
                 f"entries as {entry.name} are {entry.value_dtype} values and window rows as "
@@ -356,11 +369,19 @@ class CacheSchema:
             rope_dim=self.model.rope_dim,
             hadamard=indexer,
             page=page,
+            gated=spec.ratio > 1 or spec.index_keys != "latent",
+            skips_last=self.layers[layer].tail_skips_last,
+            key_page=None if indexer else self._latent_key_page(layer),
             **{
                 name: self._ring(f"{prefix}_{name}", layer)
                 for name in ("ka", "za", "kb", "zb", "state")
             },
         )
+
+    def _latent_key_page(self, layer: int) -> Page | None:
+        if self.layers[layer].spec.index_keys != "latent":
+            return None
+        return self._page_index.get(("index_keys", layer))
 
     def _ring(self, plane_name: str, layer: int) -> Ring | None:
         plane = self.plane(plane_name, layer)
@@ -432,8 +453,16 @@ class CacheSchema:
         exchanged. Ring sizes and drafts do not enter, for they lie in slots only; nor do lengths
         and names that move no byte (max_context, the model's name, its numbers of heads)."""
         model = asdict(self.model)
-        for field in ("name", "max_context", "heads", "index_heads"):
+        for field in ("name", "max_context", "heads", "index_heads", "draft_block"):
             del model[field]
+        del model["entry_format"], model["window_format"]  # the formats are below
+        if not self.model.candidate_blocks:
+            del model["candidate_blocks"], model["candidate_block_entries"]
+        for layer in model["layers"]:
+            if layer["selector"] in (None, layer["layer"]):  # as every layer of V4
+                del layer["selector"]
+            if layer["candidates_of"] is None:
+                del layer["candidates_of"]
         return _digest(
             {
                 "layout_version": LAYOUT_VERSION,

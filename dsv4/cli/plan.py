@@ -44,8 +44,9 @@ def plan_command(
         str, typer.Option(help=f"Indexer keys: {', '.join(INDEX_FORMATS)}.")
     ] = "mxfp4",
     record_format: Annotated[
-        str, typer.Option(help=f"Entries and window: {', '.join(ENTRY_FORMATS)}.")
-    ] = "fp8_ds",
+        str | None,
+        typer.Option(help=f"Entries and window: {', '.join(ENTRY_FORMATS)}. Default: as trained."),
+    ] = None,
     hca_state: Annotated[
         str, typer.Option(help="Unfinished groups of HCA layers: raw or online.")
     ] = "raw",

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from dsv4.cache import records
 from dsv4.cache.pages import ITEM_BYTES, Page, Plane
-from dsv4.cache.records import Part, RecordFormat, TileCode
 from dsv4.cache.schema import AttentionType, CacheSchema, compute_block_budget
 from dsv4.errors import InvalidInput, PoolTooSmall, SchemaError
 from dsv4.model import PRESETS, LayerSpec, ModelSpec, v4_layers
@@ -433,17 +432,10 @@ def test_another_process_finds_the_same_fingerprint() -> None:
     assert result.stdout.strip() == build({}).fingerprint
 
 
-# ---- a model like V4.1: other ratios, shared layers, other records --------------------------
+# ---- V4.1: other ratios, shared layers, other records ---------------------------------------
 
 
-def tiled(name: str, code: TileCode) -> RecordFormat:
-    return RecordFormat(
-        name=name, width=512, parts=(Part(name=code.element, start=0, width=512, code=code),)
-    )
-
-
-V41_WINDOW = tiled("v41", TileCode(element="e4m3", tile=32, scale="ue8m0", amax_floor=1e-4))
-V41_ENTRY = tiled("v41_fp4", TileCode(element="e2m1", tile=16, scale="e4m3", amax_floor=6 / 512))
+V41 = PRESETS["v41-flash"]
 
 
 def v41_owner(layer: int) -> int:
@@ -452,37 +444,14 @@ def v41_owner(layer: int) -> int:
     return 2 + (layer - 2) // 6 * 6 if layer < 20 else 20
 
 
-def v41_flash() -> ModelSpec:
-    """V4.1-Flash's read map: main KV 2-7 <- 2, 8-13 <- 8, 14-19 <- 14, 20-39 <- 20."""
-    layers = []
-    for layer in range(43):
-        draft = layer >= 40
-        ratio = 0 if layer < 2 or draft else 2 if layer < 20 else 1
-        owner = layer if draft else v41_owner(layer)
-        layers.append(
-            LayerSpec(
-                layer=layer,
-                attention=AttentionType.CSA if ratio else AttentionType.SWA,
-                ratio=ratio,
-                index_keys="latent" if ratio and owner == layer else "none",
-                owner=owner,
-                draft=draft,
-            )
-        )
-    return replace(
-        FLASH, name="v4.1-flash", hidden=5120, index_heads=32, rms_eps=1e-20, layers=tuple(layers)
-    )
-
-
 def v41_schema(**options: Any) -> CacheSchema:
-    return CacheSchema.build(
-        v41_flash(), entry_format=V41_ENTRY, window_format=V41_WINDOW, **options
-    )
+    return CacheSchema.build(V41, **options)
 
 
 def test_v41_records_and_owners() -> None:
-    assert (V41_WINDOW.record_bytes, V41_ENTRY.record_bytes) == (528, 288)
-    owners = [spec.layer for spec in v41_flash().layers if spec.owns_entries]
+    schema = v41_schema()
+    assert (schema.window_format.record_bytes, schema.entry_format.record_bytes) == (528, 288)
+    owners = [spec.layer for spec in V41.layers if spec.owns_entries]
     assert owners == [2, 8, 14, 20]
 
 
@@ -516,8 +485,48 @@ def test_v41_slots_hold_the_rings_and_a_pair_state_of_the_ratio_2_owners() -> No
     tails = {plane.layer for plane in schema.planes if plane.kind == "tail"}
     assert tails == {2, 8, 14}  # ratio 1 closes at once, shared layers compress nothing
     assert not any(plane.kind == "index_tail" for plane in schema.planes)  # keys come from latents
-    rings, pairs = 43 * 128 * 528, 3 * 2 * 2 * 512 * 4
-    assert schema.slot_bytes == rings + pairs
+    rings, pairs = 43 * 128 * 528, 3 * 2 * 512 * 4  # of a pair, the token that waits
+    assert schema.slot_bytes == rings + pairs == 2_918_400
+    undrafted = CacheSchema.build(replace(V41, layers=V41.layers[:40]))
+    assert undrafted.slot_bytes == 2_715_648
+    assert (schema.block_bytes, schema.bytes_per_token) == (113_920, 890)
+
+
+@pytest.mark.parametrize("drafts", range(9))
+@pytest.mark.parametrize("ratio", [2, 3, 4])
+def test_a_tail_without_last_tokens_keeps_what_any_rollback_needs(ratio: int, drafts: int) -> None:
+    """Whatever length a step starts at and is taken back to, the tokens of the unfinished group are
+    there, and none of those that the step writes lies on one that it reads."""
+    spec = LayerSpec(
+        layer=0, owner=0, attention=AttentionType.CSA, ratio=ratio, index_keys="latent"
+    )
+    schema = CacheSchema.build(
+        replace(TINY, layers=(spec,)), max_draft_tokens=drafts, block_tokens=12 * ratio
+    )
+    rows = schema.layers[0].tail_a_rows
+    for start in range(3 * ratio):
+        group = start - start % ratio
+        kept = [p for p in range(group, start + 1 + drafts) if p % ratio != ratio - 1]
+        ranks = [p - p // ratio for p in kept]
+        assert len({rank % rows for rank in ranks}) == len(ranks)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_draft_tokens": 5}, {"block_tokens": 256}], ids=str)
+def test_v41_pages_are_as_flash_mla_wants_them(options: dict[str, int]) -> None:
+    """All data rows, then all scale rows; from page to page a multiple of the data row."""
+    schema = v41_schema(**options, align_bytes=512)
+    for kind, arena, row, scale in (
+        ("entries", schema.block_bytes, 256, 32),
+        ("window", schema.slot_bytes, 512, 16),
+    ):
+        page = schema.page(kind, 20)
+        assert page is not None
+        assert (page.format.data_row_bytes, page.format.scale_row_bytes) == (row, scale)
+        assert page.scale_offset_bytes == page.offset_bytes + page.rows * row
+        assert arena % row == page.offset_bytes % row == 0
+    if options.get("max_draft_tokens") is None:  # the default alignment does, too
+        default = v41_schema(**options)
+        assert (default.block_bytes % 256, default.slot_bytes % 512) == (0, 0)
 
 
 def test_a_shared_layer_has_no_tail_even_where_groups_overlap() -> None:
