@@ -24,10 +24,14 @@ from tests.kernels import (
     test_append_sm90,
     test_attend_hopper_sm90,
     test_attend_sm90,
+    test_gather_sm90,
+    test_index_query_sm90,
     test_index_scores_hopper_sm90,
-    test_indexer_sm90,
-    test_small_sm90,
+    test_index_scores_sm90,
+    test_top_k_sm90,
+    test_write_records_sm90,
 )
+from tests.support.formats import BF16_INDEX_FORMATS
 
 TABLE = Path(__file__).parent / "instructions.json"
 HEADS = (4, 8, 16, 32, 64, 128)
@@ -35,7 +39,7 @@ MODELS = {"v4-flash": 512, "v4-pro": 1024}
 
 
 def names(target: Target) -> list[str]:
-    return [*_makers(target), *_INDEXER]
+    return list(_makers(target))
 
 
 def rows(target: Target, wanted: list[str]) -> dict[str, dict[str, Any]]:
@@ -58,22 +62,6 @@ def rows(target: Target, wanted: list[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-_INDEXER = (
-    *(f"query {record}" for record in test_indexer_sm90.FORMATS),
-    *(
-        f"scores {record} band {band}"
-        for record in test_indexer_sm90.FORMATS
-        for band in test_indexer_sm90.BANDS
-    ),
-    *(
-        f"top-k {rows} x {columns} {kind} launch {nth}"
-        for rows, columns, _ in test_indexer_sm90.TOP_K_SHAPES
-        for kind in ("bf16", "fp32")
-        for nth in range(2 if columns > 8192 else 1)
-    ),
-)
-
-
 def _makers(target: Target) -> dict[str, Callable[[], Launch]]:
     found: dict[str, Callable[[], Launch]] = {}
     if target.is_hopper:
@@ -91,8 +79,16 @@ def _makers(target: Target) -> dict[str, Callable[[], Launch]]:
                     found[name] = partial(
                         test_attend_sm90.attend_launch, model, heads, layer, entries, chunk
                     )
-    for case in test_small_sm90.NAMES:
-        found[case] = partial(test_small_sm90.small_launch, case)
+    for case in test_write_records_sm90.RECORDS:
+        found[f"write {case}"] = partial(test_write_records_sm90.launch, case)
+    for case in test_gather_sm90.CASES:
+        found[f"gather {case}"] = partial(test_gather_sm90.launch, case)
+    for record in BF16_INDEX_FORMATS:
+        found[f"query {record}"] = partial(test_index_query_sm90.launch, record)
+    for case, scored in test_index_scores_sm90.CASES.items():
+        found[f"scores {case}"] = partial(test_index_scores_sm90.launch, *scored)
+    for case, listed_rows in test_top_k_sm90.CASES.items():
+        found[f"top-k {case}"] = partial(test_top_k_sm90.launch, *listed_rows)
     return found
 
 
@@ -100,12 +96,7 @@ def _launches(target: Target, wanted: list[str]) -> Iterator[tuple[str, Launch]]
     makers = _makers(target)
     with compiling_for(target):
         for name in wanted:
-            if name in makers:
-                yield name, makers[name]()
-        if set(wanted) & set(_INDEXER):
-            for name, launch in test_indexer_sm90.launches():
-                if name in wanted:
-                    yield name, launch
+            yield name, makers[name]()
 
 
 def main(arguments: list[str]) -> None:

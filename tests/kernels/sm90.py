@@ -9,12 +9,14 @@ import os
 import re
 import tempfile
 
+import torch
+
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.target import TARGETS
 from tests.kernels import compiling
 from tests.kernels.compiling import Compiled, nvidia_tool, run_apart
 
-__all__ = ["compiled", "inexact_instructions", "ptxas_messages", "run_apart"]
+__all__ = ["compiled", "empty", "inexact_instructions", "ptxas_messages", "run_apart"]
 
 _ARITHMETIC = re.compile(
     r"(add|sub|mul|div|sqrt|rcp|rsqrt|fma|mad|ex2|lg2|sin|cos|tanh)\.(.*\.)?f(32|64)(x2)?"
@@ -25,6 +27,11 @@ _EXACT = re.compile(r"(add|sub|mul|div|sqrt)\.rn\.f(32|64)(x2)?")
 def compiled(launch: Launch) -> Compiled:
     """Compiles the kernel as running the launch would."""
     return compiling.compiled(launch, TARGETS["sm_90"])
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor without memory: launches that are only compiled need no more."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def inexact_instructions(ptx: str) -> list[str]:

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dsv4.cache.schema import CacheSchema
 from dsv4.kernels.launch import Launch
 from dsv4.model import ModelSpec
 from dsv4.ops.calls import Attention, EntrySource, WindowSource
-from tests.kernels.sm90 import compiled, ptxas_messages, run_apart
+from tests.kernels.sm90 import compiled, empty, ptxas_messages, run_apart
 
 CSA_LAYER, HCA_LAYER = 2, 3
 PROCESSORS = 132
@@ -70,10 +69,6 @@ def test_each_role_sets_its_registers(attend: dict[str, Any]) -> None:
     asked = (kernel.RIGHT_REGISTERS.value, kernel.PRODUCER_REGISTERS.value)
     assert {str(count) for count in asked} <= set(attend["register_counts"])
     assert attend["registers"] * 3 * 32 * kernel.WARPS_PER_ROLE <= 65_536
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def launch(case: str) -> Launch:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dsv4.cache.schema import CacheSchema
 from dsv4.kernels.launch import Launch
 from dsv4.model import ModelSpec
 from dsv4.ops.calls import Attention, EntrySource, WindowSource
+from tests.kernels import sm90
+from tests.kernels.sm90 import empty, run_apart
 
-ROOT = Path(__file__).parents[2]
 CSA_LAYER, HCA_LAYER = 2, 3
 # name -> (model, heads, layer, entries listed or None for all, whether a chunk)
 CASES: dict[str, tuple[str, int, int, int | None, bool]] = {
@@ -35,17 +31,7 @@ SPILL_LIMIT_DECODE = 32
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict[str, Any]]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_attend_sm90"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    result: dict[str, dict[str, Any]] = run_apart("tests.kernels.test_attend_sm90")
     return result
 
 
@@ -70,9 +56,6 @@ def attend_launch(model: str, heads: int, layer: int, listed: int | None, chunk:
 
     schema = CacheSchema.build(ModelSpec.preset(model))
     tokens, width = 4, schema.model.head_dim
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
 
     window_page, entry_page = schema.page("window", layer), schema.page("entries", layer)
     assert window_page is not None
@@ -109,11 +92,9 @@ def attend_launch(model: str, heads: int, layer: int, listed: int | None, chunk:
 
 
 def _report() -> dict[str, dict[str, Any]]:
-    from tests.kernels.sm90 import compiled
-
     result = {}
     for case in CASES:
-        made = compiled(attend_launch(*CASES[case]))
+        made = sm90.compiled(attend_launch(*CASES[case]))
         result[case] = {
             "registers": made.registers,
             "spill_bytes": made.spill_bytes,

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dsv4.cache.schema import CacheSchema
 from dsv4.kernels.launch import Launch
 from dsv4.model import ModelSpec
 from dsv4.ops.calls import EntrySource, Scoring
 from tests.kernels import sm90
-from tests.kernels.sm90 import ptxas_messages, run_apart
+from tests.kernels.sm90 import empty, ptxas_messages, run_apart
 
 CSA_LAYER = 2
 PROCESSORS = 132
@@ -68,10 +67,6 @@ def test_what_it_does(
     )
     call = scoring(schema, tokens=4, heads=heads, rounded=rounded)
     assert index_scores_hopper.supports(call) == fits
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def key_source(schema: CacheSchema) -> EntrySource:
