@@ -9,13 +9,15 @@ middle of an undo too: then nobody leaves, and the next call is told to `recover
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
-from dsv4.errors import CopyError, RecoveryNeeded, ThreadError
+from dsv4.errors import CopyError, Dsv4Error, RecoveryNeeded, ThreadError
 
+LOGGER = logging.getLogger("dsv4")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -105,14 +107,80 @@ def changes(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P
             if guard.leaving:
                 self.release_waiting()
             result = method(self, *args, **options)
-        except Exception:
+        except Exception as error:
             guard.leave()
+            log_refusal(name, error)
             raise
         except BaseException:
             guard.note_interrupt()
             raise
         guard.leave()
         return result
+
+    functools.update_wrapper(guarded, method)
+    return guarded
+
+
+def log_refusal(call: str, error: Exception) -> None:
+    """Refusals belong to the day of an engine; other errors, of the device, do not."""
+    if isinstance(error, Dsv4Error):
+        LOGGER.debug("%s refused: %s: %s", call, type(error).__name__, error)
+    else:
+        LOGGER.warning("%s failed: %s: %s", call, type(error).__name__, error)
+
+
+class Turn:
+    """One thread at a time uses what the handles of a plan share. A thread may enter again, so that
+    one that was interrupted goes on."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def enter(self, call: str) -> None:
+        """Raises ThreadError while another thread is inside."""
+        if not self._lock.acquire(blocking=False):
+            raise ThreadError(
+                f"{call} came while another thread is inside a call of the same plan: the handles "
+                f"of a plan are used by one thread at a time"
+            )
+
+    def leave(self) -> None:
+        self._lock.release()
+
+    def require_free(self, call: str) -> None:
+        self.enter(call)
+        self.leave()
+
+
+class Bound(Protocol):
+    """A handle: bound to a plan by one thread."""
+
+    @property
+    def turn(self) -> Turn: ...
+
+    @property
+    def thread(self) -> int | None: ...
+
+
+B = TypeVar("B", bound=Bound)
+
+
+def in_turn(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P], R]:
+    """A call of a handle: by the thread that acquired it, and no other is inside meanwhile."""
+    name = method.__name__
+
+    def guarded(self: B, /, *args: P.args, **options: P.kwargs) -> R:
+        if self.thread != threading.get_ident() and self.thread is not None:
+            raise ThreadError(
+                f"{name} came from another thread than the one that acquired this handle: call "
+                f"manager.acquire(layer, plan) in the thread that uses it"
+            )
+        turn = self.turn
+        turn.enter(name)
+        try:
+            return method(self, *args, **options)
+        finally:
+            turn.leave()
 
     functools.update_wrapper(guarded, method)
     return guarded

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
 from dsv4.cache import checks
-from dsv4.cache.guard import Uncopied
+from dsv4.cache.guard import Turn, Uncopied, in_turn
 from dsv4.cache.memory import LayerMemory
 from dsv4.cache.pages import CompressorLayout
 from dsv4.cache.prepare_forward import ENTRIES, TAILS, WINDOW, ForwardPlan
@@ -37,7 +39,8 @@ class LayerCacheHandle(Uncopied):
     kernels and do nothing else: no allocation, no synchronisation, the same launches whatever the
     lengths are. Reads see what the step's `append` has left, and nothing outside a request's
     length; with results given by the caller they allocate nothing and look at no length on the
-    host. "Values" are bf16, or fp32 where the format keeps fp32.
+    host. "Values" are bf16, or fp32 where the format keeps fp32. The thread that acquired a handle
+    uses it, and no other thread is inside a call of the same plan meanwhile (ThreadError).
     """
 
     _instead = "manager.acquire(layer, plan) returns it"
@@ -50,6 +53,7 @@ class LayerCacheHandle(Uncopied):
         self.compressor, self.index_compressor = memory.compressor, memory.index_compressor
         self.block_table = memory.shared.block_table
         self.plan: ForwardPlan | None = None
+        self.thread: int | None = None  # who acquired it
         self._model, self._max_context = schema.model, schema.max_context
         self._value_dtype = schema.entry_format.value_dtype
         self._index_dtype = schema.index_format.value_dtype
@@ -82,6 +86,7 @@ class LayerCacheHandle(Uncopied):
 
     # ---- writes ------------------------------------------------------------------------------
 
+    @in_turn
     def append(
         self,
         kv: Tensor,
@@ -113,6 +118,7 @@ class LayerCacheHandle(Uncopied):
         self._note_window(plan)
         plan.note_append(self.layer)
 
+    @in_turn
     def write_swa(self, kv: Tensor, *, weights: LayerWeights) -> None:
         """The window rows alone. Wrap-around leaves exactly the newest ring-full."""
         plan = self._unwritten_plan()
@@ -124,6 +130,7 @@ class LayerCacheHandle(Uncopied):
         self._note_window(plan)
         plan.note_part(self.layer, WINDOW, self._parts)
 
+    @in_turn
     def write_tail(
         self,
         c: Tensor,
@@ -145,6 +152,7 @@ class LayerCacheHandle(Uncopied):
         self.backend.append(step, None, writes)
         plan.note_part(self.layer, TAILS, self._parts)
 
+    @in_turn
     def flush_compression(self, *, weights: LayerWeights) -> None:
         """Closes every group that ends in this step, from the tails, and stores the entries.
 
@@ -165,6 +173,7 @@ class LayerCacheHandle(Uncopied):
         self.backend.append(step, None, writes)
         self.note_entries()
 
+    @in_turn
     def compress_tail(self, layout: CompressorLayout, weights: LayerWeights, out: Tensor) -> None:
         """Closed groups into `out` [work items, width], of the format's value type, and not into
         blocks."""
@@ -177,6 +186,7 @@ class LayerCacheHandle(Uncopied):
         )
         self.backend.append(self.step_tensors(plan, weights), None, (write,))
 
+    @in_turn
     def write_entry_records(
         self, layout: CompressorLayout, block_id: Tensor, page_row: Tensor, rows: Tensor
     ) -> None:
@@ -285,6 +295,7 @@ class LayerCacheHandle(Uncopied):
 
     # ---- reads -------------------------------------------------------------------------------
 
+    @in_turn
     def gather_compressed_kv(self, indices: Tensor, out: Tensor | None = None) -> Tensor:
         """Entries `indices` int32 [tokens, k] of each of the step's tokens, as values
         [tokens, k, head_dim]. K and V are this one tensor. An index below 0, or of an entry that
@@ -305,6 +316,7 @@ class LayerCacheHandle(Uncopied):
         )
         return out
 
+    @in_turn
     def gather_all_compressed_kv(
         self, out: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -329,6 +341,7 @@ class LayerCacheHandle(Uncopied):
         )
         return out, lengths
 
+    @in_turn
     def gather_swa_kv(
         self, out: Tensor | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -350,6 +363,7 @@ class LayerCacheHandle(Uncopied):
         )
         return out, lengths
 
+    @in_turn
     def select(
         self,
         q: Tensor,
@@ -412,6 +426,7 @@ class LayerCacheHandle(Uncopied):
         )
         return out
 
+    @in_turn
     def attend(
         self,
         q: Tensor,
@@ -473,6 +488,17 @@ class LayerCacheHandle(Uncopied):
         )
 
     # ---- plans -------------------------------------------------------------------------------
+
+    @property
+    def turn(self) -> Turn:
+        return self._workspace.turn
+
+    def bind(self, plan: ForwardPlan | None) -> None:
+        """To a plan, for this thread. Raises ThreadError while another thread uses the plan that
+        the handle is bound to."""
+        self.turn.enter("acquire")
+        self.plan, self.thread = plan, threading.get_ident()
+        self.turn.leave()
 
     def open_plan(self) -> ForwardPlan:
         """The plan this handle is bound to. Raises PlanError if there is none or it is over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
@@ -11,10 +12,10 @@ from torch import Tensor
 
 from dsv4.backends import load_backend
 from dsv4.cache.arena import Arena
-from dsv4.cache.guard import Guard, Uncopied, changes
+from dsv4.cache.guard import LOGGER, Guard, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
-from dsv4.cache.prefix.cache import LOGGER, LearnedIds, PinnedPrefix, PrefixCache, PrefixMatch
+from dsv4.cache.prefix.cache import LearnedIds, PinnedPrefix, PrefixCache, PrefixMatch
 from dsv4.cache.prefix.index import BlockEvent
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.prompt import Prompt
@@ -51,7 +52,8 @@ class KVCacheManager(Uncopied):
 
     Threads: calls that change the manager come one at a time, from whatever thread; one that comes
     while another runs raises ThreadError. `stats`, `memory_bytes` and metrics may be asked at any
-    time. The handles of a plan are used by one thread at a time.
+    time. A handle is used by the thread that acquired it; calls of one plan's handles, and its
+    commit, abandon or fail, come one at a time too.
     """
 
     _instead = "build another one with the same schema"
@@ -576,7 +578,7 @@ class KVCacheManager(Uncopied):
         Does nothing else, and nothing harmful if it was not needed. Raises ThreadError.
         """
         guard = self.guard
-        guard.take_over()
+        interrupted = guard.take_over()
         still_open = []
         for plan in self.open_plans:
             moved = bool((self.table.numbers[LENGTH, plan.slots] != plan.starts).any())
@@ -599,6 +601,12 @@ class KVCacheManager(Uncopied):
                 ids = request.block_ids[: request.published_blocks]
                 self.memory.publish(request.slot, 0, ids)
         guard.give_way()
+        if interrupted is not None:
+            torn = sum(request.is_torn for request in self.requests)
+            LOGGER.warning(
+                "recovered from an interrupted %s: %d requests live, %d of them torn",
+                *(interrupted, len(self.requests), torn),
+            )
 
     # ---- cached prefixes ---------------------------------------------------------------------
 
@@ -699,7 +707,7 @@ class KVCacheManager(Uncopied):
         if plan is not None:
             step_checks.open_plan(plan, self.open_plans)
         handle = handles[layer]
-        handle.plan = plan
+        handle.bind(plan)
         return handle
 
     @changes
@@ -717,7 +725,7 @@ class KVCacheManager(Uncopied):
         tokens in the plan's order: with them the prefix cache keeps what requests admitted
         with ids generate; without one they are ignored. Raises PlanError, InvalidInput.
         """
-        step_checks.open_plan(plan, self.open_plans)
+        self._require_turn(plan, "commit")
         kept = step_checks.accepted(self.schema, plan, accepted)
         learned: list[LearnedIds] = []
         if self.prefix is not None and ids is not None:
@@ -736,7 +744,7 @@ class KVCacheManager(Uncopied):
     @changes
     def abandon(self, plan: ForwardPlan) -> None:
         """The step did not happen and no layer appended it; lengths stay."""
-        step_checks.open_plan(plan, self.open_plans)
+        self._require_turn(plan, "abandon")
         if not plan.narrow and (plan.touched or plan.appended_layers):
             raise PlanError(
                 f"layers {sorted(plan.appended_layers)[:4]} already wrote {plan.shape.most_tokens} "
@@ -757,12 +765,20 @@ class KVCacheManager(Uncopied):
         get back (those with a chunk, if any layer has begun to write) can only be rewound, reset or
         released: `request.is_torn` tells. All others just go on. Raises PlanError.
         """
-        step_checks.open_plan(plan, self.open_plans)
+        self._require_turn(plan, "fail")
         if self.prefix is not None:
             self.prefix.note_abandon(plan)
         if plan.narrow or plan.touched:
             self.table.note_written(plan.slots, plan.ends)
         self._close(plan)
+        if LOGGER.isEnabledFor(logging.INFO):
+            torn = sum(request.is_torn for request in plan.requests)
+            LOGGER.info("a step of %d requests failed, %d are torn", len(plan.requests), torn)
+
+    def _require_turn(self, plan: ForwardPlan, call: str) -> None:
+        """PlanError for a plan that is not open, ThreadError while a thread uses its handles."""
+        step_checks.open_plan(plan, self.open_plans)
+        self.memory.lanes[plan.lane].workspace.turn.require_free(call)
 
     def _close(self, plan: ForwardPlan) -> None:
         plan.done = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4.cache.guard import Turn
 from dsv4.cache.pages import Page
 from dsv4.cache.schema import CacheSchema
 from dsv4.ops.backend import Backend
@@ -21,7 +22,7 @@ class Workspace:
     that several programs pool together. `staging` uint8 [1, bytes] holds one `staging_page`: a wide
     step overwrites the ring before it is read, so its window rows, and those before them, lie here
     until the layer has attended. A rewind makes a state in `slot` uint8 [slot_bytes] before it goes
-    into the request's.
+    into the request's. `turn` lets one thread at a time use it.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Workspace:
         max_items: int,
     ) -> None:
         device, model = block_table.device, schema.model
+        self.turn = Turn()
         self.select = torch.empty(
             _select_bytes(schema, backend, block_table, max_tokens),
             dtype=torch.uint8,

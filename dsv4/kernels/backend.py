@@ -3,6 +3,7 @@ decides which kernel runs on which GPU."""
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from importlib import import_module
@@ -21,6 +22,7 @@ from dsv4.model import ModelSpec
 from dsv4.ops.backend import BackendName
 from dsv4.ops.calls import Attention, Scoring, Selection
 
+LOGGER = logging.getLogger("dsv4")
 Call = TypeVar("Call", Attention, Scoring)
 
 
@@ -83,6 +85,7 @@ class _Own:
     def leave(self, error: Exception) -> None:
         """From now on the portable kernel runs. It computes the same; it is slower here."""
         self.module = None
+        LOGGER.warning("the portable kernel of %s runs: %s", self.operation, error)
         warnings.warn(
             f"Triton {triton.__version__} cannot compile Hopper's kernel of {self.operation} "
             f"({type(error).__name__}): the portable one runs instead, which is slower. Triton 3.6 "

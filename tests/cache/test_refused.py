@@ -22,6 +22,8 @@ from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import CopyError, OutOfBlocks, PlanError, ThreadError
 from dsv4.model import ModelSpec
+from tests.support.faults import Interrupts
+from tests.support.lives import Text, assert_cold, run_to, tiny_stack
 
 SCHEMA = CacheSchema.build(ModelSpec.preset("tiny"), max_context=2048)
 
@@ -182,6 +184,82 @@ def test_a_call_while_another_thread_is_inside_one_is_refused(monkeypatch: pytes
     assert isinstance(other, PlanError)
     assert in_thread(lambda: manager.commit(plan)) is None  # another thread may go on
     manager.check_invariants()
+
+
+def test_two_threads_in_the_handles_of_one_plan_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """One is inside `append` when the other comes: with the same step, or to end it."""
+    stack = tiny_stack(max_requests=2)
+    manager, text = stack.manager, Text.random(stack, 0, 200)
+    request = manager.admit_request(8)
+    plan = manager.prepare_forward([(request, 8)])
+    kv, projections = stack.inputs(plan, [text.stream], 1)
+    handle = manager.acquire(1, plan)
+    found: list[BaseException | None] = []
+    append = manager.backend.append
+
+    def slow(*given: Any) -> None:
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: manager.acquire(0, plan),
+            lambda: manager.acquire(1, plan),
+            lambda: handle.append(kv, *projections, weights=stack.weights[1]),
+            lambda: manager.commit(plan),
+            lambda: manager.abandon(plan),
+            lambda: manager.fail(plan),
+        )
+        found.extend(in_thread(call) for call in calls)
+        append(*given)
+
+    monkeypatch.setattr(manager.backend, "append", slow, raising=False)
+    handle.append(kv, *projections, weights=stack.weights[1])
+    assert [type(error) for error in found] == [ThreadError] * 6
+    monkeypatch.undo()
+    for layer in (0, 2, 3, 4):
+        stack.write(plan, [text.stream], layers=[layer])
+    manager.commit(plan)
+    assert_cold(stack, request, text.stream)
+
+
+def test_a_handle_belongs_to_the_thread_that_acquired_it():
+    """It is one object per layer: who held it from an earlier plan would write into another's."""
+    stack = tiny_stack(max_requests=2)
+    manager, text = stack.manager, Text.random(stack, 0, 200)
+    request = manager.admit_request(8)
+    plan = manager.prepare_forward([(request, 8)])
+    kv, projections = stack.inputs(plan, [text.stream], 0)
+    handle = manager.acquire(0, plan)
+
+    def use() -> None:
+        handle.append(kv, *projections, weights=stack.weights[0])
+
+    error = in_thread(use)
+    assert isinstance(error, ThreadError)
+    assert "manager.acquire(layer, plan) in the thread that uses it" in str(error)
+    assert not plan.touched
+
+    def take_over() -> None:
+        manager.acquire(0, plan)
+        use()
+
+    assert in_thread(take_over) is None
+    with pytest.raises(ThreadError):
+        use()
+    stack.write(plan, [text.stream], layers=(1, 2, 3, 4))  # acquired here again
+    assert in_thread(lambda: manager.commit(plan)) is None
+    assert_cold(stack, request, text.stream)
+
+
+def test_an_interrupted_handle_call_shuts_nobody_out():
+    stack = tiny_stack(max_requests=2)
+    manager, text = stack.manager, Text.random(stack, 0, 200)
+    request = manager.admit_request(8)
+    plan = manager.prepare_forward([(request, 8)])
+    for at in range(0, 60, 3):
+        with pytest.raises(KeyboardInterrupt), Interrupts(at).injected():
+            stack.write(plan, [text.stream])
+    manager.fail(plan)
+    manager.rewind(request, 0)
+    run_to(stack, request, text, 150)
+    assert_cold(stack, request, text.stream)
 
 
 def test_statistics_are_safe_while_requests_come_and_go():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.allocator import BlockAllocator
+from dsv4.cache.guard import LOGGER
 from dsv4.cache.prefix.index import PrefixIndex, PrefixNode
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.prompt import Prompt
@@ -28,7 +28,6 @@ from dsv4.cache.stats import HitKind, MissReason, PrefixCounters, PrefixStats
 from dsv4.cache.step.shape import I64
 from dsv4.errors import Dsv4Error, InvalidInput
 
-LOGGER = logging.getLogger("dsv4")
 # a request's trail, where its step starts, the ids of the tokens that it keeps
 LearnedIds = tuple[TokenTrail, int, Ids]
 # a request takes cached blocks in the place of its own, from its block so and so on
@@ -189,6 +188,11 @@ class PrefixCache:
         counted, resume = self.counters, match.resume
         self.counters = counted = replace(counted, tokens_asked=counted.tokens_asked + resume.end)
         if match.nodes:
+            if resume.source != "snapshot":
+                LOGGER.debug(
+                    "%d tokens are cached, but no snapshot near their end: %d of %d run again",
+                    *(resume.reused_tokens, len(resume.replay), resume.reused_tokens),
+                )
             self.counters = replace(
                 counted,
                 hits=_one_more(counted.hits, _HIT_KINDS[resume.source]),
@@ -422,7 +426,8 @@ class PrefixCache:
     def drop(self, victims: Sequence[PrefixNode]) -> None:
         """Blocks and their snapshots go."""
         self.index.drop(victims)
-        LOGGER.debug("%d cached blocks evicted", len(victims))
+        if victims:
+            LOGGER.debug("%d cached blocks evicted", len(victims))
         for node in victims:
             if node.snapshot is not None:
                 self._detach(node)
@@ -497,6 +502,7 @@ class PrefixCache:
             return self._free_rows.pop()
         node = next((node for node in self._taken.values() if not node.pins), None)
         if node is None:
+            LOGGER.debug("a snapshot is not taken: all %d rows are pinned or taken", self.pool.rows)
             return None
         self._let_go(node)
         return self._free_rows.pop()
@@ -508,6 +514,7 @@ class PrefixCache:
         return [*free, *islice(unpinned, count - len(free))]
 
     def _let_go(self, node: PrefixNode) -> None:
+        LOGGER.debug("a snapshot evicted, of the block %d", node.block_id)
         evictions = self.counters.snapshot_evictions + 1
         self.counters = replace(self.counters, snapshot_evictions=evictions)
         self._detach(node)
