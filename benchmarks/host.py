@@ -72,16 +72,24 @@ def _launched_step() -> DecodeStep:
 def _measure_launches(part: str) -> Measurement:
     """What the host takes for one launch while the GPU is behind; the queue is never full."""
     step = _launched_step()
-    launches = time_graph([partial(step.run, (part,))], calls_a_graph=1).launches
+    run = partial(_select, step) if part == "select" else partial(step.run, (part,))
+    launches = time_graph([run], calls_a_graph=1).launches
     times = []
     for _ in range(LAUNCH_STEPS):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        step.run((part,))
+        run()
         times.append((time.perf_counter() - begin) * 1e6)
     return Measurement(
         microseconds=statistics.median(times) / launches, launches=1, must_move_bytes=0
     )
+
+
+def _select(step: DecodeStep) -> None:
+    """As engines select: queries are prepared too, in place, so they are others each time."""
+    for layer in step.selecting_layers:
+        rope = step.weights[layer].rope
+        step.handles[layer].select(step.raw_index_q, step.index_weights, step.chosen, rope=rope)
 
 
 def _measure(context: int, device: str) -> Measurement:

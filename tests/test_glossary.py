@@ -23,7 +23,7 @@ PLAIN = set(
         invariant kind last length manager map max memory message minimum mismatch missing model
         name needed note num of open option out overflow own pad padded per period prepare preset
         prometheus prompt read released request round run self serial shape small source start stat
-        content continue like number other restart mark require whole copy thread what parent
+        content continue size like number other restart mark require whole copy thread what parent
         gpu later reuse take clamped unsupported wait waiting
         step table tensor text to token too total type unused used want weight where write written
         """,

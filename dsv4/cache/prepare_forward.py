@@ -33,7 +33,8 @@ class ForwardPlan(Uncopied):
     The tokens of a step lie one after the other in the order of the requests; `num_tokens` rows in
     all, then padding up to `padded_tokens`. The index tensors are cut to the padded sizes, for
     which kernels are launched. A step is `narrow` if no request has more tokens than its rings can
-    lose; only then may it be padded, and so captured.
+    lose; only then may it be padded, and so captured. Steps of the same `sizes` read
+    with the same launches, and with the same `item_counts` write so too.
     """
 
     shape: StepShape
@@ -43,6 +44,8 @@ class ForwardPlan(Uncopied):
     batch: Tensor
     tokens: Tensor
     items: dict[int, Tensor]
+    sizes: tuple[int, ...]
+    item_counts: tuple[int, ...]
     num_layers: int
     draft_layers: frozenset[int]
     lane: int = 0
@@ -177,14 +180,17 @@ def make_plan(
             ratio: buffers.max_items(ratio, tokens=tokens, requests=batch_rows)
             for ratio in buffers.ratios
         }
+    narrow = is_narrow(schema, shape)
     return ForwardPlan(
         shape=shape,
         starts=starts,
         ends=ends,
-        narrow=is_narrow(schema, shape),
+        narrow=narrow,
         batch=buffers.cut("batch", batch_rows),
         tokens=buffers.cut("tokens", tokens),
         items={ratio: buffers.cut(f"items_{ratio}", count) for ratio, count in item_counts.items()},
+        sizes=(narrow, batch_rows, tokens, shape.most_tokens),
+        item_counts=tuple(item_counts.values()),
         num_layers=len(schema.layers),
         draft_layers=schema.draft_layers,
     )

@@ -58,6 +58,10 @@ class Workspace:
             (1, self.staging_page.payload_bytes), dtype=torch.uint8, device=device
         )
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.select, self.attend, self.scratch, self.arrived, self.staging, self.slot
+
     def memory_bytes(self) -> int:
         words = self.attend.numel() + self.scratch.numel() + self.arrived.numel()
         return self.select.numel() + self.staging.numel() + self.slot.numel() + 4 * words

@@ -17,6 +17,7 @@ from triton.errors import TritonError
 from dsv4.cache.records import RecordFormat
 from dsv4.errors import SchemaError
 from dsv4.kernels import append, attend, gather, index_query, index_scores, select, write_records
+from dsv4.kernels.launch import repeatable
 from dsv4.kernels.target import target_of
 from dsv4.model import ModelSpec
 from dsv4.ops.backend import BackendName
@@ -38,6 +39,7 @@ class TritonBackend:
     gather_window = staticmethod(gather.gather_window)
     prepare_index_queries = staticmethod(index_query.prepare_index_queries)
     select_workspace_bytes = staticmethod(select.select_workspace_bytes)
+    repeatable = staticmethod(repeatable)
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

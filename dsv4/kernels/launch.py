@@ -2,22 +2,30 @@
 
 Triton finds the binary of a launch by the text of all its constants, which takes the host longer
 than most of our kernels take the GPU. `Launch.run` asks it once for each kind of launch and then
-starts the binary itself.
+starts the binary itself. What a call has launched can be launched again with other tensors of the
+same shapes (`repeatable`): then nothing is built, and only addresses are put in.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import index
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
+from triton.runtime import driver
 
 from dsv4.kernels.numerics import INTERPRETED
 from dsv4.kernels.target import BACKEND, known_options
 
 _INT32_MAX = 2**31 - 1
 # what Triton compiled for a kind of launch, and its constants in the order of the arguments
-_prepared: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+_binaries: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
 
 class Launch(NamedTuple):
@@ -34,20 +42,36 @@ class Launch(NamedTuple):
         """Launches on the current stream; a grid without programs launches nothing."""
         if not all(self.grid):
             return
+        heard = _listening.heard
+        if heard is None:
+            self._run()
+        else:
+            with heard.paused():
+                self._run()
+            heard.launches.append(self)
+
+    def _run(self) -> None:
         if INTERPRETED.value:
             self.kernel[self.grid](*self.arguments, **self.constants, **self.options)
-            return
+        else:
+            binary, constants = self.binary()
+            binary[self.whole_grid](*self.arguments, *constants)
+
+    @property
+    def whole_grid(self) -> tuple[int, ...]:
+        """All three extents."""
+        return (*self.grid, 1, 1)[:3]
+
+    def binary(self) -> tuple[Any, tuple[Any, ...]]:
+        """What Triton compiled for launches of this kind, and the constants that follow the
+        arguments. The first one compiles it."""
         key = self.kind()
-        found = _prepared.get(key)
+        found = _binaries.get(key)
         if found is None:
-            options = known_options(BACKEND, self.options)
-            binary = self.kernel[self.grid](*self.arguments, **self.constants, **options)
             names = self.kernel.arg_names[len(self.arguments) :]
-            _prepared[key] = binary, tuple(self.constants[name] for name in names)
-            return
-        binary, constants = found
-        grid = (*self.grid, 1, 1)[:3]
-        binary[grid](*self.arguments, *constants)
+            constants = tuple(self.constants[name] for name in names)
+            found = _binaries[key] = compiled(self), constants
+        return found
 
     def kind(self) -> tuple[Any, ...]:
         """Launches of one kind run the same binary: besides the device, the kernel and what it was
@@ -61,6 +85,12 @@ class Launch(NamedTuple):
         )
 
 
+def compiled(launch: Launch) -> Any:
+    """Triton's binary of a launch, which is not started."""
+    options = known_options(BACKEND, launch.options)
+    return launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.constants, **options)
+
+
 def _specialization(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
@@ -70,3 +100,179 @@ def _specialization(argument: Any) -> Any:
     if number == 1:
         return 1
     return 2 + (number % 16 == 0) + 2 * (number < -_INT32_MAX or number > _INT32_MAX)
+
+
+# ---- launching again -------------------------------------------------------------------------
+
+
+class _Start(NamedTuple):
+    """One launch as its binary takes it. `moved` says which arguments lie in tensors that may be
+    others next time: their places, the tensors, and how far behind their first bytes."""
+
+    launch: Launch
+    run: Any
+    grid: tuple[int, ...]
+    function: Any
+    metadata: Any
+    arguments: tuple[Any, ...]
+    moved: tuple[tuple[int, int, int], ...]
+
+
+class Repetition:
+    """The launches of a call, to be made again with other tensors in the place of those that the
+    call was given. They must have the types, shapes and strides of the first ones, which is the
+    caller's to check; how they are aligned, and how tensors of one storage lie in it, is checked
+    here."""
+
+    __slots__ = ("_alignments", "_device", "_starts", "_tied")
+
+    def __init__(
+        self, starts: Sequence[_Start], tensors: Sequence[Tensor], homes: Sequence[int]
+    ) -> None:
+        """`homes[i]` is the first of the tensors that lies in the storage of tensor i."""
+        places = [tensor.data_ptr() for tensor in tensors]
+        self._device = None if INTERPRETED.value else driver.active.get_current_device()
+        self._starts = tuple(starts)
+        self._alignments = [place & 15 for place in places]
+        self._tied = tuple(
+            (nth, home, places[nth] - places[home]) for nth, home in enumerate(homes) if nth != home
+        )
+
+    def places(self, tensors: Sequence[Tensor]) -> list[int] | None:
+        """Where these tensors lie, or None where the launches cannot be made with them as they
+        were made before."""
+        places = [tensor.data_ptr() for tensor in tensors]
+        if [place & 15 for place in places] != self._alignments:
+            return None
+        for nth, home, distance in self._tied:
+            if places[nth] - places[home] != distance:
+                return None
+        if self._device is not None and (
+            driver.active.get_current_device() != self._device or _is_watched()
+        ):
+            return None
+        return places
+
+    def run(self, places: list[int], tensors: Sequence[Tensor]) -> None:
+        """Launches on the current stream what `places` has accepted."""
+        if self._device is None:
+            self._interpret(tensors)
+            return
+        stream = driver.active.get_current_stream(self._device)
+        for _, run, grid, function, metadata, arguments, moved in self._starts:
+            given = list(arguments)
+            for at, nth, behind in moved:
+                given[at] = places[nth] + behind
+            run(*grid, stream, function, metadata, None, None, None, *given)
+
+    def _interpret(self, tensors: Sequence[Tensor]) -> None:
+        """The interpreter wants tensors, not addresses."""
+        for start in self._starts:
+            arguments = list(start.launch.arguments)
+            for at, nth, behind in start.moved:
+                arguments[at] = _view_like(arguments[at], tensors[nth], behind)
+            start.launch._replace(arguments=tuple(arguments)).run()
+
+
+def repeatable(
+    call: Callable[[], None], tensors: Sequence[Tensor], fixed: Sequence[Tensor]
+) -> Repetition | None:
+    """Makes `call` and returns how to launch the same again with others in the place of `tensors`.
+    None where that is not all: the call did more with tensors than to look at parts of them, or
+    some of `tensors` share memory with the `fixed`, which are always the same."""
+    heard = _Heard()
+    before, _listening.heard = _listening.heard, heard
+    try:
+        with heard:
+            call()
+    finally:
+        _listening.heard = before
+    storages: dict[int, int] = {}
+    homes = [
+        storages.setdefault(tensor.untyped_storage().data_ptr(), nth)
+        for nth, tensor in enumerate(tensors)
+    ]
+    owned = {tensor.untyped_storage().data_ptr() for tensor in fixed}
+    if heard.more or not owned.isdisjoint(storages):
+        return None
+    firsts = [tensor.data_ptr() for tensor in tensors]
+    starts = []
+    for launch in heard.launches:
+        arguments, moved = [], []
+        for at, argument in enumerate(launch.arguments):
+            if not isinstance(argument, Tensor):
+                arguments.append(argument)
+                continue
+            arguments.append(argument.data_ptr())
+            home = storages.get(argument.untyped_storage().data_ptr())
+            if home is not None:
+                moved.append((at, home, argument.data_ptr() - firsts[home]))
+        starts.append(_start(launch, arguments, tuple(moved)))
+    return Repetition(starts, tensors, homes)
+
+
+def _start(launch: Launch, arguments: list[Any], moved: tuple[tuple[int, int, int], ...]) -> _Start:
+    """Tensors that stay are kept alive by the launch: where they are no others come."""
+    places = {at for at, _, _ in moved}
+    kept = tuple(
+        argument if at not in places else 0 for at, argument in enumerate(launch.arguments)
+    )
+    if INTERPRETED.value:
+        return _Start(launch, None, launch.whole_grid, None, None, (), moved)
+    binary, constants = launch.binary()
+    return _Start(
+        launch=launch._replace(arguments=kept),
+        run=binary.run,
+        grid=launch.whole_grid,
+        function=binary.function,
+        metadata=binary.packed_metadata,
+        arguments=(*arguments, *constants),
+        moved=moved,
+    )
+
+
+def _view_like(view: Tensor, tensor: Tensor, behind: int) -> Tensor:
+    """Memory `behind` the first byte of `tensor`, in the form of `view`."""
+    storage = tensor.untyped_storage()
+    first = tensor.data_ptr() + behind - storage.data_ptr()
+    empty = torch.empty(0, dtype=view.dtype, device=view.device)
+    return empty.set_(storage, first // view.element_size(), view.shape, view.stride())
+
+
+def _is_watched() -> bool:
+    """Whether somebody wants to hear of launches, as profilers do."""
+    hook = knobs.runtime.launch_enter_hook
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
+class _Heard(TorchDispatchMode):
+    """The launches of a call, and whether it did `more` than launch and take views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[Launch] = []
+        self.more = False
+        self._pauses = 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What a launch does itself, interpreted or compiled, does not count."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._pauses and not func.is_view:
+            self.more = True
+        return func(*args, **(kwargs or {}))
+
+
+class _Listening(threading.local):
+    """Who hears the launches of this thread, if anybody."""
+
+    heard: _Heard | None = None
+
+
+_listening = _Listening()

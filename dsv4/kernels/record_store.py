@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import triton
 import triton.language as tl
@@ -31,6 +32,7 @@ class RecordConstants:
     SCALE_BYTES: int
 
 
+@cache
 def record_constants(record: RecordFormat) -> RecordConstants:
     """Raises SchemaError for a format with another shape than [one coded part][bf16 part]."""
     coded = [part for part in record.parts if part.code is not None]

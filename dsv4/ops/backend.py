@@ -8,7 +8,7 @@ but for the reference, which does both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -30,6 +30,16 @@ from dsv4.ops.calls import (
 BackendName = Literal["reference", "triton"]
 
 
+class Repetition(Protocol):
+    """A call that can be made again with other tensors of the same types, shapes and strides."""
+
+    def places(self, tensors: Sequence[Tensor]) -> list[int] | None:
+        """Where `tensors` lie, or None where they cannot stand for those of the first call."""
+
+    def run(self, places: list[int], tensors: Sequence[Tensor]) -> None:
+        """The call, with `tensors` at `places`. Checks nothing."""
+
+
 class Backend(Protocol):
     """One implementation of everything that a layer computes in a step."""
 
@@ -38,6 +48,13 @@ class Backend(Protocol):
 
     def check_format(self, record: RecordFormat) -> None:
         """Raises SchemaError for a record format that this backend has no code for."""
+
+    def repeatable(
+        self, call: Callable[[], None], tensors: Sequence[Tensor], fixed: Sequence[Tensor]
+    ) -> Repetition | None:
+        """Makes `call`, which asks this backend for something with `tensors` and `fixed`, and
+        returns how to make it again with others in the place of `tensors`; None where there is no
+        quicker way than to ask again."""
 
     # ---- writes --------------------------------------------------------------------------------
 

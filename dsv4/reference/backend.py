@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
 from dsv4.cache.records import RecordFormat
 from dsv4.model import ModelSpec
 from dsv4.ops.backend import BackendName
@@ -25,6 +29,12 @@ class ReferenceBackend:
     select = staticmethod(selection.select)
     select_workspace_bytes = staticmethod(selection.select_workspace_bytes)
     attend = staticmethod(attention.attend)
+
+    def repeatable(
+        self, call: Callable[[], None], tensors: Sequence[Tensor], fixed: Sequence[Tensor]
+    ) -> None:
+        """Makes the call; there is no other way to make it again."""
+        call()
 
     def check_format(self, record: RecordFormat) -> None:
         """Every format."""

@@ -1,0 +1,69 @@
+"""Calls of a layer that come again with the same shapes: checked once, then only repeated.
+
+An engine calls a layer with the same shapes step after step, and checks and launch arguments cost
+the host more than the launch. A call is known by its key: what it is told besides tensors, and of
+every tensor the type, shape, strides and device. What passed the checks once passes them again, so
+a call with a known key goes to its repetition; any other goes the checked way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from dsv4.ops.backend import Backend, Repetition
+
+# Keys that a layer remembers. Beyond it all are forgotten: what comes often is soon back.
+MOST_KEYS = 256
+
+Key = tuple[Hashable, ...]
+
+
+class Repeats:
+    """Of one layer. `fixed` are the tensors that its calls use besides those they are given."""
+
+    __slots__ = ("_backend", "_fixed", "_known")
+
+    def __init__(self, backend: Backend, fixed: Sequence[Tensor]) -> None:
+        self._backend = backend
+        self._fixed = tuple(fixed)
+        self._known: dict[Key, Repetition | None] = {}
+
+    def find(
+        self, told: Key, tensors: Sequence[Tensor | None]
+    ) -> tuple[Key | None, Repetition | None]:
+        """The key of a call, and how to repeat it once it has been made twice. There is no key for
+        what is no tensor, or cannot be compared: the checks say what is wrong with it."""
+        try:
+            key = (*told, *map(_form, tensors))
+            return key, self._known.get(key)
+        except (AttributeError, TypeError):
+            return None, None
+
+    def make(
+        self,
+        key: Key | None,
+        tensors: Sequence[Tensor],
+        call: Callable[[], None],
+        step: Tensor,
+    ) -> None:
+        """Makes a call that has passed all checks. One that comes a second time is remembered:
+        shapes that never come again cost nothing. `step` is one of the step's index tensors, which
+        lie in buffers that never move."""
+        if key is None:
+            call()
+        elif key in self._known:
+            self._known[key] = self._backend.repeatable(call, tensors, (*self._fixed, step))
+        else:
+            call()
+            if len(self._known) >= MOST_KEYS:
+                self._known.clear()
+            self._known[key] = None
+
+
+def _form(tensor: Any) -> Hashable:
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
