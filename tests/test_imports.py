@@ -9,7 +9,9 @@
       ↑
     backends    chooses one
       ↑
-    cache       manager, handle, requests, steps, prefixes
+    tiers       memory below the device: records and who keeps them; without torch but for pin.py
+      ↑
+    cache       manager, handle, requests, steps, prefixes, transfers to tiers
       ↑
     everything else: integrations, cli, demo, plots, planner, verify, …
 
@@ -51,10 +53,13 @@ TORCH_FREE = {
     "dsv4.cache.step.shape",
     "dsv4.cache.step.work_items",
     "dsv4.ops.constants",
+    "dsv4.cache.transfers.courier",
+    "dsv4.cache.transfers.labels",
+    "dsv4.cache.transfers.state_layout",
     "dsv4.planner",
 }
 # lower to higher; a module imports its own group and lower ones, but for what SEPARATE says
-ORDER = ("layout", "ops", "reference", "kernels", "backends", "cache", "above")
+ORDER = ("layout", "ops", "reference", "kernels", "backends", "tiers", "cache", "above")
 SEPARATE = {("reference", "kernels"), ("kernels", "reference")}
 
 

@@ -15,7 +15,8 @@ from dsv4.errors import Dsv4Error, InvalidInput, OutOfBlocks, require_count
 
 class BlockAllocator:
     """A fixed set of block ids. A block is held by one or more requests, or cached and idle (the
-    prefix index keeps it, no request holds it), or free."""
+    prefix index keeps it, no request holds it), or in flight (a tier's bytes are on their way into
+    it, nobody reads it), or free."""
 
     def __init__(self, total: int) -> None:
         self.total = total = require_count("blocks", total, at_least=0)
@@ -24,6 +25,7 @@ class BlockAllocator:
         self._cached = bytearray(total)
         self.cached = 0  # blocks the index keeps, idle or held
         self.idle = 0  # those of them that no request holds
+        self._in_flight: set[int] = set()
 
     @property
     def free(self) -> int:
@@ -32,7 +34,11 @@ class BlockAllocator:
     @property
     def held(self) -> int:
         """Blocks that requests hold."""
-        return self.total - self.free - self.idle
+        return self.total - self.free - self.idle - self.in_flight
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._in_flight)
 
     def references(self, block_id: int) -> int:
         """How many requests hold the block."""
@@ -125,8 +131,30 @@ class BlockAllocator:
             self.idle -= 1
             self._free.append(block_id)
 
+    def take_in_flight(self, count: int) -> list[int]:
+        """`count` free blocks, which must be there, for bytes that are on their way."""
+        taken = self.take(count)
+        self._in_flight.update(taken)
+        for block_id in taken:
+            self._references[block_id] = 0
+        return taken
+
+    def land(self, block_id: int) -> None:
+        """The bytes of a block in flight are there: the index keeps it, idle."""
+        self._in_flight.remove(block_id)
+        self._cached[block_id] = True
+        self.cached += 1
+        self.idle += 1
+
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        """Blocks in flight are free again."""
+        if not self._in_flight.issuperset(block_ids):
+            raise InvalidInput(f"blocks {list(block_ids)[:8]} are not all in flight")
+        self._in_flight.difference_update(block_ids)
+        self._free.extend(reversed(block_ids))
+
     def rebuild(self, references: Counter[int], cached: Collection[int]) -> None:
-        """Counts anew who holds what; free blocks keep their order."""
+        """Counts anew who holds what; free blocks keep their order. Nothing is in flight."""
         counts = [references[block_id] for block_id in range(self.total)]
         kept = bytearray(self.total)
         for block_id in cached:
@@ -134,15 +162,19 @@ class BlockAllocator:
         free = {b for b in range(self.total) if not counts[b] and not kept[b]}
         known = [b for b in dict.fromkeys(self._free) if b in free]
         self._free = [*known, *sorted(free.difference(known), reverse=True)]
-        self._references, self._cached = counts, kept
+        self._references, self._cached, self._in_flight = counts, kept, set()
         self.cached = len(cached)
         self.idle = sum(not counts[block_id] for block_id in cached)
 
     def check_invariants(self) -> None:
-        """Every block is free once, or held, or cached. Raises Dsv4Error otherwise."""
+        """Every block is free once, or held, or cached, or in flight. Raises Dsv4Error
+        otherwise."""
         listed = Counter(self._free)
         for block_id, references in enumerate(self._references):
-            free = references == 0 and not self._cached[block_id]
+            in_flight = block_id in self._in_flight
+            if in_flight and (references or self._cached[block_id]):
+                raise Dsv4Error(f"block {block_id} is in flight, but somebody reads it")
+            free = references == 0 and not self._cached[block_id] and not in_flight
             if references < 0 or listed[block_id] != free:
                 raise Dsv4Error(
                     f"block {block_id} has {references} references and stands {listed[block_id]} "

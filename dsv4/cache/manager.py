@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -41,6 +43,13 @@ from dsv4.errors import (
 )
 from dsv4.ops.backend import BackendName
 
+if TYPE_CHECKING:
+    from dsv4.cache.transfers.fetch import Fetch
+    from dsv4.cache.transfers.transfers import Transfers
+    from dsv4.tiers.tier import Tier
+
+FETCH_POLL_S = 0.0002
+
 
 class KVCacheManager(Uncopied):
     """The cache of one model on one device.
@@ -48,7 +57,8 @@ class KVCacheManager(Uncopied):
     `table` owns requests, slots and blocks, `memory` the device's bytes, `prefix` what outlives a
     request. One allocator serves all layers, so admission is atomic: a request has its slot and all
     its blocks, or nothing. Host calls (everything but what handles launch) belong between captured
-    graphs. A call that raises has changed nothing.
+    graphs. A call that raises has changed nothing. With `tiers` (docs/tiers.md), the fastest first,
+    what is cached is kept below the device too; `transfers` moves it.
 
     Threads: calls that change the manager come one at a time, from whatever thread; one that comes
     while another runs raises ThreadError. `stats`, `memory_bytes` and metrics may be asked at any
@@ -69,6 +79,7 @@ class KVCacheManager(Uncopied):
         backend: BackendName | None = None,
         prefix: PrefixOptions | None = None,
         max_open_plans: int = 1,
+        tiers: Sequence[Tier] = (),
     ) -> None:
         require_type("schema", schema, CacheSchema)
         if prefix is not None:
@@ -96,6 +107,7 @@ class KVCacheManager(Uncopied):
         if prefix is not None:
             self.prefix = PrefixCache(schema, self.table.allocator, prefix, place)
             self.table.reclaimer = self.prefix
+        self.transfers = self._transfers(tiers) if tiers else None
         self.open_plans: list[ForwardPlan] = []
         self.guard = Guard()
         self._step_readers = tuple(StepReader(schema, self.table) for _ in self.memory.lanes)
@@ -116,6 +128,7 @@ class KVCacheManager(Uncopied):
         backend: BackendName | None = None,
         prefix: PrefixOptions | None = None,
         max_open_plans: int = 1,
+        tiers: Sequence[Tier] = (),
     ) -> KVCacheManager:
         """A manager that allocates `budget.total_bytes`, to the byte: a budget that does not count
         what these options need besides is refused. `from_memory` finds one that does; who counts
@@ -145,6 +158,7 @@ class KVCacheManager(Uncopied):
             backend=backend,
             prefix=prefix,
             max_open_plans=max_open_plans,
+            tiers=tiers,
         )
 
     @classmethod
@@ -160,6 +174,7 @@ class KVCacheManager(Uncopied):
         backend: BackendName | None = None,
         prefix: PrefixOptions | None = None,
         max_open_plans: int = 1,
+        tiers: Sequence[Tier] = (),
     ) -> KVCacheManager:
         """A manager that allocates no more than `memory_bytes` on its device, all told: slots, the
         block table, step buffers, workspace and snapshots, and blocks with what is left.
@@ -190,6 +205,7 @@ class KVCacheManager(Uncopied):
             backend=backend,
             prefix=prefix,
             max_open_plans=max_open_plans,
+            tiers=tiers,
         )
 
     @classmethod
@@ -222,6 +238,18 @@ class KVCacheManager(Uncopied):
             require_type("prefix", prefix, PrefixOptions)
             snapshots = SnapshotPool.bytes_on_device(schema, prefix, place)
         return memory.step_buffers + memory.workspace + snapshots
+
+    def _transfers(self, tiers: Sequence[Tier]) -> Transfers:
+        from dsv4.cache.transfers.transfers import Transfers  # needs the extra dsv4[tiers]
+
+        return Transfers(
+            tiers,
+            prefix=self.prefix,
+            table=self.table,
+            block_arena=self.block_arena.bytes,
+            slot_arena=self.slot_arena.bytes,
+            device=self.device,
+        )
 
     # ---- what it was built with --------------------------------------------------------------
 
@@ -473,6 +501,8 @@ class KVCacheManager(Uncopied):
                 f"but it has {request.length} tokens: tell those that were committed"
             )
         self.prefix.tell(request, read, self.slot_arena.bytes[request.slot])
+        if self.transfers is not None:
+            self.transfers.pump()
 
     @changes
     def extend(self, request: Request, tokens: int) -> list[int]:
@@ -575,6 +605,7 @@ class KVCacheManager(Uncopied):
         index. Every request that was live still is, where it was before or after the call; one
         whose slot was being overwritten `is_torn`. Requests and pins that the interrupted call was
         about to return are gone; so is a plan that was never returned, or whose lengths have moved.
+        Fetches that are not over are cancelled.
         Does nothing else, and nothing harmful if it was not needed. Raises ThreadError.
         """
         guard = self.guard
@@ -588,11 +619,12 @@ class KVCacheManager(Uncopied):
                 still_open.append(plan)
         self.open_plans = still_open
         lost = {item for item in guard.arriving if isinstance(item, Request)}
+        fetching = [] if self.transfers is None else self.transfers.rebuild()
         cached: list[int] = []
         if self.prefix is not None:
             taken = [plan.captures.captures for plan in still_open if plan.captures is not None]
             rows = {capture.row for captures in taken for capture in captures}
-            self.prefix.rebuild(rows, guard.arriving)
+            self.prefix.rebuild(rows, [*guard.arriving, *fetching])
             cached = [node.block_id for node in self.prefix.index.nodes()]
         self.table.rebuild(lost, cached)
         self._forget_steps()
@@ -632,6 +664,64 @@ class KVCacheManager(Uncopied):
             else require_count("blocks", blocks, at_least=0)
         )
         return self._prefix_cache().evict(most, or_fewer=True)
+
+    # ---- tiers -------------------------------------------------------------------------------
+
+    @changes
+    def fetch(self, prompt: TokenIds | Prompt, salt: str | None = None) -> Fetch:
+        """Starts to bring what tiers have of a prompt behind what is cached, and returns at once:
+        `poll` the fetch until it is over, then `admit_request` finds what came. Blocks that bytes
+        are on their way into are in flight, nobody else's. What cannot be had is left out: no tier
+        raises. Raises InvalidInput, ContextOverflow."""
+        transfers = self._tiers()
+        count, trail = self._read_prompt(prompt, salt)
+        if trail is None:
+            raise InvalidInput(f"{prompt!r}: tiers are asked for token ids, not for a count")
+        blocks = max(0, count - 1) // self.schema.block_tokens  # the last token always runs
+        return transfers.fetch(
+            trail,
+            blocks,
+            poll=self._poll_fetch,
+            cancel=self._cancel_fetch,
+            arriving=self.guard.arriving,
+        )
+
+    @changes
+    def _poll_fetch(self, fetch: Fetch) -> None:
+        self._tiers().advance(fetch)
+
+    @changes
+    def _cancel_fetch(self, fetch: Fetch) -> None:
+        self._tiers().fetches.cancel(fetch)
+
+    def admit_fetched(
+        self, prompt: TokenIds | Prompt, salt: str | None = None, *, timeout_s: float
+    ) -> Request:
+        """`fetch`, waited for at most so long, then `admit_request`. What has not come by then is
+        computed. Other calls may come in between. Raises what both raise."""
+        if not isinstance(prompt, Prompt):
+            prompt, salt = self.prompt(prompt, salt), None
+        self._wait_for(self.fetch(prompt, salt), timeout_s)
+        return self.admit_request(prompt)
+
+    def _wait_for(self, fetch: Fetch, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        try:
+            while not fetch.poll() and time.monotonic() < until:
+                time.sleep(FETCH_POLL_S)
+        finally:
+            fetch.cancel()
+
+    @changes
+    def drain_tiers(self, timeout_s: float) -> bool:
+        """Waits at most so long until all that is cached is kept by tiers, or dropped: before the
+        process ends. Whether that is so. Closes no tier."""
+        return self._tiers().drain(timeout_s)
+
+    def _tiers(self) -> Transfers:
+        if self.transfers is None:
+            raise InvalidInput("this manager has no tiers: build it with tiers=[HostTier(...), …]")
+        return self.transfers
 
     # ---- steps -------------------------------------------------------------------------------
 
@@ -740,6 +830,8 @@ class KVCacheManager(Uncopied):
         if self.prefix is not None:
             self.prefix.note_commit(plan, kept, learned, self.slot_arena.bytes, self._adopt)
         self._close(plan)
+        if self.transfers is not None:
+            self.transfers.pump()
 
     @changes
     def abandon(self, plan: ForwardPlan) -> None:
@@ -820,6 +912,7 @@ class KVCacheManager(Uncopied):
             blocks_free=allocator.free,
             blocks_live=allocator.held,
             blocks_cached=allocator.idle,
+            blocks_in_flight=allocator.in_flight,
             blocks_evictable=0 if self.prefix is None else self.prefix.evictable_blocks(),
             blocks_pinned=0 if self.prefix is None else self.prefix.pinned_blocks(),
             slots_total=self.max_requests,
@@ -829,6 +922,8 @@ class KVCacheManager(Uncopied):
             block_bytes_live=allocator.held * self.schema.block_bytes,
             slot_bytes_live=len(live) * self.schema.slot_bytes,
             prefix=None if self.prefix is None else self.prefix.stats(),
+            transfers=None if self.transfers is None else self.transfers.stats(),
+            tiers=() if self.transfers is None else self.transfers.tier_stats(),
         )
 
     def check_invariants(self) -> None:

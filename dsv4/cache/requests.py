@@ -295,6 +295,13 @@ class RequestTable:
             self.reclaimer.drop(reserved.victims)
         return self.allocator.take(len(reserved.block_ids))
 
+    def settle_in_flight(self, reserved: Reserved) -> list[int]:
+        """Takes what was reserved for bytes that a tier has."""
+        if reserved.victims:
+            assert self.reclaimer is not None
+            self.reclaimer.drop(reserved.victims)
+        return self.allocator.take_in_flight(len(reserved.block_ids))
+
     def cancel(self, reserved: Reserved) -> None:
         """Nothing of it is taken."""
         if reserved.victims:

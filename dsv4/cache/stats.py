@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from dsv4.tiers.tier import TierStats
 
 HitKind = Literal["snapshot", "replay", "blocks_only"]
 MissReason = Literal["too_short", "not_cached", "evicted"]
@@ -60,9 +63,30 @@ class PrefixStats(PrefixCounters):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransferStats:
+    """What went between the device and its tiers since the manager was made. A record that was
+    `dropped` is in no tier: no room, no time, an outage, or gone from the device before its turn.
+    `refused` counts what a tier had and what was not what it said."""
+
+    records_waiting: int  # to be copied, or on their way
+    records_copied: int  # from the device to the host
+    records_stored: int  # in one tier at least
+    records_dropped: int
+    records_refused: int
+    records_fetched: int  # from the host to the device
+    bytes_copied: int
+    bytes_fetched: int
+    tokens_fetched: int
+    fetches: int
+    fetches_cancelled: int
+    fetches_open: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Who holds what now. free + live = total, for slots; for blocks with the cached
-    ones, which the prefix index keeps and no request holds: free + live + cached = total."""
+    """Who holds what now. free + live = total, for slots; for blocks with the cached ones, which
+    the prefix index keeps and no request holds, and those in flight, which a tier's bytes are on
+    their way into: free + live + cached + in flight = total."""
 
     blocks_total: int
     blocks_free: int
@@ -74,9 +98,12 @@ class Stats:
     block_bytes_live: int
     slot_bytes_live: int
     blocks_cached: int = 0
+    blocks_in_flight: int = 0
     blocks_evictable: int = 0  # of the cached ones: could go at once
     blocks_pinned: int = 0  # stay whatever happens, held or not
     prefix: PrefixStats | None = None
+    transfers: TransferStats | None = None
+    tiers: tuple[TierStats, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

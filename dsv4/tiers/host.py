@@ -11,7 +11,7 @@ import numpy as np
 from dsv4.errors import InvalidInput
 from dsv4.tiers.extents import Extent, Extents
 from dsv4.tiers.lru import Lru
-from dsv4.tiers.record import UNIT_BYTES, Key, Label, Parts, Record, Region
+from dsv4.tiers.record import UNIT_BYTES, Key, Label, Parts, Record, Refusal, Region
 from dsv4.tiers.tier import DONE, DROPPED, MISSING, Limits, Outcome, QueuedTier
 
 
@@ -110,6 +110,23 @@ class HostTier(QueuedTier):
             row.holds -= 1
             if not row.holds and not row.published:
                 self._extents.give(row.extents)
+
+    def holds(self, key: Key) -> bool:
+        """Whether a record can be found."""
+        with self._lock:
+            return key in self._rows
+
+    def note_loads(self, labels: Sequence[Label], refusals: Sequence[Refusal | None]) -> None:
+        """Rows that were held, checked and used where they lie: counted as loads. What was refused
+        is forgotten."""
+        with self._lock:
+            for label, refusal in zip(labels, refusals, strict=True):
+                if refusal is None:
+                    self._counters.hits += 1
+                    self._counters.loaded_bytes += label.record_bytes
+                else:
+                    self._note_refusal(label.key, refusal)
+                    self._forget(label.key)
 
     def _room(self, units: int) -> tuple[Extent, ...] | None:
         if units * UNIT_BYTES > self._memory.nbytes:

@@ -17,6 +17,7 @@ from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.ops.backend import BackendName
 from dsv4.ops.calls import CompressorWeights, LayerWeights
 from dsv4.rope import rope_table
+from dsv4.tiers.tier import Tier
 from tests.support.numbers import Numbers
 
 POISON = 0xFF
@@ -48,6 +49,7 @@ class Stack:
         kv_norm: bool = True,
         spread: float = 1.0,
         prefix: PrefixOptions | None = None,
+        tiers: Sequence[Tier] = (),
     ) -> None:
         self.schema, self.layers, self.device = schema, tuple(layers), device
         self.manager = KVCacheManager(
@@ -58,6 +60,7 @@ class Stack:
             device=device,
             backend=backend,
             prefix=prefix,
+            tiers=tiers,
         )
         self.manager.block_arena.bytes.fill_(POISON)
         self.manager.slot_arena.bytes.fill_(POISON)

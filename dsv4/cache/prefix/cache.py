@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -57,6 +57,16 @@ class PrefixMatch:
     snapshot: PrefixNode | None
 
 
+class Fresh(NamedTuple):
+    """A block or the snapshot at its end, cached a moment ago: for tiers to keep too. `parent` is
+    the chain digest before it, `tokens` where it ends."""
+
+    node: PrefixNode
+    is_snapshot: bool
+    parent: bytes
+    tokens: int
+
+
 class PrefixCache:
     """The index of cached blocks and the snapshots at their ends."""
 
@@ -89,6 +99,11 @@ class PrefixCache:
         self._pins: set[PinnedPrefix] = set()
         self._pinned_ids: frozenset[int] | None = None  # blocks that pins keep, once asked for
         self.counters = PrefixCounters()
+        # with tiers: what they have yet to get, rows that bytes are on their way into, and a call
+        # that comes before memory that may be being copied is used for something else
+        self.outbox: deque[Fresh] | None = None
+        self.rows_in_flight: set[int] = set()
+        self.before_reuse: Callable[[], None] | None = None
 
     # ---- a request begins --------------------------------------------------------------------
 
@@ -141,7 +156,7 @@ class PrefixCache:
             if in_rings and self.pool.rows and self._is_wanted(request, boundary):
                 row = self._reserve()
                 if row is not None:
-                    self._capture(slot, row, boundary, node)
+                    self._capture(slot, row, boundary, node, trail)
 
     def match(self, trail: TokenTrail) -> PrefixMatch:
         """What of a prompt is there. The last token always runs: it gives the first logits."""
@@ -315,7 +330,9 @@ class PrefixCache:
                 if in_rings[row] and self.pool.rows and self._is_wanted(request, boundary):
                     row_id = self._reserve()
                     if row_id is not None:
-                        self._capture(slot_arena[request.slot], row_id, boundary, node)
+                        assert request.trail is not None
+                        slot = slot_arena[request.slot]
+                        self._capture(slot, row_id, boundary, node, request.trail)
         if plan.captures is not None:
             self._finish_captures(plan, kept)
 
@@ -333,7 +350,9 @@ class PrefixCache:
         if cached:
             adopt(request, first, cached)
 
-    def _capture(self, slot: Tensor, row: int, boundary: int, node: PrefixNode) -> None:
+    def _capture(
+        self, slot: Tensor, row: int, boundary: int, node: PrefixNode, trail: TokenTrail
+    ) -> None:
         """A snapshot out of the rings. The step has happened whether or not there is memory for
         its snapshot, so an error of the device leaves it out; the next launch would tell."""
         try:
@@ -343,6 +362,7 @@ class PrefixCache:
             LOGGER.warning("no snapshot at %d tokens: %s", boundary, error)
         else:
             self._attach(node, row)
+            self._note_fresh(node, trail, boundary, is_snapshot=True)
 
     def note_abandon(self, plan: ForwardPlan) -> None:
         if plan.captures is not None:
@@ -386,7 +406,16 @@ class PrefixCache:
             return None  # another request was first; its blocks must not wait for this one's
         for nth in range(first, block + 1):
             node = self.index.add(trail.chain[nth], request.block_ids[nth], node)
+            self._note_fresh(node, trail, (nth + 1) * self.schema.block_tokens)
         return node
+
+    def _note_fresh(
+        self, node: PrefixNode, trail: TokenTrail, tokens: int, *, is_snapshot: bool = False
+    ) -> None:
+        if self.outbox is not None:
+            before = tokens // self.schema.block_tokens - 2
+            parent = trail.chain[before] if before >= 0 else trail.root
+            self.outbox.append(Fresh(node, is_snapshot, parent, tokens))
 
     def _finish_captures(self, plan: ForwardPlan, kept: I64) -> None:
         """A snapshot is valid once its step has happened and every layer has given its part."""
@@ -402,11 +431,52 @@ class PrefixCache:
             if node is None or node.snapshot is not None:
                 self._free_rows.append(capture.row)
             else:
+                assert request.trail is not None
                 self._attach(node, capture.row)
+                self._note_fresh(node, request.trail, capture.boundary, is_snapshot=True)
 
     def _is_complete(self, layers: set[int]) -> bool:
         """Whether these are all layers but those that draft, which not every engine runs."""
         return all(spec.draft or spec.layer in layers for spec in self.schema.model.layers)
+
+    # ---- what tiers had ----------------------------------------------------------------------
+
+    def adopt(self, trail: TokenTrail, first: int, block_ids: Sequence[int]) -> list[int]:
+        """Indexes blocks in flight, whose bytes are there and checked, as those of a prompt from
+        its block `first` on. Answers with those that are not needed: somebody was first, or what is
+        before them is cached no more."""
+        parent = self.index.get(trail.digest(first - 1)) if first else None
+        if first and parent is None:
+            return list(block_ids)
+        unused = []
+        for nth, block_id in enumerate(block_ids, first):
+            node = self.index.get(trail.digest(nth))
+            if node is None:
+                node = self.index.add(trail.digest(nth), block_id, parent, landed=True)
+            else:
+                unused.append(block_id)
+            parent = node
+        return unused
+
+    def take_row(self) -> int | None:
+        """A snapshot row for bytes that are on their way; None if all are pinned."""
+        row = self._reserve() if self.pool.rows else None
+        if row is not None:
+            self.rows_in_flight.add(row)
+        return row
+
+    def give_row_back(self, row: int) -> None:
+        self.rows_in_flight.remove(row)
+        self._free_rows.append(row)
+
+    def adopt_snapshot(self, digest: bytes, row: int) -> None:
+        """A row in flight, whose bytes are there and checked, is the state behind a block."""
+        node = self.index.get(digest)
+        if node is None or node.snapshot is not None:
+            self.give_row_back(row)
+        else:
+            self.rows_in_flight.remove(row)
+            self._attach(node, row)
 
     # ---- memory ------------------------------------------------------------------------------
 
@@ -425,6 +495,8 @@ class PrefixCache:
 
     def drop(self, victims: Sequence[PrefixNode]) -> None:
         """Blocks and their snapshots go."""
+        if victims and self.before_reuse is not None:
+            self.before_reuse()
         self.index.drop(victims)
         if victims:
             LOGGER.debug("%d cached blocks evicted", len(victims))
@@ -472,6 +544,7 @@ class PrefixCache:
         self._taken = OrderedDict((row, owned[row]) for row in order)
         rest = set(range(self.pool.rows)).difference(owned, reserved)
         self._free_rows = sorted(rest, reverse=True)
+        self.rows_in_flight = set()
 
     def pin(self, trail: TokenTrail, arriving: list[object]) -> PinnedPrefix:
         nodes = self.index.match(trail, len(trail.ids) // self.schema.block_tokens)
@@ -515,6 +588,8 @@ class PrefixCache:
 
     def _let_go(self, node: PrefixNode) -> None:
         LOGGER.debug("a snapshot evicted, of the block %d", node.block_id)
+        if self.before_reuse is not None:
+            self.before_reuse()
         evictions = self.counters.snapshot_evictions + 1
         self.counters = replace(self.counters, snapshot_evictions=evictions)
         self._detach(node)
@@ -548,7 +623,7 @@ class PrefixCache:
         taken = [plan.captures.captures for plan in open_plans if plan.captures is not None]
         reserved = [capture.row for captures in taken for capture in captures]
         owned = {node.snapshot: node for node in self.index.nodes() if node.snapshot is not None}
-        rows = sorted([*self._free_rows, *reserved, *self._taken])
+        rows = sorted([*self._free_rows, *reserved, *self._taken, *self.rows_in_flight])
         if rows != list(range(self.pool.rows)) or owned != dict(self._taken):
             raise Dsv4Error("snapshots are lost or doubled: free and taken ones do not add up")
 

@@ -14,10 +14,12 @@ from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.errors import Dsv4Error
 
 HASHED_AT_ONCE = 64  # blocks; few enough to stop soon behind a miss
+PASSED_OVER = 64  # blocks that no tier has, at most, while others are let go
 
 
 class PrefixNode:
-    """One cached block. `snapshot` is the row of the state at its end, if that is kept."""
+    """One cached block. `snapshot` is the row of the state at its end, if that is kept; `stored`
+    says that a tier has its bytes, or had them when it was asked last."""
 
     __slots__ = (
         "block_id",
@@ -28,13 +30,14 @@ class PrefixNode:
         "pins",
         "queued",
         "snapshot",
+        "stored",
     )
 
     def __init__(self, digest: bytes, block_id: int, parent: PrefixNode | None) -> None:
         self.digest, self.block_id, self.parent = digest, block_id, parent
         self.children = self.pins = self.last_use = 0
         self.snapshot: int | None = None
-        self.queued = False
+        self.queued = self.stored = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,8 @@ class PrefixIndex:
     """From chain digests to blocks, which the allocator keeps for it.
 
     A block that requests hold is never evicted, nor one with a pin, nor one with cached children;
-    of the rest the least recently used goes first. A use of a block is a use of all before it.
+    of the rest the least recently used goes first, what a tier has before what would be lost. A use
+    of a block is a use of all before it.
     """
 
     def __init__(self, allocator: BlockAllocator) -> None:
@@ -63,6 +67,7 @@ class PrefixIndex:
         self._forgotten: dict[bytes, None] = {}  # digests of evicted blocks, oldest first
         self.evictions = 0
         self.events: list[BlockEvent] | None = None  # where somebody reads them
+        self.has_tiers = False  # whether some blocks are kept elsewhere too
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -97,10 +102,16 @@ class PrefixIndex:
         self._clock += 1
         node.last_use = self._clock
 
-    def add(self, digest: bytes, block_id: int, parent: PrefixNode | None) -> PrefixNode:
-        """A block that a request has just completed."""
+    def add(
+        self, digest: bytes, block_id: int, parent: PrefixNode | None, *, landed: bool = False
+    ) -> PrefixNode:
+        """A block that a request has just completed, or one whose bytes a tier had."""
         node = PrefixNode(digest, block_id, parent)
-        self._allocator.keep(block_id)
+        node.stored = landed
+        if landed:
+            self._allocator.land(block_id)
+        else:
+            self._allocator.keep(block_id)
         self._nodes[digest] = node
         self._forgotten.pop(digest, None)
         if parent is not None:
@@ -152,8 +163,15 @@ class PrefixIndex:
         """Up to `count` nodes that may go, out of the heap; nothing else changes."""
         victims: list[PrefixNode] = []
         in_use: list[PrefixNode] = []
+        passed: list[PrefixNode] = []
         gone: dict[PrefixNode, int] = {}
-        while self._leaves and len(victims) < count:
+        most_passed = PASSED_OVER if self.has_tiers else 0
+        while len(victims) < count and (self._leaves or passed):
+            if not self._leaves:  # no tier has what is left
+                most_passed = 0
+                for node in passed:
+                    self._queue(node)
+                passed = []
             stamp, _, node = heapq.heappop(self._leaves)
             node.queued = False
             if node.children > gone.get(node, 0):
@@ -162,6 +180,8 @@ class PrefixIndex:
                 self._queue(node)
             elif node.pins or self._allocator.references(node.block_id):
                 in_use.append(node)
+            elif not node.stored and len(passed) < most_passed:
+                passed.append(node)
             else:
                 victims.append(node)
                 parent = node.parent
@@ -170,6 +190,8 @@ class PrefixIndex:
                     gone[parent] = gone.get(parent, 0) + 1
                     if gone[parent] == parent.children:
                         self._queue(parent)
+        for node in passed:
+            self._queue(node)
         for node in in_use:  # being in use is a use: it will not be looked at first next time
             self.touch(node)
             self._queue(node)

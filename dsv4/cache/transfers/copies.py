@@ -1,0 +1,92 @@
+"""Rows of the device to host memory and back, while the host goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.tiers.record import Parts, address
+
+# torch has these types untyped; None stands for a copy that is over when the call returns
+_Event = Any
+
+
+class Mark:
+    """How far a stream was when the mark was made."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: _Event = None) -> None:
+        self._event = event
+
+    @property
+    def passed(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        """Blocks the host."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def hold_back(self) -> None:
+        """What is launched on the current stream from now on waits for it; the host does not."""
+        if self._event is not None and not self.passed:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+class Copies:
+    """Copies between rows on a device and pieces of one host memory.
+
+    On a GPU each direction has a stream of its own, which first waits for what is on the current
+    stream now: the step that wrote a row, or the last one that read it. Elsewhere a copy is over
+    when the call returns.
+    """
+
+    def __init__(self, device: torch.device, memory: memoryview) -> None:
+        self._host = torch.frombuffer(memory, dtype=torch.uint8)
+        self._start = address(memory)
+        self._device = device
+        on_gpu = device.type == "cuda"
+        self._down: Any = torch.cuda.Stream(device) if on_gpu else None
+        self._up: Any = torch.cuda.Stream(device) if on_gpu else None
+
+    def down(self, rows: Iterable[tuple[Tensor, Parts]]) -> Mark:
+        """Rows of the device into the payloads of records."""
+        return self._copy(self._down, [(pieces, row, True) for row, pieces in rows])
+
+    def up(self, rows: Iterable[tuple[Tensor, Parts]]) -> Mark:
+        """Payloads of records into rows of the device."""
+        return self._copy(self._up, [(pieces, row, False) for row, pieces in rows])
+
+    def _copy(self, stream: Any, rows: list[tuple[Parts, Tensor, bool]]) -> Mark:
+        if stream is None:
+            self._launch(rows)
+            return Mark()
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            self._launch(rows)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return Mark(event)
+
+    def _launch(self, rows: list[tuple[Parts, Tensor, bool]]) -> None:
+        for parts, row, down in rows:
+            at = 0
+            for piece in parts.payload:
+                if not piece.nbytes:
+                    continue
+                start = address(piece) - self._start
+                host = self._host[start : start + piece.nbytes]
+                device = row[at : at + piece.nbytes]
+                target, source = (host, device) if down else (device, host)
+                target.copy_(source, non_blocking=True)
+                at += piece.nbytes
+
+    def finish(self) -> None:
+        """Waits until no copy is on its way. Blocks the host."""
+        for stream in (self._down, self._up):
+            if stream is not None:
+                stream.synchronize()

@@ -1,0 +1,165 @@
+"""What needs no device: sums, headers, and what tiers are told. One thread, torch-free."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dsv4.tiers.host import HostRow, HostTier
+from dsv4.tiers.record import Key, Record, Refusal, check, seal
+from dsv4.tiers.tier import DONE, Ticket, Tier
+
+LOGGER = logging.getLogger("dsv4.tiers")
+_POLL_S = 0.0005
+
+
+@dataclass(slots=True, eq=False)
+class Parcel:
+    """A row of host memory that holds, or will hold, the payload of a record. `fill`, if there is
+    one, makes it; `stored` is None until every tier has answered."""
+
+    row: HostRow
+    fill: Callable[[], None] | None = None
+    stored: bool | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Checked:
+    """Rows of the host tier that are looked through before they go to the device."""
+
+    rows: Sequence[HostRow]
+    refusals: list[Refusal | None] | None = None  # once it is done
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    parcels: list[Parcel]
+    tickets: list[tuple[Tier, Ticket]]
+
+
+class Courier:
+    """Seals parcels, lets the host tier find them, and hands them to the tiers below it; checks
+    rows. Calls return at once. `keeps`: the host memory is a tier's, not only staging."""
+
+    def __init__(self, host: HostTier, below: Sequence[Tier], *, keeps: bool) -> None:
+        self._host, self._below, self._keeps = host, tuple(below), keeps
+        self._wake = threading.Condition()
+        self._parcels: deque[Parcel] = deque()
+        self._checks: deque[Checked] = deque()
+        self._sent: list[_Batch] = []
+        self._busy = False
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self.stored: deque[Key] = deque()  # for the owner to read
+        self.dropped = 0
+
+    def send(self, parcels: Sequence[Parcel]) -> None:
+        with self._wake:
+            self._parcels.extend(parcels)
+            self._start()
+
+    def check(self, rows: Sequence[HostRow]) -> Checked:
+        job = Checked(rows)
+        with self._wake:
+            self._checks.append(job)
+            self._start()
+        return job
+
+    @property
+    def idle(self) -> bool:
+        with self._wake:
+            return not (self._parcels or self._checks or self._sent or self._busy)
+
+    @property
+    def waiting(self) -> int:
+        with self._wake:
+            return len(self._parcels) + sum(len(batch.parcels) for batch in self._sent)
+
+    def close(self) -> None:
+        """The thread ends. Rows that it still has stay held: tiers may be reading them."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join(5.0)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="dsv4-courier", daemon=True)
+            self._thread.start()
+        self._wake.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._busy = False
+                while not (self._parcels or self._checks or self._sent or self._closed):
+                    self._wake.wait()
+                if self._closed:
+                    return
+                parcels, checks = list(self._parcels), list(self._checks)
+                self._parcels.clear()
+                self._checks.clear()
+                self._busy = True
+            for job in checks:  # somebody waits for these
+                job.refusals = [check(_record(row)) for row in job.rows]
+            if parcels:
+                self._dispatch(parcels)
+            self._poll()
+            if self._sent and not parcels and not checks:
+                time.sleep(_POLL_S)
+
+    def _dispatch(self, parcels: Sequence[Parcel]) -> None:
+        sealed = []
+        for parcel in parcels:
+            try:
+                if parcel.fill is not None:
+                    parcel.fill()
+                seal(Record(label=parcel.row.label, parts=parcel.row.parts))
+            except Exception:
+                LOGGER.exception("%s is not kept: a bug", parcel.row.label.key)
+                self._end([parcel], [False])
+                continue
+            if self._keeps:
+                self._host.publish(parcel.row)
+            sealed.append(parcel)
+        if not sealed:
+            return
+        if not self._below:
+            self._end(sealed, [self._keeps] * len(sealed))
+            return
+        records = [_record(parcel.row) for parcel in sealed]
+        tickets = [(tier, tier.store(records)) for tier in self._below]
+        with self._wake:
+            self._sent.append(_Batch(sealed, tickets))
+
+    def _poll(self) -> None:
+        for batch in tuple(self._sent):
+            progress = [tier.poll(ticket) for tier, ticket in batch.tickets]
+            if not all(each.finished and each.settled for each in progress):
+                continue
+            stored = [
+                self._keeps or any(each.outcomes[nth] is DONE for each in progress)
+                for nth in range(len(batch.parcels))
+            ]
+            self._end(batch.parcels, stored)
+            with self._wake:
+                self._sent.remove(batch)
+
+    def _end(self, parcels: Sequence[Parcel], stored: Sequence[bool]) -> None:
+        for parcel, kept in zip(parcels, stored, strict=True):
+            self._host.release(parcel.row)
+            parcel.stored = kept
+            if kept:
+                self.stored.append(parcel.row.label.key)
+            else:
+                self.dropped += 1
+
+
+def _record(row: HostRow) -> Record:
+    """A row with its header in place."""
+    return Record(label=row.label, parts=row.parts, sealed=True)

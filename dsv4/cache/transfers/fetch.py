@@ -1,0 +1,532 @@
+"""What tiers have of a prompt, on its way to the device. Torch-free but for the rows it fills.
+
+    look     which of the prompt's blocks a tier has, behind those that are cached
+    load     blocks in flight are taken; records come into host memory and are checked there
+    copy     from host memory into the blocks
+    adopt    what is there, up to the first that is not, is indexed: `admit_request` finds it
+
+Nothing is indexed before its bytes are checked and in place. A record that is missing or refused
+ends the prompt there: what is behind it is not used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from dsv4.cache.prefix.cache import PinnedPrefix, PrefixCache
+from dsv4.cache.prefix.resume import replay_start
+from dsv4.cache.prefix.trail import TokenTrail
+from dsv4.cache.requests import RequestTable
+from dsv4.cache.transfers.copies import Copies, Mark
+from dsv4.cache.transfers.courier import Checked, Courier
+from dsv4.cache.transfers.labels import Labels
+from dsv4.tiers.host import HostRow, HostTier
+from dsv4.tiers.record import Kind, Label, Record
+from dsv4.tiers.tier import DONE, Progress, State, Ticket, Tier
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOGGER = logging.getLogger("dsv4.tiers")
+
+
+class _Stage(Enum):
+    WAITING = auto()
+    LOADING = auto()
+    LOADED = auto()  # checked, in host memory
+    COPYING = auto()
+    HERE = auto()
+    LOST = auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    """One record on its way. `target` is a row on the device; a state has none and stays on the
+    host."""
+
+    label: Label
+    sources: list[Tier]
+    target: Tensor | None
+    stage: _Stage = _Stage.WAITING
+    row: HostRow | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    tier: Tier
+    ticket: Ticket
+    items: list[_Item]
+    rows: list[HostRow] = field(default_factory=list)  # to release when the tier is done with them
+
+
+@dataclass(slots=True, eq=False)
+class _Look:
+    """Labels that tiers were asked for."""
+
+    labels: Sequence[Label]
+    tickets: list[tuple[Tier, Ticket]]
+    sources: list[list[Tier]] | None = None  # of each label, once known
+
+
+class Fetch:
+    """A prompt's records on their way from tiers to the device. `poll` moves it on and says whether
+    it is over; then `admit_request` finds what came. `cancel` ends it: memory that a tier or the
+    device still writes to is kept apart until it does not."""
+
+    def __init__(
+        self,
+        trail: TokenTrail,
+        blocks: int,
+        *,
+        poll: Callable[[Fetch], None],
+        cancel: Callable[[Fetch], None],
+    ) -> None:
+        self._poll, self._cancel = poll, cancel
+        self.trail, self.blocks = trail, blocks  # the blocks of the prompt that may be reused
+        self.cached_blocks = 0  # of them on the device when it began
+        self.fetched_blocks = 0  # behind those: came, and are indexed
+        self.fetched_bytes = 0
+        self.done = False
+        self.cancelled = False
+        # ---- its owner's
+        self.pin: PinnedPrefix | None = None
+        self.look: _Look | None = None
+        self.snapshot_look: _Look | None = None
+        self.candidates: list[_Item] = []  # snapshots, the best first; without a row yet
+        self.block_ids: list[int] = []  # in flight
+        self.items: list[_Item] = []  # blocks, in their order
+        self.snapshot: _Item | None = None
+        self.snapshot_row: int | None = None
+        self.state: _Item | None = None
+        self.loads: list[_Load] = []
+        self.checks: list[tuple[Checked, list[_Item]]] = []
+        self.copies: list[tuple[Mark, list[_Item]]] = []
+
+    def poll(self) -> bool:
+        """Moves on what can be moved on; whether it is over. Never waits."""
+        if not self.done:
+            self._poll(self)
+        return self.done
+
+    def cancel(self) -> None:
+        """Ends it. Nothing of it is indexed that is not yet."""
+        if not self.done:
+            self._cancel(self)
+
+    def __repr__(self) -> str:
+        how = "cancelled" if self.cancelled else "done" if self.done else "on its way"
+        return f"Fetch({how}, {self.fetched_blocks} blocks behind {self.cached_blocks})"
+
+    @property
+    def all_items(self) -> Iterable[_Item]:
+        yield from self.items
+        for item in (self.snapshot, self.state):
+            if item is not None:
+                yield item
+
+
+class Fetches:
+    """Everything that is on its way to one device."""
+
+    def __init__(
+        self,
+        *,
+        prefix: PrefixCache,
+        table: RequestTable,
+        labels: Labels,
+        tiers: Sequence[Tier],
+        host: HostTier,
+        keeps: bool,
+        copies: Copies,
+        courier: Courier,
+        block_arena: Tensor,
+    ) -> None:
+        self._prefix, self._table, self._labels = prefix, table, labels
+        self._tiers, self._host, self._keeps = tuple(tiers), host, keeps
+        self._copies, self._courier = copies, courier
+        self._block_arena = block_arena
+        self._block_tokens = prefix.schema.block_tokens
+        self.open: list[Fetch] = []  # with memory that is not given back yet
+        self.refused = self.records = self.bytes = self.tokens = self.started = self.cancelled = 0
+
+    def start(self, fetch: Fetch, *, state_tokens: int = 0) -> None:
+        """Asks the tiers. With `state_tokens` also for the state of a request of that length."""
+        trail = fetch.trail
+        trail.hash_blocks(fetch.blocks)
+        nodes = self._prefix.index.match(trail, fetch.blocks)
+        fetch.cached_blocks = len(nodes)
+        labels = [self._labels.of_block(trail, n) for n in range(len(nodes), fetch.blocks)]
+        if state_tokens:
+            label = self._labels.of_state(trail, state_tokens)
+            labels.append(label)
+            fetch.state = _Item(label, [], None)
+        self.open.append(fetch)
+        self.started += 1
+        if nodes:
+            fetch.pin = self._prefix.pin(trail, [])
+        fetch.look = self._ask(labels)
+        self.advance(fetch)
+
+    def advance(self, fetch: Fetch) -> None:
+        """As far as it goes now."""
+        if fetch.done:
+            return
+        if fetch.look is not None:
+            if not self._answered(fetch.look):
+                return
+            self._take_blocks(fetch)
+        self._move(fetch)
+        if self._blocks_settled(fetch) and self._state_settled(fetch):
+            self._settle_snapshot(fetch)
+            if fetch.done:
+                self._move(fetch)
+
+    # ---- look ------------------------------------------------------------------------------------
+
+    def _ask(self, labels: Sequence[Label]) -> _Look:
+        tickets = [(tier, tier.lookup(labels)) for tier in self._tiers] if labels else []
+        return _Look(labels, tickets)
+
+    def _answered(self, look: _Look) -> bool:
+        """Whether it is known where each record is. A tier that says nothing is not waited for
+        where another one has the record."""
+        progress = [(tier, tier.poll(ticket)) for tier, ticket in look.tickets]
+        sources = [
+            [tier for tier, each in progress if each.outcomes[nth] is DONE]
+            for nth in range(len(look.labels))
+        ]
+        if not all(sources) and not all(each.finished for _, each in progress):
+            return False
+        for (tier, ticket), (_, each) in zip(look.tickets, progress, strict=True):
+            if not each.finished:
+                tier.cancel(ticket)
+        look.sources = sources
+        return True
+
+    def _take_blocks(self, fetch: Fetch) -> None:
+        """Blocks in flight for what tiers have, without a gap, as many as there are."""
+        look = fetch.look
+        assert look is not None
+        assert look.sources is not None
+        fetch.look = None
+        if fetch.state is not None:
+            fetch.state.sources = look.sources[-1]
+            if not fetch.state.sources:
+                fetch.state = None
+        found = 0
+        while found < fetch.blocks - fetch.cached_blocks and look.sources[found]:
+            found += 1
+        table, prefix = self._table, self._prefix
+        count = min(found, table.allocator.free + prefix.evictable_blocks())
+        if count:
+            reserved = table.reserve(count)
+            fetch.block_ids = reserved.block_ids
+            fetch.block_ids = table.settle_in_flight(reserved)
+        for nth, block_id in enumerate(fetch.block_ids):
+            item = _Item(look.labels[nth], look.sources[nth], self._block_arena[block_id])
+            fetch.items.append(item)
+
+    # ---- load and copy ---------------------------------------------------------------------------
+
+    def _move(self, fetch: Fetch) -> None:
+        for load in tuple(fetch.loads):
+            self._poll_load(fetch, load)
+        for check, items in tuple(fetch.checks):
+            if check.refusals is not None:
+                fetch.checks.remove((check, items))
+                self._end_check(check, items)
+        self._end_copies(fetch)
+        if not fetch.done:
+            self._copy(fetch)
+            self._start_loads(fetch)
+        elif not any(item.stage is _Stage.COPYING for item in fetch.all_items):
+            self._give_blocks_back(fetch)
+        if fetch.done and not (fetch.loads or fetch.checks or fetch.copies):
+            for item in fetch.all_items:
+                if item is not fetch.state or fetch.cancelled:
+                    self._release(item)
+            if fetch in self.open:
+                self.open.remove(fetch)
+
+    def _poll_load(self, fetch: Fetch, load: _Load) -> None:
+        progress: Progress = load.tier.poll(load.ticket)
+        for item, outcome in zip(load.items, progress.outcomes, strict=True):
+            if item.stage is not _Stage.LOADING or outcome.state is State.PENDING:
+                continue
+            if outcome is DONE:
+                item.stage = _Stage.LOADED
+                continue
+            assert item.row is not None
+            load.rows.append(item.row)
+            item.row = None
+            if outcome.state is State.REFUSED:
+                self.refused += 1
+                item.sources = []
+            item.stage = _Stage.WAITING if item.sources and not fetch.done else _Stage.LOST
+        if progress.finished and progress.settled:
+            fetch.loads.remove(load)
+            for row in load.rows:
+                self._host.release(row)
+
+    def _end_check(self, check: Checked, items: list[_Item]) -> None:
+        assert check.refusals is not None
+        self._host.note_loads([item.label for item in items], check.refusals)
+        for item, refusal in zip(items, check.refusals, strict=True):
+            if refusal is None:
+                item.stage = _Stage.LOADED
+                continue
+            self.refused += 1
+            item.stage = _Stage.LOST
+            self._release(item)
+
+    def _end_copies(self, fetch: Fetch) -> None:
+        for mark, items in tuple(fetch.copies):
+            if not mark.passed:
+                continue
+            fetch.copies.remove((mark, items))
+            for item in items:
+                item.stage = _Stage.HERE
+                if self._keeps and item.row is not None:
+                    self._host.publish(item.row)  # the next one finds it nearer
+                self._release(item)
+
+    def _copy(self, fetch: Fetch) -> None:
+        ready = [item for item in fetch.all_items if item.stage is _Stage.LOADED]
+        rows = [
+            (item, item.target, item.row.parts)
+            for item in ready
+            if item.target is not None and item.row is not None
+        ]
+        if not rows:
+            return
+        items = [item for item, _, _ in rows]
+        for item in items:
+            item.stage = _Stage.COPYING
+        try:
+            mark = self._copies.up([(target, parts) for _, target, parts in rows])
+        except RuntimeError as error:
+            LOGGER.warning("%d records stay where they are: %s", len(items), error)
+            self._copies.finish()  # some may be on their way
+            for item in items:
+                item.stage = _Stage.LOST
+                self._release(item)
+            return
+        fetch.copies.append((mark, items))
+        for item in items:
+            self.records += 1
+            self.bytes += item.label.payload_bytes
+            fetch.fetched_bytes += item.label.payload_bytes
+        self._end_copies(fetch)
+
+    def _start_loads(self, fetch: Fetch) -> None:
+        """Loads what waits, as far as host memory goes, up to the first record that is lost."""
+        wanted: dict[int, list[_Item]] = {}
+        lost = False
+        for item in fetch.all_items:
+            is_block = item.label.kind is Kind.BLOCK
+            if item.stage is _Stage.WAITING and is_block and lost:
+                item.stage = _Stage.LOST
+            if item.stage is _Stage.WAITING and not self._begin(fetch, item, wanted):
+                break
+            lost = lost or (is_block and item.stage is _Stage.LOST)
+        for nth, items in wanted.items():
+            if nth < 0:
+                rows = [item.row for item in items if item.row is not None]
+                fetch.checks.append((self._courier.check(rows), items))
+                continue
+            tier = self._tiers[nth]
+            records = [
+                Record(label=item.label, parts=item.row.parts)
+                for item in items
+                if item.row is not None
+            ]
+            fetch.loads.append(_Load(tier, tier.load(records), items))
+
+    def _begin(self, fetch: Fetch, item: _Item, wanted: dict[int, list[_Item]]) -> bool:
+        """Host memory for one record, and where it comes from. False if there is none now."""
+        while item.sources:
+            tier = item.sources[0]
+            if tier is self._host:
+                (item.row,) = self._host.hold([item.label])
+                item.sources.pop(0)
+                if item.row is None:
+                    continue
+                item.stage = _Stage.LOADING
+                wanted.setdefault(-1, []).append(item)
+                return True
+            item.row = self._host.take(item.label)
+            if item.row is None:
+                if self._keeps and self._host.holds(item.label.key):
+                    item.sources.insert(0, self._host)
+                    continue
+                if fetch.loads or fetch.checks or fetch.copies or wanted or self._is_busy(fetch):
+                    return False
+                break
+            item.sources.pop(0)
+            item.stage = _Stage.LOADING
+            wanted.setdefault(self._tiers.index(tier), []).append(item)
+            return True
+        item.stage = _Stage.LOST
+        return True
+
+    def _is_busy(self, fetch: Fetch) -> bool:
+        """Whether somebody else may give host memory back."""
+        return len(self.open) > 1 or not self._courier.idle
+
+    def _release(self, item: _Item) -> None:
+        if item.row is not None:
+            row, item.row = item.row, None
+            self._host.release(row)
+
+    # ---- adopt -----------------------------------------------------------------------------------
+
+    def _blocks_settled(self, fetch: Fetch) -> bool:
+        for item in fetch.items:
+            if item.stage is _Stage.LOST:
+                return True
+            if item.stage is not _Stage.HERE:
+                return False
+        return True
+
+    def _state_settled(self, fetch: Fetch) -> bool:
+        return fetch.state is None or fetch.state.stage in (_Stage.LOADED, _Stage.LOST)
+
+    def _settle_snapshot(self, fetch: Fetch) -> None:
+        """All blocks are there that will be: finds the best snapshot of them, then adopts all."""
+        here = self._count_here(fetch)
+        behind = fetch.cached_blocks + here
+        usable = fetch.state is not None and fetch.state.stage is _Stage.LOADED
+        if usable and behind == fetch.blocks:
+            self._adopt(fetch, here)  # the state is better than any snapshot
+            return
+        if fetch.snapshot_look is None:
+            labels = self._wanted_snapshots(fetch, behind)
+            fetch.snapshot_look = self._ask(labels)
+        if fetch.snapshot_look.sources is None:
+            if not self._answered(fetch.snapshot_look):
+                return
+            look = fetch.snapshot_look
+            assert look.sources is not None
+            found = zip(look.labels, look.sources, strict=True)
+            fetch.candidates = [_Item(label, sources, None) for label, sources in found if sources]
+        while True:
+            if fetch.snapshot is not None and fetch.snapshot.stage is not _Stage.LOST:
+                if fetch.snapshot.stage is _Stage.HERE:
+                    break
+                return
+            if not fetch.candidates:
+                break
+            if fetch.snapshot_row is None:
+                fetch.snapshot_row = self._prefix.take_row()
+                if fetch.snapshot_row is None:
+                    break
+            fetch.snapshot = fetch.candidates.pop(0)
+            fetch.snapshot.target = self._prefix.pool.bytes[fetch.snapshot_row]
+            self._move(fetch)
+        self._adopt(fetch, here)
+
+    def _wanted_snapshots(self, fetch: Fetch, behind: int) -> list[Label]:
+        """Of the boundaries that make a shorter way than a replay and than what is cached."""
+        if not self._prefix.pool.rows:
+            return []
+        trail, labels = fetch.trail, []
+        first = replay_start(self._prefix.schema, behind * self._block_tokens)
+        for block in range(behind - 1, -1, -1):
+            if (block + 1) * self._block_tokens < first:
+                break
+            node = self._prefix.index.get(trail.digest(block))
+            if node is not None and node.snapshot is not None:
+                break
+            labels.append(self._labels.of_block(trail, block, Kind.SNAPSHOT))
+        return labels
+
+    def _count_here(self, fetch: Fetch) -> int:
+        here = 0
+        while here < len(fetch.items) and fetch.items[here].stage is _Stage.HERE:
+            here += 1
+        return here
+
+    def _adopt(self, fetch: Fetch, here: int) -> None:
+        landed, fetch.block_ids = fetch.block_ids[:here], fetch.block_ids[here:]
+        prefix = self._prefix
+        unused = prefix.adopt(fetch.trail, fetch.cached_blocks, landed)
+        fetch.block_ids = [*unused, *fetch.block_ids]
+        fetch.fetched_blocks = here
+        self.tokens += here * self._block_tokens
+        if fetch.snapshot is not None and fetch.snapshot.stage is _Stage.HERE:
+            assert fetch.snapshot_row is not None
+            row, fetch.snapshot_row = fetch.snapshot_row, None
+            prefix.adopt_snapshot(fetch.snapshot.label.digest, row)
+        if here:
+            node = prefix.index.get(fetch.trail.digest(fetch.cached_blocks + here - 1))
+            if node is not None:
+                prefix.index.touch(node)
+        self._finish(fetch)
+
+    def _finish(self, fetch: Fetch) -> None:
+        fetch.done = True
+        if fetch.pin is not None:
+            pin, fetch.pin = fetch.pin, None
+            self._prefix.unpin(pin)
+        for load in fetch.loads:
+            load.tier.cancel(load.ticket)
+
+    def cancel(self, fetch: Fetch) -> None:
+        if fetch.done:
+            return
+        fetch.cancelled = True
+        self.cancelled += 1
+        if fetch.look is not None:
+            for tier, ticket in fetch.look.tickets:
+                tier.cancel(ticket)
+            fetch.look = None
+        self._finish(fetch)
+        self._move(fetch)
+
+    def _give_blocks_back(self, fetch: Fetch) -> None:
+        if fetch.block_ids:
+            block_ids, fetch.block_ids = fetch.block_ids, []
+            self._table.allocator.give_back(block_ids)
+        if fetch.snapshot_row is not None:
+            row, fetch.snapshot_row = fetch.snapshot_row, None
+            self._prefix.give_row_back(row)
+
+    def clean(self) -> None:
+        """Takes back what ended fetches left behind, as far as it is free now."""
+        for fetch in tuple(self.open):
+            if fetch.done:
+                self._move(fetch)
+
+    def take_state(self, fetch: Fetch) -> HostRow | None:
+        """The state that came, held; the caller releases it."""
+        item = fetch.state
+        if item is None or item.stage is not _Stage.LOADED or not fetch.done:
+            return None
+        row, item.row = item.row, None
+        return row
+
+    def abandon_all(self) -> list[PinnedPrefix]:
+        """After an interrupt: all that is open ends, whatever was half done. Copies to the device
+        are waited for, so that nothing is in flight. Answers with the pins that go."""
+        pins = []
+        for fetch in self.open:
+            if fetch.pin is not None:
+                pins.append(fetch.pin)
+            self._copies.finish()
+            fetch.pin, fetch.block_ids, fetch.snapshot_row = None, [], None
+            if not fetch.done:
+                fetch.done = fetch.cancelled = True
+                self.cancelled += 1
+            for load in fetch.loads:
+                load.tier.cancel(load.ticket)
+            for _, items in fetch.copies:
+                for item in items:
+                    item.stage = _Stage.HERE
+            for item in fetch.all_items:
+                if item.stage is _Stage.COPYING:
+                    item.stage = _Stage.LOST
+        return pins

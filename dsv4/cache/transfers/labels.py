@@ -1,0 +1,54 @@
+"""What the records of a prompt are called: one chain of digests, three kinds. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+
+from dsv4.cache.prefix.snapshot_layout import SnapshotLayout
+from dsv4.cache.prefix.trail import DIGEST_BYTES, TokenTrail
+from dsv4.cache.schema import CacheSchema
+from dsv4.cache.transfers.state_layout import StateLayout
+from dsv4.tiers.record import Kind, Label
+
+
+class Labels:
+    """The labels of one schema's records. Model and salt are in the digests of a trail."""
+
+    def __init__(self, schema: CacheSchema, state: StateLayout) -> None:
+        self._block_tokens = schema.block_tokens
+        self._bytes = {
+            Kind.BLOCK: schema.block_bytes,
+            Kind.SNAPSHOT: SnapshotLayout(schema).row_bytes,
+            Kind.STATE: state.payload_bytes,
+        }
+        # 32 hexadecimal digits of a hash; the header has room for 64
+        self._fingerprint = bytes.fromhex(schema.content_fingerprint).ljust(DIGEST_BYTES, b"\0")
+
+    def payload_bytes(self, kind: Kind) -> int:
+        return self._bytes[kind]
+
+    def make(self, kind: Kind, digest: bytes, parent: bytes, tokens: int) -> Label:
+        return Label(
+            kind=kind,
+            digest=digest,
+            parent=parent,
+            fingerprint=self._fingerprint,
+            tokens=tokens,
+            payload_bytes=self._bytes[kind],
+        )
+
+    def of_block(self, trail: TokenTrail, block: int, kind: Kind = Kind.BLOCK) -> Label:
+        """A block of a prompt, or the snapshot at its end."""
+        parent = trail.digest(block - 1) if block else trail.root
+        return self.make(kind, trail.digest(block), parent, (block + 1) * self._block_tokens)
+
+    def of_state(self, trail: TokenTrail, tokens: int) -> Label:
+        """The state of a request with the trail's first so many tokens, one at least. Its digest is
+        a keyed hash over all of them, like a block's, and none of a block's."""
+        whole = tokens // self._block_tokens
+        parent = trail.digest(whole - 1) if whole else trail.root
+        rest = trail.ids[whole * self._block_tokens : tokens]
+        digest = hashlib.blake2b(
+            rest.tobytes(), digest_size=DIGEST_BYTES, key=parent, person=b"dsv4 state"
+        ).digest()
+        return self.make(Kind.STATE, digest, parent, tokens)

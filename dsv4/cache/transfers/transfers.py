@@ -1,0 +1,273 @@
+"""One manager's way to its tiers: what goes down after a step, what comes back for a prompt."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.guard import LOGGER
+from dsv4.cache.prefix.cache import Fresh, PinnedPrefix, PrefixCache
+from dsv4.cache.prefix.trail import TokenTrail
+from dsv4.cache.requests import RequestTable
+from dsv4.cache.stats import TransferStats
+from dsv4.cache.transfers.copies import Copies, Mark
+from dsv4.cache.transfers.courier import Courier, Parcel
+from dsv4.cache.transfers.fetch import Fetch, Fetches
+from dsv4.cache.transfers.labels import Labels
+from dsv4.cache.transfers.state_layout import StateLayout
+from dsv4.errors import InvalidInput
+from dsv4.tiers.host import HostTier
+from dsv4.tiers.record import HEADER_BYTES, Key, Kind, Label, padded
+from dsv4.tiers.tier import Tier, TierStats
+
+MOST_WAITING = 16_384  # records in the outbox; what comes on top is dropped
+MOST_COPYING = 256  # copies on the way down: a full stream would hold up who launches
+STAGED_BLOCKS = 64  # of host memory, where no tier keeps any
+STAGED_SNAPSHOTS = 4
+
+
+@dataclass(slots=True, eq=False)
+class _Going:
+    """Rows that are being copied to the host."""
+
+    mark: Mark
+    parcels: list[Parcel]
+
+
+class Transfers:
+    """Tiers, the fastest first. A host tier among them is where all copies end; without one there
+    is a little host memory for that alone.
+
+    Its calls come from whoever is inside the manager, one at a time. None waits for a tier or for
+    the device, but for `drain`, and none raises for what happens there.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        prefix: PrefixCache | None,
+        table: RequestTable,
+        block_arena: Tensor,
+        slot_arena: Tensor,
+        device: torch.device,
+    ) -> None:
+        if prefix is None:
+            raise InvalidInput("tiers keep prefixes: build the manager with prefix=PrefixOptions()")
+        if not prefix.options.model_id:
+            raise InvalidInput(
+                "tiers outlive the process, so records must say which weights they are of: give "
+                "PrefixOptions(model_id=...), for example a hash of the checkpoint's index"
+            )
+        if len({tier.name for tier in tiers}) != len(tiers):
+            raise InvalidInput("two tiers have the same name: give each one its own")
+        self.tiers, self._prefix = tuple(tiers), prefix
+        self._block_arena, self._slot_arena = block_arena, slot_arena
+        self.layout = StateLayout(prefix.schema)
+        self.labels = Labels(prefix.schema, self.layout)
+        hosts = [tier for tier in tiers if isinstance(tier, HostTier)]
+        if len(hosts) > 1:
+            raise InvalidInput("two host tiers: one is enough, give it more memory")
+        self.host = hosts[0] if hosts else self._staging()
+        self.keeps = bool(hosts)
+        if device.type == "cuda":
+            self.host.pin()
+        below = [tier for tier in self.tiers if tier is not self.host]
+        for tier in below:
+            tier.register(self.host.region)
+        self.copies = Copies(device, self.host.region.memory)
+        self.courier = Courier(self.host, below, keeps=self.keeps)
+        self.fetches = Fetches(
+            prefix=prefix,
+            table=table,
+            labels=self.labels,
+            tiers=self.tiers,
+            host=self.host,
+            keeps=self.keeps,
+            copies=self.copies,
+            courier=self.courier,
+            block_arena=block_arena,
+        )
+        self._outbox: deque[Fresh] = deque()
+        prefix.outbox = self._outbox
+        prefix.before_reuse = self._before_reuse
+        prefix.index.has_tiers = True
+        self._gathering: list[Parcel] = []
+        self._going: list[_Going] = []
+        self._copying = 0
+        self._last_down: Mark | None = None
+        self._copied = self._copied_bytes = self._stored = self._dropped = 0
+
+    def _staging(self) -> HostTier:
+        """Host memory that records only pass through."""
+        most = [(Kind.BLOCK, STAGED_BLOCKS), (Kind.SNAPSHOT, STAGED_SNAPSHOTS), (Kind.STATE, 1)]
+        size_bytes = sum(
+            rows * padded(HEADER_BYTES + self.labels.payload_bytes(kind)) for kind, rows in most
+        )
+        return HostTier(size_bytes, name="staging")
+
+    # ---- down ------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Moves on what is on its way down. After each step, and whenever somebody is here."""
+        self._note_stored()
+        while self._going and self._going[0].mark.passed:
+            self._copying -= len(self._going[0].parcels)
+            self.courier.send(self._going.pop(0).parcels)
+        self.fetches.clean()
+        while len(self._outbox) > MOST_WAITING:  # the starts of prompts are worth most
+            self._outbox.pop()
+            self._dropped += 1
+        if self._outbox and self._copying < MOST_COPYING:
+            self._copy_down()
+
+    def _copy_down(self) -> None:
+        rows: list[tuple[Tensor, Parcel]] = []
+        self._gathering = []
+        while self._outbox and self._copying + len(rows) < MOST_COPYING:
+            fresh = self._outbox[0]
+            source = self._source(fresh)
+            if source is None:  # evicted before its turn
+                self._dropped += 1
+            else:
+                label = self._label(fresh)
+                row = self.host.take(label)
+                if row is not None:
+                    self._gathering.append(Parcel(row))
+                    rows.append((source, self._gathering[-1]))
+                elif self.keeps and self.host.holds(label.key):
+                    if not fresh.is_snapshot:
+                        fresh.node.stored = True
+                elif rows or self._copying or not self.courier.idle or self.fetches.open:
+                    break  # there will be room
+                else:
+                    self._dropped += 1
+            self._outbox.popleft()
+        if rows:
+            self.send_down([(source, parcel) for source, parcel in rows])
+
+    def send_down(self, rows: Sequence[tuple[Tensor, Parcel]]) -> None:
+        """Starts to copy rows of the device into parcels, which the courier gets afterwards."""
+        parcels = [parcel for _, parcel in rows]
+        try:
+            mark = self.copies.down([(source, parcel.row.parts) for source, parcel in rows])
+        except RuntimeError as error:
+            LOGGER.warning("%d records are not kept: %s", len(parcels), error)
+            self._gathering = []
+            self._dropped += len(parcels)
+            self.copies.finish()
+            for parcel in parcels:
+                parcel.stored = False
+                self.host.release(parcel.row)
+            return
+        self._last_down = mark
+        self._going.append(_Going(mark, parcels))
+        self._gathering = []
+        self._copying += len(parcels)
+        self._copied += len(parcels)
+        self._copied_bytes += sum(parcel.row.label.payload_bytes for parcel in parcels)
+        if mark.passed and len(self._going) == 1:
+            self._copying -= len(parcels)
+            self.courier.send(self._going.pop().parcels)
+
+    def _source(self, fresh: Fresh) -> Tensor | None:
+        node = fresh.node
+        if self._prefix.index.get(node.digest) is not node:
+            return None
+        if not fresh.is_snapshot:
+            return self._block_arena[node.block_id]
+        return None if node.snapshot is None else self._prefix.pool.bytes[node.snapshot]
+
+    def _label(self, fresh: Fresh) -> Label:
+        kind = Kind.SNAPSHOT if fresh.is_snapshot else Kind.BLOCK
+        return self.labels.make(kind, fresh.node.digest, fresh.parent, fresh.tokens)
+
+    def _note_stored(self) -> None:
+        stored = self.courier.stored
+        while stored:
+            key: Key = stored.popleft()
+            self._stored += 1
+            if key.kind is Kind.BLOCK:
+                node = self._prefix.index.get(key.digest)
+                if node is not None:
+                    node.stored = True
+
+    def _before_reuse(self) -> None:
+        """Memory that is being copied is written to by what comes next on the current stream only
+        after the copy."""
+        if self._last_down is not None:
+            self._last_down.hold_back()
+            if self._last_down.passed:
+                self._last_down = None
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until all that was cached is kept below, or dropped; whether that is so."""
+        until = time.monotonic() + timeout_s
+        while True:
+            self.pump()
+            if not (self._outbox or self._going) and self.courier.idle:
+                self._note_stored()
+                return True
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.0005)
+
+    # ---- up --------------------------------------------------------------------------------------
+
+    def fetch(
+        self,
+        trail: TokenTrail,
+        blocks: int,
+        *,
+        poll: Callable[[Fetch], None],
+        cancel: Callable[[Fetch], None],
+        arriving: list[object],
+        state_tokens: int = 0,
+    ) -> Fetch:
+        self.pump()
+        fetch = Fetch(trail, blocks, poll=poll, cancel=cancel)
+        arriving.append(fetch)
+        self.fetches.start(fetch, state_tokens=state_tokens)
+        return fetch
+
+    def advance(self, fetch: Fetch) -> None:
+        self.pump()
+        self.fetches.advance(fetch)
+
+    # ---- afterwards ------------------------------------------------------------------------------
+
+    def rebuild(self) -> list[PinnedPrefix]:
+        """After an interrupt: nothing is in flight any more. Answers with pins that go."""
+        self.copies.finish()
+        sent = {id(parcel) for going in self._going for parcel in going.parcels}
+        for parcel in self._gathering:
+            if id(parcel) not in sent:
+                self.host.release(parcel.row)
+        self._gathering = []
+        self._copying = sum(len(going.parcels) for going in self._going)
+        return self.fetches.abandon_all()
+
+    def stats(self) -> TransferStats:
+        fetches, courier = self.fetches, self.courier
+        return TransferStats(
+            records_waiting=len(self._outbox) + self._copying + courier.waiting,
+            records_copied=self._copied,
+            records_stored=self._stored + len(courier.stored),
+            records_dropped=self._dropped + courier.dropped,
+            records_refused=fetches.refused,
+            records_fetched=fetches.records,
+            bytes_copied=self._copied_bytes,
+            bytes_fetched=fetches.bytes,
+            tokens_fetched=fetches.tokens,
+            fetches=fetches.started,
+            fetches_cancelled=fetches.cancelled,
+            fetches_open=len(fetches.open),
+        )
+
+    def tier_stats(self) -> tuple[TierStats, ...]:
+        return tuple(tier.stats() for tier in self.tiers)

@@ -1,0 +1,273 @@
+"""A manager and its tiers: what was cached comes back, with the bytes of a cold run, or not at all.
+
+Every test compares with the same tokens computed alone. Arenas start poisoned, so that a byte that
+nobody wrote is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
+from dsv4.cache.requests import Request
+from dsv4.cache.schema import CacheSchema
+from dsv4.errors import InvalidInput
+from dsv4.tiers.disk import DiskTier
+from dsv4.tiers.host import HostTier
+from dsv4.tiers.tier import Tier
+from tests.support.lives import TINY, Text, assert_cold, run_to, tiny_stack
+from tests.support.stack import POISON, Stack, logical_bytes
+
+SCHEMA = CacheSchema.build(TINY, max_context=2048)
+BLOCK = SCHEMA.block_tokens
+TIMEOUT_S = 30.0
+
+
+def options(policy: SnapshotPolicy | None = None, **more: Any) -> PrefixOptions:
+    return PrefixOptions(policy=policy or full(), snapshots=8, model_id="tiny 1", **more)
+
+
+def stack_with(tiers: Sequence[Tier], *, drafts: int = 0, **more: Any) -> Stack:
+    more.setdefault("prefix", options())
+    more.setdefault("num_blocks", 12)
+    return tiny_stack(drafts, tiers=tiers, **more)
+
+
+def disk(root: Path, **more: Any) -> DiskTier:
+    return DiskTier(root / "tier", 1 << 30, **more)
+
+
+def run(stack: Stack, text: Text, tokens: int) -> Request:
+    """Runs a prompt as an engine does that has tiers."""
+    request = stack.manager.admit_fetched(text.ids[:tokens], timeout_s=TIMEOUT_S)
+    run_to(stack, request, text, tokens)
+    return request
+
+
+def keep(stack: Stack, text: Text, tokens: int) -> None:
+    """A prompt that is computed, released and kept below."""
+    request = run(stack, text, tokens)
+    stack.manager.release_request(request)
+    assert stack.manager.drain_tiers(TIMEOUT_S)
+    stack.manager.check_invariants()
+
+
+def empty(stack: Stack) -> None:
+    """Nothing is cached on the device, and what is free is poisoned."""
+    stack.manager.evict()
+    assert stack.manager.stats().blocks_free == stack.manager.stats().blocks_total
+    stack.manager.block_arena.bytes.fill_(POISON)
+    stack.manager.slot_arena.bytes.fill_(POISON)
+    assert stack.manager.prefix is not None
+    stack.manager.prefix.pool.bytes.fill_(POISON)
+
+
+def assert_like_cold(stack: Stack, request: Request, text: Text) -> None:
+    """All bytes that can be read, and of whole blocks all bytes, are those of a cold run."""
+    assert_cold(stack, request, text.stream)
+    length = request.length // BLOCK * BLOCK
+    cold = Stack(stack.schema, layers=stack.layers, num_blocks=length // BLOCK, max_requests=1)
+    cold.weights = stack.weights
+    alone = cold.manager.admit_request(length)
+    run_to(cold, alone, text.stream, length)
+    expected, _ = logical_bytes(cold, alone)
+    found, _ = logical_bytes(stack, request)
+    assert torch.equal(found[: len(expected)], expected)
+
+
+class Places:
+    """The tiers of one machine, made anew as after a restart."""
+
+    def __init__(self, kind: str, root: Path) -> None:
+        self.kind, self.root = kind, root
+        self.tiers = self.make()
+
+    def make(self) -> list[Tier]:
+        tiers: list[Tier] = []
+        if "host" in self.kind:
+            tiers.append(HostTier(8 << 20))
+        if "disk" in self.kind:
+            tiers.append(disk(self.root))
+        return tiers
+
+    def close(self) -> None:
+        for tier in self.tiers:
+            tier.close(TIMEOUT_S)
+
+
+@pytest.fixture(params=["host", "disk", "host and disk"])
+def places(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    made = Places(request.param, tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("policy", [full(), periodic(256), zero()], ids=["full", "256", "zero"])
+def test_what_was_evicted_comes_back_with_the_same_bytes(places: Places, policy: SnapshotPolicy):
+    stack = stack_with(places.tiers, prefix=options(policy))
+    text = Text.random(stack, 1, 900)
+    keep(stack, text, 700)
+    empty(stack)
+    request = run(stack, text, 700)
+    assert request.resume.reused_tokens == 5 * BLOCK
+    if policy != zero():
+        assert (request.resume.source, request.resume.start) == ("snapshot", 5 * BLOCK)
+    assert_like_cold(stack, request, text)
+    run_to(stack, request, text, 850)
+    assert_like_cold(stack, request, text)
+    stats = stack.manager.stats()
+    assert sum(tier.loaded_bytes for tier in stats.tiers) >= 5 * SCHEMA.block_bytes
+    assert stats.transfers is not None
+    assert stats.transfers.tokens_fetched == 5 * BLOCK
+    assert stats.transfers.records_dropped == stats.transfers.records_refused == 0
+    stack.manager.check_invariants()
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (0, 3), (3, 0), (7, 2)])
+def test_a_new_process_with_other_drafts_goes_on_where_the_old_one_was(
+    tmp_path: Path, before: int, after: int
+):
+    first = disk(tmp_path)
+    stack = stack_with([first], drafts=before)
+    text = Text.random(stack, 2, 900)
+    keep(stack, text, 650)
+    first.close(TIMEOUT_S)
+    second = disk(tmp_path)
+    stack = stack_with([HostTier(4 << 20), second], drafts=after)
+    request = run(stack, text, 650)
+    assert (request.resume.source, request.resume.start) == ("snapshot", 5 * BLOCK)
+    run_to(stack, request, text, 800)
+    assert_like_cold(stack, request, text)
+    assert stack.manager.stats().tiers[1].loaded_bytes > 5 * SCHEMA.block_bytes
+    second.close(TIMEOUT_S)
+
+
+def test_blocks_in_flight_are_nobodys(tmp_path: Path):
+    tier = disk(tmp_path)
+    stack = stack_with([tier], num_blocks=7)
+    text, other = Text.random(stack, 3, 900), Text.random(stack, 4, 900)
+    keep(stack, text, 700)
+    empty(stack)
+    fetch = stack.manager.fetch(text.ids[:700])
+    seen = set()
+    while not fetch.poll():
+        stats = stack.manager.stats()
+        parts = (stats.blocks_free, stats.blocks_live, stats.blocks_cached, stats.blocks_in_flight)
+        assert sum(parts) == stats.blocks_total == 7
+        assert stats.blocks_cached == stats.blocks_live == 0  # nothing is indexed before all came
+        seen.add(stats.blocks_in_flight)
+        stack.manager.check_invariants()
+        if stats.blocks_in_flight:
+            assert not stack.manager.can_admit(other.ids[:300])
+    assert seen <= {0, 5}
+    assert stack.manager.stats().blocks_in_flight == 0
+    assert stack.manager.stats().blocks_cached == fetch.fetched_blocks == 5
+    request = stack.manager.admit_request(text.ids[:700])
+    run_to(stack, request, text, 700)
+    assert_like_cold(stack, request, text)
+    tier.close(TIMEOUT_S)
+
+
+def test_only_what_is_not_cached_is_fetched(tmp_path: Path):
+    tier = disk(tmp_path)
+    stack = stack_with([tier])
+    text = Text.random(stack, 5, 900)
+    keep(stack, text, 700)
+    stack.manager.evict(2)
+    fetch = stack.manager.fetch(text.ids[:700])
+    while not fetch.poll():
+        pass
+    assert (fetch.cached_blocks, fetch.fetched_blocks) == (3, 2)
+    assert stack.manager.stats().blocks_pinned == 0
+    request = run(stack, text, 700)
+    assert_like_cold(stack, request, text)
+    assert request.resume.start == 5 * BLOCK
+    tier.close(TIMEOUT_S)
+
+
+def test_a_pool_that_is_too_small_gets_the_start_of_a_prompt(tmp_path: Path):
+    tier = disk(tmp_path)
+    stack = stack_with([tier], num_blocks=12)
+    text, busy = Text.random(stack, 6, 900), Text.random(stack, 7, 1200)
+    keep(stack, text, 700)
+    empty(stack)
+    held = stack.manager.admit_request(9 * BLOCK)
+    run_to(stack, held, busy.stream, 9 * BLOCK)
+    fetch = stack.manager.fetch(text.ids[:700])
+    while not fetch.poll():
+        stack.manager.check_invariants()
+    assert fetch.fetched_blocks == 3
+    stack.manager.check_invariants()
+    request = stack.manager.admit_request(text.ids[: 3 * BLOCK])
+    run_to(stack, request, text, 3 * BLOCK)
+    assert_like_cold(stack, request, text)
+    tier.close(TIMEOUT_S)
+
+
+def test_a_cancelled_fetch_leaves_nothing(tmp_path: Path):
+    tier = disk(tmp_path)
+    stack = stack_with([tier])
+    text = Text.random(stack, 8, 900)
+    keep(stack, text, 700)
+    empty(stack)
+    for polls in range(6):
+        fetch = stack.manager.fetch(text.ids[:700])
+        for _ in range(polls):
+            fetch.poll()
+        fetch.cancel()
+        assert fetch.done
+        while stack.manager.stats().transfers.fetches_open:  # type: ignore[union-attr]
+            assert stack.manager.drain_tiers(TIMEOUT_S)
+        stack.manager.check_invariants()
+        stats = stack.manager.stats()
+        assert (stats.blocks_in_flight, stats.blocks_pinned) == (0, 0)
+        assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
+        empty(stack)
+    request = run(stack, text, 700)
+    assert_like_cold(stack, request, text)
+    tier.close(TIMEOUT_S)
+
+
+def test_what_a_tier_has_is_evicted_first():
+    tier = HostTier(8 << 20)
+    stack = stack_with([tier], num_blocks=8)
+    kept, lost = Text.random(stack, 9, 400), Text.random(stack, 10, 400)
+    assert stack.manager.transfers is not None
+    tier.close(TIMEOUT_S)  # stores nothing more
+    stack.manager.release_request(run(stack, lost, 300))
+    stack.manager.drain_tiers(TIMEOUT_S)
+    assert stack.manager.prefix is not None
+    old = list(stack.manager.prefix.index.nodes())
+    stack.manager.release_request(run(stack, kept, 300))
+    new = [node for node in stack.manager.prefix.index.nodes() if node not in old]
+    for node in new:
+        node.stored = True
+    assert not any(node.stored for node in old)
+    assert stack.manager.evict(2) == 2
+    assert set(stack.manager.prefix.index.nodes()) == set(old)
+    assert stack.manager.evict(3) == 2
+    stack.manager.check_invariants()
+
+
+def test_tiers_need_a_prefix_cache_and_the_name_of_the_weights():
+    tier = HostTier(1 << 20)
+    with pytest.raises(InvalidInput, match="tiers keep prefixes"):
+        KVCacheManager(SCHEMA, num_blocks=4, max_requests=1, tiers=[tier])
+    with pytest.raises(InvalidInput, match="which weights"):
+        KVCacheManager(SCHEMA, num_blocks=4, max_requests=1, prefix=PrefixOptions(), tiers=[tier])
+    with pytest.raises(InvalidInput, match="two host tiers"):
+        KVCacheManager(
+            SCHEMA,
+            num_blocks=4,
+            max_requests=1,
+            prefix=options(),
+            tiers=[tier, HostTier(1 << 20, name="other")],
+        )
+    without = KVCacheManager(SCHEMA, num_blocks=4, max_requests=1, prefix=options())
+    with pytest.raises(InvalidInput, match="has no tiers"):
+        without.fetch([1, 2, 3])
