@@ -72,18 +72,19 @@ class Layer:
 
     def queries(self, x: Tensor, plan: ForwardPlan) -> Tensor:
         """As `attend` takes them: [tokens, heads, head_dim], after norm and RoPE."""
-        q = _normed((x @ self.q).unflatten(1, (self.spec.heads, self.spec.head_dim)))
-        positions = plan.positions.long()
+        q = _normed(_on_grid(x @ self.q).unflatten(1, (self.spec.heads, self.spec.head_dim)))
+        positions = plan.clamped_positions.long()
         return _rotated(q, self.cache.rope[positions].double()).bfloat16()
 
     def output(self, attended: Tensor) -> Tensor:
-        return attended.double().flatten(1) @ self.out
+        return _on_grid(_on_grid(attended.double().flatten(1)) @ self.out)
 
 
 class Model:
     """The least around the cache that makes a language model: embedding, attention, head.
 
-    Projections are fp64, so a token's numbers do not depend on which tokens share its step.
+    Weights and states lie on a grid that is coarse beside fp64, so sums are exact: no bit of a
+    token's numbers depends on which tokens share its step. Draft layers are left out.
     """
 
     def __init__(self, schema: CacheSchema) -> None:
@@ -91,7 +92,9 @@ class Model:
         self._generator = torch.Generator().manual_seed(0)
         self.embedding = self._random(VOCABULARY, self.spec.hidden)
         self.head = self._random(self.spec.hidden, VOCABULARY)
-        self.layers = [self._layer(layer) for layer in range(len(schema.layers))]
+        self.layers = [
+            self._layer(n) for n, each in enumerate(schema.layers) if not each.spec.draft
+        ]
 
     def logits(self, ids: list[int], manager: KVCacheManager, plan: ForwardPlan) -> Tensor:
         """[tokens, vocabulary] of the plan's tokens, which every layer writes to the cache."""
@@ -129,7 +132,7 @@ class Model:
 
     def _random(self, rows: int, columns: int) -> Tensor:
         weight = torch.randn(rows, columns, generator=self._generator, dtype=torch.float64)
-        return weight.div_(rows**0.5)
+        return _on_grid(weight.div_(rows**0.5))
 
 
 def attention(layer: Layer, x: Tensor, handle: LayerCacheHandle) -> Tensor:
@@ -143,8 +146,13 @@ def attention(layer: Layer, x: Tensor, handle: LayerCacheHandle) -> Tensor:
     return layer.output(attended)
 
 
+def _on_grid(x: Tensor) -> Tensor:
+    """To multiples of 2^-12."""
+    return x.mul(4096).round_().div_(4096)
+
+
 def _normed(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + 1e-6)
+    return _on_grid(x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + 1e-6))
 
 
 def _rotated(x: Tensor, cos_sin: Tensor) -> Tensor:

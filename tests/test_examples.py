@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import warnings
 from collections.abc import Iterator
@@ -77,6 +78,16 @@ def test_the_decode_loop_runs_as_a_script(capsys: pytest.CaptureFixture[str]) ->
     lines = run_script("decode_loop", capsys)
     prompts_done = sorted(int(line.split()[2]) for line in lines)
     assert prompts_done == sorted(decode_loop.PROMPT_TOKENS)
+
+
+def test_the_engine_runs_as_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    """All jobs end, those behind a shared beginning skip it, and no block is lost."""
+    *jobs, blocks = run_script("engine", capsys)
+    assert len(jobs) == 5
+    assert [int(line.split()[2]) for line in jobs] == [200, 269, 3, 290, 264]
+    assert all("256 not run" in line for line in jobs[3:])
+    free, cached, total = (int(n) for n in re.findall(r"\d+", blocks))
+    assert free + cached == total
 
 
 def test_the_transformers_example_runs_as_a_script(capsys: pytest.CaptureFixture[str]) -> None:
