@@ -6,27 +6,37 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.calls import Attention, EntrySource, WindowSource
-from dsv4.ops.columns import token_columns
 from dsv4.reference.gather import window_rows
 from dsv4.reference.numerics import rotate, round_to
 from dsv4.reference.pages import read_records
+from dsv4.reference.runs import Run, runs
+
+# Records that the queries of one request share are read once for so many of them.
+RUN_TOKENS = 64
 
 
 def attend(call: Attention) -> None:
-    """Query after query; the workspace is not used."""
-    for row, token in enumerate(map(token_columns, call.tokens.cpu().numpy())):
-        slot, position, batch_row = int(token.slot), int(token.position), int(token.batch_row)
-        if slot < 0:
-            continue
-        keys = _window_keys(call.window, call.batch, position, batch_row)
-        if call.entries is not None:
-            named = None if call.indices is None else call.indices[row]
-            keys = torch.cat((keys, _entry_keys(call.entries, named, slot, position)))
-        result, call.lse[row] = _softmax_sum(call.q[row], keys.float(), call.sink)
-        if call.inverse_rope is not None:
-            cos, sin = call.inverse_rope[position].chunk(2)
-            result = rotate(result, cos, -sin)
-        call.out[row] = result
+    """Query after query; the workspace is not used. Neighbours of a request share what they read,
+    which changes no bit of a result."""
+    for run in runs(call.tokens, RUN_TOKENS):
+        near, oldest = _window_keys(call.window, call.batch, run)
+        far, place = _entry_keys(call.entries, call.indices, run)
+        for row, position in zip(run.rows, run.positions, strict=True):
+            first = max(0, position - call.window.window + 1) - oldest
+            keys = near[first : position + 1 - oldest]
+            if call.entries is not None:
+                visible = (position + 1) // call.entries.ratio
+                if call.indices is None:
+                    seen = far[:visible]
+                else:
+                    listed = call.indices[row]
+                    seen = far[place[listed[(listed >= 0) & (listed < visible)].long()]]
+                keys = torch.cat((keys, seen))
+            result, call.lse[row] = _softmax_sum(call.q[row], keys, call.sink)
+            if call.inverse_rope is not None:
+                cos, sin = call.inverse_rope[position].chunk(2)
+                result = rotate(result, cos, -sin)
+            call.out[row] = result
 
 
 def _softmax_sum(q: Tensor, keys: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,21 +52,30 @@ def _softmax_sum(q: Tensor, keys: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]
     return round_to(result, q.dtype), (top + torch.log(total)).squeeze(-1)
 
 
-def _window_keys(window: WindowSource, batch: Tensor, position: int, batch_row: int) -> Tensor:
-    """The visible window of a query, oldest first."""
-    first = max(0, position - window.window + 1)
-    seen = torch.arange(first, position + 1, device=window.arena.device)
-    row = torch.tensor([batch_row], device=seen.device)
+def _window_keys(window: WindowSource, batch: Tensor, run: Run) -> tuple[Tensor, int]:
+    """fp32 rows of all windows of a run, oldest first, and the position of the first."""
+    oldest = max(0, min(run.positions) - window.window + 1)
+    seen = torch.arange(oldest, max(run.positions) + 1, device=window.arena.device)
+    row = torch.tensor([run.batch_row], device=seen.device)
     arena_row, page_row = window_rows(window, batch[row].long(), row, seen[None])
-    return read_records(window.arena, window.page, arena_row[0], page_row[0])
+    return read_records(window.arena, window.page, arena_row[0], page_row[0]).float(), oldest
 
 
-def _entry_keys(source: EntrySource, named: Tensor | None, slot: int, position: int) -> Tensor:
-    """The visible entries of a query: all, or those named, in the order in which they are."""
-    visible = (position + 1) // source.ratio
-    if named is None:
-        entry = torch.arange(visible, device=source.arena.device)
-    else:
-        entry = named[(named >= 0) & (named < visible)].long()
-    block_id = source.block_table[slot, entry // source.page.rows].long()
-    return read_records(source.arena, source.page, block_id, entry % source.page.rows)
+def _entry_keys(
+    source: EntrySource | None, indices: Tensor | None, run: Run
+) -> tuple[Tensor, Tensor]:
+    """fp32 entries that the queries of a run read: all that one of them sees, or those named; and
+    where each entry is among them."""
+    if source is None:
+        return torch.empty(0), torch.empty(0)
+    visible = (max(run.positions) + 1) // source.ratio
+    entry = torch.arange(visible, device=source.arena.device)
+    place = entry
+    if indices is not None:
+        named = indices[run.rows.start : run.rows.stop]
+        entry = torch.unique(named[(named >= 0) & (named < visible)]).long()
+        place = torch.zeros_like(place)
+        place[entry] = torch.arange(len(entry), device=entry.device)
+    block_id = source.block_table[run.slot, entry // source.page.rows].long()
+    keys = read_records(source.arena, source.page, block_id, entry % source.page.rows)
+    return keys.float(), place
