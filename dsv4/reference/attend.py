@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -16,40 +18,64 @@ RUN_TOKENS = 64
 
 
 def attend(call: Attention) -> None:
-    """Query after query; the workspace is not used. Neighbours of a request share what they read,
-    which changes no bit of a result."""
+    """Query after query; the workspace is not used. Neighbours of a request share what they read
+    and what is done number by number; sums and products are each query's own, so no bit of a
+    result depends on the neighbours."""
+    heads, width = call.q.shape[1:]
     for run in runs(call.tokens, RUN_TOKENS):
-        near, oldest = _window_keys(call.window, call.batch, run)
-        far, place = _entry_keys(call.entries, call.indices, run)
-        for row, position in zip(run.rows, run.positions, strict=True):
-            first = max(0, position - call.window.window + 1) - oldest
-            keys = near[first : position + 1 - oldest]
-            if call.entries is not None:
-                visible = (position + 1) // call.entries.ratio
-                if call.indices is None:
-                    seen = far[:visible]
-                else:
-                    listed = call.indices[row]
-                    seen = far[place[listed[(listed >= 0) & (listed < visible)].long()]]
-                keys = torch.cat((keys, seen))
-            result, call.lse[row] = _softmax_sum(call.q[row], keys, call.sink)
-            if call.inverse_rope is not None:
-                cos, sin = call.inverse_rope[position].chunk(2)
-                result = rotate(result, cos, -sin)
-            call.out[row] = result
+        rows = slice(run.rows.start, run.rows.stop)
+        q = call.q[rows].float()
+        top, total = q.new_empty(2, len(q), heads, 1)
+        summed = torch.empty_like(q)
+        for nth, keys in enumerate(_keys(call, run)):
+            logits = (q[nth] @ keys.T).mul_(width**-0.5)
+            torch.amax(logits, dim=-1, keepdim=True, out=top[nth])
+            weights = logits.sub_(top[nth]).exp_()
+            torch.sum(weights, dim=-1, keepdim=True, out=total[nth])
+            torch.mm(weights.to(call.q.dtype).float(), keys, out=summed[nth])
+        call.lse[rows] = (top + torch.log(total)).squeeze(-1)
+        sinks = torch.exp(call.sink[:, None] - top)
+        result = round_to(summed.div_(total + sinks), call.q.dtype)
+        if call.inverse_rope is not None:
+            cos, sin = call.inverse_rope[run.positions].unsqueeze(1).chunk(2, dim=-1)
+            result = rotate(result, cos, -sin)
+        call.out[rows] = result
 
 
-def _softmax_sum(q: Tensor, keys: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """[heads, head_dim] like `q` and fp32 [heads] of one query over fp32 `keys` [n, head_dim]."""
-    if not len(keys):
-        return torch.zeros_like(q), torch.full_like(sink, -torch.inf)
-    logits = (q.float() @ keys.T) * q.shape[-1] ** -0.5
-    top = logits.amax(dim=-1, keepdim=True)
-    weights = torch.exp(logits - top)
-    total = weights.sum(dim=-1, keepdim=True)
-    summed = round_to(weights, q.dtype).float() @ keys
-    result = summed / (total + torch.exp(sink[:, None] - top))
-    return round_to(result, q.dtype), (top + torch.log(total)).squeeze(-1)
+def _keys(call: Attention, run: Run) -> Iterator[Tensor]:
+    """fp32 [n, head_dim] of each query of a run, one or more: its window, oldest first, then the
+    entries it sees, all of them or those named, in the order in which they are."""
+    near, oldest = _window_keys(call.window, call.batch, run)
+    windows = [
+        slice(max(0, position - call.window.window + 1) - oldest, position + 1 - oldest)
+        for position in run.positions
+    ]
+    source, device = call.entries, near.device
+    if source is None:
+        yield from (near[window] for window in windows)
+        return
+    visible = [(position + 1) // source.ratio for position in run.positions]
+    if call.indices is None:
+        far = _entry_keys(source, run, torch.arange(max(visible), device=device))
+        for window, count in zip(windows, visible, strict=True):
+            yield torch.cat((near[window], far[:count]))
+        return
+    named = call.indices[run.rows.start : run.rows.stop]
+    seen = (named >= 0) & (named < torch.tensor(visible, device=device)[:, None])
+    entry = named[seen].long()
+    if len(windows) == 1:
+        yield torch.cat((near, _entry_keys(source, run, entry)))
+        return
+    read = torch.zeros(max(visible), dtype=torch.bool, device=device)
+    read[entry] = True
+    different = torch.nonzero(read).flatten()
+    shared = torch.cat((near, _entry_keys(source, run, different)))
+    place = torch.empty_like(read, dtype=torch.long)
+    place[different] = torch.arange(len(near), len(shared), device=device)
+    places = place[entry].split(torch.count_nonzero(seen, dim=1).tolist())
+    of_window = torch.arange(len(near), device=device)
+    for window, of_entries in zip(windows, places, strict=True):
+        yield shared.index_select(0, torch.cat((of_window[window], of_entries)))
 
 
 def _window_keys(window: WindowSource, batch: Tensor, run: Run) -> tuple[Tensor, int]:
@@ -61,21 +87,7 @@ def _window_keys(window: WindowSource, batch: Tensor, run: Run) -> tuple[Tensor,
     return read_records(window.arena, window.page, arena_row[0], page_row[0]).float(), oldest
 
 
-def _entry_keys(
-    source: EntrySource | None, indices: Tensor | None, run: Run
-) -> tuple[Tensor, Tensor]:
-    """fp32 entries that the queries of a run read: all that one of them sees, or those named; and
-    where each entry is among them."""
-    if source is None:
-        return torch.empty(0), torch.empty(0)
-    visible = (max(run.positions) + 1) // source.ratio
-    entry = torch.arange(visible, device=source.arena.device)
-    place = entry
-    if indices is not None:
-        named = indices[run.rows.start : run.rows.stop]
-        entry = torch.unique(named[(named >= 0) & (named < visible)]).long()
-        place = torch.zeros_like(place)
-        place[entry] = torch.arange(len(entry), device=entry.device)
+def _entry_keys(source: EntrySource, run: Run, entry: Tensor) -> Tensor:
+    """fp32 rows of these entries."""
     block_id = source.block_table[run.slot, entry // source.page.rows].long()
-    keys = read_records(source.arena, source.page, block_id, entry % source.page.rows)
-    return keys.float(), place
+    return read_records(source.arena, source.page, block_id, entry % source.page.rows).float()

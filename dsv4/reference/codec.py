@@ -7,6 +7,8 @@ there the scale of the tile becomes NaN.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -82,7 +84,7 @@ def decode(record: RecordFormat, data: Tensor, scales: Tensor) -> Tensor:
 def _encode_tiles(code: TileCode, x: Tensor) -> tuple[Tensor, Tensor]:
     tiles = x.float().unflatten(-1, (-1, code.tile))
     nan = torch.isnan(tiles)
-    tiles = torch.where(nan, torch.zeros_like(tiles), tiles).clamp(-BF16_MAX, BF16_MAX)
+    tiles = torch.where(nan, 0.0, tiles).clamp(-BF16_MAX, BF16_MAX)
     floor = code.amax_floor * code.global_scale
     amax = tiles.abs().amax(dim=-1, keepdim=True).clamp_min(floor)
     largest = ELEMENT_MAX[code.element]
@@ -104,11 +106,11 @@ def _encode_tiles(code: TileCode, x: Tensor) -> tuple[Tensor, Tensor]:
     scaled = scaled.clamp(-largest, largest)
     if code.element == "e4m3":
         codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
-        codes = torch.where(nan, torch.full_like(codes, E4M3_NAN), codes)
+        codes = torch.where(nan, E4M3_NAN, codes)
         return codes.flatten(-2), scale.flatten(-2)
     tile_nan = nan.any(dim=-1, keepdim=True)
     marker = UE8M0_NAN if code.scale == "ue8m0" else E4M3_NAN
-    scale = torch.where(tile_nan, torch.full_like(scale, marker), scale)
+    scale = torch.where(tile_nan, marker, scale)
     return _pack_nibbles(_e2m1_codes(scaled).flatten(-2)), scale.flatten(-2)
 
 
@@ -136,8 +138,8 @@ def _exponent_at_least(x: Tensor) -> Tensor:
 def _power_of_two(exponent: Tensor) -> Tensor:
     """2^(exponent - 127) as fp32 for a biased exponent; 0 gives 2^-127 and 255 gives NaN."""
     bits = exponent << 23
-    bits = torch.where(exponent == 0, torch.full_like(bits, 0x00400000), bits)
-    bits = torch.where(exponent == 255, torch.full_like(bits, 0x7FC00000), bits)
+    bits = torch.where(exponent == 0, 0x00400000, bits)
+    bits = torch.where(exponent == 255, 0x7FC00000, bits)
     return bits.view(torch.float32)
 
 
@@ -151,8 +153,12 @@ def _e2m1_codes(x: Tensor) -> Tensor:
 
 
 def _e2m1_values(codes: Tensor) -> Tensor:
-    grid = torch.tensor((*E2M1_GRID, *(-v for v in E2M1_GRID)), device=codes.device)
-    return grid[codes.long()]
+    return _e2m1_grid(codes.device)[codes.long()]
+
+
+@cache
+def _e2m1_grid(device: torch.device) -> Tensor:
+    return torch.tensor((*E2M1_GRID, *(-v for v in E2M1_GRID)), device=device)
 
 
 def _pack_nibbles(codes: Tensor) -> Tensor:

@@ -10,15 +10,18 @@ from dsv4.ops.columns import token_columns
 from dsv4.reference.codec import decode, encode
 from dsv4.reference.numerics import hadamard, rotate
 
+# Taken at once: what comes of them stays in a processor's cache.
+MAX_CHANNELS = 1 << 17
+
 
 def prepare_index_queries(
     q: Tensor, *, tokens: Tensor, rope: Tensor, record: RecordFormat, out: Tensor
 ) -> None:
     token = token_columns(tokens)
     live = torch.nonzero(token.slot >= 0).flatten()
-    half = rope.shape[1] // 2
-    row = rope[token.position[live].long()].unsqueeze(1)
-    x = rotate(q[live], row[..., :half], row[..., half:])
-    finite = torch.isfinite(x).all(dim=-1, keepdim=True)
-    x = torch.where(finite, hadamard(x), torch.full_like(x, torch.nan))
-    out[live] = decode(record, *encode(record, x))
+    for rows in live.split(max(1, MAX_CHANNELS // max(q[0].numel(), 1))):
+        cos, sin = rope[token.position[rows].long()].unsqueeze(1).chunk(2, dim=-1)
+        x = rotate(q[rows], cos, sin)
+        finite = torch.isfinite(x).all(dim=-1, keepdim=True)
+        x = torch.where(finite, hadamard(x), torch.nan)
+        out[rows] = decode(record, *encode(record, x))

@@ -11,21 +11,21 @@ from dsv4.reference.numerics import to_bf16
 from dsv4.reference.pages import read_records
 from dsv4.reference.runs import runs
 
-# Tokens of a run, and dots of the tokens that are multiplied at once.
+# Tokens of a run, and dots that are taken on at once.
 RUN_TOKENS = 64
-MAX_DOTS = 1 << 21
+MAX_DOTS = 1 << 18
 
 
 def index_scores(call: Scoring) -> None:
-    """Tokens of one request share the keys they read. Dots of bf16 numbers are exact: products
-    have 16 bits, and fp64 has room to add them."""
+    """Tokens of one request share the keys they read; dots are each token's own, so no bit of a
+    score depends on the neighbours. Dots of bf16 numbers are exact while their products, of 16
+    bits, differ by at most 2^30 in size: fp64 has room to add 128 of them."""
     heads = call.q.shape[1]
     for run in runs(call.tokens, RUN_TOKENS):
-        visible = [(position + 1) // call.keys.ratio for position in run.positions]
         scored = [
-            (row, min(count, call.scores.shape[1]))
-            for row, count in zip(run.rows, visible, strict=True)
-            if count > call.skip_visible
+            (row, min(visible, call.scores.shape[1]))
+            for row, position in zip(run.rows, run.positions, strict=True)
+            if (visible := (position + 1) // call.keys.ratio) > call.skip_visible
         ]
         most = max((count for _, count in scored), default=0)
         if not most:
@@ -35,29 +35,31 @@ def index_scores(call: Scoring) -> None:
         at_once = max(1, MAX_DOTS // (most * heads))
         for nth in range(0, len(scored), at_once):
             part = scored[nth : nth + at_once]
-            rows = [row for row, _ in part]
-            for (row, count), total in zip(part, _scores(call, keys, rows), strict=True):
+            for (row, count), total in zip(part, _scores(call, keys, part), strict=True):
                 call.scores[row, :count] = total[:count]
 
 
-def _scores(call: Scoring, keys: Tensor, rows: list[int]) -> Tensor:
-    """fp32 [tokens, keys] of some tokens and fp64 keys [keys, width]."""
+def _scores(call: Scoring, keys: Tensor, scored: list[tuple[int, int]]) -> Tensor:
+    """fp32 [tokens, keys] of some rows of tokens, each over the first of the fp64 keys
+    [keys, width]; anything behind them."""
+    rows = [row for row, _ in scored]
     q = call.q[rows].double()  # [tokens, heads, width]
-    dot = (keys @ q.flatten(0, 1).T).float().unflatten(1, q.shape[:2])  # [keys, tokens, heads]
-    weight = call.weights[rows].float()
+    dots = q.new_zeros(len(rows), len(keys), q.shape[1])
+    for of_token, dot, (_, count) in zip(q, dots, scored, strict=True):
+        torch.mm(keys[:count], of_token.T, out=dot[:count])
+    weight = call.weights[rows].float().unsqueeze(1)
     if call.round_bf16:
-        product = to_bf16(relu(to_bf16(dot).float()) * weight).float()
+        product = to_bf16(relu(to_bf16(dots.float()).float()) * weight).float()
         total = to_bf16(head_sum(product)).float()
     else:
-        total = head_sum(relu(dot) * weight)
+        total = head_sum(relu(dots.float()) * weight)
     # one zero and one NaN, whatever the order of a backend's sum gave
-    total = torch.where(total == 0, torch.zeros_like(total), total)
-    total = torch.where(torch.isnan(total), torch.full_like(total, torch.nan), total)
-    return total.T
+    total = torch.where(total == 0, 0.0, total)
+    return torch.where(torch.isnan(total), torch.nan, total)
 
 
 def relu(x: Tensor) -> Tensor:
-    return torch.where(x < 0, torch.zeros_like(x), x)
+    return torch.where(x < 0, 0.0, x)
 
 
 def head_sum(x: Tensor) -> Tensor:

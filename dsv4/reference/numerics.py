@@ -36,7 +36,7 @@ def exp_nonpositive(x: Tensor) -> Tensor:
         p = p * r + coefficient
     y = (p * (r * r) + r) + 1.0
     power = ((n.to(torch.int32) + 127) << 23).view(torch.float32)
-    return torch.where(x < EXP_UNDERFLOW, torch.zeros_like(x), y * power)
+    return torch.where(x < EXP_UNDERFLOW, 0.0, y * power)
 
 
 def gated_pool(values: Tensor, logits: Tensor, valid: Tensor) -> Tensor:
@@ -45,10 +45,10 @@ def gated_pool(values: Tensor, logits: Tensor, valid: Tensor) -> Tensor:
     `valid` [..., n] leaves rows out altogether. At least one row must be valid.
     """
     mask = valid.unsqueeze(-1)
-    z = torch.where(mask, logits, torch.full_like(logits, -torch.inf))
+    z = torch.where(mask, logits, -torch.inf)
     weight = exp_nonpositive(z - z.amax(dim=-2, keepdim=True))
-    weight = torch.where(mask, weight, torch.zeros_like(weight))
-    product = torch.where(mask, weight * values, torch.zeros_like(weight))
+    weight = torch.where(mask, weight, 0.0)
+    product = torch.where(mask, weight * values, 0.0)
     return tree_sum(product) / tree_sum(weight)
 
 
@@ -61,11 +61,11 @@ def fold_token(state: Tensor, values: Tensor, logits: Tensor, first: Tensor) -> 
     top, weight, product = state.unbind(-2)
     begins = first.unsqueeze(-1)
     top = torch.where(begins, logits, top)
-    weight = torch.where(begins, torch.zeros_like(weight), weight)
-    product = torch.where(begins, torch.zeros_like(product), product)
+    weight = torch.where(begins, 0.0, weight)
+    product = torch.where(begins, 0.0, product)
     rises = logits > top
     gap = torch.where(rises, top - logits, logits - top)
-    gap = torch.where(logits == top, torch.zeros_like(gap), gap)  # equal infinities too
+    gap = torch.where(logits == top, 0.0, gap)  # equal infinities too
     shrink = exp_nonpositive(gap)
     weight = torch.where(rises, weight * shrink + 1.0, weight + shrink)
     product = torch.where(rises, product * shrink + values, product + shrink * values)
@@ -125,8 +125,7 @@ def channel_sum(x: Tensor) -> Tensor:
 def to_bf16(x: Tensor) -> Tensor:
     """fp32 → bf16, nearest even; every NaN becomes the one NaN of BF16_NAN_BITS."""
     bits = x.to(torch.bfloat16).view(torch.int16)
-    canonical = torch.full_like(bits, BF16_NAN_BITS)
-    return torch.where(torch.isnan(x), canonical, bits).view(torch.bfloat16)
+    return torch.where(torch.isnan(x), BF16_NAN_BITS, bits).view(torch.bfloat16)
 
 
 def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -160,12 +159,15 @@ def hadamard(x: Tensor) -> Tensor:
     Sums of bf16 numbers are exact in fp64 whatever their order, up to 2^38 apart in size.
     """
     n = x.shape[-1]
-    y = x.double()
+    y = x.reshape(-1, n).T.contiguous().double()  # channels first
+    other = torch.empty_like(y)
     half = 1
     while half < n:
-        blocks = y.unflatten(-1, (n // (2 * half), 2, half))
-        top, bottom = blocks[..., 0, :], blocks[..., 1, :]
-        y = torch.stack((top + bottom, top - bottom), dim=-2).flatten(-3)
+        top, bottom = y.view(n // (2 * half), 2, half, -1).unbind(1)
+        sums, gaps = other.view(n // (2 * half), 2, half, -1).unbind(1)
+        torch.add(top, bottom, out=sums)
+        torch.sub(top, bottom, out=gaps)
+        y, other = other, y
         half *= 2
     scale = torch.tensor(n**-0.5, dtype=torch.float32, device=x.device)
-    return round_to(y.float() * scale, x.dtype)
+    return round_to(y.T.float().contiguous() * scale, x.dtype).view(x.shape)

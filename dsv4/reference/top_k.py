@@ -7,6 +7,11 @@ from torch import Tensor
 
 from dsv4.ops.columns import token_columns
 
+# Scores sorted at once.
+MAX_SCORES = 1 << 20
+# Below the image of every number, -inf included.
+UNSEEN, NOT_A_NUMBER = -(2**31), -(2**31) + 1
+
 
 def top_k(scores: Tensor, *, tokens: Tensor, ratio: int, out: Tensor) -> None:
     """int32 `out` [tokens, k]: the entries with the highest of fp32 `scores` [tokens, columns],
@@ -15,19 +20,29 @@ def top_k(scores: Tensor, *, tokens: Tensor, ratio: int, out: Tensor) -> None:
     Entries come in ascending order, whatever their scores: attention needs the set, and rows that
     lie next to each other are read together. Fewer than k visible ones are followed by -1. Of equal
     scores the lowest entries are taken; -0 equals +0, and NaN is below every number, -inf included.
-    Columns that the token does not see are not read; rows of padding tokens are not touched.
+    Columns that the token does not see do not count, whatever is in them; rows of padding tokens
+    are not touched.
     """
     k = out.shape[1]
-    slots, positions = (c.tolist() for c in token_columns(tokens)[:2])
-    for token, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-        if slot < 0:
-            continue
-        visible = min(max((position + 1) // ratio, 0), scores.shape[1])
-        row = scores[token, :visible]
-        image = torch.where(torch.isnan(row), torch.full_like(row, -torch.inf), row)
-        # stable sorts: first by score, then NaN behind every number, so index decides the rest
-        order = torch.argsort(image, descending=True, stable=True)
-        order = order[torch.argsort(torch.isnan(row)[order].to(torch.uint8), stable=True)]
-        chosen = torch.sort(order[:k]).values
-        out[token] = -1
-        out[token, : len(chosen)] = chosen.to(torch.int32)
+    token = token_columns(tokens)
+    visible = ((token.position.long() + 1) // ratio).clamp(0, scores.shape[1])
+    live, choosing = token.slot >= 0, visible > k
+    rows = torch.nonzero(live & ~choosing).flatten()
+    rank = torch.arange(k, dtype=torch.int32, device=out.device)
+    out[rows] = torch.where(rank < visible[rows, None], rank, -1)
+    rows = torch.nonzero(live & choosing).flatten()
+    if not len(rows):
+        return
+    column = torch.arange(int(visible[rows].max()), device=out.device)
+    for part in rows.split(max(1, MAX_SCORES // len(column))):
+        image = _ordered(scores[part, : len(column)])
+        image = torch.where(column < visible[part, None], image, UNSEEN)
+        order = torch.sort(image, dim=-1, descending=True, stable=True).indices[:, :k]
+        out[part] = torch.sort(order, dim=-1).values.to(torch.int32)
+
+
+def _ordered(scores: Tensor) -> Tensor:
+    """int32 numbers in the order of fp32 scores: equal for both zeros, NOT_A_NUMBER for NaN."""
+    bits = (scores + 0.0).view(torch.int32)  # -0 + 0 is +0
+    image = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return torch.where(torch.isnan(scores), NOT_A_NUMBER, image)

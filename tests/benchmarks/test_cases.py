@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import append, attend, report, run, timing
+from benchmarks import append, attend, laptop, report, run, timing
 from benchmarks.case import Case, Measurement, sets_to_outgrow_l2
 from benchmarks.decode_step import PARTS, DecodeStep
 from benchmarks.registry import SUITES
@@ -281,3 +281,21 @@ def test_misses_are_marked_and_nothing_is_hidden() -> None:
         assert "24 registered cases have no result" in text
     with pytest.raises(InvalidInput, match="no lines"):
         report.updated("# Performance", [BASE])
+
+
+# ---- the reference on a CPU ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", laptop.schemas())
+def test_a_laptop_times_every_part_and_repeats_its_numbers(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(laptop, "PREFILL_TOKENS", 9)
+    monkeypatch.setattr(laptop, "DECODE_STEPS", 2)
+    told = []
+    for _ in range(2):
+        laptop.measure(name, laptop.schemas()[name], runs=2)
+        told.append([line.split() for line in capsys.readouterr().out.splitlines()])
+    assert told[0][-1] == told[1][-1]  # the digest
+    parts = [part for part in told[0][0] if part in laptop.PARTS]
+    assert parts == [p for p in laptop.PARTS if p != "select" or name in ("tiny", "csa")]

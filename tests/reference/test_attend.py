@@ -14,7 +14,7 @@ from dsv4.cache import records
 from dsv4.cache.pages import Page, PageKind
 from dsv4.ops.calls import Attention, EntrySource, WindowSource
 from dsv4.reference.append import write_records
-from dsv4.reference.attend import attend
+from dsv4.reference.attend import RUN_TOKENS, attend
 from dsv4.reference.codec import decode, encode
 from tests.support.numbers import Numbers
 
@@ -283,3 +283,24 @@ def test_inverse_rope_turns_the_rounded_output() -> None:
     even, odd = plain[..., -width::2].float(), plain[..., -width + 1 :: 2].float()
     assert torch.equal(turned[..., -width::2], (even * cos + odd * sin).bfloat16())
     assert torch.equal(turned[..., -width + 1 :: 2], (odd * cos - even * sin).bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
+@pytest.mark.parametrize("chunk", [False, True])
+def test_no_bit_depends_on_the_neighbours(kind: str, chunk: bool) -> None:
+    """Runs of neighbours that are longer and shorter than RUN_TOKENS, padding between them, tokens
+    in any order: what they share, each would have read for itself."""
+    step = make_step(
+        [(37, RUN_TOKENS + 9), (0, 1), (5, 3)], kind=kind, chunk=chunk, padding=2, slack=99
+    )
+    count = step.q.shape[0]
+    out, lse = step.run(attend, turn=True)
+    check(step, (out, lse), turn=True)
+    for row in (0, 1, RUN_TOKENS - 1, RUN_TOKENS, RUN_TOKENS + 8, count - 3):
+        alone = step.take([row]).run(attend, turn=True)
+        assert torch.equal(alone[0][0], out[row])
+        assert torch.equal(alone[1][0], lse[row])
+    order = Numbers(1).permutation(count).tolist()
+    mixed = step.take(order).run(attend, turn=True)
+    for found, expect in zip(mixed, (out, lse), strict=True):
+        assert torch.equal(found.nan_to_num(7), expect[order].nan_to_num(7))

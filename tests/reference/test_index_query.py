@@ -65,3 +65,17 @@ def test_mxfp4_queries_hold_only_values_of_the_grid():
     scale = ((exponent - (part == 0.5).int() + 127) << 23).view(torch.float32)
     grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     assert torch.isin((tiles / scale).abs(), torch.cat((grid, grid * 2))).all()
+
+
+def test_queries_do_not_depend_on_how_many_are_taken_at_once(monkeypatch: pytest.MonkeyPatch):
+    record, numbers = records.mxfp4(WIDTH), Numbers(3)
+    q = numbers.normal(9, 2, WIDTH).bfloat16()
+    q[4, 1, 5] = torch.inf
+    rope = numbers.normal(20, ROPE)
+    tokens = make_tokens([None if n == 3 else (0, 2 * n) for n in range(9)])
+    found = torch.full((2, *q.shape), 7.0).bfloat16()
+    for out, at_once in zip(found, (5 * WIDTH, 1 << 20), strict=True):
+        monkeypatch.setattr("dsv4.reference.index_query.MAX_CHANNELS", at_once)
+        prepare_index_queries(q, tokens=tokens, rope=rope, record=record, out=out)
+    assert same_bits(found[0], found[1])
+    assert found[0, 4].isnan().any(dim=-1).tolist() == [False, True]

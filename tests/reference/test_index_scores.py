@@ -119,3 +119,30 @@ def test_head_sum_adds_neighbours_then_halves():
     assert head_sum(x).item() == big + 2
     assert head_sum(torch.ones(64)).item() == 64
     assert head_sum(torch.ones(5)).item() == 5
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 1 << 21])
+def test_no_bit_depends_on_the_neighbours(at_once: int, monkeypatch: pytest.MonkeyPatch):
+    """Tokens of one request, in any order, scored together in parts and each by itself."""
+    keys, _, _, _, _ = random_case("mxfp4")
+    numbers = Numbers(2)
+    places = [(0, int(position)) for position in numbers.permutation(84)] + [None, (2, 34), (2, 35)]
+    tokens = make_tokens(places)
+    record = records.index_format("mxfp4", index_dim=WIDTH)
+    q = round_trip(record, numbers.normal(len(tokens), HEADS, WIDTH).bfloat16())
+    weights = numbers.normal(len(tokens), HEADS).bfloat16()
+    monkeypatch.setattr("dsv4.reference.index_scores.MAX_DOTS", at_once * 21 * HEADS)
+    together, alone = torch.full((2, len(tokens), 24), UNTOUCHED)
+    index_scores(Scoring(q=q, weights=weights, tokens=tokens, keys=keys, scores=together))
+    for row in range(len(tokens)):
+        piece = slice(row, row + 1)
+        index_scores(
+            Scoring(
+                q=q[piece],
+                weights=weights[piece],
+                tokens=tokens[piece],
+                keys=keys,
+                scores=alone[piece],
+            )
+        )
+    assert torch.equal(together, alone)

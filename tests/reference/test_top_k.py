@@ -62,3 +62,21 @@ def test_padding_rows_keep_what_they_held():
     )
     assert out[0].tolist() == [UNTOUCHED] * 3
     assert (out[1] >= 0).all()
+
+
+@pytest.mark.parametrize("at_once", [1, 60, 1 << 20])
+def test_rows_do_not_depend_on_each_other(at_once: int, monkeypatch: pytest.MonkeyPatch):
+    """More and fewer visible entries than k, padding between them, NaN where nobody looks."""
+    monkeypatch.setattr("dsv4.reference.top_k.MAX_SCORES", at_once)
+    positions = [31, None, 3, 119, 2, 87, 79, None, 43]
+    scores = (2 * Numbers(3).normal(len(positions), 40)).round()
+    scores[3, 5], scores[5, :4] = NAN, -INF
+    tokens = make_tokens([None if p is None else (0, p) for p in positions])
+    out = torch.full((len(positions), 8), UNTOUCHED, dtype=torch.int32)
+    for row, position in enumerate(positions):
+        scores[row, 0 if position is None else (position + 1) // 4 :] = NAN
+    top_k(scores, tokens=tokens, ratio=4, out=out)
+    for row, position in enumerate(positions):
+        seen = [] if position is None else scores[row, : (position + 1) // 4].tolist()
+        expected = [UNTOUCHED] * 8 if position is None else slow_top_k(seen, 8)
+        assert out[row].tolist() == expected
