@@ -30,7 +30,7 @@ def scene(call: str) -> Scene:
     stack = tiny_stack(
         drafts=3,
         prefix=PrefixOptions(policy=full(), snapshots=4),
-        num_blocks=10,
+        num_blocks=9 if call == "prepare a chunk" else 10,  # that has to evict
         max_requests=5,
     )
     manager = stack.manager

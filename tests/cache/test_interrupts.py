@@ -52,12 +52,21 @@ class Scene:
         self.text = self.texts["busy"]
         if call == "rewind_a_shared_block":
             self.run(self.busy, self.text, 385)
+        self.planned = [self.text]
         if call in ("commit", "reject", "fail", "abandon"):
             self.plan = manager.prepare_forward([(self.busy, 4)])
             self.write(TINY_LAYERS)
         if call in ("commit_a_chunk", "fail_a_chunk"):
             self.plan = manager.prepare_forward([(self.busy, 200)])
             self.write(TINY_LAYERS if call == "commit_a_chunk" else [0])
+        if call == "adopt":  # two that begin alike, in one step
+            twin = self.text_of(5)
+            self.planned, names = [twin, twin], ("first", "second")
+            for name in names:
+                self.texts[name] = twin
+                self.requests[name] = manager.admit_request(twin.ids[:140])
+            self.plan = manager.prepare_forward([(self.requests[n], 140) for n in names])
+            self.write(TINY_LAYERS)
         if call == "unpin":
             self.pinned = manager.pin(self.old.ids)
 
@@ -68,7 +77,8 @@ class Scene:
 
     def write(self, layers: Sequence[int]) -> None:
         if self.real:
-            self.stack.write(self.plan, [self.text.stream], layers=layers)
+            streams = [text.stream for text in self.planned]
+            self.stack.write(self.plan, streams, layers=layers)
         else:
             self.plan.mark_appended(layers)
             if self.plan.captures is not None:
@@ -134,6 +144,9 @@ class Scene:
         self.manager.commit(self.plan, [2], ids=self.text.ids[382:386])
 
     def commit_a_chunk(self) -> None:
+        self.manager.commit(self.plan)
+
+    def adopt(self) -> None:
         self.manager.commit(self.plan)
 
     def fail(self) -> None:
@@ -203,7 +216,7 @@ CALLS: tuple[Callable[[Scene], None], ...] = (
     *(Scene.rewind_far, Scene.rewind_a_shared_block, Scene.reset, Scene.release),
     *(Scene.pin, Scene.unpin, Scene.evict, Scene.prepare, Scene.prepare_a_chunk),
     *(Scene.commit, Scene.reject, Scene.commit_a_chunk, Scene.fail, Scene.fail_a_chunk),
-    Scene.abandon,
+    *(Scene.abandon, Scene.adopt),
 )
 
 

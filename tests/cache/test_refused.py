@@ -74,6 +74,20 @@ def test_a_released_request_keeps_nothing_alive():
     assert request._row.base is None
 
 
+def test_the_last_step_keeps_no_request_alive():
+    manager = build(prefix=PrefixOptions())
+    request, other = manager.admit_request(np.arange(30)), manager.admit_request(np.arange(30))
+    plan = manager.prepare_forward([(request, 30), (other, 30)])
+    plan.mark_appended()
+    manager.commit(plan)
+    gone = weakref.ref(request)
+    manager.release_request(request)
+    del request, plan
+    gc.collect()
+    assert gone() is None
+    assert manager.requests == (other,)
+
+
 # ---- errors go from process to process -----------------------------------------------------------
 
 ERRORS = (
