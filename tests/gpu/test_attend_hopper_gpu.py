@@ -142,10 +142,12 @@ def test_decode_of_128_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "heads"), [("csa", 8), ("csa", 16), ("csa", 32), ("hca", 16), ("swa", 1), ("hca", 48)]
+    ("kind", "heads"),
+    [("csa", 8), ("csa", 16), ("csa", 32), ("csa", 96), ("hca", 16), ("swa", 1), ("hca", 48)],
 )
 def test_heads_of_a_rank(kind: str, heads: int) -> None:
-    """Split, whole and staged; rows that are no heads are neither read nor written."""
+    """Split, whole and staged; rows that are no heads are neither read nor written. 96 are a full
+    block of heads and half a one."""
     for requests, chunk in ((RAGGED[kind], False), ([(700, 1)] * 150, False), ([(21, 90)], True)):
         step = make(requests, kind, heads=heads, chunk=chunk, padding=1)
         found = run(step)

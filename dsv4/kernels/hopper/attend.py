@@ -169,14 +169,12 @@ class _Sums(NamedTuple):
 
 
 def supports(call: Attention) -> bool:
-    """Whether this kernel does these shapes and records: V4's, with all heads or those of a rank.
-    Blocks of heads of which only the last has fewer have not been right on a GPU yet."""
-    window, heads = call.window, call.q.shape[1]
+    """Whether this kernel does these shapes and records: V4's, with any number of heads."""
+    window = call.window
     formats = {source.page.format for source in (window, call.entries) if source is not None}
     record = record_constants(window.page.format)
     return (
-        (heads <= HEADS_PER_PROGRAM or heads % HEADS_PER_PROGRAM == 0)
-        and call.q.shape[2] == record.CODED + SPAN.value == 2 * HALF.value
+        call.q.shape[2] == record.CODED + SPAN.value == 2 * HALF.value
         and ("e4m3", "ue8m0", SPAN.value) == (record.ELEMENT, record.SCALE, record.TILE)
         and record.SCALE_BYTES == SCALE_WORD_BYTES
         and len(formats) == 1
