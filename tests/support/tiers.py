@@ -33,13 +33,15 @@ from dsv4.tiers.record import (
     padded,
     seal,
 )
-from dsv4.tiers.tier import Progress, State, Ticket, Tier, TierStats
+from dsv4.tiers.tier import Limits, Progress, State, Ticket, Tier, TierStats
 
 BLOCK_TOKENS = 128
 FINGERPRINT = hashlib.sha256(b"a schema").digest()
 ROOT = hashlib.sha256(b"root").digest()
 BIN = Path(sys.executable).parent
 PROJECT = Path(__file__).parents[2]
+# where nothing is to be late, on the slowest machine
+PATIENT = Limits(threads=4, deadline_s=60.0, rest_s=0.2)
 
 
 def unavailable(reason: str) -> NoReturn:
@@ -156,7 +158,7 @@ def put_file(root: Path, wanted: Label, data: bytes | bytearray) -> Path:
 # ---- tickets -------------------------------------------------------------------------------------
 
 
-def wait(tier: Tier, ticket: Ticket, *, timeout_s: float = 30.0, settled: bool = True) -> Progress:
+def wait(tier: Tier, ticket: Ticket, *, timeout_s: float = 90.0, settled: bool = True) -> Progress:
     """Polls until every outcome is known, and the memory is free again."""
     until = time.monotonic() + timeout_s
     while True:
@@ -167,7 +169,7 @@ def wait(tier: Tier, ticket: Ticket, *, timeout_s: float = 30.0, settled: bool =
         time.sleep(0.001)
 
 
-def until(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
+def until(condition: Callable[[], bool], *, timeout_s: float = 90.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "it does not come true"
@@ -252,7 +254,8 @@ def mooncake_master(port: int) -> Iterator[subprocess.Popen[str]]:
         BIN / "mooncake_master",
         *("-rpc_address=127.0.0.1", f"-rpc_port={port}"),
         *("-metrics_host=127.0.0.1", f"-metrics_port={free_port()}"),
-        *("-enable_metric_reporting=false", "-default_kv_lease_ttl=500", "-client_ttl=2"),
+        *("-enable_metric_reporting=false", "-default_kv_lease_ttl=500"),
+        "-client_ttl=20",  # a peer that a busy machine holds up is not gone
         "-put_start_discard_timeout_sec=2",
     ) as child:
         until(lambda: answers(port))
@@ -263,14 +266,15 @@ def mooncake_master(port: int) -> Iterator[subprocess.Popen[str]]:
 def s3_server(port: int) -> Iterator[subprocess.Popen[str]]:
     """moto's S3 server with a bucket named `bucket`."""
     with process(BIN / "moto_server", "-H", "127.0.0.1", "-p", str(port)) as child:
-        until(lambda: answers(port))
-        put_bucket(port)
+        until(lambda: put_bucket(port))
         yield child
 
 
-def put_bucket(port: int) -> None:
-    with suppress(URLError):
+def put_bucket(port: int) -> bool:
+    with suppress(URLError, OSError):
         urlopen(Request(f"http://127.0.0.1:{port}/bucket", method="PUT"), timeout=10).close()
+        return True
+    return False
 
 
 def s3_config(port: int) -> dict[str, Any]:

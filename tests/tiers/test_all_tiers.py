@@ -16,6 +16,7 @@ from dsv4.tiers.object import ObjectTier
 from dsv4.tiers.record import Kind, Reason
 from dsv4.tiers.tier import State, Tier
 from tests.support.tiers import (
+    PATIENT,
     Memory,
     chain,
     digest,
@@ -46,7 +47,7 @@ def memory(shared_memory: Memory) -> Memory:
 
 @pytest.fixture(scope="session")
 def mooncake_tier(master_port: int, shared_memory: Memory) -> Iterator[MooncakeTier]:
-    tier = MooncakeTier(f"127.0.0.1:{master_port}", segment_bytes=64 << 20)
+    tier = MooncakeTier(f"127.0.0.1:{master_port}", segment_bytes=64 << 20, limits=PATIENT)
     tier.register(shared_memory.region)
     yield tier
     tier.close(10.0)
@@ -62,11 +63,13 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
         made = HostTier(16 << 20)
     elif request.param == "object":
         port = request.getfixturevalue("s3_port")
-        made = ObjectTier("s3://bucket/some/place", config=s3_config(port), allow_http=True)
+        made = ObjectTier(
+            "s3://bucket/some/place", config=s3_config(port), allow_http=True, limits=PATIENT
+        )
     else:
         direct = None if request.param == "disk_direct" else False
         sync = "each" if request.param == "disk_synced" else "off"
-        made = DiskTier(tmp_path / "store", 64 << 20, direct=direct, sync=sync)  # type: ignore[arg-type]
+        made = DiskTier(tmp_path / "store", 64 << 20, direct=direct, sync=sync, limits=PATIENT)  # type: ignore[arg-type]
     yield made
     made.close(10.0)
 

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 
@@ -14,9 +14,10 @@ import pytest
 
 from dsv4.errors import InvalidInput
 from dsv4.tiers.mooncake import MooncakeTier
-from dsv4.tiers.record import Reason
+from dsv4.tiers.record import Label, Reason
 from dsv4.tiers.tier import Limits, State
 from tests.support.tiers import (
+    PATIENT,
     Memory,
     assert_never_wrong,
     chain,
@@ -35,17 +36,17 @@ from tests.support.tiers import (
 )
 
 pytestmark = pytest.mark.usefixtures("mooncake")
-QUICK = Limits(threads=2, deadline_s=1.0, rest_s=0.2)
+QUICK = Limits(threads=2, deadline_s=1.0, rest_s=0.2)  # where a deadline is to pass
 
 # a peer: gives memory, stores a chain of blocks in it, says so, and waits to be killed
 PEER = """
 import sys, time
 from dsv4.tiers.mooncake import MooncakeTier
 from dsv4.tiers.tier import State
-from tests.support.tiers import Memory, chain, store
+from tests.support.tiers import PATIENT, Memory, chain, store
 port, name, blocks = sys.argv[1], sys.argv[2], int(sys.argv[3])
 memory = Memory(8 << 20)
-tier = MooncakeTier(f"127.0.0.1:{port}", segment_bytes=32 << 20)
+tier = MooncakeTier(f"127.0.0.1:{port}", segment_bytes=32 << 20, limits=PATIENT)
 tier.register(memory.region)
 for each in chain(name, blocks, payload_bytes=100_000):
     assert store(tier, [memory.filled(each)]) == [State.DONE]
@@ -76,7 +77,7 @@ def port() -> Iterator[int]:
 
 @contextmanager
 def connected(port: int, memory: Memory, **options: object) -> Iterator[MooncakeTier]:
-    tier = MooncakeTier(f"127.0.0.1:{port}", **{"limits": QUICK, **options})  # type: ignore[arg-type]
+    tier = MooncakeTier(f"127.0.0.1:{port}", **{"limits": PATIENT, **options})  # type: ignore[arg-type]
     tier.register(memory.region)
     try:
         yield tier
@@ -97,15 +98,19 @@ def rested(tier: MooncakeTier) -> None:
     until(lambda: not tier.stats().resting)
 
 
+def stored(tier: MooncakeTier, memory: Memory, labels: Sequence[Label]) -> bool:
+    rested(tier)
+    return set(store(tier, [memory.filled(each) for each in labels])) == {State.DONE}
+
+
 def test_a_master_that_is_not_there_yet_is_an_outage(memory: Memory) -> None:
     port, labels = free_port(), chain("a", 3)
     with connected(port, memory, segment_bytes=16 << 20) as tier:
-        began = time.monotonic()
         assert store(tier, [memory.filled(each) for each in labels]) == [State.DROPPED] * 3
         rested(tier)
         assert load(tier, [memory.blank(each) for each in labels]) == [State.MISSING] * 3
         assert tier.stats().outages == 2
-        assert time.monotonic() - began < 5.0
+        assert tier.stats().late == 0  # Mooncake itself would wait longer than any deadline
         with mooncake_master(port):
             rested(tier)
             assert store(tier, [memory.filled(each) for each in labels]) == [State.DONE] * 3
@@ -114,8 +119,7 @@ def test_a_master_that_is_not_there_yet_is_an_outage(memory: Memory) -> None:
 
 def test_a_master_that_is_killed_and_comes_back(memory: Memory) -> None:
     port, labels = free_port(), chain("a", 4)
-    limits = Limits(threads=2, deadline_s=10.0, rest_s=0.2)
-    with connected(port, memory, segment_bytes=16 << 20, limits=limits) as tier:
+    with connected(port, memory, segment_bytes=16 << 20) as tier:
         with mooncake_master(port) as master:
             assert store(tier, [memory.filled(each) for each in labels]) == [State.DONE] * 4
             assert assert_never_wrong(tier, memory, labels) == [State.DONE] * 4
@@ -125,30 +129,26 @@ def test_a_master_that_is_killed_and_comes_back(memory: Memory) -> None:
             rested(tier)
             assert found(tier, labels) == [False] * 4
         with mooncake_master(port):
-
-            def stored_again() -> bool:
-                rested(tier)
-                return store(tier, [memory.filled(each) for each in labels]) == [State.DONE] * 4
-
-            until(stored_again)
+            until(lambda: stored(tier, memory, labels))
             assert assert_never_wrong(tier, memory, labels) == [State.DONE] * 4
 
 
 def test_a_master_that_is_stopped_meets_the_deadline(memory: Memory) -> None:
     """The ticket is over when its time is; the memory is free when the call has returned."""
     port, labels = free_port(), chain("a", 2)
-    with mooncake_master(port) as master, connected(port, memory, segment_bytes=16 << 20) as tier:
-        assert store(tier, [memory.filled(each) for each in labels]) == [State.DONE] * 2
+    with (
+        mooncake_master(port) as master,
+        connected(port, memory, segment_bytes=16 << 20, limits=QUICK) as tier,
+    ):
+        until(lambda: stored(tier, memory, labels))
+        late = tier.stats().late
         os.kill(master.pid, signal.SIGSTOP)
         try:
-            began = time.monotonic()
             ticket = tier.load([memory.blank(each) for each in labels])
             progress = wait(tier, ticket, settled=False)
-            assert 0.9 < time.monotonic() - began < 5.0
             assert states(progress) == [State.MISSING] * 2
             assert not progress.settled
-            assert tier.stats().late == 1
-            assert tier.stats().resting
+            assert tier.stats().late == late + 1
         finally:
             os.kill(master.pid, signal.SIGCONT)
         until(lambda: tier.poll(ticket).settled)
@@ -156,14 +156,14 @@ def test_a_master_that_is_stopped_meets_the_deadline(memory: Memory) -> None:
         assert set(assert_never_wrong(tier, memory, labels)) <= {State.DONE, State.MISSING}
 
 
-@pytest.mark.nightly  # timing: red once under load
 def test_a_peer_that_is_killed_takes_its_records_with_it(memory: Memory, port: int) -> None:
     labels = chain("killed peer", 6, payload_bytes=100_000)
     with connected(port, memory) as tier, peer(PEER, port, "killed peer", 6) as child:
         assert assert_never_wrong(tier, memory, labels) == [State.DONE] * 6
         assert tier.stats().loaded_bytes == 6 * labels[0].record_bytes
         os.kill(child.pid, signal.SIGKILL)
-        for _ in range(5):
+        child.wait()
+        for _ in range(3):
             rested(tier)
             assert set(assert_never_wrong(tier, memory, labels)) <= {State.MISSING}
 
@@ -171,10 +171,15 @@ def test_a_peer_that_is_killed_takes_its_records_with_it(memory: Memory, port: i
 def test_a_peer_that_is_stopped_meets_the_deadline(memory: Memory, port: int) -> None:
     labels = chain("stopped peer", 2, payload_bytes=100_000)
     with (
-        connected(port, memory) as tier,
+        connected(port, memory, limits=QUICK) as tier,
         peer(PEER, port, "stopped peer", 2) as child,
     ):
-        assert found(tier, labels) == [True] * 2
+
+        def is_found() -> bool:
+            rested(tier)
+            return found(tier, labels) == [True] * 2
+
+        until(is_found)
         os.kill(child.pid, signal.SIGSTOP)
         ticket = tier.load([memory.blank(each) for each in labels])
         progress = wait(tier, ticket, settled=False)
@@ -211,7 +216,7 @@ def test_a_put_that_says_0_is_not_believed(memory: Memory) -> None:
         records = [memory.filled(wanted), memory.filled(label("other"))]
         assert store(tier, records) == [State.DROPPED, State.DONE]
         assert load(tier, [memory.blank(wanted)]) == [State.MISSING]
-        until(lambda: store(tier, [memory.filled(wanted)]) == [State.DONE], timeout_s=20)
+        until(lambda: store(tier, [memory.filled(wanted)]) == [State.DONE])
         assert assert_never_wrong(tier, memory, [wanted]) == [State.DONE]
 
 
@@ -245,11 +250,7 @@ def test_our_sum_decides(memory: Memory, port: int) -> None:
 
 def test_a_store_that_is_full_drops_or_makes_room() -> None:
     port, labels, memory = free_port(), chain("full", 60, payload_bytes=500_000), Memory(64 << 20)
-    limits = Limits(threads=2, deadline_s=20.0)
-    with (
-        mooncake_master(port),
-        connected(port, memory, segment_bytes=16 << 20, limits=limits) as tier,
-    ):
+    with mooncake_master(port), connected(port, memory, segment_bytes=16 << 20) as tier:
         for each in labels:
             assert store(tier, [memory.filled(each)])[0] in (State.DONE, State.DROPPED)
         answered = assert_never_wrong(tier, memory, labels)

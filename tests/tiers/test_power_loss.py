@@ -93,7 +93,9 @@ def recorded(sync: Sync) -> list[Event]:
         root, memory = Path(folder) / "store", Memory(1 << 20)
         root.mkdir(mode=0o700)
         calls = Recorder(root)
-        tier = DiskTier(root, CAPACITY_BYTES, sync=sync, calls=calls, limits=Limits(threads=3))
+        tier = DiskTier(
+            root, CAPACITY_BYTES, sync=sync, calls=calls, limits=Limits(threads=3, deadline_s=60.0)
+        )
         for labels in (LABELS[:3], LABELS[3:5], LABELS[5:], LABELS[:1]):
             assert store(tier, [memory.filled(each) for each in labels]) == [State.DONE] * len(
                 labels
@@ -179,7 +181,7 @@ def lose_power(sync: Sync, cut: float, seed: int) -> tuple[dict[Label, State], s
     with tempfile.TemporaryDirectory(dir=FAST) as folder:
         root = Path(folder) / "store"
         after_power_loss(events, root, Random(seed))
-        tier = DiskTier(root, CAPACITY_BYTES, limits=Limits(threads=1))
+        tier = DiskTier(root, CAPACITY_BYTES, limits=Limits(threads=1, deadline_s=60.0))
         memory = Memory(1 << 20)
         answered = dict(zip(LABELS, assert_never_wrong(tier, memory, LABELS), strict=True))
         again = dict(zip(LABELS, assert_never_wrong(tier, memory, LABELS), strict=True))

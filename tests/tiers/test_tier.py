@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -26,7 +25,25 @@ from tests.support.tiers import (
     wait,
 )
 
-QUICK = Limits(threads=2, deadline_s=0.5, rest_s=0.5)  # where a deadline is to pass
+DEADLINE_S, REST_S = 5.0, 1.0
+
+
+class Clock:
+    """The tier's time: it stands still, but for an instant per look, until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("dsv4.tiers.tier.time", made)
+    return made
 
 
 class Shelf(QueuedTier):
@@ -79,12 +96,7 @@ class Shelf(QueuedTier):
 
 @pytest.fixture
 def tier() -> Iterator[Shelf]:
-    yield from _until_closed(Shelf(Limits(threads=2, deadline_s=20.0, rest_s=0.3)))
-
-
-@pytest.fixture
-def quick() -> Iterator[Shelf]:
-    yield from _until_closed(Shelf(QUICK))
+    yield from _until_closed(Shelf(Limits(threads=2, deadline_s=DEADLINE_S, rest_s=REST_S)))
 
 
 def _until_closed(tier: Shelf) -> Iterator[Shelf]:
@@ -164,7 +176,7 @@ def test_loads_go_before_stores_and_a_thread_is_left_to_them(tier: Shelf, memory
 
 def test_stores_are_dropped_when_the_queue_is_full(memory: Memory) -> None:
     labels = chain("a", 5)
-    tier = Shelf(Limits(queued_bytes=2 * labels[0].record_bytes, deadline_s=5.0))
+    tier = Shelf(Limits(queued_bytes=2 * labels[0].record_bytes))
     tier.gate.clear()
     first = tier.store([memory.filled(labels[0])])
     tier.entered.acquire()  # it runs: the queue is empty again
@@ -186,7 +198,7 @@ def test_a_record_larger_than_the_queue_is_stored_all_the_same(memory: Memory) -
 
 def test_loads_are_bounded_too(memory: Memory) -> None:
     labels = chain("a", 4)
-    tier = Shelf(Limits(threads=1, queued_loads=2, deadline_s=5.0))
+    tier = Shelf(Limits(threads=1, queued_loads=2))
     tier.gate.clear()
     tier.load([memory.blank(labels[0])])
     tier.entered.acquire()
@@ -199,8 +211,7 @@ def test_loads_are_bounded_too(memory: Memory) -> None:
 def test_no_call_waits_for_a_tier_that_hangs(tier: Shelf, memory: Memory) -> None:
     tier.gate.clear()
     labels = chain("a", 4)
-    began = time.monotonic()
-    for _ in range(3):
+    for _ in range(3):  # the clock stands: a call that waited would wait for ever
         ticket = tier.load([memory.blank(each) for each in labels])
         tier.lookup(labels)
         tier.store([memory.filled(each) for each in labels])
@@ -208,55 +219,74 @@ def test_no_call_waits_for_a_tier_that_hangs(tier: Shelf, memory: Memory) -> Non
         tier.poll(ticket)
         tier.cancel(ticket)
         tier.stats()
-    assert time.monotonic() - began < 2.0  # the deadline is 20
 
 
 def test_after_the_deadline_the_ticket_is_over_and_its_memory_is_not(
-    quick: Shelf, memory: Memory
+    tier: Shelf, memory: Memory, clock: Clock
 ) -> None:
     """The call is still in there and writes later: the memory is free when it has returned."""
     wanted = label("a")
-    quick.kept[wanted.key] = bytes(file_bytes(wanted))
-    quick.gate.clear()
+    tier.kept[wanted.key] = bytes(file_bytes(wanted))
+    tier.gate.clear()
     record = memory.blank(wanted)
-    ticket = quick.load([record])
-    progress = wait(quick, ticket, settled=False)
+    ticket = tier.load([record])
+    tier.entered.acquire()
+    assert states(tier.poll(ticket)) == [State.PENDING]
+    clock.now += DEADLINE_S
+    progress = tier.poll(ticket)
     assert states(progress) == [State.MISSING]
     assert not progress.settled
-    quick.gate.set()
-    until(lambda: quick.poll(ticket).settled)
+    tier.gate.set()
+    until(lambda: tier.poll(ticket).settled)
     assert payload_in(record) == payload_of(wanted)  # written after the ticket was over
-    assert states(quick.poll(ticket)) == [State.MISSING]
-    assert quick.stats().hits == 0
-    assert quick.stats().late == 1
+    assert states(tier.poll(ticket)) == [State.MISSING]
+    assert tier.stats().hits == 0
+    assert tier.stats().late == 1
 
 
-def test_a_tier_that_missed_a_deadline_rests_and_comes_back(quick: Shelf, memory: Memory) -> None:
+def test_a_tier_that_missed_a_deadline_rests_and_comes_back(
+    tier: Shelf, memory: Memory, clock: Clock
+) -> None:
     wanted = label("a")
-    assert store(quick, [memory.filled(wanted)]) == [State.DONE]
-    quick.gate.clear()
-    wait(quick, quick.load([memory.blank(wanted)]), settled=False)
-    quick.gate.set()
-    assert quick.stats().resting
+    assert store(tier, [memory.filled(wanted)]) == [State.DONE]
+    tier.entered.acquire()
+    tier.gate.clear()
+    late = tier.load([memory.blank(wanted)])
+    tier.entered.acquire()
+    clock.now += DEADLINE_S
+    assert states(tier.poll(late)) == [State.MISSING]
+    tier.gate.set()
+    assert tier.stats().resting
     for ticket, over in (
-        (quick.load([memory.blank(wanted)]), State.MISSING),
-        (quick.lookup([wanted]), State.MISSING),
-        (quick.store([memory.filled(label("b"))]), State.DROPPED),
+        (tier.load([memory.blank(wanted)]), State.MISSING),
+        (tier.lookup([wanted]), State.MISSING),
+        (tier.store([memory.filled(label("b"))]), State.DROPPED),
     ):
-        progress = quick.poll(ticket)
+        progress = tier.poll(ticket)
         assert (states(progress), progress.settled) == ([over], True)  # at once, without a thread
-    until(lambda: not quick.stats().resting)
-    assert load(quick, [memory.blank(wanted)]) == [State.DONE]
+    clock.now += REST_S
+    assert not tier.stats().resting
+    assert load(tier, [memory.blank(wanted)]) == [State.DONE]
 
 
-def test_a_long_queue_is_no_outage(memory: Memory) -> None:
+def test_a_long_queue_is_no_outage(memory: Memory, clock: Clock) -> None:
     """Jobs that each take a quarter of the deadline: those behind are late, the tier goes on."""
-    tier = Shelf(Limits(threads=1, deadline_s=0.8, rest_s=60.0))
-    tier.fault = lambda: time.sleep(0.2)
-    labels = chain("a", 10)
-    answered = load(tier, [memory.blank(each) for each in labels])
-    assert answered == [State.MISSING] * 10
-    assert len(tier.did) < 10
+    tier, labels = Shelf(Limits(threads=1, deadline_s=DEADLINE_S)), chain("a", 10)
+    late, polled = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        clock.now += DEADLINE_S / 4
+        if len(tier.did) == 4:
+            late.set()
+            polled.wait()
+
+    tier.fault = slow
+    ticket = tier.load([memory.blank(each) for each in labels])
+    late.wait()
+    assert states(tier.poll(ticket)) == [State.MISSING] * 10
+    polled.set()
+    until(lambda: tier.poll(ticket).settled)
+    assert len(tier.did) == 4
     assert tier.stats().late == 1
     assert not tier.stats().resting
     tier.close(1.0)
@@ -264,7 +294,7 @@ def test_a_long_queue_is_no_outage(memory: Memory) -> None:
 
 @pytest.mark.parametrize("error", [Outage("gone"), OSError(5, "broken"), ZeroDivisionError("bug")])
 def test_an_outage_is_a_miss_a_drop_and_a_rest(
-    tier: Shelf, memory: Memory, error: Exception
+    tier: Shelf, memory: Memory, clock: Clock, error: Exception
 ) -> None:
     """A bug of a tier too: it is logged, and costs no more than an outage."""
 
@@ -280,7 +310,8 @@ def test_an_outage_is_a_miss_a_drop_and_a_rest(
     assert load(tier, [memory.blank(label("a"))]) == [State.MISSING]  # now they rest too
     assert len(tier.did) == 2
     tier.fault = lambda: None
-    until(lambda: not tier.stats().resting)
+    clock.now += REST_S
+    assert not tier.stats().resting
     assert store(tier, [memory.filled(label("a"))]) == [State.DONE]
 
 
@@ -326,9 +357,7 @@ def test_close_does_not_wait_for_ever(memory: Memory) -> None:
     tier.gate.clear()
     ticket = tier.store([memory.filled(each) for each in labels])
     tier.entered.acquire()
-    began = time.monotonic()
-    tier.close(0.1)
-    assert time.monotonic() - began < 1.0
+    tier.close(0.1)  # the call that runs does not return
     assert states(tier.poll(ticket)) == [State.PENDING] + [State.DROPPED] * 2
     assert not tier.ended  # a call still uses what would be closed
     tier.gate.set()
