@@ -79,6 +79,36 @@ class AttendConstants:
     ENTRY_STAGES: int
 
 
+class AttendArguments(NamedTuple):
+    """What the signatures of this kernel and of Hopper's begin with: Triton reads a signature from
+    the kernel's own source, so it stands there too, and a test compares the names."""
+
+    q_ptr: Tensor
+    sink_ptr: Tensor
+    tokens_ptr: Tensor
+    batch_ptr: Tensor
+    window_arena: Tensor
+    entry_arena: Tensor
+    table_ptr: Tensor
+    indices_ptr: Tensor
+    out_ptr: Tensor
+    lse_ptr: Tensor
+    rope_ptr: Tensor
+    workspace_ptr: Tensor
+    q_stride: int
+    out_stride: int
+    lse_stride: int
+    indices_stride: int
+    indices_count: int
+    table_stride: int
+    window_bytes: int
+    window_data: int
+    window_scale: int
+    entry_bytes: int
+    entry_data: int
+    entry_scale: int
+
+
 def split_count(window: int, max_entries: int) -> int:
     """Into how many splits the keys of a query may fall: `max_entries` is how many a query can
     have, the width of `indices` or the capacity of a row of the block table."""
@@ -164,37 +194,37 @@ def entries_or_window(call: Attention) -> EntrySource:
     )
 
 
-def run_time_arguments(call: Attention) -> tuple[Any, ...]:
-    """Those that this kernel and Hopper's begin with. What is not given is replaced by a tensor of
-    the right type, which is not read. Raises InvalidInput, SchemaError."""
+def run_time_arguments(call: Attention) -> AttendArguments:
+    """What is not given is replaced by a tensor of the right type, which is not read. Raises
+    InvalidInput, SchemaError."""
     _check(call.q, call.out, call.window, call.entries)
     window, source = call.window, entries_or_window(call)
     listed = call.tokens if call.indices is None else call.indices
-    return (
-        call.q,
-        call.sink,
-        call.tokens,
-        call.batch,
-        window.arena,
-        source.arena,
-        source.block_table,
-        listed,
-        call.out,
-        call.lse,
-        call.sink if call.inverse_rope is None else call.inverse_rope,
-        call.sink if call.workspace is None else call.workspace,
-        call.q.stride(0),
-        call.out.stride(0),
-        call.lse.stride(0),
-        listed.stride(0),
-        listed.shape[1],
-        source.block_table.stride(0),
-        window.arena.stride(0),
-        window.page.offset_bytes,
-        window.page.scale_offset_bytes,
-        source.arena.stride(0),
-        source.page.offset_bytes,
-        source.page.scale_offset_bytes,
+    return AttendArguments(
+        q_ptr=call.q,
+        sink_ptr=call.sink,
+        tokens_ptr=call.tokens,
+        batch_ptr=call.batch,
+        window_arena=window.arena,
+        entry_arena=source.arena,
+        table_ptr=source.block_table,
+        indices_ptr=listed,
+        out_ptr=call.out,
+        lse_ptr=call.lse,
+        rope_ptr=call.sink if call.inverse_rope is None else call.inverse_rope,
+        workspace_ptr=call.sink if call.workspace is None else call.workspace,
+        q_stride=call.q.stride(0),
+        out_stride=call.out.stride(0),
+        lse_stride=call.lse.stride(0),
+        indices_stride=listed.stride(0),
+        indices_count=listed.shape[1],
+        table_stride=source.block_table.stride(0),
+        window_bytes=window.arena.stride(0),
+        window_data=window.page.offset_bytes,
+        window_scale=window.page.scale_offset_bytes,
+        entry_bytes=source.arena.stride(0),
+        entry_data=source.page.offset_bytes,
+        entry_scale=source.page.scale_offset_bytes,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dsv4.errors import InvalidInput
 from dsv4.kernels.codes import bf16_power_of_two, e2m1_value, e4m3_value, power_of_two
@@ -91,6 +92,28 @@ class ScoreConstants:
 
 # Bundles are packed inside the kernel. Comments give the shapes of block values: [entries] are the
 # TILE entries of a tile, [heads] all heads, padded.
+
+
+class ScoreArguments(NamedTuple):
+    """What the signatures of this kernel and of Hopper's begin with, as `AttendArguments`."""
+
+    q_ptr: Tensor
+    weights_ptr: Tensor
+    tokens_ptr: Tensor
+    arena: Tensor
+    table_ptr: Tensor
+    scores_ptr: Tensor
+    rows: int
+    columns: int
+    skip_visible: int
+    q_stride: int
+    q_head_stride: int
+    weights_stride: int
+    arena_stride: int
+    table_stride: int
+    scores_stride: int
+    data_offset: int
+    scale_offset: int
 
 
 class _Tokens(NamedTuple):
@@ -195,28 +218,27 @@ def index_scores_launch(call: Scoring) -> Launch:
     return Launch(_index_scores_kernel, (programs,), arguments, {"S": constants}, options)
 
 
-def run_time_arguments(call: Scoring) -> tuple[Any, ...]:
-    """Those of this kernel and of Hopper's."""
+def run_time_arguments(call: Scoring) -> ScoreArguments:
     keys = call.keys
     rows, columns = call.scores.shape
-    return (
-        call.q,
-        call.weights,
-        call.tokens,
-        keys.arena,
-        keys.block_table,
-        call.scores,
-        rows,
-        columns,
-        call.skip_visible,
-        call.q.stride(0),
-        call.q.stride(1),
-        call.weights.stride(0),
-        keys.arena.stride(0),
-        keys.block_table.stride(0),
-        call.scores.stride(0),
-        keys.page.offset_bytes,
-        keys.page.scale_offset_bytes,
+    return ScoreArguments(
+        q_ptr=call.q,
+        weights_ptr=call.weights,
+        tokens_ptr=call.tokens,
+        arena=keys.arena,
+        table_ptr=keys.block_table,
+        scores_ptr=call.scores,
+        rows=rows,
+        columns=columns,
+        skip_visible=call.skip_visible,
+        q_stride=call.q.stride(0),
+        q_head_stride=call.q.stride(1),
+        weights_stride=call.weights.stride(0),
+        arena_stride=keys.arena.stride(0),
+        table_stride=keys.block_table.stride(0),
+        scores_stride=call.scores.stride(0),
+        data_offset=keys.page.offset_bytes,
+        scale_offset=keys.page.scale_offset_bytes,
     )
 
 

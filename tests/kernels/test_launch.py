@@ -6,6 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from dsv4.kernels import attend, index_scores
+from dsv4.kernels.attend import AttendArguments
+from dsv4.kernels.hopper import attend as hopper_attend
+from dsv4.kernels.hopper import index_scores as hopper_scores
+from dsv4.kernels.index_scores import ScoreArguments
 from dsv4.kernels.launch import Launch
 
 
@@ -54,3 +59,16 @@ def test_devices_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     first = kind(2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert kind(2) != first
+
+
+def test_portable_and_hopper_kernels_begin_with_the_same_arguments() -> None:
+    """Triton reads a signature from the kernel's own source: it stands in each, under one list."""
+    for arguments, kernels in (
+        (AttendArguments, (attend._attend_kernel, hopper_attend._attend_hopper_kernel)),
+        (
+            ScoreArguments,
+            (index_scores._index_scores_kernel, hopper_scores._index_scores_hopper_kernel),
+        ),
+    ):
+        for kernel in kernels:
+            assert tuple(kernel.arg_names)[: len(arguments._fields)] == arguments._fields
