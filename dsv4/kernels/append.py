@@ -187,7 +187,15 @@ def _window_arguments(
     return arguments, constants
 
 
-@triton.jit
+# Counts that differ from step to step: what Triton could make of them is not worth a binary.
+_COUNTS = [
+    "main_programs", "index_programs",
+    "m_item_rows", "m_work_programs", "m_tail_programs",
+    "i_item_rows", "i_work_programs", "i_tail_programs",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_COUNTS)
 def _append_kernel(
     block_arena, slot_arena, block_table, batch, tokens, rope, block_bytes, slot_bytes,
     table_stride, eps,

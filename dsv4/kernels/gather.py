@@ -117,7 +117,7 @@ def gather_window_launch(
     return Launch(_gather_window_kernel, grid, arguments, constants, {"num_warps": NUM_WARPS})
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["indices_stride", "keys"])
 def _gather_entries_kernel(
     arena, block_table, slot_ptr, position_ptr, indices_ptr, out_ptr, lengths_ptr,
     arena_stride, table_stride, slot_stride, position_stride, indices_stride, out_stride, keys,

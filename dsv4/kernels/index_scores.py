@@ -258,7 +258,7 @@ def _programs(device: torch.device) -> int:
     return processors(device) * PROGRAMS_PER_PROCESSOR
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "skip_visible"])
 def _index_scores_kernel(
     q_ptr,
     weights_ptr,

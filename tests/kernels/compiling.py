@@ -94,6 +94,8 @@ def compiled(launch: Launch, target: Target) -> Compiled:
             attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(argument, float):
             signature[name] = "fp32"
+        elif kernel.params[i].do_not_specialize:
+            signature[name] = "i32" if -(2**31) <= argument < 2**31 else "i64"
         elif argument == 1:
             signature[name] = "constexpr"
             values[(i,)] = 1
