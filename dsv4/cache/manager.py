@@ -30,6 +30,7 @@ from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step import checks as step_checks
 from dsv4.cache.step.checks import Step, StepReader
+from dsv4.cache.warmup import Warmup, available_processors, progress_bar
 from dsv4.errors import (
     ContextOverflow,
     InvalidInput,
@@ -786,6 +787,34 @@ class KVCacheManager(Uncopied):
         self.guard.arriving.append(plan)
         self.open_plans.append(plan)
         return plan
+
+    def warmup(
+        self,
+        *,
+        heads: int | None = None,
+        kv_norm: bool = True,
+        inverse_rope: bool = True,
+        workers: int | None = None,
+        progress: bool | None = None,
+    ) -> int:
+        """Compiles every kernel that `append`, `select` and `attend` can launch, for all steps up
+        to this manager's limits, and loads it. Afterwards no step waits for a compiler.
+
+        `heads` are the query heads of this rank (default: all of the model's). `kv_norm` and
+        `inverse_rope` say whether the engine hands over raw KV and lets `attend` rotate back.
+        Up to `workers` processes compile at a time (default: one for each processor) into Triton's
+        cache on disk, from which later processes only load. `progress` shows a bar on stderr
+        (default: where it is a terminal). Launches nothing and touches no request. Returns how many
+        kernels are ready: 0 for the reference, which has none. Raises InvalidInput.
+        """
+        self.guard.require_free("warmup")
+        count = self.schema.model.heads if heads is None else require_count("heads", heads)
+        most = available_processors() if workers is None else require_count("workers", workers)
+        calls = Warmup(
+            self.memory, self.backend, heads=count, kv_norm=kv_norm, inverse_rope=inverse_rope
+        )
+        with progress_bar(progress) as told:
+            return self.backend.warm_up(calls, workers=most, progress=told)
 
     def acquire(self, layer: int, plan: ForwardPlan | None = None) -> LayerCacheHandle:
         """The handle of one layer, bound to an open plan. Allocates nothing; the same object each

@@ -18,7 +18,9 @@ from dsv4.cache.records import RecordFormat
 from dsv4.errors import SchemaError
 from dsv4.kernels import append, attend, gather, index_query, index_scores, select, write_records
 from dsv4.kernels.launch import repeatable
+from dsv4.kernels.numerics import INTERPRETED
 from dsv4.kernels.target import target_of
+from dsv4.kernels.warmup import warm_up
 from dsv4.model import ModelSpec
 from dsv4.ops.backend import BackendName
 from dsv4.ops.calls import Attention, Scoring, Selection
@@ -46,6 +48,13 @@ class TritonBackend:
         hopper = target_of(device).is_hopper and device.type == "cuda"
         self._attend = _Own("attend") if hopper else None
         self._index_scores = _Own("index_scores") if hopper else None
+
+    def warm_up(
+        self, calls: Callable[[], None], *, workers: int, progress: Callable[[int, int], None]
+    ) -> int:
+        if INTERPRETED.value:
+            return 0
+        return warm_up(calls, self._device, workers=workers, progress=progress)
 
     def check_format(self, record: RecordFormat) -> None:
         if record.value_dtype != "bfloat16":

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
+from triton.errors import TritonError
 from triton.runtime import driver
 
 from dsv4.kernels.numerics import INTERPRETED
@@ -45,6 +46,8 @@ class Launch(NamedTuple):
         heard = _listening.heard
         if heard is None:
             self._run()
+        elif isinstance(heard, Collection):
+            heard.take(self)
         else:
             with heard.paused():
                 self._run()
@@ -75,13 +78,17 @@ class Launch(NamedTuple):
 
     def kind(self) -> tuple[Any, ...]:
         """Launches of one kind run the same binary: besides the device, the kernel and what it was
-        compiled for, Triton tells arguments apart by type, by alignment, and whether one is 1."""
+        compiled for, Triton tells arguments apart by type, by alignment, and whether one is 1; of
+        those that a kernel does not specialise on it tells only whether they have 32 bits."""
+        forms = [*map(_specialization, self.arguments)]
+        for at in _unspecialized(self.kernel):
+            forms[at] = forms[at] >= _LONG
         return (
             torch.cuda.current_device(),
             id(self.kernel),
             tuple(self.constants.values()),
             tuple(self.options.values()),
-            *map(_specialization, self.arguments),
+            *forms,
         )
 
 
@@ -89,6 +96,9 @@ def compiled(launch: Launch) -> Any:
     """Triton's binary of a launch, which is not started."""
     options = known_options(BACKEND, launch.options)
     return launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.constants, **options)
+
+
+_LONG = 4  # forms of numbers that need more than 32 bits begin here
 
 
 def _specialization(argument: Any) -> Any:
@@ -100,6 +110,21 @@ def _specialization(argument: Any) -> Any:
     if number == 1:
         return 1
     return 2 + (number % 16 == 0) + 2 * (number < -_INT32_MAX or number > _INT32_MAX)
+
+
+_unspecialized_places: dict[int, tuple[int, ...]] = {}
+
+
+def _unspecialized(kernel: Any) -> tuple[int, ...]:
+    """Which arguments of a kernel may be any number: its do_not_specialize."""
+    places = _unspecialized_places.get(id(kernel))
+    if places is None:
+        told = getattr(kernel, "kwargs", {})  # of an interpreted one
+        given = getattr(kernel, "do_not_specialize", None) or told.get("do_not_specialize") or ()
+        names = getattr(kernel, "arg_names", ())
+        places = tuple(at for at, name in enumerate(names) if name in given)
+        _unspecialized_places[id(kernel)] = places
+    return places
 
 
 # ---- launching again -------------------------------------------------------------------------
@@ -180,6 +205,9 @@ def repeatable(
     """Makes `call` and returns how to launch the same again with others in the place of `tensors`.
     None where that is not all: the call did more with tensors than to look at parts of them, or
     some of `tensors` share memory with the `fixed`, which are always the same."""
+    if isinstance(_listening.heard, Collection):
+        call()
+        return None
     heard = _Heard()
     before, _listening.heard = _listening.heard, heard
     try:
@@ -272,7 +300,33 @@ class _Heard(TorchDispatchMode):
 class _Listening(threading.local):
     """Who hears the launches of this thread, if anybody."""
 
-    heard: _Heard | None = None
+    heard: _Heard | Collection | None = None
 
 
 _listening = _Listening()
+
+
+# ---- launching nothing -----------------------------------------------------------------------
+
+
+class Collection:
+    """One launch of each kind that calls would make. Inside `collecting` nothing is launched, and
+    kinds that are `refused` raise what compiling them has raised."""
+
+    def __init__(self) -> None:
+        self.launches: dict[Any, Launch] = {}
+        self.refused: dict[Any, TritonError] = {}
+
+    def take(self, launch: Launch) -> None:
+        kind = launch.kind()
+        if kind in self.refused:
+            raise self.refused[kind]
+        self.launches.setdefault(kind, launch)
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        before, _listening.heard = _listening.heard, self
+        try:
+            yield
+        finally:
+            _listening.heard = before

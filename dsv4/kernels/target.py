@@ -27,6 +27,9 @@ GLUON_REINTERPRET = "reinterpret" if TRITON >= (3, 9) else "_reinterpret"
 GLUON_ASYNC_LOAD = "async_load" if TRITON >= (3, 9) else "async_copy_global_to_shared"
 GLUON_BARRIER = "barrier" if TRITON >= (3, 7) else "thread_barrier"
 
+# Whether Triton compiles a C function for each signature of a kernel, to launch it.
+LAUNCHERS_ARE_COMPILED = TRITON < (3, 7)
+
 KIB = 1024
 # Of the GPUs that this torch is built for.
 BACKEND = "cuda" if torch.version.hip is None else "hip"

@@ -56,6 +56,13 @@ class Backend(Protocol):
         returns how to make it again with others in the place of `tensors`; None where there is no
         quicker way than to ask again."""
 
+    def warm_up(
+        self, calls: Callable[[], None], *, workers: int, progress: Callable[[int, int], None]
+    ) -> int:
+        """Compiles what `calls` would launch, in up to `workers` processes, and launches nothing.
+        `progress` is told how many of how many binaries are ready. Returns how many there are; 0,
+        without a call, where nothing is compiled."""
+
     # ---- writes --------------------------------------------------------------------------------
 
     def append(

@@ -36,6 +36,11 @@ class ReferenceBackend:
         """Makes the call; there is no other way to make it again."""
         call()
 
+    def warm_up(
+        self, calls: Callable[[], None], *, workers: int, progress: Callable[[int, int], None]
+    ) -> int:
+        return 0
+
     def check_format(self, record: RecordFormat) -> None:
         """Every format."""
 

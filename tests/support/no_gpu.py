@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 import triton.language as tl
 
 from dsv4.cache import manager
-from dsv4.kernels import index_scores, launch
+from dsv4.kernels import backend, index_scores, launch
 from dsv4.kernels.backend import TritonBackend
+from dsv4.kernels.target import processors
 
 PROCESSORS = 132
 
@@ -72,16 +74,29 @@ class Binary:
         return start
 
 
+def _backend(device: torch.device, *, hopper: bool) -> TritonBackend:
+    found = TritonBackend(device)
+    if hopper:
+        found._attend, found._index_scores = backend._Own("attend"), backend._Own("index_scores")
+    return found
+
+
 @contextmanager
-def no_gpu() -> Iterator[NoGpu]:
-    """Inside, managers on the CPU have the Triton backend, whose launches only are written down."""
+def no_gpu(*, hopper: bool = False) -> Iterator[NoGpu]:
+    """Inside, managers on the CPU have the Triton backend, whose launches only are written down.
+    With `hopper` it has that GPU's own kernels."""
     gpu = NoGpu()
+    properties = SimpleNamespace(multi_processor_count=PROCESSORS)
+    processors.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        patch.setattr(backend, "INTERPRETED", tl.constexpr(False))
         patch.setattr(launch, "INTERPRETED", tl.constexpr(False))
         patch.setattr(launch, "compiled", gpu.compiled)
         patch.setattr(launch, "driver", gpu)
         patch.setattr(launch, "_binaries", {})
         patch.setattr(torch.cuda, "current_device", gpu.get_current_device)
         patch.setattr(index_scores, "_programs", lambda device: 4 * PROCESSORS)
-        patch.setattr(manager, "load_backend", lambda name, device: TritonBackend(device))
+        patch.setattr(manager, "load_backend", lambda name, device: _backend(device, hopper=hopper))
         yield gpu
+    processors.cache_clear()

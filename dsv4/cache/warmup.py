@@ -1,0 +1,257 @@
+"""The calls of every step that a manager can be asked for, so that kernels are compiled before they
+are needed. Inside a backend's `warm_up` nothing is launched: tensors are stand-ins that have a
+shape and no memory of their own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.memory import CacheMemory, LayerMemory
+from dsv4.cache.pages import CompressorLayout
+from dsv4.cache.prepare_forward import ForwardPlan
+from dsv4.cache.step.shape import StepShape
+from dsv4.model import AttentionType
+from dsv4.ops.backend import Backend
+from dsv4.ops.calls import CompressorWeights, LayerWeights
+
+# Launchers choose by the number of tokens, and what they choose changes at small numbers and near
+# powers of two: a GPU has no more than so many processors.
+EVERY_COUNT_UP_TO = 160
+# The most tokens of a request in a step, of which launchers take the next power of two.
+MOST_TOKENS = (1, 2, 3, 5, 9)
+
+
+class Warmup:
+    """Calls of one manager's layers with `heads` query heads, for every step up to its limits."""
+
+    def __init__(
+        self,
+        memory: CacheMemory,
+        backend: Backend,
+        *,
+        heads: int,
+        kv_norm: bool,
+        inverse_rope: bool,
+    ) -> None:
+        self._memory, self._schema = memory, memory.schema
+        self._model = model = memory.schema.model
+        self._buffers, workspace = memory.lanes[0].buffers, memory.lanes[0].workspace
+        self._kv_norm, self._inverse_rope = kv_norm, inverse_rope
+        self._handles = [
+            LayerCacheHandle(LayerMemory.of(memory, layer), backend, workspace)
+            for layer in range(len(memory.schema.layers))
+        ]
+        rows = self._buffers.max_tokens
+        value = getattr(torch, memory.schema.entry_format.value_dtype)
+        index = getattr(torch, memory.schema.index_format.value_dtype)
+        self._rope = self._new(memory.schema.max_context, model.rope_dim)
+        self._sink = self._new(heads)
+        self._kv = self._new(rows, model.head_dim, dtype=value)
+        self._q = self._new(rows, heads, model.head_dim, dtype=value)
+        self._out = self._new(rows, heads, model.head_dim, dtype=value)
+        self._lse = self._new(rows, heads)
+        self._index_q = self._new(rows, model.index_heads, model.index_dim, dtype=index)
+        self._index_weights = self._new(rows, model.index_heads, dtype=index)
+        self._chosen = self._new(rows, model.index_topk, dtype=torch.int32)
+        self._projections = {
+            layout.columns: self._new(rows, layout.columns)
+            for handle in self._handles
+            for layout in (handle.compressor, handle.index_compressor)
+            if layout is not None
+        }
+        self._weights = [self._layer_weights(handle) for handle in self._handles]
+
+    def __call__(self) -> None:
+        """One step of each sort in every layer, and every step in one layer of each sort."""
+        most, wide = self._buffers.max_tokens, self._schema.max_rollback_tokens + 1
+        sorts: dict[object, int] = {}
+        for layer, handle in enumerate(self._handles):
+            sorts.setdefault(_sort(handle), layer)
+            self._step(layer, tokens=1, most_tokens=1, narrow=True)
+            if wide <= most:
+                self._step(layer, tokens=wide, most_tokens=wide, narrow=False)
+        for layer in sorts.values():
+            for tokens in token_counts(most):
+                self._step(layer, tokens=tokens, most_tokens=1, narrow=True)
+                if tokens >= wide:
+                    self._step(layer, tokens=tokens, most_tokens=tokens, narrow=False)
+            for tokens in _around_powers(most):
+                for most_tokens in MOST_TOKENS:
+                    if most_tokens <= tokens:
+                        plan = self._plan(tokens, most_tokens, narrow=most_tokens < wide)
+                        self._select(layer, plan)
+
+    def _step(self, layer: int, *, tokens: int, most_tokens: int, narrow: bool) -> None:
+        plan = self._plan(tokens, most_tokens, narrow=narrow)
+        handle, weights = self._bound(layer, plan), self._weights[layer]
+        layouts = (handle.compressor, handle.index_compressor)
+        projections = [
+            self._projections[layout.columns][:tokens]
+            for layout in layouts
+            if layout is not None
+            for _ in range(2)
+        ]
+        handle.append(self._kv[:tokens], *projections, weights=weights)
+        self._select(layer, plan)
+        listed = handle.schema.spec.attention is AttentionType.CSA
+        handle.attend(
+            self._q[:tokens],
+            self._sink,
+            self._chosen[:tokens] if listed else None,
+            self._out[:tokens],
+            self._lse[:tokens],
+            inverse_rope=weights.rope if self._inverse_rope else None,
+        )
+
+    def _select(self, layer: int, plan: ForwardPlan) -> None:
+        handle = self._bound(layer, plan)
+        if handle.memory.index_keys is None:
+            return
+        plan.note_append(layer)
+        rows = plan.padded_tokens
+        handle.select(
+            self._index_q[:rows],
+            self._index_weights[:rows],
+            self._chosen[:rows],
+            rope=self._weights[layer].rope,
+        )
+
+    def _bound(self, layer: int, plan: ForwardPlan) -> LayerCacheHandle:
+        handle = self._handles[layer]
+        handle.bind(plan)
+        return handle
+
+    def _plan(self, tokens: int, most_tokens: int, *, narrow: bool) -> ForwardPlan:
+        """A step that is never run: its index tensors are those of whichever step comes next."""
+        buffers = self._buffers
+        requests = min(-(-tokens // most_tokens), buffers.max_requests)
+        counts = {
+            ratio: buffers.max_items(ratio, tokens=tokens, requests=requests)
+            for ratio in buffers.ratios
+        }
+        nothing = np.zeros(0, dtype=np.int64)
+        return ForwardPlan(
+            shape=replace(StepShape.build([], []), num_tokens=tokens, most_tokens=most_tokens),
+            starts=nothing,
+            ends=nothing,
+            narrow=narrow,
+            batch=buffers.on_device["batch"][:requests],
+            tokens=buffers.on_device["tokens"][:tokens],
+            items={ratio: buffers.on_device[f"items_{ratio}"][:n] for ratio, n in counts.items()},
+            sizes=(narrow, requests, tokens, most_tokens),
+            item_counts=tuple(counts.values()),
+            num_layers=len(self._handles),
+            draft_layers=self._schema.draft_layers,
+        )
+
+    def _layer_weights(self, handle: LayerCacheHandle) -> LayerWeights:
+        def of(layout: CompressorLayout | None) -> CompressorWeights | None:
+            if layout is None:
+                return None
+            ape, norm = self._new(layout.ratio, layout.columns), self._new(layout.width)
+            return CompressorWeights(ape=ape, norm=norm)
+
+        return LayerWeights(
+            rope=self._rope,
+            compressor=of(handle.compressor),
+            index_compressor=of(handle.index_compressor),
+            kv_norm=self._new(self._model.head_dim) if self._kv_norm else None,
+        )
+
+    def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return stand_in(self._memory.slot_arena.bytes, shape, dtype)
+
+
+def _sort(handle: LayerCacheHandle) -> Hashable:
+    """The same for layers whose calls launch the same, but for where their pages lie."""
+    spec, memory = handle.schema.spec, handle.memory
+    return (
+        replace(spec, layer=0, owner=0, selector=0, candidates_of=None, draft=False),
+        spec.owns_entries,
+        spec.has_indexer,
+        spec.candidates_of is None,
+        handle.schema.online,
+        *(
+            (view.page.format, view.page.rows)
+            for view in (memory.window, memory.entries, memory.index_keys)
+            if view is not None
+        ),
+    )
+
+
+def token_counts(most: int) -> list[int]:
+    """Tokens of steps among which every choice of a launcher is met."""
+    few = range(1, min(EVERY_COUNT_UP_TO, most) + 1)
+    return sorted({*few, *_around_powers(most), most})
+
+
+def _around_powers(most: int) -> list[int]:
+    powers = [1 << nth for nth in range(most.bit_length())]
+    found = {count for power in powers for count in (power - 1, power, power + 1, 3 * power)}
+    return sorted(count for count in found if 0 < count <= most)
+
+
+class _Claim:
+    """Memory of a GPU, said to have a shape."""
+
+    def __init__(self, address: int, shape: Sequence[int], form: str) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(shape),
+            "typestr": form,
+            "data": (address, False),
+            "strides": None,
+            "version": 2,
+        }
+
+
+def stand_in(memory: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor of any size that begins where `memory` does and allocates nothing.
+    Nobody may read it or write to it: behind `memory` lies what is not its own."""
+    form = f"<i{dtype.itemsize}"
+    if memory.device.type == "cuda":
+        claim: Any = _Claim(memory.data_ptr(), shape, form)
+        return torch.as_tensor(claim, device=memory.device).view(dtype)
+    first = memory.view(-1)[: dtype.itemsize].numpy().view(form)
+    strides = [dtype.itemsize * int(np.prod(shape[nth + 1 :])) for nth in range(len(shape))]
+    whole = np.lib.stride_tricks.as_strided(first, shape=shape, strides=strides)
+    return torch.from_numpy(whole).view(dtype)
+
+
+BAR_WIDTH = 30
+
+
+@contextmanager
+def progress_bar(shown: bool | None) -> Iterator[Callable[[int, int], None]]:
+    """A line on stderr that tells how many of how many kernels are ready, and since when. None
+    shows it where stderr is a terminal."""
+    visible = sys.stderr.isatty() if shown is None else shown
+    begin = time.monotonic()
+
+    def tell(ready: int, of: int) -> None:
+        if visible:
+            done = BAR_WIDTH * ready // max(of, 1)
+            bar = "█" * done + "·" * (BAR_WIDTH - done)
+            seconds = time.monotonic() - begin
+            print(f"\rkernels {bar} {ready}/{of} {seconds:.0f} s", end="", file=sys.stderr)
+
+    yield tell
+    if visible:
+        print(file=sys.stderr)
+
+
+def available_processors() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,90 @@
+"""A process that compiles: takes jobs from its input and leaves binaries in Triton's cache.
+
+It has no GPU. A driver that knows only for what to compile stands for Triton's own, so that kernels
+find their way through Triton as they do when they are launched, and their binaries lie where a
+launch looks for them.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from dsv4.kernels.target import LAUNCHERS_ARE_COMPILED, TARGETS, known_options
+
+
+class Job(NamedTuple):
+    """One binary. Among the arguments a type stands for an aligned tensor of it."""
+
+    module: str
+    name: str
+    target: str
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+
+class NoDevice:
+    """A driver of a GPU that is not there."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+def compile_job(job: Job) -> str | None:
+    """Where the binary lies; None if Triton does not say."""
+    target = TARGETS[job.target]
+    driver.set_active(NoDevice(target.triton_target))
+    kernel = getattr(import_module(job.module), job.name)
+    options = known_options(target.backend, job.options)
+    binary = kernel.warmup(*job.arguments, grid=(1,), **job.constants, **options)
+    if LAUNCHERS_ARE_COMPILED and target.backend == "cuda":
+        _compile_launcher(binary)
+    files = getattr(binary, "metadata_group", {})
+    return next((path for name, path in files.items() if name.endswith(".json")), None)
+
+
+def _compile_launcher(binary: Any) -> None:
+    """The C function that starts a binary, which Triton compiles for each signature and keeps too.
+    Without a driver of CUDA it cannot be linked: then the first launch tries again, and tells."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    try:
+        CudaLauncher(binary.src, binary.metadata)
+    except Exception:
+        return
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what compilers print is no answer
+    while True:
+        try:
+            job = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            path = compile_job(job)
+        except Exception:
+            path = None
+        pickle.dump(path, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Compiling launches before they happen, in as many processes as there are processors.
+
+A process compiles one binary at a time: Triton holds Python's lock for about half of it. So workers
+of their own compile into Triton's cache on disk (compile_worker.py), and this process then takes
+from there what it will launch. What has been compiled is noted beside the cache by a name made of
+all that the binary depends on, so that nobody is started where nothing is missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.errors import TritonError
+
+from dsv4.kernels.compile_worker import Job
+from dsv4.kernels.launch import Collection, Launch
+from dsv4.kernels.target import target_of
+
+Progress = Callable[[int, int], None]
+
+
+def warm_up(
+    calls: Callable[[], None],
+    device: torch.device,
+    *,
+    workers: int,
+    progress: Progress,
+) -> int:
+    """Everything that `calls` would launch is compiled and loaded, and nothing is launched. Returns
+    how many binaries that is. `progress` is told how many of how many are ready.
+
+    Kernels that cannot be compiled are refused as they would be at their launch: another one takes
+    their place, which is compiled then, or the error is raised.
+    """
+    found = Collection()
+    while True:
+        found.launches.clear()
+        with found.collecting():
+            calls()
+        refused = len(found.refused)
+        if workers > 1:
+            _compile_apart(list(found.launches.values()), device, workers, progress)
+        for nth, (kind, launch) in enumerate(found.launches.items(), 1):
+            try:
+                load(launch)
+            except TritonError as error:
+                found.refused[kind] = error
+            progress(nth, len(found.launches))
+        if len(found.refused) == refused:
+            return len(found.launches)
+
+
+def load(launch: Launch) -> None:
+    """Finds the binary, compiles it if need be, and brings it onto the device."""
+    binary, _ = launch.binary()
+    _ = binary.run
+
+
+def _compile_apart(
+    launches: Sequence[Launch], device: torch.device, workers: int, progress: Progress
+) -> None:
+    """Whatever goes wrong here is seen again, and told, by whoever loads the binary."""
+    target = target_of(device).name
+    missing: SimpleQueue[tuple[Path, bytes]] = SimpleQueue()
+    for launch in launches:
+        job = job_of(launch, target)
+        note = note_path(launch, job)
+        if not _is_compiled(note):
+            missing.put((note, pickle.dumps(job)))
+    count = missing.qsize()
+    if count < 2:  # which needs no second process
+        return
+    done = 0
+    lock = threading.Lock()
+
+    def tell() -> None:
+        nonlocal done
+        with lock:
+            done += 1
+            progress(len(launches) - count + done, len(launches))
+
+    progress(len(launches) - count, len(launches))
+    threads = [
+        threading.Thread(target=_work, args=(missing, tell)) for _ in range(min(workers, count))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _work(missing: SimpleQueue[tuple[Path, bytes]], tell: Callable[[], None]) -> None:
+    """Hands one job after the other to a process, until none is left or the process is gone."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "TRITON_CACHE_DIR": str(knobs.cache.dir),
+        "CUDA_VISIBLE_DEVICES": "",  # a compiler needs no GPU, and no memory of one
+    }
+    with subprocess.Popen(
+        [sys.executable, "-m", "dsv4.kernels.compile_worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+    ) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        while True:
+            try:
+                note, job = missing.get_nowait()
+            except Empty:
+                break
+            try:
+                worker.stdin.write(job)
+                worker.stdin.flush()
+                path = pickle.load(worker.stdout)
+            except (OSError, EOFError, pickle.PickleError):
+                break
+            if path is not None:
+                note.parent.mkdir(parents=True, exist_ok=True)
+                note.write_text(path)
+            tell()
+        worker.stdin.close()
+
+
+def job_of(launch: Launch, target: str) -> Job:
+    """A launch without its tensors, of which a compiler needs the types."""
+    function = launch.kernel.fn
+    arguments = tuple(a.dtype if isinstance(a, Tensor) else a for a in launch.arguments)
+    return Job(
+        module=function.__module__,
+        name=function.__name__,
+        target=target,
+        arguments=arguments,
+        constants=launch.constants,
+        options=launch.options,
+    )
+
+
+def note_path(launch: Launch, job: Job) -> Path:
+    """Where it is noted that a job has been done: a name for all that its binary depends on."""
+    settings = [item for item in sorted(os.environ.items()) if item[0].startswith("TRITON_")]
+    told = (triton.__version__, launch.kernel.cache_key, launch.kind()[2:], job.target, settings)
+    text = repr(told)
+    return Path(knobs.cache.dir) / "dsv4" / hashlib.sha256(text.encode()).hexdigest()
+
+
+def _is_compiled(note: Path) -> bool:
+    try:
+        return Path(note.read_text()).exists()
+    except OSError:
+        return False

@@ -1,0 +1,306 @@
+"""After `manager.warmup()` no step asks the compiler for anything; workers leave binaries where a
+launch finds them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.errors import TritonError
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prepare_forward import ForwardPlan
+from dsv4.cache.schema import CacheSchema
+from dsv4.cache.warmup import stand_in, token_counts
+from dsv4.errors import InvalidInput
+from dsv4.kernels import launch
+from dsv4.model import AttentionType, ModelSpec
+from dsv4.ops.calls import CompressorWeights, LayerWeights
+from tests.kernels.compiling import run_apart
+from tests.support.no_gpu import no_gpu
+
+MODELS = {"tiny": 512, "v4-flash": 8192, "v4-pro": 131_072}
+REQUESTS = 6
+
+
+def new_manager(model: str, **options: Any) -> KVCacheManager:
+    schema = CacheSchema.build(
+        ModelSpec.preset(model), max_context=MODELS[model], max_draft_tokens=3
+    )
+    return KVCacheManager(
+        schema, num_blocks=40, max_requests=REQUESTS, max_step_tokens=1000, **options
+    )
+
+
+class Engine:
+    """Runs steps of any shape with tensors that have no memory: nothing is launched here."""
+
+    def __init__(self, manager: KVCacheManager, heads: int) -> None:
+        self.manager, self.heads, self.model = manager, heads, manager.schema.model
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return stand_in(self.manager.slot_arena.bytes, shape, dtype)
+
+    def weights(self, layer: int) -> LayerWeights:
+        def of(kind: str) -> CompressorWeights | None:
+            layout = self.manager.schema.compressor(layer, kind)  # type: ignore[arg-type]
+            if layout is None:
+                return None
+            ape = self.new(layout.ratio, layout.columns)
+            return CompressorWeights(ape=ape, norm=self.new(layout.width))
+
+        return LayerWeights(
+            rope=self.new(self.manager.schema.max_context, self.model.rope_dim),
+            compressor=of("main"),
+            index_compressor=of("index"),
+            kv_norm=self.new(self.model.head_dim),
+        )
+
+    def run(self, plan: ForwardPlan) -> None:
+        model, rows = self.model, plan.padded_tokens
+        for layer in range(len(model.layers)):
+            handle, weights = self.manager.acquire(layer, plan), self.weights(layer)
+            projections = [
+                self.new(rows, layout.columns)
+                for layout in (handle.compressor, handle.index_compressor)
+                if layout
+                for _ in range(2)
+            ]
+            kv = self.new(rows, model.head_dim, dtype=torch.bfloat16)
+            handle.append(kv, *projections, weights=weights)
+            if handle.memory.index_keys:
+                q = self.new(rows, model.index_heads, model.index_dim, dtype=torch.bfloat16)
+                scales = self.new(rows, model.index_heads, dtype=torch.bfloat16)
+                handle.select(q, scales, rope=weights.rope)
+            listed = handle.schema.spec.attention is AttentionType.CSA
+            chosen = self.new(rows, model.index_topk, dtype=torch.int32)
+            handle.attend(
+                self.new(rows, self.heads, model.head_dim, dtype=torch.bfloat16),
+                self.new(self.heads),
+                chosen if listed else None,
+                inverse_rope=weights.rope,
+            )
+
+
+def random_steps(manager: KVCacheManager, run: Callable[[ForwardPlan], None], seed: int) -> None:
+    """Decodes, drafts, chunks and both at once, with and without padding."""
+    random = Random(seed)
+    limit = min(MODELS["tiny"], manager.schema.max_context)
+    for nth in range(40):
+        requests = [manager.admit_request() for _ in range(random.randint(1, REQUESTS))]
+        for count in (random.choice((1, 7, 40, limit // 2)), 1, random.randint(2, 4)):
+            counts = [random.randint(1, count) for _ in requests]
+            if count == 1 or nth % 4 == 0:
+                counts[0] = min(count, limit - 8)
+            tokens, padding = sum(counts), {}
+            if max(counts) <= manager.schema.max_rollback_tokens and random.random() < 0.5:
+                padding["pad_tokens"] = random.randint(tokens, 256)
+                padding["pad_requests"] = random.randint(len(requests), REQUESTS)
+            plan = manager.prepare_forward(list(zip(requests, counts, strict=True)), **padding)
+            run(plan)
+            manager.commit(plan)
+        for request in requests:
+            manager.release_request(request)
+
+
+@pytest.mark.parametrize(("model", "heads"), [("tiny", 4), ("v4-flash", 64), ("v4-pro", 16)])
+def test_no_step_compiles_anything_after_warmup(model: str, heads: int) -> None:
+    with no_gpu(hopper=model != "tiny") as gpu:
+        manager = new_manager(model)
+        ready = manager.warmup(heads=heads, workers=1)
+        assert ready == len(gpu.asked) > 0
+        assert not gpu.started
+        gpu.asked.clear()
+        random_steps(manager, Engine(manager, heads).run, seed=3)
+        asked = {(each.kernel.fn.__name__, each.kind()[2:]) for each in gpu.asked}
+    assert not asked
+    assert len(gpu.started) > 1000
+
+
+def test_without_warmup_steps_do_compile() -> None:
+    """So the test above can fail: other heads are other binaries."""
+    with no_gpu() as gpu:
+        manager = new_manager("tiny")
+        manager.warmup(heads=4, workers=1)
+        gpu.asked.clear()
+        random_steps(manager, Engine(manager, 8).run, seed=3)
+    assert {each.kernel.fn.__name__ for each in gpu.asked} == {"_attend_kernel"}
+
+
+def test_binaries_are_few() -> None:
+    """Constants and sizes that differ from step to step, and buy nothing, make no binaries."""
+    with no_gpu(hopper=True) as gpu:
+        new_manager("v4-flash").warmup(workers=1)
+    counts: dict[str, int] = {}
+    for each in gpu.asked:
+        name = each.kernel.fn.__name__
+        counts[name] = counts.get(name, 0) + 1
+    # narrow, and a chunk's two launches, of three sorts of layers
+    assert counts["_append_kernel"] <= 9
+    assert counts["_index_query_kernel"] == 1
+    assert counts["_index_scores_hopper_kernel"] <= 4
+    assert counts["_attend_hopper_kernel"] <= 50
+
+
+def test_a_kernel_that_cannot_be_compiled_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with no_gpu(hopper=True) as gpu:
+        compiled = gpu.compiled
+
+        def refusing(asked: launch.Launch) -> Any:
+            if "hopper" in asked.kernel.fn.__module__:
+                raise TritonError("not in this Triton")
+            return compiled(asked)
+
+        monkeypatch.setattr(launch, "compiled", refusing)
+        manager = new_manager("v4-flash")
+        with pytest.warns(RuntimeWarning, match="the portable one runs instead"):
+            ready = manager.warmup(workers=1)
+        names = {each.kernel.fn.__name__ for each in gpu.asked}
+        assert {"_attend_kernel", "_index_scores_kernel"} <= names
+        assert ready >= len(gpu.asked)
+
+
+def test_an_error_of_the_last_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with no_gpu():
+        manager = new_manager("tiny")
+
+        def refusing(asked: launch.Launch) -> Any:
+            raise TritonError("no compiler")
+
+        monkeypatch.setattr(launch, "compiled", refusing)
+        with pytest.raises(TritonError, match="no compiler"):
+            manager.warmup(workers=1)
+
+
+def test_what_has_no_kernels_is_ready_at_once() -> None:
+    assert new_manager("tiny", backend="reference").warmup() == 0
+    assert new_manager("tiny", backend="triton").warmup() == 0  # interpreted
+    with pytest.raises(InvalidInput, match="heads"):
+        new_manager("tiny").warmup(heads=0)
+    with pytest.raises(InvalidInput, match="workers"):
+        new_manager("tiny").warmup(workers=0)
+
+
+def test_warming_up_leaves_the_manager_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with no_gpu():
+        manager = new_manager("tiny")
+        manager.slot_arena.bytes.fill_(7)
+        before = [t.clone() for t in (manager.block_arena.bytes, manager.block_table)]
+        request = manager.admit_request()
+        plan = manager.prepare_forward([(request, 3)])
+        tokens = plan.tokens.clone()
+        manager.warmup(workers=1, progress=True)
+        assert torch.equal(plan.tokens, tokens)
+        assert bool((manager.slot_arena.bytes == 7).all())
+        assert torch.equal(manager.block_arena.bytes, before[0])
+        Engine(manager, 4).run(plan)
+        manager.commit(plan)
+    told = capsys.readouterr().err
+    assert "kernels" in told
+    assert told.endswith("s\n")
+
+
+def test_counts_of_tokens_reach_the_limit_and_not_beyond() -> None:
+    assert token_counts(1) == [1]
+    assert token_counts(5) == [1, 2, 3, 4, 5]
+    assert token_counts(1000)[-1] == 1000
+    assert {255, 256, 257, 768} <= set(token_counts(1000))
+
+
+def test_stand_ins_have_a_shape_and_no_memory() -> None:
+    memory = torch.zeros(64, dtype=torch.uint8)
+    found = stand_in(memory, (1 << 20, 64, 512), torch.bfloat16)
+    assert found.shape == (1 << 20, 64, 512)
+    assert found.dtype == torch.bfloat16
+    assert found.is_contiguous()
+    assert found.data_ptr() == memory.data_ptr()
+
+
+# ---- workers, in a process that compiles -----------------------------------------------------
+
+
+def test_workers_leave_binaries_where_launches_find_them() -> None:
+    found = run_apart("tests.kernels.test_warmup")
+    assert found["hits"] == [True, True]  # in this process, after others have compiled
+    assert found["told"][0] == [0, 2]
+    assert sorted(found["told"][1:]) == [[1, 2], [2, 2]]
+    assert found["notes"] == 2
+    assert found["started_again"] == 0
+    assert found["again_without_cache"] == 2
+
+
+def main() -> None:
+    """Two small kernels: compiled apart, found here, and not compiled again."""
+    import os
+
+    cache = tempfile.mkdtemp()
+    os.environ["TRITON_CACHE_DIR"] = cache
+    from triton import knobs
+    from triton.runtime import driver
+
+    from dsv4.cache import records
+    from dsv4.kernels import warmup
+    from dsv4.kernels.compile_worker import NoDevice
+    from dsv4.kernels.index_query import index_query_launch
+    from dsv4.kernels.target import TARGETS
+
+    driver.set_active(NoDevice(TARGETS["sm_90"].triton_target))
+    torch.cuda.current_device = lambda: 0
+    tokens = torch.zeros((3, 4), dtype=torch.int32)
+    launches = []
+    for heads in (4, 64):
+        q = torch.zeros((3, heads, 128), dtype=torch.bfloat16)
+        record = records.mxfp4(128)
+        rope = torch.zeros((64, 64))
+        launches.append(index_query_launch(q, tokens=tokens, rope=rope, record=record, out=q))
+    told: list[tuple[int, int]] = []
+    started: list[int] = []
+    popen = subprocess.Popen
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        started.append(1)
+        return popen(*arguments, **options)
+
+    warmup.subprocess.Popen = counted  # type: ignore[attr-defined, misc]
+    device = torch.device("cpu")
+
+    def apart() -> int:
+        started.clear()
+        warmup._compile_apart(launches, device, 2, lambda *both: told.append(both))
+        return len(started)
+
+    apart()
+    first = list(told)
+    hits: list[bool] = []
+    knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+    for each in launches:
+        each.binary()
+    again = apart()
+    notes = list(Path(cache, "dsv4").iterdir())
+    for note in notes:
+        Path(note.read_text()).unlink()
+    print(
+        json.dumps(
+            {
+                "hits": hits,
+                "told": first,
+                "notes": len(notes),
+                "started_again": again,
+                "again_without_cache": apart(),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
