@@ -24,12 +24,18 @@ PLAIN = set(
         name needed note num of open option out overflow own pad padded per period prepare preset
         prometheus prompt read released request round run self serial shape small source start stat
         content continue size like number other restart mark require whole copy thread what parent
-        gpu later reuse take clamped unsupported wait waiting
+        gpu later progress reuse take clamped unsupported wait waiting
         step table tensor text to token too total type unused used want weight where write written
         """,
     )
 )
-_SINGULAR = {"miss": "miss", "misses": "miss", "prometheus": "prometheus", "cls": "cls"}
+_SINGULAR = {
+    "miss": "miss",
+    "misses": "miss",
+    "prometheus": "prometheus",
+    "cls": "cls",
+    "progress": "progress",
+}
 
 
 def own_names(name: str) -> Iterator[str]:

@@ -794,14 +794,17 @@ class KVCacheManager(Uncopied):
         heads: int | None = None,
         kv_norm: bool = True,
         inverse_rope: bool = True,
+        round_bf16: bool = True,
         workers: int | None = None,
         progress: bool | None = None,
     ) -> int:
         """Compiles every kernel that `append`, `select` and `attend` can launch, for all steps up
         to this manager's limits, and loads it. Afterwards no step waits for a compiler.
 
-        `heads` are the query heads of this rank (default: all of the model's). `kv_norm` and
-        `inverse_rope` say whether the engine hands over raw KV and lets `attend` rotate back.
+        `heads` are the query heads of this rank (default: all of the model's). `kv_norm`,
+        `inverse_rope` and `round_bf16` are what the engine's calls have: raw KV with norm weights,
+        a table to rotate back with, rounded scores. Tensors are taken to be aligned and their rows
+        to lie one after the other.
         Up to `workers` processes compile at a time (default: one for each processor) into Triton's
         cache on disk, from which later processes only load. `progress` shows a bar on stderr
         (default: where it is a terminal). Launches nothing and touches no request. Returns how many
@@ -811,7 +814,12 @@ class KVCacheManager(Uncopied):
         count = self.schema.model.heads if heads is None else require_count("heads", heads)
         most = available_processors() if workers is None else require_count("workers", workers)
         calls = Warmup(
-            self.memory, self.backend, heads=count, kv_norm=kv_norm, inverse_rope=inverse_rope
+            self.memory,
+            self.backend,
+            heads=count,
+            kv_norm=kv_norm,
+            inverse_rope=inverse_rope,
+            round_bf16=round_bf16,
         )
         with progress_bar(progress) as told:
             return self.backend.warm_up(calls, workers=most, progress=told)

@@ -43,11 +43,13 @@ class Warmup:
         heads: int,
         kv_norm: bool,
         inverse_rope: bool,
+        round_bf16: bool,
     ) -> None:
         self._memory, self._schema = memory, memory.schema
         self._model = model = memory.schema.model
         self._buffers, workspace = memory.lanes[0].buffers, memory.lanes[0].workspace
         self._kv_norm, self._inverse_rope = kv_norm, inverse_rope
+        self._round_bf16 = round_bf16
         self._handles = [
             LayerCacheHandle(LayerMemory.of(memory, layer), backend, workspace)
             for layer in range(len(memory.schema.layers))
@@ -125,6 +127,7 @@ class Warmup:
             self._index_weights[:rows],
             self._chosen[:rows],
             rope=self._weights[layer].rope,
+            round_bf16=self._round_bf16,
         )
 
     def _bound(self, layer: int, plan: ForwardPlan) -> LayerCacheHandle:

@@ -93,7 +93,8 @@ def _compile_apart(
 
     progress(len(launches) - count, len(launches))
     threads = [
-        threading.Thread(target=_work, args=(missing, tell)) for _ in range(min(workers, count))
+        threading.Thread(target=_work, args=(missing, tell), daemon=True)  # Ctrl-C ends them too
+        for _ in range(min(workers, count))
     ]
     for thread in threads:
         thread.start()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DeepseekV4ForCausalLM
 
+from dsv4.cache.manager import KVCacheManager
 from dsv4.integrations.transformers.accelerate import accelerate, restore
 from tests.integrations.fast_v4 import (
     KINDS,
@@ -260,3 +261,23 @@ def test_new_weights_are_used_at_once() -> None:
     with fast(plain) as model:
         found = enlarged(model)
     assert_close(found, enlarged(copy.deepcopy(plain)), TOLERANCE)
+
+
+def test_kernels_are_compiled_before_the_model_runs_if_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[dict[str, Any]] = []
+    warmup = KVCacheManager.warmup
+
+    def told(self: KVCacheManager, **options: Any) -> int:
+        asked.append(options)
+        return warmup(self, **options)
+
+    monkeypatch.setattr(KVCacheManager, "warmup", told)
+    plain = plain_model(0, 16)
+    with fast(plain, max_context=32):
+        assert not asked
+    with fast(plain, max_context=32, warmup=True) as model:
+        # raw scores where records are fp32; KV comes normed
+        assert asked == [{"kv_norm": False, "round_bf16": False}]
+        model(prompt(5, seed=0))

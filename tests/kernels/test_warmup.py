@@ -7,6 +7,7 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,9 +33,10 @@ REQUESTS = 6
 
 
 def new_manager(model: str, **options: Any) -> KVCacheManager:
-    schema = CacheSchema.build(
-        ModelSpec.preset(model), max_context=MODELS[model], max_draft_tokens=3
-    )
+    """With layers of every sort; the tiny model has few anyway."""
+    spec = ModelSpec.preset(model)
+    few = replace(spec, layers=spec.layers[:6]) if model != "tiny" else spec
+    schema = CacheSchema.build(few, max_context=MODELS[model], max_draft_tokens=3)
     return KVCacheManager(
         schema, num_blocks=40, max_requests=REQUESTS, max_step_tokens=1000, **options
     )
@@ -45,6 +47,7 @@ class Engine:
 
     def __init__(self, manager: KVCacheManager, heads: int) -> None:
         self.manager, self.heads, self.model = manager, heads, manager.schema.model
+        self.layers = range(len(self.model.layers))
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return stand_in(self.manager.slot_arena.bytes, shape, dtype)
@@ -66,7 +69,7 @@ class Engine:
 
     def run(self, plan: ForwardPlan) -> None:
         model, rows = self.model, plan.padded_tokens
-        for layer in range(len(model.layers)):
+        for layer in self.layers:
             handle, weights = self.manager.acquire(layer, plan), self.weights(layer)
             projections = [
                 self.new(rows, layout.columns)
@@ -94,7 +97,7 @@ def random_steps(manager: KVCacheManager, run: Callable[[ForwardPlan], None], se
     """Decodes, drafts, chunks and both at once, with and without padding."""
     random = Random(seed)
     limit = min(MODELS["tiny"], manager.schema.max_context)
-    for nth in range(40):
+    for nth in range(25):
         requests = [manager.admit_request() for _ in range(random.randint(1, REQUESTS))]
         for count in (random.choice((1, 7, 40, limit // 2)), 1, random.randint(2, 4)):
             counts = [random.randint(1, count) for _ in requests]
@@ -122,7 +125,7 @@ def test_no_step_compiles_anything_after_warmup(model: str, heads: int) -> None:
         random_steps(manager, Engine(manager, heads).run, seed=3)
         asked = {(each.kernel.fn.__name__, each.kind()[2:]) for each in gpu.asked}
     assert not asked
-    assert len(gpu.started) > 1000
+    assert len(gpu.started) > 500
 
 
 def test_without_warmup_steps_do_compile() -> None:
@@ -236,7 +239,7 @@ def test_workers_leave_binaries_where_launches_find_them() -> None:
     assert sorted(found["told"][1:]) == [[1, 2], [2, 2]]
     assert found["notes"] == 2
     assert found["started_again"] == 0
-    assert found["again_without_cache"] == 2
+    assert found["compiled"] == [True, False]  # as noted, and when the cache is gone
 
 
 def main() -> None:
@@ -287,8 +290,9 @@ def main() -> None:
         each.binary()
     again = apart()
     notes = list(Path(cache, "dsv4").iterdir())
-    for note in notes:
-        Path(note.read_text()).unlink()
+    compiled = [warmup._is_compiled(notes[0])]
+    Path(notes[0].read_text()).unlink()
+    compiled.append(warmup._is_compiled(notes[0]))
     print(
         json.dumps(
             {
@@ -296,7 +300,7 @@ def main() -> None:
                 "told": first,
                 "notes": len(notes),
                 "started_again": again,
-                "again_without_cache": apart(),
+                "compiled": compiled,
             }
         )
     )

@@ -15,6 +15,7 @@ from dsv4.integrations.transformers.fast_attention import (
     FastAttention,
     RunningStep,
     make_rope_tables,
+    rounds_scores,
 )
 from dsv4.integrations.transformers.fast_caches import FastCaches
 from dsv4.integrations.transformers.fast_forward import FastForward
@@ -33,6 +34,7 @@ def accelerate(
     max_step_tokens: int = 4096,
     capture: bool = True,
     prefix: PrefixOptions | None = PREFIX,
+    warmup: bool = False,
 ) -> None:
     """Replaces the attention of every layer of a DeepseekV4ForCausalLM, in place, for inference.
 
@@ -45,6 +47,9 @@ def accelerate(
     Prompts that `generate` runs are cached as `prefix` says, and a later prompt that begins like
     one of them runs only from there; None switches that off. What is cached belongs to the weights
     it was computed with: restore and accelerate again after changing them.
+
+    With `warmup` all kernels are compiled now (KVCacheManager.warmup), and no prompt waits for the
+    compiler; on a CPU there is nothing to compile.
 
     Raises InvalidInput, ConfigError or SchemaError, and the model is unchanged.
     """
@@ -68,6 +73,8 @@ def accelerate(
             prefix=_default_prefix(schema) if prefix is PREFIX else prefix,
         )
         tables = make_rope_tables(model.model.rotary_emb, max_context, manager.device)
+        if warmup:
+            manager.warmup(kv_norm=False, round_bf16=rounds_scores(schema))
     step = RunningStep(manager=manager, rope_tables=tables)
     forward = FastForward(model.model, step, FastCaches(manager, model), capture=capture)
     for layer in model.model.layers:

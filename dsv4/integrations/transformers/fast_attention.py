@@ -11,6 +11,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_po
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import ForwardPlan
+from dsv4.cache.schema import CacheSchema
 from dsv4.ops.calls import CompressorWeights, LayerWeights
 from dsv4.rope import rotation_table
 
@@ -41,7 +42,7 @@ class FastAttention:
         self.value_dtype: torch.dtype = getattr(torch, schema.entry_format.value_dtype)
         self.index_dtype: torch.dtype = getattr(torch, schema.index_format.value_dtype)
         # scores are rounded where keys are quantised, as trained; transformers has them in fp32
-        self.round_scores = any(part.code is not None for part in schema.index_format.parts)
+        self.round_scores = rounds_scores(schema)
 
     def __call__(
         self,
@@ -89,6 +90,11 @@ class FastAttention:
         )
         grouped = out.to(hidden_states.dtype).reshape(1, tokens, module.config.o_groups, -1)
         return module.o_b_proj(module.o_a_proj(grouped).flatten(2)), None
+
+
+def rounds_scores(schema: CacheSchema) -> bool:
+    """Whether scores are bf16: where index keys are coded, as the model was trained."""
+    return any(part.code is not None for part in schema.index_format.parts)
 
 
 def make_rope_tables(rotary: Any, tokens: int, device: torch.device) -> dict[str, Tensor]:
