@@ -66,7 +66,8 @@ def _measure(model: ModelSpec, batch: int, context: int) -> Measurement:
 
 
 class DecodeStep:
-    """`batch` requests of about `context` tokens, and one open decode step over all of them."""
+    """`batch` requests of about `context` tokens, and one open step over all of them: a token of
+    each, or the last `chunk` ones."""
 
     def __init__(
         self,
@@ -75,10 +76,12 @@ class DecodeStep:
         batch: int,
         context: int,
         device: str,
+        chunk: int = 1,
         block_arena_bytes: int = BLOCK_ARENA_BYTES,
     ) -> None:
         self.schema = CacheSchema.build(model, max_context=context)
-        self.batch, self.context = batch, context
+        self.batch, self.context, self.chunk = batch, context, chunk
+        self.tokens = batch * chunk
         self.blocks_named = batch * self.schema.max_blocks_per_request
         fitting = block_arena_bytes // self.schema.block_bytes
         self.blocks = min(self.blocks_named, max(fitting, batch + 1))
@@ -86,7 +89,7 @@ class DecodeStep:
             self.schema,
             num_blocks=self.blocks,
             max_requests=batch,
-            max_step_tokens=batch,
+            max_step_tokens=self.tokens,
             device=device,
         )
         self.layers = [s.layer for s in model.layers if not s.draft]
@@ -94,8 +97,9 @@ class DecodeStep:
         self.selecting_layers = [n for n in self.layers if model.layers[n].index_keys != "none"]
         self._fill_arenas()
         self._admit_requests()
+        padding = {"pad_tokens": batch, "pad_requests": batch} if chunk == 1 else {}
         self.plan = self.manager.prepare_forward(  # launched at full size, as an engine's graph is
-            [(r, 1) for r in self.requests], pad_tokens=batch, pad_requests=batch
+            [(r, chunk) for r in self.requests], **padding
         )
         self.handles = {layer: self.manager.acquire(layer, self.plan) for layer in self.layers}
         self._make_inputs(device)
@@ -108,6 +112,7 @@ class DecodeStep:
             handle = self.handles[layer]
             kind = handle.schema.spec.attention
             if "append" in parts:
+                self.plan.appended_layers.discard(layer)  # a chunk is appended once, but not here
                 handle.append(*self.inputs[kind], weights=self.weights[layer])
             if "select" in parts and layer in self.selecting_layers:
                 self._select(handle, self.weights[layer].rope)
@@ -139,15 +144,18 @@ class DecodeStep:
 
     def _layer_bytes(self, layer: int) -> int:
         model, spec = self.schema.model, self.schema.model.layers[layer]
-        total = 2 * 2 * self.batch * model.heads * model.head_dim  # q and out
+        total = 2 * 2 * self.tokens * model.heads * model.head_dim  # q and out
         for start in self.plan.starts.tolist():
-            total += append_bytes(self.schema, layer, start=start, tokens=1, batch=1)
-            entries = (start + 1) // spec.ratio if spec.ratio else 0
+            total += append_bytes(self.schema, layer, start=start, tokens=self.chunk, batch=1)
+            end = start + self.chunk
+            entries = end // spec.ratio if spec.ratio else 0
             if layer in self.selecting_layers:
                 total += entries * self.schema.index_format.record_bytes
-                total += 2 * model.index_heads * (model.index_dim + 1)  # queries and weights
-                entries = min(entries, model.index_topk)
-            total += min(start + 1, model.window) * self.schema.window_format.record_bytes
+                # queries and weights
+                total += self.chunk * 2 * model.index_heads * (model.index_dim + 1)
+                entries = min(entries, self.chunk * model.index_topk)
+            window = min(end, model.window + self.chunk - 1)
+            total += window * self.schema.window_format.record_bytes
             total += entries * self.schema.entry_format.record_bytes
         return total
 
@@ -167,8 +175,10 @@ class DecodeStep:
             handle = self.manager.acquire(layer)
             for name, view in (*handle.pool.views.items(), *handle.state.views.items()):
                 if name == "indexer_keys_fp4":
-                    view.random_(0, 256)
-                elif name in ("inv_scale", "swa_inv", "indexer_scale"):
+                    view.copy_(_code_pairs(view.device)[view.random_(0, 256).int()])
+                elif name == "indexer_scale":
+                    view.random_(126, 128)  # spans of a normal vector differ by a factor of 2
+                elif name in ("inv_scale", "swa_inv"):
                     view.random_(120, 128)
 
     def _admit_requests(self) -> None:
@@ -182,14 +192,15 @@ class DecodeStep:
         for nth, (request, block_ids) in enumerate(zip(self.requests, table, strict=True)):
             request.block_ids = block_ids.tolist()
             request.published_blocks = width
-            set_length(self.manager, request, self.context - 1 - (nth + 1) % PHASES)
+            phase = (nth + 1) % PHASES if self.chunk == 1 else 0
+            set_length(self.manager, request, self.context - self.chunk - phase)
         slots = [request.slot for request in self.requests]
         self.manager.block_table[slots] = table.int().to(self.manager.device)
 
     def _make_inputs(self, device: str) -> None:
         """Inputs are shared by the layers of a kind: in a model they come from the launch before,
         so they are in the L2. Weights are each layer's own."""
-        model, batch = self.schema.model, self.batch
+        model, tokens = self.schema.model, self.tokens
 
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, device=device).to(torch.bfloat16)
@@ -200,17 +211,24 @@ class DecodeStep:
             for layer in self.layers
         }
         self.inputs = {
-            kind: random_inputs(self.schema, layer, batch, device)
+            kind: random_inputs(self.schema, layer, tokens, device)
             for kind, layer in self.layer_of.items()
         }
-        self.q = random(batch, model.heads, model.head_dim)
+        self.q = random(tokens, model.heads, model.head_dim)
         self.out = torch.empty_like(self.q)
-        self.lse = torch.empty(batch, model.heads, device=device)
+        self.lse = torch.empty(tokens, model.heads, device=device)
         self.sink = torch.randn(model.heads, device=device)
-        self.raw_index_q = random(batch, model.index_heads, model.index_dim)
+        self.raw_index_q = random(tokens, model.index_heads, model.index_dim)
         self.index_q = torch.empty_like(self.raw_index_q)
-        self.index_weights = 0.01 * random(batch, model.index_heads)
-        self.chosen = torch.empty(batch, model.index_topk, dtype=torch.int32, device=device)
+        self.index_weights = 0.01 * random(tokens, model.index_heads)
+        self.chosen = torch.empty(tokens, model.index_topk, dtype=torch.int32, device=device)
+
+
+def _code_pairs(device: torch.device) -> Tensor:
+    """Bytes of two E2M1 codes each, about as often as normal numbers have them."""
+    codes = [0, 1, 2, 2, 3, 3, 4, 5, 8, 9, 10, 10, 11, 11, 12, 13]
+    pairs = [low | high << 4 for high in codes for low in codes]
+    return torch.tensor(pairs, dtype=torch.uint8, device=device)
 
 
 @lru_cache(maxsize=1)

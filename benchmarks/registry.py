@@ -14,6 +14,7 @@ from benchmarks import (
     host,
     index_query,
     index_scores,
+    prefill,
     prefix,
     top_k,
     transformers_decode,
@@ -33,6 +34,7 @@ SUITES: dict[str, Callable[[], Iterable[Case]]] = {
     "indexer": _indexer,
     "attention": attend.cases,
     "ranks": attend.rank_cases,
+    "prefill": prefill.cases,
     "decode_step": decode_step.cases,
     "transformers": transformers_decode.cases,
 }

@@ -36,6 +36,7 @@ TITLES = {
     "ranks": "Decode attention of a tensor-parallel rank, beside our own time with all heads",
     "indexer": "Indexer of one layer",
     "gather": "Dequantising gather",
+    "prefill": "One chunk of a prompt, all layers, host time included",
     "host": "Host",
     "prefix": "Prefix hits, host time",
 }

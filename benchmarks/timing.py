@@ -74,6 +74,14 @@ def time_graph(calls: Sequence[Call], *, calls_a_graph: int = CALLS_A_GRAPH) -> 
     return Timed(microseconds=statistics.median(times) / count, launches=launches(graph) // count)
 
 
+def count_launches(call: Call) -> int:
+    """How many launches a call makes, once it has been made before."""
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        call()
+    return launches(graph)
+
+
 def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()

@@ -443,6 +443,7 @@ class LayerCacheHandle(Uncopied):
             workspace=self._workspace.select,
             round_bf16=round_bf16,
             tokens_per_request=max(1, plan.shape.most_tokens),
+            max_visible=None if plan.reaches is None else plan.reaches // view.source.ratio,
         )
 
         def launch() -> None:

@@ -24,6 +24,7 @@ from dsv4.ops.columns import request_columns, token_columns
 
 # what a layer stores of a step, where it is written piece by piece
 WINDOW, TAILS, ENTRIES = 1, 2, 4
+MIN_REACH = 2048
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -33,14 +34,16 @@ class ForwardPlan(Uncopied):
     The tokens of a step lie one after the other in the order of the requests; `num_tokens` rows in
     all, then padding up to `padded_tokens`. The index tensors are cut to the padded sizes, for
     which kernels are launched. A step is `narrow` if no request has more tokens than its rings can
-    lose; only then may it be padded, and so captured. Steps of the same `sizes` read
-    with the same launches, and with the same `item_counts` write so too.
+    lose; only then may it be padded, and so captured. Of another step it is known how far it
+    `reaches`: no token stands at that position or behind it. Steps of the same `sizes` read with
+    the same launches, and with the same `item_counts` write so too.
     """
 
     shape: StepShape
     starts: I64
     ends: I64
     narrow: bool
+    reaches: int | None
     batch: Tensor
     tokens: Tensor
     items: dict[int, Tensor]
@@ -181,19 +184,27 @@ def make_plan(
             for ratio in buffers.ratios
         }
     narrow = is_narrow(schema, shape)
+    reaches = None if narrow else reach(schema, ends)
     return ForwardPlan(
         shape=shape,
         starts=starts,
         ends=ends,
         narrow=narrow,
+        reaches=reaches,
         batch=buffers.cut("batch", batch_rows),
         tokens=buffers.cut("tokens", tokens),
         items={ratio: buffers.cut(f"items_{ratio}", count) for ratio, count in item_counts.items()},
-        sizes=(narrow, batch_rows, tokens, shape.most_tokens),
+        sizes=(narrow, batch_rows, tokens, shape.most_tokens, reaches or 0),
         item_counts=tuple(item_counts.values()),
         num_layers=len(schema.layers),
         draft_layers=schema.draft_layers,
     )
+
+
+def reach(schema: CacheSchema, ends: I64) -> int:
+    """A bound on positions, one of few: launches for it serve other steps too."""
+    longest = max(MIN_REACH, int(ends.max(initial=0)))
+    return min(schema.max_context, 1 << (longest - 1).bit_length())
 
 
 def is_narrow(schema: CacheSchema, shape: StepShape) -> bool:

@@ -11,7 +11,7 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.ops.backend import Backend
 from dsv4.ops.calls import EntrySource
 
-SELECT_BYTES = 64 << 20
+SELECT_BYTES = 256 << 20
 
 
 class Workspace:

@@ -23,7 +23,7 @@ from dsv4.kernels.target import target_of
 from dsv4.kernels.warmup import warm_up
 from dsv4.model import ModelSpec
 from dsv4.ops.backend import BackendName
-from dsv4.ops.calls import Attention, Scoring, Selection
+from dsv4.ops.calls import Attention, EntrySource, Scoring, Selection
 
 LOGGER = logging.getLogger("dsv4")
 Call = TypeVar("Call", Attention, Scoring)
@@ -40,7 +40,6 @@ class TritonBackend:
     gather_all_entries = staticmethod(gather.gather_all_entries)
     gather_window = staticmethod(gather.gather_window)
     prepare_index_queries = staticmethod(index_query.prepare_index_queries)
-    select_workspace_bytes = staticmethod(select.select_workspace_bytes)
     repeatable = staticmethod(repeatable)
 
     def __init__(self, device: torch.device) -> None:
@@ -48,6 +47,7 @@ class TritonBackend:
         hopper = target_of(device).is_hopper and device.type == "cuda"
         self._attend = _Own("attend") if hopper else None
         self._index_scores = _Own("index_scores") if hopper else None
+        self._wide_scores = _Own("index_scores", "index_scores_wide") if hopper else None
 
     def warm_up(
         self, calls: Callable[[], None], *, workers: int, progress: Callable[[int, int], None]
@@ -64,10 +64,32 @@ class TritonBackend:
             )
 
     def index_scores(self, call: Scoring) -> None:
+        _run(call, self._wide_scores, self._narrow_scores)
+
+    def _narrow_scores(self, call: Scoring) -> None:
         _run(call, self._index_scores, index_scores.index_scores)
 
     def select(self, call: Selection) -> None:
-        select.select(call, score=self.index_scores)
+        many = call.tokens_per_request
+        select.select(
+            call,
+            score=self.index_scores,
+            score_bytes=lambda rows: self._score_bytes(rows, tokens_per_request=many),
+        )
+
+    def select_workspace_bytes(self, rows: int, *, keys: EntrySource, top_k: int) -> int:
+        return select.select_workspace_bytes(
+            rows,
+            keys=keys,
+            top_k=top_k,
+            score_bytes=lambda rows: self._score_bytes(rows, tokens_per_request=rows),
+        )
+
+    def _score_bytes(self, rows: int, *, tokens_per_request: int) -> int:
+        own = self._wide_scores.module if self._wide_scores else None
+        if own is None or tokens_per_request < own.MIN_TOKENS:
+            return 0
+        return int(own.workspace_bytes(rows))
 
     def attend(self, call: Attention) -> None:
         _run(call, self._attend, attend.attend)
@@ -85,11 +107,11 @@ class _Own:
     """An operation's kernel for one architecture. It is written in Gluon, which changes with every
     Triton: `module` is None once it could not be imported or compiled."""
 
-    def __init__(self, operation: str) -> None:
+    def __init__(self, operation: str, module: str | None = None) -> None:
         self.operation = operation
         self.module: ModuleType | None = None
         try:
-            self.module = import_module(f"dsv4.kernels.hopper.{operation}")
+            self.module = import_module(f"dsv4.kernels.hopper.{module or operation}")
         except (ImportError, AttributeError) as error:
             self.leave(error)
 

@@ -141,7 +141,7 @@ class Scoring:
     `q` [tokens, index heads, index_dim] are prepared queries, `weights` [tokens, index heads] their
     scaled weights. Rows of tokens that see at most `skip_visible` entries are left alone: a top-k
     of so many takes them all. `tokens_per_request` is the most tokens that one request has in the
-    step, a hint for speed.
+    step, and `workspace` contiguous uint8 memory whose content is lost: both are for speed.
     """
 
     q: Tensor
@@ -152,6 +152,7 @@ class Scoring:
     round_bf16: bool = True
     skip_visible: int = 0
     tokens_per_request: int = 1
+    workspace: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +160,8 @@ class Selection:
     """The `top_k` entries of every token by score into int32 `out` [tokens, top_k].
 
     `workspace` is contiguous uint8 memory whose content is lost; tokens are handled in pieces whose
-    scores fit it.
+    scores fit it. No token sees more than `max_visible` entries; without it, all that the block
+    table can name may be seen.
     """
 
     q: Tensor
@@ -171,6 +173,14 @@ class Selection:
     workspace: Tensor
     round_bf16: bool = True
     tokens_per_request: int = 1
+    max_visible: int | None = None
+
+    @property
+    def columns(self) -> int:
+        """Entries that a token of this call can see."""
+        if self.max_visible is None:
+            return self.keys.capacity
+        return min(self.keys.capacity, self.max_visible)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -165,6 +165,20 @@ def test_bytes_of_a_step_counted_by_hand() -> None:
         assert step.must_move_bytes() == window_only + other
 
 
+def test_a_chunk_runs_all_parts_and_those_of_one_layer_again() -> None:
+    step = DecodeStep(TINY, batch=2, chunk=150, context=1024, device="cpu")
+    assert not step.plan.narrow
+    assert step.plan.starts.tolist() == [1024 - 150] * 2
+    step.run(PARTS)
+    whole = step.out.clone()
+    assert whole.isfinite().all()
+    assert step.must_move_bytes() > 0
+    for layer in step.selecting_layers[:1]:
+        step.layers = [layer]
+        for part in PARTS:
+            step.run((part,))
+
+
 # ---- peers --------------------------------------------------------------------------------------
 
 

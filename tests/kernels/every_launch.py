@@ -28,6 +28,7 @@ from tests.kernels import (
     test_index_query_sm90,
     test_index_scores_hopper_sm90,
     test_index_scores_sm90,
+    test_index_scores_wide_sm90,
     test_top_k_sm90,
     test_write_records_sm90,
 )
@@ -68,6 +69,8 @@ def _makers(target: Target) -> dict[str, Callable[[], Launch]]:
         for case in test_attend_hopper_sm90.CASES:
             found[f"hopper attend {case}"] = partial(test_attend_hopper_sm90.launch, case)
         found["hopper scores"] = test_index_scores_hopper_sm90.launch
+        for case in test_index_scores_wide_sm90.CASES:
+            found[f"hopper scores {case}"] = partial(test_index_scores_wide_sm90.launch, case)
     for case, shape in test_append_sm90.CASES.items():
         found[f"append {case}"] = partial(test_append_sm90.launch, *shape)
     csa, hca = test_attend_sm90.CSA_LAYER, test_attend_sm90.HCA_LAYER

@@ -161,7 +161,39 @@ def test_every_piece_fits_a_workspace_that_holds_one_row(monkeypatch: pytest.Mon
     for tokens in (1, 5, 9, 20):
         one = 4 * columns + top_k_kernel.top_k_workspace_bytes(1, columns)
         for size in range(one, 20 * one, 997):
-            rows = kernel._rows_at_a_time(tokens, keys, K, size)
+            rows = kernel._rows_at_a_time(tokens, columns, K, size, lambda rows: 0)
             for piece in {rows, tokens % rows} - {0}:
                 counts = top_k_kernel.top_k_workspace_bytes(piece, columns)
                 assert 4 * piece * columns + counts <= size
+
+
+@pytest.mark.parametrize("max_visible", [K + 1, 48, 10_000])
+def test_no_column_behind_the_last_visible_entry_is_scored(max_visible: int):
+    keys, tokens, q, weights = case()
+    tokens[:, 1].clamp_(max=4 * max_visible - 1)
+    found = torch.full((len(tokens), K), UNTOUCHED, dtype=torch.int32)
+    columns = min(max_visible, keys.capacity)
+    top_k_bytes = top_k_kernel.top_k_workspace_bytes(len(tokens), columns)
+    needed = -(-4 * len(tokens) * columns // 16) * 16 + top_k_bytes
+    KERNEL.select(
+        Selection(
+            q=q,
+            weights=weights,
+            tokens=tokens,
+            keys=keys,
+            top_k=K,
+            workspace=torch.empty(needed, dtype=torch.uint8),
+            out=found,
+            max_visible=max_visible,
+        )
+    )
+    live = tokens[:, 0] >= 0
+    expected = run(REFERENCE, keys, tokens, q, weights, rows_at_a_time=7)
+    assert found[live].tolist() == [row for row, there in zip(expected, live, strict=True) if there]
+
+
+def test_pieces_of_many_tokens_leave_room_for_the_kernel_of_scores():
+    columns, each, size = 4_096, 9_000, 40 << 20
+    rows = kernel._rows_at_a_time(8_192, columns, K, size, lambda rows: rows * each)
+    assert rows % kernel.PIECE_ROWS == 0
+    assert rows * (4 * columns + each) <= size < (rows + kernel.PIECE_ROWS) * (4 * columns + each)

@@ -1,0 +1,90 @@
+"""One chunk of a prompt: append → select → attend of every backbone layer, launched one by one.
+
+Queries and projections are preset, so the time is the cache's alone, host time included: a chunk is
+not captured. `parts_us` has one layer of each kind by itself. Anchors are the kernels of others
+composed: vLLM's writes, DeepGEMM's logits, a top-k and FlashMLA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.case import Case, Measurement
+from benchmarks.decode_step import PARTS, DecodeStep
+from benchmarks.timing import count_launches
+from dsv4.model import AttentionType, ModelSpec
+from dsv4.units import format_tokens
+
+# (model, requests, tokens of each, start) -> first step, target, peers composed, in ms
+CASES: dict[tuple[str, int, int, int], tuple[float, float, float] | None] = {
+    ("v4-flash", 1, 512, 0): None,
+    ("v4-flash", 1, 512, 130_560): None,
+    ("v4-flash", 1, 2_048, 0): None,
+    ("v4-flash", 1, 2_048, 129_024): None,
+    ("v4-flash", 1, 8_192, 0): (55, 45, 60),
+    ("v4-flash", 1, 8_192, 122_880): (170, 135, 174),
+    ("v4-flash", 1, 8_192, 1_040_384): (1_060, 850, 1_076),
+    ("v4-flash", 4, 2_048, 129_024): None,
+    ("v4-pro", 1, 8_192, 0): None,
+    ("v4-pro", 1, 8_192, 122_880): None,
+}
+REPEATS = 3
+
+
+def cases() -> Iterator[Case]:
+    for (model, requests, chunk, start), goals in CASES.items():
+        several = f"{requests} x " if requests > 1 else ""
+        first_step, target, peers = goals or (None, None, None)
+        yield Case(
+            name=f"chunk {model} {several}{chunk} from {format_tokens(start)}",
+            suite="prefill",
+            series=f"{several}from {format_tokens(start)}",
+            model=model,
+            batch=requests * chunk,
+            context=start + chunk,
+            first_step_us=first_step and 1e3 * first_step,
+            target_us=target and 1e3 * target,
+            anchors_us={"peers composed": 1e3 * peers} if peers else {},
+            measure=partial(_measure, ModelSpec.preset(model), requests, chunk, start + chunk),
+        )
+
+
+def _measure(model: ModelSpec, requests: int, chunk: int, context: int) -> Measurement:
+    step = DecodeStep(model, batch=requests, chunk=chunk, context=context, device="cuda")
+    step.run(PARTS)
+    whole, launches = timed(partial(step.run, PARTS))
+    parts: dict[str, tuple[float, int]] = {}
+    layers = step.layers
+    for kind in (AttentionType.CSA, AttentionType.HCA):
+        step.layers = [step.layer_of[kind]]
+        for part in PARTS:
+            if part != "select" or step.layers[0] in step.selecting_layers:
+                parts[f"{part}, one {kind.name} layer"] = timed(partial(step.run, (part,)))
+    step.layers = layers
+    return Measurement(
+        microseconds=whole,
+        launches=launches,
+        must_move_bytes=step.must_move_bytes(),
+        parts_us={part: found[0] for part, found in parts.items()},
+        parts_launches={part: found[1] for part, found in parts.items()},
+        note=step.note(),
+    )
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, int]:
+    """The median of REPEATS calls from an idle GPU until it is idle again, in µs, and launches."""
+    launches = count_launches(call)
+    found = []
+    for _ in range(REPEATS):
+        torch.cuda.synchronize()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        found.append(1e3 * begin.elapsed_time(end))
+    return sorted(found)[REPEATS // 2], launches
