@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dsv4.cache.pages import Page, Ring
+from dsv4.cache.pages import Page
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.snapshot_layout import (
     TAIL_SLICES,
@@ -21,6 +21,7 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput, require_count
 from dsv4.ops.calls import CompressorWrite
 from dsv4.ops.columns import staged_row
+from dsv4.reference.pages import ring_rows
 
 Where = Literal["device", "host"]
 _UNIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -223,7 +224,7 @@ class WideCaptures:
         width = layout.width
         ring_row = (self._boundaries[:, None] + nth) % layout.kb.rows
         at = (self._slots[:, None], ring_row)
-        old_k, old_z = (_ring_rows(slot_arena, ring, width)[at] for ring in (layout.kb, layout.zb))
+        old_k, old_z = (ring_rows(slot_arena, ring, width)[at] for ring in (layout.kb, layout.zb))
         new_z = z[:, :width][token] + write.ape[:, :width]  # the group starts at row 0 of ape
         return torch.where(is_new, c[:, :width][token], old_k), torch.where(is_new, new_z, old_z)
 
@@ -236,12 +237,3 @@ class WideCaptures:
         else:
             for capture, taken in zip(self.captures, data, strict=True):
                 target[capture.row].copy_(taken, non_blocking=True)
-
-
-def _ring_rows(slot_arena: Tensor, ring: Ring, width: int) -> Tensor:
-    """fp32 [slots, rows, width]."""
-    return slot_arena.view(torch.float32).as_strided(
-        (slot_arena.shape[0], ring.rows, width),
-        (slot_arena.stride(0) // 4, width, 1),
-        ring.offset_bytes // 4,
-    )
