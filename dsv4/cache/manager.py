@@ -18,7 +18,7 @@ from dsv4.cache.guard import LOGGER, Guard, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
 from dsv4.cache.prefix.cache import LearnedIds, PinnedPrefix, PrefixCache, PrefixMatch
-from dsv4.cache.prefix.index import BlockEvent
+from dsv4.cache.prefix.index import BlockEvent, PrefixNode
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import Resume
@@ -46,7 +46,7 @@ from dsv4.ops.backend import BackendName
 
 if TYPE_CHECKING:
     from dsv4.cache.transfers.fetch import Fetch
-    from dsv4.cache.transfers.transfers import Transfers
+    from dsv4.cache.transfers.transfers import Suspended, Transfers
     from dsv4.tiers.tier import Tier
 
 FETCH_POLL_S = 0.0002
@@ -710,8 +710,113 @@ class KVCacheManager(Uncopied):
         try:
             while not fetch.poll() and time.monotonic() < until:
                 time.sleep(FETCH_POLL_S)
+        except BaseException:
+            with suppress(ThreadError, RecoveryNeeded):  # `recover` cancels it
+                fetch.cancel()
+            raise
+        fetch.cancel()
+
+    @changes
+    def suspend(self, request: Request) -> Suspended:
+        """A live request leaves the device, and `resume_request` with its token ids brings it back
+        as it was: after a preemption, a long wait, in another process, with other draft settings.
+        Its slot and blocks go back at once; its whole blocks stay cached as ever.
+
+        The ids of all its tokens must be known (`commit(ids=...)`, `tell`). In the middle of a
+        replay no state is kept; what is missing runs again. Raises InvalidInput, RequestError.
+        """
+        transfers = self._tiers()
+        self._require_unplanned(request)
+        request.require_whole()
+        known = 0 if request.trail is None else len(request.trail.ids)
+        if request.trail is None or known < request.length:
+            raise InvalidInput(
+                f"{known} of the {request.length} token ids of request {request.serial} are known: "
+                f"admit it with ids and tell the others, for it comes back by its ids"
+            )
+        suspended = transfers.suspend(request)
+        self._release(request)
+        return suspended
+
+    def resume_request(
+        self, prompt: TokenIds | Prompt, salt: str | None = None, *, timeout_s: float
+    ) -> Request:
+        """The request of these token ids that was suspended, waited for at most so long. If its
+        state is there, `request.resume.run` is empty; if not, what `admit_fetched` does. Raises
+        what that raises."""
+        if not isinstance(prompt, Prompt):
+            prompt, salt = self.prompt(prompt, salt), None
+        fetch = self._fetch_state(prompt, salt)
+        self._wait_for(fetch, timeout_s)
+        return self._admit_state(prompt, fetch) or self.admit_request(prompt)
+
+    @changes
+    def _fetch_state(self, prompt: Prompt, salt: str | None) -> Fetch:
+        transfers = self._tiers()
+        count, trail = self._read_prompt(prompt, salt)
+        assert trail is not None
+        return transfers.fetch(
+            trail,
+            count // self.schema.block_tokens,
+            poll=self._poll_fetch,
+            cancel=self._cancel_fetch,
+            arriving=self.guard.arriving,
+            state_tokens=count,
+        )
+
+    @changes
+    def _admit_state(self, prompt: Prompt, fetch: Fetch) -> Request | None:
+        """A slot with the state that was fetched; None if it or a block before it did not come."""
+        transfers, prefix = self._tiers(), self._prefix_cache()
+        row = transfers.fetches.take_state(fetch)
+        if row is None:
+            return None
+        try:
+            nodes = prefix.index.match(fetch.trail, fetch.blocks)
+            if len(nodes) < fetch.blocks:
+                return None
+            slot_bytes, block_bytes = transfers.slot_of(row, len(prompt))
+            return self._put_back(fetch.trail, nodes, len(prompt), slot_bytes, block_bytes)
         finally:
-            fetch.cancel()
+            transfers.host.release(row)
+
+    def _put_back(
+        self,
+        trail: TokenTrail,
+        nodes: Sequence[PrefixNode],
+        count: int,
+        slot_bytes: Tensor,
+        block_bytes: Tensor,
+    ) -> Request:
+        """Like an admission; slot and unfinished block come from the host."""
+        table, allocator = self.table, self.table.allocator
+        table.require_slots()
+        slot, shared = table.free_slots[-1], [node.block_id for node in nodes]
+        blocks = self.schema.blocks_for(count)
+        allocator.share(shared)
+        try:
+            reserved = table.reserve(blocks - len(shared), asker_blocks=blocks, shared=shared)
+            try:  # the device first, into a slot and a block that nobody has
+                self.memory.publish(slot, 0, [*shared, *reserved.block_ids])
+                self.slot_arena.bytes[slot].copy_(slot_bytes)
+                for block_id in reserved.block_ids:
+                    self.block_arena.bytes[block_id].copy_(block_bytes)
+            except BaseException:
+                table.cancel(reserved)
+                raise
+        except BaseException:
+            allocator.release(shared)
+            raise
+        resume = Resume(start=count, reused_tokens=count, end=count, source="state")
+        request = table.make(slot, shared + table.settle(reserved), resume)
+        request.published_blocks, request.trail = blocks, trail.copy()
+        table.restart(request, resume)
+        self.guard.arriving.append(request)
+        table.enlist(request)
+        self._tiers().resumed += 1
+        if nodes:
+            self._prefix_cache().index.touch(nodes[-1])
+        return request
 
     @changes
     def drain_tiers(self, timeout_s: float) -> bool:

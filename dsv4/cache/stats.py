@@ -80,6 +80,8 @@ class TransferStats:
     fetches: int
     fetches_cancelled: int
     fetches_open: int
+    requests_suspended: int
+    requests_resumed: int  # with the state that they left with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

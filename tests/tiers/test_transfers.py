@@ -5,99 +5,29 @@ nobody wrote is seen."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
-from dsv4.cache.requests import Request
-from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput
-from dsv4.tiers.disk import DiskTier
 from dsv4.tiers.host import HostTier
-from dsv4.tiers.tier import Tier
-from tests.support.lives import TINY, Text, assert_cold, run_to, tiny_stack
-from tests.support.stack import POISON, Stack, logical_bytes
-
-SCHEMA = CacheSchema.build(TINY, max_context=2048)
-BLOCK = SCHEMA.block_tokens
-TIMEOUT_S = 30.0
-
-
-def options(policy: SnapshotPolicy | None = None, **more: Any) -> PrefixOptions:
-    return PrefixOptions(policy=policy or full(), snapshots=8, model_id="tiny 1", **more)
-
-
-def stack_with(tiers: Sequence[Tier], *, drafts: int = 0, **more: Any) -> Stack:
-    more.setdefault("prefix", options())
-    more.setdefault("num_blocks", 12)
-    return tiny_stack(drafts, tiers=tiers, **more)
-
-
-def disk(root: Path, **more: Any) -> DiskTier:
-    return DiskTier(root / "tier", 1 << 30, **more)
-
-
-def run(stack: Stack, text: Text, tokens: int) -> Request:
-    """Runs a prompt as an engine does that has tiers."""
-    request = stack.manager.admit_fetched(text.ids[:tokens], timeout_s=TIMEOUT_S)
-    run_to(stack, request, text, tokens)
-    return request
-
-
-def keep(stack: Stack, text: Text, tokens: int) -> None:
-    """A prompt that is computed, released and kept below."""
-    request = run(stack, text, tokens)
-    stack.manager.release_request(request)
-    assert stack.manager.drain_tiers(TIMEOUT_S)
-    stack.manager.check_invariants()
-
-
-def empty(stack: Stack) -> None:
-    """Nothing is cached on the device, and what is free is poisoned."""
-    stack.manager.evict()
-    assert stack.manager.stats().blocks_free == stack.manager.stats().blocks_total
-    stack.manager.block_arena.bytes.fill_(POISON)
-    stack.manager.slot_arena.bytes.fill_(POISON)
-    assert stack.manager.prefix is not None
-    stack.manager.prefix.pool.bytes.fill_(POISON)
-
-
-def assert_like_cold(stack: Stack, request: Request, text: Text) -> None:
-    """All bytes that can be read, and of whole blocks all bytes, are those of a cold run."""
-    assert_cold(stack, request, text.stream)
-    length = request.length // BLOCK * BLOCK
-    cold = Stack(stack.schema, layers=stack.layers, num_blocks=length // BLOCK, max_requests=1)
-    cold.weights = stack.weights
-    alone = cold.manager.admit_request(length)
-    run_to(cold, alone, text.stream, length)
-    expected, _ = logical_bytes(cold, alone)
-    found, _ = logical_bytes(stack, request)
-    assert torch.equal(found[: len(expected)], expected)
-
-
-class Places:
-    """The tiers of one machine, made anew as after a restart."""
-
-    def __init__(self, kind: str, root: Path) -> None:
-        self.kind, self.root = kind, root
-        self.tiers = self.make()
-
-    def make(self) -> list[Tier]:
-        tiers: list[Tier] = []
-        if "host" in self.kind:
-            tiers.append(HostTier(8 << 20))
-        if "disk" in self.kind:
-            tiers.append(disk(self.root))
-        return tiers
-
-    def close(self) -> None:
-        for tier in self.tiers:
-            tier.close(TIMEOUT_S)
+from tests.support.lives import Text, run_to
+from tests.support.tiered import (
+    BLOCK,
+    SCHEMA,
+    TIMEOUT_S,
+    Places,
+    assert_like_cold,
+    disk,
+    empty,
+    keep,
+    options,
+    run,
+    stack_with,
+)
 
 
 @pytest.fixture(params=["host", "disk", "host and disk"])

@@ -483,20 +483,21 @@ class PrefixCache:
     def evict(self, blocks: int, *, or_fewer: bool = False) -> int:
         """Lets so many cached blocks go, with their snapshots; none, unless `or_fewer`, if it
         cannot. Returns how many."""
-        victims = self.index.choose(blocks, or_fewer=or_fewer)
+        victims = self.choose(blocks, or_fewer=or_fewer)
         self.drop(victims)
         return len(victims)
 
     def choose(self, blocks: int, *, or_fewer: bool = False) -> list[PrefixNode]:
-        return self.index.choose(blocks, or_fewer=or_fewer)
+        victims = self.index.choose(blocks, or_fewer=or_fewer)
+        if victims and self.before_reuse is not None:  # they may be written before they are dropped
+            self.before_reuse()
+        return victims
 
     def spare(self, victims: Sequence[PrefixNode]) -> None:
         self.index.spare(victims)
 
     def drop(self, victims: Sequence[PrefixNode]) -> None:
         """Blocks and their snapshots go."""
-        if victims and self.before_reuse is not None:
-            self.before_reuse()
         self.index.drop(victims)
         if victims:
             LOGGER.debug("%d cached blocks evicted", len(victims))

@@ -7,7 +7,7 @@ from typing import Literal
 
 from dsv4.cache.schema import CacheSchema
 
-StateSource = Literal["nothing", "rings", "snapshot", "replay"]
+StateSource = Literal["nothing", "rings", "snapshot", "replay", "state"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +19,9 @@ class Resume:
         [.., end)               compute, as ever
 
     `source` says where the state at `start` came from: "nothing" (start is 0), the request's own
-    "rings", a "snapshot", or "replay": the slot was zeroed, and what the replay leaves in it is
-    exact from `reused_tokens` on. Outputs of replayed tokens are not to be used.
+    "rings", a "snapshot", the "state" of a request that was suspended, or "replay": the slot was
+    zeroed, and what the replay leaves in it is exact from `reused_tokens` on. Outputs of replayed
+    tokens are not to be used.
     """
 
     start: int

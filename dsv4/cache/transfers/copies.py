@@ -57,6 +57,24 @@ class Copies:
         """Rows of the device into the payloads of records."""
         return self._copy(self._down, [(pieces, row, True) for row, pieces in rows])
 
+    def down_into(self, rows: Iterable[tuple[Tensor, Tensor]]) -> Mark:
+        """Rows of the device into other host memory, from `host_bytes`."""
+        if self._down is None:
+            for row, host in rows:
+                host.copy_(row)
+            return Mark()
+        self._down.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._down):
+            for row, host in rows:
+                host.copy_(row, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._down)
+        return Mark(event)
+
+    def host_bytes(self, count: int) -> Tensor:
+        """Host memory that a GPU copies to by itself."""
+        return torch.empty(count, dtype=torch.uint8, pin_memory=self._down is not None)
+
     def up(self, rows: Iterable[tuple[Tensor, Parts]]) -> Mark:
         """Payloads of records into rows of the device."""
         return self._copy(self._up, [(pieces, row, False) for row, pieces in rows])

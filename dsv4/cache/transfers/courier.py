@@ -72,7 +72,10 @@ class Courier:
     @property
     def idle(self) -> bool:
         with self._wake:
-            return not (self._parcels or self._checks or self._sent or self._busy)
+            if not (self._parcels or self._checks or self._sent or self._busy):
+                return True
+            self._start()  # an interrupt may have come before the thread was told
+            return False
 
     @property
     def waiting(self) -> int:
@@ -88,7 +91,7 @@ class Courier:
             self._thread.join(5.0)
 
     def _start(self) -> None:
-        if self._thread is None:
+        if self._thread is None or not (self._thread.is_alive() or self._closed):
             self._thread = threading.Thread(target=self._run, name="dsv4-courier", daemon=True)
             self._thread.start()
         self._wake.notify()

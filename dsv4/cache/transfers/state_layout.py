@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from dsv4.cache.pages import CompressorKind
 from dsv4.cache.prefix.snapshot_layout import window_slices
 from dsv4.cache.schema import CacheSchema
+from dsv4.tiers.record import Parts
 
 Bytes = NDArray[np.uint8]
 # where the rows of a run start: before the end, at the unfinished group, or one group before it
@@ -163,6 +164,14 @@ class StateLayout:
                 if found.state is not None:
                     ring = found.state
                     yield "newest", 1, 1, 3 * width, ring.rows, ring.offset_bytes
+
+
+def spread(payload: Bytes, parts: Parts) -> None:
+    """A payload into the pieces of a record."""
+    at = 0
+    for piece in parts.payload:
+        np.frombuffer(piece, np.uint8)[:] = payload[at : at + piece.nbytes]
+        at += piece.nbytes
 
 
 def _ring(slot: Bytes, run: Run) -> Bytes:

@@ -7,21 +7,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dsv4.cache.guard import LOGGER
 from dsv4.cache.prefix.cache import Fresh, PinnedPrefix, PrefixCache
 from dsv4.cache.prefix.trail import TokenTrail
-from dsv4.cache.requests import RequestTable
+from dsv4.cache.requests import Request, RequestTable
 from dsv4.cache.stats import TransferStats
 from dsv4.cache.transfers.copies import Copies, Mark
 from dsv4.cache.transfers.courier import Courier, Parcel
 from dsv4.cache.transfers.fetch import Fetch, Fetches
 from dsv4.cache.transfers.labels import Labels
-from dsv4.cache.transfers.state_layout import StateLayout
+from dsv4.cache.transfers.state_layout import StateLayout, spread
 from dsv4.errors import InvalidInput
-from dsv4.tiers.host import HostTier
+from dsv4.tiers.host import HostRow, HostTier
 from dsv4.tiers.record import HEADER_BYTES, Key, Kind, Label, padded
 from dsv4.tiers.tier import Tier, TierStats
 
@@ -29,6 +30,21 @@ MOST_WAITING = 16_384  # records in the outbox; what comes on top is dropped
 MOST_COPYING = 256  # copies on the way down: a full stream would hold up who launches
 STAGED_BLOCKS = 64  # of host memory, where no tier keeps any
 STAGED_SNAPSHOTS = 4
+
+
+class Suspended:
+    """A request that has left the device with so many tokens. `stored` says whether a tier has its
+    state: None until they have answered, False if none could keep it; then it comes back all the
+    same, and what is missing runs again."""
+
+    __slots__ = ("_kept", "_parcel", "tokens")
+
+    def __init__(self, *, tokens: int, parcel: Parcel | None, kept: bool) -> None:
+        self.tokens, self._parcel, self._kept = tokens, parcel, kept
+
+    @property
+    def stored(self) -> bool | None:
+        return self._kept if self._parcel is None else self._parcel.stored
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +118,7 @@ class Transfers:
         self._copying = 0
         self._last_down: Mark | None = None
         self._copied = self._copied_bytes = self._stored = self._dropped = 0
+        self.suspended = self.resumed = 0
 
     def _staging(self) -> HostTier:
         """Host memory that records only pass through."""
@@ -217,6 +234,68 @@ class Transfers:
                 return False
             time.sleep(0.0005)
 
+    # ---- a live request leaves and comes back ----------------------------------------------------
+
+    def suspend(self, request: Request) -> Suspended:
+        """Copies the state of a request and its unfinished block, before what comes next on the
+        current stream can write there. The blocks before are cached like everybody's."""
+        trail, length = request.trail, request.length
+        assert trail is not None
+        self.suspended += 1
+        parcel = None
+        if length >= max(1, request.exact_from, request.reused_tokens):
+            label = self.labels.of_state(trail, length)
+            row = self.host.take(label)
+            if row is not None:
+                parcel = self._gather(request, row, length)
+            elif self.keeps and self.host.holds(label.key):
+                return Suspended(tokens=length, parcel=None, kept=True)
+            else:
+                self._dropped += 1
+        self.pump()
+        return Suspended(tokens=length, parcel=parcel, kept=False)
+
+    def _gather(self, request: Request, row: HostRow, length: int) -> Parcel | None:
+        schema, layout = self._prefix.schema, self.layout
+        parcel = Parcel(row)
+        self._gathering = [parcel]
+        try:
+            slot = self.copies.host_bytes(schema.slot_bytes)
+            block = self.copies.host_bytes(schema.block_bytes)
+            rows = [(self._slot_arena[request.slot], slot)]
+            if length % schema.block_tokens:
+                block_id = request.block_ids[length // schema.block_tokens]
+                rows.append((self._block_arena[block_id], block))
+            mark = self.copies.down_into(rows)
+        except RuntimeError as error:
+            LOGGER.warning("a state of %d tokens is not kept: %s", length, error)
+            self._gathering = []
+            self._dropped += 1
+            self.copies.finish()
+            self.host.release(row)
+            return None
+
+        def fill() -> None:
+            payload = np.empty(layout.payload_bytes, dtype=np.uint8)
+            layout.gather(slot.numpy(), block.numpy(), length, payload)
+            spread(payload, row.parts)
+
+        parcel.fill = fill
+        mark.hold_back()
+        self._going.append(_Going(mark, [parcel]))
+        self._gathering = []
+        self._copying += 1
+        self._copied += 1
+        self._copied_bytes += layout.payload_bytes
+        return parcel
+
+    def slot_of(self, row: HostRow, length: int) -> tuple[Tensor, Tensor]:
+        """A state as a slot of this schema and as the unfinished block, on the host."""
+        payload = np.concatenate([np.frombuffer(each, np.uint8) for each in row.parts.payload])
+        slot = np.zeros(self._prefix.schema.slot_bytes, dtype=np.uint8)
+        self.layout.scatter(payload, length, slot)
+        return torch.from_numpy(slot), torch.from_numpy(self.layout.block_of(payload))
+
     # ---- up --------------------------------------------------------------------------------------
 
     def fetch(
@@ -267,6 +346,8 @@ class Transfers:
             fetches=fetches.started,
             fetches_cancelled=fetches.cancelled,
             fetches_open=len(fetches.open),
+            requests_suspended=self.suspended,
+            requests_resumed=self.resumed,
         )
 
     def tier_stats(self) -> tuple[TierStats, ...]:
