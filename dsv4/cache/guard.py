@@ -31,7 +31,7 @@ class Guard:
         self._interrupted = False
         self.call: str | None = None
         self.arriving: list[object] = []
-        self.leaving: deque[object] = deque()  # what `release_later` was told
+        self.leaving: deque[tuple[object, bool]] = deque()  # what `release_later` was told
 
     def enter(self, call: str) -> None:
         """Raises ThreadError or RecoveryNeeded unless nobody is inside."""

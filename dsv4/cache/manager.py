@@ -18,7 +18,7 @@ from dsv4.cache.guard import LOGGER, Guard, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
 from dsv4.cache.prefix.cache import LearnedIds, PinnedPrefix, PrefixCache, PrefixMatch
-from dsv4.cache.prefix.index import BlockEvent, PrefixNode
+from dsv4.cache.prefix.index import BlockEvent
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import Resume
@@ -570,11 +570,12 @@ class KVCacheManager(Uncopied):
         self.table.close(request)
         self._forget_steps()
 
-    def release_later(self, request: Request) -> None:
+    def release_later(self, request: Request, *, suspend: bool = False) -> None:
         """Releases a request now, or, while a call runs or an open plan has it, with the next call
-        that changes the manager. Safe at any time and from any thread: for finalizers, which run
-        wherever a garbage collection starts, in the middle of a call too."""
-        self.guard.leaving.append(request)
+        that changes the manager; with `suspend`, suspends it where it can be. Safe at any time and
+        from any thread: for finalizers, which run wherever a garbage collection starts, in the
+        middle of a call too."""
+        self.guard.leaving.append((request, suspend))
         with suppress(ThreadError, RecoveryNeeded):
             self._release_now()
 
@@ -586,11 +587,14 @@ class KVCacheManager(Uncopied):
         """What `release_later` was told; each call that changes something begins with it."""
         leaving = self.guard.leaving
         for _ in range(len(leaving)):
-            request = leaving[0]
+            request, suspend = leaving[0]
             assert isinstance(request, Request)
             if any(request in plan.requests for plan in self.open_plans):
-                leaving.append(request)
+                leaving.append((request, suspend))
             elif not request.released and self.table.live.get(request.slot) is request:
+                if suspend and self._can_suspend(request):
+                    assert self.transfers is not None
+                    self.transfers.suspend(request)
                 self._release(request)
             leaving.popleft()
 
@@ -674,14 +678,24 @@ class KVCacheManager(Uncopied):
         `poll` the fetch until it is over, then `admit_request` finds what came. Blocks that bytes
         are on their way into are in flight, nobody else's. What cannot be had is left out: no tier
         raises. Raises InvalidInput, ContextOverflow."""
+        return self._fetch(prompt, salt, last=1)
+
+    @changes
+    def _fetch_with_state(self, prompt: Prompt, salt: str | None, last: int) -> Fetch:
+        return self._fetch(prompt, salt, last=last, with_state=True)
+
+    def _fetch(
+        self, prompt: TokenIds | Prompt, salt: str | None, *, last: int, with_state: bool = False
+    ) -> Fetch:
+        """For all tokens of a prompt but the `last` so many."""
         transfers = self._tiers()
         count, trail = self._read_prompt(prompt, salt)
         if trail is None:
             raise InvalidInput(f"{prompt!r}: tiers are asked for token ids, not for a count")
-        blocks = max(0, count - 1) // self.schema.block_tokens  # the last token always runs
         return transfers.fetch(
             trail,
-            blocks,
+            max(0, count - last),
+            with_state=with_state,
             poll=self._poll_fetch,
             cancel=self._cancel_fetch,
             arriving=self.guard.arriving,
@@ -699,11 +713,18 @@ class KVCacheManager(Uncopied):
         self, prompt: TokenIds | Prompt, salt: str | None = None, *, timeout_s: float
     ) -> Request:
         """`fetch`, waited for at most so long, then `admit_request`. What has not come by then is
-        computed. Other calls may come in between. Raises what both raise."""
+        computed. Where a request was suspended that the prompt goes on from, it goes on from its
+        state. Other calls may come in between. Raises what both raise."""
+        return self._admit_fetched(prompt, salt, timeout_s, last=1)
+
+    def _admit_fetched(
+        self, prompt: TokenIds | Prompt, salt: str | None, timeout_s: float, *, last: int
+    ) -> Request:
         if not isinstance(prompt, Prompt):
             prompt, salt = self.prompt(prompt, salt), None
-        self._wait_for(self.fetch(prompt, salt), timeout_s)
-        return self.admit_request(prompt)
+        fetch = self._fetch_with_state(prompt, salt, last)
+        self._wait_for(fetch, timeout_s)
+        return self._admit_state(prompt, fetch) or self.admit_request(prompt)
 
     def _wait_for(self, fetch: Fetch, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
@@ -738,31 +759,18 @@ class KVCacheManager(Uncopied):
         self._release(request)
         return suspended
 
+    def _can_suspend(self, request: Request) -> bool:
+        trail = request.trail
+        known = trail is not None and len(trail.ids) >= request.length
+        return self.transfers is not None and known and not request.is_torn
+
     def resume_request(
         self, prompt: TokenIds | Prompt, salt: str | None = None, *, timeout_s: float
     ) -> Request:
         """The request of these token ids that was suspended, waited for at most so long. If its
         state is there, `request.resume.run` is empty; if not, what `admit_fetched` does. Raises
         what that raises."""
-        if not isinstance(prompt, Prompt):
-            prompt, salt = self.prompt(prompt, salt), None
-        fetch = self._fetch_state(prompt, salt)
-        self._wait_for(fetch, timeout_s)
-        return self._admit_state(prompt, fetch) or self.admit_request(prompt)
-
-    @changes
-    def _fetch_state(self, prompt: Prompt, salt: str | None) -> Fetch:
-        transfers = self._tiers()
-        count, trail = self._read_prompt(prompt, salt)
-        assert trail is not None
-        return transfers.fetch(
-            trail,
-            count // self.schema.block_tokens,
-            poll=self._poll_fetch,
-            cancel=self._cancel_fetch,
-            arriving=self.guard.arriving,
-            state_tokens=count,
-        )
+        return self._admit_fetched(prompt, salt, timeout_s, last=0)
 
     @changes
     def _admit_state(self, prompt: Prompt, fetch: Fetch) -> Request | None:
@@ -772,34 +780,32 @@ class KVCacheManager(Uncopied):
         if row is None:
             return None
         try:
-            nodes = prefix.index.match(fetch.trail, fetch.blocks)
-            if len(nodes) < fetch.blocks:
+            tokens = row.label.tokens
+            nodes = prefix.index.match(fetch.trail, tokens // self.schema.block_tokens)
+            if len(nodes) < tokens // self.schema.block_tokens:
                 return None
-            slot_bytes, block_bytes = transfers.slot_of(row, len(prompt))
-            return self._put_back(fetch.trail, nodes, len(prompt), slot_bytes, block_bytes)
+            state = transfers.slot_of(row, tokens)
+            resume = Resume(start=tokens, reused_tokens=tokens, end=len(prompt), source="state")
+            return self._put_back(fetch.trail, PrefixMatch(nodes, resume, None), *state)
         finally:
             transfers.host.release(row)
 
     def _put_back(
-        self,
-        trail: TokenTrail,
-        nodes: Sequence[PrefixNode],
-        count: int,
-        slot_bytes: Tensor,
-        block_bytes: Tensor,
+        self, trail: TokenTrail, match: PrefixMatch, slot_bytes: Tensor, block_bytes: Tensor
     ) -> Request:
         """Like an admission; slot and unfinished block come from the host."""
         table, allocator = self.table, self.table.allocator
         table.require_slots()
-        slot, shared = table.free_slots[-1], [node.block_id for node in nodes]
-        blocks = self.schema.blocks_for(count)
+        slot, shared = table.free_slots[-1], [node.block_id for node in match.nodes]
+        blocks = self.schema.blocks_for(match.resume.end)
         allocator.share(shared)
         try:
             reserved = table.reserve(blocks - len(shared), asker_blocks=blocks, shared=shared)
+            begun = reserved.block_ids[: match.resume.start % self.schema.block_tokens > 0]
             try:  # the device first, into a slot and a block that nobody has
-                self.memory.publish(slot, 0, [*shared, *reserved.block_ids])
+                self.memory.publish(slot, 0, [*shared, *begun])
                 self.slot_arena.bytes[slot].copy_(slot_bytes)
-                for block_id in reserved.block_ids:
+                for block_id in begun:
                     self.block_arena.bytes[block_id].copy_(block_bytes)
             except BaseException:
                 table.cancel(reserved)
@@ -807,15 +813,13 @@ class KVCacheManager(Uncopied):
         except BaseException:
             allocator.release(shared)
             raise
-        resume = Resume(start=count, reused_tokens=count, end=count, source="state")
-        request = table.make(slot, shared + table.settle(reserved), resume)
-        request.published_blocks, request.trail = blocks, trail.copy()
-        table.restart(request, resume)
+        request = table.make(slot, shared + table.settle(reserved), match.resume)
+        request.published_blocks, request.trail = len(shared) + len(begun), trail.copy()
+        table.restart(request, match.resume)
         self.guard.arriving.append(request)
         table.enlist(request)
+        self._prefix_cache().use(match, trail)
         self._tiers().resumed += 1
-        if nodes:
-            self._prefix_cache().index.touch(nodes[-1])
         return request
 
     @changes

@@ -85,6 +85,26 @@ def test_it_comes_back_in_another_manager_with_other_drafts(
     second.close(TIMEOUT_S)
 
 
+@pytest.mark.parametrize("length", [60, 300])
+def test_a_longer_prompt_goes_on_from_where_a_request_was_suspended(length: int):
+    """A conversation: what was said is not run again, not one token of it."""
+    stack = stack_with([HostTier(8 << 20)])
+    text = Text.random(stack, 6, 900)
+    request = stack.manager.admit_request(text.ids[:50])
+    run_to(stack, request, text, length)
+    stack.manager.suspend(request)
+    assert stack.manager.drain_tiers(TIMEOUT_S)
+    empty(stack)
+    again = stack.manager.admit_fetched(text.ids[:500], timeout_s=TIMEOUT_S)
+    assert (again.resume.source, again.resume.run) == ("state", range(length, 500))
+    run_to(stack, again, text, 500)
+    assert_like_cold(stack, again, text)
+    prefix = stack.manager.stats().prefix
+    assert prefix is not None
+    assert (prefix.hits["state"], prefix.tokens_skipped) == (1, length)
+    stack.manager.check_invariants()
+
+
 def test_rejected_drafts_do_not_come_back(tmp_path: Path):
     places = Places("host and disk", tmp_path)
     stack = stack_with(places.tiers, drafts=3)

@@ -37,6 +37,7 @@ _HIT_KINDS: dict[StateSource, HitKind] = {
     "snapshot": "snapshot",
     "replay": "replay",
     "nothing": "blocks_only",
+    "state": "state",
 }
 
 
@@ -202,8 +203,8 @@ class PrefixCache:
         """Counts an admission and marks what it used."""
         counted, resume = self.counters, match.resume
         self.counters = counted = replace(counted, tokens_asked=counted.tokens_asked + resume.end)
-        if match.nodes:
-            if resume.source != "snapshot":
+        if match.nodes or resume.source == "state":
+            if resume.source not in ("snapshot", "state"):
                 LOGGER.debug(
                     "%d tokens are cached, but no snapshot near their end: %d of %d run again",
                     *(resume.reused_tokens, len(resume.replay), resume.reused_tokens),
@@ -214,7 +215,8 @@ class PrefixCache:
                 tokens_skipped=counted.tokens_skipped + resume.start,
                 tokens_shared=counted.tokens_shared + resume.reused_tokens,
             )
-            self.index.touch(match.nodes[-1])
+            if match.nodes:
+                self.index.touch(match.nodes[-1])
             if match.snapshot is not None and match.snapshot.snapshot is not None:
                 self._taken.move_to_end(match.snapshot.snapshot)
             return

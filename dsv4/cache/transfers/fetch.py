@@ -80,13 +80,15 @@ class Fetch:
     def __init__(
         self,
         trail: TokenTrail,
-        blocks: int,
+        tokens: int,
         *,
+        with_state: bool,
         poll: Callable[[Fetch], None],
         cancel: Callable[[Fetch], None],
     ) -> None:
         self._poll, self._cancel = poll, cancel
-        self.trail, self.blocks = trail, blocks  # the blocks of the prompt that may be reused
+        self.trail, self.tokens = trail, tokens  # of the prompt that may be reused
+        self.with_state = with_state
         self.cached_blocks = 0  # of them on the device when it began
         self.fetched_blocks = 0  # behind those: came, and are indexed
         self.fetched_bytes = 0
@@ -95,8 +97,8 @@ class Fetch:
         # ---- its owner's
         self.pin: PinnedPrefix | None = None
         self.look: _Look | None = None
-        self.snapshot_look: _Look | None = None
-        self.candidates: list[_Item] = []  # snapshots, the best first; without a row yet
+        self.state_look: _Look | None = None
+        self.candidates: list[_Item] = []  # states and snapshots, the best first
         self.block_ids: list[int] = []  # in flight
         self.items: list[_Item] = []  # blocks, in their order
         self.snapshot: _Item | None = None
@@ -153,17 +155,13 @@ class Fetches:
         self.open: list[Fetch] = []  # with memory that is not given back yet
         self.refused = self.records = self.bytes = self.tokens = self.started = self.cancelled = 0
 
-    def start(self, fetch: Fetch, *, state_tokens: int = 0) -> None:
-        """Asks the tiers. With `state_tokens` also for the state of a request of that length."""
-        trail = fetch.trail
-        trail.hash_blocks(fetch.blocks)
-        nodes = self._prefix.index.match(trail, fetch.blocks)
+    def start(self, fetch: Fetch) -> None:
+        """Asks the tiers."""
+        trail, blocks = fetch.trail, fetch.tokens // self._block_tokens
+        trail.hash_blocks(blocks)
+        nodes = self._prefix.index.match(trail, blocks)
         fetch.cached_blocks = len(nodes)
-        labels = [self._labels.of_block(trail, n) for n in range(len(nodes), fetch.blocks)]
-        if state_tokens:
-            label = self._labels.of_state(trail, state_tokens)
-            labels.append(label)
-            fetch.state = _Item(label, [], None)
+        labels = [self._labels.of_block(trail, n) for n in range(len(nodes), blocks)]
         self.open.append(fetch)
         self.started += 1
         if nodes:
@@ -180,8 +178,8 @@ class Fetches:
                 return
             self._take_blocks(fetch)
         self._move(fetch)
-        if self._blocks_settled(fetch) and self._state_settled(fetch):
-            self._settle_snapshot(fetch)
+        if self._blocks_settled(fetch):
+            self._settle_state(fetch)
             if fetch.done:
                 self._move(fetch)
 
@@ -213,12 +211,8 @@ class Fetches:
         assert look is not None
         assert look.sources is not None
         fetch.look = None
-        if fetch.state is not None:
-            fetch.state.sources = look.sources[-1]
-            if not fetch.state.sources:
-                fetch.state = None
         found = 0
-        while found < fetch.blocks - fetch.cached_blocks and look.sources[found]:
+        while found < len(look.sources) and look.sources[found]:
             found += 1
         table, prefix = self._table, self._prefix
         count = min(found, table.allocator.free + prefix.evictable_blocks())
@@ -392,42 +386,47 @@ class Fetches:
                 return False
         return True
 
-    def _state_settled(self, fetch: Fetch) -> bool:
-        return fetch.state is None or fetch.state.stage in (_Stage.LOADED, _Stage.LOST)
-
-    def _settle_snapshot(self, fetch: Fetch) -> None:
-        """All blocks are there that will be: finds the best snapshot of them, then adopts all."""
+    def _settle_state(self, fetch: Fetch) -> None:
+        """All blocks are there that will be: finds the best state behind them, then adopts all."""
         here = self._count_here(fetch)
         behind = fetch.cached_blocks + here
-        usable = fetch.state is not None and fetch.state.stage is _Stage.LOADED
-        if usable and behind == fetch.blocks:
-            self._adopt(fetch, here)  # the state is better than any snapshot
-            return
-        if fetch.snapshot_look is None:
-            labels = self._wanted_snapshots(fetch, behind)
-            fetch.snapshot_look = self._ask(labels)
-        if fetch.snapshot_look.sources is None:
-            if not self._answered(fetch.snapshot_look):
+        if fetch.state_look is None:
+            labels = [*self._wanted_states(fetch, behind), *self._wanted_snapshots(fetch, behind)]
+            fetch.state_look = self._ask(labels)
+        look = fetch.state_look
+        if look.sources is None:
+            if not self._answered(look):
                 return
-            look = fetch.snapshot_look
             assert look.sources is not None
             found = zip(look.labels, look.sources, strict=True)
             fetch.candidates = [_Item(label, sources, None) for label, sources in found if sources]
-        while True:
-            if fetch.snapshot is not None and fetch.snapshot.stage is not _Stage.LOST:
-                if fetch.snapshot.stage is _Stage.HERE:
-                    break
-                return
+        while (item := fetch.state or fetch.snapshot) is None or item.stage is _Stage.LOST:
+            fetch.state = fetch.snapshot = None
             if not fetch.candidates:
                 break
-            if fetch.snapshot_row is None:
-                fetch.snapshot_row = self._prefix.take_row()
+            item = fetch.candidates.pop(0)
+            if item.label.kind is Kind.STATE:
+                fetch.state = item
+            else:
+                if fetch.snapshot_row is None:
+                    fetch.snapshot_row = self._prefix.take_row()
                 if fetch.snapshot_row is None:
                     break
-            fetch.snapshot = fetch.candidates.pop(0)
-            fetch.snapshot.target = self._prefix.pool.bytes[fetch.snapshot_row]
+                item.target = self._prefix.pool.bytes[fetch.snapshot_row]
+                fetch.snapshot = item
             self._move(fetch)
-        self._adopt(fetch, here)
+        ready = (_Stage.LOADED,) if item is fetch.state else (_Stage.HERE, _Stage.LOST)
+        if item is None or item.stage in ready:
+            self._adopt(fetch, here)
+
+    def _wanted_states(self, fetch: Fetch, behind: int) -> list[Label]:
+        """States of requests that had these blocks and no further one, the longest first."""
+        first = behind * self._block_tokens
+        if not fetch.with_state:
+            return []
+        last = min(fetch.tokens, first + self._block_tokens - 1)
+        lengths = range(last, max(first, 1) - 1, -1)
+        return [self._labels.of_state(fetch.trail, tokens) for tokens in lengths]
 
     def _wanted_snapshots(self, fetch: Fetch, behind: int) -> list[Label]:
         """Of the boundaries that make a shorter way than a replay and than what is cached."""
@@ -502,7 +501,7 @@ class Fetches:
                 self._move(fetch)
 
     def take_state(self, fetch: Fetch) -> HostRow | None:
-        """The state that came, held; the caller releases it."""
+        """The row of the state that came, held; the caller releases it."""
         item = fetch.state
         if item is None or item.stage is not _Stage.LOADED or not fetch.done:
             return None

@@ -301,17 +301,17 @@ class Transfers:
     def fetch(
         self,
         trail: TokenTrail,
-        blocks: int,
+        tokens: int,
         *,
+        with_state: bool,
         poll: Callable[[Fetch], None],
         cancel: Callable[[Fetch], None],
         arriving: list[object],
-        state_tokens: int = 0,
     ) -> Fetch:
         self.pump()
-        fetch = Fetch(trail, blocks, poll=poll, cancel=cancel)
+        fetch = Fetch(trail, tokens, with_state=with_state, poll=poll, cancel=cancel)
         arriving.append(fetch)
-        self.fetches.start(fetch, state_tokens=state_tokens)
+        self.fetches.start(fetch)
         return fetch
 
     def advance(self, fetch: Fetch) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, periodic
 from dsv4.cache.schema import CacheSchema
-from dsv4.errors import InvalidInput, require_count
+from dsv4.errors import InvalidInput, RecoveryNeeded, ThreadError, require_count
 from dsv4.integrations.transformers.fast_attention import (
     FastAttention,
     RunningStep,
@@ -20,8 +23,13 @@ from dsv4.integrations.transformers.fast_attention import (
 from dsv4.integrations.transformers.fast_caches import FastCaches
 from dsv4.integrations.transformers.fast_forward import FastForward
 from dsv4.integrations.transformers.model_check import cache_schema, require_type, require_v4
+from dsv4.integrations.transformers.paged_cache import FETCH_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from dsv4.tiers.tier import Tier
 
 PREFIX = PrefixOptions()
+KEEP_TIMEOUT_S = 30.0
 
 
 def accelerate(
@@ -35,6 +43,8 @@ def accelerate(
     capture: bool = True,
     prefix: PrefixOptions | None = PREFIX,
     warmup: bool = False,
+    tiers: Sequence[Tier] = (),
+    fetch_timeout_s: float = FETCH_TIMEOUT_S,
 ) -> None:
     """Replaces the attention of every layer of a DeepseekV4ForCausalLM, in place, for inference.
 
@@ -50,6 +60,11 @@ def accelerate(
 
     With `warmup` all kernels are compiled now (KVCacheManager.warmup), and no prompt waits for the
     compiler; on a CPU there is nothing to compile.
+
+    With `tiers` (docs/tiers.md) that outlives the process: a conversation goes on without running
+    what was said, in whatever process has the same tiers. Prompts wait for them `fetch_timeout_s`
+    at most. `prefix` must have a `model_id` then, which names the weights. Rows that are given back
+    leave where they were in the tiers; `restore` and the end of the process wait for that.
 
     Raises InvalidInput, ConfigError or SchemaError, and the model is unchanged.
     """
@@ -71,12 +86,16 @@ def accelerate(
             max_step_tokens=max_step_tokens,
             device=model.device,
             prefix=_default_prefix(schema) if prefix is PREFIX else prefix,
+            tiers=tiers,
         )
+        if tiers:
+            weakref.finalize(model, _keep_all, manager)
         tables = make_rope_tables(model.model.rotary_emb, max_context, manager.device)
         if warmup:
             manager.warmup(kv_norm=False, round_bf16=rounds_scores(schema))
     step = RunningStep(manager=manager, rope_tables=tables)
-    forward = FastForward(model.model, step, FastCaches(manager, model), capture=capture)
+    caches = FastCaches(manager, model, fetch_timeout_s=fetch_timeout_s)
+    forward = FastForward(model.model, step, caches, capture=capture)
     for layer in model.model.layers:
         _replace_forward(layer.self_attn, FastAttention(layer.self_attn, step))
     _replace_forward(model.model, forward)
@@ -91,11 +110,23 @@ def restore(model: Any) -> None:
     require_type(model)
     if not is_accelerated(model):
         raise InvalidInput("the model is not accelerated: there is nothing to restore")
-    vars(model.model)["forward"].hook.remove()
+    forward = vars(model.model)["forward"]
+    _keep_all(forward.step.manager)
+    forward.hook.remove()
     for module in (model.model, *(layer.self_attn for layer in model.model.layers)):
         replaced = vars(module).pop("forward").replaced
         if replaced is not None:
             vars(module)["forward"] = replaced
+
+
+def _keep_all(manager: KVCacheManager) -> None:
+    """What the rows hold goes to the tiers, as far as it can in a while."""
+    if manager.transfers is None:
+        return
+    with suppress(ThreadError, RecoveryNeeded):
+        for request in manager.requests:
+            manager.release_later(request, suspend=True)
+        manager.drain_tiers(KEEP_TIMEOUT_S)
 
 
 def _default_prefix(schema: CacheSchema) -> PrefixOptions | None:

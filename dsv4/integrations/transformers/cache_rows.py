@@ -35,8 +35,8 @@ class CacheRows:
     in the history and in no request. Layers and cache share this object; it does not know the
     cache."""
 
-    def __init__(self, manager: KVCacheManager, model: Any) -> None:
-        self.manager = manager
+    def __init__(self, manager: KVCacheManager, model: Any, *, fetch_timeout_s: float) -> None:
+        self.manager, self._fetch_timeout_s = manager, fetch_timeout_s
         self.model: weakref.ref[Any] = weakref.ref(model)
         self.last_call: Call | None = None
         self._forget()
@@ -69,14 +69,20 @@ class CacheRows:
         admitted: list[Request] = []
         try:
             for row in range(batch):
-                prompt = 0 if prompts is None else prompts[row]
-                admitted.append(self.manager.admit_request(prompt))
+                admitted.append(self._admit(None if prompts is None else prompts[row]))
         except BaseException:
             for request in admitted:
                 self.manager.release_request(request)
             raise
         self.requests, self.writer = admitted, writer
         self.history = History(batch)
+
+    def _admit(self, prompt: NDArray[np.int64] | None) -> Request:
+        if prompt is None:
+            return self.manager.admit_request(0)
+        if self.manager.transfers is None:
+            return self.manager.admit_request(prompt)
+        return self.manager.admit_fetched(prompt, timeout_s=self._fetch_timeout_s)
 
     def check_batch(self, batch: int, writer: Writer) -> None:
         """Raises InvalidInput for a batch that these rows cannot be."""
@@ -98,14 +104,17 @@ class CacheRows:
 
     def release(self) -> None:
         """Gives all rows back; the next forward opens new ones."""
+        if self.manager.transfers is not None:
+            self.release_later()
         for request in self.requests:
             self.manager.release_request(request)
         self._forget()
 
     def release_later(self) -> None:
-        """The same wherever a garbage collection starts, in the middle of a call too."""
+        """The same wherever a garbage collection starts, in the middle of a call too. Where the
+        manager has tiers, they keep where each row was."""
         for request in self.requests:
-            self.manager.release_later(request)
+            self.manager.release_later(request, suspend=self.manager.transfers is not None)
         self._forget()
 
     def fork_from(self, other: CacheRows) -> None:

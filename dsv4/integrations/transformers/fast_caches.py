@@ -20,8 +20,9 @@ class FastCaches:
     """One PagedCache a batch that is being generated. Rows come back when a cache is forgotten, or
     when a new batch needs them: then the caches that were not used for longest are closed."""
 
-    def __init__(self, manager: KVCacheManager, model: Any) -> None:
+    def __init__(self, manager: KVCacheManager, model: Any, *, fetch_timeout_s: float) -> None:
         self._manager, self._model = manager, model
+        self._fetch_timeout_s = fetch_timeout_s
         self._last_use: WeakKeyDictionary[PagedCache, int] = WeakKeyDictionary()
         self._why_closed: WeakKeyDictionary[PagedCache, str] = WeakKeyDictionary()
         # empty caches of transformers' own that were passed in, as generate makes them
@@ -46,7 +47,9 @@ class FastCaches:
         cache = self.find(given, rows=rows)
         if cache is None:
             with torch.inference_mode(False):
-                cache = PagedCache(self._manager, self._model)
+                cache = PagedCache(
+                    self._manager, self._model, fetch_timeout_s=self._fetch_timeout_s
+                )
             if given is not None:
                 self._stands_for[given] = cache
         if not cache.requests:

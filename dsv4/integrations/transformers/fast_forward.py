@@ -188,20 +188,29 @@ class FastForward:
                     "input_ids": None if ids is None else ids[:, piece],
                     "inputs_embeds": None if embeds is None else embeds[:, piece],
                 }
-                with self._planned(steps) as plan:
+                with self._planned(steps, self._told(ids, piece)) as plan:
                     outputs.append(self._forward(plan, **inputs, **options))
         return outputs
 
     def _replay(self, steps: list[tuple[Request, int]], ids: Tensor) -> Any:
         assert self.graphs is not None
         size = self.graphs.padded(len(steps))
-        with self._planned(steps, pad_tokens=size, pad_requests=size) as plan:
+        told = self._told(ids, slice(None))
+        with self._planned(steps, told, pad_tokens=size, pad_requests=size) as plan:
             hidden: Any = self.graphs(ids, plan)
             plan.mark_appended()
         return MoeModelOutputWithPast(last_hidden_state=hidden)
 
+    def _told(self, ids: Tensor | None, piece: slice) -> Tensor | None:
+        """With tiers what a row says is cached too, so its ids must reach the host."""
+        if ids is None or self.step.manager.transfers is None:
+            return None
+        return ids[0, piece].cpu()
+
     @contextmanager
-    def _planned(self, steps: list[tuple[Request, int]], **padding: int) -> Iterator[ForwardPlan]:
+    def _planned(
+        self, steps: list[tuple[Request, int]], ids: Tensor | None, **padding: int
+    ) -> Iterator[ForwardPlan]:
         """A plan that is committed at the end. After a failure it is abandoned, so that lengths
         stay; if that is too late they move, which tells that the rows are lost."""
         manager = self.step.manager
@@ -216,7 +225,7 @@ class FastForward:
             raise
         finally:
             self.step.plan = None
-        manager.commit(plan)
+        manager.commit(plan, ids=ids)
 
     def _forward(self, plan: ForwardPlan, **options: Any) -> Any:
         return self.own_forward(

@@ -23,6 +23,7 @@ from dsv4.integrations.transformers.model_check import cache_schema, require_sch
 
 # columns that a replay runs at once: transformers' attention is dense in them
 REPLAY_COLUMNS = 2048
+FETCH_TIMEOUT_S = 5.0
 
 
 class PagedCache(Cache):
@@ -32,11 +33,14 @@ class PagedCache(Cache):
     their rows back. For inference: no gradient flows through what is stored.
     """
 
-    def __init__(self, manager: KVCacheManager, model: Any) -> None:
-        """Rows of a manager that may serve several caches. Raises InvalidInput, SchemaMismatch."""
+    def __init__(
+        self, manager: KVCacheManager, model: Any, *, fetch_timeout_s: float = FETCH_TIMEOUT_S
+    ) -> None:
+        """Rows of a manager that may serve several caches. Prompts wait for the manager's tiers, if
+        it has any, so long at most. Raises InvalidInput, SchemaMismatch."""
         require_v4(model)
         require_schema(manager.schema, model)
-        self.rows = CacheRows(manager, model)
+        self.rows = CacheRows(manager, model, fetch_timeout_s=fetch_timeout_s)
         super().__init__(
             layers=[PagedLayer(self.rows, i) for i in range(len(manager.schema.layers))]
         )
