@@ -16,6 +16,7 @@ from benchmarks import (
     index_scores,
     prefill,
     prefix,
+    tiers,
     top_k,
     transformers_decode,
 )
@@ -29,6 +30,7 @@ def _indexer() -> Iterable[Case]:
 SUITES: dict[str, Callable[[], Iterable[Case]]] = {
     "host": host.cases,
     "prefix": prefix.cases,
+    "tiers": tiers.cases,
     "writes": append.cases,
     "gather": gather.cases,
     "indexer": _indexer,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.stats import PrefixStats, TransferStats
 from dsv4.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from dsv4.tiers.tier import TierStats
 
 
 def prometheus_text(manager: KVCacheManager) -> str:
@@ -35,9 +39,14 @@ class ManagerCollector:
         stats = self._manager.stats()
         yield _gauge(
             "dsv4_blocks",
-            "Blocks of the pool: held by requests, cached and idle, free.",
+            "Blocks of the pool: held by requests, cached and idle, in flight, free.",
             "state",
-            {"live": stats.blocks_live, "cached": stats.blocks_cached, "free": stats.blocks_free},
+            {
+                "live": stats.blocks_live,
+                "cached": stats.blocks_cached,
+                "in flight": stats.blocks_in_flight,
+                "free": stats.blocks_free,
+            },
         )
         yield _gauge(
             "dsv4_slots",
@@ -52,58 +61,135 @@ class ManagerCollector:
             "arena",
             {"block": stats.block_bytes_live, "slot": stats.slot_bytes_live},
         )
-        prefix = stats.prefix
-        if prefix is None:
-            return
-        yield _gauge(
-            "dsv4_prefix_cached_bytes",
-            "Bytes in blocks that only the prefix cache keeps, by what is in them.",
-            "kind",
-            prefix.cached_bytes_by_kind,
-        )
-        yield _gauge(
-            "dsv4_prefix_snapshots",
-            "Snapshots of the prefix cache.",
-            "state",
-            {
-                "used": prefix.snapshots_used,
-                "free": prefix.snapshots_total - prefix.snapshots_used,
-            },
-        )
-        yield _counter(
-            "dsv4_prefix_hits", "Prompts that found a prefix, by its state.", "state", prefix.hits
-        )
-        yield _counter(
-            "dsv4_prefix_misses", "Prompts that found none, by reason.", "reason", prefix.misses
-        )
-        yield _counter(
-            "dsv4_prefix_evictions",
-            "What was let go for want of memory.",
-            "what",
-            {"block": prefix.block_evictions, "snapshot": prefix.snapshot_evictions},
-        )
-        yield _counter(
-            "dsv4_prefix_tokens",
-            "Prompt tokens: asked for, not run at all, in shared blocks.",
-            "what",
-            {
-                "asked": prefix.tokens_asked,
-                "skipped": prefix.tokens_skipped,
-                "shared": prefix.tokens_shared,
-            },
-        )
+        if stats.prefix is not None:
+            yield from _prefix_families(stats.prefix)
+        if stats.transfers is not None:
+            yield from _transfer_families(stats.transfers, stats.tiers)
+
+
+def _prefix_families(prefix: PrefixStats) -> Iterator[Any]:
+    yield _gauge(
+        "dsv4_prefix_cached_bytes",
+        "Bytes in blocks that only the prefix cache keeps, by what is in them.",
+        "kind",
+        prefix.cached_bytes_by_kind,
+    )
+    yield _gauge(
+        "dsv4_prefix_snapshots",
+        "Snapshots of the prefix cache.",
+        "state",
+        {
+            "used": prefix.snapshots_used,
+            "free": prefix.snapshots_total - prefix.snapshots_used,
+        },
+    )
+    yield _counter(
+        "dsv4_prefix_hits", "Prompts that found a prefix, by its state.", "state", prefix.hits
+    )
+    yield _counter(
+        "dsv4_prefix_misses", "Prompts that found none, by reason.", "reason", prefix.misses
+    )
+    yield _counter(
+        "dsv4_prefix_evictions",
+        "What was let go for want of memory.",
+        "what",
+        {"block": prefix.block_evictions, "snapshot": prefix.snapshot_evictions},
+    )
+    yield _counter(
+        "dsv4_prefix_tokens",
+        "Prompt tokens: asked for, not run at all, in shared blocks.",
+        "what",
+        {
+            "asked": prefix.tokens_asked,
+            "skipped": prefix.tokens_skipped,
+            "shared": prefix.tokens_shared,
+        },
+    )
+
+
+def _transfer_families(transfers: TransferStats, tiers: Sequence[TierStats]) -> Iterator[Any]:
+    yield _counter(
+        "dsv4_transfer_records",
+        "Records between the device and its tiers.",
+        "what",
+        {
+            "copied": transfers.records_copied,
+            "stored": transfers.records_stored,
+            "dropped": transfers.records_dropped,
+            "refused": transfers.records_refused,
+            "fetched": transfers.records_fetched,
+        },
+    )
+    yield _counter(
+        "dsv4_transfer_bytes",
+        "Bytes from the device to the host and back.",
+        "what",
+        {"copied": transfers.bytes_copied, "fetched": transfers.bytes_fetched},
+    )
+    yield _counter(
+        "dsv4_transfer_requests",
+        "Requests that left the device, and that came back with their state.",
+        "what",
+        {"suspended": transfers.requests_suspended, "resumed": transfers.requests_resumed},
+    )
+    counter, gauge = _classes()
+    for kind, name, text, label, read in (
+        (counter, "records", "Records: found, not found, kept, not kept.", "what", _records),
+        (counter, "refused", "Records that are not what they say.", "reason", _refused),
+        (counter, "bytes", "Bytes loaded and stored.", "what", _bytes),
+        (counter, "seconds", "From call to outcome, summed over records.", "what", _seconds),
+        (gauge, "worst_seconds", "The longest that a record took.", "what", _worst_seconds),
+        (counter, "troubles", "Outages, and deadlines that were missed.", "what", _troubles),
+        (gauge, "held_bytes", "Bytes that are held, may be held, wait.", "what", _held),
+    ):
+        family = kind(f"dsv4_tier_{name}", text, labels=["tier", label])
+        for tier in tiers:
+            for key, value in read(tier).items():
+                family.add_metric([tier.name, key], value)
+        yield family
+
+
+def _records(tier: TierStats) -> dict[str, float]:
+    return {"hit": tier.hits, "missed": tier.misses, "stored": tier.stored, "dropped": tier.dropped}
+
+
+def _refused(tier: TierStats) -> dict[str, float]:
+    return {str(reason): count for reason, count in tier.refused.items()}
+
+
+def _bytes(tier: TierStats) -> dict[str, float]:
+    return {"loaded": tier.loaded_bytes, "stored": tier.stored_bytes}
+
+
+def _seconds(tier: TierStats) -> dict[str, float]:
+    return {"load": tier.load.total_s, "store": tier.store.total_s}
+
+
+def _worst_seconds(tier: TierStats) -> dict[str, float]:
+    return {"load": tier.load.worst_s, "store": tier.store.worst_s}
+
+
+def _troubles(tier: TierStats) -> dict[str, float]:
+    return {"outage": tier.outages, "late": tier.late}
+
+
+def _held(tier: TierStats) -> dict[str, float]:
+    held = {"held": tier.held_bytes, "capacity": tier.capacity_bytes, "queued": tier.queued_bytes}
+    return {what: count for what, count in held.items() if count is not None}
+
+
+def _classes() -> tuple[Any, Any]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    return CounterMetricFamily, GaugeMetricFamily
 
 
 def _gauge(name: str, text: str, label: str | None, values: dict[str, int] | int) -> Any:
-    from prometheus_client.core import GaugeMetricFamily
-
-    return _filled(GaugeMetricFamily, name, text, label, values)
+    return _filled(_classes()[1], name, text, label, values)
 
 
 def _counter(name: str, text: str, label: str, values: Any) -> Any:
-    from prometheus_client.core import CounterMetricFamily
-
-    return _filled(CounterMetricFamily, name, text, label, values)
+    return _filled(_classes()[0], name, text, label, values)
 
 
 def _filled(kind: Any, name: str, text: str, label: str | None, values: Any) -> Any:

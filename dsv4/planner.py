@@ -21,6 +21,7 @@ from typing import Any, Literal
 from dsv4.cache.prefix.snapshot_layout import SnapshotLayout
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.errors import InvalidInput, PoolTooSmall, require_count
+from dsv4.tiers.sizes import HEADER_BYTES, padded
 
 Question = Literal["bytes", "memory", "requests", "context", "fits"]
 # bytes that a manager of so many requests allocates besides blocks, slots and block table; never
@@ -73,6 +74,51 @@ class Sizing:
         if self.budget is not None:
             result["budget"]["total_bytes"] = self.budget.total_bytes
         return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSizing:
+    """How many tokens a tier of a size keeps: their blocks, and a snapshot per period (none for 0).
+    A record is its row and a header in whole units of 4 KiB. `times_device` is how many bytes a
+    block takes there for one of the device."""
+
+    tier_bytes: int
+    snapshot_period_tokens: int
+    block_record_bytes: int
+    snapshot_record_bytes: int
+    bytes_per_token: float
+    tokens: int
+    times_device: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan_tier(
+    schema: CacheSchema, *, tier_bytes: int, snapshot_period_tokens: int = 1024
+) -> TierSizing:
+    """What of a cache a tier of so many bytes keeps. Raises InvalidInput."""
+    require_count("tier_bytes", tier_bytes)
+    period = require_count("snapshot_period_tokens", snapshot_period_tokens, at_least=0)
+    if not schema.block_bytes:
+        raise InvalidInput("a model of window-only layers keeps nothing in blocks, nor in tiers")
+    if period % schema.block_tokens:
+        raise InvalidInput(
+            f"a snapshot every {period} tokens: they are taken where blocks of "
+            f"{schema.block_tokens} end"
+        )
+    block = padded(HEADER_BYTES + schema.block_bytes)
+    snapshot = padded(HEADER_BYTES + SnapshotLayout(schema).row_bytes)
+    per_token = block / schema.block_tokens + (snapshot / period if period else 0)
+    return TierSizing(
+        tier_bytes=tier_bytes,
+        snapshot_period_tokens=period,
+        block_record_bytes=block,
+        snapshot_record_bytes=snapshot,
+        bytes_per_token=per_token,
+        tokens=int(tier_bytes / per_token) // schema.block_tokens * schema.block_tokens,
+        times_device=block / schema.block_bytes,
+    )
 
 
 def plan(

@@ -16,7 +16,7 @@ from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
 from dsv4.cache.schema import BlockBudget, CacheSchema
 from dsv4.cli.errors import reported_errors
 from dsv4.model import PRESETS, ModelSpec
-from dsv4.planner import OtherBytes, Sizing, plan
+from dsv4.planner import OtherBytes, Sizing, TierSizing, plan, plan_tier
 from dsv4.plots.plan import plot_plan, requests_to_draw
 from dsv4.units import format_bytes, format_tokens, parse_bytes, parse_tokens
 
@@ -65,6 +65,12 @@ def plan_command(
     device: Annotated[
         str, typer.Option(help="Where the manager will be: workspaces depend on the GPU.")
     ] = "cpu",
+    tier: Annotated[
+        str | None, typer.Option(help="Memory of a tier below the device: 512GiB, 4TB.")
+    ] = None,
+    snapshot_every: Annotated[
+        str, typer.Option(help="Tokens between snapshots that a tier keeps; 0: none.")
+    ] = "1024",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw memory against context into this file.")
@@ -77,7 +83,8 @@ def plan_command(
 
     Give two of --memory, --context and --requests and the third is the answer; give all three and
     the answer is whether they fit. A context left out is the longest of the model. The answer is
-    about the cache alone, or with --step-tokens about all that a manager allocates.
+    about the cache alone, or with --step-tokens about all that a manager allocates. With --tier it
+    says how many tokens a tier of that size keeps.
     """
     with reported_errors(as_json=as_json):
         schema = CacheSchema.build(
@@ -101,10 +108,16 @@ def plan_command(
             curves = requests_to_draw(found.requests)
             plot_plan(schema, plot, memory_bytes=found.memory_bytes, requests=curves)
         maps = {arena: schema.byte_map(arena) for arena in ("block", "slot")} if byte_map else {}
+        below = None
+        if tier is not None:
+            every = 0 if snapshot_every == "0" else parse_tokens(snapshot_every)
+            below = plan_tier(schema, tier_bytes=parse_bytes(tier), snapshot_period_tokens=every)
         if as_json:
-            typer.echo(json.dumps(_json(found, maps, plot), indent=2))
+            typer.echo(json.dumps(_json(found, maps, plot, below), indent=2))
         else:
             print_plan(found, maps, plot)
+            if below is not None:
+                print_tier(below)
 
 
 def _model(name: str) -> ModelSpec:
@@ -138,8 +151,12 @@ def _other_bytes(
     return other_bytes
 
 
-def _json(found: Sizing, maps: dict[str, str], plot: Path | None) -> dict[str, Any]:
+def _json(
+    found: Sizing, maps: dict[str, str], plot: Path | None, below: TierSizing | None
+) -> dict[str, Any]:
     result = found.to_dict()
+    if below is not None:
+        result["tier"] = below.to_dict()
     if maps:
         result["byte_map"] = {arena: text.splitlines() for arena, text in maps.items()}
     if plot is not None:
@@ -169,6 +186,23 @@ def print_plan(found: Sizing, maps: dict[str, str], plot: Path | None) -> None:
         console.print(Text(f"plot written to {plot}"), soft_wrap=True)
     for text in maps.values():
         typer.echo(f"\n{text}")
+
+
+def print_tier(below: TierSizing) -> None:
+    """What a tier keeps, as a table and a sentence."""
+    console = Console()
+    table = _table("record in a tier", "bytes", "")
+    table.add_row("block", *_bytes(below.block_record_bytes))
+    table.add_row("snapshot", *_bytes(below.snapshot_record_bytes))
+    console.print(table)
+    how = "without snapshots"
+    if below.snapshot_period_tokens:
+        how = f"with a snapshot every {below.snapshot_period_tokens:,}"
+    answer = (
+        f"A tier of {format_bytes(below.tier_bytes)} keeps {below.tokens:,} tokens {how}: "
+        f"{below.bytes_per_token:,.2f} bytes a token."
+    )
+    console.print(Text(answer, style="bold"), soft_wrap=True)
 
 
 def _table(*columns: str) -> Table:

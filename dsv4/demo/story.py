@@ -4,6 +4,7 @@ transformers  each prompt alone, on transformers' own cache: what the others are
 paged         the same model with a PagedCache: logits must be equal bit for bit
 batch         accelerated, all prompts in one padded batch: tokens must be equal
 prefix        a prompt whose beginning is cached: tokens must be equal
+restart       a process that answered is killed, this one goes on from disk: tokens must be equal
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from dsv4.demo.events import DemoReport, PartBegins, PartResult, PrefixResult, V
 from dsv4.demo.model import random_prompt
 from dsv4.demo.prefix import run_twice
 from dsv4.demo.watch import Emit, Watcher
+from dsv4.errors import MissingExtra
 from dsv4.integrations.transformers import PagedCache, accelerate, restore
 from dsv4.units import format_bytes
 
@@ -28,6 +32,7 @@ from dsv4.units import format_bytes
 PROMPT_TOKENS = {"A": 250, "B": 5, "C": 118, "D": 64}
 NEW_TOKENS = 16
 SHARED_TOKENS, QUESTION_TOKENS = 384, 24
+RESTART_TOKENS = 150
 RECORDS = "bf16"  # unquantised
 # transformers adds in another order, so where its own two best logits are this close, either is
 # right, and so is what follows
@@ -101,6 +106,28 @@ class Story:
         self._end(clock, verdict, f"{_saving(result)}; {note}", ["second"])
         return result
 
+    def restart(self) -> None:
+        clock = self._begin("restart", "a process answers and is killed, another goes on from disk")
+        try:
+            from dsv4.demo.restart import answer_and_die, go_on
+        except MissingExtra as error:
+            self._end(clock, "not compared", str(error), [])
+            return
+        with TemporaryDirectory(prefix="dsv4-demo-") as root:
+            prompt = random_prompt(RESTART_TOKENS, seed=200)
+            said = answer_and_die(Path(root), prompt, new_tokens=NEW_TOKENS)
+            question = torch.cat((said, random_prompt(QUESTION_TOKENS, seed=201)))
+            found = go_on(self.model, Path(root), question, new_tokens=NEW_TOKENS, records=RECORDS)
+        theirs = _generate(self.model, question[None])
+        verdict, note = compare_tokens("the question", found.tokens, theirs)
+        if found.run_tokens > QUESTION_TOKENS + 1:
+            verdict, note = "differs", "what was said was run again"
+        told = (
+            f"{found.run_tokens} of {found.prompt_tokens} tokens run, "
+            f"{format_bytes(found.loaded_bytes)} from disk"
+        )
+        self._end(clock, verdict, f"{told}; {note}", ["question"])
+
     def _generate_batch(self) -> Generated:
         """All prompts, padded on the left, through the accelerated model."""
         steps = zip(*self.alone_bytes.values(), strict=True)
@@ -164,6 +191,7 @@ def run_demo(model: Any, emit: Emit) -> DemoReport:
         story.paged()
         story.batch()
         prefix = story.prefix()
+        story.restart()
     return DemoReport(parts=story.parts, prefix=prefix)
 
 

@@ -7,18 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsv4.tiers.record import (
-    HEADER_BYTES,
-    Key,
-    Label,
-    Parts,
-    Reason,
-    Record,
-    Refusal,
-    check,
-    read_header,
-)
+from dsv4.tiers.record import Key, Label, Parts, Reason, Record, Refusal, check, read_header
 from dsv4.tiers.shelves import Found, Shelves, read_at
+from dsv4.tiers.sizes import HEADER_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,8 @@ import numpy as np
 from dsv4.errors import InvalidInput
 from dsv4.tiers.extents import Extent, Extents
 from dsv4.tiers.lru import Lru
-from dsv4.tiers.record import UNIT_BYTES, Key, Label, Parts, Record, Refusal, Region
+from dsv4.tiers.record import Key, Label, Parts, Record, Refusal, Region
+from dsv4.tiers.sizes import UNIT_BYTES
 from dsv4.tiers.tier import DONE, DROPPED, MISSING, Limits, Outcome, QueuedTier
 
 

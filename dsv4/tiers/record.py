@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dsv4.errors import InvalidInput, MissingExtra, require_count
+from dsv4.tiers.sizes import HEADER_BYTES, UNIT_BYTES, padded
 
 try:
     import xxhash
@@ -34,9 +35,7 @@ except ImportError as error:
     ) from error
 
 RECORD_VERSION = 1
-HEADER_BYTES = 256
 DIGEST_BYTES = 32
-UNIT_BYTES = 4096  # what O_DIRECT, mmap and cudaHostRegister count in
 MAGIC = b"\x89DSV4\r\n\0"  # a text-mode copy, a lost high bit or a lost zero breaks it
 _FIELDS = struct.Struct("<8sHHIQQ32s32s32s16s")
 _HEADER_SUM = struct.Struct("<Q")
@@ -123,11 +122,6 @@ class Label:
 
 
 # ---- memory --------------------------------------------------------------------------------------
-
-
-def padded(count_bytes: int) -> int:
-    """So many bytes in whole units of 4 KiB."""
-    return -(-count_bytes // UNIT_BYTES) * UNIT_BYTES
 
 
 def address(memory: memoryview) -> int:

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4.errors import InvalidInput
-from dsv4.tiers.record import RECORD_VERSION, UNIT_BYTES, Key, Kind
+from dsv4.tiers.record import RECORD_VERSION, Key, Kind
+from dsv4.tiers.sizes import UNIT_BYTES
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME = re.compile(r"[0-9a-f]{64}", re.ASCII)

@@ -85,6 +85,22 @@ def test_with_step_tokens_all_is_counted_that_a_manager_allocates() -> None:
     assert "step buffers, workspace, snapshots" in shown
 
 
+def test_a_tier_keeps_so_many_tokens() -> None:
+    result = run("plan", "v4-flash", "--tier", "1GiB", "--json")
+    found = json.loads(result.stdout)["tier"]
+    assert found["block_record_bytes"] == 110 * 4096
+    assert found["times_device"] < 1.01
+    assert found["snapshot_period_tokens"] == 1024
+    whole = found["tokens"] // 128 * found["block_record_bytes"]
+    snapshots = found["tokens"] / 1024 * found["snapshot_record_bytes"]
+    assert whole + snapshots <= 1 << 30
+    assert whole + snapshots > (1 << 30) - 2 * found["snapshot_record_bytes"]
+    text = run("plan", "v4-flash", "--tier", "1GiB", "--snapshot-every", "0").stdout
+    tokens = (1 << 30) // (110 * 4096) * 128
+    assert f"A tier of 1 GiB keeps {tokens:,} tokens without snapshots" in text
+    assert run("plan", "v4-flash", "--tier", "1GiB", "--snapshot-every", "100").exit_code == 2
+
+
 def test_every_option_reaches_the_schema() -> None:
     found = run_json(
         *("v4-flash", "--draft", "4", "--index-format", "fp8", "--record-format", "fp8_row"),

@@ -57,6 +57,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "NEW_TOKENS", 3)
     monkeypatch.setattr(demo, "SHARED_TOKENS", 128)
     monkeypatch.setattr(demo, "QUESTION_TOKENS", 4)
+    monkeypatch.setattr(demo, "RESTART_TOKENS", 20)
 
 
 # ---- what it reports -----------------------------------------------------------------------------
@@ -70,7 +71,14 @@ def test_everything_that_must_agree_does(ran: dict[str, Any]) -> None:
         "paged": "agrees",
         "batch": "agrees",
         "prefix": "agrees",
+        "restart": "agrees",
     }
+
+
+def test_another_process_runs_the_question_alone(ran: dict[str, Any]) -> None:
+    (part,) = [part for part in ran["parts"] if part["part"] == "restart"]
+    # the last token of the answer had not run
+    assert part["note"].startswith(f"25 of {150 + 16 + 24} tokens run, ")
 
 
 def test_tokens_are_those_of_the_model_without_any_cache(ran: dict[str, Any]) -> None:

@@ -22,17 +22,8 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 
-from dsv4.tiers.record import (
-    HEADER_BYTES,
-    UNIT_BYTES,
-    Kind,
-    Label,
-    Parts,
-    Record,
-    Region,
-    padded,
-    seal,
-)
+from dsv4.tiers.record import Kind, Label, Parts, Record, Region, seal
+from dsv4.tiers.sizes import HEADER_BYTES, UNIT_BYTES, padded
 from dsv4.tiers.tier import Limits, Progress, State, Ticket, Tier, TierStats
 
 BLOCK_TOKENS = 128

@@ -17,8 +17,9 @@ import pytest
 
 from dsv4.errors import InvalidInput
 from dsv4.tiers.disk import DiskTier
-from dsv4.tiers.record import HEADER_BYTES, Kind, Label, Reason
+from dsv4.tiers.record import Kind, Label, Reason
 from dsv4.tiers.shelves import Calls, Shelves
+from dsv4.tiers.sizes import HEADER_BYTES
 from dsv4.tiers.tier import Limits, State
 from tests.support.tiers import (
     PATIENT,

@@ -8,7 +8,8 @@ import pytest
 
 from dsv4.errors import InvalidInput
 from dsv4.tiers.host import HostTier
-from dsv4.tiers.record import HEADER_BYTES, Kind, Label, Reason, check, seal
+from dsv4.tiers.record import Kind, Label, Reason, check, seal
+from dsv4.tiers.sizes import HEADER_BYTES
 from dsv4.tiers.tier import State
 from tests.support.tiers import (
     Memory,

@@ -13,7 +13,6 @@ import xxhash
 
 from dsv4.errors import InvalidInput
 from dsv4.tiers.record import (
-    HEADER_BYTES,
     MAGIC,
     Key,
     Kind,
@@ -27,6 +26,7 @@ from dsv4.tiers.record import (
     read_header,
     seal,
 )
+from dsv4.tiers.sizes import HEADER_BYTES
 from tests.support.tiers import Memory, label, payload_in, payload_of
 
 RNG = Random(7)

@@ -23,7 +23,8 @@ from dsv4.cache.transfers.labels import Labels
 from dsv4.cache.transfers.state_layout import StateLayout, spread
 from dsv4.errors import InvalidInput
 from dsv4.tiers.host import HostRow, HostTier
-from dsv4.tiers.record import HEADER_BYTES, Key, Kind, Label, padded
+from dsv4.tiers.record import Key, Kind, Label
+from dsv4.tiers.sizes import HEADER_BYTES, padded
 from dsv4.tiers.tier import Tier, TierStats
 
 MOST_WAITING = 16_384  # records in the outbox; what comes on top is dropped
