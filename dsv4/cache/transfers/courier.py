@@ -136,7 +136,13 @@ class Courier:
             self._end(sealed, [self._keeps] * len(sealed))
             return
         records = [_record(parcel.row) for parcel in sealed]
-        tickets = [(tier, tier.store(records)) for tier in self._below]
+        try:
+            tickets = [(tier, tier.store(records)) for tier in self._below]
+        except Exception:  # rows stay held: some tier may have them
+            LOGGER.exception("%d records are not kept: a bug", len(sealed))
+            for parcel in sealed:
+                parcel.stored, self.dropped = False, self.dropped + 1
+            return
         with self._wake:
             self._sent.append(_Batch(sealed, tickets))
 

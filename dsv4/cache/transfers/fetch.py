@@ -320,10 +320,12 @@ class Fetches:
         """Loads what waits, as far as host memory goes, up to the first record that is lost."""
         wanted: dict[int, list[_Item]] = {}
         lost = False
+        self._hold_at_once(fetch)
         for item in fetch.all_items:
             is_block = item.label.kind is Kind.BLOCK
             if item.stage is _Stage.WAITING and is_block and lost:
                 item.stage = _Stage.LOST
+                self._release(item)
             if item.stage is _Stage.WAITING and not self._begin(fetch, item, wanted):
                 break
             lost = lost or (is_block and item.stage is _Stage.LOST)
@@ -345,7 +347,8 @@ class Fetches:
         while item.sources:
             tier = item.sources[0]
             if tier is self._host:
-                (item.row,) = self._host.hold([item.label])
+                if item.row is None:
+                    (item.row,) = self._host.hold([item.label])
                 item.sources.pop(0)
                 if item.row is None:
                     continue
@@ -366,6 +369,21 @@ class Fetches:
             return True
         item.stage = _Stage.LOST
         return True
+
+    def _hold_at_once(self, fetch: Fetch) -> None:
+        """Rows of the host tier for all that wait for it: a use of a block is one of all before."""
+        waiting = [
+            item
+            for item in fetch.all_items
+            if item.stage is _Stage.WAITING
+            and item.row is None
+            and item.sources
+            and item.sources[0] is self._host
+        ]
+        if len(waiting) > 1:
+            rows = self._host.hold([item.label for item in waiting])
+            for item, row in zip(waiting, rows, strict=True):
+                item.row = row
 
     def _is_busy(self, fetch: Fetch) -> bool:
         """Whether somebody else may give host memory back."""
