@@ -104,21 +104,31 @@ class Courier:
                     self._wake.wait()
                 if self._closed:
                     return
-                parcels, checks = list(self._parcels), list(self._checks)
+                parcels = list(self._parcels)
                 self._parcels.clear()
-                self._checks.clear()
                 self._busy = True
-            for job in checks:  # somebody waits for these
-                job.refusals = [check(_record(row)) for row in job.rows]
+            checked = self._check_rows()
             if parcels:
                 self._dispatch(parcels)
             self._poll()
-            if self._sent and not parcels and not checks:
+            if self._sent and not parcels and not checked:
                 time.sleep(_POLL_S)
+
+    def _check_rows(self) -> bool:
+        """Whether there were any to check. Somebody waits for them."""
+        checked = False
+        while True:
+            with self._wake:
+                if not self._checks:
+                    return checked
+                job = self._checks.popleft()
+            job.refusals = [check(_record(row)) for row in job.rows]
+            checked = True
 
     def _dispatch(self, parcels: Sequence[Parcel]) -> None:
         sealed = []
         for parcel in parcels:
+            self._check_rows()
             try:
                 if parcel.fill is not None:
                     parcel.fill()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOGGER = logging.getLogger("dsv4.tiers")
+CHECKED_AT_ONCE = 64  # rows: those that are checked go up while the next ones are
 
 
 class _Stage(Enum):
@@ -331,8 +332,10 @@ class Fetches:
             lost = lost or (is_block and item.stage is _Stage.LOST)
         for nth, items in wanted.items():
             if nth < 0:
-                rows = [item.row for item in items if item.row is not None]
-                fetch.checks.append((self._courier.check(rows), items))
+                for first in range(0, len(items), CHECKED_AT_ONCE):
+                    some = items[first : first + CHECKED_AT_ONCE]
+                    rows = [item.row for item in some if item.row is not None]
+                    fetch.checks.append((self._courier.check(rows), some))
                 continue
             tier = self._tiers[nth]
             records = [
