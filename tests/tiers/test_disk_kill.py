@@ -12,7 +12,8 @@ from random import Random
 import pytest
 
 from dsv4.tiers.disk import DiskTier
-from dsv4.tiers.record import UNIT_BYTES, Label
+from dsv4.tiers.record import Label
+from dsv4.tiers.sizes import UNIT_BYTES
 from dsv4.tiers.tier import Limits, State
 from tests.support.tiers import Memory, assert_never_wrong, chain, python, store, until
 
