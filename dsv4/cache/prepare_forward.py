@@ -24,7 +24,7 @@ from dsv4.ops.columns import request_columns, token_columns
 
 # what a layer stores of a step, where it is written piece by piece
 WINDOW, TAILS, ENTRIES = 1, 2, 4
-MIN_REACH = 2048
+LEAST_REACH = 2048
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -202,9 +202,17 @@ def make_plan(
 
 
 def reach(schema: CacheSchema, ends: I64) -> int:
-    """A bound on positions, one of few: launches for it serve other steps too."""
-    longest = max(MIN_REACH, int(ends.max(initial=0)))
-    return min(schema.max_context, 1 << (longest - 1).bit_length())
+    """A bound on the positions of a wide step, the least of `all_reaches`."""
+    longest = int(ends.max(initial=0))
+    return next(bound for bound in all_reaches(schema) if longest <= bound)
+
+
+def all_reaches(schema: CacheSchema) -> list[int]:
+    """Few, for launches of one serve other steps too."""
+    found = [LEAST_REACH]
+    while found[-1] < schema.max_context:
+        found.append(4 * found[-1])
+    return [*found[:-1], schema.max_context]
 
 
 def is_narrow(schema: CacheSchema, shape: StepShape) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
 from dsv4.cache.pages import CompressorLayout
-from dsv4.cache.prepare_forward import ForwardPlan
+from dsv4.cache.prepare_forward import ForwardPlan, all_reaches
 from dsv4.cache.step.shape import StepShape
 from dsv4.model import AttentionType
 from dsv4.ops.backend import Backend
@@ -93,6 +93,10 @@ class Warmup:
                     if most_tokens <= tokens:
                         plan = self._plan(tokens, most_tokens, narrow=most_tokens < wide)
                         self._select(layer, plan)
+                for bound in all_reaches(self._schema):
+                    if tokens >= wide:
+                        plan = self._plan(tokens, tokens, narrow=False, reaches=bound)
+                        self._select(layer, plan)
 
     def _step(self, layer: int, *, tokens: int, most_tokens: int, narrow: bool) -> None:
         plan = self._plan(tokens, most_tokens, narrow=narrow)
@@ -135,7 +139,9 @@ class Warmup:
         handle.bind(plan)
         return handle
 
-    def _plan(self, tokens: int, most_tokens: int, *, narrow: bool) -> ForwardPlan:
+    def _plan(
+        self, tokens: int, most_tokens: int, *, narrow: bool, reaches: int | None = None
+    ) -> ForwardPlan:
         """A step that is never run: its index tensors are those of whichever step comes next."""
         buffers = self._buffers
         requests = min(-(-tokens // most_tokens), buffers.max_requests)
@@ -149,10 +155,11 @@ class Warmup:
             starts=nothing,
             ends=nothing,
             narrow=narrow,
+            reaches=None if narrow else reaches or self._schema.max_context,
             batch=buffers.on_device["batch"][:requests],
             tokens=buffers.on_device["tokens"][:tokens],
             items={ratio: buffers.on_device[f"items_{ratio}"][:n] for ratio, n in counts.items()},
-            sizes=(narrow, requests, tokens, most_tokens),
+            sizes=(narrow, requests, tokens, most_tokens, reaches or 0),
             item_counts=tuple(counts.values()),
             num_layers=len(self._handles),
             draft_layers=self._schema.draft_layers,
