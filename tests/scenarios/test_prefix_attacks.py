@@ -97,6 +97,14 @@ class Attack(World):
             assert request.torn_from == length
             self.mend(request, length)
 
+    def rewind_far(self) -> None:
+        request = self.rng.choice(list(self.lives))
+        length = self.rng.randrange(request.length + 1)
+        resume = self.manager.rewind(request, length)
+        self.note_resume(request)
+        assert request.length == resume.start <= length
+        self.check_bytes(request)
+
     def tell_late(self) -> None:
         plan = self.planned(wide=self.rng.random() < 0.3)
         ids = self.ids_of(plan)
@@ -138,7 +146,7 @@ class Attack(World):
     def with_an_interrupt(self) -> None:
         call = self.any_call()
         try:
-            with Interrupts(self.rng.randrange(250)).injected():
+            with Interrupts(self.rng.randrange(180)).injected():
                 call(self)
         except KeyboardInterrupt:
             self.count("interrupt")
@@ -146,7 +154,9 @@ class Attack(World):
         self.clear_up()
 
     def any_call(self) -> Callable[[Attack], None]:
-        return self.rng.choice((*ORDINARY, Attack.fail, Attack.tell_late, Attack.twins))
+        """Most ways to go wrong are in a rewind: it overwrites a live slot."""
+        others = (*ORDINARY, Attack.fail, Attack.tell_late, Attack.twins)
+        return Attack.rewind_far if self.rng.random() < 0.35 else self.rng.choice(others)
 
     def clear_up(self) -> None:
         """As an engine does that does not know how far the call came."""
@@ -182,7 +192,7 @@ CALLS: tuple[tuple[float, Callable[[Attack], None]], ...] = (
     *((0.14, World.admit), (0.03, World.fork), (0.06, World.rewind), (0.10, World.release)),
     *((0.01, World.evict), (0.02, World.pin), (0.06, Attack.fail)),
     *((0.05, Attack.commit_half_run), (0.08, Attack.tell_late), (0.05, Attack.twins)),
-    *((0.05, Attack.with_a_fault), (0.05, Attack.with_an_interrupt), (1.00, World.step)),
+    *((0.05, Attack.with_a_fault), (0.08, Attack.with_an_interrupt), (1.00, World.step)),
 )
 
 
