@@ -66,6 +66,17 @@ def test_a_prompt_is_told_what_its_admission_finds(policy: Any, tokens: int):
         manager.release_request(request)
 
 
+def test_a_snapshot_where_a_replay_would_start_is_seen():
+    """The only one that is left lies at 256; the replay of 896 tokens would start there too."""
+    manager = build(snapshots=1)
+    compute(manager, IDS[:257])
+    manager.pin(IDS[:256])
+    compute(manager, IDS[:1000])
+    found = manager.look_up(manager.prompt(IDS[:1000]))
+    assert found == Resume(start=256, reused_tokens=896, end=1000, source="snapshot")
+    assert manager.admit_request(IDS[:1000]).resume == found
+
+
 def test_waiting_prompts_are_not_hashed_again(monkeypatch: pytest.MonkeyPatch):
     manager = build()
     compute(manager, IDS[:2000])

@@ -136,7 +136,8 @@ class PrefixCache:
         """What `match` would say, in a few looks. Changes nothing."""
         blocks = self.cached_blocks(trail)
         reused = blocks * self.schema.block_tokens
-        first = replay_start(self.schema, reused) // self.schema.block_tokens
+        # a snapshot where a replay would start is at the end of the block before
+        first = max(0, replay_start(self.schema, reused) // self.schema.block_tokens - 1)
         nodes: list[PrefixNode | None] = [None] * blocks
         nodes[first:] = [self.index.get(digest) for digest in trail.chain[first:blocks]]
         return self._resume_behind(nodes, blocks, len(trail.ids)).resume
