@@ -501,7 +501,7 @@ class KVCacheManager(Uncopied):
                 f"{len(read)} ids behind the {known} that are known of request {request.serial}, "
                 f"but it has {request.length} tokens: tell those that were committed"
             )
-        self.prefix.tell(request, read, self.slot_arena.bytes[request.slot])
+        self.prefix.tell(request, read, self.slot_arena.bytes[request.slot], self._adopt)
         if self.transfers is not None:
             self.transfers.pump()
 

@@ -47,6 +47,33 @@ def test_prompts_prefilled_in_one_step_keep_one_copy(alike: int, fails: bool):
             assert manager.look_up(manager.prompt(text.ids[:700])).reused_tokens == 640
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_blocks_are_adopted_in_order_whenever_their_ids_become_known(fails: bool):
+    """Who held a cached block without the one before it would keep that from being evicted, though
+    it is counted as evictable."""
+    stack = tiny_stack(drafts=1, prefix=PrefixOptions(policy=full()), num_blocks=12)
+    manager, text = stack.manager, Text.random(stack, 0, 400)
+    first = manager.admit_request(text.ids[:300])
+    run_to(stack, first, text, 300)
+    late = manager.admit_request(text.ids[:1])
+    while late.length < 200:  # generated; the host does not know the ids yet
+        plan = manager.prepare_forward([(late, 100)])
+        stack.write(plan, [text.stream])
+        manager.commit(plan)
+    with Faults(0 if fails else None).injected():
+        manager.tell(late, text.ids[1:200])
+    assert (late.block_ids[0] == first.block_ids[0]) != fails
+    manager.check_invariants()
+    run_to(stack, late, text, 300)
+    assert late.block_ids[:2] == first.block_ids[:2]
+    manager.release_request(first)
+    manager.check_invariants()
+    assert manager.stats().blocks_evictable == 0
+    assert_cold(stack, late, text.stream)
+    manager.release_request(late)
+    assert manager.evict() == 2
+
+
 def test_a_plan_says_where_its_rows_are():
     stack = tiny_stack(drafts=3)
     manager = stack.manager

@@ -142,7 +142,7 @@ class PrefixCache:
         nodes[first:] = [self.index.get(digest) for digest in trail.chain[first:blocks]]
         return self._resume_behind(nodes, blocks, len(trail.ids)).resume
 
-    def tell(self, request: Request, ids: Ids, slot: Tensor) -> None:
+    def tell(self, request: Request, ids: Ids, slot: Tensor, adopt: Adopt) -> None:
         """Ids of tokens that a request has computed before they were known."""
         trail = request.trail
         assert trail is not None
@@ -150,7 +150,10 @@ class PrefixCache:
         sound = request.length if request.torn_from is None else request.torn_from
         trail.learn(start, ids[: max(0, sound - start)])
         block_tokens = self.schema.block_tokens
-        for block in range(start // block_tokens, len(trail.ids) // block_tokens):
+        first, last = start // block_tokens, len(trail.ids) // block_tokens
+        if last > first:
+            self._adopt_cached(request, first, last, adopt)
+        for block in range(first, last):
             node, boundary = self._cache_block(request, block), (block + 1) * block_tokens
             if node is None:
                 break
@@ -340,10 +343,18 @@ class PrefixCache:
             self._finish_captures(plan, kept)
 
     def _adopt_cached(self, request: Request, first: int, last: int, adopt: Adopt) -> None:
-        """Of a request's complete blocks those that are cached already, in other memory."""
+        """Of a request's complete blocks those that are cached already, in other memory. Never one
+        without those before it: who holds a cached block holds what it hangs on, so that what is
+        idle can be evicted."""
         trail = request.trail
         if trail is None:
             return
+        first = min(first, len(trail.ids) // self.schema.block_tokens)
+        while first:
+            before = self.index.get(trail.digest(first - 1))
+            if before is None or before.block_id == request.block_ids[first - 1]:
+                break
+            first -= 1
         cached = []
         for block in range(first, min(last, len(trail.ids) // self.schema.block_tokens)):
             node = self.index.get(trail.digest(block))
@@ -624,6 +635,13 @@ class PrefixCache:
     def check_invariants(self, open_plans: Sequence[ForwardPlan]) -> None:
         """Raises Dsv4Error unless every snapshot row has exactly one owner."""
         self.index.check_invariants()
+        references = self._allocator.references
+        for node in self.index.nodes():
+            parent = node.parent
+            if parent is not None and references(node.block_id) > references(parent.block_id):
+                raise Dsv4Error(
+                    f"block {node.block_id} is held by a request that does not hold the one before"
+                )
         taken = [plan.captures.captures for plan in open_plans if plan.captures is not None]
         reserved = [capture.row for captures in taken for capture in captures]
         owned = {node.snapshot: node for node in self.index.nodes() if node.snapshot is not None}
