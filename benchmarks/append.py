@@ -16,7 +16,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.pages import CompressorLayout
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.model import ModelSpec
-from dsv4.ops.calls import CompressorWeights, LayerWeights
+from dsv4.ops.calls import CompressorWeights, KeyProjection, LayerWeights
 from dsv4.rope import rope_table
 
 # (layer kind, mode) -> batch -> (target, SGLang, vLLM), µs; measured at V4-Flash's shapes
@@ -82,12 +82,37 @@ def cases() -> Iterator[Case]:
             )
 
 
+# DeepSeek-V4.1: owners of entries by the number of tokens to an entry
+V41_LAYERS = {"pairs": (2, 8, 14), "singles": (20,)}
+V41_BATCHES = (1, 64, 256)
+
+
+def v41_cases() -> Iterator[Case]:
+    schema = CacheSchema.build(ModelSpec.preset("v41-flash"), max_context=2 * CHUNK_TOKENS)
+    for series, layers in V41_LAYERS.items():
+        for batch, tokens in (*((batch, 1) for batch in V41_BATCHES), (1, CHUNK_TOKENS)):
+            what = f"batch {batch}" if tokens == 1 else f"prefill {tokens}"
+            start = 7 if tokens == 1 else 0
+            yield Case(
+                name=f"append v41 {series} {what}",
+                suite="v41",
+                series=f"append v41 {series}" + ("" if tokens == 1 else " prefill"),
+                model="v41-flash",
+                batch=batch,
+                context=None if tokens == 1 else tokens,
+                measure=partial(_measure, schema, layers, batch=batch, start=start, tokens=tokens),
+            )
+
+
 def _layers(schema: CacheSchema, kind: str) -> list[tuple[int, int]]:
     """Layers of one kind, and their ratio."""
     return [(s.layer, s.ratio) for s in schema.model.layers if s.attention == kind]
 
 
-def _measure(schema: CacheSchema, kind: str, *, batch: int, start: int, tokens: int) -> Measurement:
+def _measure(
+    schema: CacheSchema, of: str | tuple[int, ...], *, batch: int, start: int, tokens: int
+) -> Measurement:
+    """Of a kind of layers, or of these."""
     rope = rope_table(schema.model, yarn=True, tokens=schema.max_context, device="cuda")
     manager = KVCacheManager(
         schema,
@@ -102,7 +127,7 @@ def _measure(schema: CacheSchema, kind: str, *, batch: int, start: int, tokens: 
         set_length(manager, request, start)
         request.published_blocks = start // schema.block_tokens
     plan = manager.prepare_forward([(r, tokens) for r in requests])
-    layers = [layer for layer, _ in _layers(schema, kind)]
+    layers = list(of) if isinstance(of, tuple) else [layer for layer, _ in _layers(schema, of)]
     moved = append_bytes(schema, layers[0], start=start, tokens=tokens, batch=batch)
 
     # a decode step finds its inputs in the L2, where the launch before left them; a chunk does not
@@ -134,13 +159,22 @@ def random_weights(
 ) -> LayerWeights:
     made: list[CompressorWeights | None] = [
         CompressorWeights(
-            ape=torch.randn(layout.ratio, layout.columns, device=device),
+            ape=torch.randn(layout.ratio, layout.columns, device=device)
+            if layout.key_page is None
+            else None,
             norm=torch.randn(layout.width, device=device),
         )
         for layout in compressors(schema, layer)
     ]
     made += [None] * (2 - len(made))
-    return LayerWeights(rope=rope, compressor=made[0], index_compressor=made[1])
+    main, width = schema.compressor(layer, "main"), schema.model.index_dim
+    projection = None
+    if main is not None and main.key_page is not None:
+        weight = torch.randn(width, main.width, device=device).to(torch.bfloat16)
+        projection = KeyProjection(weight=weight, norm=torch.randn(width, device=device))
+    return LayerWeights(
+        rope=rope, compressor=made[0], index_compressor=made[1], index_projection=projection
+    )
 
 
 def random_inputs(
@@ -148,8 +182,12 @@ def random_inputs(
 ) -> list[torch.Tensor]:
     """KV rows and projections of one layer, as `append` takes them."""
     kv = torch.randn(tokens, schema.model.head_dim, device=device).to(torch.bfloat16)
-    columns = [layout.columns for layout in compressors(schema, layer) for _ in "cz"]
-    return [kv, *(torch.randn(tokens, count, device=device) for count in columns)]
+    rows = [kv]
+    for layout in compressors(schema, layer):
+        dtype = torch.float32 if layout.gated else torch.bfloat16
+        for _ in range(2 if layout.gated else 1):
+            rows.append(torch.randn(tokens, layout.columns, device=device).to(dtype))
+    return rows
 
 
 def append_bytes(schema: CacheSchema, layer: int, *, start: int, tokens: int, batch: int) -> int:
@@ -158,9 +196,12 @@ def append_bytes(schema: CacheSchema, layer: int, *, start: int, tokens: int, ba
     window_rows = min(tokens, schema.ring_rows) + (tokens if tokens > 1 else 0)  # ring and chunk
     total = 2 * tokens * schema.model.head_dim + window_rows * schema.window_format.record_bytes
     for layout in compressors(schema, layer):
-        total += 2 * 4 * tokens * layout.columns
+        total += (8 if layout.gated else 2) * tokens * layout.columns
         closed = (start + tokens) // layout.ratio - start // layout.ratio
         total += closed * layout.page.format.record_bytes
+        if layout.key_page is not None:
+            total += closed * layout.key_page.format.record_bytes
+            total += 2 * layout.width * layout.key_page.format.width // batch  # the weight, once
         if layout.state is not None:
             states = min(tokens, layout.state.rows) + (start % layout.ratio > 0)
             total += 3 * 4 * layout.width * states

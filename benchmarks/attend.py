@@ -120,6 +120,34 @@ RANKS = tuple(
 )
 
 
+# DeepSeek-V4.1: half the bytes. The target is 0.8 of V4-Flash's time from batch 64 on, below it all
+# of that.
+V41 = Row(
+    name="v41 128+512",
+    model="v41-flash",
+    layer=CSA_LAYER,
+    context=131_072,
+    listed=512,
+    all_heads_us={1: 8.5, 16: 15.6, 64: 28.3, 256: 73.3},
+)
+V41_SHARE = 0.8
+
+
+def v41_cases() -> Iterator[Case]:
+    for batch, limit in V41.all_heads_us.items():
+        yield Case(
+            name=f"attend {V41.name} batch {batch}",
+            suite="v41",
+            series=V41.name,
+            model=V41.model,
+            batch=batch,
+            context=V41.context,
+            measure=partial(_measure, V41, batch),
+            target_us=round(limit * (V41_SHARE if batch >= 64 else 1.0), 2),
+            anchors_us={"V4-Flash": limit},
+        )
+
+
 def cases() -> Iterator[Case]:
     for row in ROWS:
         for batch in row.batches:
@@ -212,9 +240,9 @@ class Shared:
         assert window_page is not None
         assert entry_page is not None
         visible = row.context // ratio
-        keys = model.window + (row.listed or visible)
-        record_bytes = entry_page.format.record_bytes
-        moved = batch * (keys * record_bytes + 2 * 2 * model.heads * model.head_dim)
+        key_bytes = model.window * window_page.format.record_bytes
+        key_bytes += (row.listed or visible) * entry_page.format.record_bytes
+        moved = batch * (key_bytes + 2 * 2 * model.heads * model.head_dim)
         sets = sets_to_outgrow_l2(moved, max_sets)
         blocks = min(
             max(sets, 2) * batch * schema.max_blocks_per_request, arena_bytes // schema.block_bytes

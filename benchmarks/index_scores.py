@@ -62,11 +62,35 @@ def cases() -> Iterator[Case]:
     )
 
 
+# DeepSeek-V4.1: 32 heads, and its layer of one entry per token
+V41_LAYER = 20
+V41_SIZES = ((1, 32_768), (1, 1_048_576), (64, 32_768))
+
+
+def v41_cases() -> Iterator[Case]:
+    schema = CacheSchema.build(ModelSpec.preset("v41-flash"))
+    for requests, entries in V41_SIZES:
+        yield Case(
+            name=f"index scores v41 {requests} x {entries}",
+            suite="v41",
+            series=f"index scores v41 of {entries}",
+            model="v41-flash",
+            batch=requests,
+            context=entries,
+            measure=partial(_measure, schema, requests, entries, layer=V41_LAYER),
+        )
+
+
 def _measure(
-    schema: CacheSchema, requests: int, entries: int, *, tokens_per_request: int = 1
+    schema: CacheSchema,
+    requests: int,
+    entries: int,
+    *,
+    tokens_per_request: int = 1,
+    layer: int = CSA_LAYER,
 ) -> Measurement:
-    model = schema.model
-    page = schema.page("index_keys", CSA_LAYER)
+    model, ratio = schema.model, schema.model.layers[layer].ratio
+    page = schema.page("index_keys", layer)
     assert page is not None
     blocks, rows = entries // page.rows, requests * tokens_per_request
     key_bytes = requests * entries * page.format.record_bytes
@@ -86,7 +110,7 @@ def _measure(
     scores = torch.empty(rows, entries, device="cuda")
     # the last token of a request sees all entries, the drafts before it all but the last
     tokens = step_tokens(
-        requests=requests, position=entries * RATIO - 1, tokens_per_request=tokens_per_request
+        requests=requests, position=entries * ratio - 1, tokens_per_request=tokens_per_request
     )
 
     backend = load_backend("triton", torch.device("cuda"))
@@ -96,7 +120,7 @@ def _measure(
             q=q,
             weights=weights,
             tokens=tokens,
-            keys=EntrySource(arena=arena, page=page, block_table=table, ratio=RATIO),
+            keys=EntrySource(arena=arena, page=page, block_table=table, ratio=ratio),
             scores=scores,
             tokens_per_request=tokens_per_request,
         )

@@ -27,6 +27,10 @@ def _indexer() -> Iterable[Case]:
     return chain(index_query.cases(), index_scores.cases(), top_k.cases())
 
 
+def _v41() -> Iterable[Case]:
+    return chain(append.v41_cases(), index_scores.v41_cases(), attend.v41_cases())
+
+
 SUITES: dict[str, Callable[[], Iterable[Case]]] = {
     "host": host.cases,
     "prefix": prefix.cases,
@@ -38,5 +42,6 @@ SUITES: dict[str, Callable[[], Iterable[Case]]] = {
     "ranks": attend.rank_cases,
     "prefill": prefill.cases,
     "decode_step": decode_step.cases,
+    "v41": _v41,
     "transformers": transformers_decode.cases,
 }

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     )
     from dsv4.metrics import ManagerCollector, prometheus_text
     from dsv4.model import AttentionType, LayerSpec, ModelSpec
-    from dsv4.ops.calls import CompressorWeights, LayerWeights
+    from dsv4.ops.calls import CompressorWeights, KeyProjection, LayerWeights
     from dsv4.rope import rope_table
 
 __version__ = "0.2.0.dev0"
@@ -58,6 +58,7 @@ __all__ = [
     "ForwardPlan",
     "InvalidInput",
     "KVCacheManager",
+    "KeyProjection",
     "LayerCacheHandle",
     "LayerSpec",
     "LayerWeights",
@@ -125,7 +126,7 @@ _HOMES = {
     ),
     "dsv4.metrics": ("ManagerCollector", "prometheus_text"),
     "dsv4.model": ("AttentionType", "LayerSpec", "ModelSpec"),
-    "dsv4.ops.calls": ("CompressorWeights", "LayerWeights"),
+    "dsv4.ops.calls": ("CompressorWeights", "KeyProjection", "LayerWeights"),
     "dsv4.rope": ("rope_table",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -34,8 +34,8 @@ class LayerSpec:
     previous group too. `index_keys` says where indexer keys come from: an own compressor (V4), the
     main latent (V4.1), or nowhere. `owner` is the layer whose entries are read: itself, or an
     earlier layer that shares them. `selector` is the layer whose selection of entries a CSA layer
-    reads (itself unless given), None for the others. `candidates_of` is the layer whose candidate
-    blocks bound its own selection, if any. `draft` marks MTP and DSpark layers.
+    reads if it does not select for itself. `candidates_of` is the layer whose candidate blocks
+    bound its own selection, if any. `draft` marks MTP and DSpark layers.
     """
 
     layer: int
@@ -48,10 +48,6 @@ class LayerSpec:
     candidates_of: int | None = None
     draft: bool = False
 
-    def __post_init__(self) -> None:
-        if self.attention is AttentionType.CSA and self.ratio and self.selector is None:
-            object.__setattr__(self, "selector", self.layer)
-
     @property
     def owns_entries(self) -> bool:
         return self.ratio > 0 and self.owner == self.layer
@@ -59,7 +55,7 @@ class LayerSpec:
     @property
     def has_indexer(self) -> bool:
         """Whether the layer selects for itself, with index queries of its own."""
-        return self.ratio > 0 and self.selector == self.layer
+        return self.attention is AttentionType.CSA and self.ratio > 0 and self.selector is None
 
     @property
     def yarn(self) -> bool:
@@ -140,20 +136,17 @@ class ModelSpec:
         for role, number in (("selection", spec.selector), ("candidates", spec.candidates_of)):
             if number is None:
                 continue
-            source = self.layers[number] if 0 <= number <= spec.layer else None
+            source = self.layers[number] if 0 <= number < spec.layer else None
             if source is None or source.owner != spec.owner or not source.has_indexer:
                 raise ConfigError(
                     f"{self.name}: layer {spec.layer}, which reads the entries of layer "
                     f"{spec.owner}, takes the {role} of layer {number}, which is not an earlier "
                     f"layer with an indexer that reads the same entries"
                 )
-        if spec.candidates_of is not None and not (
-            spec.has_indexer and spec.candidates_of < spec.layer
-        ):
+        if spec.candidates_of is not None and not spec.has_indexer:
             raise ConfigError(
                 f"{self.name}: layer {spec.layer} takes the candidates of layer "
-                f"{spec.candidates_of}: only a layer that selects for itself has a use for them, "
-                f"and they are an earlier layer's"
+                f"{spec.candidates_of}: only a layer that selects for itself has a use for them"
             )
 
     def _check_candidates(self) -> None:
@@ -274,7 +267,7 @@ def _v41_layers(
             attention=AttentionType.CSA,
             ratio=int(ratio),
             index_keys="latent" if owner == layer else "none",
-            selector=selector,
+            selector=None if selector == layer else selector,
             candidates_of=int(candidate_source or 0) if bounded else None,
         )
 

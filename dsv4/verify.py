@@ -1,7 +1,9 @@
 """`dsv4 verify`: a golden file (inputs and outputs of an official run) through the cache.
 
-Format: arrays `swa/…`, `csa/…`, `hca/…` and `meta` (seed, tokens, heads, index heads, top-k,
-window); uint16 arrays are bf16 bits. Only what a file holds is compared.
+Of DeepSeek-V4: arrays `swa/…`, `csa/…`, `hca/…` and `meta` (seed, tokens, heads, index heads,
+top-k, window). Of DeepSeek-V4.1: arrays of the layers of `V41_LAYERS`, and `meta` goes on with
+tokens of the first chunk, candidate blocks and their entries. uint16 arrays are bf16 bits, `rows`
+the tokens that `q` and `out` have (default: all). Only what a file holds is compared.
 """
 
 from __future__ import annotations
@@ -24,15 +26,25 @@ from dsv4.cache.records import ELEMENT_MAX, Part, RecordFormat
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput
-from dsv4.model import ModelSpec, RopeSpec, v4_layers
+from dsv4.model import PRESETS, AttentionType, LayerSpec, ModelSpec, RopeSpec, v4_layers
 from dsv4.ops.backend import BackendName
-from dsv4.ops.calls import CompressorWeights, LayerWeights, Scoring
+from dsv4.ops.calls import CompressorWeights, KeyProjection, LayerWeights, Scoring
 from dsv4.reference.codec import E2M1_GRID, encode
-from dsv4.reference.pages import read_records
+from dsv4.reference.pages import page_rows, read_records
 from dsv4.rope import rope_table
 
 KINDS = ("swa", "csa", "hca")
 RATIOS = (0, 4, 128)
+# kind: ratio, whose entries it reads, whose selection, whose candidates. A file may leave some out.
+V41_LAYERS: dict[str, tuple[int, str | None, str | None, str | None]] = {
+    "swa": (0, None, None, None),
+    "full2a": (2, "full2a", "full2a", None),
+    "reuse2a": (2, "full2a", "full2a", None),
+    "full2b": (2, "full2b", "full2b", None),
+    "full1": (1, "full1", "full1", None),
+    "reindex1": (1, "full1", "reindex1", "full1"),
+    "reuse1": (1, "full1", "reindex1", None),
+}
 ROPE_DIM = 64
 LEAST_IDENTICAL = 0.999
 # Official sums run in fp32 in an order of their own: about one pooled value in 10,000 lies so near
@@ -42,6 +54,8 @@ ONE_MOVED_ROUNDING = 2
 LEAST_IDENTICAL_SCORES = 0.995
 INTERPRETED_QUERIES = 12
 RELATIVE_ERROR: dict[BackendName, float] = {"reference": 2e-3, "triton": 4e-3}
+# the official softmax runs over 64 keys at a time, with weights relative to the maximum so far
+V41_RELATIVE_ERROR = 3e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +70,41 @@ class ArrayReport:
     passed: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Golden:
+    """A file: its arrays, its layers by name, and the model they make up. `exact`: every stored
+    byte, score and selection must be the file's."""
+
+    arrays: dict[str, Tensor]
+    kinds: tuple[str, ...]
+    model: ModelSpec
+    exact: bool
+
+    @property
+    def tokens(self) -> int:
+        return int(self.arrays["meta"][1])
+
+    @property
+    def rows(self) -> Tensor:
+        """The positions that `q` and `out` have."""
+        return self.arrays.get("rows", torch.arange(self.tokens)).long()
+
+    def has(self, kind: str, name: str) -> bool:
+        return f"{kind}/{name}" in self.arrays
+
+    def selected(self, kind: str) -> Tensor:
+        """The official selection, int32 [tokens, k], entries and -1."""
+        named = self.arrays[f"{kind}/indices"][:, self.model.window :]
+        return torch.where(named >= 0, named - self.tokens, named)
+
+
 @dataclass(slots=True)
 class _Outputs:
-    """What the read path gave, chunk after chunk."""
+    """What the read path gave, chunk after chunk, by kind."""
 
-    scores: list[Tensor]
-    selected: list[Tensor]
+    scores: dict[str, list[Tensor]]
+    selected: dict[str, list[Tensor]]
+    candidates: dict[str, list[Tensor]]
     attended: dict[str, list[tuple[Tensor, Tensor]]]
 
 
@@ -73,36 +116,41 @@ def verify(
 ) -> list[ArrayReport]:
     """Runs a golden file (default: the small one shipped with the package) through the cache and
     compares array by array. Raises InvalidInput for a file that is not one."""
-    arrays = _load(golden)
-    schema, manager, request, outputs = _run(arrays, backend, device)
+    file = _load(golden)
+    arrays = file.arrays
+    schema, manager, request, outputs = _run(file, backend, device)
     reports = []
-    for layer, kind in enumerate(KINDS):
-        if f"{kind}/kv_quant" in arrays:
-            page = _page(schema, "window", layer)
-            stored = _read(manager.slot_arena.bytes[request.slot], page, request.length)
-            reports.append(_compare(f"{kind}/kv_quant", stored, arrays, page.format, exact=True))
-        for name, page_kind in (("entries", "entries"), ("index_keys", "index_keys")):
-            if f"{kind}/{name}" in arrays:
+    for layer, kind in enumerate(file.kinds):
+        page = _page(schema, "window", layer)
+        slot = manager.slot_arena.bytes[request.slot]
+        reports += _compare_page(file, kind, "kv_quant", "kv_bytes", page, slot[None], exact=True)
+        for name, stored, page_kind in (
+            ("entries", "entries_bytes", "entries"),
+            ("index_keys", "index_bytes", "index_keys"),
+        ):
+            if file.has(kind, name) or file.has(kind, stored):
                 page = _page(schema, page_kind, layer)
-                rows = arrays[f"{kind}/{name}"].shape[0]
-                blocks = [
-                    _read(manager.block_arena.bytes[i], page, page.rows) for i in request.block_ids
-                ]
-                stored = torch.cat(blocks)[:rows]
-                reports.append(_compare(f"{kind}/{name}", stored, arrays, page.format))
-    if outputs.scores:
-        reports.append(_compare_scores(torch.cat(outputs.scores), arrays["csa/index_scores"]))
-    if outputs.selected:
-        reports.append(_compare_selection(torch.cat(outputs.selected), arrays))
-    limit = RELATIVE_ERROR[manager.backend.name]
-    for kind, pieces in outputs.attended.items():
-        queries = torch.cat([positions for positions, _ in pieces])
-        found = torch.cat([out for _, out in pieces])
-        reports.append(_compare_attention(kind, found, arrays[f"{kind}/out"][queries], limit))
+                blocks = manager.block_arena.bytes[request.block_ids]
+                reports += _compare_page(file, kind, name, stored, page, blocks, exact=file.exact)
+    for kind, pieces in outputs.scores.items():
+        reports.append(_compare_scores(file, kind, torch.cat(pieces)))
+    for kind, pieces in outputs.selected.items():
+        reports.append(_compare_selection(file, kind, torch.cat(pieces)))
+    for kind, pieces in outputs.candidates.items():
+        if file.has(kind, "candidate_blocks"):
+            reports.append(_compare_candidates(file, kind, torch.cat(pieces)))
+    limit = V41_RELATIVE_ERROR if file.exact else RELATIVE_ERROR[manager.backend.name]
+    if "dspark/draft_q" in arrays:
+        reports += _draft_reports(file, backend, device, limit)
+    for kind, attended in outputs.attended.items():
+        rows = torch.cat([rows for rows, _ in attended])
+        found = torch.cat([out for _, out in attended])
+        name = f"{kind}/out"
+        reports.append(_compare_attention(name, found, arrays[name][rows], limit))
     return reports
 
 
-def _load(golden: str | Path | None) -> dict[str, Tensor]:
+def _load(golden: str | Path | None) -> _Golden:
     path = (
         Path(str(files("dsv4") / "data" / "golden_small.npz")) if golden is None else Path(golden)
     )
@@ -111,23 +159,23 @@ def _load(golden: str | Path | None) -> dict[str, Tensor]:
             raw = {name: file[name] for name in file.files}
     except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
         raise InvalidInput(f"{path} is not a golden file (.npz): {error}") from error
-    missing = [n for n in ("meta", *(f"{k}/kv" for k in KINDS)) if n not in raw]
+    kinds = tuple(k for k in V41_LAYERS if f"{k}/kv" in raw) if "full1/kv" in raw else KINDS
+    missing = [n for n in ("meta", *(f"{k}/kv" for k in kinds)) if n not in raw]
     if missing:
         raise InvalidInput(f"{path} has no {missing}: not a golden file of `dsv4 verify`")
     arrays = {}
     for name, value in raw.items():
         tensor = torch.from_numpy(value.view(np.int16) if value.dtype == np.uint16 else value)
         arrays[name] = tensor.view(torch.bfloat16) if value.dtype == np.uint16 else tensor
-    return arrays
+    v41 = kinds != KINDS
+    model = _v41_model(arrays, kinds) if v41 else _v4_model(arrays)
+    return _Golden(arrays=arrays, kinds=kinds, model=model, exact=v41)
 
 
-def _run(
-    arrays: dict[str, Tensor], backend: BackendName | None, device: str
-) -> tuple[CacheSchema, KVCacheManager, Request, _Outputs]:
-    """One request, prefilled in two chunks that split a group, on the three layers of the file."""
+def _v4_model(arrays: dict[str, Tensor]) -> ModelSpec:
     _, tokens, heads, index_heads, top_k, window = (int(v) for v in arrays["meta"])
     index_norm = arrays.get("csa/index_norm")
-    model = ModelSpec(
+    return ModelSpec(
         name="golden",
         hidden=heads * arrays["swa/kv"].shape[1],
         heads=heads,
@@ -142,8 +190,51 @@ def _run(
         rope=RopeSpec(),
         layers=v4_layers(RATIOS, backbone=3),
     )
+
+
+def _v41_model(arrays: dict[str, Tensor], kinds: tuple[str, ...]) -> ModelSpec:
+    _, tokens, heads, index_heads, top_k, window, _, blocks, block_entries = (
+        int(v) for v in arrays["meta"]
+    )
+
+    def layer(kind: str, number: int) -> LayerSpec:
+        ratio, *sources = V41_LAYERS[kind]
+        owner, selector, candidates = (None if s is None else kinds.index(s) for s in sources)
+        return LayerSpec(
+            layer=number,
+            attention=AttentionType.CSA if ratio else AttentionType.SWA,
+            ratio=ratio,
+            index_keys="latent" if owner == number else "none",
+            owner=number if owner is None else owner,
+            selector=None if selector == number else selector,
+            candidates_of=candidates,
+        )
+
+    return replace(
+        PRESETS["v41-flash"],
+        name="golden",
+        hidden=heads * arrays["swa/kv"].shape[1],
+        heads=heads,
+        head_dim=arrays["swa/kv"].shape[1],
+        rope_dim=ROPE_DIM,
+        index_heads=index_heads,
+        index_dim=arrays["full1/index_norm"].shape[0],
+        index_topk=top_k,
+        window=window,
+        max_context=max(tokens, 128),
+        candidate_blocks=blocks,
+        candidate_block_entries=block_entries,
+        layers=tuple(layer(kind, number) for number, kind in enumerate(kinds)),
+    )
+
+
+def _run(
+    file: _Golden, backend: BackendName | None, device: str
+) -> tuple[CacheSchema, KVCacheManager, Request, _Outputs]:
+    """One request, prefilled in two chunks that split a group, on the layers of the file."""
+    arrays, model, tokens = file.arrays, file.model, file.tokens
     # a ring that holds every token, so that all of the window KV can be compared at the end
-    schema = CacheSchema.build(model, ring_rows=max(window, tokens))
+    schema = CacheSchema.build(model, ring_rows=max(model.window, tokens))
     manager = KVCacheManager(
         schema,
         num_blocks=schema.max_blocks_per_request,
@@ -153,37 +244,89 @@ def _run(
         backend=backend,
     )
     request = manager.admit_request(tokens)
-    outputs = _Outputs(scores=[], selected=[], attended={})
+    outputs = _Outputs(scores={}, selected={}, candidates={}, attended={})
     first = min(tokens, 2 * tokens // 3 + 1)
     for start, end in ((0, first), (first, tokens)):
         plan = manager.prepare_forward([(request, end - start)])
-        for layer, kind in enumerate(KINDS):
+        shape = (end - start, model.candidate_blocks)
+        candidates = torch.zeros(shape, dtype=torch.int32, device=device)
+        for layer, kind in enumerate(file.kinds):
             weights = _weights(arrays, model, layer, kind, device)
             inputs = [arrays.get(f"{kind}/{n}") for n in ("kv", "C", "Z", "index_C", "index_Z")]
             rows = [None if x is None else x[start:end].clone().to(device) for x in inputs]
             assert rows[0] is not None
             handle = manager.acquire(layer, plan)
             handle.append(rows[0], *rows[1:], weights=weights)
-            _read_step(arrays, handle, plan, kind, slice(start, end), weights.rope, outputs)
+            span = slice(start, end)
+            _read_step(file, handle, plan, kind, span, weights.rope, candidates, outputs)
         manager.commit(plan)
     return schema, manager, request, outputs
 
 
+def _draft_reports(
+    file: _Golden, backend: BackendName | None, device: str, limit: float
+) -> list[ArrayReport]:
+    """One DSpark layer: the ring of the accepted tokens, and a draft step behind them."""
+    arrays = file.arrays
+    tokens = arrays["dspark/kv"].shape[0]
+    layer = LayerSpec(layer=0, owner=0, attention=AttentionType.SWA, draft=True)
+    model = replace(
+        file.model,
+        layers=(layer,),
+        draft_block=arrays["dspark/draft_q"].shape[0],
+        max_context=max(tokens + 128, file.model.max_context),
+    )
+    schema = CacheSchema.build(model, max_draft_tokens=model.draft_block)
+    manager = KVCacheManager(
+        schema,
+        num_blocks=1,
+        max_requests=1,
+        max_step_tokens=tokens,
+        device=device,
+        backend=backend,
+    )
+    rope = rope_table(model, yarn=False, tokens=model.max_context, device=device)
+    weights = LayerWeights(rope=rope)
+    request = manager.admit_request()
+    plan = manager.prepare_forward([(request, tokens)])
+    manager.acquire(0, plan).append(arrays["dspark/kv"].to(device), weights=weights)
+    manager.commit(plan)
+    page = _page(schema, "window", 0)
+    ring = _read(manager.slot_arena.bytes[request.slot][None], page, page.rows)[0]
+    newest = torch.arange(max(0, tokens - model.window), tokens)
+    plan = manager.prepare_forward([(request, model.draft_block)])
+    out, _ = manager.acquire(0, plan).attend_draft(
+        *(arrays[f"dspark/{name}"].to(device) for name in ("draft_kv", "draft_q", "sink")),
+        weights=weights,
+    )
+    manager.abandon(plan)
+    name, reports = "dspark/kv_quant", []
+    if name in arrays:
+        stored, expected = ring[newest % page.rows], {name: arrays[name][newest]}
+        reports.append(_compare(name, stored, expected, page.format, exact=True))
+    return [
+        *reports,
+        _compare_attention("dspark/draft_out", out.cpu(), arrays["dspark/draft_out"], limit),
+    ]
+
+
 def _read_step(
-    arrays: dict[str, Tensor],
+    file: _Golden,
     handle: LayerCacheHandle,
     plan: ForwardPlan,
     kind: str,
     span: slice,
     rope: Tensor,
+    candidates: Tensor,
     outputs: _Outputs,
 ) -> None:
     """Scores, selection and attention of one chunk on one layer, as far as the file has them."""
+    arrays, model = file.arrays, file.model
 
     def rows(name: str) -> Tensor:
         return arrays[f"{kind}/{name}"][span].contiguous().to(rope.device)
 
-    if f"{kind}/index_q" in arrays:
+    if file.has(kind, "index_q"):
         q, weights = rows("index_q"), rows("index_weights")
         entries = arrays[f"{kind}/index_scores"].shape[1]
         scores = torch.zeros((q.shape[0], entries), device=rope.device)
@@ -199,22 +342,31 @@ def _read_step(
         )
         seen = (plan.positions[:, None] + 1) // view.ratio
         hidden = torch.arange(entries, device=rope.device) >= seen
-        outputs.scores.append(scores.masked_fill(hidden, float("nan")).cpu())
-        outputs.selected.append(handle.select(q, weights, rope=rope, prepared=True).cpu())
-    if f"{kind}/q" in arrays:
+        outputs.scores.setdefault(kind, []).append(scores.masked_fill(hidden, float("nan")).cpu())
+        publishes = handle.layer in model.candidate_sources
+        bounded = publishes or handle.schema.spec.candidates_of is not None
+        selected = handle.select(
+            q, weights, rope=rope, prepared=True, candidates=candidates if bounded else None
+        )
+        outputs.selected.setdefault(kind, []).append(selected.cpu())
+        if publishes:
+            outputs.candidates.setdefault(kind, []).append(candidates.cpu())
+    if file.has(kind, "q"):
         indices = None
-        if kind == "csa":
-            tokens, window = int(arrays["meta"][1]), int(arrays["meta"][5])
-            named = rows("indices")[:, window:]
-            indices = torch.where(named >= 0, named - tokens, named).contiguous()
+        if handle.schema.spec.attention is AttentionType.CSA:
+            indices = file.selected(kind)[span].contiguous().to(rope.device)
         sink = arrays[f"{kind}/sink"].to(rope.device)
-        stride = _attended_stride(handle, plan.padded_tokens)
-        named_rows = torch.arange(plan.padded_tokens, device=rope.device)
-        padding = (named_rows % stride != 0)[:, None]
+        here = (file.rows >= span.start) & (file.rows < span.stop)
+        nth = torch.nonzero(here).flatten()
+        nth = nth[:: _attended_stride(handle, len(nth))]
+        chosen = (file.rows[nth] - span.start).to(rope.device)
+        q = torch.zeros((plan.padded_tokens, *arrays[f"{kind}/q"].shape[1:]), dtype=torch.bfloat16)
+        q[chosen.cpu()] = arrays[f"{kind}/q"][nth]
+        padding = torch.ones((plan.padded_tokens, 1), dtype=torch.bool, device=rope.device)
+        padding[chosen] = False
         handle.plan = replace(plan, tokens=plan.tokens.masked_fill(padding, -1))
-        out, _ = handle.attend(rows("q"), sink, indices)
-        positions = plan.positions[::stride].long().cpu()
-        outputs.attended.setdefault(kind, []).append((positions, out[::stride].cpu()))
+        out, _ = handle.attend(q.to(rope.device), sink, indices)
+        outputs.attended.setdefault(kind, []).append((nth, out[chosen].cpu()))
 
 
 def _attended_stride(handle: LayerCacheHandle, tokens: int) -> int:
@@ -227,10 +379,16 @@ def _weights(
     arrays: dict[str, Tensor], model: ModelSpec, layer: int, kind: str, device: str
 ) -> LayerWeights:
     def compressor(prefix: str) -> CompressorWeights | None:
-        if f"{kind}/{prefix}ape" not in arrays:
+        if f"{kind}/{prefix}norm" not in arrays:
             return None
-        ape, norm = arrays[f"{kind}/{prefix}ape"], arrays[f"{kind}/{prefix}norm"]
-        return CompressorWeights(ape=ape.to(device), norm=norm.to(device))
+        ape, norm = arrays.get(f"{kind}/{prefix}ape"), arrays[f"{kind}/{prefix}norm"]
+        return CompressorWeights(ape=None if ape is None else ape.to(device), norm=norm.to(device))
+
+    wk = arrays.get(f"{kind}/index_wk")
+    projection = None
+    if wk is not None:
+        norm = arrays[f"{kind}/index_norm"]
+        projection = KeyProjection(weight=wk.to(device), norm=norm.to(device))
 
     return LayerWeights(
         rope=rope_table(
@@ -238,6 +396,7 @@ def _weights(
         ),
         compressor=compressor(""),
         index_compressor=compressor("index_"),
+        index_projection=projection,
     )
 
 
@@ -247,10 +406,49 @@ def _page(schema: CacheSchema, kind: Any, layer: int) -> Page:
     return page
 
 
-def _read(row: Tensor, page: Page, count: int) -> Tensor:
-    """The first `count` records of a page, decoded, from one arena row."""
-    rows = torch.arange(count, device=row.device)
-    return read_records(row[None], page, torch.zeros_like(rows), rows).cpu()
+def _read(arena: Tensor, page: Page, count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` records of a page in some arena rows: decoded, and as bytes."""
+    nth = torch.arange(count, device=arena.device)
+    at = nth // page.rows, nth % page.rows
+    stored = torch.cat([rows[at] for rows in page_rows(arena, page)], dim=-1)
+    return read_records(arena, page, *at).cpu(), stored.cpu()
+
+
+def _compare_page(
+    file: _Golden,
+    kind: str,
+    name: str,
+    bytes_name: str,
+    page: Page,
+    arena: Tensor,
+    *,
+    exact: bool,
+) -> list[ArrayReport]:
+    """The values and the bytes of one page, as far as the file has them."""
+    reports = []
+    for array, nth in ((name, 0), (bytes_name, 1)):
+        expected = file.arrays.get(f"{kind}/{array}")
+        if expected is None:
+            continue
+        stored = _read(arena, page, expected.shape[0])[nth]
+        if nth == 0:
+            label = f"{kind}/{array}"
+            reports.append(_compare(label, stored, file.arrays, page.format, exact=exact))
+        else:
+            reports.append(_compare_bytes(f"{kind}/{array}", stored, expected))
+    return reports
+
+
+def _compare_bytes(name: str, stored: Tensor, expected: Tensor) -> ArrayReport:
+    differing = int((stored != expected).sum())
+    return ArrayReport(
+        array=name,
+        elements=expected.numel(),
+        differing=differing,
+        worst=float(differing),
+        unit="bytes",
+        passed=differing == 0,
+    )
 
 
 def _compare(
@@ -281,48 +479,68 @@ def _compare(
     )
 
 
-def _compare_scores(scores: Tensor, expected: Tensor) -> ArrayReport:
+def _compare_scores(file: _Golden, kind: str, scores: Tensor) -> ArrayReport:
     """Visible scores only; the file's are bf16."""
+    expected = file.arrays[f"{kind}/index_scores"]
     visible = ~torch.isnan(scores)
     ours, theirs = scores[visible].to(torch.bfloat16), expected[visible]
     apart = (_ordered_bits(ours) - _ordered_bits(theirs)).abs()
     differing = int((apart > 0).sum())
     worst = float(apart.max()) if apart.numel() else 0.0
+    allowed = 0 if file.exact else (1 - LEAST_IDENTICAL_SCORES) * apart.numel()
     return ArrayReport(
-        array="csa/index_scores",
+        array=f"{kind}/index_scores",
         elements=apart.numel(),
         differing=differing,
         worst=worst,
         unit="bf16 ulp",
-        passed=differing <= (1 - LEAST_IDENTICAL_SCORES) * apart.numel() and worst <= 2,
+        passed=differing <= allowed and worst <= 2,
     )
 
 
-def _compare_selection(selected: Tensor, arrays: dict[str, Tensor]) -> ArrayReport:
-    """As sets. Entries may be exchanged only for others of exactly the same official score."""
-    tokens, window = int(arrays["meta"][1]), int(arrays["meta"][5])
-    official, scores = arrays["csa/indices"][:, window:], arrays["csa/index_scores"].float()
+def _compare_selection(file: _Golden, kind: str, selected: Tensor) -> ArrayReport:
+    """As sets. Where the file leaves ties open, entries may be exchanged for others of exactly the
+    same official score."""
+    official, scores = file.selected(kind), file.arrays[f"{kind}/index_scores"].float()
     differing = wrong = 0
-    for t in range(tokens):
+    for t in range(file.tokens):
         ours = {e for e in selected[t].tolist() if e >= 0}
-        theirs = {e - tokens for e in official[t].tolist() if e >= 0}
-        differing += len(ours - theirs)
+        theirs = {e for e in official[t].tolist() if e >= 0}
+        differing += len(ours ^ theirs) if file.exact else len(ours - theirs)
         exchanged = [sorted(scores[t, list(s)].tolist()) for s in (ours - theirs, theirs - ours)]
-        wrong += exchanged[0] != exchanged[1]
+        wrong += ours != theirs if file.exact else exchanged[0] != exchanged[1]
     return ArrayReport(
-        array="csa/indices (as sets)",
+        array=f"{kind}/indices (as sets)",
         elements=int((official >= 0).sum()),
         differing=differing,
         worst=float(wrong),
-        unit="tokens, ties apart",
+        unit="tokens" if file.exact else "tokens, ties apart",
         passed=wrong == 0,
     )
 
 
-def _compare_attention(kind: str, out: Tensor, expected: Tensor, limit: float) -> ArrayReport:
+def _compare_candidates(file: _Golden, kind: str, candidates: Tensor) -> ArrayReport:
+    """The file has them as bits, packed as numpy does."""
+    bits = file.arrays[f"{kind}/candidate_blocks"].numpy()
+    official = torch.from_numpy(np.unpackbits(bits, axis=1)).bool()
+    ours = torch.zeros_like(official)
+    row, nth = torch.nonzero(candidates >= 0, as_tuple=True)
+    ours[row, candidates[row, nth].long()] = True
+    differing = int((ours != official).sum())
+    return ArrayReport(
+        array=f"{kind}/candidate_blocks",
+        elements=int(official.sum()),
+        differing=differing,
+        worst=float((ours != official).any(dim=-1).sum()),
+        unit="tokens",
+        passed=differing == 0,
+    )
+
+
+def _compare_attention(name: str, out: Tensor, expected: Tensor, limit: float) -> ArrayReport:
     error = (out.double() - expected.double()).norm() / expected.double().norm()
     return ArrayReport(
-        array=f"{kind}/out",
+        array=name,
         elements=expected.numel(),
         differing=int((out.view(torch.int16) != expected.view(torch.int16)).sum()),
         worst=float(error),

@@ -110,14 +110,14 @@ def test_roles_of_the_released_layers() -> None:
     assert not any(s.overlap for s in layers)
     for spec in layers[2:40]:
         assert spec.owner == max(n for n in (2, 8, 14, 20) if n <= spec.layer)
-        selectors = (2, 8, 14, 20, 24, 28, 32, 36)
-        assert spec.selector == max(n for n in selectors if n <= spec.layer)
+        selector = max(n for n in (2, 8, 14, 20, 24, 28, 32, 36) if n <= spec.layer)
+        assert (spec.layer if spec.has_indexer else spec.selector) == selector
 
 
 def test_v4_layers_select_for_themselves() -> None:
     for spec in PRESETS["v4-flash"].layers:
         csa = spec.attention is AttentionType.CSA
-        assert (spec.selector, spec.has_indexer) == ((spec.layer, True) if csa else (None, False))
+        assert (spec.selector, spec.has_indexer) == (None, csa)
 
 
 @pytest.mark.parametrize(
@@ -189,5 +189,5 @@ def test_a_reader_takes_no_candidates() -> None:
 def test_the_maps_follow_from_any_sources() -> None:
     layers = v41_layers([0, 2, 2, 2, 1], backbone=5, entry_sources=(1, 4), index_sources=(1, 3, 4))
     assert [spec.owner for spec in layers] == [0, 1, 1, 1, 4]
-    assert [spec.selector for spec in layers] == [None, 1, 1, 3, 4]
+    assert [spec.selector for spec in layers] == [None, None, 1, None, None]
     assert {spec.candidates_of for spec in layers} == {None}

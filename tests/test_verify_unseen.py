@@ -14,9 +14,9 @@ from dsv4.verify import verify
 TOOL = Path(__file__).parents[1] / "tools" / "make_golden.py"
 
 
-def make(path: Path, **options: int) -> Path:
+def make(path: Path, *flags: str, **options: int) -> Path:
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    subprocess.run([sys.executable, str(TOOL), str(path), *arguments], check=True)
+    subprocess.run([sys.executable, str(TOOL), str(path), *flags, *arguments], check=True)
     return path
 
 

@@ -47,10 +47,17 @@ def rows(
 
 def vector(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """A contiguous fp32 weight."""
+    weight(name, tensor, shape, "float32", device)
+
+
+def weight(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: str, device: torch.device
+) -> None:
+    """A contiguous weight."""
     is_tensor(name, tensor)
     if tuple(tensor.shape) != shape:
         raise InvalidInput(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
-    _dtype_and_device(name, tensor, "float32", device)
+    _dtype_and_device(name, tensor, dtype, device)
     contiguous(name, tensor)
 
 
@@ -115,9 +122,13 @@ def wanted(
         if c is not None or z is not None:
             raise InvalidInput(f"layer {layer} has no compressor for {c_name}: leave it out")
         return False
-    for name, tensor in ((c_name, c), (z_name, z)):
-        if tensor is None:
+    for name, tensor, needed in ((c_name, c, True), (z_name, z, layout.gated)):
+        if needed and tensor is None:
             raise InvalidInput(f"layer {layer} compresses, but {name} is missing")
+    if z is not None and not layout.gated:
+        raise InvalidInput(
+            f"layer {layer} makes an entry of every token, without a gate: leave {z_name} out"
+        )
     return True
 
 

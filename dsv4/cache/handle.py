@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,8 +21,10 @@ from dsv4.model import AttentionType
 from dsv4.ops.backend import Backend
 from dsv4.ops.calls import (
     Attention,
+    Candidates,
     CompressorWeights,
     CompressorWrite,
+    KeyProjection,
     LayerWeights,
     Selection,
     StepTensors,
@@ -106,7 +109,8 @@ class LayerCacheHandle(Uncopied):
         Rows are the plan's tokens in its order (padding rows included, their content ignored): `kv`
         [tokens, head_dim], bf16 or, where the format keeps it, fp32; `c`, `z` fp32
         [tokens, columns] are the compressor's value and gate projections, columns
-        [previous | current] for CSA; `index_c`, `index_z` the indexer's.
+        [previous | current] where groups overlap; `index_c`, `index_z` the indexer's. A layer of
+        ratio 1 takes `c` of the type of `kv` and no `z`.
         Window rows go to the ring, projections to the tails, closed groups to their blocks.
         Raises InvalidInput or PlanError before anything is launched.
         """
@@ -160,6 +164,7 @@ class LayerCacheHandle(Uncopied):
 
         Only for narrow steps: a tail holds no more than a group and the drafts.
         """
+        self._require_whole_tails("write_tail")
         plan = self._narrow_plan("write_tail")
         checks.layer_weights(weights)
         writes = self._compressor_writes(plan, weights, c, z, index_c, index_z, compress=False)
@@ -174,6 +179,7 @@ class LayerCacheHandle(Uncopied):
 
         Always the same launch; whether anything closes is decided on the device.
         """
+        self._require_whole_tails("flush_compression")
         plan = self._narrow_plan("flush_compression")
         checks.layer_weights(weights)
         writes = [
@@ -193,6 +199,7 @@ class LayerCacheHandle(Uncopied):
     def compress_tail(self, layout: CompressorLayout, weights: LayerWeights, out: Tensor) -> None:
         """Closed groups into `out` [work items, width], of the format's value type, and not into
         blocks."""
+        self._require_whole_tails("compress_tail")
         plan = self._narrow_plan("compress_tail")
         checks.layer_weights(weights)
         chosen = weights.index_compressor if layout.hadamard else weights.compressor
@@ -247,11 +254,14 @@ class LayerCacheHandle(Uncopied):
         *,
         compress: bool = True,
     ) -> list[CompressorWrite]:
+        keys = weights.index_projection
         return [
-            self._compressor_write(plan, layout, given, name, values, gates, compress=compress)
-            for layout, given, name, values, gates in (
-                (self.compressor, weights.compressor, "", c, z),
-                (self.index_compressor, weights.index_compressor, "index_", index_c, index_z),
+            self._compressor_write(
+                plan, layout, given, name, values, gates, compress=compress, keys=projection
+            )
+            for layout, given, name, values, gates, projection in (
+                (self.compressor, weights.compressor, "", c, z, keys),
+                (self.index_compressor, weights.index_compressor, "index_", index_c, index_z, None),
             )
             if checks.wanted(layout, f"{name}c", values, f"{name}z", gates, self.layer)
         ]
@@ -283,15 +293,21 @@ class LayerCacheHandle(Uncopied):
         compress: bool = True,
         write_tails: bool = True,
         dense: Tensor | None = None,
+        keys: KeyProjection | None = None,
     ) -> CompressorWrite:
         assert layout is not None
         device = self._slot_arena.device
         weights = checks.given(f"weights.{name}compressor", weights, self.layer)
-        checks.vector(f"{name}ape", weights.ape, (layout.ratio, layout.columns), device)
+        if weights.ape is not None or layout.key_page is None:
+            ape = checks.given(f"weights.{name}compressor.ape", weights.ape, self.layer)
+            checks.vector(f"{name}ape", ape, (layout.ratio, layout.columns), device)
         checks.vector(f"{name}norm", weights.norm, (layout.width,), device)
         for label, tensor in ((f"{name}c", c), (f"{name}z", z)):
             if tensor is not None:
-                checks.rows(label, tensor, plan.padded_tokens, layout.columns, "float32", device)
+                dtype = "float32" if layout.gated else self._value_dtype
+                checks.rows(label, tensor, plan.padded_tokens, layout.columns, dtype, device)
+        if layout.key_page is not None:
+            self._check_projection(layout, keys)
         items = plan.items[layout.ratio]
         if dense is not None:
             record = layout.page.format
@@ -307,7 +323,24 @@ class LayerCacheHandle(Uncopied):
             compress=compress,
             write_tails=write_tails,
             dense=dense,
+            keys=None if layout.key_page is None else keys,
         )
+
+    def _check_projection(self, layout: CompressorLayout, keys: KeyProjection | None) -> None:
+        keys = checks.given("weights.index_projection", keys, self.layer)
+        device, width = self._slot_arena.device, self._model.index_dim
+        shape = (width, layout.width)
+        checks.weight("index_projection.weight", keys.weight, shape, self._value_dtype, device)
+        checks.vector("index_projection.norm", keys.norm, (width,), device)
+
+    def _require_whole_tails(self, call: str) -> None:
+        """Raises SchemaMismatch where groups cannot be closed from the tails."""
+        layout = self.compressor
+        if layout is not None and (layout.skips_last or not layout.gated):
+            raise SchemaMismatch(
+                f"{call} works from the tails, and those of layer {self.layer} leave out the last "
+                f"token of a group: its groups close in append"
+            )
 
     # ---- reads -------------------------------------------------------------------------------
 
@@ -390,6 +423,7 @@ class LayerCacheHandle(Uncopied):
         prepared: bool = False,
         round_bf16: bool = True,
         top_k: int | None = None,
+        candidates: Tensor | None = None,
     ) -> Tensor:
         """The indexer's choice: for every token the exact `top_k` entries (default: the model's)
         by score, as int32 [tokens, top_k], ascending, ties to the lowest entry, -1 behind them.
@@ -398,20 +432,28 @@ class LayerCacheHandle(Uncopied):
         Hadamard and the round trip through the index format, unless `prepared` says that this has
         been done. `index_weights` [tokens, index heads] are already scaled. Both are bf16, or fp32
         where the index format keeps fp32. `round_bf16` rounds scores as the model was trained;
-        without, they are fp32.
+        without, they are fp32. Index keys of the latent (V4.1) have no Hadamard, nor have queries.
+
+        `candidates` int32 [tokens, candidate_blocks] are written by a layer whose candidates others
+        take, if given, and read by those. They are worth something in one step only.
         Raises SchemaMismatch on a layer without an indexer, InvalidInput, PlanError.
         """
-        view = self.read_indexer_view()
+        spec, view = self.schema.spec, self.read_indexer_view()
+        if not spec.has_indexer:
+            raise SchemaMismatch(
+                f"layer {self.layer} has no indexer: it reads what layer {spec.selector} selected"
+            )
         plan = self._written_plan()
         told = ("select", plan.sizes, prepared, round_bf16, repr(top_k))  # True is no 1 here
-        key, known = self._repeats.find(told, (q, index_weights, out, rope))
+        key, known = self._repeats.find(told, (q, index_weights, out, rope, candidates))
         if known is not None:
             if out is None:
                 count = self._model.index_topk if top_k is None else top_k
                 out = torch.empty((q.shape[0], count), dtype=torch.int32, device=q.device)
-            places = known.places((q, index_weights, out, rope))
+            tensors = _present(q, index_weights, out, rope, candidates)
+            places = known.places(tensors)
             if places is not None:
-                known.run(places, (q, index_weights, out, rope))
+                known.run(places, tensors)
                 return out
         device, rows = self._slot_arena.device, plan.padded_tokens
         count = self._model.index_topk if top_k is None else require_count("top_k", top_k)
@@ -433,6 +475,7 @@ class LayerCacheHandle(Uncopied):
         )
         checks.rope_table(rope, self._model.rope_dim, self._max_context, device)
         out = _result("out", out, (rows, count), "int32", device)
+        bounds = self._candidates(candidates, rows, count)
         selection = Selection(
             q=q,
             weights=index_weights,
@@ -444,17 +487,51 @@ class LayerCacheHandle(Uncopied):
             round_bf16=round_bf16,
             tokens_per_request=max(1, plan.shape.most_tokens),
             max_visible=None if plan.reaches is None else plan.reaches // view.source.ratio,
+            candidates=bounds,
         )
 
         def launch() -> None:
             if not prepared:
                 self.backend.prepare_index_queries(
-                    q, tokens=plan.tokens, rope=rope, record=view.page.format, out=q
+                    q,
+                    tokens=plan.tokens,
+                    rope=rope,
+                    record=view.page.format,
+                    out=q,
+                    transform=self._model.layers[spec.owner].index_keys != "latent",
                 )
             self.backend.select(selection)
 
-        self._repeats.make(key, (q, index_weights, out, rope), launch, plan.tokens)
+        tensors = _present(q, index_weights, out, rope, candidates)
+        self._repeats.make(key, tensors, launch, plan.tokens)
         return out
+
+    def _candidates(self, blocks: Tensor | None, rows: int, top_k: int) -> Candidates | None:
+        """What `select` does with candidate blocks on this layer. Raises InvalidInput."""
+        source, model = self.schema.spec.candidates_of, self._model
+        if blocks is None:
+            if source is None:
+                return None
+            raise InvalidInput(
+                f"layer {self.layer} selects among the candidates of layer {source}: give the "
+                f"tensor that its select filled in this step"
+            )
+        if source is None and self.layer not in model.candidate_sources:
+            raise InvalidInput(
+                f"layer {self.layer} neither gives candidates nor takes any: leave them out"
+            )
+        width, size = model.candidate_blocks, model.candidate_block_entries
+        checks.index_rows("candidates", blocks, rows, self._slot_arena.device)
+        if blocks.shape[1] != width:
+            raise InvalidInput(
+                f"candidates have {blocks.shape[1]} columns, the model has {width} candidate blocks"
+            )
+        if source is not None and (width - 1) * size + 1 < top_k:
+            raise InvalidInput(
+                f"top_k={top_k} of {width} candidate blocks of {size} entries: only "
+                f"{(width - 1) * size + 1} are visible for certain"
+            )
+        return Candidates(blocks=blocks, block_entries=size, publish=source is None)
 
     @in_turn
     def attend(
@@ -517,6 +594,75 @@ class LayerCacheHandle(Uncopied):
         )
         tensors = _present(q, sink, indices, out, lse, inverse_rope)
         self._repeats.make(key, tensors, lambda: self.backend.attend(attention), plan.tokens)
+        return out, lse
+
+    @in_turn
+    def attend_draft(
+        self,
+        kv: Tensor,
+        q: Tensor,
+        sink: Tensor,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        *,
+        weights: LayerWeights,
+        inverse_rope: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """A draft step of a DSpark layer: the plan's tokens, `draft_block` per request, are a draft
+        behind its length. Each query sees the window of the request's last token and all keys of
+        the draft, later ones too. out and lse as of `attend`.
+
+        `kv` and `weights` as in `append`: keys are rounded as records are, and stored nowhere. The
+        plan stays unwritten: `abandon` it when all draft layers have drafted. Three launches.
+        Raises SchemaMismatch on other layers, PlanError, InvalidInput.
+        """
+        model, device = self._model, self._slot_arena.device
+        if not self.schema.spec.draft or not model.draft_block:
+            raise SchemaMismatch(f"layer {self.layer} is no layer that drafts several tokens")
+        plan = self.open_plan()
+        if plan.touched or any(count != model.draft_block for count in plan.counts.tolist()):
+            raise PlanError(
+                f"a draft step has {model.draft_block} tokens of every request and stores nothing: "
+                f"prepare a plan for it alone, of requests that are to draft"
+            )
+        checks.layer_weights(weights)
+        rows, workspace = plan.padded_tokens, self._workspace
+        checks.heads("q", q, rows, model.head_dim, self._value_dtype, device)
+        checks.vector("sink", sink, (q.shape[1],), device)
+        if inverse_rope is not None:
+            checks.rope_table(inverse_rope, model.rope_dim, self._max_context, device)
+        window = replace(
+            self._window_write(plan, kv, weights),
+            window=self.schema.window + model.draft_block,
+            staging=workspace.staging,
+            staging_page=workspace.staging_page,
+            keep=False,
+        )
+        step = self.step_tensors(plan, weights)
+        out = _result("out", out, tuple(q.shape), self._value_dtype, device)
+        lse = _result("lse", lse, (rows, q.shape[1]), "float32", device)
+        self.backend.append(step, window, ())
+        self.backend.attend(
+            Attention(
+                q=q,
+                sink=sink,
+                tokens=plan.tokens,
+                batch=plan.batch,
+                window=WindowSource(
+                    arena=workspace.staging,
+                    page=workspace.staging_page,
+                    window=window.window,
+                    staged=True,
+                ),
+                entries=None,
+                indices=None,
+                out=out,
+                lse=lse,
+                inverse_rope=inverse_rope,
+                workspace=workspace.attend,
+                joint=True,
+            )
+        )
         return out, lse
 
     def window_source(self, plan: ForwardPlan) -> WindowSource:
@@ -587,11 +733,13 @@ def _present(*tensors: Tensor | None) -> list[Tensor]:
 def _tensors_of(weights: LayerWeights) -> tuple[Tensor | None, ...]:
     """Those that a step takes of a layer's weights."""
     main, index = weights.compressor, weights.index_compressor
+    keys = weights.index_projection
     return (
         weights.rope,
         weights.kv_norm,
         *((None, None) if main is None else (main.ape, main.norm)),
         *((None, None) if index is None else (index.ape, index.norm)),
+        *((None, None) if keys is None else (keys.weight, keys.norm)),
     )
 
 

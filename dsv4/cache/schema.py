@@ -459,10 +459,9 @@ class CacheSchema:
         if not self.model.candidate_blocks:
             del model["candidate_blocks"], model["candidate_block_entries"]
         for layer in model["layers"]:
-            if layer["selector"] in (None, layer["layer"]):  # as every layer of V4
-                del layer["selector"]
-            if layer["candidates_of"] is None:
-                del layer["candidates_of"]
+            for field in ("selector", "candidates_of"):
+                if layer[field] is None:  # as in every layer of V4
+                    del layer[field]
         return _digest(
             {
                 "layout_version": LAYOUT_VERSION,

@@ -8,6 +8,7 @@ from torch import Tensor
 from dsv4.cache.guard import Turn
 from dsv4.cache.pages import Page
 from dsv4.cache.schema import CacheSchema
+from dsv4.model import AttentionType
 from dsv4.ops.backend import Backend
 from dsv4.ops.calls import EntrySource
 
@@ -51,7 +52,7 @@ class Workspace:
             kind="window",
             layer=-1,
             offset_bytes=0,
-            rows=max_tokens + (model.window - 1) * block_table.shape[0],
+            rows=max_tokens + (model.window + model.draft_block - 1) * block_table.shape[0],
             format=schema.window_format,
         )
         self.staging = torch.empty(
@@ -74,12 +75,16 @@ def _select_bytes(
     top_k, needed = schema.model.index_topk, 0
     for spec in schema.model.layers:
         page = schema.page("index_keys", spec.layer)
-        if page is not None:
+        if page is not None and spec.has_indexer:
             keys = EntrySource(
                 arena=block_table, page=page, block_table=block_table, ratio=spec.ratio
             )
+            publishes = spec.layer in schema.model.candidate_sources
+            blocks_of = schema.model.candidate_block_entries if publishes else 0
             one, all_tokens = (
-                backend.select_workspace_bytes(rows, keys=keys, top_k=top_k)
+                backend.select_workspace_bytes(
+                    rows, keys=keys, top_k=top_k, block_entries=blocks_of
+                )
                 for rows in (1, max_tokens)
             )
             needed = max(needed, one, min(all_tokens, SELECT_BYTES))
@@ -91,7 +96,7 @@ def _attend_bytes(schema: CacheSchema, backend: Backend, max_tokens: int) -> int
     for spec in model.layers:
         page = schema.page("entries", spec.layer)
         entries = schema.max_blocks_per_request * page.rows if page is not None else 0
-        if spec.index_keys != "none":
+        if spec.attention is AttentionType.CSA:
             entries = min(entries, model.index_topk)
         size = backend.attend_workspace_bytes(max_tokens, model=model, max_entries=entries)
         needed = max(needed, size)

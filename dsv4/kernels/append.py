@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from dsv4.kernels.compress import Compressor, compress, compressor_share, ring_at
+from dsv4.kernels.compress import (
+    KEY_FIELDS,
+    Compressor,
+    compress,
+    compressor_share,
+    is_kept,
+    ring_at,
+    tail_rank,
+)
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import load_rope, rms_norm, rotate
 from dsv4.kernels.record_store import RecordConstants, record_constants, store_records
@@ -37,7 +45,8 @@ MAX_FOLD_REGISTERS = 224
 @dataclass(frozen=True, slots=True)
 class WindowConstants:
     """A window write as compile-time constants. STAGE: this launch saves the WINDOW - 1 rows in
-    front of each chunk. Without it, a WIDE step's own rows go to the staging page too."""
+    front of each chunk. Without it, a WIDE step's own rows go to the staging page too, and without
+    KEEP only there."""
 
     RING: int
     WIDTH: int
@@ -45,6 +54,7 @@ class WindowConstants:
     NORM: bool
     WIDE: bool
     STAGE: bool
+    KEEP: bool
     WINDOW: int
     RECORD: RecordConstants
 
@@ -134,7 +144,7 @@ def append_launch(
             index.programs,
             *window_arguments,
             *main.arguments,
-            *index.arguments,
+            *index.arguments[:-KEY_FIELDS],
         ),
         constants,
         _options(constants),
@@ -172,6 +182,7 @@ def _window_arguments(
         NORM=window.norm is not None,
         WIDE=window.staging is not None,
         STAGE=stage,
+        KEEP=window.keep,
         WINDOW=window.window,
         RECORD=record_constants(page.format),
     )
@@ -204,6 +215,7 @@ def _append_kernel(
     m_items, m_c, m_z, m_ape, m_norm, m_dense, m_scratch, m_arrived, m_item_rows,
     m_work_programs, m_tail_programs, m_c_stride, m_z_stride, m_data_offset, m_scale_offset,
     m_ka_offset, m_za_offset, m_kb_offset, m_zb_offset,
+    key_weight, key_norm, key_data_offset, key_scale_offset,
     i_items, i_c, i_z, i_ape, i_norm, i_dense, i_scratch, i_arrived, i_item_rows,
     i_work_programs, i_tail_programs, i_c_stride, i_z_stride, i_data_offset, i_scale_offset,
     i_ka_offset, i_za_offset, i_kb_offset, i_zb_offset,
@@ -222,11 +234,13 @@ def _append_kernel(
         m_items, m_c, m_z, m_ape, m_norm, m_dense, m_scratch, m_arrived, m_item_rows,
         m_work_programs, m_tail_programs, m_c_stride, m_z_stride, m_data_offset, m_scale_offset,
         m_ka_offset, m_za_offset, m_kb_offset, m_zb_offset,
+        key_weight, key_norm, key_data_offset, key_scale_offset,
     )  # fmt: skip
     index = Compressor(
         i_items, i_c, i_z, i_ape, i_norm, i_dense, i_scratch, i_arrived, i_item_rows,
         i_work_programs, i_tail_programs, i_c_stride, i_z_stride, i_data_offset, i_scale_offset,
         i_ka_offset, i_za_offset, i_kb_offset, i_zb_offset,
+        key_weight, key_norm, key_data_offset, key_scale_offset,
     )  # fmt: skip
     program = tl.program_id(0)
     if program < main_programs:
@@ -263,7 +277,9 @@ def _append_token(
     tl.debug_barrier()  # below which no load sinks: all of them are under way before the branch
     if slot >= 0:
         slot_ptr = step.slot_arena + slot * step.slot_bytes
-        if MAIN_TAILS:
+        main_bias = ()
+        index_bias = ()
+        if MAIN_TAILS and MAIN.BIAS:
             main_bias = _load_bias(position, main, MAIN)
         if INDEX_TAILS:
             index_bias = _load_bias(position, index, INDEX)
@@ -294,14 +310,15 @@ def _store_window(x, nth, token, slot_ptr, step, window, W: tl.constexpr):
         angles = step.rope + (token.position.to(tl.int64) * W.ROPE + one)[:, None]  # [1, 1]
         cos, sin = load_rope(angles, WIDTH, W.ROPE)
         x = rotate(x, cos, sin, WIDTH, W.ROPE)
-    ring_row = token.position % W.RING
-    keeps = (token.kept + one == 1) if W.WIDE else (one == 0)
-    store_records(
-        x, keeps,
-        slot_ptr + window.data_offset + ring_row * RECORD.DATA_BYTES + one,
-        slot_ptr + window.scale_offset + ring_row * RECORD.SCALE_BYTES + one,
-        WIDTH, RECORD,
-    )  # fmt: skip
+    if W.KEEP:
+        ring_row = token.position % W.RING
+        keeps = (token.kept + one == 1) if W.WIDE else (one == 0)
+        store_records(
+            x, keeps,
+            slot_ptr + window.data_offset + ring_row * RECORD.DATA_BYTES + one,
+            slot_ptr + window.scale_offset + ring_row * RECORD.SCALE_BYTES + one,
+            WIDTH, RECORD,
+        )  # fmt: skip
     if W.WIDE:
         row = staged_row(nth, token.position, token.batch_row, token.position, W.WINDOW)
         staged = row.to(tl.int64)
@@ -344,9 +361,13 @@ def _store_tail(rows, bias, slot_ptr, position, compressor, C: tl.constexpr):
     """A token into the rings. A narrow step has no more tokens than they have rows."""
     column = tl.arange(0, C.WIDTH)
     if C.A_ROWS > 0:
-        at = position % C.A_ROWS * C.WIDTH + column
-        tl.store(ring_at(slot_ptr, compressor.ka_offset) + at, rows[0])
-        tl.store(ring_at(slot_ptr, compressor.za_offset) + at, rows[1] + bias[0])
+        at = tail_rank(position, C) % C.A_ROWS * C.WIDTH + column
+        logits = rows[1]
+        if C.BIAS:
+            logits += bias[0]
+        if is_kept(position, C):
+            tl.store(ring_at(slot_ptr, compressor.ka_offset) + at, rows[0])
+            tl.store(ring_at(slot_ptr, compressor.za_offset) + at, logits)
     if C.OVERLAP:
         at = position % C.B_ROWS * C.WIDTH + column
         tl.store(ring_at(slot_ptr, compressor.kb_offset) + at, rows[2])

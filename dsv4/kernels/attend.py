@@ -53,7 +53,8 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 @dataclass(frozen=True, slots=True)
 class AttendConstants:
-    """A launch as compile-time constants. ALL: every visible entry, not a list."""
+    """A launch as compile-time constants. ALL: every visible entry, not a list. JOINT: the queries
+    of a request see the window of its last token."""
 
     HEADS: int
     BLOCK_H: int
@@ -67,6 +68,7 @@ class AttendConstants:
     WINDOW: int
     WINDOW_ROWS: int
     STAGED: bool
+    JOINT: bool
     WINDOW_RECORD: RecordConstants
     ENTRIES: bool
     ALL: bool
@@ -170,6 +172,7 @@ def attend_launch(call: Attention) -> Launch:
         WINDOW=window.window,
         WINDOW_ROWS=window.page.rows,
         STAGED=window.staged,
+        JOINT=call.joint,
         WINDOW_RECORD=record_constants(window.page.format),
         ENTRIES=call.entries is not None,
         ALL=call.indices is None,
@@ -197,7 +200,7 @@ def entries_or_window(call: Attention) -> EntrySource:
 def run_time_arguments(call: Attention) -> AttendArguments:
     """What is not given is replaced by a tensor of the right type, which is not read. Raises
     InvalidInput, SchemaError."""
-    _check(call.q, call.out, call.window, call.entries)
+    _check(call.q, call.out)
     window, source = call.window, entries_or_window(call)
     listed = call.tokens if call.indices is None else call.indices
     return AttendArguments(
@@ -261,7 +264,7 @@ def _spans(
     return spans
 
 
-def _check(q: Tensor, out: Tensor, *sources: WindowSource | EntrySource | None) -> None:
+def _check(q: Tensor, out: Tensor) -> None:
     width = q.shape[2]
     if width & (width - 1):
         raise SchemaError(f"attention needs a head_dim that is a power of two, not {width}")
@@ -269,14 +272,6 @@ def _check(q: Tensor, out: Tensor, *sources: WindowSource | EntrySource | None) 
         if tensor.stride(1) != width or tensor.stride(2) != 1:
             raise InvalidInput(
                 f"{name} has strides {tensor.stride()}: the heads of a token must be contiguous"
-            )
-    for source in sources:
-        if source is None:
-            continue
-        record = record_constants(source.page.format)
-        if record.ELEMENT == "e2m1" or record.SCALE == "e4m3":
-            raise SchemaError(
-                f"attention reads bf16 and e4m3 records, not {source.page.format.name}"
             )
 
 
@@ -290,7 +285,7 @@ class _Query(NamedTuple):
 
     row: Any  # of q
     head: Any  # [heads] their numbers; from A.HEADS on there is none
-    position: Any
+    newest: Any  # position of the window
     visible: Any  # entries
 
 
@@ -396,16 +391,17 @@ def _attend_kernel(
         # a row of the window: the ring's, or where a chunk's rows are staged
         window_page = window_arena + slot * window_bytes
         shift = 0
+        newest = position
         if A.STAGED:
             window_page = window_arena
             live = slot >= 0
             request = load_request(request_at(batch_ptr, batch_row), live, 0)
             shift = staged_row(request.first_row, request.start, batch_row, 0, A.WINDOW)
+            if A.JOINT:
+                newest = request.start + request.count - 1
         for split in tl.range(first, last, disable_licm=True):
             row = nth.to(tl.int64)
-            query = _Query(
-                row=q_ptr + row * q_stride, head=head, position=position, visible=visible
-            )
+            query = _Query(row=q_ptr + row * q_stride, head=head, newest=newest, visible=visible)
             window = _Window(page=window_page, data=window_data, scale=window_scale, shift=shift)
             entries = _Entries(
                 arena=entry_arena,
@@ -477,7 +473,7 @@ def _attend_split(tile, end, query, window, entries, A: tl.constexpr):
         tile, tl.minimum(end, WINDOW_TILES), num_stages=WINDOW_STAGES, disable_licm=True
     ):
         back = at * BLOCK_N + nth
-        seen = query.position - (A.WINDOW - 1) + back  # [keys] positions
+        seen = query.newest - (A.WINDOW - 1) + back  # [keys] positions
         live = (back < A.WINDOW) & (seen >= 0)
         row = (seen + window.shift if A.STAGED else seen % A.WINDOW_ROWS).to(tl.int64)
         data = window.page + window.data + row * WINDOW_RECORD.DATA_BYTES

@@ -77,11 +77,14 @@ class TritonBackend:
             score_bytes=lambda rows: self._score_bytes(rows, tokens_per_request=many),
         )
 
-    def select_workspace_bytes(self, rows: int, *, keys: EntrySource, top_k: int) -> int:
+    def select_workspace_bytes(
+        self, rows: int, *, keys: EntrySource, top_k: int, block_entries: int = 0
+    ) -> int:
         return select.select_workspace_bytes(
             rows,
             keys=keys,
             top_k=top_k,
+            block_entries=block_entries,
             score_bytes=lambda rows: self._score_bytes(rows, tokens_per_request=rows),
         )
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.cache.pages import Ring
+from dsv4.kernels.dot import load_bf16
 from dsv4.kernels.fold import fold_tokens, load_projections, load_state, write_states
 from dsv4.kernels.numerics import (
     bf16_bits,
@@ -52,13 +53,18 @@ class CompressorConstants:
 
     SPLITS programs share an item, or one program takes ITEMS_PER_PROGRAM; with LOOP it goes on to
     others. TAILS says who writes them: "none", "token" (the program of each token), "apart"
-    (programs of their own, one per request) or "after" (an item's, behind its groups)."""
+    (programs of their own, one per request) or "after" (an item's, behind its groups). BIAS: there
+    is an ape. Without GATED a group is one token, as it is. KEY_WIDTH is that of index keys that
+    come from the latent, 0 where none do."""
 
     RATIO: int
     OVERLAP: bool
     WIDTH: int
     ROPE: int
     HADAMARD: bool
+    GATED: bool
+    BIAS: bool
+    SKIPS_LAST: bool
     A_ROWS: int
     B_ROWS: int
     STATE_ROWS: int
@@ -75,6 +81,8 @@ class CompressorConstants:
     FROM_TAILS: bool
     DENSE: bool
     RECORD: RecordConstants
+    KEY_WIDTH: int
+    KEY_RECORD: RecordConstants | None
 
 
 class Compressor(NamedTuple):
@@ -100,6 +108,14 @@ class Compressor(NamedTuple):
     za_offset: Any
     kb_offset: Any
     zb_offset: Any
+    key_weight: Any
+    key_norm: Any
+    key_data_offset: Any
+    key_scale_offset: Any
+
+
+# the fields of a Compressor that only the main one has
+KEY_FIELDS = 4
 
 
 class Share(NamedTuple):
@@ -143,20 +159,20 @@ def compressor_share(step: StepTensors, write: CompressorWrite | None) -> Share:
     """No programs where a layer has no such compressor."""
     nothing: Tensor = step.rope
     if write is None:
-        unread = (step.batch, *[nothing] * 6, step.arrived, *[0] * 11)
+        unread = (step.batch, *[nothing] * 6, step.arrived, *[0] * 11, nothing, nothing, 0, 0)
         return Share(0, Compressor._make(unread), None)
-    layout, items = write.layout, write.items.shape[0]
+    layout, items, keys = write.layout, write.items.shape[0], write.layout.key_page
     items_per_program = splits = 1
     if layout.online:
         splits = 1 if step.narrow else max(1, layout.width // FOLD_SPLIT_CHANNELS)
     elif layout.tokens_pooled > MAX_ROWS_IN_ONE_PROGRAM:
         splits = max(1, layout.width // SPLIT_CHANNELS)
-    else:
+    elif layout.key_page is None:
         items_per_program = max(1, CHANNELS_IN_ONE_PROGRAM // layout.width)
     # Where a step is narrow its tails overwrite nothing that its groups read, so other programs
     # may write them meanwhile; a wide chunk's groups must be read first.
     tails = "none"
-    if write.write_tails:
+    if write.write_tails and (layout.online or layout.ka is not None or layout.kb is not None):
         tails = ("apart" if layout.online else "token") if step.narrow else "after"
     sets = -(-items // items_per_program) if write.compress or tails == "after" else 0
     # an online step has one program per item: there is nothing to save
@@ -170,6 +186,9 @@ def compressor_share(step: StepTensors, write: CompressorWrite | None) -> Share:
         WIDTH=layout.width,
         ROPE=layout.rope_dim,
         HADAMARD=layout.hadamard,
+        GATED=layout.gated,
+        BIAS=write.ape is not None,
+        SKIPS_LAST=layout.skips_last,
         A_ROWS=_rows(layout.ka),
         B_ROWS=_rows(layout.kb),
         STATE_ROWS=_rows(layout.state),
@@ -187,12 +206,14 @@ def compressor_share(step: StepTensors, write: CompressorWrite | None) -> Share:
         FROM_TAILS=write.c is None,
         DENSE=write.dense is not None,
         RECORD=record_constants(layout.page.format),
+        KEY_WIDTH=0 if keys is None else keys.format.width,
+        KEY_RECORD=None if keys is None else record_constants(keys.format),
     )
     arguments = Compressor(
         items=write.items,
         c=nothing if write.c is None else write.c,
         z=nothing if write.z is None else write.z,
-        ape=write.ape,
+        ape=nothing if write.ape is None else write.ape,
         norm=write.norm,
         dense=nothing if write.dense is None else write.dense,
         scratch=step.scratch,
@@ -208,6 +229,10 @@ def compressor_share(step: StepTensors, write: CompressorWrite | None) -> Share:
         za_offset=_offset(layout.za),
         kb_offset=_offset(layout.kb),
         zb_offset=_offset(layout.zb),
+        key_weight=nothing if write.keys is None else write.keys.weight,
+        key_norm=nothing if write.keys is None else write.keys.norm,
+        key_data_offset=0 if keys is None else keys.offset_bytes,
+        key_scale_offset=0 if keys is None else keys.scale_offset_bytes,
     )
     return Share(work_programs + tail_programs, arguments, constants)
 
@@ -227,6 +252,24 @@ def compress(program, step, compressor, C: tl.constexpr):
         _compress_folded(program, step, compressor, C)
     else:
         _compress_rows(program, step, compressor, C)
+
+
+@triton.jit
+def tail_rank(position, C: tl.constexpr):
+    """How many tokens before a position the tails keep; the row of their rings follows from it."""
+    if C.SKIPS_LAST:
+        return position - position // C.RATIO
+    else:
+        return position
+
+
+@triton.jit
+def is_kept(position, C: tl.constexpr):
+    """Whether the tails keep a token."""
+    if C.SKIPS_LAST:
+        return position % C.RATIO != C.RATIO - 1
+    else:
+        return tl.constexpr(True)
 
 
 @triton.jit
@@ -304,8 +347,10 @@ def _close_groups(closes, groups, slot_ptr, split, step, compressor, C: tl.const
     place = ()
     if C.PLACE_FIRST:
         place = _place(closes, groups, step, compressor, C)
-    gates = Stored(compressor.z, compressor.z_stride, za, zb)
-    logits = _load_tiles(closes, groups, split, gates, compressor.ape, C)
+    if C.GATED:
+        gates = Stored(compressor.z, compressor.z_stride, za, zb)
+        ape = compressor.ape if C.BIAS else None
+        logits = _load_tiles(closes, groups, split, gates, ape, C)
     rows = Stored(compressor.c, compressor.c_stride, ka, kb)
     values = _load_tiles(closes, groups, split, rows, None, C)
     if not C.WIDE:
@@ -313,7 +358,10 @@ def _close_groups(closes, groups, slot_ptr, split, step, compressor, C: tl.const
         # else to fill that wait. No load sinks below a barrier, and no barrier below a branch.
         tl.debug_barrier()
     if C.WIDE or step.slot_bytes > 0:  # always
-        pooled = _pool(logits, values, closes, groups.entry, C)
+        if C.GATED:
+            pooled = _pool(logits, values, closes, groups.entry, C)
+        else:
+            pooled = tl.reshape(values[0], [C.ITEMS_PER_PROGRAM, C.WIDTH // C.SPLITS])
         _finish_entries(pooled, closes, groups, split, place, step, compressor, C)
 
 
@@ -423,6 +471,8 @@ def _store_entries(pooled, closes, groups, place, step, compressor, C: tl.conste
     if not C.PLACE_FIRST:
         place = _place(closes, groups, step, compressor, C)
     x = rms_norm(round_bf16(pooled), place.norm, step.eps, WIDTH)
+    if C.KEY_WIDTH > 0:
+        _store_key(x, closes, groups, place, step, compressor, C)
     x = rotate(x, place.cos, place.sin, WIDTH, C.ROPE)
     if C.HADAMARD:
         x = hadamard_across_lanes(x, WIDTH**-0.5, WIDTH)
@@ -441,13 +491,49 @@ def _store_entries(pooled, closes, groups, place, step, compressor, C: tl.conste
 
 
 @triton.jit
+def _store_key(latent, closes, groups, place, step, compressor, C: tl.constexpr):
+    """The index key of one latent [1, WIDTH]: its projection, norm, RoPE and record. Channels are
+    added in the order of the reference's `project`: lane by lane, then lanes in a tree."""
+    RECORD: tl.constexpr = C.KEY_RECORD
+    WIDTH: tl.constexpr = C.WIDTH
+    KEY_WIDTH: tl.constexpr = C.KEY_WIDTH
+    LANES: tl.constexpr = min(C.LANES, WIDTH)
+    # through memory, because a thread needs all channels and has a few
+    line = compressor.scratch + tl.max(groups.item, axis=0).to(tl.int64) * WIDTH
+    tl.store(line + tl.arange(0, WIDTH)[None, :], latent)
+    tl.debug_barrier()
+    lane = tl.arange(0, LANES)
+    key = tl.arange(0, KEY_WIDTH)
+    weights = compressor.key_weight + key[None, :] * WIDTH + lane[:, None]
+    live = (lane >= 0)[:, None]
+    sums = tl.zeros([LANES, KEY_WIDTH], dtype=tl.float32)
+    for first in range(0, WIDTH, LANES):
+        channels = tl.load(line + first + lane, cache_modifier=".cg")
+        sums += channels[:, None] * load_bf16(weights + first, live).to(tl.float32)
+    x = round_bf16(_halving_sum(sums[None, :, :]))  # [1, KEY_WIDTH]
+    norm = tl.load(compressor.key_norm + key)[None, :]
+    x = rms_norm(x, norm, step.eps, KEY_WIDTH)
+    angles = tl.where(closes, groups.entry * C.RATIO, 0).to(tl.int64) * C.ROPE
+    cos, sin = load_rope(step.rope + angles[:, None], KEY_WIDTH, C.ROPE)
+    x = rotate(x, cos, sin, KEY_WIDTH, C.ROPE)
+    page_row = groups.entry % C.PAGE_ROWS
+    store_records(
+        x, closes,
+        place.page + compressor.key_data_offset + page_row * RECORD.DATA_BYTES,
+        place.page + compressor.key_scale_offset + page_row * RECORD.SCALE_BYTES,
+        KEY_WIDTH, RECORD,
+    )  # fmt: skip
+
+
+@triton.jit
 def _load_tiles(closes, groups, split, stored, ape, C: tl.constexpr):
     """Logits or values of all rows of groups, as a tuple of tiles [items, ROWS, PART]. Logits that
     are the step's own get their bias: `ape` is None for values."""
     RATIO: tl.constexpr = C.RATIO
     ROWS: tl.constexpr = min(RATIO, C.LANES)
     # only the newest rows of a group that a narrow step closes can be the step's own
-    NEWEST: tl.constexpr = 2 * RATIO if C.WIDE else max(C.A_ROWS - RATIO + 1, 1)
+    ANY: tl.constexpr = C.WIDE or C.SKIPS_LAST
+    NEWEST: tl.constexpr = 2 * RATIO if ANY else max(C.A_ROWS - RATIO + 1, 1)
     entry = groups.entry
     tiles = ()
     if C.OVERLAP:
@@ -481,18 +567,22 @@ def _load_tile(
     position = first[:, None] + tl.arange(0, ROWS)[None, :]  # [items, ROWS]
     column = (split * PART + tl.arange(0, PART))[None, None, :]
     exists = exists[:, None, None]
-    row = ring[:, None] + position % RING_ROWS * WIDTH  # [items, ROWS]
-    if NEW and not C.FROM_TAILS:
-        start = groups.start[:, None]
-        is_new = position >= start
-        token = (groups.first_row[:, None] + position - start).to(tl.int64)
-        row = tl.where(is_new, stored.new + token * stored.stride + HALF, row)
-    row = tl.multiple_of(row, [16, 16])
-    tile = tl.load(row[:, :, None] + column, mask=exists, other=0.0)
-    if ape is not None and NEW and not C.FROM_TAILS:
-        bias = ape + position % C.RATIO * COLUMNS + HALF
-        tile += tl.load(bias[:, :, None] + column, mask=exists & is_new[:, :, None], other=0.0)
-    return (tile,)
+    start = groups.start[:, None]
+    token = (groups.first_row[:, None] + position - start).to(tl.int64)
+    if not C.GATED:  # of a type of its own, and always the step's
+        row = stored.new + token * stored.stride
+        return (load_bf16(row[:, :, None] + column, exists).to(tl.float32),)
+    else:
+        row = ring[:, None] + tail_rank(position, C) % RING_ROWS * WIDTH  # [items, ROWS]
+        if NEW and not C.FROM_TAILS:
+            is_new = position >= start
+            row = tl.where(is_new, stored.new + token * stored.stride + HALF, row)
+        row = tl.multiple_of(row, [16, 16])
+        tile = tl.load(row[:, :, None] + column, mask=exists, other=0.0)
+        if ape is not None and NEW and not C.FROM_TAILS:
+            bias = ape + position % C.RATIO * COLUMNS + HALF
+            tile += tl.load(bias[:, :, None] + column, mask=exists & is_new[:, :, None], other=0.0)
+        return (tile,)
 
 
 @triton.jit
@@ -568,7 +658,8 @@ def _write_tails(live, items, slot_ptr, split, compressor, C: tl.constexpr):
     WIDTH: tl.constexpr = C.WIDTH
     PART: tl.constexpr = WIDTH // C.SPLITS
     COLUMNS: tl.constexpr = WIDTH * 2 if C.OVERLAP else WIDTH
-    RINGS: tl.constexpr = max(C.A_ROWS, C.B_ROWS)
+    # tokens among which are those that the rings keep
+    RINGS: tl.constexpr = 2 * C.A_ROWS if C.SKIPS_LAST else max(C.A_ROWS, C.B_ROWS)
     ROWS: tl.constexpr = 1 if C.OVERLAP else min(32, 2048 // PART)
     # [items, 1]
     ka = ring_at(slot_ptr, compressor.ka_offset)[:, None]
@@ -583,13 +674,16 @@ def _write_tails(live, items, slot_ptr, split, compressor, C: tl.constexpr):
         position = end[:, None] - 1 - back  # [items, ROWS]
         inside = live[:, None] & (position >= start[:, None])
         token = (first_row[:, None] + position - start[:, None]).to(tl.int64)
+        rank = tail_rank(position, C)
+        newer = tail_rank(end, C)[:, None] - rank - 1  # tokens that the tails keep
         bias = (compressor.ape + position % RATIO * COLUMNS)[:, :, None]
         row_z = (compressor.z + token * compressor.z_stride)[:, :, None]
         row_k = (compressor.c + token * compressor.c_stride)[:, :, None]
-        keeps = (inside & (back < C.A_ROWS))[:, :, None]
+        keeps = (inside & (newer < C.A_ROWS) & is_kept(position, C))[:, :, None]
         z = tl.load(row_z + source, mask=keeps)
         k = tl.load(row_k + source, mask=keeps)
-        z_bias = tl.load(bias + source, mask=keeps)
+        if C.BIAS:
+            z += tl.load(bias + source, mask=keeps)
         if C.OVERLAP:
             keeps_b = (inside & (back < C.B_ROWS))[:, :, None]
             z_b = tl.load(row_z + column, mask=keeps_b)
@@ -598,6 +692,6 @@ def _write_tails(live, items, slot_ptr, split, compressor, C: tl.constexpr):
             ring_row = position % C.B_ROWS * WIDTH
             tl.store((kb + ring_row)[:, :, None] + column, k_b, mask=keeps_b)
             tl.store((zb + ring_row)[:, :, None] + column, z_b + bias_b, mask=keeps_b)
-        ring_row = position % max(C.A_ROWS, 1) * WIDTH
+        ring_row = rank % max(C.A_ROWS, 1) * WIDTH
         tl.store((ka + ring_row)[:, :, None] + column, k, mask=keeps)
-        tl.store((za + ring_row)[:, :, None] + column, z + z_bias, mask=keeps)
+        tl.store((za + ring_row)[:, :, None] + column, z, mask=keeps)

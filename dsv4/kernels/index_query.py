@@ -19,14 +19,28 @@ NUM_WARPS = 1
 
 
 def prepare_index_queries(
-    q: Tensor, *, tokens: Tensor, rope: Tensor, record: RecordFormat, out: Tensor
+    q: Tensor,
+    *,
+    tokens: Tensor,
+    rope: Tensor,
+    record: RecordFormat,
+    out: Tensor,
+    transform: bool = True,
 ) -> None:
     """One launch. Same bits as dsv4.reference.index_query.prepare_index_queries."""
-    index_query_launch(q, tokens=tokens, rope=rope, record=record, out=out).run()
+    index_query_launch(
+        q, tokens=tokens, rope=rope, record=record, out=out, transform=transform
+    ).run()
 
 
 def index_query_launch(
-    q: Tensor, *, tokens: Tensor, rope: Tensor, record: RecordFormat, out: Tensor
+    q: Tensor,
+    *,
+    tokens: Tensor,
+    rope: Tensor,
+    record: RecordFormat,
+    out: Tensor,
+    transform: bool = True,
 ) -> Launch:
     """As prepare_index_queries."""
     arguments = (
@@ -46,6 +60,7 @@ def index_query_launch(
         "WIDTH": q.shape[-1],
         "ROPE": rope.shape[1],
         "RECORD": record_constants(record),
+        "TRANSFORM": transform,
     }
     grid = (q.shape[0], triton.cdiv(q.shape[1], HEADS))
     options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
@@ -57,6 +72,7 @@ def _index_query_kernel(
     q_ptr, tokens_ptr, rope_ptr, out_ptr, heads, q_stride, q_head_stride, out_stride,
     out_head_stride, scale,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, RECORD: tl.constexpr,
+    TRANSFORM: tl.constexpr,
 ):  # fmt: skip
     nth = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -70,7 +86,9 @@ def _index_query_kernel(
         x = rotate(x, cos, sin, WIDTH, ROPE)
         exponent = x.to(tl.uint32, bitcast=True) & 0x7F800000
         broken = tl.max(exponent, axis=1)[:, None] == 0x7F800000
-        x = round_trip(hadamard(x, scale, WIDTH), WIDTH, RECORD)
+        if TRANSFORM:
+            x = hadamard(x, scale, WIDTH)
+        x = round_trip(x, WIDTH, RECORD)
         bits = tl.where(broken, 0x7FC0, bf16_bits(x))
         out = (out_ptr + nth * out_stride + head * out_head_stride).to(tl.pointer_type(tl.uint16))
         tl.store(out + channel, bits, mask=head < heads)

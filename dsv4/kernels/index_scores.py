@@ -24,9 +24,9 @@ from dsv4.kernels.dot import as_operand, dot, load_bf16
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import INTERPRETED, round_bf16
 from dsv4.kernels.record_store import RecordConstants, record_constants
-from dsv4.kernels.rows import load_token, token_at
+from dsv4.kernels.rows import load_token, score_columns, token_at
 from dsv4.kernels.target import bf16_products, converts_e4m3, processors, speaks_ptx
-from dsv4.ops.calls import EntrySource, Scoring
+from dsv4.ops.calls import Candidates, EntrySource, Scoring
 from dsv4.ops.constants import MIN_HEADS
 
 ENTRY_TILE = 64
@@ -76,7 +76,8 @@ WEIGHTED_RELU = tl.constexpr("""
 @dataclass(frozen=True, slots=True)
 class ScoreConstants:
     """A launch as compile-time constants. Up to BANDS bands of BAND tokens; TILE entries; ROUND:
-    dots, products and sums are bf16 numbers."""
+    dots, products and sums are bf16 numbers. With BLOCKS, columns are the entries of so many
+    candidate blocks of SPAN entries."""
 
     HEADS: int
     HEADS_PADDED: int
@@ -88,6 +89,8 @@ class ScoreConstants:
     TILE: int
     ROUND: bool
     RECORD: RecordConstants
+    SPAN: int
+    BLOCKS: int
 
 
 # Bundles are packed inside the kernel. Comments give the shapes of block values: [entries] are the
@@ -143,6 +146,8 @@ class _Keys(NamedTuple):
     table_stride: Any
     data: Any
     scale: Any
+    candidates: Any
+    candidates_stride: Any
 
 
 class _Scores(NamedTuple):
@@ -169,6 +174,17 @@ def index_scores(call: Scoring) -> None:
         index_scores_launch(piece).run()
 
 
+def candidate_scores(call: Scoring, candidates: Candidates) -> None:
+    """The same, of the entries of each token's candidate blocks: column j is entry
+    j % block_entries of block j // block_entries of its list."""
+    first = 0
+    for piece in pieces(call):
+        rows = slice(first, first + piece.tokens.shape[0])
+        of = replace(candidates, blocks=candidates.blocks[rows])
+        index_scores_launch(replace(piece, tokens_per_request=1), of).run()
+        first = rows.stop
+
+
 def pieces(call: Scoring) -> Iterator[Scoring]:
     """The call in runs of tokens that one launch can look at."""
     count = call.tokens.shape[0]
@@ -186,7 +202,7 @@ def pieces(call: Scoring) -> Iterator[Scoring]:
         )
 
 
-def index_scores_launch(call: Scoring) -> Launch:
+def index_scores_launch(call: Scoring, candidates: Candidates | None = None) -> Launch:
     """Of a call that is one piece."""
     _, heads, width = call.q.shape
     if width < 64 or width & (width - 1):
@@ -210,11 +226,14 @@ def index_scores_launch(call: Scoring) -> Launch:
         TILE=tile,
         ROUND=call.round_bf16,
         RECORD=_index_record(call.keys),
+        SPAN=1 if candidates is None else candidates.block_entries,
+        BLOCKS=0 if candidates is None else candidates.blocks.shape[1],
     )
     options = {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES, "enable_fp_fusion": False}
     if band == 1 and constants.RECORD.SCALE == "ue8m0":
         options["maxnreg"] = 128  # four programs share a processor; other formats would spill
-    arguments = run_time_arguments(call)
+    blocks = call.tokens if candidates is None else candidates.blocks
+    arguments = (*run_time_arguments(call), blocks, blocks.stride(0))
     return Launch(_index_scores_kernel, (programs,), arguments, {"S": constants}, options)
 
 
@@ -277,6 +296,8 @@ def _index_scores_kernel(
     scores_stride,
     data_offset,
     scale_offset,
+    candidates,
+    candidates_stride,
     S: tl.constexpr,
 ):
     tokens = _Tokens(ptr=tokens_ptr, rows=rows, columns=columns, skip_visible=skip_visible)
@@ -294,6 +315,8 @@ def _index_scores_kernel(
         table_stride=table_stride,
         data=data_offset,
         scale=scale_offset,
+        candidates=candidates,
+        candidates_stride=candidates_stride,
     )
     scores = _Scores(ptr=scores_ptr, stride=scores_stride)
     ends = _tile_ends(tokens, S)
@@ -333,7 +356,7 @@ def _seen_columns(token, tokens, S: tl.constexpr):
     live = token < tokens.rows
     slot, position, _, _ = load_token(token_at(tokens.ptr, token), live, -1)
     visible = (position + 1) // S.RATIO
-    seen = tl.minimum(tl.maximum(visible, 0), tokens.columns)
+    seen = tl.minimum(score_columns(tl.maximum(visible, 0), S.SPAN, S.BLOCKS), tokens.columns)
     return slot, tl.where((slot >= 0) & (visible > tokens.skip_visible), seen, 0)
 
 
@@ -347,7 +370,12 @@ def _score_token(token, begin, end, tokens, queries, keys, scores, S: tl.constex
     scores_row = scores.ptr + token.to(tl.int64) * scores.stride
     for tile in range(begin, end):
         column = tile * TILE + tl.arange(0, TILE)  # [entries]
-        k = _load_keys(column, column < seen, keys, table_row, S)
+        entry = column
+        if S.BLOCKS > 0:
+            listed = keys.candidates + token.to(tl.int64) * keys.candidates_stride
+            block = tl.load(listed + column // S.SPAN, mask=column < seen, other=0)
+            entry = block * S.SPAN + column % S.SPAN
+        k = _load_keys(entry, column < seen, keys, table_row, S)
         score = _score(k, query, S)
         tl.store(scores_row + column, score, mask=column < seen)
 

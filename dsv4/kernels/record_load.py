@@ -10,7 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4.kernels.codes import bf16_power_of_two, e4m3_times_bf16, e4m3_value, power_of_two
+from dsv4.kernels.codes import (
+    bf16_power_of_two,
+    e2m1_value,
+    e4m3_times_bf16,
+    e4m3_value,
+    power_of_two,
+)
 from dsv4.kernels.numerics import INTERPRETED, round_bf16
 from dsv4.kernels.target import bf16_products, speaks_ptx
 
@@ -45,7 +51,13 @@ def load_record_span(
         values = _bf16_values(rows, channel, live, RECORD)
     else:
         coded = unit * UNIT < CODED
-        codes = tl.load(_aligned(rows, RECORD) + channel, mask=live & coded[None, :, None], other=0)
+        if RECORD.ELEMENT == "e2m1":
+            pair = unit[None, :, None] * (UNIT // 2) + tl.arange(0, UNIT // 2)[None, None, :]
+            both = tl.load(_aligned(rows, RECORD) + pair, mask=live, other=0).to(tl.int32)
+            codes = tl.reshape(tl.join(both & 15, both >> 4), [N, SPAN // UNIT, UNIT])
+        else:
+            at = _aligned(rows, RECORD) + channel
+            codes = tl.load(at, mask=live & coded[None, :, None], other=0)
         tile = (unit * UNIT // RECORD.TILE)[None, :]
         if RECORD.SCALE == "ue8m0" and RECORD.SCALE_BYTES == 8:
             # all scales of a row in one word; those of masked rows do not matter
@@ -54,6 +66,10 @@ def load_record_span(
         elif RECORD.SCALE == "ue8m0":
             scaled = mask[:, None] & coded[None, :]
             scale = tl.load(scale_ptrs[:, None] + tile, mask=scaled, other=127)
+        elif RECORD.SCALE == "e4m3":
+            scaled = mask[:, None] & coded[None, :]
+            scale = tl.load(scale_ptrs[:, None] + tile, mask=scaled, other=0)
+            scale = e4m3_value(scale) * RECORD.GLOBAL_SCALE
         else:
             at = scale_ptrs.to(tl.pointer_type(tl.float32))[:, None] + tile
             scale = tl.load(at, mask=mask[:, None] & coded[None, :], other=1.0)
@@ -86,8 +102,16 @@ def _bf16_values(rows, channel, mask, RECORD: tl.constexpr):
 
 @triton.jit
 def _scaled(codes, scale, RECORD: tl.constexpr):
-    """E4M3 codes times their scales: exact in bf16 for powers of two, else rounded once."""
-    if RECORD.SCALE == "ue8m0":
+    """Codes times their scales: exact in bf16 for powers of two and for E2M1 codes with E4M3
+    scales, else rounded once."""
+    if RECORD.ELEMENT == "e2m1":
+        factor = power_of_two(scale.to(tl.int32)) if RECORD.SCALE == "ue8m0" else scale
+        product = e2m1_value(codes) * factor
+        if INTERPRETED:
+            return round_bf16(product)
+        else:
+            return product.to(tl.bfloat16)
+    elif RECORD.SCALE == "ue8m0":
         if INTERPRETED:
             return e4m3_value(codes) * power_of_two(scale.to(tl.int32))
         elif not speaks_ptx():

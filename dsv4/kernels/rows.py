@@ -98,3 +98,19 @@ def staged_row(first_row, start, batch_row, position, WINDOW: tl.constexpr):
     a kernel that reads many adds the positions to the row of position 0."""
     before = WINDOW - 1
     return first_row + before * batch_row + (position - (start - before))
+
+
+@triton.jit
+def score_columns(visible, SPAN: tl.constexpr, BLOCKS: tl.constexpr):
+    """How many columns a row of scores has that stands for so many visible entries: one per entry,
+    or one per block of SPAN entries, or one per entry of BLOCKS candidate blocks. All candidates
+    but the last, which has the newest entry, are whole."""
+    if SPAN == 1:
+        return visible
+    else:
+        blocks = (visible + SPAN - 1) // SPAN
+        if BLOCKS == 0:
+            return blocks
+        else:
+            listed = (BLOCKS - 1) * SPAN + (visible - 1) % SPAN + 1
+            return tl.where(blocks <= BLOCKS, visible, listed)

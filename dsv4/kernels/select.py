@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from dsv4.errors import InvalidInput
+from dsv4.kernels.candidates import block_scores_launch, entries_of_columns_launch
+from dsv4.kernels.index_scores import candidate_scores
 from dsv4.kernels.top_k import top_k as take_top_k
 from dsv4.kernels.top_k import top_k_workspace_bytes
-from dsv4.ops.calls import EntrySource, Scoring, Selection
+from dsv4.ops.calls import Candidates, EntrySource, Scoring, Selection
 
 # pieces of many tokens are whole multiples of this, as kernels take tokens
 PIECE_ROWS = 128
@@ -21,58 +25,141 @@ ScoreBytes = Callable[[int], int]
 
 
 def select_workspace_bytes(
-    rows: int, *, keys: EntrySource, top_k: int, score_bytes: ScoreBytes
+    rows: int,
+    *,
+    keys: EntrySource,
+    top_k: int,
+    score_bytes: ScoreBytes,
+    block_entries: int = 0,
 ) -> int:
     """fp32 scores of every entry the block table can name, then what their kernel or top-k needs.
     It serves every number of entries up to `top_k` and beyond."""
     columns = keys.capacity
-    behind = max(score_bytes(rows), top_k_workspace_bytes(rows, columns))
+    behind = max(score_bytes(rows), _top_k_bytes(rows, columns, block_entries))
     return _aligned(4 * rows * columns) + behind
 
 
 def select(call: Selection, *, score: Callable[[Scoring], None], score_bytes: ScoreBytes) -> None:
-    """Two to four launches per piece of tokens, no allocation, no look at lengths on the device;
+    """Two to four launches per piece of tokens, two or three more where candidates are published,
+    one more where they bound the selection; no allocation, no look at lengths on the device;
     `score` is the kernel of index scores."""
-    count, columns = call.tokens.shape[0], call.columns
-    rows = _rows_at_a_time(count, columns, call.top_k, call.workspace.numel(), score_bytes)
+    count, columns, candidates, span = call.tokens.shape[0], call.columns, call.candidates, 0
+    if candidates is not None and candidates.publish:
+        span = candidates.block_entries
+    elif candidates is not None:
+        listed = candidates.blocks.shape[1] * candidates.block_entries
+        if columns <= listed:  # every visible entry is a candidate
+            candidates = None
+        else:
+            columns, score_bytes = listed, _nothing
+    rows = _rows_at_a_time(count, columns, span, call.top_k, call.workspace.numel(), score_bytes)
     for first in range(0, count, max(rows, 1)):
         piece = slice(first, min(first + rows, count))
-        tokens, out = call.tokens[piece], call.out[piece]
-        scores_bytes = 4 * len(tokens) * columns if columns > call.top_k else 0
-        behind = call.workspace[_aligned(scores_bytes) :]
-        if scores_bytes:
-            scores = call.workspace[:scores_bytes].view(torch.float32).view(-1, columns)
-            score(
-                Scoring(
-                    q=call.q[piece],
-                    weights=call.weights[piece],
-                    tokens=tokens,
-                    keys=call.keys,
-                    scores=scores,
-                    round_bf16=call.round_bf16,
-                    skip_visible=call.top_k,
-                    tokens_per_request=call.tokens_per_request,
-                    workspace=behind,
-                )
-            )
-        else:  # every visible entry is selected: no score is read
-            scores = call.tokens.view(torch.float32).as_strided((len(tokens), columns), (0, 0))
-        take_top_k(
-            scores,
+        of = None
+        if candidates is not None:
+            of = replace(candidates, blocks=candidates.blocks[piece])
+        _select_piece(call, piece, columns, of, score)
+
+
+def _select_piece(
+    call: Selection,
+    piece: slice,
+    columns: int,
+    candidates: Candidates | None,
+    score: Callable[[Scoring], None],
+) -> None:
+    """Some tokens, whose scores fit the workspace in rows of so many columns."""
+    tokens, out = call.tokens[piece], call.out[piece]
+    bounds = None if candidates is None or candidates.publish else candidates
+    scores_bytes = 4 * len(tokens) * columns if columns > call.top_k else 0
+    behind = call.workspace[_aligned(scores_bytes) :]
+    scores = _unread(call.tokens, len(tokens), columns)
+    if scores_bytes:  # else every visible entry is selected: no score is read
+        scores = call.workspace[:scores_bytes].view(torch.float32).view(-1, columns)
+        scoring = Scoring(
+            q=call.q[piece],
+            weights=call.weights[piece],
             tokens=tokens,
-            ratio=call.keys.ratio,
-            out=out,
-            bf16_scores=call.round_bf16,
+            keys=call.keys,
+            scores=scores,
+            round_bf16=call.round_bf16,
+            skip_visible=call.top_k,
+            tokens_per_request=call.tokens_per_request,
             workspace=behind,
         )
+        if bounds is None:
+            score(scoring)
+        else:
+            candidate_scores(scoring, bounds)
+    take_top_k(
+        scores,
+        tokens=tokens,
+        ratio=call.keys.ratio,
+        out=out,
+        bf16_scores=call.round_bf16,
+        workspace=behind,
+        span=1 if bounds is None else bounds.block_entries,
+        blocks=0 if bounds is None else bounds.blocks.shape[1],
+    )
+    if bounds is not None:
+        size = bounds.block_entries
+        entries_of_columns_launch(out, tokens=tokens, blocks=bounds.blocks, span=size).run()
+    elif candidates is not None:
+        _publish(call, tokens, scores, candidates, behind)
+
+
+def _publish(
+    call: Selection, tokens: Tensor, scores: Tensor, candidates: Candidates, workspace: Tensor
+) -> None:
+    """The best blocks. Where all blocks are candidates no score is read; a token that sees at most
+    top_k entries has none, and all of its blocks are candidates."""
+    span, ratio = candidates.block_entries, call.keys.ratio
+    blocks = -(-scores.shape[1] // span)
+    block_bytes = 4 * len(tokens) * blocks if blocks > candidates.blocks.shape[1] else 0
+    best = _unread(call.tokens, len(tokens), blocks)
+    if block_bytes:
+        best = workspace[:block_bytes].view(torch.float32).view(-1, blocks)
+        block_scores_launch(scores, tokens=tokens, ratio=ratio, span=span, out=best).run()
+    take_top_k(
+        best,
+        tokens=tokens,
+        ratio=ratio,
+        out=candidates.blocks,
+        bf16_scores=call.round_bf16,
+        workspace=workspace[_aligned(block_bytes) :],
+        span=span,
+    )
+
+
+def _unread(tokens: Tensor, rows: int, columns: int) -> Tensor:
+    """Scores of that shape that nobody reads."""
+    return tokens.view(torch.float32).as_strided((rows, columns), (0, 0))
+
+
+def _nothing(rows: int) -> int:
+    return 0
 
 
 def _aligned(count_bytes: int) -> int:
     return -(-count_bytes // 16) * 16
 
 
+def _top_k_bytes(rows: int, columns: int, block_entries: int) -> int:
+    """What the top-k of entries and, after it, that of blocks need."""
+    needed = top_k_workspace_bytes(rows, columns)
+    if block_entries:
+        blocks = -(-columns // block_entries)
+        needed = max(needed, _aligned(4 * rows * blocks) + top_k_workspace_bytes(rows, blocks))
+    return needed
+
+
 def _rows_at_a_time(
-    tokens: int, columns: int, top_k: int, workspace_bytes: int, score_bytes: ScoreBytes
+    tokens: int,
+    columns: int,
+    block_entries: int,
+    top_k: int,
+    workspace_bytes: int,
+    score_bytes: ScoreBytes,
 ) -> int:
     """From shapes alone, so a captured graph holds for every length."""
     if columns <= top_k:
@@ -82,7 +169,7 @@ def _rows_at_a_time(
         return _aligned(4 * rows * columns) + score_bytes(rows)
 
     def needed(rows: int) -> int:
-        top_k_bytes = _aligned(4 * rows * columns) + top_k_workspace_bytes(rows, columns)
+        top_k_bytes = _aligned(4 * rows * columns) + _top_k_bytes(rows, columns, block_entries)
         return max(scored(rows), top_k_bytes)
 
     rows = bisect_right(range(tokens + 1), workspace_bytes, key=scored) - 1

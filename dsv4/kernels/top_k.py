@@ -34,7 +34,7 @@ from torch import Tensor
 
 from dsv4.errors import InvalidInput
 from dsv4.kernels.launch import Launch
-from dsv4.kernels.rows import load_token, token_at
+from dsv4.kernels.rows import load_token, score_columns, token_at
 
 BINS = 2048
 LIST = 2048
@@ -57,7 +57,8 @@ _HIGHEST = tl.constexpr(0xFF800000)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopKConstants:
     """A launch as compile-time constants. TILE: scores of a program; WIDTH and DEPTH: bins of a
-    program of the first of two launches, and how many members of each it has under way."""
+    program of the first of two launches, and how many members of each it has under way. SPAN and
+    BLOCKS: what columns stand for (rows.score_columns)."""
 
     K: int
     K_PADDED: int
@@ -70,6 +71,8 @@ class TopKConstants:
     WIDTH: int
     DEPTH: int
     SKEW: int
+    SPAN: int
+    BLOCKS: int
 
 
 # Bundles are packed inside the kernels.
@@ -107,11 +110,14 @@ def top_k(
     out: Tensor,
     bf16_scores: bool = True,
     workspace: Tensor | None = None,
+    span: int = 1,
+    blocks: int = 0,
 ) -> None:
     """Same result as dsv4.reference.top_k.top_k, in one launch where rows have up to MAX_ROW
     scores, else in two. No allocation; `workspace`, contiguous uint8, may hold anything before.
-    Scores that are not bf16 numbers need bf16_scores=False. Raises InvalidInput when the workspace
-    is too small.
+    Scores that are not bf16 numbers need bf16_scores=False. With `span` columns stand for blocks of
+    so many entries, with `blocks` for the entries of as many such blocks. Raises InvalidInput when
+    the workspace is too small.
     """
     rows, columns = scores.shape
     if rows == 0 or out.shape[1] == 0:
@@ -124,7 +130,7 @@ def top_k(
             f"got {given:,}"
         )
     work = out if not needed or workspace is None else workspace[:needed].view(torch.int32)
-    for launch in top_k_launches(scores, tokens, work, out, ratio, bf16_scores):
+    for launch in top_k_launches(scores, tokens, work, out, ratio, bf16_scores, span, blocks):
         launch.run()
 
 
@@ -135,6 +141,8 @@ def top_k_launches(
     out: Tensor,
     ratio: int,
     bf16_scores: bool,
+    span: int = 1,
+    blocks: int = 0,
 ) -> list[Launch]:
     rows, columns = scores.shape
     k = out.shape[1]
@@ -159,6 +167,8 @@ def top_k_launches(
             WIDTH=width,
             DEPTH=max(at_once // width, 1),
             SKEW=SKEW,
+            SPAN=span,
+            BLOCKS=blocks,
         )
     }
     if one_tile:
@@ -206,7 +216,7 @@ def _one_tile_kernel(
     TILE: tl.constexpr = T.TILE
     BINS: tl.constexpr = T.BINS
     nth = tl.program_id(0).to(tl.int64)
-    seen = _seen(tokens_ptr, nth, columns, T.RATIO)
+    seen = _seen(tokens_ptr, nth, columns, T)
     out_row = out_ptr + nth * out_stride
     if seen > K:
         at = tl.arange(0, TILE)
@@ -237,7 +247,7 @@ def _bin_maxima_kernel(
     DEPTH: tl.constexpr = T.DEPTH
     nth = tl.program_id(0).to(tl.int64)
     mine = tl.program_id(1)
-    seen = _seen(tokens_ptr, nth, columns, T.RATIO)
+    seen = _seen(tokens_ptr, nth, columns, T)
     if seen > T.K:
         scores_row = scores_ptr + nth * scores_stride
         row = _Row(scores=scores_row, out=None, seen=seen, columns=columns)
@@ -266,7 +276,7 @@ def _list_kernel(
     TILE: tl.constexpr = T.TILE
     nth = tl.program_id(0).to(tl.int64)
     mine = tl.program_id(1)
-    seen = _seen(tokens_ptr, nth, columns, T.RATIO)
+    seen = _seen(tokens_ptr, nth, columns, T)
     row = _Row(
         scores=scores_ptr + nth * scores_stride,
         out=out_ptr + nth * out_stride,
@@ -397,10 +407,11 @@ def _reaching(row, image, PART: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def _seen(tokens_ptr, row, columns, RATIO: tl.constexpr):
+def _seen(tokens_ptr, row, columns, T: tl.constexpr):
     """How many of the row's scores its token sees; -1 for padding."""
     slot, position, _, _ = load_token(token_at(tokens_ptr, row))
-    seen = tl.minimum(tl.maximum((position + 1) // RATIO, 0), columns)
+    visible = score_columns(tl.maximum((position + 1) // T.RATIO, 0), T.SPAN, T.BLOCKS)
+    seen = tl.minimum(visible, columns)
     return tl.where(slot < 0, -1, seen)
 
 

@@ -116,10 +116,18 @@ class Backend(Protocol):
     # ---- selection -----------------------------------------------------------------------------
 
     def prepare_index_queries(
-        self, q: Tensor, *, tokens: Tensor, rope: Tensor, record: RecordFormat, out: Tensor
+        self,
+        q: Tensor,
+        *,
+        tokens: Tensor,
+        rope: Tensor,
+        record: RecordFormat,
+        out: Tensor,
+        transform: bool = True,
     ) -> None:
         """`q` [tokens, heads, width] of the value type of `record` → `out` alike: what encoding
-        and decoding with `record` leaves of the rotated and Hadamard-transformed query.
+        and decoding with `record` leaves of the rotated and, with `transform`, Hadamard-transformed
+        query.
 
         `rope` is the layer's table (dsv4.rope). Padding rows of `out` are not touched. A head with
         a NaN or an infinity becomes NaN altogether.
@@ -142,13 +150,16 @@ class Backend(Protocol):
         """The exact `top_k` entries of every token: entries ascending, -1 behind them.
 
         Of equal scores the lowest entries are taken; -0 equals +0, and NaN is below every number,
-        -inf included. Padding rows of `out` are not touched. The size of a piece of tokens follows
-        from shapes alone, never from lengths. Raises InvalidInput when one token's scores do not
-        fit the workspace; nothing has been launched then.
+        -inf included. Padding rows of `out` and of candidates are not touched. The size of a piece
+        of tokens follows from shapes alone, never from lengths. Raises InvalidInput when one
+        token's scores do not fit the workspace; nothing has been launched then.
         """
 
-    def select_workspace_bytes(self, rows: int, *, keys: EntrySource, top_k: int) -> int:
-        """The workspace with which `select` handles `rows` tokens at a time."""
+    def select_workspace_bytes(
+        self, rows: int, *, keys: EntrySource, top_k: int, block_entries: int = 0
+    ) -> int:
+        """The workspace with which `select` handles `rows` tokens at a time; `block_entries` where
+        it publishes candidates, in blocks of so many."""
 
     # ---- attention -----------------------------------------------------------------------------
 

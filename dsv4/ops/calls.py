@@ -13,9 +13,19 @@ from dsv4.cache.pages import CompressorLayout, Page
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressorWeights:
-    """`ape` fp32 [ratio, columns] is added to the gate logits; `norm` fp32 [width]."""
+    """`ape` fp32 [ratio, columns] is added to the gate logits, where the model has it; `norm` fp32
+    [width]."""
 
-    ape: Tensor
+    norm: Tensor
+    ape: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyProjection:
+    """Index keys of the latent: `weight` [index_dim, head_dim], of the type of the entries' values,
+    then `norm` fp32 [index_dim]."""
+
+    weight: Tensor
     norm: Tensor
 
 
@@ -25,11 +35,13 @@ class LayerWeights:
 
     `rope` is the table of dsv4.rope for this layer (`LayerSpec.yarn`). With `kv_norm` fp32
     [head_dim] the layer hands over raw KV projections; without, KV after norm and RoPE.
+    `index_projection` is for layers whose index keys come from the latent (V4.1).
     """
 
     rope: Tensor
     compressor: CompressorWeights | None = None
     index_compressor: CompressorWeights | None = None
+    index_projection: KeyProjection | None = None
     kv_norm: Tensor | None = None
 
 
@@ -65,7 +77,7 @@ class WindowWrite:
 
     With `staging` (uint8 [1, bytes] holding `staging_page`) the step is wide: every row goes there
     too, and before that the `window` - 1 rows in front of each request's first token, from the
-    ring.
+    ring. Without `keep` rows go to the staging alone.
     """
 
     page: Page
@@ -74,11 +86,14 @@ class WindowWrite:
     window: int
     staging: Tensor | None = None
     staging_page: Page | None = None
+    keep: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressorWrite:
-    """fp32 projections `c`, `z` [tokens, columns] into tails and, where groups close, entries.
+    """fp32 projections `c`, `z` [tokens, columns] into tails and, where groups close, entries. `c`
+    of a layout that is not gated is of the type of the entries' values, and there is no `z`. With
+    `keys` the latent of each entry gives its index key.
 
     `items` are the work items of the ratio in the step's buffers. Without `c` and `z` the groups
     are read from the tails, which must hold the step's tokens already. `compress` and `write_tails`
@@ -88,10 +103,11 @@ class CompressorWrite:
 
     layout: CompressorLayout
     items: Tensor
-    ape: Tensor
+    ape: Tensor | None
     norm: Tensor
     c: Tensor | None
     z: Tensor | None
+    keys: KeyProjection | None = None
     compress: bool = True
     write_tails: bool = True
     dense: Tensor | None = None
@@ -156,12 +172,28 @@ class Scoring:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """The first of two levels of selection: int32 `blocks` [tokens, n], ascending, -1 behind them;
+    block b is the entries [b · block_entries, (b + 1) · block_entries).
+
+    With `publish` the n best blocks are written there, a block's score being the highest of its
+    visible entries'; the block of the newest visible entry is always among them, and of equal
+    blocks the lowest are taken. Without, only their entries are selected from.
+    """
+
+    blocks: Tensor
+    block_entries: int
+    publish: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     """The `top_k` entries of every token by score into int32 `out` [tokens, top_k].
 
     `workspace` is contiguous uint8 memory whose content is lost; tokens are handled in pieces whose
     scores fit it. No token sees more than `max_visible` entries; without it, all that the block
-    table can name may be seen.
+    table can name may be seen. What is selected when `candidates` are published does not
+    depend on them.
     """
 
     q: Tensor
@@ -173,6 +205,7 @@ class Selection:
     workspace: Tensor
     round_bf16: bool = True
     tokens_per_request: int = 1
+    candidates: Candidates | None = None
     max_visible: int | None = None
 
     @property
@@ -191,7 +224,8 @@ class Attention:
     `tokens` and `batch` are the step's index tensors. Of `entries` a query sees those that
     `indices` int32 [tokens, k] names, or all visible ones without `indices`. With `inverse_rope`,
     the rotation table of the layer, the output is turned back. `workspace` fp32 holds partial
-    results; it is 0 before its first use.
+    results; it is 0 before its first use. With `joint` (staged windows only) all queries of a
+    request see the window of its last token in the step.
     """
 
     q: Tensor
@@ -205,6 +239,7 @@ class Attention:
     lse: Tensor
     inverse_rope: Tensor | None = None
     workspace: Tensor | None = None
+    joint: bool = False
 
     @property
     def max_entries(self) -> int:

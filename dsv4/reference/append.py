@@ -7,14 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsv4.cache.pages import Page, Ring
+from dsv4.cache.pages import CompressorLayout, Page, Ring
 from dsv4.ops.calls import CompressorWrite, StepTensors, WindowWrite
 from dsv4.ops.columns import request_columns, staged_row, token_columns
 from dsv4.reference import online
 from dsv4.reference.codec import VALUE_TYPES, encode
 from dsv4.reference.groups import ClosedGroups, closed_groups
-from dsv4.reference.numerics import gated_pool, hadamard, rms_norm, rotate, round_to
+from dsv4.reference.numerics import gated_pool, hadamard, project, rms_norm, rotate, round_to
 from dsv4.reference.pages import page_rows, ring_rows
+
+PROJECTED_ROWS = 256  # at a time: each takes a hundred kilobytes of products
 
 
 def append(
@@ -42,8 +44,9 @@ def append_window(step: StepTensors, window: WindowWrite) -> None:
     if window.norm is not None:
         rows = rms_norm(rows, window.norm, step.rms_eps)
         rows = rotate(rows, *_cos_sin(step.rope, token.position))
-    ring_row = torch.where(token.kept == 1, token.position % window.page.rows, -1)
-    write_records(step.slot_arena, window.page, token.slot, ring_row, rows)
+    if window.keep:
+        ring_row = torch.where(token.kept == 1, token.position % window.page.rows, -1)
+        write_records(step.slot_arena, window.page, token.slot, ring_row, rows)
     if window.staging is not None:
         assert window.staging_page is not None
         row = staged_row(nth, token.position, token.batch_row, token.position, window.window)
@@ -75,24 +78,47 @@ def compress_groups(step: StepTensors, write: CompressorWrite) -> None:
         return
     if layout.online:
         pooled = online.pool_groups(step, write, groups)
-    else:
+    elif layout.gated:
         pooled = gated_pool(*_group_rows(step, write, groups))
+    else:
+        pooled = _projections(write, groups)
     pooled = round_to(pooled, VALUE_TYPES[layout.page.format.value_dtype])
-    entries = rms_norm(pooled, write.norm, step.rms_eps)
-    entries = rotate(entries, *_cos_sin(step.rope, groups.entry * layout.ratio))
+    latent = rms_norm(pooled, write.norm, step.rms_eps)
+    entries = rotate(latent, *_cos_sin(step.rope, groups.entry * layout.ratio))
+    if write.keys is not None:
+        _write_keys(step, write, groups, latent)
     if layout.hadamard:
         entries = hadamard(entries)
     if write.dense is not None:
         write.dense[groups.item] = entries
         return
-    block_id = step.block_table[groups.slot, groups.entry // layout.page.rows].long()
-    page_row = groups.entry % layout.page.rows
-    write_records(step.block_arena, layout.page, block_id, page_row, entries)
+    _write_entries(step, layout.page, groups, entries)
+
+
+def _write_keys(
+    step: StepTensors, write: CompressorWrite, groups: ClosedGroups, latent: Tensor
+) -> None:
+    """Index keys of latents, the entries before their rotation."""
+    page = write.layout.key_page
+    assert page is not None
+    assert write.keys is not None
+    projected = [project(rows, write.keys.weight) for rows in latent.split(PROJECTED_ROWS)]
+    keys = round_to(torch.cat(projected), VALUE_TYPES[page.format.value_dtype])
+    keys = rms_norm(keys, write.keys.norm, step.rms_eps)
+    keys = rotate(keys, *_cos_sin(step.rope, groups.entry * write.layout.ratio))
+    _write_entries(step, page, groups, keys)
+
+
+def _write_entries(step: StepTensors, page: Page, groups: ClosedGroups, rows: Tensor) -> None:
+    block_id = step.block_table[groups.slot, groups.entry // page.rows].long()
+    write_records(step.block_arena, page, block_id, groups.entry % page.rows, rows)
 
 
 def write_tails(step: StepTensors, write: CompressorWrite) -> None:
     """The newest tokens' projections into the rings of the current and the previous stream."""
     layout = write.layout
+    if layout.ka is None and layout.kb is None:
+        return
     assert write.c is not None
     assert write.z is not None
     token = torch.nonzero(token_columns(step.tokens).slot >= 0).flatten()
@@ -100,7 +126,7 @@ def write_tails(step: StepTensors, write: CompressorWrite) -> None:
     slot, position = live.slot, live.position
     request = request_columns(step.batch[live.batch_row].long())
     end = request.start + request.count
-    biased = write.z[token] + write.ape[position % layout.ratio]
+    biased = _biased(write, write.z[token], position)
     current = slice(layout.columns - layout.width, layout.columns)
     previous = slice(0, layout.width)
     for ring, values, columns in (
@@ -111,9 +137,26 @@ def write_tails(step: StepTensors, write: CompressorWrite) -> None:
     ):
         if ring is None:
             continue
-        keep = position >= end - ring.rows
-        at = (slot[keep], position[keep] % ring.rows)
+        # what a later token of the step would overwrite is left out
+        rank, last = _rank(layout, position), _rank(layout, end)
+        keep = (rank >= last - ring.rows) & ~_is_skipped(layout, position)
+        at = (slot[keep], rank[keep] % ring.rows)
         ring_rows(step.slot_arena, ring, layout.width)[at] = values[keep][:, columns]
+
+
+def _rank(layout: CompressorLayout, position: Tensor) -> Tensor:
+    """How many tokens before `position` go to the tails."""
+    return position - position // layout.ratio if layout.skips_last else position
+
+
+def _is_skipped(layout: CompressorLayout, position: Tensor) -> Tensor:
+    """Whether a token goes to no tail: the last of its group, where that is so."""
+    last = position % layout.ratio == layout.ratio - 1
+    return last if layout.skips_last else torch.zeros_like(last)
+
+
+def _biased(write: CompressorWrite, z: Tensor, position: Tensor) -> Tensor:
+    return z if write.ape is None else z + write.ape[position % write.layout.ratio]
 
 
 def write_records(
@@ -145,6 +188,12 @@ def _group_rows(
     return torch.cat(values, dim=1), torch.cat(logits, dim=1), torch.cat(valid, dim=1)
 
 
+def _projections(write: CompressorWrite, groups: ClosedGroups) -> Tensor:
+    """The tokens of groups of one, fp32 [groups, width]."""
+    assert write.c is not None
+    return write.c[groups.first_row + groups.entry - groups.start].float()
+
+
 def _fresh_rows(
     write: CompressorWrite, groups: ClosedGroups, position: Tensor, columns: slice
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -153,7 +202,7 @@ def _fresh_rows(
         return None, None
     row = groups.first_row[:, None] + position - groups.start[:, None]
     row = row.clamp(0, write.c.shape[0] - 1)
-    biased = write.z[row] + write.ape[position % write.layout.ratio]
+    biased = _biased(write, write.z[row], position)
     return write.c[row][..., columns], biased[..., columns]
 
 
@@ -170,7 +219,7 @@ def _stream_rows(
         assert fresh is not None
         return fresh
     rows = ring_rows(step.slot_arena, ring, write.layout.width)
-    stored = rows[groups.slot[:, None], position % ring.rows]
+    stored = rows[groups.slot[:, None], _rank(write.layout, position) % ring.rows]
     if fresh is None:
         return stored
     return torch.where((position >= groups.start[:, None]).unsqueeze(-1), fresh, stored)

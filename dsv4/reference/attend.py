@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from dsv4.ops.calls import Attention, EntrySource, WindowSource
+from dsv4.ops.columns import request_columns
 from dsv4.reference.gather import window_rows
 from dsv4.reference.numerics import rotate, round_to
 from dsv4.reference.pages import read_records
@@ -45,10 +46,14 @@ def attend(call: Attention) -> None:
 def _keys(call: Attention, run: Run) -> Iterator[Tensor]:
     """fp32 [n, head_dim] of each query of a run, one or more: its window, oldest first, then the
     entries it sees, all of them or those named, in the order in which they are."""
-    near, oldest = _window_keys(call.window, call.batch, run)
+    newest = run.positions
+    if call.joint:
+        request = request_columns(call.batch[run.batch_row])
+        newest = [int(request.start + request.count) - 1] * len(newest)
+    near, oldest = _window_keys(call.window, call.batch, run, newest)
     windows = [
         slice(max(0, position - call.window.window + 1) - oldest, position + 1 - oldest)
-        for position in run.positions
+        for position in newest
     ]
     source, device = call.entries, near.device
     if source is None:
@@ -78,10 +83,13 @@ def _keys(call: Attention, run: Run) -> Iterator[Tensor]:
         yield shared.index_select(0, torch.cat((of_window[window], of_entries)))
 
 
-def _window_keys(window: WindowSource, batch: Tensor, run: Run) -> tuple[Tensor, int]:
-    """fp32 rows of all windows of a run, oldest first, and the position of the first."""
-    oldest = max(0, min(run.positions) - window.window + 1)
-    seen = torch.arange(oldest, max(run.positions) + 1, device=window.arena.device)
+def _window_keys(
+    window: WindowSource, batch: Tensor, run: Run, newest: Sequence[int]
+) -> tuple[Tensor, int]:
+    """fp32 rows of the windows of a run that end at `newest`, oldest first, and the position of the
+    first."""
+    oldest = max(0, min(newest) - window.window + 1)
+    seen = torch.arange(oldest, max(newest) + 1, device=window.arena.device)
     row = torch.tensor([run.batch_row], device=seen.device)
     arena_row, page_row = window_rows(window, batch[row].long(), row, seen[None])
     return read_records(window.arena, window.page, arena_row[0], page_row[0]).float(), oldest

@@ -15,7 +15,13 @@ MAX_CHANNELS = 1 << 17
 
 
 def prepare_index_queries(
-    q: Tensor, *, tokens: Tensor, rope: Tensor, record: RecordFormat, out: Tensor
+    q: Tensor,
+    *,
+    tokens: Tensor,
+    rope: Tensor,
+    record: RecordFormat,
+    out: Tensor,
+    transform: bool = True,
 ) -> None:
     token = token_columns(tokens)
     live = torch.nonzero(token.slot >= 0).flatten()
@@ -23,5 +29,5 @@ def prepare_index_queries(
         cos, sin = rope[token.position[rows].long()].unsqueeze(1).chunk(2, dim=-1)
         x = rotate(q[rows], cos, sin)
         finite = torch.isfinite(x).all(dim=-1, keepdim=True)
-        x = torch.where(finite, hadamard(x), torch.nan)
+        x = torch.where(finite, hadamard(x) if transform else x, torch.nan)
         out[rows] = decode(record, *encode(record, x))

@@ -89,6 +89,20 @@ def tree_sum(x: Tensor) -> Tensor:
     return total.squeeze(-2)
 
 
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """`weight` [out, channels] times x over its last axis, fp32 [..., out], in the order in which
+    `tree_sum` adds. Products of bf16 numbers are exact in fp32."""
+    rows = weight.float().T
+    lanes = min(SUM_LANES, rows.shape[0])
+    wide = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % lanes))
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, wide.shape[-1] - rows.shape[0]))
+    total = wide[..., :lanes, None] * rows[:lanes]
+    for first in range(lanes, wide.shape[-1], lanes):
+        joining = slice(first, first + lanes)
+        total = total + wide[..., joining, None] * rows[joining]
+    return tree_sum(total)
+
+
 def square_root(x: Tensor) -> Tensor:
     """√x of fp32, correctly rounded.
 

@@ -66,13 +66,15 @@ def _folds(
     c, z, ratio = write.c, write.z, write.layout.ratio
     assert c is not None
     assert z is not None
+    ape = write.ape
+    assert ape is not None
     state = _stored(step, write.layout, slot, begin - 1)
     for nth in range(int((end - begin).max())):
         position = begin + nth
         inside = position < end
         token = (first_row + position - start).clamp_max(c.shape[0] - 1)
         phase = position % ratio
-        folded = fold_token(state, c[token], z[token] + write.ape[phase], phase == 0)
+        folded = fold_token(state, c[token], z[token] + ape[phase], phase == 0)
         state = torch.where(inside[:, None, None], folded, state)
         yield position, inside, state
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from dsv4.errors import InvalidInput
-from dsv4.ops.calls import EntrySource, Scoring, Selection
+from dsv4.ops.calls import Candidates, EntrySource, Scoring, Selection
+from dsv4.reference.candidates import publish_candidates, top_k_of_candidates
 from dsv4.reference.index_scores import index_scores
 from dsv4.reference.top_k import top_k as take_top_k
 
 
-def select_workspace_bytes(rows: int, *, keys: EntrySource, top_k: int) -> int:
+def select_workspace_bytes(
+    rows: int, *, keys: EntrySource, top_k: int, block_entries: int = 0
+) -> int:
     return 4 * rows * keys.capacity
 
 
@@ -37,4 +42,14 @@ def select(call: Selection) -> None:
                 skip_visible=call.top_k,
             )
         )
-        take_top_k(scores, tokens=tokens, ratio=call.keys.ratio, out=call.out[piece])
+        out, ratio, candidates = call.out[piece], call.keys.ratio, _piece(call.candidates, piece)
+        if candidates is None or candidates.publish:
+            take_top_k(scores, tokens=tokens, ratio=ratio, out=out)
+            if candidates is not None:
+                publish_candidates(scores, tokens=tokens, ratio=ratio, candidates=candidates)
+        else:
+            top_k_of_candidates(scores, tokens=tokens, ratio=ratio, candidates=candidates, out=out)
+
+
+def _piece(candidates: Candidates | None, rows: slice) -> Candidates | None:
+    return None if candidates is None else replace(candidates, blocks=candidates.blocks[rows])

@@ -46,3 +46,9 @@ def _ordered(scores: Tensor) -> Tensor:
     bits = (scores + 0.0).view(torch.int32)  # -0 + 0 is +0
     image = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return torch.where(torch.isnan(scores), NOT_A_NUMBER, image)
+
+
+def best(row: Tensor, k: int) -> Tensor:
+    """Ascending indices of the k highest numbers of a row, or of all where there are fewer."""
+    order = torch.sort(_ordered(row), descending=True, stable=True).indices[:k]
+    return torch.sort(order).values

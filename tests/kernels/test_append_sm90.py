@@ -22,6 +22,7 @@ from tests.kernels.sm90 import compiled, inexact_instructions, run_apart
 from tests.support.stack import Stack
 
 SWA, CSA, HCA = 0, 2, 3
+PAIRS, SINGLES = 2, 20  # of V4.1: its owners of ratio 2 and 1
 WIDE = 8192
 # a large batch has fewer programs than groups that could close
 DECODE, LARGE, CHUNK = (1,) * 8, (1,) * 128, (WIDE,)
@@ -34,6 +35,10 @@ CASES: dict[str, tuple[str, int, tuple[int, ...], bool, HcaState]] = {
     "pro hca chunk": ("v4-pro", HCA, CHUNK, False, "raw"),
     "pro online hca decode": ("v4-pro", HCA, DECODE, False, "online"),
     "pro online hca chunk": ("v4-pro", HCA, CHUNK, False, "online"),
+    "v41 pairs decode": ("v41-flash", PAIRS, DECODE, False, "raw"),
+    "v41 pairs chunk": ("v41-flash", PAIRS, CHUNK, False, "raw"),
+    "v41 singles decode": ("v41-flash", SINGLES, DECODE, False, "raw"),
+    "v41 singles chunk": ("v41-flash", SINGLES, CHUNK, False, "raw"),
     "flash window decode": ("v4-flash", SWA, DECODE, False, "raw"),
     "flash window chunk": ("v4-flash", CSA, CHUNK, True, "raw"),
 }
@@ -77,10 +82,10 @@ def launch(
     handle.backend = Capturing()
     kv = torch.empty(tokens, schema.model.head_dim, dtype=torch.bfloat16)
     projections = [
-        torch.empty(tokens, layout.columns)
+        torch.empty(tokens, layout.columns, dtype=None if layout.gated else torch.bfloat16)
         for layout in (handle.compressor, handle.index_compressor)
         if layout is not None
-        for _ in range(2)
+        for _ in range(2 if layout.gated else 1)
     ]
     handle.append(kv, *projections, weights=stack.weights[layer])
     (result,) = captured

@@ -22,6 +22,8 @@ CASES: dict[str, tuple[str, int, int, int | None, bool]] = {
     "flash hca": ("v4-flash", 64, HCA_LAYER, None, False),
     "pro csa": ("v4-pro", 128, CSA_LAYER, 1024, False),
     "flash csa chunk": ("v4-flash", 64, CSA_LAYER, 512, True),
+    "v41": ("v41-flash", 64, CSA_LAYER, 512, False),
+    "v41 chunk": ("v41-flash", 64, CSA_LAYER, 512, True),
     "four heads": ("v4-flash", 4, CSA_LAYER, 32, False),
 }
 # Local memory is used between the loops over tiles only: instructions × 4 bytes.

@@ -22,13 +22,15 @@ from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec, v4_layers
 from dsv4.ops.backend import BackendName
-from dsv4.ops.calls import CompressorWeights, LayerWeights
+from dsv4.ops.calls import CompressorWeights, KeyProjection, LayerWeights
 from dsv4.rope import rope_table
 from tests.support.numbers import Numbers
 from tests.support.stack import POISON, Stack, Stream
 
 KNOWN_PATH = Path(__file__).with_name("digests.json")
 FLASH, TINY = ModelSpec.preset("v4-flash"), ModelSpec.preset("tiny")
+FLASH_V41 = ModelSpec.preset("v41-flash")
+SMALL_V41 = replace(ModelSpec.preset("v41-tiny"), name="small v41", window=8)
 # all layer kinds with rings and groups so short that they turn and close while kernels are
 # interpreted
 SMALL = replace(TINY, name="small", window=8, layers=v4_layers((0, 4, 16), backbone=3))
@@ -95,6 +97,8 @@ CASES: dict[str, Case] = {
         layout={"hca_state": "online"},
         interpreted=True,
     ),
+    "v41 flash": Case(model=FLASH_V41, layers=(0, 2, 20, 40), steps=LONG, select=20),
+    "v41 small": Case(model=SMALL_V41, layers=(1, 3), steps=SHORT, interpreted=True),
     "tiny fp32 fp32": Case(
         model=TINY,
         layers=(0, 1, 2),
@@ -189,15 +193,26 @@ def _weights(stack: Stack, layer: int, numbers: Numbers) -> LayerWeights:
         layout = schema.compressor(layer, kind)
         if layout is None:
             return None
-        ape = numbers.normal(layout.ratio, layout.columns)
+        ape = None
+        if layout.key_page is None:
+            ape = numbers.normal(layout.ratio, layout.columns).to(stack.device)
         norm = numbers.normal(layout.width)
-        return CompressorWeights(ape=ape.to(stack.device), norm=norm.to(stack.device))
+        return CompressorWeights(ape=ape, norm=norm.to(stack.device))
+
+    def projection() -> KeyProjection | None:
+        layout = schema.compressor(layer, "main")
+        if layout is None or layout.key_page is None:
+            return None
+        weight = numbers.normal(schema.model.index_dim, layout.width).to(torch.bfloat16)
+        norm = numbers.normal(schema.model.index_dim)
+        return KeyProjection(weight=weight.to(stack.device), norm=norm.to(stack.device))
 
     yarn = schema.model.layers[layer].yarn
     return LayerWeights(
         rope=rope_table(schema.model, yarn=yarn, tokens=schema.max_context, device=stack.device),
         compressor=compressor("main"),
         index_compressor=compressor("index"),
+        index_projection=projection(),
         kv_norm=numbers.normal(schema.model.head_dim).to(stack.device),
     )
 
@@ -215,15 +230,19 @@ def _stream(stack: Stack, case: Case, numbers: Numbers) -> Stream:
         kv[7, 5], kv[7, 70] = INF, -INF  # these become NaN, of which there is one in bf16
         kv[8, 100] = NAN
         result.kv[layer] = kv.to(value_dtype).to(stack.device)
-        columns = [
-            layout.columns
+        forms = [
+            (layout.columns, torch.float32 if layout.gated else value_dtype)
             for kind in ("main", "index")
             if (layout := schema.compressor(layer, kind))  # type: ignore[arg-type]
-            for _ in range(2)
+            for _ in range(1 + layout.gated)
         ]
-        result.projections[layer] = tuple(
-            _hard_rows(numbers.normal(tokens, width), numbers).to(stack.device) for width in columns
-        )
+        made = []
+        for width, dtype in forms:
+            rows = _hard_rows(numbers.normal(tokens, width), numbers)
+            if case.interpreted and dtype == torch.bfloat16:
+                rows = torch.where(rows.abs() < 2.0**-126, torch.zeros_like(rows), rows)
+            made.append(rows.to(dtype).to(stack.device))
+        result.projections[layer] = tuple(made)
     return result
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
-from dsv4.ops.calls import CompressorWeights, LayerWeights
+from dsv4.model import AttentionType
+from dsv4.ops.calls import CompressorWeights, KeyProjection, LayerWeights
 from dsv4.rope import rope_table
 from tests.support.numbers import Numbers
 
@@ -54,22 +55,33 @@ class AttendingModel:
             compressors = [
                 found
                 and CompressorWeights(
-                    ape=numbers.normal(found.ratio, found.columns),
+                    ape=numbers.normal(found.ratio, found.columns)
+                    if found.key_page is None
+                    else None,
                     norm=torch.ones(found.width),
                 )
                 for found in layouts
             ]
-            mixes = [Mix(width, f.columns, numbers) for f in layouts if f for _ in range(2)]
+            mixes = [
+                Mix(width, f.columns, numbers) for f in layouts if f for _ in range(1 + f.gated)
+            ]
+            projection = None
+            if layouts[0] is not None and layouts[0].key_page is not None:
+                weight = numbers.normal(model.index_dim, width) * width**-0.5
+                norm = torch.ones(model.index_dim)
+                projection = KeyProjection(weight=weight.to(torch.bfloat16), norm=norm)
             self.layers.append(
                 {
                     "weights": LayerWeights(
                         rope=tables[layer.spec.yarn],
                         compressor=compressors[0],
                         index_compressor=compressors[1],
+                        index_projection=projection,
                         kv_norm=torch.ones(width),
                     ),
                     "kv": Mix(width, width, numbers),
                     "projections": mixes,
+                    "gated": layouts[0] is None or layouts[0].gated,
                     "q": Mix(width, model.heads * width, numbers),
                     "index_q": Mix(width, model.index_heads * model.index_dim, numbers),
                     "index_weights": Mix(width, model.index_heads, numbers),
@@ -85,18 +97,27 @@ class AttendingModel:
         plan = manager.prepare_forward([(request, len(ids)) for request, ids in work])
         ids = [token for _, row in work for token in row]
         x, model = self.embedding[ids], self.schema.model
+        candidates = torch.empty((len(ids), model.candidate_blocks), dtype=torch.int32)
+        selections: dict[int | None, Tensor] = {}
         for nth, layer in enumerate(self.layers):
             handle, spec = manager.acquire(nth, plan), self.schema.layers[nth].spec
             projections = [mix(x) for mix in layer["projections"]]
+            if not layer["gated"]:
+                projections = [made.to(torch.bfloat16) for made in projections]
             handle.append(layer["kv"](x).to(torch.bfloat16), *projections, weights=layer["weights"])
             indices = None
-            if spec.index_keys != "none":
+            if spec.has_indexer:
+                bounded = spec.candidates_of is not None or nth in model.candidate_sources
                 q = layer["index_q"](x).view(len(ids), model.index_heads, model.index_dim)
                 indices = handle.select(
                     q.to(torch.bfloat16),
                     layer["index_weights"](x).to(torch.bfloat16),
                     rope=layer["weights"].rope,
+                    candidates=candidates if bounded else None,
                 )
+                selections[nth] = indices
+            elif spec.attention is AttentionType.CSA:
+                indices = selections[spec.selector]
             q = layer["q"](x).view(len(ids), model.heads, model.head_dim) / 8
             out, _ = handle.attend(q.to(torch.bfloat16), layer["sink"], indices)
             # a plain sum over heads, one after the other, then bounded: no bit depends on the batch

@@ -19,11 +19,14 @@ TINY = ModelSpec.preset("tiny")
 TINY_LAYERS = tuple(range(len(TINY.layers)))
 
 
-def tiny_stack(drafts: int = 0, state: HcaState = "raw", **options: Any) -> Stack:
-    """All layer kinds of the tiny model, all memory poisoned, weights that are always the same."""
-    schema = CacheSchema.build(TINY, max_context=2048, max_draft_tokens=drafts, hca_state=state)
+def tiny_stack(
+    drafts: int = 0, state: HcaState = "raw", model: ModelSpec = TINY, **options: Any
+) -> Stack:
+    """All layer kinds of a tiny model, all memory poisoned, weights that are always the same."""
+    schema = CacheSchema.build(model, max_context=2048, max_draft_tokens=drafts, hca_state=state)
     # a snapshot needs all layers
-    layers = layers_to_run(schema) if options.get("prefix") is None else TINY_LAYERS
+    all_layers = tuple(range(len(model.layers)))
+    layers = layers_to_run(schema) if options.get("prefix") is None else all_layers
     stack = Stack(schema, layers=layers, **options)
     if stack.manager.prefix is not None:
         stack.manager.prefix.pool.bytes.fill_(POISON)

@@ -15,7 +15,7 @@ from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.ops.backend import BackendName
-from dsv4.ops.calls import CompressorWeights, LayerWeights
+from dsv4.ops.calls import CompressorWeights, KeyProjection, LayerWeights
 from dsv4.rope import rope_table
 from dsv4.tiers.tier import Tier
 from tests.support.numbers import Numbers
@@ -83,16 +83,25 @@ class Stack:
         compressors = []
         for kind in ("main", "index"):
             layout = self.schema.compressor(layer, kind)  # type: ignore[arg-type]
+            biased = layout is not None and layout.key_page is None
             compressors.append(
                 layout
                 and CompressorWeights(
-                    ape=random(layout.ratio, layout.columns), norm=random(layout.width)
+                    ape=random(layout.ratio, layout.columns) if biased else None,
+                    norm=random(layout.width),
                 )
             )
+        main, model = self.schema.compressor(layer, "main"), self.schema.model
+        projection = None
+        if main is not None and main.key_page is not None:
+            dtype = getattr(torch, self.schema.entry_format.value_dtype)
+            weight = random(model.index_dim, model.head_dim) * model.head_dim**-0.5
+            projection = KeyProjection(weight=weight.to(dtype), norm=random(model.index_dim))
         return LayerWeights(
             rope=tables[self.schema.model.layers[layer].yarn],
             compressor=compressors[0],
             index_compressor=compressors[1],
+            index_projection=projection,
             kv_norm=random(self.schema.model.head_dim) if kv_norm else None,
         )
 
@@ -109,13 +118,13 @@ class Stack:
         for layer in self.layers:
             value_dtype = getattr(torch, self.schema.window_format.value_dtype)
             result.kv[layer] = random(self.schema.model.head_dim).to(value_dtype)
-            widths = [
-                layout.columns
+            forms = [
+                (layout.columns, torch.float32 if layout.gated else value_dtype)
                 for kind in ("main", "index")
                 if (layout := self.schema.compressor(layer, kind))  # type: ignore[arg-type]
-                for _ in range(2)
+                for _ in range(2 if layout.gated else 1)
             ]
-            result.projections[layer] = tuple(random(width) for width in widths)
+            result.projections[layer] = tuple(random(width).to(dtype) for width, dtype in forms)
         return result
 
     def write(
@@ -196,12 +205,16 @@ def readable_bytes(stack: Stack, request: Request) -> dict[str, Tensor]:
                 rows = [p % handle.schema.state_rows for p in newest]
             elif name.endswith("a"):
                 start = length - length % spec.ratio
-                rows = [p % handle.schema.tail_a_rows for p in range(start, length)]
+                tokens = range(start, length)
+                if handle.schema.tail_skips_last:
+                    rows = [(p - p // spec.ratio) % handle.schema.tail_a_rows for p in tokens]
+                else:
+                    rows = [p % handle.schema.tail_a_rows for p in tokens]
             else:
                 start = max(0, length - length % spec.ratio - spec.ratio)
                 rows = [p % handle.schema.tail_b_rows for p in range(start, length)]
             result[f"{layer}.{name}"] = _as_bytes(view[request.slot][rows])
-        if spec.ratio:
+        if spec.owns_entries:
             for name, view in handle.pool.views.items():
                 result[f"{layer}.{name}"] = _as_bytes(
                     torch.stack(

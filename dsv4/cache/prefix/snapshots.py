@@ -215,6 +215,7 @@ class WideCaptures:
         layout, c, z = write.layout, write.c, write.z
         assert c is not None
         assert z is not None
+        assert write.ape is not None
         assert layout.kb is not None
         assert layout.zb is not None
         nth = torch.arange(-layout.ratio, 0, device=slot_arena.device)

@@ -179,6 +179,7 @@ def supports(call: Attention) -> bool:
         and record.SCALE_BYTES == SCALE_WORD_BYTES
         and len(formats) == 1
         and window.window % TILE_KEYS == 0
+        and not call.joint
     )
 
 

@@ -1,0 +1,75 @@
+"""Selection in two levels: scores of blocks of entries, and from columns back to entries."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4.kernels.launch import Launch
+from dsv4.kernels.rows import load_token, token_at
+
+# Blocks of one program of the first kernel; the second has all columns of a row.
+BLOCKS_AT_ONCE = 256
+NUM_WARPS = 4
+
+
+def block_scores_launch(
+    scores: Tensor, *, tokens: Tensor, ratio: int, span: int, out: Tensor
+) -> Launch:
+    """fp32 `out` [tokens, blocks]: the highest of the visible scores of each block of `span`
+    entries, NaN apart; infinity for the block of the newest visible entry. Blocks that a token does
+    not see, and rows of padding tokens, keep what they held."""
+    rows, blocks = out.shape
+    arguments = (scores, tokens, out, scores.shape[1], blocks, scores.stride(0), out.stride(0))
+    constants = {"RATIO": ratio, "SPAN": span, "AT_ONCE": BLOCKS_AT_ONCE}
+    grid = (rows, triton.cdiv(blocks, BLOCKS_AT_ONCE))
+    return Launch(_block_scores_kernel, grid, arguments, constants, {"num_warps": NUM_WARPS})
+
+
+def entries_of_columns_launch(out: Tensor, *, tokens: Tensor, blocks: Tensor, span: int) -> Launch:
+    """Columns in int32 `out` [tokens, k] become entries: column j is entry j % span of the block at
+    j // span of the token's list. -1 stays."""
+    rows, k = out.shape
+    arguments = (out, tokens, blocks, out.stride(0), blocks.stride(0))
+    constants = {"K": k, "K_PADDED": triton.next_power_of_2(k), "SPAN": span}
+    options = {"num_warps": NUM_WARPS}
+    return Launch(_entries_of_columns_kernel, (rows,), arguments, constants, options)
+
+
+@triton.jit
+def _block_scores_kernel(
+    scores_ptr, tokens_ptr, out_ptr, columns, blocks, scores_stride, out_stride,
+    RATIO: tl.constexpr, SPAN: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    nth = tl.program_id(0).to(tl.int64)
+    token = load_token(token_at(tokens_ptr, nth))
+    visible = tl.minimum((token.position + 1) // RATIO, columns)
+    block = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+    if (token.slot >= 0) & (tl.program_id(1) * AT_ONCE * SPAN < visible):
+        row = scores_ptr + nth * scores_stride
+        highest = tl.full([AT_ONCE], float("-inf"), tl.float32)
+        for place in tl.static_range(SPAN):
+            entry = block * SPAN + place
+            score = tl.load(row + entry, mask=entry < visible, other=float("-inf"))
+            highest = tl.where(score > highest, score, highest)
+        highest = tl.where(block == (visible - 1) // SPAN, float("inf"), highest)
+        seen = (block * SPAN < visible) & (block < blocks)
+        tl.store(out_ptr + nth * out_stride + block, highest, mask=seen)
+
+
+@triton.jit
+def _entries_of_columns_kernel(
+    out_ptr, tokens_ptr, blocks_ptr, out_stride, blocks_stride,
+    K: tl.constexpr, K_PADDED: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    nth = tl.program_id(0).to(tl.int64)
+    token = load_token(token_at(tokens_ptr, nth))
+    if token.slot >= 0:
+        at = tl.arange(0, K_PADDED)
+        out = out_ptr + nth * out_stride + at
+        column = tl.load(out, mask=at < K, other=-1)
+        listed = column >= 0
+        block = tl.load(blocks_ptr + nth * blocks_stride + column // SPAN, mask=listed, other=0)
+        entry = tl.where(listed, block * SPAN + column % SPAN, -1)
+        tl.store(out, entry, mask=at < K)
