@@ -23,7 +23,7 @@ from dsv4.cache.prepare_forward import ForwardPlan, all_reaches
 from dsv4.cache.step.shape import StepShape
 from dsv4.model import AttentionType
 from dsv4.ops.backend import Backend
-from dsv4.ops.calls import CompressorWeights, LayerWeights
+from dsv4.ops.calls import CompressorWeights, KeyProjection, LayerWeights
 
 # Launchers choose by the number of tokens, and what they choose changes at small numbers and near
 # powers of two: a GPU has no more than so many processors.
@@ -66,8 +66,11 @@ class Warmup:
         self._index_q = self._new(rows, model.index_heads, model.index_dim, dtype=index)
         self._index_weights = self._new(rows, model.index_heads, dtype=index)
         self._chosen = self._new(rows, model.index_topk, dtype=torch.int32)
+        self._candidates = self._new(rows, max(model.candidate_blocks, 1), dtype=torch.int32)
         self._projections = {
-            layout.columns: self._new(rows, layout.columns)
+            (layout.columns, layout.gated): self._new(
+                rows, layout.columns, dtype=torch.float32 if layout.gated else value
+            )
             for handle in self._handles
             for layout in (handle.compressor, handle.index_compressor)
             if layout is not None
@@ -103,10 +106,10 @@ class Warmup:
         handle, weights = self._bound(layer, plan), self._weights[layer]
         layouts = (handle.compressor, handle.index_compressor)
         projections = [
-            self._projections[layout.columns][:tokens]
+            self._projections[layout.columns, layout.gated][:tokens]
             for layout in layouts
             if layout is not None
-            for _ in range(2)
+            for _ in range(2 if layout.gated else 1)
         ]
         handle.append(self._kv[:tokens], *projections, weights=weights)
         self._select(layer, plan)
@@ -122,8 +125,10 @@ class Warmup:
 
     def _select(self, layer: int, plan: ForwardPlan) -> None:
         handle = self._bound(layer, plan)
-        if handle.memory.index_keys is None:
+        spec = handle.schema.spec
+        if handle.memory.index_keys is None or not spec.has_indexer:
             return
+        bounded = spec.candidates_of is not None or layer in self._model.candidate_sources
         plan.note_append(layer)
         rows = plan.padded_tokens
         handle.select(
@@ -132,6 +137,7 @@ class Warmup:
             self._chosen[:rows],
             rope=self._weights[layer].rope,
             round_bf16=self._round_bf16,
+            candidates=self._candidates[:rows] if bounded else None,
         )
 
     def _bound(self, layer: int, plan: ForwardPlan) -> LayerCacheHandle:
@@ -169,13 +175,22 @@ class Warmup:
         def of(layout: CompressorLayout | None) -> CompressorWeights | None:
             if layout is None:
                 return None
-            ape, norm = self._new(layout.ratio, layout.columns), self._new(layout.width)
-            return CompressorWeights(ape=ape, norm=norm)
+            ape = None
+            if layout.key_page is None:
+                ape = self._new(layout.ratio, layout.columns)
+            return CompressorWeights(ape=ape, norm=self._new(layout.width))
+
+        main, width = handle.compressor, self._model.index_dim
+        keys = None
+        if main is not None and main.key_page is not None:
+            weight = self._new(width, main.width, dtype=self._kv.dtype)
+            keys = KeyProjection(weight=weight, norm=self._new(width))
 
         return LayerWeights(
             rope=self._rope,
             compressor=of(handle.compressor),
             index_compressor=of(handle.index_compressor),
+            index_projection=keys,
             kv_norm=self._new(self._model.head_dim) if self._kv_norm else None,
         )
 
