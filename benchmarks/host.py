@@ -1,5 +1,5 @@
-"""Host time of a decode step: prepare_forward + commit for 256 requests, at two context lengths;
-and of launching its layers eagerly, per launch.
+"""Host time of a decode step: prepare_forward + commit for 256 requests, at two context lengths,
+plain and with prefix cache, ids and drafts; and of launching its layers eagerly, per launch.
 
 Steps of both lengths take turns, so that whatever else the machine does falls on both alike.
 """
@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
+from random import Random
 
+import numpy as np
 import torch
 
 from benchmarks.case import Case, Measurement
@@ -19,6 +21,7 @@ from benchmarks.decode_step import PARTS, DecodeStep
 from benchmarks.lengths import set_length
 from benchmarks.timing import time_graph
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
@@ -29,6 +32,8 @@ WARM_UP_STEPS = 400  # a processor that idled takes a while to reach its clock
 TARGET_US = 300.0
 LONGEST = 1_048_576
 CONTEXTS = {8192: "8k", LONGEST: "1M"}
+DRAFTS, DRAFT_CONTEXTS = 3, {2048: "2k", LONGEST: "1M"}
+DRAFT_TARGET_US = 200.0
 LAUNCH_BATCH, LAUNCH_CONTEXT, LAUNCH_STEPS = 16, 8192, 30
 LAUNCH_TARGET_US = 25.0
 
@@ -44,6 +49,18 @@ def cases(device: str = "cuda") -> Iterator[Case]:
             context=context,
             measure=partial(_measure, context, device),
             target_us=TARGET_US,
+        )
+
+    for context, label in DRAFT_CONTEXTS.items():
+        yield Case(
+            name=f"host: plan + commit {REQUESTS} requests with ids and {DRAFTS} drafts at {label}",
+            suite="host",
+            series=f"plan + commit with ids and drafts at {label}",
+            model="tiny",
+            batch=REQUESTS,
+            context=context,
+            measure=partial(_measure_drafts, context, device),
+            target_us=DRAFT_TARGET_US,
         )
 
     if device == "cuda":
@@ -116,6 +133,74 @@ def _measure_all(device: str) -> dict[int, Measurement]:
         )
         for context, (manager, _) in made.items()
     }
+
+
+def _measure_drafts(context: int, device: str) -> Measurement:
+    return _measure_all_drafts(device)[context]
+
+
+@cache
+def _measure_all_drafts(device: str) -> dict[int, Measurement]:
+    made = {context: drafting_requests(context, REQUESTS, device) for context in DRAFT_CONTEXTS}
+    times: dict[int, list[float]] = {context: [] for context in DRAFT_CONTEXTS}
+    draw, ids = Random(0), np.arange((1 + DRAFTS) * REQUESTS, dtype=np.int32)
+    for _ in range(WARM_UP_STEPS + STEPS):
+        accepted = np.array([draw.randint(1, 1 + DRAFTS) for _ in range(REQUESTS)])
+        for context, (manager, requests) in made.items():
+            begin = time.perf_counter()
+            plan = manager.prepare_forward([(request, 1 + DRAFTS) for request in requests])
+            plan.mark_appended()
+            manager.commit(plan, accepted, ids=ids)
+            times[context].append((time.perf_counter() - begin) * 1e6)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return {
+        context: Measurement(
+            microseconds=statistics.median(times[context][WARM_UP_STEPS:]),
+            launches=0,
+            must_move_bytes=manager.memory.buffers.device_buffer.numel() * 4,
+        )
+        for context, (manager, _) in made.items()
+    }
+
+
+def drafting_requests(
+    context: int, count: int, device: str, *, steps: int = WARM_UP_STEPS + STEPS
+) -> tuple[KVCacheManager, list[Request]]:
+    """Requests as `decoding_requests` makes them, whose ids are known and whose last whole block is
+    cached; room for so many steps."""
+    schema = CacheSchema.build(
+        replace(ModelSpec.preset("tiny"), max_context=LONGEST), max_draft_tokens=DRAFTS
+    )
+    most = steps * (1 + DRAFTS)
+    manager = KVCacheManager(
+        schema,
+        num_blocks=count * (3 + most // schema.block_tokens),
+        max_requests=count,
+        max_step_tokens=count * (1 + DRAFTS),
+        device=device,
+        prefix=PrefixOptions(),
+    )
+    assert manager.prefix is not None
+    blocks = min(context, LONGEST - most - schema.block_tokens) // schema.block_tokens
+    blocks -= blocks % 8  # in phase with snapshots
+    ids = np.zeros((blocks + 1) * schema.block_tokens + most, dtype=np.int32)
+    requests = []
+    for nth in range(count):
+        request = manager.admit_request([], salt=str(nth))
+        requests.append(request)
+        length = blocks * schema.block_tokens + nth % schema.block_tokens
+        manager.extend(request, schema.block_tokens + 1)
+        cached, unfinished = request.block_ids
+        trail = manager.prefix.trail(ids, str(nth))  # all write to the same ids: digests differ
+        trail.chain[:] = [trail.root] * blocks
+        trail.cut(length)
+        request.trail = trail
+        manager.prefix.index.add(trail.root, cached, None)
+        request.block_ids = [cached] * blocks + [unfinished]
+        request.published_blocks = blocks + 1
+        set_length(manager, request, length)
+    return manager, requests
 
 
 def decoding_requests(

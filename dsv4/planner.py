@@ -48,6 +48,7 @@ class Sizing:
     formats: dict[str, str]
     max_context_tokens: int
     max_draft_tokens: int
+    steps_ahead: int
     hca_state: str
     block_tokens: int
     bytes_per_token: float
@@ -303,6 +304,7 @@ def _sizing(
         },
         max_context_tokens=schema.max_context,
         max_draft_tokens=schema.max_draft_tokens,
+        steps_ahead=schema.steps_ahead,
         hca_state=schema.hca_state,
         block_tokens=schema.block_tokens,
         bytes_per_token=schema.bytes_per_token,

@@ -691,7 +691,7 @@ class LayerCacheHandle(Uncopied):
         """The plan this handle is bound to. Raises PlanError if there is none or it is over."""
         if self.plan is None:
             raise PlanError(f"layer {self.layer} is not bound to a plan: acquire it with one")
-        if self.plan.done:
+        if self.plan.is_over:
             raise PlanError("this plan is over: prepare a new one for each step")
         return self.plan
 

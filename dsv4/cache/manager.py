@@ -24,11 +24,20 @@ from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import Resume
 from dsv4.cache.prefix.snapshots import SnapshotPool
 from dsv4.cache.prefix.trail import TokenIds, TokenTrail, token_ids
-from dsv4.cache.prepare_forward import ForwardPlan, check_step, fill_new_blocks, make_plan
+from dsv4.cache.prepare_forward import (
+    ForwardPlan,
+    StepOptions,
+    check_step,
+    fill_new_blocks,
+    following,
+    make_halves,
+    make_plan,
+)
 from dsv4.cache.requests import LENGTH, LOST, Request, RequestTable
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step import checks as step_checks
+from dsv4.cache.step import overlap
 from dsv4.cache.step.checks import Step, StepReader
 from dsv4.cache.warmup import Warmup, available_processors, progress_bar
 from dsv4.errors import (
@@ -113,8 +122,11 @@ class KVCacheManager(Uncopied):
         self.guard = Guard()
         self._step_readers = tuple(StepReader(schema, self.table) for _ in self.memory.lanes)
         layers = [LayerMemory.of(self.memory, layer) for layer in range(len(schema.layers))]
-        self._handles = tuple(
-            tuple(LayerCacheHandle(layer, self.backend, lane.workspace) for layer in layers)
+        self._handles = tuple(  # of each lane, and again for chunks apart
+            tuple(
+                tuple(LayerCacheHandle(layer, self.backend, lane.workspace) for layer in layers)
+                for _ in range(2)
+            )
             for lane in self.memory.lanes
         )
 
@@ -618,8 +630,9 @@ class KVCacheManager(Uncopied):
         still_open = []
         for plan in self.open_plans:
             moved = bool((self.table.numbers[LENGTH, plan.slots] != plan.starts).any())
-            if plan.done or moved or plan in guard.arriving:
+            if plan.done or (moved and plan.behind is None) or plan in guard.arriving:
                 plan.done = True
+                overlap.move_up(plan, self.table, self.open_plans)
             else:
                 still_open.append(plan)
         self.open_plans = still_open
@@ -842,6 +855,10 @@ class KVCacheManager(Uncopied):
         *,
         pad_tokens: int | None = None,
         pad_requests: int | None = None,
+        behind: ForwardPlan | None = None,
+        accepted: Tensor | None = None,
+        drafts: int = 0,
+        chunks_apart: bool = False,
     ) -> ForwardPlan:
         """Plans (request, new tokens[, start]) for each request of a step, and takes the blocks.
 
@@ -849,18 +866,41 @@ class KVCacheManager(Uncopied):
         `pad_tokens` and `pad_requests` kernels run at those sizes, as a captured graph does, and
         the rows past the live ones do nothing. The plan stays open until `commit`, `abandon` or
         `fail`; `max_open_plans` of them, without a common request, may be open at once.
+
+        A step `behind` an open plan goes on where that one will leave its requests; up to
+        `schema.steps_ahead` plans may be open in front of it. How many tokens of the plan before
+        are kept is in `accepted`, int32 or int64 [its requests] on the device, read there when its
+        turn comes; without it, all are. A chunk is always kept whole. Blocks are taken for as many
+        tokens as can be. Plans behind each other are prepared and run on one stream.
+
+        With `drafts` the plan has so many `draft_steps`. With `chunks_apart` requests that have
+        more than `schema.max_narrow_tokens` come last; `plan.narrow_half` is what is padded and can
+        be captured, `plan.wide_half` the chunks.
         Raises PlanError, OutOfBlocks, ContextOverflow or RequestError.
         """
         lane = self._free_lane()
         buffers = self.memory.lanes[lane].buffers
         shape = self._step_readers[lane].read(steps)
+        before = overlap.read_before(
+            self.schema, self.table, shape, behind, accepted, self.open_plans, self.device
+        )
         if self.open_plans:
-            step_checks.disjoint(shape, self.open_plans)
+            step_checks.disjoint(shape, self.open_plans, before)
         starts, published, reused, written = self.table.numbers.take(shape.slots, axis=1)
-        ends = starts + shape.counts
         step_checks.untorn(self.schema, shape, starts, written)
+        if before is not None:
+            starts = overlap.latest_starts(before, starts)
+        ends = starts + shape.counts
         step_checks.context(self.schema, int(ends.max(initial=0)))
-        check_step(self.schema, buffers, shape, pad_tokens=pad_tokens, pad_requests=pad_requests)
+        check_step(
+            self.schema,
+            buffers,
+            shape,
+            pad_tokens=pad_tokens,
+            pad_requests=pad_requests,
+            drafts=drafts,
+            chunks_apart=chunks_apart,
+        )
         growing = [
             (shape.requests[row], self.schema.blocks_for(int(ends[row])))
             for row in (ends > published * self.schema.block_tokens).nonzero()[0].tolist()
@@ -869,19 +909,29 @@ class KVCacheManager(Uncopied):
         try:  # the device first, the table of live requests last and at once
             buffers.wait()
             new_blocks = fill_new_blocks(self.schema, buffers, growing, new_ids)
-            plan = make_plan(
-                self.schema,
-                buffers,
-                shape,
-                starts,
-                ends,
-                reused,
-                pad_tokens=pad_tokens,
-                pad_requests=pad_requests,
-            )
-            captures = None if self.prefix is None else self.prefix.plan_captures(plan)
-            plan.lane = lane
+            numbers = (shape, starts, ends, reused)
+            options: StepOptions = {
+                "pad_tokens": pad_tokens,
+                "pad_requests": pad_requests,
+                "before": before,
+                "drafts": int(drafts),
+            }
+            if chunks_apart:
+                chunk_buffers = self.memory.lanes[lane].chunk_buffers
+                chunk_buffers.wait()
+                plan = make_halves(self.schema, buffers, chunk_buffers, *numbers, **options)
+            else:
+                plan = make_plan(self.schema, buffers, *numbers, **options)
+            for each in (plan, *plan.halves, *plan.draft_steps):
+                each.lane = lane
+            captures = None
+            if self.prefix is not None:
+                captures = self.prefix.plan_captures(plan.wide_half or plan)
             self.memory.send(new_blocks, buffers)
+            if plan.wide_half is not None:
+                self.memory.lanes[lane].chunk_buffers.send()
+            if plan.unknown_starts is not None:
+                self.backend.follow(following(self.schema, buffers, plan, accepted))
         except BaseException:  # of the device, out of memory, or a key pressed
             self.table.cancel(reserved)
             raise
@@ -892,6 +942,8 @@ class KVCacheManager(Uncopied):
         if captures is not None:
             assert self.prefix is not None
             plan.captures = captures
+            if plan.wide_half is not None:
+                plan.wide_half.captures = captures
             self.prefix.settle_captures(captures)
         self.guard.arriving.append(plan)
         self.open_plans.append(plan)
@@ -934,14 +986,14 @@ class KVCacheManager(Uncopied):
             return self.backend.warm_up(calls, workers=most, progress=told)
 
     def acquire(self, layer: int, plan: ForwardPlan | None = None) -> LayerCacheHandle:
-        """The handle of one layer, bound to an open plan. Allocates nothing; the same object each
-        time. Without a plan it only reads."""
-        handles = self._handles[0 if plan is None else getattr(plan, "lane", 0)]
+        """The handle of one layer, bound to an open plan, to a half of one or to a draft step.
+        Allocates nothing; the same object each time. Without a plan it only reads."""
+        handles = self._handles[getattr(plan, "lane", 0)][_is_wide_half(plan)]
         if not is_whole(layer) or not 0 <= layer < len(handles):
             raise InvalidInput(f"layer {layer} of a model with {len(handles)} layers")
         self.guard.require_free("acquire")
         if plan is not None:
-            step_checks.open_plan(plan, self.open_plans)
+            step_checks.bound(layer, plan, self.open_plans)
         handle = handles[layer]
         handle.bind(plan)
         return handle
@@ -957,24 +1009,30 @@ class KVCacheManager(Uncopied):
         """The step happened: lengths move by `accepted` tokens per request (default: all).
 
         Rejected tokens vanish because nothing at or past the length is ever read. At most
-        `schema.max_rollback_tokens` of a request may be rejected. `ids` are those of the step's
-        tokens in the plan's order: with them the prefix cache keeps what requests admitted
+        `schema.max_narrow_tokens` of a request may be rejected. Of plans behind each other the
+        first is committed first, with the counts that the device had. `ids` are those of the
+        step's tokens in the plan's order: with them the prefix cache keeps what requests admitted
         with ids generate; without one they are ignored. Raises PlanError, InvalidInput.
         """
         self._require_turn(plan, "commit")
+        overlap.require_first(plan)
         kept = step_checks.accepted(self.schema, plan, accepted)
-        learned: list[LearnedIds] = []
+        overlap.require_kept(plan, kept, self.open_plans)
+        learned: LearnedIds | None = None
         if self.prefix is not None and ids is not None:
-            learned = self.prefix.read_ids(plan, kept, token_ids(ids))
+            learned = self.prefix.read_ids(plan, kept, token_ids(ids), self.table.recent)
         if self.prefix is not None and not plan.is_stored:
             self.prefix.note_torn(plan, kept)
         if accepted is None:
             self.table.move(plan.slots, plan.ends)
         else:  # what was rejected is written all the same
-            self.table.note_written(plan.slots, plan.ends)
+            self.table.note_written(plan.slots, plan.latest_ends)
             self.table.move(plan.slots, plan.starts + kept)
         if self.prefix is not None:
-            self.prefix.note_commit(plan, kept, learned, self.slot_arena.bytes, self._adopt)
+            newest = overlap.newest(plan, self.open_plans)
+            recent, slots = self.table.recent, self.slot_arena.bytes
+            self.prefix.note_commit(plan, kept, learned, recent, newest, slots, self._adopt)
+        overlap.move_up(plan, self.table, self.open_plans)
         self._close(plan)
         if self.transfers is not None:
             self.transfers.pump()
@@ -983,16 +1041,18 @@ class KVCacheManager(Uncopied):
     def abandon(self, plan: ForwardPlan) -> None:
         """The step did not happen and no layer appended it; lengths stay."""
         self._require_turn(plan, "abandon")
-        if not plan.narrow and (plan.touched or plan.appended_layers):
+        overlap.require_last(plan, self.open_plans)
+        chunks = plan.wide_half or plan
+        if not chunks.narrow and (chunks.touched or chunks.appended_layers):
             raise PlanError(
-                f"layers {sorted(plan.appended_layers)[:4]} already wrote {plan.shape.most_tokens} "
-                f"tokens of a request, more than the {self.schema.max_rollback_tokens} that can be "
-                f"undone: call fail(plan); nothing of it is cached"
+                f"layers {sorted(chunks.appended_layers)[:4]} already wrote "
+                f"{plan.shape.most_tokens} tokens of a request, more than the "
+                f"{self.schema.max_narrow_tokens} that can be undone: call fail(plan); "
+                f"nothing of it is cached"
             )
         if self.prefix is not None:
             self.prefix.note_abandon(plan)
-        if plan.narrow:  # a replayed graph writes without telling the plan
-            self.table.note_written(plan.slots, plan.ends)
+        self._note_unkept(plan)
         self._close(plan)
 
     @changes
@@ -1001,14 +1061,18 @@ class KVCacheManager(Uncopied):
 
         Nothing of it is cached and lengths stay. Requests whose rings have lost more than they can
         get back (those with a chunk, if any layer has begun to write) can only be rewound, reset or
-        released: `request.is_torn` tells. All others just go on. Raises PlanError.
+        released: `request.is_torn` tells. All others just go on. Plans behind this one fail with
+        it. Raises PlanError.
         """
-        self._require_turn(plan, "fail")
-        if self.prefix is not None:
-            self.prefix.note_abandon(plan)
-        if plan.narrow or plan.touched:
-            self.table.note_written(plan.slots, plan.ends)
-        self._close(plan)
+        step_checks.open_plan(plan, self.open_plans)
+        failing = overlap.last_first(plan, self.open_plans)
+        for each in failing:
+            self._require_turn(each, "fail")
+        for each in failing:
+            if self.prefix is not None:
+                self.prefix.note_abandon(each)
+            self._note_unkept(each)
+            self._close(each)
         if LOGGER.isEnabledFor(logging.INFO):
             torn = sum(request.is_torn for request in plan.requests)
             LOGGER.info("a step of %d requests failed, %d are torn", len(plan.requests), torn)
@@ -1017,6 +1081,12 @@ class KVCacheManager(Uncopied):
         """PlanError for a plan that is not open, ThreadError while a thread uses its handles."""
         step_checks.open_plan(plan, self.open_plans)
         self.memory.lanes[plan.lane].workspace.turn.require_free(call)
+
+    def _note_unkept(self, plan: ForwardPlan) -> None:
+        """What a step that did not happen may have written: a replayed graph does not tell."""
+        for half in plan.halves or (plan,):
+            if half.narrow or half.touched:
+                self.table.note_written(half.slots, half.latest_ends)
 
     def _close(self, plan: ForwardPlan) -> None:
         plan.done = True
@@ -1040,6 +1110,7 @@ class KVCacheManager(Uncopied):
         for reader, lane in zip(self._step_readers, self.memory.lanes, strict=True):
             reader.forget()
             lane.buffers.forget()
+            lane.chunk_buffers.forget()
 
     # ---- looking -----------------------------------------------------------------------------
 
@@ -1157,6 +1228,10 @@ class KVCacheManager(Uncopied):
             raise
         (copy,) = self.table.settle(reserved)
         self.table.replace(request, block, copy)
+
+
+def _is_wide_half(plan: object) -> bool:
+    return isinstance(plan, ForwardPlan) and plan.whole is not None and not plan.narrow
 
 
 def _device(named: object) -> torch.device:

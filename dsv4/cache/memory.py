@@ -35,6 +35,13 @@ class Lane:
             max_tokens=max_tokens,
             device=block_table.device,
         )
+        # of chunks that are planned apart
+        self.chunk_buffers = StepBuffers(
+            schema,
+            max_requests=block_table.shape[0],
+            max_tokens=max_tokens,
+            device=block_table.device,
+        )
         self.workspace = Workspace(
             schema,
             backend,
@@ -114,7 +121,10 @@ class CacheMemory:
             block_arena=self.block_arena.memory_bytes(),
             slot_arena=self.slot_arena.memory_bytes(),
             block_table=self.block_table.numel() * self.block_table.element_size(),
-            step_buffers=sum(lane.buffers.memory_bytes() for lane in self.lanes),
+            step_buffers=sum(
+                lane.buffers.memory_bytes() + lane.chunk_buffers.memory_bytes()
+                for lane in self.lanes
+            ),
             workspace=sum(lane.workspace.memory_bytes() for lane in self.lanes),
             snapshots=snapshots,
         )

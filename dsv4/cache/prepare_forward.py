@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.guard import Uncopied
@@ -20,6 +22,7 @@ from dsv4.cache.step.buffers import StepBuffers
 from dsv4.cache.step.shape import I64, StepShape
 from dsv4.cache.step.work_items import chunk_groups, closing_groups, without_existing
 from dsv4.errors import InvalidInput, PlanError, is_whole
+from dsv4.ops.calls import FollowedDrafts, FollowedItems, Following
 from dsv4.ops.columns import request_columns, token_columns
 
 # what a layer stores of a step, where it is written piece by piece
@@ -37,11 +40,22 @@ class ForwardPlan(Uncopied):
     lose; only then may it be padded, and so captured. Of another step it is known how far it
     `reaches`: no token stands at that position or behind it. Steps of the same `sizes` read with
     the same launches, and with the same `item_counts` write so too.
+
+    A plan that is `behind` another one goes on where that one's requests will be, `rows_before`
+    being their rows there. Where `unknown_starts` is true only the device knows the start until the
+    plan before is committed: `starts` and `ends` are then the latest that can be. `latest_ends`
+    stay what `ends` were at first.
+
+    `draft_steps` are for draft layers alone: the nth has one row per request, for the nth of its
+    tokens. A plan with chunks apart has a `narrow_half` and, if there are chunks, a `wide_half`.
+    Handles are bound to these, each with rows and index tensors of its own, and not to the plan;
+    `whole` is the plan that a half or a draft step is of, and that is committed.
     """
 
     shape: StepShape
     starts: I64
     ends: I64
+    latest_ends: I64
     narrow: bool
     reaches: int | None
     batch: Tensor
@@ -52,6 +66,14 @@ class ForwardPlan(Uncopied):
     num_layers: int
     draft_layers: frozenset[int]
     lane: int = 0
+    behind: ForwardPlan | None = None
+    rows_before: I64 | None = None
+    unknown_starts: NDArray[np.bool_] | None = None
+    draft_steps: tuple[ForwardPlan, ...] = ()
+    narrow_half: ForwardPlan | None = None
+    wide_half: ForwardPlan | None = None
+    whole: ForwardPlan | None = None
+    is_draft: bool = False
     captures: WideCaptures | None = None
     done: bool = False
     touched: bool = False
@@ -65,8 +87,12 @@ class ForwardPlan(Uncopied):
         """A captured graph has appended the step in these layers (default: all but those that
         draft). Python does not see what a graph runs, and only a step that every layer has stored
         is cached. Raises PlanError, InvalidInput."""
-        if self.done:
+        if self.is_over:
             raise PlanError("this plan is over: mark it before commit")
+        if self.halves:
+            for half in self.halves:
+                half.mark_appended(layers)
+            return
         known = range(self.num_layers)
         if layers is None:
             chosen = [layer for layer in known if layer not in self.draft_layers]
@@ -96,9 +122,21 @@ class ForwardPlan(Uncopied):
     @property
     def is_stored(self) -> bool:
         """Whether every layer, but for those that draft, has stored the step."""
+        if self.halves:
+            return all(half.is_stored for half in self.halves)
         return len(self.stored_layers - self.draft_layers) == self.num_layers - len(
             self.draft_layers
         )
+
+    @property
+    def halves(self) -> tuple[ForwardPlan, ...]:
+        """Those of a plan with chunks apart; none of any other."""
+        return tuple(each for each in (self.narrow_half, self.wide_half) if each is not None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the plan, or the one that this belongs to, was committed or given up."""
+        return self.done or (self.whole is not None and self.whole.done)
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -149,6 +187,21 @@ class ForwardPlan(Uncopied):
         return row
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Before:
+    """The plan that a new one is behind: `rows` are its requests' rows there, or -1;
+    `unknown_starts` says of which of them only the device knows the length, None if of none."""
+
+    plan: ForwardPlan
+    rows: I64
+    unknown_starts: NDArray[np.bool_] | None
+
+    def first(self, count: int) -> Before:
+        """The same of so many requests, the first."""
+        unknown = None if self.unknown_starts is None else self.unknown_starts[:count]
+        return Before(plan=self.plan, rows=self.rows[:count], unknown_starts=unknown)
+
+
 def require_layers(layers: object, num_layers: int) -> list[int]:
     """Layers of the model, as given. Raises InvalidInput."""
     chosen: list[Any] = list(layers) if isinstance(layers, Iterable) else [layers]
@@ -156,6 +209,15 @@ def require_layers(layers: object, num_layers: int) -> list[int]:
         if not is_whole(layer) or not 0 <= layer < num_layers:
             raise InvalidInput(f"layer {layer!r} of a model with {num_layers} layers")
     return [int(layer) for layer in chosen]
+
+
+class StepOptions(TypedDict):
+    """What of a plan its requests and lengths do not say."""
+
+    pad_tokens: int | None
+    pad_requests: int | None
+    before: Before | None
+    drafts: int
 
 
 def make_plan(
@@ -168,13 +230,15 @@ def make_plan(
     *,
     pad_tokens: int | None,
     pad_requests: int | None,
+    before: Before | None = None,
+    drafts: int = 0,
 ) -> ForwardPlan:
     """Fills the host buffer with a step and cuts the device's tensors to size. Entries below
     `reused` tokens of a request exist and are not written.
 
     Takes no blocks and copies nothing to the device.
     """
-    item_counts = fill_step(schema, buffers, shape, starts, ends, reused)
+    item_counts = fill_step(schema, buffers, shape, starts, ends, reused, before)
     tokens, batch_rows = shape.num_tokens, len(shape.requests)
     if pad_tokens is not None or pad_requests is not None:
         tokens = tokens if pad_tokens is None else int(pad_tokens)
@@ -185,10 +249,14 @@ def make_plan(
         }
     narrow = is_narrow(schema, shape)
     reaches = None if narrow else reach(schema, ends)
-    return ForwardPlan(
+    plan = ForwardPlan(
         shape=shape,
         starts=starts,
         ends=ends,
+        latest_ends=ends,
+        behind=None if before is None else before.plan,
+        rows_before=None if before is None else before.rows,
+        unknown_starts=None if before is None else before.unknown_starts,
         narrow=narrow,
         reaches=reaches,
         batch=buffers.cut("batch", batch_rows),
@@ -199,6 +267,122 @@ def make_plan(
         num_layers=len(schema.layers),
         draft_layers=schema.draft_layers,
     )
+    if drafts:
+        buffers.fill_drafts(drafts, shape, starts)
+        plan.draft_steps = tuple(
+            _draft_step(buffers, plan, nth, batch_rows) for nth in range(drafts)
+        )
+    return plan
+
+
+def _draft_step(buffers: StepBuffers, plan: ForwardPlan, nth: int, batch_rows: int) -> ForwardPlan:
+    starts, requests = plan.starts + nth, len(plan.requests)
+    return ForwardPlan(
+        shape=StepShape(
+            requests=plan.requests,
+            slots=plan.slots,
+            counts=(plan.counts > nth).astype(np.int64),
+            num_tokens=requests,
+            most_tokens=1,
+            first_rows=np.arange(requests),
+        ),
+        starts=starts,
+        ends=starts + 1,
+        latest_ends=starts + 1,
+        narrow=True,
+        reaches=None,
+        batch=buffers.cut_draft("draft_batch", nth, batch_rows),
+        tokens=buffers.cut_draft("draft_tokens", nth, batch_rows),
+        items={},
+        sizes=(nth, True, batch_rows, batch_rows, 1),
+        item_counts=(),
+        num_layers=plan.num_layers,
+        draft_layers=plan.draft_layers,
+        whole=plan,
+        is_draft=True,
+    )
+
+
+def make_halves(
+    schema: CacheSchema,
+    buffers: StepBuffers,
+    chunk_buffers: StepBuffers,
+    shape: StepShape,
+    starts: I64,
+    ends: I64,
+    reused: I64,
+    *,
+    pad_tokens: int | None,
+    pad_requests: int | None,
+    before: Before | None = None,
+    drafts: int = 0,
+) -> ForwardPlan:
+    """A plan with chunks apart: what `make_plan` does, once for the requests with a few tokens, in
+    rows that never move, and once for the others."""
+    count = narrow_requests(schema, shape)
+    narrow_shape, wide_shape = shape.split(count)
+    narrow_half = make_plan(
+        schema,
+        buffers,
+        narrow_shape,
+        starts[:count],
+        ends[:count],
+        reused[:count],
+        pad_tokens=pad_tokens,
+        pad_requests=pad_requests,
+        before=None if before is None else before.first(count),
+        drafts=drafts,
+    )
+    wide_half = None
+    if wide_shape.requests:
+        wide_half = make_plan(
+            schema,
+            chunk_buffers,
+            wide_shape,
+            starts[count:],
+            ends[count:],
+            reused[count:],
+            pad_tokens=None,
+            pad_requests=None,
+        )
+    plan = ForwardPlan(
+        shape=shape,
+        starts=starts,
+        ends=ends,
+        latest_ends=ends,
+        behind=None if before is None else before.plan,
+        rows_before=None if before is None else before.rows,
+        unknown_starts=None if before is None else before.unknown_starts,
+        narrow=wide_half is None,
+        reaches=None,
+        batch=buffers.cut("batch", 0),
+        tokens=buffers.cut("tokens", 0),
+        items={},
+        sizes=(),
+        item_counts=(),
+        num_layers=len(schema.layers),
+        draft_layers=schema.draft_layers,
+        draft_steps=narrow_half.draft_steps,
+        narrow_half=narrow_half,
+        wide_half=wide_half,
+    )
+    for each in (*plan.halves, *plan.draft_steps):
+        each.whole = plan
+    return plan
+
+
+def narrow_requests(schema: CacheSchema, shape: StepShape) -> int:
+    """How many requests of a step have so few tokens that they are no chunk. PlanError unless they
+    come first."""
+    is_chunk = shape.counts > schema.max_narrow_tokens
+    count = len(is_chunk) - int(is_chunk.sum())
+    if is_chunk[:count].any():
+        raise PlanError(
+            f"chunks are planned apart, but request {int(is_chunk.argmax())} of the step with "
+            f"{shape.counts[is_chunk.argmax()]} tokens stands in front of others with "
+            f"{schema.max_narrow_tokens} or fewer: put the chunks last"
+        )
+    return count
 
 
 def reach(schema: CacheSchema, ends: I64) -> int:
@@ -216,7 +400,7 @@ def all_reaches(schema: CacheSchema) -> list[int]:
 
 
 def is_narrow(schema: CacheSchema, shape: StepShape) -> bool:
-    return shape.most_tokens <= schema.max_rollback_tokens
+    return shape.most_tokens <= schema.max_narrow_tokens
 
 
 def fill_step(
@@ -226,21 +410,60 @@ def fill_step(
     starts: I64,
     ends: I64,
     reused: I64,
+    before: Before | None = None,
 ) -> dict[int, int]:
     """Writes a step into the host buffer. Returns how many work items each ratio has."""
     buffers.fill_tokens(schema, shape, starts, ends)
     replays = bool((reused > starts).any())
-    counts: dict[int, int] = {}
+    narrow, counts = is_narrow(schema, shape), {}
+    unknown = None if before is None else before.unknown_starts
+    # what the device fills in has no items here
+    known_ends = ends if unknown is None else np.where(unknown, starts, ends)
     for ratio in buffers.ratios:
-        if is_narrow(schema, shape):
-            items = closing_groups(ratio, starts, ends, most_tokens=shape.most_tokens)
+        if narrow:
+            items = closing_groups(ratio, starts, known_ends, most_tokens=shape.most_tokens)
         else:
             overlap = ratio in buffers.overlapping_ratios
-            items = chunk_groups(ratio, starts, ends, overlap=overlap)
+            items = chunk_groups(ratio, starts, known_ends, overlap=overlap)
         if replays:
             items = without_existing(items, reused // ratio)
         counts[ratio] = buffers.fill_items(ratio, items, ends)
+    if before is not None and unknown is not None:
+        rows = unknown.nonzero()[0]
+        return buffers.fill_follows(rows, before.rows[rows], reused[rows], counts, narrow=narrow)
     return counts
+
+
+def following(
+    schema: CacheSchema, buffers: StepBuffers, plan: ForwardPlan, accepted: Tensor | None
+) -> Following:
+    """What the device does to fill in where the requests of a plan start. With chunks apart, that
+    is the narrow half's: of a chunk the start is known."""
+    plan = plan.narrow_half or plan
+    assert plan.behind is not None
+    assert plan.unknown_starts is not None
+    drafts = None
+    if plan.draft_steps:
+        drafts = FollowedDrafts(
+            batch=buffers.on_device["draft_batch"],
+            tokens=buffers.on_device["draft_tokens"],
+            steps=len(plan.draft_steps),
+            rows=buffers.max_requests,
+        )
+    return Following(
+        follows=buffers.cut("follows", int(plan.unknown_starts.sum())),
+        batch=plan.batch,
+        tokens=plan.tokens,
+        items=tuple(
+            FollowedItems(ratio=ratio, overlap=ratio in buffers.overlapping_ratios, items=items)
+            for ratio, items in plan.items.items()
+        ),
+        batch_before=(plan.behind.narrow_half or plan.behind).batch,
+        accepted=accepted,
+        narrow=plan.narrow,
+        most_tokens=schema.max_narrow_tokens,
+        drafts=drafts,
+    )
 
 
 def fill_new_blocks(
@@ -271,8 +494,24 @@ def check_step(
     *,
     pad_tokens: int | None,
     pad_requests: int | None,
+    drafts: int = 0,
+    chunks_apart: bool = False,
 ) -> None:
-    """Raises PlanError when a step does not fit the buffers, or its padding does not fit it."""
+    """Raises PlanError when a step does not fit the buffers, or its padding or its draft steps do
+    not fit it."""
+    if chunks_apart:
+        check_step(schema, buffers, shape, pad_tokens=None, pad_requests=None)
+        shape, _ = shape.split(narrow_requests(schema, shape))
+    if not is_whole(drafts) or not 0 <= drafts <= buffers.max_drafts:
+        raise PlanError(
+            f"{drafts!r} draft steps: give a whole number up to {buffers.max_drafts}"
+            + ("" if schema.draft_layers else ", for the model has no draft layers")
+        )
+    if drafts and not is_narrow(schema, shape):
+        raise PlanError(
+            f"{drafts} draft steps beside {shape.most_tokens} tokens of one request: plan chunks "
+            f"apart, or in a step of their own"
+        )
     for name, live, padded, most in (
         ("tokens", shape.num_tokens, pad_tokens, buffers.max_tokens),
         ("requests", len(shape.requests), pad_requests, buffers.max_requests),
@@ -292,5 +531,5 @@ def check_step(
         if not is_narrow(schema, shape):
             raise PlanError(
                 f"a step with {shape.most_tokens} tokens of one request cannot be padded: a graph "
-                f"holds at most {schema.max_rollback_tokens} per request (1 + max_draft_tokens)"
+                f"holds at most {schema.max_narrow_tokens} per request (1 + max_draft_tokens)"
             )

@@ -16,7 +16,7 @@ from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.guard import Uncopied
 from dsv4.cache.prefix.index import PrefixNode
 from dsv4.cache.prefix.resume import Resume
-from dsv4.cache.prefix.trail import TokenTrail
+from dsv4.cache.prefix.trail import RecentIds, TokenTrail
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import Dsv4Error, OutOfBlocks, OutOfSlots, RequestError
 
@@ -60,7 +60,9 @@ class Request(Uncopied):
     __slots__ = (
         "__weakref__",
         "_max_rollback_tokens",
+        "_recent",
         "_row",
+        "_trail",
         "block_ids",
         "exact_from",
         "released",
@@ -68,7 +70,6 @@ class Request(Uncopied):
         "serial",
         "slot",
         "torn_from",
-        "trail",
     )
 
     def __init__(
@@ -78,6 +79,7 @@ class Request(Uncopied):
         serial: int,
         block_ids: list[int],
         row: NDArray[np.int64],
+        recent: RecentIds,
         resume: Resume,
         max_rollback_tokens: int,
     ) -> None:
@@ -87,12 +89,28 @@ class Request(Uncopied):
         self.resume = resume  # what the caller runs next to get where it wanted to be
         self.exact_from = 0  # below, a replay may have left rings that differ from a cold run's
         self.torn_from: int | None = None  # a step from here on was not stored by all layers
-        self.trail: TokenTrail | None = None
+        self._recent = recent
+        self._trail: TokenTrail | None = None
+        self._recent.known[slot] = -1
         self._row = row
         self._row[:] = 0
         self.block_ids = block_ids  # in the order of the tokens
 
     _instead = "fork(request, 1) makes another request that goes on from where this one is"
+
+    @property
+    def trail(self) -> TokenTrail | None:
+        return self._trail
+
+    @trail.setter
+    def trail(self, trail: TokenTrail | None) -> None:
+        if self._trail is not None:
+            self._trail.detach()
+        self._trail = trail
+        if trail is None:
+            self._recent.known[self.slot] = -1
+        else:
+            trail.attach(self._recent, self.slot)
 
     @property
     def length(self) -> int:
@@ -182,6 +200,7 @@ class RequestTable:
         self.live: dict[int, Request] = {}  # by slot
         self.free_slots = list(range(max_requests - 1, -1, -1))
         self.numbers = np.zeros((REQUEST_NUMBERS, max_requests), dtype=np.int64)
+        self.recent = RecentIds(max_requests, schema.block_tokens)
         self.reclaimer: Reclaimer | None = None
         self._next_serial = 0
 
@@ -216,6 +235,7 @@ class RequestTable:
             serial=self._next_serial,
             block_ids=block_ids,
             row=self.numbers[:, slot],
+            recent=self.recent,
             resume=resume,
             max_rollback_tokens=self.schema.max_rollback_tokens,
         )

@@ -60,7 +60,7 @@ class LayerCacheSchema:
     block_tokens: int
     window: int
     ring_rows: int
-    max_draft_tokens: int
+    max_rollback_tokens: int
     hca_state: HcaState
 
     @property
@@ -75,7 +75,7 @@ class LayerCacheSchema:
     def tail_a_rows(self) -> int:
         """A group of one token closes at once and leaves nothing behind. Where the last token of a
         group is not kept, neither are those of the groups that a draft fills."""
-        ratio, drafts = self.spec.ratio, self.max_draft_tokens
+        ratio, drafts = self.spec.ratio, self.max_rollback_tokens - 1
         if not self.spec.owns_entries or ratio == 1 or self.online:
             return 0
         if self.tail_skips_last:
@@ -103,16 +103,16 @@ class LayerCacheSchema:
 
     @property
     def state_rows(self) -> int:
-        """The newest token's state and those of the 1 + max_draft_tokens before it, to which a
+        """The newest token's state and those of the max_rollback_tokens before it, to which a
         request can be rolled back."""
-        return 2 + self.max_draft_tokens if self.online else 0
+        return 1 + self.max_rollback_tokens if self.online else 0
 
     @property
     def tail_b_rows(self) -> int:
         """Previous group + current group (the next one's previous) + what a draft may write."""
         if not (self.spec.owns_entries and self.spec.overlap):
             return 0
-        return 2 * self.spec.ratio + self.max_draft_tokens
+        return 2 * self.spec.ratio + self.max_rollback_tokens - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +134,7 @@ class CacheSchema:
     align_bytes: int
     ring_rows: int
     max_draft_tokens: int
+    steps_ahead: int
     max_context: int
     entry_format: RecordFormat
     window_format: RecordFormat
@@ -149,6 +150,7 @@ class CacheSchema:
         align_bytes: int = 32,
         ring_rows: int | None = None,
         max_draft_tokens: int = 0,
+        steps_ahead: int = 0,
         max_context: int | None = None,
         entry_format: str | RecordFormat | None = None,
         window_format: str | RecordFormat | None = None,
@@ -159,7 +161,9 @@ class CacheSchema:
 
         `block_tokens` must be a multiple of every ratio. `align_bytes` is where pages start (32:
         a memory sector; 576 where SM100's TMA asks for it). `ring_rows` is the length of the window
-        ring, by default the shortest that survives the rejection of `1 + max_draft_tokens` tokens.
+        ring, by default the shortest that survives the rejection of `1 + max_draft_tokens` tokens
+        in each of 1 + `steps_ahead` steps: so many may be planned behind one whose results are not
+        on the host yet.
         `entry_format` and `window_format` are those that the model was trained with; where only the
         first is given, both are that. `hca_state` says how HCA layers keep their
         unfinished group: "raw", every token of it, or "online", folded into a running softmax.
@@ -168,6 +172,8 @@ class CacheSchema:
         block_tokens = require_count("block_tokens", block_tokens)
         align_bytes = require_count("align_bytes", align_bytes)
         max_draft_tokens = require_count("max_draft_tokens", max_draft_tokens, at_least=0)
+        steps_ahead = require_count("steps_ahead", steps_ahead, at_least=0)
+        rollback = (1 + steps_ahead) * (1 + max_draft_tokens)
         context = require_count(
             "max_context", model.max_context if max_context is None else max_context
         )
@@ -190,13 +196,15 @@ class CacheSchema:
                 f"align_bytes={align_bytes}: pages must start on 16 bytes for vector loads, "
                 f"so give a multiple of 16"
             )
-        shortest = model.window + max_draft_tokens
+        shortest = model.window + rollback - 1
         rows = shortest if ring_rows is None else require_count("ring_rows", ring_rows)
         if rows < shortest:
             raise SchemaError(
-                f"a ring of {rows} rows cannot survive max_draft_tokens={max_draft_tokens}: a "
-                f"rejected draft would overwrite the window of {model.window}; use ring_rows >= "
-                f"{shortest} or at most {max(rows - model.window, 0)} drafts"
+                f"a ring of {rows} rows cannot survive max_draft_tokens={max_draft_tokens}"
+                + (f" in {1 + steps_ahead} steps" if steps_ahead else "")
+                + f": a rejected draft would overwrite the window of {model.window}; use ring_rows "
+                f">= {shortest}"
+                + ("" if steps_ahead else f" or at most {max(rows - model.window, 0)} drafts")
             )
         if window_format is None:
             window_format = model.window_format if entry_format is None else entry_format
@@ -214,6 +222,7 @@ class CacheSchema:
             align_bytes=align_bytes,
             ring_rows=rows,
             max_draft_tokens=max_draft_tokens,
+            steps_ahead=steps_ahead,
             max_context=context,
             entry_format=entry,
             window_format=window,
@@ -234,7 +243,7 @@ class CacheSchema:
                 block_tokens=self.block_tokens,
                 window=self.model.window,
                 ring_rows=self.ring_rows,
-                max_draft_tokens=self.max_draft_tokens,
+                max_rollback_tokens=self.max_rollback_tokens,
                 hca_state=self.hca_state,
             )
             for spec in self.model.layers
@@ -417,7 +426,14 @@ class CacheSchema:
 
     @property
     def max_rollback_tokens(self) -> int:
-        """How many of the newest tokens of a step may be rejected: 1 + max_draft_tokens."""
+        """How many of the newest tokens that were written the rings can lose: those of a narrow
+        step, and of as many more as may be planned behind it."""
+        return (1 + self.steps_ahead) * self.max_narrow_tokens
+
+    @property
+    def max_narrow_tokens(self) -> int:
+        """The most tokens of a request in a narrow step, and the most that its commit may reject:
+        1 + max_draft_tokens."""
         return 1 + self.max_draft_tokens
 
     @cached_property

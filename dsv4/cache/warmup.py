@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,14 @@ from dsv4.cache.prepare_forward import ForwardPlan, all_reaches
 from dsv4.cache.step.shape import StepShape
 from dsv4.model import AttentionType
 from dsv4.ops.backend import Backend
-from dsv4.ops.calls import CompressorWeights, KeyProjection, LayerWeights
+from dsv4.ops.calls import (
+    CompressorWeights,
+    FollowedDrafts,
+    FollowedItems,
+    Following,
+    KeyProjection,
+    LayerWeights,
+)
 
 # Launchers choose by the number of tokens, and what they choose changes at small numbers and near
 # powers of two: a GPU has no more than so many processors.
@@ -46,6 +54,7 @@ class Warmup:
         round_bf16: bool,
     ) -> None:
         self._memory, self._schema = memory, memory.schema
+        self._backend = backend
         self._model = model = memory.schema.model
         self._buffers, workspace = memory.lanes[0].buffers, memory.lanes[0].workspace
         self._kv_norm, self._inverse_rope = kv_norm, inverse_rope
@@ -79,7 +88,8 @@ class Warmup:
 
     def __call__(self) -> None:
         """One step of each sort in every layer, and every step in one layer of each sort."""
-        most, wide = self._buffers.max_tokens, self._schema.max_rollback_tokens + 1
+        most, wide = self._buffers.max_tokens, self._schema.max_narrow_tokens + 1
+        self._follow()
         sorts: dict[object, int] = {}
         for layer, handle in enumerate(self._handles):
             sorts.setdefault(_sort(handle), layer)
@@ -123,6 +133,44 @@ class Warmup:
             inverse_rope=weights.rope if self._inverse_rope else None,
         )
 
+    def _follow(self) -> None:
+        """Steps behind others, with draft steps and without."""
+        if not self._schema.steps_ahead:
+            return
+        buffers = self._buffers
+        tensors = buffers.on_device
+        drafts: list[FollowedDrafts | None] = [None]
+        if buffers.max_drafts:
+            with_drafts = FollowedDrafts(
+                batch=tensors["draft_batch"],
+                tokens=tensors["draft_tokens"],
+                steps=buffers.max_drafts,
+                rows=buffers.max_requests,
+            )
+            drafts.append(with_drafts)
+        counts = [self._new(1, dtype=dtype) for dtype in (torch.int32, torch.int64)]
+        for narrow, accepted, drafted in product((True, False), (None, *counts), drafts):
+            self._backend.follow(
+                Following(
+                    follows=tensors["follows"][:1],
+                    batch=tensors["batch"],
+                    tokens=tensors["tokens"],
+                    items=tuple(
+                        FollowedItems(
+                            ratio=ratio,
+                            overlap=ratio in buffers.overlapping_ratios,
+                            items=tensors[f"items_{ratio}"],
+                        )
+                        for ratio in buffers.ratios
+                    ),
+                    batch_before=tensors["batch"],
+                    accepted=accepted,
+                    narrow=narrow,
+                    most_tokens=self._schema.max_narrow_tokens,
+                    drafts=drafted,
+                )
+            )
+
     def _select(self, layer: int, plan: ForwardPlan) -> None:
         handle = self._bound(layer, plan)
         spec = handle.schema.spec
@@ -160,6 +208,7 @@ class Warmup:
             shape=replace(StepShape.build([], []), num_tokens=tokens, most_tokens=most_tokens),
             starts=nothing,
             ends=nothing,
+            latest_ends=nothing,
             narrow=narrow,
             reaches=None if narrow else reaches or self._schema.max_context,
             batch=buffers.on_device["batch"][:requests],

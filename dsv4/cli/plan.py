@@ -40,6 +40,9 @@ def plan_command(
     ] = None,
     requests: Annotated[int | None, typer.Option(help="Requests alive at once.")] = None,
     draft: Annotated[int, typer.Option(help="Draft tokens a step may have rejected.")] = 0,
+    steps_ahead: Annotated[
+        int, typer.Option(help="Steps planned before the results of one are on the host.")
+    ] = 0,
     index_format: Annotated[
         str, typer.Option(help=f"Indexer keys: {', '.join(INDEX_FORMATS)}.")
     ] = "mxfp4",
@@ -91,6 +94,7 @@ def plan_command(
             _model(model),
             block_tokens=block_tokens,
             max_draft_tokens=draft,
+            steps_ahead=steps_ahead,
             entry_format=record_format,
             index_format=index_format,
             hca_state=hca_state,  # type: ignore[arg-type]
@@ -173,7 +177,8 @@ def print_plan(found: Sizing, maps: dict[str, str], plot: Path | None) -> None:
             (found.model, "bold"),
             f"  entries {formats['entries']}, index keys {formats['index_keys']}, "
             f"HCA state {found.hca_state}, {found.max_draft_tokens} draft tokens, "
-            f"layout {found.fingerprint[:12]}",
+            + (f"{found.steps_ahead} steps ahead, " if found.steps_ahead else "")
+            + f"layout {found.fingerprint[:12]}",
         )
     )
     console.print(_sizes_table(found))

@@ -16,7 +16,16 @@ from triton.errors import TritonError
 
 from dsv4.cache.records import RecordFormat
 from dsv4.errors import SchemaError
-from dsv4.kernels import append, attend, gather, index_query, index_scores, select, write_records
+from dsv4.kernels import (
+    append,
+    attend,
+    follow,
+    gather,
+    index_query,
+    index_scores,
+    select,
+    write_records,
+)
 from dsv4.kernels.launch import repeatable
 from dsv4.kernels.numerics import INTERPRETED
 from dsv4.kernels.target import target_of
@@ -34,6 +43,7 @@ class TritonBackend:
 
     name: BackendName = "triton"
 
+    follow = staticmethod(follow.follow)
     append = staticmethod(append.append)
     write_records = staticmethod(write_records.write_records)
     gather_entries = staticmethod(gather.gather_entries)

@@ -20,6 +20,7 @@ from dsv4.ops.calls import (
     Attention,
     CompressorWrite,
     EntrySource,
+    Following,
     Scoring,
     Selection,
     StepTensors,
@@ -62,6 +63,14 @@ class Backend(Protocol):
         """Compiles what `calls` would launch, in up to `workers` processes, and launches nothing.
         `progress` is told how many of how many binaries are ready. Returns how many there are; 0,
         without a call, where nothing is compiled."""
+
+    # ---- where a step starts -------------------------------------------------------------------
+
+    def follow(self, call: Following) -> None:
+        """Fills in where requests start: their rows of `batch`, the positions of their tokens, of
+        draft steps too, and the work items of the groups that these close (work_items.py); items
+        that are not needed become padding. An accepted count below 0 or above the tokens there are
+        is taken for the nearest that can be."""
 
     # ---- writes --------------------------------------------------------------------------------
 

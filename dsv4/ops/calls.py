@@ -45,6 +45,49 @@ class LayerWeights:
     kv_norm: Tensor | None = None
 
 
+# ---- where a step starts ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowedItems:
+    """The work items of a ratio, in rows that are to be filled."""
+
+    ratio: int
+    overlap: bool
+    items: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowedDrafts:
+    """Draft steps: `batch` and `tokens` hold `steps` times `rows` rows, one per request."""
+
+    batch: Tensor
+    tokens: Tensor
+    steps: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Following:
+    """Requests of a step that start where the step before leaves them, which only the device knows.
+
+    `follows` (columns.py) names them and the rows of `items` that are theirs, as many as their
+    tokens can close at most. `batch_before` is the tensor of the step before; of its tokens
+    `accepted` int32 or int64 [requests] are kept, all of them without. All index tensors of the
+    step lie in one storage. No request has more than `most_tokens`.
+    """
+
+    follows: Tensor
+    batch: Tensor
+    tokens: Tensor
+    items: tuple[FollowedItems, ...]
+    batch_before: Tensor
+    accepted: Tensor | None
+    narrow: bool
+    most_tokens: int
+    drafts: FollowedDrafts | None = None
+
+
 # ---- writes ----------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 REQUEST_COLUMNS = 4
 TOKEN_COLUMNS = 4
 ITEM_COLUMNS = 8
+FOLLOW_COLUMNS = 3  # and one per ratio
 
 
 class RequestColumns(NamedTuple):
@@ -46,6 +47,17 @@ class ItemColumns(NamedTuple):
     writes_tails: Any
 
 
+class FollowColumns(NamedTuple):
+    """The first columns of the tensor `follows`, one row per request that starts where a step that
+    is still under way will leave it: its row in `batch`, its row in the `batch` of that step, and
+    the tokens whose entries exist. Then, per ratio, the first of the rows of `items` that are its
+    own."""
+
+    batch_row: Any
+    row_before: Any
+    reused: Any
+
+
 def request_columns(batch: Any) -> RequestColumns:
     """The columns of a tensor or an array [..., REQUEST_COLUMNS], as views [...]."""
     return RequestColumns(*(batch[..., nth] for nth in range(len(RequestColumns._fields))))
@@ -59,6 +71,20 @@ def token_columns(tokens: Any) -> TokenColumns:
 def item_columns(items: Any) -> ItemColumns:
     """The columns of a tensor or an array [..., ITEM_COLUMNS], as views [...]."""
     return ItemColumns(*(items[..., nth] for nth in range(len(ItemColumns._fields))))
+
+
+def follow_columns(follows: Any) -> FollowColumns:
+    """The first columns of a tensor or an array [..., columns], as views [...]."""
+    return FollowColumns(*(follows[..., nth] for nth in range(FOLLOW_COLUMNS)))
+
+
+def most_items(count: Any, ratio: int, *, overlap: bool, narrow: bool) -> Any:
+    """How many work items `count` tokens of a request, more than none, have at most, wherever they
+    start. Numbers, arrays and tensors alike."""
+    closed = (count + ratio - 1) // ratio
+    if narrow or not overlap:
+        return closed
+    return closed - 1 * (closed > 1)
 
 
 def staged_row(first_row: Any, start: Any, batch_row: Any, position: Any, window: int) -> Any:

@@ -11,6 +11,7 @@ from dsv4.model import ModelSpec
 from dsv4.ops.backend import BackendName
 from dsv4.reference import append as writes
 from dsv4.reference import attend as attention
+from dsv4.reference import follow as following
 from dsv4.reference import gather, index_query
 from dsv4.reference import index_scores as scoring
 from dsv4.reference import select as selection
@@ -19,6 +20,7 @@ from dsv4.reference import select as selection
 class ReferenceBackend:
     name: BackendName = "reference"
 
+    follow = staticmethod(following.follow)
     append = staticmethod(writes.append)
     write_records = staticmethod(writes.write_records)
     gather_entries = staticmethod(gather.gather_entries)

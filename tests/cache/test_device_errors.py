@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from dsv4.cache.prefix.options import PrefixOptions, full
 from dsv4.cache.prepare_forward import ForwardPlan
@@ -32,6 +33,8 @@ def scene(call: str) -> Scene:
         prefix=PrefixOptions(policy=full(), snapshots=4),
         num_blocks=9 if call == "prepare a chunk" else 10,  # that has to evict
         max_requests=5,
+        ahead=1,
+        max_open_plans=2,
     )
     manager = stack.manager
     old, text = Text.random(stack, 9, 700), Text.random(stack, 0, 900)
@@ -45,7 +48,7 @@ def scene(call: str) -> Scene:
         run_to(stack, request, text, 385)
     if call == "rewind far":
         manager.fork(request, 1)
-    if call.startswith("commit"):
+    if call.startswith("commit") or call == "prepare a step behind":
         made.plan = manager.prepare_forward([(request, 4)])
         stack.write(made.plan, [text.stream])
     return made
@@ -79,6 +82,12 @@ def prepare_a_decode(made: Scene) -> object:
     return made.stack.manager.prepare_forward([(made.request, 4)])
 
 
+def prepare_a_step_behind(made: Scene) -> object:
+    return made.stack.manager.prepare_forward(
+        [(made.request, 4)], behind=made.plan, accepted=torch.tensor([3])
+    )
+
+
 CALLS: dict[str, Callable[[Scene], object]] = {
     "admit": admit,
     "fork": fork,
@@ -87,6 +96,7 @@ CALLS: dict[str, Callable[[Scene], object]] = {
     "reset": reset,
     "prepare a chunk": prepare_a_chunk,
     "prepare a decode": prepare_a_decode,
+    "prepare a step behind": prepare_a_step_behind,
 }
 
 

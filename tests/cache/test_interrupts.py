@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, full
@@ -18,6 +19,7 @@ from tests.support.lives import TINY, TINY_LAYERS, Text, assert_cold, run_to, ti
 from tests.support.stack import Stream
 
 SCHEMA = CacheSchema.build(TINY, max_context=2048, max_draft_tokens=3)
+AHEAD = CacheSchema.build(TINY, max_context=2048, max_draft_tokens=3, steps_ahead=1)
 LENGTHS = {"busy": 382, "other": 200}
 
 
@@ -32,12 +34,14 @@ class Scene:
             "prefix": PrefixOptions(policy=full(), snapshots=4),
             "num_blocks": 11,
             "max_requests": 5,
+            "max_open_plans": 1 + call.endswith("behind"),
         }
         if real:
-            self.stack = tiny_stack(drafts=3, **options)
+            self.stack = tiny_stack(drafts=3, ahead=int(call.endswith("behind")), **options)
             self.manager = self.stack.manager
         else:
-            self.manager = KVCacheManager(SCHEMA, max_step_tokens=512, **options)
+            schema = AHEAD if call.endswith("behind") else SCHEMA
+            self.manager = KVCacheManager(schema, max_step_tokens=512, **options)
         manager = self.manager
         self.old = self.text_of(9)
         first = manager.admit_request(self.old.ids[:500])
@@ -53,9 +57,11 @@ class Scene:
         if call == "rewind_a_shared_block":
             self.run(self.busy, self.text, 385)
         self.planned = [self.text]
-        if call in ("commit", "reject", "fail", "abandon"):
+        if call in ("commit", "reject", "fail", "abandon") or call.endswith("behind"):
             self.plan = manager.prepare_forward([(self.busy, 4)])
             self.write(TINY_LAYERS)
+        if call in ("reject_with_one_behind", "fail_with_one_behind"):
+            self.prepare_behind()
         if call in ("commit_a_chunk", "fail_a_chunk"):
             self.plan = manager.prepare_forward([(self.busy, 200)])
             self.write(TINY_LAYERS if call == "commit_a_chunk" else [0])
@@ -158,13 +164,26 @@ class Scene:
     def abandon(self) -> None:
         self.manager.abandon(self.plan)
 
+    def prepare_behind(self) -> None:
+        self.manager.prepare_forward(
+            [(self.other, 1), (self.busy, 4)], behind=self.plan, accepted=torch.tensor([2])
+        )
+
+    def reject_with_one_behind(self) -> None:
+        self.manager.commit(self.plan, [2], ids=self.text.ids[382:386])
+
+    def fail_with_one_behind(self) -> None:
+        self.manager.fail(self.plan)
+
     # ---- afterwards
 
     def go_on(self) -> None:
         """Every request that was live goes on to the right bytes; then nothing is left."""
         manager = self.manager
         self.check_books()
-        if manager.open_plan is not None:
+        for plan in manager.open_plans:
+            assert plan.behind is None or not plan.behind.done
+        while manager.open_plan is not None:
             manager.fail(manager.open_plan)
         for request in manager.requests:
             if request not in self.requests.values():  # interrupted on its way to the caller
@@ -216,7 +235,8 @@ CALLS: tuple[Callable[[Scene], None], ...] = (
     *(Scene.rewind_far, Scene.rewind_a_shared_block, Scene.reset, Scene.release),
     *(Scene.pin, Scene.unpin, Scene.evict, Scene.prepare, Scene.prepare_a_chunk),
     *(Scene.commit, Scene.reject, Scene.commit_a_chunk, Scene.fail, Scene.fail_a_chunk),
-    *(Scene.abandon, Scene.adopt),
+    *(Scene.abandon, Scene.adopt, Scene.prepare_behind),
+    *(Scene.reject_with_one_behind, Scene.fail_with_one_behind),
 )
 
 

@@ -24,6 +24,7 @@ from tests.kernels import (
     test_append_sm90,
     test_attend_hopper_sm90,
     test_attend_sm90,
+    test_follow_sm90,
     test_gather_sm90,
     test_index_query_sm90,
     test_index_scores_hopper_sm90,
@@ -84,6 +85,8 @@ def _makers(target: Target) -> dict[str, Callable[[], Launch]]:
                     )
     for case in test_write_records_sm90.RECORDS:
         found[f"write {case}"] = partial(test_write_records_sm90.launch, case)
+    for case, narrow in test_follow_sm90.CASES.items():
+        found[f"follow {case}"] = partial(test_follow_sm90.launch, narrow)
     for case in test_gather_sm90.CASES:
         found[f"gather {case}"] = partial(test_gather_sm90.launch, case)
     for record in BF16_INDEX_FORMATS:

@@ -20,10 +20,16 @@ TINY_LAYERS = tuple(range(len(TINY.layers)))
 
 
 def tiny_stack(
-    drafts: int = 0, state: HcaState = "raw", model: ModelSpec = TINY, **options: Any
+    drafts: int = 0,
+    state: HcaState = "raw",
+    model: ModelSpec = TINY,
+    ahead: int = 0,
+    **options: Any,
 ) -> Stack:
     """All layer kinds of a tiny model, all memory poisoned, weights that are always the same."""
-    schema = CacheSchema.build(model, max_context=2048, max_draft_tokens=drafts, hca_state=state)
+    schema = CacheSchema.build(
+        model, max_context=2048, max_draft_tokens=drafts, steps_ahead=ahead, hca_state=state
+    )
     # a snapshot needs all layers
     all_layers = tuple(range(len(model.layers)))
     layers = layers_to_run(schema) if options.get("prefix") is None else all_layers

@@ -50,6 +50,7 @@ class Stack:
         spread: float = 1.0,
         prefix: PrefixOptions | None = None,
         tiers: Sequence[Tier] = (),
+        max_open_plans: int = 1,
     ) -> None:
         self.schema, self.layers, self.device = schema, tuple(layers), device
         self.manager = KVCacheManager(
@@ -61,6 +62,7 @@ class Stack:
             backend=backend,
             prefix=prefix,
             tiers=tiers,
+            max_open_plans=max_open_plans,
         )
         self.manager.block_arena.bytes.fill_(POISON)
         self.manager.slot_arena.bytes.fill_(POISON)

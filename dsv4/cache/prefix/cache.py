@@ -20,7 +20,7 @@ from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import Resume, StateSource, replay_start
 from dsv4.cache.prefix.snapshots import Capture, SnapshotPool, WideCaptures
-from dsv4.cache.prefix.trail import Ids, TokenTrail, chain_root
+from dsv4.cache.prefix.trail import Ids, RecentIds, TokenTrail, chain_root
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
@@ -28,8 +28,6 @@ from dsv4.cache.stats import HitKind, MissReason, PrefixCounters, PrefixStats
 from dsv4.cache.step.shape import I64
 from dsv4.errors import Dsv4Error, InvalidInput
 
-# a request's trail, where its step starts, the ids of the tokens that it keeps
-LearnedIds = tuple[TokenTrail, int, Ids]
 # a request takes cached blocks in the place of its own, from its block so and so on
 Adopt = Callable[[Request, int, Sequence[int]], None]
 K = TypeVar("K")
@@ -47,6 +45,15 @@ class PinnedPrefix:
 
     tokens: int
     nodes: tuple[PrefixNode, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LearnedIds:
+    """What the ids of a step say: all of them, where each request has a few; else, for the trails
+    `apart`, those from a position on."""
+
+    ids: Ids | None
+    apart: list[tuple[TokenTrail, int, Ids]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +159,9 @@ class PrefixCache:
         block_tokens = self.schema.block_tokens
         first, last = start // block_tokens, len(trail.ids) // block_tokens
         if last > first:
-            self._adopt_cached(request, first, last, adopt)
+            self._adopt_cached(request, trail, first, last, adopt)
         for block in range(first, last):
-            node, boundary = self._cache_block(request, block), (block + 1) * block_tokens
+            node, boundary = self._cache_block(request, trail, block), (block + 1) * block_tokens
             if node is None:
                 break
             in_rings = request.written_tokens - boundary <= self.schema.max_rollback_tokens
@@ -281,7 +288,7 @@ class PrefixCache:
             self._let_go(self._taken[row])
         self._free_rows = [row for row in self._free_rows if row not in rows]
 
-    def read_ids(self, plan: ForwardPlan, kept: I64, ids: Ids) -> list[LearnedIds]:
+    def read_ids(self, plan: ForwardPlan, kept: I64, ids: Ids, recent: RecentIds) -> LearnedIds:
         """What the ids of a step say about each request. Raises InvalidInput if they do not fit the
         step, or contradict what is known."""
         if len(ids) != plan.num_tokens:
@@ -289,16 +296,17 @@ class PrefixCache:
                 f"{len(ids)} token ids for a step of {plan.num_tokens} tokens: give all of them, "
                 f"in the order of the plan"
             )
-        learned, at = [], 0
-        for request, start, count, keep in zip(
-            plan.requests, plan.starts.tolist(), plan.counts.tolist(), kept.tolist(), strict=True
-        ):
-            if request.trail is not None and keep:
-                span = ids[at : at + keep]
-                request.trail.check(start, span)
-                learned.append((request.trail, start, span))
-            at += count
-        return learned
+        starts, ends, known = plan.starts, plan.starts + kept, recent.known[plan.slots]
+        differs = starts != known
+        if differs.any():
+            for row in ((starts < known) & (kept > 0)).nonzero()[0].tolist():
+                trail, start, span = _told(plan, kept, ids, row)
+                trail.check(start, span)
+        has_gaps = differs.any() and ((starts > known) & (known >= 0)).any()
+        if plan.shape.most_tokens <= self.schema.block_tokens and not has_gaps:
+            return LearnedIds(ids, [])
+        new = (starts <= known) & (known < ends)
+        return LearnedIds(None, [_told(plan, kept, ids, r) for r in new.nonzero()[0].tolist()])
 
     def note_torn(self, plan: ForwardPlan, kept: I64) -> None:
         """Some layers lack the step: nothing of it may be found again."""
@@ -309,54 +317,65 @@ class PrefixCache:
         self,
         plan: ForwardPlan,
         kept: I64,
-        learned: Sequence[LearnedIds],
+        learned: LearnedIds | None,
+        recent: RecentIds,
+        newest: I64,
         slot_arena: Tensor,
         adopt: Adopt,
     ) -> None:
         """Learns ids, caches the blocks that the step completed, and takes their snapshots. Blocks
         that another request has cached before are adopted, so that one copy is left.
 
-        The rings still hold the state at every boundary that a few tokens have crossed.
+        The rings still hold the state at every boundary that a few tokens have crossed; `newest` is
+        the end of what has been written to them, by plans behind this one too.
         """
-        if not plan.is_stored:
-            learned = ()
-        for trail, start, span in learned:
-            trail.learn(start, span)
+        if learned is not None and plan.is_stored:
+            if learned.ids is not None:
+                ends = plan.starts + kept
+                recent.learn(plan.slots, plan.starts, ends, learned.ids, plan.shape.token_rows)
+            for trail, start, span in learned.apart:
+                trail.learn(start, span)
         block_tokens = self.schema.block_tokens
-        ends = (plan.starts + kept) // block_tokens
-        in_rings = self._rings_hold(plan)
-        for row in (ends > plan.starts // block_tokens).nonzero()[0].tolist():
-            request, first = plan.requests[row], int(plan.starts[row]) // block_tokens
-            self._adopt_cached(request, first, int(ends[row]), adopt)
-            for block in range(first, int(ends[row])):
-                node = self._cache_block(request, block)
+        firsts, ends = plan.starts // block_tokens, (plan.starts + kept) // block_tokens
+        requests, rows = plan.requests, (ends > firsts).nonzero()[0]
+        of_rows = (each.take(rows).tolist() for each in (firsts, ends, newest, plan.counts))
+        for row, first, end, written, count in zip(rows.tolist(), *of_rows, strict=True):
+            request = requests[row]
+            trail = request.trail
+            if trail is None:
+                continue
+            last = min(end, trail.take_recent() // block_tokens)
+            self._adopt_cached(request, trail, first, last, adopt)
+            # behind these a boundary is in no ring any more; of a chunk, none is in any
+            in_rings = self.pool.rows and count <= self.schema.max_narrow_tokens
+            oldest = written - self.schema.max_rollback_tokens
+            for block in range(first, last):
+                node = self._cache_block(request, trail, block)
                 if node is None:
                     break
                 boundary = (block + 1) * block_tokens
-                if in_rings[row] and self.pool.rows and self._is_wanted(request, boundary):
+                if in_rings and boundary >= oldest and self._is_wanted(request, boundary):
                     row_id = self._reserve()
                     if row_id is not None:
-                        assert request.trail is not None
                         slot = slot_arena[request.slot]
-                        self._capture(slot, row_id, boundary, node, request.trail)
+                        self._capture(slot, row_id, boundary, node, trail)
         if plan.captures is not None:
             self._finish_captures(plan, kept)
 
-    def _adopt_cached(self, request: Request, first: int, last: int, adopt: Adopt) -> None:
-        """Of a request's complete blocks those that are cached already, in other memory. Never one
-        without those before it: who holds a cached block holds what it hangs on, so that what is
-        idle can be evicted."""
-        trail = request.trail
-        if trail is None:
-            return
-        first = min(first, len(trail.ids) // self.schema.block_tokens)
+    def _adopt_cached(
+        self, request: Request, trail: TokenTrail, first: int, last: int, adopt: Adopt
+    ) -> None:
+        """Of a request's complete blocks, whose tokens are all known, those that are cached, in
+        other memory. Never one without those before it: who holds a cached block holds what it
+        hangs on, so that what is idle can be evicted."""
+        first = min(first, last)
         while first:
             before = self.index.get(trail.digest(first - 1))
             if before is None or before.block_id == request.block_ids[first - 1]:
                 break
             first -= 1
         cached = []
-        for block in range(first, min(last, len(trail.ids) // self.schema.block_tokens)):
+        for block in range(first, last):
             node = self.index.get(trail.digest(block))
             if node is None or node.block_id == request.block_ids[block]:
                 break
@@ -390,7 +409,7 @@ class PrefixCache:
 
     def _rings_hold(self, plan: ForwardPlan) -> NDArray[np.bool_]:
         """Which requests run so few tokens that their rings still have every state on the way."""
-        return plan.counts <= self.schema.max_rollback_tokens
+        return plan.counts <= self.schema.max_narrow_tokens
 
     def _is_wanted(self, request: Request, boundary: int) -> bool:
         """Whether the state at a boundary is exact, asked for by the policy and not there yet."""
@@ -403,13 +422,10 @@ class PrefixCache:
         node = self.index.get(request.trail.digest(boundary // block_tokens - 1))
         return node is None or node.snapshot is None
 
-    def _cache_block(self, request: Request, block: int) -> PrefixNode | None:
-        """The node of a complete block of a request, made now if there is none; None if its tokens
-        are not known or it follows the same tokens in another request's block. Blocks before it
+    def _cache_block(self, request: Request, trail: TokenTrail, block: int) -> PrefixNode | None:
+        """The node of a complete block of a request, whose tokens are all known, made now if there
+        is none; None if it follows the same tokens in another request's block. Blocks before it
         that are cached no more are cached again."""
-        trail = request.trail
-        if trail is None or len(trail.ids) < (block + 1) * self.schema.block_tokens:
-            return None
         node = self.index.get(trail.digest(block))
         first = block
         while node is None and first and (node := self.index.get(trail.chain[first - 1])) is None:
@@ -435,9 +451,11 @@ class PrefixCache:
         """A snapshot is valid once its step has happened and every layer has given its part."""
         assert plan.captures is not None
         complete = self._is_complete(plan.captures.layers)
+        narrow = 0 if plan.narrow_half is None else len(plan.narrow_half.requests)
         for capture in plan.captures.captures:
-            request = plan.requests[capture.batch_row]
-            reached = plan.starts[capture.batch_row] + kept[capture.batch_row]
+            batch_row = capture.batch_row + narrow  # its row in the whole plan
+            request = plan.requests[batch_row]
+            reached = plan.starts[batch_row] + kept[batch_row]
             node = None
             if complete and capture.boundary <= reached and request.trail is not None:
                 block = capture.boundary // self.schema.block_tokens - 1
@@ -648,6 +666,13 @@ class PrefixCache:
         rows = sorted([*self._free_rows, *reserved, *self._taken, *self.rows_in_flight])
         if rows != list(range(self.pool.rows)) or owned != dict(self._taken):
             raise Dsv4Error("snapshots are lost or doubled: free and taken ones do not add up")
+
+
+def _told(plan: ForwardPlan, kept: I64, ids: Ids, row: int) -> tuple[TokenTrail, int, Ids]:
+    """A request's trail, where its step starts, the ids of the tokens that it keeps."""
+    trail, first = plan.requests[row].trail, int(plan.shape.first_rows[row])
+    assert trail is not None
+    return trail, int(plan.starts[row]), ids[first : first + int(kept[row])]
 
 
 def _one_more(counts: dict[K, int], kind: K) -> dict[K, int]:

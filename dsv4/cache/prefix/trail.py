@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Ids = NDArray[np.int32]
 TokenIds: TypeAlias = "Sequence[int] | NDArray[np.integer[Any]] | Tensor"
 DIGEST_BYTES = 32
+_LARGEST_ID = np.iinfo(np.int32).max
 
 
 def token_ids(given: TokenIds) -> Ids:
@@ -36,7 +37,7 @@ def token_ids(given: TokenIds) -> Ids:
             f"a prompt may also be a count"
         )
     # as unsigned numbers negative ids are too large ones: one look at each id finds both
-    if ids.size and int(ids.view(f"u{ids.itemsize}").max()) > np.iinfo(np.int32).max:
+    if ids.size and int(ids.view(f"u{ids.itemsize}").max()) > _LARGEST_ID:
         raise InvalidInput(
             f"token ids lie between {ids.min()} and {ids.max()}: they must be 0 or more and fit "
             f"32 bits"
@@ -44,24 +45,113 @@ def token_ids(given: TokenIds) -> Ids:
     return np.array(ids, dtype=np.int32)
 
 
+class RecentIds:
+    """The newest ids of all requests at once, by slot: `ids`, a ring of two blocks or more, and how
+    many tokens are `known` in all, -1 where nobody asks for them.
+
+    A step tells every request an id or two. They are put here together, and a trail takes its own
+    when somebody reads it, at least as often as a block is complete.
+    """
+
+    def __init__(self, slots: int, block_tokens: int) -> None:
+        self.rows = 1 << (2 * block_tokens - 1).bit_length()  # a power of two
+        self.ids = np.zeros((slots, self.rows), dtype=np.int32)
+        self.known = np.full(slots, -1, dtype=np.int64)
+
+    def learn(
+        self,
+        slots: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        ids: Ids,
+        token_rows: tuple[NDArray[np.int64], NDArray[np.int64]],
+    ) -> None:
+        """Ids of all tokens of a step, a block per request at most: `token_rows` says whose each is
+        and which of its tokens from `starts` on. Those up to `ends` count; behind them the ring is
+        free. Nothing lies between them and what is known."""
+        row, nth = token_rows
+        at = starts.take(row)
+        at += nth
+        at &= self.rows - 1
+        at += (slots * self.rows).take(row)
+        self.ids.reshape(-1)[at] = ids
+        known = self.known[slots]
+        self.known[slots] = np.where(known < 0, known, np.maximum(known, ends))
+
+
 class TokenTrail:
     """Ids of a request's tokens from 0 on, and the chain digests made from them so far.
 
     The digest of a block is a keyed hash over all tokens up to its end, so equal digests mean equal
-    prefixes under an equal root: nothing needs to be compared on a hit.
+    prefixes under an equal root: nothing needs to be compared on a hit. The trail of a live
+    request takes what `RecentIds` has for its slot.
     """
 
-    __slots__ = ("_ids", "_known", "block_tokens", "chain", "prompt_tokens", "root")
+    __slots__ = (
+        "_ids",
+        "_known",
+        "_recent",
+        "_slot",
+        "block_tokens",
+        "chain",
+        "prompt_tokens",
+        "root",
+    )
 
     def __init__(self, root: bytes, block_tokens: int, ids: Ids) -> None:
         self.root, self.block_tokens = root, block_tokens
         self.prompt_tokens = len(ids)
         self.chain: list[bytes] = []
         self._ids, self._known = ids, len(ids)
+        self._recent: RecentIds | None = None
+        self._slot = -1
 
     @property
     def ids(self) -> Ids:
+        self.take_recent()
         return self._ids[: self._known]
+
+    def attach(self, recent: RecentIds, slot: int) -> None:
+        """A request in this slot has the trail from now on."""
+        self._recent, self._slot = recent, slot
+        recent.known[slot] = self._known
+
+    def detach(self) -> None:
+        """The slot is another's from now on."""
+        self.take_recent()
+        self._recent = None
+
+    def take_recent(self) -> int:
+        """Takes what the slot has. Returns how many ids there are."""
+        if self._recent is None:
+            return self._known
+        start, end = self._known, int(self._recent.known[self._slot])
+        if end > start:
+            ring, rows = self._recent.ids[self._slot], self._recent.rows
+            round_end = start - start % rows + rows
+            self._add(start, ring[start % rows :][: end - start])
+            if end > round_end:
+                self._add(round_end, ring[: end - round_end])
+        elif end < start:  # interrupted
+            self._recent.known[self._slot] = start
+        return self._known
+
+    def _add(self, start: int, ids: Ids) -> None:
+        end = start + len(ids)
+        if end > len(self._ids):
+            grown = np.empty(max(2 * len(self._ids), end), dtype=np.int32)
+            grown[: self._known] = self._ids[: self._known]
+            self._ids = grown
+        self._ids[start:end] = ids
+        self._known = end
+
+    def _set_known(self, tokens: int) -> None:
+        """An interrupt in between leaves the old number or the new one, by `take_recent`."""
+        if self._recent is not None and tokens < self._known:
+            self._recent.known[self._slot] = tokens
+        self._known = tokens
+        if self._recent is not None:
+            self._recent.known[self._slot] = tokens
 
     def digest(self, block: int) -> bytes:
         """The chain digest of a block whose tokens are all known."""
@@ -71,6 +161,7 @@ class TokenTrail:
 
     def hash_blocks(self, blocks: int) -> None:
         """Makes the digests of the first so many blocks, whose tokens are all known."""
+        self.take_recent()
         chain, block_bytes = self.chain, 4 * self.block_tokens
         words = self._ids.view(np.uint8).data
         digest, blake2b = chain[-1] if chain else self.root, hashlib.blake2b
@@ -81,6 +172,7 @@ class TokenTrail:
 
     def check(self, start: int, ids: Ids) -> None:
         """Raises InvalidInput if `ids`, the tokens from `start` on, contradict what is known."""
+        self.take_recent()
         if start >= self._known:
             return
         known = self._ids[start : min(self._known, start + len(ids))]
@@ -93,29 +185,27 @@ class TokenTrail:
 
     def learn(self, start: int, ids: Ids) -> None:
         """Adds what `check` has let through. Behind a gap nothing can be learned."""
-        end = start + len(ids)
-        if start > self._known or end <= self._known:
-            return
-        if end > len(self._ids):
-            grown = np.empty(max(2 * len(self._ids), end), dtype=np.int32)
-            grown[: self._known] = self.ids
-            self._ids = grown
-        self._ids[start:end] = ids
-        self._known = end
+        self.take_recent()
+        if start <= self._known < start + len(ids):
+            self._add(start, ids)
+            self._set_known(self._known)
 
     def cut(self, tokens: int) -> None:
         """Forgets all but the first so many tokens."""
+        self.take_recent()
         if tokens < self._known:
-            self._known = tokens
+            self._set_known(tokens)
             del self.chain[tokens // self.block_tokens :]
 
     def keep(self) -> tuple[int, list[bytes]]:
         """What `cut` forgets, for `restore`."""
+        self.take_recent()
         return self._known, list(self.chain)
 
     def restore(self, kept: tuple[int, list[bytes]]) -> None:
         """Undoes the cuts since `keep`, if nothing has been learned since."""
-        self._known, self.chain = kept
+        known, self.chain = kept
+        self._set_known(known)
 
     def copy(self) -> TokenTrail:
         twin = TokenTrail(self.root, self.block_tokens, self.ids.copy())

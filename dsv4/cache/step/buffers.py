@@ -12,14 +12,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.schema import CacheSchema
-from dsv4.cache.step.shape import I64, StepShape, spread
+from dsv4.cache.step.shape import I64, StepShape
 from dsv4.cache.step.work_items import WorkItems
 from dsv4.errors import SchemaError
 from dsv4.ops.columns import (
+    FOLLOW_COLUMNS,
     ITEM_COLUMNS,
     REQUEST_COLUMNS,
     TOKEN_COLUMNS,
+    follow_columns,
     item_columns,
+    most_items,
     request_columns,
     token_columns,
 )
@@ -53,6 +56,12 @@ class StepBuffers:
             ("batch", max_requests, REQUEST_COLUMNS),
             ("tokens", max_tokens, TOKEN_COLUMNS),
         ]
+        if schema.steps_ahead:
+            sizes.append(("follows", max_requests, FOLLOW_COLUMNS + len(self.ratios)))
+        self.max_drafts = schema.max_draft_tokens if schema.draft_layers else 0
+        if self.max_drafts:
+            sizes.append(("draft_batch", self.max_drafts * max_requests, REQUEST_COLUMNS))
+            sizes.append(("draft_tokens", self.max_drafts * max_requests, TOKEN_COLUMNS))
         for ratio in self.ratios:
             rows = self.max_items(ratio, tokens=max_tokens, requests=max_requests)
             sizes.append((f"items_{ratio}", rows, ITEM_COLUMNS))
@@ -68,6 +77,9 @@ class StepBuffers:
         self._items = {ratio: item_columns(self.host[f"items_{ratio}"]) for ratio in self.ratios}
         self.on_device = on_device = _named_rows(self.device_buffer, sizes)
         self.cut = lru_cache(maxsize=KEPT_CUTS)(lambda name, rows: on_device[name][:rows])
+        self.cut_draft = lru_cache(maxsize=KEPT_CUTS)(
+            lambda name, nth, rows: on_device[name][nth * max_requests :][:rows]
+        )
         self.forget()
         self._copied = torch.cuda.Event() if pinned else None
 
@@ -102,7 +114,7 @@ class StepBuffers:
             self.forget()
             for name in ("batch", "tokens"):
                 self.host[name].fill(-1)
-            row, self._nth_of_token = spread(shape.counts)
+            row, self._nth_of_token = shape.token_rows
             self._row_of_token = row
             request.slot[:requests] = shape.slots
             request.count[:requests] = shape.counts
@@ -130,6 +142,40 @@ class StepBuffers:
         item.entries[:count] = items.entries
         item.writes_tails[:count] = items.writes_tails
         return count
+
+    def fill_follows(
+        self, rows: I64, rows_before: I64, reused: I64, item_counts: dict[int, int], *, narrow: bool
+    ) -> dict[int, int]:
+        """Requests whose start the device fills in: their rows here and in the step before, and
+        items behind those of the others. Returns how many items there are now, of each ratio."""
+        follows, count = self.host["follows"], len(rows)
+        named = follow_columns(follows)
+        named.batch_row[:count] = rows
+        named.row_before[:count] = rows_before
+        named.reused[:count] = reused
+        tokens = self._request.count[rows].astype(np.int64)
+        totals = {}
+        for nth, ratio in enumerate(self.ratios):
+            overlap = ratio in self.overlapping_ratios
+            own = most_items(tokens, ratio, overlap=overlap, narrow=narrow)
+            ends = own.cumsum() + item_counts[ratio]
+            follows[:count, FOLLOW_COLUMNS + nth] = ends - own
+            totals[ratio] = int(ends[-1])
+        return totals
+
+    def fill_drafts(self, steps: int, shape: StepShape, starts: I64) -> None:
+        """Draft steps: the nth has the nth token of each request that has so many, in its row."""
+        nth, rows = np.arange(steps)[:, None], np.arange(len(shape.counts))
+        has_one, one = nth < shape.counts, np.ones_like(rows)
+        filled: tuple[tuple[str, tuple[I64, ...]], ...] = (
+            ("draft_batch", (shape.slots, starts + nth, one, rows)),
+            ("draft_tokens", (shape.slots, starts + nth, rows, one)),
+        )
+        for name, columns in filled:
+            self.host[name].fill(-1)
+            step = self.host[name].reshape(self.max_drafts, self.max_requests, -1)
+            for column, values in enumerate(columns):
+                step[:steps, : len(rows), column] = np.where(has_one, values, -1)
 
     def fill_new_blocks(self, at: Sequence[int], block_ids: Sequence[int]) -> None:
         """Block ids, and where in the flattened block table they go."""

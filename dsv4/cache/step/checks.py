@@ -7,7 +7,7 @@ from operator import attrgetter, itemgetter
 
 import numpy as np
 
-from dsv4.cache.prepare_forward import ForwardPlan
+from dsv4.cache.prepare_forward import Before, ForwardPlan
 from dsv4.cache.requests import Request, RequestTable
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.step.shape import I64, StepShape
@@ -40,10 +40,14 @@ def unplanned(request: Request, open_plans: Sequence[ForwardPlan]) -> None:
             )
 
 
-def disjoint(shape: StepShape, open_plans: Sequence[ForwardPlan]) -> None:
-    """PlanError for a request that is in an open plan too."""
+def disjoint(
+    shape: StepShape, open_plans: Sequence[ForwardPlan], before: Before | None = None
+) -> None:
+    """PlanError for a request that is in an open plan too, unless in the one that this step is
+    behind."""
+    known = () if before is None else before.plan.requests
     for plan in open_plans:
-        for request in set(plan.requests).intersection(shape.requests):
+        for request in set(plan.requests).intersection(shape.requests).difference(known):
             raise PlanError(
                 f"request {request.serial} is in another plan that is still open: plans that are "
                 f"open at once have no request in common"
@@ -61,10 +65,30 @@ def open_plan(plan: ForwardPlan, expected: Sequence[ForwardPlan]) -> None:
     """PlanError unless `plan` is one of the manager's open ones."""
     if not isinstance(plan, ForwardPlan):
         raise PlanError(f"{plan!r} is not a plan: take what prepare_forward returned")
-    if plan.done:
+    if plan.is_over:
         raise PlanError("this plan is over: prepare a new one for each step")
+    if plan.whole is not None:
+        raise PlanError("this belongs to a plan: give the plan that prepare_forward returned")
     if not any(plan is each for each in expected):
         raise PlanError("this plan belongs to another manager")
+
+
+def bound(layer: int, plan: ForwardPlan, expected: Sequence[ForwardPlan]) -> None:
+    """PlanError unless a layer can be bound to `plan`, an open one or what belongs to one."""
+    if not isinstance(plan, ForwardPlan) or plan.whole is None:
+        open_plan(plan, expected)
+        if plan.halves:
+            raise PlanError(
+                "the chunks of this plan are apart: bind the layer to plan.narrow_half and to "
+                "plan.wide_half"
+            )
+        return
+    open_plan(plan.whole, expected)
+    if plan.is_draft and layer not in plan.draft_layers:
+        raise PlanError(
+            f"layer {layer} does not draft: draft steps are for {sorted(plan.draft_layers)}, bind "
+            f"it to the plan"
+        )
 
 
 class StepReader:
@@ -163,22 +187,22 @@ def accepted(schema: CacheSchema, plan: ForwardPlan, accepted: Sequence[int] | N
         raise PlanError(
             f"accepted must be {len(plan.counts)} whole numbers, one per request, got {accepted!r}"
         )
-    rejected = plan.counts - kept
+    kept = kept.astype(np.int64)
+    rejected, most = plan.counts - kept, schema.max_narrow_tokens
+    # as unsigned numbers negative ones are too large
+    if not kept.size or (kept.min() >= 0 and rejected.view(np.uint64).max() <= most):
+        return kept
     wrong = np.flatnonzero((kept < 0) | (rejected < 0))
     if wrong.size:
         raise PlanError(
             f"request {wrong[0]} of the plan accepts {kept[wrong[0]]} of "
             f"{plan.counts[wrong[0]]} tokens: the number must lie between"
         )
-    most = schema.max_rollback_tokens
-    wrong = np.flatnonzero(rejected > most)
-    if wrong.size:
-        raise PlanError(
-            f"request {wrong[0]} of the plan rejects {rejected[wrong[0]]} tokens, but the "
-            f"rings survive {most}: build the schema with max_draft_tokens >= "
-            f"{rejected[wrong[0]] - 1}"
-        )
-    return kept.astype(np.int64)
+    row = int((rejected > most).argmax())
+    raise PlanError(
+        f"request {row} of the plan rejects {rejected[row]} tokens, but the rings survive {most}: "
+        f"build the schema with max_draft_tokens >= {rejected[row] - 1}"
+    )
 
 
 def rewind_length(request: Request, length: object) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from dsv4.cache.requests import Request
 I64 = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class StepShape:
     """`counts[row]` new tokens of `requests[row]`. The tokens of a step lie one after the other:
     those of a request begin at `first_rows[row]`. Plans share a shape, so nobody writes to it."""
@@ -37,6 +38,26 @@ class StepShape:
             num_tokens=sum(counts),
             most_tokens=max(counts, default=0),
             first_rows=_unwritable(tokens.cumsum() - tokens),
+        )
+
+    @cached_property
+    def token_rows(self) -> tuple[I64, I64]:
+        """The row of each token's request, and which of its tokens it is."""
+        return spread(self.counts)
+
+    def split(self, count: int) -> tuple[StepShape, StepShape]:
+        """The first so many requests, and the others: two shapes with rows of their own."""
+        return self._part(slice(0, count)), self._part(slice(count, None))
+
+    def _part(self, rows: slice) -> StepShape:
+        counts = self.counts[rows]
+        return StepShape(
+            requests=self.requests[rows],
+            slots=self.slots[rows],
+            counts=counts,
+            num_tokens=int(counts.sum()),
+            most_tokens=int(counts.max(initial=0)),
+            first_rows=_unwritable(counts.cumsum() - counts),
         )
 
 

@@ -209,12 +209,19 @@ class FastForward:
 
     @contextmanager
     def _planned(
-        self, steps: list[tuple[Request, int]], ids: Tensor | None, **padding: int
+        self,
+        steps: list[tuple[Request, int]],
+        ids: Tensor | None,
+        *,
+        pad_tokens: int | None = None,
+        pad_requests: int | None = None,
     ) -> Iterator[ForwardPlan]:
         """A plan that is committed at the end. After a failure it is abandoned, so that lengths
         stay; if that is too late they move, which tells that the rows are lost."""
         manager = self.step.manager
-        self.step.plan = plan = manager.prepare_forward(steps, **padding)
+        self.step.plan = plan = manager.prepare_forward(
+            steps, pad_tokens=pad_tokens, pad_requests=pad_requests
+        )
         try:
             yield plan
         except BaseException:

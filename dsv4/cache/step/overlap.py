@@ -1,0 +1,180 @@
+"""Plans behind others: steps that are planned and launched before the results of the step in front
+are on the host.
+
+Who comes first is committed first. Until then the host knows of a length only how great it can be
+at most, and takes blocks for that; where the step really starts, the device fills in (`follow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsv4.cache.prepare_forward import Before, ForwardPlan
+from dsv4.cache.requests import LENGTH, RequestTable
+from dsv4.cache.schema import CacheSchema
+from dsv4.cache.step import checks
+from dsv4.cache.step.shape import I64, StepShape
+from dsv4.errors import PlanError
+
+
+def read_before(
+    schema: CacheSchema,
+    table: RequestTable,
+    shape: StepShape,
+    behind: ForwardPlan | None,
+    accepted: Tensor | None,
+    open_plans: Sequence[ForwardPlan],
+    device: torch.device,
+) -> Before | None:
+    """What a step behind a plan knows of it. PlanError if that plan cannot have one behind it, or
+    if the accepted counts do not fit it."""
+    if behind is None:
+        if accepted is not None:
+            raise PlanError("accepted counts are those of another plan: give it as `behind`")
+        return None
+    checks.open_plan(behind, open_plans)
+    ahead = 1 + _plans_ahead(behind)
+    if ahead > schema.steps_ahead:
+        raise PlanError(
+            f"{ahead} plans would be open in front of this one, but the rings survive the drafts "
+            f"of {schema.steps_ahead}: commit one first, or build the schema with "
+            f"steps_ahead={ahead}"
+        )
+    if accepted is not None:
+        _check_accepted(accepted, behind, device)
+    row_of_slot = np.full(table.max_requests, -1, dtype=np.int64)
+    row_of_slot[behind.slots] = np.arange(len(behind.slots))
+    rows = row_of_slot[shape.slots]
+    unknown = np.zeros(len(rows), dtype=np.bool_)
+    if accepted is not None:  # a chunk is kept whole
+        unknown = (rows >= 0) & (behind.counts <= schema.max_narrow_tokens)[rows]
+    if behind.unknown_starts is not None:
+        unknown = unknown | ((rows >= 0) & behind.unknown_starts[rows])
+    wrong = unknown & (shape.counts > schema.max_narrow_tokens)
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise PlanError(
+            f"{shape.counts[row]} tokens of request {shape.requests[row].serial} cannot be planned "
+            f"before it is known how many of its last step are kept: at most "
+            f"{schema.max_narrow_tokens} can, or commit that step first"
+        )
+    return Before(plan=behind, rows=rows, unknown_starts=unknown if unknown.any() else None)
+
+
+def latest_starts(before: Before, lengths: I64) -> I64:
+    """Where the requests of a step start at the latest; `lengths` are those of the last commit."""
+    return np.where(before.rows >= 0, before.plan.ends[before.rows], lengths)
+
+
+def require_first(plan: ForwardPlan) -> None:
+    """PlanError unless the plan that this one is behind is over."""
+    if plan.behind is not None:
+        raise PlanError("this plan is behind another one that is still open: commit that one first")
+
+
+def require_last(plan: ForwardPlan, open_plans: Sequence[ForwardPlan]) -> None:
+    """PlanError if another open plan is behind this one."""
+    if _followers(plan, open_plans):
+        raise PlanError(
+            "another plan that is still open is behind this one: abandon that one first, or call "
+            "fail(plan), which ends both"
+        )
+
+
+def require_kept(plan: ForwardPlan, kept: I64, open_plans: Sequence[ForwardPlan]) -> None:
+    """PlanError for a plan that rejects tokens behind which another one was planned."""
+    for follower in _followers(plan, open_plans):
+        rows = _known_rows(follower)
+        wrong = rows[kept[rows] != plan.counts[rows]]
+        if wrong.size:
+            raise PlanError(
+                f"request {wrong[0]} of the plan accepts {kept[wrong[0]]} of "
+                f"{plan.counts[wrong[0]]} tokens, but the plan behind it was prepared as if all "
+                f"were accepted: give accepted counts to prepare_forward, or call fail(plan)"
+            )
+
+
+def newest(plan: ForwardPlan, open_plans: Sequence[ForwardPlan]) -> I64:
+    """The end of what this plan and those behind it may have written, of each request."""
+    ends = plan.latest_ends
+    for follower in _followers(plan, open_plans):
+        assert follower.rows_before is not None
+        common = follower.rows_before >= 0
+        ends = ends.copy()
+        ends[follower.rows_before[common]] = newest(follower, open_plans)[common]
+    return ends
+
+
+def last_first(plan: ForwardPlan, open_plans: Sequence[ForwardPlan]) -> list[ForwardPlan]:
+    """The plans behind this one and the plan itself, each in front of those that it is behind."""
+    found = []
+    for follower in _followers(plan, open_plans):
+        found += last_first(follower, open_plans)
+    return [*found, plan]
+
+
+def move_up(plan: ForwardPlan, table: RequestTable, open_plans: Sequence[ForwardPlan]) -> None:
+    """A plan is committed and the lengths have moved: where those behind it start is known, and
+    of those behind these the latest is earlier."""
+    for follower in _followers(plan, open_plans):
+        _start_at(follower, table.numbers[LENGTH, follower.slots], open_plans)
+        follower.unknown_starts = None
+        follower.behind = None
+
+
+def _start_at(plan: ForwardPlan, starts: I64, open_plans: Sequence[ForwardPlan]) -> None:
+    plan.starts, plan.ends = starts, starts + plan.counts
+    first = 0
+    for half in plan.halves:
+        last = first + len(half.requests)
+        half.starts, half.ends, first = starts[first:last], plan.ends[first:last], last
+    for nth, step in enumerate(plan.draft_steps):
+        step.starts = starts[: len(step.requests)] + nth
+        step.ends = step.starts + 1
+    for follower in _followers(plan, open_plans):
+        assert follower.rows_before is not None
+        rows = follower.rows_before
+        _start_at(follower, np.where(rows >= 0, plan.ends[rows], follower.starts), open_plans)
+
+
+def _followers(plan: ForwardPlan, open_plans: Sequence[ForwardPlan]) -> list[ForwardPlan]:
+    if len(open_plans) == 1:
+        return []
+    return [each for each in open_plans if each.behind is plan]
+
+
+def _plans_ahead(plan: ForwardPlan) -> int:
+    return 0 if plan.behind is None else 1 + _plans_ahead(plan.behind)
+
+
+def _known_rows(follower: ForwardPlan) -> I64:
+    """Rows of the plan before whose tokens were taken for accepted."""
+    assert follower.rows_before is not None
+    known = follower.rows_before >= 0
+    if follower.unknown_starts is not None:
+        known &= ~follower.unknown_starts
+    return follower.rows_before[known]
+
+
+def _check_accepted(accepted: object, behind: ForwardPlan, device: torch.device) -> None:
+    needed = len(behind.requests)
+    if not isinstance(accepted, Tensor):
+        raise PlanError(
+            f"accepted are {type(accepted).__name__}: give a tensor on {device}, or, if they are "
+            f"on the host, commit the plan first"
+        )
+    if (
+        accepted.dtype not in (torch.int32, torch.int64)
+        or accepted.dim() != 1
+        or accepted.shape[0] < needed
+        or accepted.device != device
+        or not accepted.is_contiguous()
+    ):
+        raise PlanError(
+            f"accepted are {accepted.dtype} {list(accepted.shape)} on {accepted.device}: give one "
+            f"int32 or int64 per request of the plan before, {needed} of them in a row on {device}"
+        )
