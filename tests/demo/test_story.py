@@ -15,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from dsv4.cli import app
+from dsv4.demo import restart
 from dsv4.demo import story as demo
 from dsv4.demo.bill import flash_bill
 from dsv4.demo.events import (
@@ -52,12 +53,12 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same story in a second or two."""
+    """The same story in a second or two, in one process."""
     monkeypatch.setattr(demo, "PROMPT_TOKENS", {"A": 9, "B": 5})
     monkeypatch.setattr(demo, "NEW_TOKENS", 3)
     monkeypatch.setattr(demo, "SHARED_TOKENS", 128)
     monkeypatch.setattr(demo, "QUESTION_TOKENS", 4)
-    monkeypatch.setattr(demo, "RESTART_TOKENS", 20)
+    monkeypatch.setattr(demo.Story, "restart", lambda story: None)
 
 
 # ---- what it reports -----------------------------------------------------------------------------
@@ -267,3 +268,19 @@ def test_what_is_not_installed_is_named(
     as_json = run(*arguments, "--json")
     assert as_json.exit_code == 2
     assert json.loads(as_json.stdout)["type"] == "MissingExtra"
+
+
+def test_a_history_that_is_run_again_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process answers, and leaves nothing on disk."""
+    monkeypatch.setattr(demo, "RESTART_TOKENS", 20)
+    monkeypatch.setattr(demo, "NEW_TOKENS", 3)
+    monkeypatch.setattr(
+        restart, "answer_and_die", lambda root, prompt, new_tokens: torch.cat((prompt, prompt[:3]))
+    )
+    told = demo.Story(tiny_v4(), lambda event: None)
+    told.restart()
+    (part,) = told.parts
+    assert (part.verdict, part.note) == (
+        "differs",
+        "47 of 47 tokens run, 0 B from disk; what was said was run again",
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.ops.backend import BackendName
 from dsv4.ops.calls import CompressorWeights, KeyProjection, LayerWeights
 from dsv4.rope import rope_table
-from dsv4.tiers.tier import Tier
 from tests.support.numbers import Numbers
+
+if TYPE_CHECKING:
+    from dsv4.tiers.tier import Tier
 
 POISON = 0xFF
 HCA_STATES: tuple[HcaState, ...] = ("raw", "online")
