@@ -96,7 +96,7 @@ class Model:
             self._layer(n) for n, each in enumerate(schema.layers) if not each.spec.draft
         ]
 
-    def logits(self, ids: list[int], manager: KVCacheManager, plan: ForwardPlan) -> Tensor:
+    def logits(self, ids: list[int] | Tensor, manager: KVCacheManager, plan: ForwardPlan) -> Tensor:
         """[tokens, vocabulary] of the plan's tokens, which every layer writes to the cache."""
         hidden = self.embedding[ids]
         for number, layer in enumerate(self.layers):

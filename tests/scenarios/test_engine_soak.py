@@ -57,6 +57,7 @@ class Soak:
             block_tokens=16,
             max_context=256,
             max_draft_tokens=draw.choice((0, 1, 3)),
+            steps_ahead=1,
             hca_state=HCA_STATES[seed % 2],
             **FORMATS[seed // 2 % 2],
         )
@@ -65,6 +66,7 @@ class Soak:
             num_blocks=draw.choice((8, 11, 14, 20)),
             max_requests=draw.choice((3, 4, 6)),
             max_step_tokens=48,
+            max_open_plans=2,
             prefix=PrefixOptions(
                 policy=POLICIES[seed % len(POLICIES)], snapshots=draw.choice((1, 3, 12))
             ),
@@ -137,7 +139,8 @@ class Soak:
 
     def finish(self) -> None:
         engine, manager = self.engine, self.engine.manager
-        engine.run()
+        while engine.step():
+            pass
         assert engine.jobs == []
         for job in self.jobs:
             self.check(job)
