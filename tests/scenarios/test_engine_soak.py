@@ -119,12 +119,12 @@ class Soak:
     def step(self) -> None:
         draw, counts = self.random, self.counts
         trouble = draw.random()
-        if trouble < 0.06:
-            with Faults(draw.randrange(40)).injected():
+        if trouble < 0.08:
+            with Faults(draw.randrange(500)).injected():
                 failed = self.engine.failures
                 self.engine.step()
             counts["faults"] += self.engine.failures > failed
-        elif trouble < 0.12:
+        elif trouble < 0.14:
             try:
                 with Interrupts(draw.randrange(1500), INTERRUPTED_FILES).injected():
                     self.engine.step()
