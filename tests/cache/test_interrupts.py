@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, full
+from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import RecoveryNeeded
@@ -281,6 +283,31 @@ def test_after_an_interrupt_all_bytes_are_right(call: Callable[[Scene], None]):
     lines = lines_of(call)
     for at in range(0, lines, max(1, lines // 20)):
         interrupt(call, at, real=True)
+
+
+@pytest.mark.parametrize("undone", [False, True])
+def test_an_interrupted_cut_leaves_no_digest_of_other_tokens(undone: bool):
+    """A digest that outlived its tokens would name the next request's block."""
+    at = 0
+    while True:
+        ids = np.arange(64, dtype=np.int32)
+        trail = TokenTrail(b"root", 16, ids.copy())
+        trail.hash_blocks(4)
+        kept = trail.keep()
+        if undone:
+            trail.cut(20)
+        lines = Interrupts(at, ("/prefix/trail.py",))
+        with suppress(KeyboardInterrupt), lines.injected():
+            trail.restore(kept) if undone else trail.cut(20)
+        known = len(trail.ids)
+        trail.cut(min(known, 20))
+        trail.learn(20, 7 + ids[20:])
+        fresh = TokenTrail(b"root", 16, np.concatenate([ids[:20], 7 + ids[20:]]))
+        assert [trail.digest(n) for n in range(4)] == [fresh.digest(n) for n in range(4)], at
+        if lines.count <= at:
+            break
+        at += 1
+    assert at >= 3
 
 
 def test_to_recover_without_need_changes_nothing():

@@ -191,11 +191,12 @@ class TokenTrail:
             self._set_known(self._known)
 
     def cut(self, tokens: int) -> None:
-        """Forgets all but the first so many tokens."""
+        """Forgets all but the first so many tokens. Digests first: whoever interrupts leaves none
+        of what is not known."""
         self.take_recent()
         if tokens < self._known:
-            self._set_known(tokens)
             del self.chain[tokens // self.block_tokens :]
+            self._set_known(tokens)
 
     def keep(self) -> tuple[int, list[bytes]]:
         """What `cut` forgets, for `restore`."""
@@ -204,8 +205,9 @@ class TokenTrail:
 
     def restore(self, kept: tuple[int, list[bytes]]) -> None:
         """Undoes the cuts since `keep`, if nothing has been learned since."""
-        known, self.chain = kept
+        known, chain = kept
         self._set_known(known)
+        self.chain = chain
 
     def copy(self) -> TokenTrail:
         twin = TokenTrail(self.root, self.block_tokens, self.ids.copy())
