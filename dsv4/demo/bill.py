@@ -10,7 +10,7 @@ from dsv4.model import ModelSpec
 from dsv4.planner import plan
 from dsv4.units import parse_bytes, parse_tokens
 
-MODEL = "v4-flash"
+MODEL, V41_MODEL = "v4-flash", "v41-flash"
 MEMORIES = ("80GB", "141GB")
 CONTEXTS = ("128k", "1M")
 
@@ -27,12 +27,15 @@ class Fit:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashBill:
     """`bf16_bytes_per_token` is what the same entries and keys take unquantised, as transformers
-    keeps them."""
+    keeps them. `v41_…` is the same of DeepSeek-V4.1."""
 
     bytes_per_token: float
     bf16_bytes_per_token: float
     bytes_per_request: int
     fits: list[Fit]
+    v41_bytes_per_token: float
+    v41_bytes_per_request: int
+    v41_fits: list[Fit]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -40,17 +43,24 @@ class FlashBill:
 
 def flash_bill() -> FlashBill:
     model = ModelSpec.preset(MODEL)
-    schema = CacheSchema.build(model)
+    schema, v41 = CacheSchema.build(model), CacheSchema.build(ModelSpec.preset(V41_MODEL))
     unquantised = CacheSchema.build(model, entry_format="bf16", index_format="bf16")
+    return FlashBill(
+        bytes_per_token=schema.bytes_per_token,
+        bf16_bytes_per_token=unquantised.bytes_per_token,
+        bytes_per_request=schema.bytes_per_request,
+        fits=_fits(schema),
+        v41_bytes_per_token=v41.bytes_per_token,
+        v41_bytes_per_request=v41.bytes_per_request,
+        v41_fits=_fits(v41),
+    )
+
+
+def _fits(schema: CacheSchema) -> list[Fit]:
     fits = []
     for memory in map(parse_bytes, MEMORIES):
         for context in map(parse_tokens, CONTEXTS):
             found = plan(schema, memory_bytes=memory, context_tokens=context)
             assert found.requests is not None
             fits.append(Fit(memory_bytes=memory, context_tokens=context, requests=found.requests))
-    return FlashBill(
-        bytes_per_token=schema.bytes_per_token,
-        bf16_bytes_per_token=unquantised.bytes_per_token,
-        bytes_per_request=schema.bytes_per_request,
-        fits=fits,
-    )
+    return fits

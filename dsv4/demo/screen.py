@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from dsv4.demo.bill import FlashBill
+from dsv4.demo.bill import Fit, FlashBill
 from dsv4.demo.events import (
     CacheState,
     DemoEvent,
@@ -171,15 +171,21 @@ def _print_bill(console: Console, bill: FlashBill) -> None:
     ]
     for memory in sorted({fit.memory_bytes for fit in bill.fits}):
         lines.append(
-            f"{memory / 1e9:.0f} GB (10^9 bytes) for the cache alone: {_fits(bill, memory)}"
+            f"{memory / 1e9:.0f} GB (10^9 bytes) for the cache alone: {_fits(bill.fits, memory)}"
         )
+    most = max(fit.memory_bytes for fit in bill.v41_fits)
+    lines.append(
+        f"V4.1-Flash: {bill.v41_bytes_per_token:,.0f} bytes per token, "
+        f"{bill.v41_bytes_per_request:,} per live request; "
+        f"{most / 1e9:.0f} GB: {_fits(bill.v41_fits, most)}"
+    )
     for line in lines:
         console.print(Text(f"   {line}"), soft_wrap=True)
     console.print()
 
 
-def _fits(bill: FlashBill, memory_bytes: int) -> str:
-    found = [fit for fit in bill.fits if fit.memory_bytes == memory_bytes]
+def _fits(fits: list[Fit], memory_bytes: int) -> str:
+    found = [fit for fit in fits if fit.memory_bytes == memory_bytes]
     return " or ".join(
         f"{fit.requests:,} requests of {format_tokens(fit.context_tokens)} tokens" for fit in found
     )

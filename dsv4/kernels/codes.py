@@ -41,6 +41,29 @@ def e4m3_times_bf16(low_power: str, high_power: str) -> str:
 }}"""
 
 
+# PTX: the E2M1 codes in four bytes ($2) times the bf16 scales in $3 and $4, into $0 and $1. The
+# three bits of a code's size, put where bf16 has the end of its exponent and the start of its
+# mantissa, are its value times 2^-126.
+E2M1_TIMES_BF16 = """{
+    .reg .b32 low, high, sign, unit;
+    mov.b32 unit, 0x7E807E80;
+    prmt.b32 low, $2, 0, 0x1404;
+    prmt.b32 high, $2, 0, 0x3424;
+    shl.b32 low, low, 4;
+    and.b32 sign, low, 0x80008000;
+    shr.b32 low, low, 6;
+    lop3.b32 low, low, 0x01C001C0, sign, 0xEA;
+    mul.rn.bf16x2 low, low, unit;
+    mul.rn.bf16x2 $0, low, $3;
+    shl.b32 high, high, 4;
+    and.b32 sign, high, 0x80008000;
+    shr.b32 high, high, 6;
+    lop3.b32 high, high, 0x01C001C0, sign, 0xEA;
+    mul.rn.bf16x2 high, high, unit;
+    mul.rn.bf16x2 $1, high, $4;
+}"""
+
+
 @triton.jit
 def e4m3_bits(x):
     """fp32 → E4M3 code, nearest even; ±448 beyond, and 0x7F for a positive NaN."""

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from dsv4.kernels.codes import (
+    E2M1_TIMES_BF16,
     bf16_power_of_two,
     e2m1_value,
     e4m3_times_bf16,
@@ -21,6 +22,7 @@ from dsv4.kernels.numerics import INTERPRETED, round_bf16
 from dsv4.kernels.target import bf16_products, speaks_ptx
 
 _E4M3_TIMES_BF16 = tl.constexpr(e4m3_times_bf16("$3", "$4"))
+_E2M1_TIMES_BF16 = tl.constexpr(E2M1_TIMES_BF16)
 
 
 @triton.jit
@@ -53,7 +55,7 @@ def load_record_span(
         coded = unit * UNIT < CODED
         if RECORD.ELEMENT == "e2m1":
             pair = unit[None, :, None] * (UNIT // 2) + tl.arange(0, UNIT // 2)[None, None, :]
-            both = tl.load(_aligned(rows, RECORD) + pair, mask=live, other=0).to(tl.int32)
+            both = tl.load(_aligned(rows, RECORD) + pair, mask=live, other=0)
             codes = tl.reshape(tl.join(both & 15, both >> 4), [N, SPAN // UNIT, UNIT])
         else:
             at = _aligned(rows, RECORD) + channel
@@ -106,11 +108,19 @@ def _scaled(codes, scale, RECORD: tl.constexpr):
     scales, else rounded once."""
     if RECORD.ELEMENT == "e2m1":
         factor = power_of_two(scale.to(tl.int32)) if RECORD.SCALE == "ue8m0" else scale
-        product = e2m1_value(codes) * factor
         if INTERPRETED:
-            return round_bf16(product)
+            return round_bf16(e2m1_value(codes.to(tl.int32)) * factor)
+        elif not speaks_ptx():
+            return (e2m1_value(codes.to(tl.int32)) * factor).to(tl.bfloat16)
         else:
-            return product.to(tl.bfloat16)
+            return tl.inline_asm_elementwise(
+                bf16_products(_E2M1_TIMES_BF16),
+                "=&r,=&r,r,r,r",
+                [codes, tl.broadcast_to(factor.to(tl.bfloat16), codes.shape)],
+                tl.bfloat16,
+                True,
+                4,
+            )
     elif RECORD.SCALE == "ue8m0":
         if INTERPRETED:
             return e4m3_value(codes) * power_of_two(scale.to(tl.int32))

@@ -83,6 +83,9 @@ def _makers(target: Target) -> dict[str, Callable[[], Launch]]:
                     found[name] = partial(
                         test_attend_sm90.attend_launch, model, heads, layer, entries, chunk
                     )
+    for case in ("v41", "v41 chunk"):
+        shape = test_attend_sm90.CASES[case]
+        found[f"attend {case}"] = partial(test_attend_sm90.attend_launch, *shape)
     for case in test_write_records_sm90.RECORDS:
         found[f"write {case}"] = partial(test_write_records_sm90.launch, case)
     for case, narrow in test_follow_sm90.CASES.items():

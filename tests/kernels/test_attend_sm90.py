@@ -27,7 +27,7 @@ CASES: dict[str, tuple[str, int, int, int | None, bool]] = {
     "four heads": ("v4-flash", 4, CSA_LAYER, 32, False),
 }
 # Local memory is used between the loops over tiles only: instructions × 4 bytes.
-SPILL_LIMIT = {"flash csa chunk": 384}
+SPILL_LIMIT = {"flash csa chunk": 384, "v41 chunk": 384}
 SPILL_LIMIT_DECODE = 32
 
 
@@ -48,9 +48,9 @@ def test_matrix_products_run_on_wgmma(case: str, compiled: dict[str, dict[str, A
     assert found["wgmma"] > 0
     # keys arrive while the tile before them is multiplied, 16 bytes per thread
     assert found["wide_async_copies"] > 0
-    # and are decoded two at a time, not through the conversion unit
+    # and are decoded two at a time, not through the conversion unit; V4.1's scales are
     assert found["bf16x2_products"] > 0
-    assert found["fp8_conversions"] == 0
+    assert found["fp8_conversions"] == 0 or case.startswith("v41")
 
 
 def attend_launch(model: str, heads: int, layer: int, listed: int | None, chunk: bool) -> Launch:
