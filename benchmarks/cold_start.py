@@ -1,10 +1,10 @@
 """How long a server waits for kernels: `warmup` of V4-Flash and V4-Pro into an empty cache, and
 again in a new process from what the first one has left.
 
-    python -m benchmarks.cold_start
+    python -m benchmarks.cold_start [v4-flash | v4-pro]
 
-prints, for each, the number of kernels, the seconds of `warmup`, and those of a first decode step
-afterwards, which asks the compiler for nothing.
+prints, for each case, the number of kernels, the seconds of `warmup`, and those of a first step
+of decode afterwards, which asks the compiler for nothing.
 """
 
 from __future__ import annotations
@@ -64,11 +64,13 @@ def _first_step(model: ModelSpec, context: int, compiled: list[bool]) -> dict[st
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
+    if len(sys.argv) == 4:  # this file's own process of one case
         model, heads, context = sys.argv[1:]
         print(json.dumps(measure(model, int(heads), int(context))))
         return
     for model, heads, context in CASES:
+        if sys.argv[1:] not in ([], [model]):
+            continue
         with tempfile.TemporaryDirectory() as cache:
             for run, target in (("first", FIRST_TARGET_S), ("second", SECOND_TARGET_S)):
                 environment = {**os.environ, "TRITON_CACHE_DIR": cache}
