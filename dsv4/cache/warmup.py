@@ -106,10 +106,11 @@ class Warmup:
                     if most_tokens <= tokens:
                         plan = self._plan(tokens, most_tokens, narrow=most_tokens < wide)
                         self._select(layer, plan)
+                if tokens < wide or tokens & (tokens - 1):  # powers of two will do here
+                    continue
                 for bound in all_reaches(self._schema):
-                    if tokens >= wide:
-                        plan = self._plan(tokens, tokens, narrow=False, reaches=bound)
-                        self._select(layer, plan)
+                    plan = self._plan(tokens, tokens, narrow=False, reaches=bound)
+                    self._select(layer, plan)
 
     def _step(self, layer: int, *, tokens: int, most_tokens: int, narrow: bool) -> None:
         plan = self._plan(tokens, most_tokens, narrow=narrow)

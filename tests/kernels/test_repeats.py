@@ -346,7 +346,7 @@ def test_reads_that_repeat_return_what_the_reference_returns(repeated: list[obje
 
 
 # Calls of Python and C per call of a layer with all that it can be given, its launches included.
-MOST_CALLS = {"append": 70, "select": 45, "attend": 50}
+MOST_CALLS = {"append": 65, "select": 45, "attend": 42}
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -357,8 +357,11 @@ def test_a_repeated_call_makes_few_calls(gpu: NoGpu, operation: str) -> None:
     call = getattr(one.handle, operation)
     call(**given)
     calls: Counter[str] = Counter()
+    no_gpu_file = NoGpu.get_current_device.__code__.co_filename
 
     def count(frame: FrameType, event: str, what: object) -> None:
+        if frame.f_code.co_filename in (no_gpu_file, __file__):
+            return  # what stands for the driver costs nothing here
         if event == "call":
             calls[frame.f_code.co_qualname] += 1
         elif event == "c_call":
@@ -372,5 +375,4 @@ def test_a_repeated_call_makes_few_calls(gpu: NoGpu, operation: str) -> None:
         sys.setprofile(None)
         gc.enable()
     assert calls["Repetition.run"] == 1
-    ours = sum(n for name, n in calls.items() if not name.startswith(("NoGpu", "Binary")))
-    assert ours <= MOST_CALLS[operation], calls
+    assert calls.total() <= MOST_CALLS[operation], calls
