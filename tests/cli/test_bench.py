@@ -57,6 +57,23 @@ def test_compare_as_json(two_files: tuple[Path, Path]) -> None:
     }
 
 
+def test_compare_names_the_gpus_and_tritons_of_both(tmp_path: Path) -> None:
+    """A results file that somebody sends, beside ours."""
+    ours, sent = tmp_path / "h200.jsonl", tmp_path / "b200.jsonl"
+    write_results(ours, results(first=2.0, second=3.0))
+    of_b200 = [replace(r, gpu="NVIDIA B200", triton="3.9.0") for r in results(first=1.0, third=1.0)]
+    write_results(sent, of_b200)
+    result = run("--compare", ours, sent)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"A  {ours}  NVIDIA H200, Triton 3.6.0, commit abc1234"
+    assert lines[1] == f"B  {sent}  NVIDIA B200, Triton 3.9.0, commit abc1234"
+    assert ["first", "2.00", "1.00", "0.50"] in [line.split() for line in lines]
+    found = json.loads(run("--compare", ours, sent, "--json").stdout)
+    assert (found["a"]["gpus"], found["b"]["gpus"]) == (["NVIDIA H200"], ["NVIDIA B200"])
+    assert (found["a"]["tritons"], found["b"]["tritons"]) == (["3.6.0"], ["3.9.0"])
+
+
 def test_errors_are_one_line(two_files: tuple[Path, Path], tmp_path: Path) -> None:
     good = two_files[0]
     for arguments, message in (

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,3 +111,66 @@ def test_the_docs_list_every_target():
         tiles = attention_tiles(one, 64)
         row = f"| {one.name} | {one.gpus} | {shared} KB | {one.products} | {e4m3} | "
         assert f"{row}{tiles.heads} \u00d7 {tiles.keys}" in text
+
+
+# How a program finds out what it runs on. `__version__` may be told, but not compared.
+ASKS = {
+    *("get_device_capability", "get_device_properties", "get_device_name", "gcnArchName"),
+    *("get_arch_list", "cuda_capability_geq", "cuda_capability", "is_hip", "is_cuda_backend"),
+    *("current_target", "get_current_target", "GPUTarget", "arch", "hip"),
+}
+ARCHITECTURE = re.compile(r"(sm_?|gfx|compute_)\d\d")
+
+
+def asks_for_a_target(tree: ast.AST) -> Iterator[str]:
+    """What in a source tests for an architecture or a version, docstrings and messages apart."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "dsv4.kernels.target":
+            yield from (name.name for name in node.names if name.name == "TRITON")
+        if isinstance(node, ast.Attribute) and node.attr in ASKS:
+            yield node.attr
+        if isinstance(node, ast.Name | ast.alias):
+            name = node.id if isinstance(node, ast.Name) else node.name.rpartition(".")[2]
+            if name in ASKS:
+                yield name
+        if isinstance(node, ast.Compare | ast.match_case | ast.Subscript):
+            inside = list(ast.walk(node))
+            yield from (
+                n.attr for n in inside if isinstance(n, ast.Attribute) and n.attr == "__version__"
+            )
+            yield from (
+                n.value
+                for n in inside
+                if isinstance(n, ast.Constant)
+                and isinstance(n.value, str)
+                and ARCHITECTURE.match(n.value)
+            )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if torch.cuda.get_device_capability()[0] >= 10: pass",
+        "if torch.version.hip: pass",
+        "wide = target.arch == 90",
+        "new = triton.__version__ >= '3.7'",
+        "if name == 'sm_100': pass",
+        "tiles = TILES['gfx942']",
+        "found = driver.active.get_current_target()",
+        "from triton.backends.compiler import GPUTarget",
+        "from dsv4.kernels.target import TRITON",
+    ],
+)
+def test_a_test_for_an_architecture_is_seen(source: str):
+    assert list(asks_for_a_target(ast.parse(source)))
+
+
+def test_nothing_else_tests_for_an_architecture_or_a_version():
+    root = Path(target.__file__).parents[1]
+    found = {
+        str(path.relative_to(root)): told
+        for path in sorted(root.rglob("*.py"))
+        if path != Path(target.__file__)
+        and (told := sorted(asks_for_a_target(ast.parse(path.read_text(encoding="utf-8")))))
+    }
+    assert found == {}
