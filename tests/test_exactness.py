@@ -168,6 +168,19 @@ def test_launches_that_may_fuse_are_on_the_list():
     assert may_fuse == {file for file, _ in table("Launches that may fuse")}
 
 
+def test_every_launch_says_whether_it_may_fuse():
+    """Triton's default changes in 3.10, and 3.9 warns of it."""
+    silent = []
+    for path in sorted((ROOT / "dsv4/kernels").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Dict):
+                names = [k.value if isinstance(k, ast.Constant) else k for k in node.keys]
+                # a key of None is another dictionary, which is looked at too
+                if "num_warps" in names and not {"enable_fp_fusion", None} & {*names}:
+                    silent.append(f"{path.name}:{node.lineno}")
+    assert silent == []
+
+
 def test_what_stores_records_never_fuses():
     exact = {file for file, forbidden in launchers() if forbidden}
     stores = {"kernels/append.py", "kernels/write_records.py", "kernels/index_query.py"}

@@ -16,6 +16,7 @@ from dsv4.ops.calls import EntrySource, WindowSource
 # keys that one program decodes
 BLOCK_KEYS = 16
 NUM_WARPS = 4
+OPTIONS = {"num_warps": NUM_WARPS, "enable_fp_fusion": True}
 
 
 def gather_entries(
@@ -67,7 +68,7 @@ def gather_entries_launch(
         "BLOCK": BLOCK_KEYS,
     }
     grid = (rows, triton.cdiv(keys, BLOCK_KEYS))
-    return Launch(_gather_entries_kernel, grid, arguments, constants, {"num_warps": NUM_WARPS})
+    return Launch(_gather_entries_kernel, grid, arguments, constants, OPTIONS)
 
 
 def gather_window(
@@ -114,7 +115,7 @@ def gather_window_launch(
         "BLOCK": BLOCK_KEYS,
     }
     grid = (rows, triton.cdiv(source.window, BLOCK_KEYS))
-    return Launch(_gather_window_kernel, grid, arguments, constants, {"num_warps": NUM_WARPS})
+    return Launch(_gather_window_kernel, grid, arguments, constants, OPTIONS)
 
 
 @triton.jit(do_not_specialize=["indices_stride", "keys"])

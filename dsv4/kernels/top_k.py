@@ -171,18 +171,19 @@ def top_k_launches(
             BLOCKS=blocks,
         )
     }
+    options = {"num_warps": 4, "enable_fp_fusion": True}
     if one_tile:
         arguments = (*scored, out, out.stride(0))
-        return [Launch(_one_tile_kernel, (rows, 1), arguments, constants, {"num_warps": 4})]
+        return [Launch(_one_tile_kernel, (rows, 1), arguments, constants, options)]
     worked = (*scored, work, _row_words(slices))
     return [
-        Launch(_bin_maxima_kernel, (rows, sharers), worked, constants, {"num_warps": 4}),
+        Launch(_bin_maxima_kernel, (rows, sharers), worked, constants, options),
         Launch(
             _list_kernel,
             (rows, slices),
             (*worked, out, out.stride(0)),
             constants,
-            {"num_warps": 8, "maxnreg": 128},  # so two programs share a processor
+            {**options, "num_warps": 8, "maxnreg": 128},  # so two programs share a processor
         ),
     ]
 

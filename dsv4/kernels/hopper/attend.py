@@ -266,7 +266,11 @@ def attend_launch(call: Attention, *, programs: int) -> Launch:
         PARTS=parts,
         HEADS_PER_THREAD=heads_per_thread,
     )
-    options = {"num_warps": WARPS_PER_ROLE, "launch_cooperative_grid": splits > 1}
+    options = {
+        "num_warps": WARPS_PER_ROLE,
+        "launch_cooperative_grid": splits > 1,
+        "enable_fp_fusion": True,
+    }
     grid = (items, splits, slices)
     arguments = run_time_arguments(call)
     return Launch(_attend_hopper_kernel, grid, arguments, {"A": constants}, options)

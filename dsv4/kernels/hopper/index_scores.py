@@ -291,7 +291,7 @@ def index_scores_launch(call: Scoring, processors: int) -> Launch:
         "PAGE_ROWS": call.keys.page.rows,
     }
     grid = (min(useful, processors * PROGRAMS_PER_PROCESSOR),)
-    options = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS}
+    options = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS, "enable_fp_fusion": True}
     arguments = run_time_arguments(call)
     return Launch(_index_scores_hopper_kernel, grid, arguments, constants, options)
 
