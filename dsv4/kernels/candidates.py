@@ -12,6 +12,7 @@ from dsv4.kernels.rows import load_token, token_at
 # Blocks of one program of the first kernel; the second has all columns of a row.
 BLOCKS_AT_ONCE = 256
 NUM_WARPS = 4
+OPTIONS = {"num_warps": NUM_WARPS, "enable_fp_fusion": True}
 
 
 def block_scores_launch(
@@ -24,7 +25,7 @@ def block_scores_launch(
     arguments = (scores, tokens, out, scores.shape[1], blocks, scores.stride(0), out.stride(0))
     constants = {"RATIO": ratio, "SPAN": span, "AT_ONCE": BLOCKS_AT_ONCE}
     grid = (rows, triton.cdiv(blocks, BLOCKS_AT_ONCE))
-    return Launch(_block_scores_kernel, grid, arguments, constants, {"num_warps": NUM_WARPS})
+    return Launch(_block_scores_kernel, grid, arguments, constants, OPTIONS)
 
 
 def entries_of_columns_launch(out: Tensor, *, tokens: Tensor, blocks: Tensor, span: int) -> Launch:
@@ -33,8 +34,7 @@ def entries_of_columns_launch(out: Tensor, *, tokens: Tensor, blocks: Tensor, sp
     rows, k = out.shape
     arguments = (out, tokens, blocks, out.stride(0), blocks.stride(0))
     constants = {"K": k, "K_PADDED": triton.next_power_of_2(k), "SPAN": span}
-    options = {"num_warps": NUM_WARPS}
-    return Launch(_entries_of_columns_kernel, (rows,), arguments, constants, options)
+    return Launch(_entries_of_columns_kernel, (rows,), arguments, constants, OPTIONS)
 
 
 @triton.jit

@@ -246,7 +246,13 @@ def prepare_launch(call: Scoring, queries: Tensor, weights: Tensor, lengths: Ten
         call.q.stride(0),
         call.weights.stride(0),
     )
-    return Launch(_prepare_kernel, (call.q.shape[0],), arguments, {}, {"num_warps": NUM_WARPS})
+    return Launch(
+        _prepare_kernel,
+        (call.q.shape[0],),
+        arguments,
+        {},
+        {"num_warps": NUM_WARPS, "enable_fp_fusion": True},
+    )
 
 
 def score_launch(call: Scoring, queries: Tensor, weights: Tensor, lengths: Tensor) -> Launch:
@@ -271,7 +277,13 @@ def score_launch(call: Scoring, queries: Tensor, weights: Tensor, lengths: Tenso
     )
     grid = (triton.cdiv(columns, TILE), triton.cdiv(rows, BAND))
     constants = {"RATIO": keys.ratio, "PAGE_ROWS": keys.page.rows}
-    return Launch(_score_wide_kernel, grid, arguments, constants, {"num_warps": NUM_WARPS})
+    return Launch(
+        _score_wide_kernel,
+        grid,
+        arguments,
+        constants,
+        {"num_warps": NUM_WARPS, "enable_fp_fusion": True},
+    )
 
 
 # ---- queries ---------------------------------------------------------------------------------
