@@ -1153,6 +1153,7 @@ class KVCacheManager(Uncopied):
     def take_events(self) -> list[BlockEvent]:
         """Which blocks were cached and let go since the last call, in order, for a router that
         knows where prefixes are. Build the manager with PrefixOptions(events=True)."""
+        self.guard.require_free("take_events")
         index = self._prefix_cache().index
         if index.events is None:
             raise InvalidInput(

@@ -170,7 +170,7 @@ def in_thread(call: Callable[[], object]) -> BaseException | None:
 
 
 def test_a_call_while_another_thread_is_inside_one_is_refused(monkeypatch: pytest.MonkeyPatch):
-    manager = build()
+    manager = build(prefix=PrefixOptions(events=True))
     a, b = manager.admit_request(10), manager.admit_request(10)
     found: list[BaseException | None] = []
     send = manager.memory.send
@@ -182,6 +182,7 @@ def test_a_call_while_another_thread_is_inside_one_is_refused(monkeypatch: pytes
             lambda: manager.release_request(b),
             lambda: manager.can_admit(1),
             lambda: manager.acquire(0),
+            manager.take_events,
             manager.recover,
         )
         found.extend(in_thread(call) for call in calls)
@@ -191,8 +192,8 @@ def test_a_call_while_another_thread_is_inside_one_is_refused(monkeypatch: pytes
 
     monkeypatch.setattr(manager.memory, "send", slow)
     plan = manager.prepare_forward([(a, 1)])
-    assert [type(error) for error in found[:6]] == [ThreadError] * 6
-    assert found[6:] == [None, None]
+    assert [type(error) for error in found[:7]] == [ThreadError] * 7
+    assert found[7:] == [None, None]
     assert plan.requests == (a,)
     other = in_thread(lambda: manager.prepare_forward([(b, 1)]))
     assert isinstance(other, PlanError)
