@@ -52,7 +52,7 @@ def select(call: Selection, *, score: Callable[[Scoring], None], score_bytes: Sc
             candidates = None
         else:
             columns, score_bytes = listed, _nothing
-    rows = _rows_at_a_time(count, columns, span, call.top_k, call.workspace.numel(), score_bytes)
+    rows = _rows_at_a_time(count, columns, call.top_k, call.workspace.numel(), score_bytes, span)
     for first in range(0, count, max(rows, 1)):
         piece = slice(first, min(first + rows, count))
         of = None
@@ -156,10 +156,10 @@ def _top_k_bytes(rows: int, columns: int, block_entries: int) -> int:
 def _rows_at_a_time(
     tokens: int,
     columns: int,
-    block_entries: int,
     top_k: int,
     workspace_bytes: int,
     score_bytes: ScoreBytes,
+    block_entries: int = 0,
 ) -> int:
     """From shapes alone, so a captured graph holds for every length."""
     if columns <= top_k:
