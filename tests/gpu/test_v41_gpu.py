@@ -76,7 +76,10 @@ def test_selections_and_candidates_are_the_reference_s():
         scales = numbers.integers(120, 130, 160, page.rows * 4).to(torch.uint8)
         for offset, rows in ((page.offset_bytes, keys), (page.scale_offset_bytes, scales)):
             blocks[:, offset : offset + rows.shape[1]] = rows.to(device)
-        request = manager.admit_request(20_000)
+        request = manager.admit_request()
+        request.block_ids = list(range(160))
+        request.published_blocks = 160
+        manager.block_table[request.slot] = torch.arange(160, dtype=torch.int32).to(device)
         set_length(manager, request, 19_990)
         plan = manager.prepare_forward([(request, 1)])
         rope = torch.zeros((schema.max_context, 64), device=device)

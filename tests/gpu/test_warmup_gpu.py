@@ -100,8 +100,11 @@ def test_no_step_compiles_anything_after_warmup(
     model: str, heads: int, compiled: list[str]
 ) -> None:
     engine = Engine(ModelSpec.preset(model), heads)
-    assert engine.manager.warmup(heads=heads) == len(compiled) > 10
-    assert engine.manager.warmup(heads=heads) == len(compiled)  # nothing is asked for twice
+    asked = engine.manager.warmup(heads=heads)
+    first = len(compiled)
+    assert asked >= first > 10  # some were compiled for another number of heads
+    assert engine.manager.warmup(heads=heads) == asked
+    assert len(compiled) == first  # nothing is asked for twice
     compiled.clear()
     random = Random(5)
     rollback = engine.schema.max_rollback_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -37,8 +38,13 @@ def queries(stack: Stack, seed: int, tokens: int, *, heads: int | None = None) -
 
 
 def sink(stack: Stack, heads: int | None = None) -> Tensor:
-    count = heads or stack.schema.model.heads
-    return torch.linspace(-1.0, 2.0, count).to(stack.device)
+    return _sinks(heads or stack.schema.model.heads, stack.device)
+
+
+@cache
+def _sinks(count: int, device: str | torch.device) -> Tensor:
+    """Made once: a graph that is being captured takes no copies from the host."""
+    return torch.linspace(-1.0, 2.0, count).to(device)
 
 
 def rows(plan: ForwardPlan, tensors: Sequence[Tensor]) -> Tensor:
@@ -48,7 +54,8 @@ def rows(plan: ForwardPlan, tensors: Sequence[Tensor]) -> Tensor:
         for t, a, n in zip(tensors, plan.starts.tolist(), plan.counts.tolist(), strict=True)
     ]
     padding = (plan.padded_tokens - plan.num_tokens, *tensors[0].shape[1:])
-    pieces.append(torch.full(padding, float("nan"), dtype=tensors[0].dtype).to(tensors[0].device))
+    like = tensors[0]
+    pieces.append(torch.full(padding, float("nan"), dtype=like.dtype, device=like.device))
     return torch.cat(pieces)
 
 
