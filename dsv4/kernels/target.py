@@ -26,6 +26,8 @@ TRITON = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
 GLUON_REINTERPRET = "reinterpret" if TRITON >= (3, 9) else "_reinterpret"
 GLUON_ASYNC_LOAD = "async_load" if TRITON >= (3, 9) else "async_copy_global_to_shared"
 GLUON_BARRIER = "barrier" if TRITON >= (3, 7) else "thread_barrier"
+# hopper/index_scores_wide.py keeps its loops in registers; from 3.8 on it does not.
+WIDE_SCORES_FIT = TRITON < (3, 8)
 
 # Whether Triton compiles a C function for each signature of a kernel, to launch it.
 LAUNCHERS_ARE_COMPILED = TRITON < (3, 7)

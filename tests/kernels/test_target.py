@@ -77,7 +77,7 @@ class CannotCompile(TritonError):
     [
         ("attend", "_attend"),
         ("index_scores", "_index_scores"),
-        ("index_scores", "_wide_scores"),
+        *[("index_scores", "_wide_scores")] * target.WIDE_SCORES_FIT,
     ],
 )
 def test_a_kernel_that_cannot_be_compiled_is_replaced_with_one_warning(
@@ -87,8 +87,8 @@ def test_a_kernel_that_cannot_be_compiled_is_replaced_with_one_warning(
     made = TritonBackend(GPU)
     own = getattr(made, own_kernel)
     for other in (made._attend, made._index_scores, made._wide_scores):
-        assert other is not None
-        other.module = None
+        if other is not None:
+            other.module = None
     calls: list[str] = []
 
     def fails(_: object) -> None:
