@@ -81,6 +81,8 @@ def test_selections_and_candidates_are_the_reference_s():
         request.published_blocks = 160
         manager.block_table[request.slot] = torch.arange(160, dtype=torch.int32).to(device)
         set_length(manager, request, 19_990)
+        manager.memory.publish(request.slot, 0, request.block_ids)
+        request.published_blocks = len(request.block_ids)
         plan = manager.prepare_forward([(request, 1)])
         rope = torch.zeros((schema.max_context, 64), device=device)
         lists = torch.empty((1, FLASH.candidate_blocks), dtype=torch.int32, device=device)
