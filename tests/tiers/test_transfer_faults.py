@@ -154,4 +154,4 @@ def test_an_interrupt_is_recovered_from(call: Callable[[Scene], Request | None],
 def test_an_interrupt_at_many_lines_is_recovered_from(call: Callable[[Scene], Request | None]):
     at = 0
     while interrupt(Scene([HostTier(8 << 20)]), call, at) or at < 100:
-        at += 7
+        at += 41
