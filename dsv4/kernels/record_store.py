@@ -11,7 +11,7 @@ import triton.language as tl
 from dsv4.cache.records import ELEMENT_MAX, RecordFormat
 from dsv4.errors import SchemaError
 from dsv4.kernels.codes import e2m1_code, e4m3_bits, e4m3_value, exponent_at_least
-from dsv4.kernels.numerics import bf16_bits, bounded, finite
+from dsv4.kernels.numerics import INTERPRETED, bf16_bits, bounded, finite
 
 _E4M3_MAX = tl.constexpr(ELEMENT_MAX["e4m3"])
 _E2M1_MAX = tl.constexpr(ELEMENT_MAX["e2m1"])
@@ -86,7 +86,8 @@ def store_records(x, live, data_ptr, scale_ptr, WIDTH: tl.constexpr, R: tl.const
         # E4M3 has a code for NaN, and a maximum leaves NaN out
         value = bounded(value) if ELEMENT == "e4m3" else finite(value)
         tiles = tl.reshape(value, [ROWS, TILES, SPAN])
-        amax = tl.max(tl.abs(tiles), axis=2)
+        # interpreted, a maximum over two sorts of NaN can be NaN
+        amax = tl.max(tl.abs(tl.where(nan, 0.0, tiles) if INTERPRETED else tiles), axis=2)
         amax = tl.where(amax > FLOOR, amax, FLOOR)  # a tile of nothing but NaN has none
         tile = tl.arange(0, TILES)[None, :]
         tile_live = (tile * SPAN < CODED) & live
