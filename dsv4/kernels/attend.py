@@ -200,7 +200,7 @@ def entries_or_window(call: Attention) -> EntrySource:
 def run_time_arguments(call: Attention) -> AttendArguments:
     """What is not given is replaced by a tensor of the right type, which is not read. Raises
     InvalidInput, SchemaError."""
-    _check(call.q, call.out)
+    _check(call.q, call.out, call.window, call.entries)
     window, source = call.window, entries_or_window(call)
     listed = call.tokens if call.indices is None else call.indices
     return AttendArguments(
@@ -264,7 +264,7 @@ def _spans(
     return spans
 
 
-def _check(q: Tensor, out: Tensor) -> None:
+def _check(q: Tensor, out: Tensor, *sources: WindowSource | EntrySource | None) -> None:
     width = q.shape[2]
     if width & (width - 1):
         raise SchemaError(f"attention needs a head_dim that is a power of two, not {width}")
@@ -272,6 +272,12 @@ def _check(q: Tensor, out: Tensor) -> None:
         if tensor.stride(1) != width or tensor.stride(2) != 1:
             raise InvalidInput(
                 f"{name} has strides {tensor.stride()}: the heads of a token must be contiguous"
+            )
+    for source in sources:
+        if source is not None and source.page.format.width != width:
+            raise SchemaError(
+                f"queries have {width} channels, records of {source.page.format.name} "
+                f"{source.page.format.width}: attention reads records of its queries' width"
             )
 
 

@@ -186,7 +186,7 @@ def test_one_workspace_serves_all_shapes() -> None:
 def test_records_it_cannot_read_are_refused() -> None:
     step = make_step([(40, 1)], kind="csa")
     assert step.entries is not None
-    page = replace(step.entries.page, format=nvfp4(128))
+    page = replace(step.entries.page, format=nvfp4(64))
     step.entries = replace(step.entries, page=page)
-    with pytest.raises(SchemaError, match="not nvfp4"):
+    with pytest.raises(SchemaError, match="records of nvfp4 64"):
         step.run(kernel.attend)
