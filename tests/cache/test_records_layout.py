@@ -92,7 +92,7 @@ def test_half_a_byte_cannot_be_stored() -> None:
 
 
 def test_unknown_formats_name_the_known_ones() -> None:
-    with pytest.raises(SchemaError, match="fp8_ds, fp8_row, .*bf16"):
+    with pytest.raises(SchemaError, match=r"fp8_ds, fp8_row, .*bf16"):
         records.entry_format("fp4", head_dim=512, rope_dim=64)
     with pytest.raises(SchemaError, match="mxfp4, nvfp4, fp8, bf16"):
         records.index_format("int4", index_dim=128)
