@@ -24,6 +24,7 @@ from dsv4.integrations.transformers.fast_caches import FastCaches
 from dsv4.integrations.transformers.fast_forward import FastForward
 from dsv4.integrations.transformers.model_check import cache_schema, require_type, require_v4
 from dsv4.integrations.transformers.paged_cache import FETCH_TIMEOUT_S
+from dsv4.integrations.transformers.ranks import read_ranks
 
 if TYPE_CHECKING:
     from dsv4.tiers.tier import Tier
@@ -54,6 +55,9 @@ def accelerate(
     `capture`, decode steps on a GPU are captured and replayed where the experts allow it; do not
     move the model then. Modules, parameters and state_dict stay as they are.
 
+    A model that several processes compute (transformers' expert parallelism) is accelerated in
+    each, with the same arguments; its decode steps run uncaptured. All make the same calls.
+
     Prompts that `generate` runs are cached as `prefix` says, and a later prompt that begins like
     one of them runs only from there; None switches that off. What is cached belongs to the weights
     it was computed with: restore and accelerate again after changing them.
@@ -76,6 +80,7 @@ def accelerate(
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
         raise InvalidInput(f"the model lies on {', '.join(devices)}: put it on one device")
+    ranks = read_ranks(model)
     with torch.inference_mode(False), torch.no_grad():
         schema = cache_schema(model, max_context=max_context, records=records, index=index)
         manager = KVCacheManager(
@@ -93,9 +98,9 @@ def accelerate(
         tables = make_rope_tables(model.model.rotary_emb, max_context, manager.device)
         if warmup:
             manager.warmup(kv_norm=False, round_bf16=rounds_scores(schema))
-    step = RunningStep(manager=manager, rope_tables=tables)
-    caches = FastCaches(manager, model, fetch_timeout_s=fetch_timeout_s)
-    forward = FastForward(model.model, step, caches, capture=capture)
+    step = RunningStep(manager=manager, rope_tables=tables, ranks=ranks)
+    caches = FastCaches(manager, model, fetch_timeout_s=fetch_timeout_s, ranks=ranks)
+    forward = FastForward(model.model, step, caches, capture=capture and ranks is None)
     for layer in model.model.layers:
         _replace_forward(layer.self_attn, FastAttention(layer.self_attn, step))
     _replace_forward(model.model, forward)

@@ -12,6 +12,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_po
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.schema import CacheSchema
+from dsv4.integrations.transformers.ranks import Ranks
 from dsv4.ops.calls import CompressorWeights, LayerWeights
 from dsv4.rope import rotation_table
 
@@ -19,10 +20,11 @@ from dsv4.rope import rotation_table
 @dataclass(slots=True, eq=False, kw_only=True)
 class RunningStep:
     """What the layers of one model share: the cache, rotation tables by transformers' name of them
-    ("main", "compress"), and the plan of the step that runs now."""
+    ("main", "compress"), who else computes it, and the plan of the step that runs now."""
 
     manager: KVCacheManager
     rope_tables: dict[str, Tensor]
+    ranks: Ranks | None = None
     plan: ForwardPlan | None = None
 
 
@@ -77,11 +79,13 @@ class FastAttention:
         indices = None
         if indexer is not None:
             scale = indexer.scorer.softmax_scale * indexer.scorer.weights_scaling
-            head_weights = indexer.scorer.weights_proj(hidden_states)[0].float() * scale
-            index_q = indexer.q_b_proj(residual).view(tokens, -1, indexer.head_dim)
+            index_q = indexer.q_b_proj(residual)[0]
+            head_weights = indexer.scorer.weights_proj(hidden_states)[0]
+            if self.step.ranks is not None:
+                index_q, head_weights = self.step.ranks.gather_heads(index_q, head_weights)
             indices = handle.select(
-                index_q.to(self.index_dtype),
-                head_weights.to(self.index_dtype),
+                index_q.view(tokens, -1, indexer.head_dim).to(self.index_dtype),
+                (head_weights.float() * scale).to(self.index_dtype),
                 rope=self.rope_table,
                 round_bf16=self.round_scores,
             )

@@ -14,14 +14,22 @@ from transformers.cache_utils import Cache
 from dsv4.cache.manager import KVCacheManager
 from dsv4.errors import InvalidInput, RequestError
 from dsv4.integrations.transformers.paged_cache import PagedCache
+from dsv4.integrations.transformers.ranks import Ranks
 
 
 class FastCaches:
     """One PagedCache a batch that is being generated. Rows come back when a cache is forgotten, or
     when a new batch needs them: then the caches that were not used for longest are closed."""
 
-    def __init__(self, manager: KVCacheManager, model: Any, *, fetch_timeout_s: float) -> None:
-        self._manager, self._model = manager, model
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        model: Any,
+        *,
+        fetch_timeout_s: float,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._manager, self._model, self._ranks = manager, model, ranks
         self._fetch_timeout_s = fetch_timeout_s
         self._last_use: WeakKeyDictionary[PagedCache, int] = WeakKeyDictionary()
         self._why_closed: WeakKeyDictionary[PagedCache, str] = WeakKeyDictionary()
@@ -53,11 +61,23 @@ class FastCaches:
             if given is not None:
                 self._stands_for[given] = cache
         if not cache.requests:
-            self._make_room(rows)
-            cache.open_rows(rows, prompts)
+            self._open_rows(cache, rows, prompts)
         self._uses += 1
         self._last_use[cache] = self._uses
         return cache
+
+    def _open_rows(
+        self, cache: PagedCache, rows: int, prompts: Sequence[NDArray[np.int64]] | None
+    ) -> None:
+        def open_rows(reuse: bool) -> list[int]:
+            self._make_room(rows)
+            opened = cache.open_rows(rows, prompts if reuse else None)
+            return [request.length for request in opened]
+
+        if self._ranks is None:
+            open_rows(True)
+        else:
+            self._ranks.open_alike(rows, open_rows, cache.reset)
 
     def discard(self, cache: PagedCache) -> None:
         """As if it had not been opened."""

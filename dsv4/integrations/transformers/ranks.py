@@ -1,0 +1,116 @@
+"""Expert parallelism: which part of a layer each rank computes, and what all must agree on.
+
+transformers' plan for V4 (`DistributedConfig(enable_expert_parallel=True)`) splits the experts and
+the index heads. Everything else is computed by all ranks alike, and so is the cache: each rank has
+its own, with the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.errors import InvalidInput, RequestError
+
+# parameters of an attention layer that transformers' plan splits, by heads
+_BY_HEADS = ("compressor.indexer.q_b_proj.weight", "compressor.indexer.scorer.weights_proj.weight")
+_NOT_OPENED = -1
+
+
+class Ranks:
+    """The processes that compute one model together. All make the same calls in the same order."""
+
+    def __init__(self, group: Any, count: int, device: torch.device) -> None:
+        self._group, self.count, self._device = group, count, device
+
+    def gather_heads(self, q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Index queries [tokens, heads · width] and weights [tokens, heads] of all heads from each
+        rank's own, in one collective."""
+        mine = torch.cat((q, weights), dim=-1)
+        parts = mine.new_empty((self.count, *mine.shape))
+        # as bytes: not every backend knows every type
+        _all_gather(parts.view(torch.uint8).flatten(0, 1), mine.view(torch.uint8), self._group)
+        all_q, all_weights = parts.split((q.shape[1], weights.shape[1]), dim=-1)
+        return all_q.transpose(0, 1).flatten(1), all_weights.transpose(0, 1).flatten(1)
+
+    def open_alike(
+        self, rows: int, open_rows: Callable[[bool], list[int]], close: Callable[[], None]
+    ) -> None:
+        """Opens rows on all ranks with the same tokens to run.
+
+        `open_rows(reuse)` opens them and gives their lengths; `close()` gives them back. What is
+        cached may differ between ranks, for rows come back when a garbage collection finds them:
+        where lengths differ, no rank reuses anything. Raises what `open_rows` raises, or
+        RequestError where it raised on another rank; then no rank has opened.
+        """
+        for reuse in (True, False):
+            failure: Exception | None = None
+            lengths = [_NOT_OPENED] * rows
+            try:
+                lengths = open_rows(reuse)
+            except Exception as error:
+                failure = error
+            shortest, longest = self._extremes(lengths)
+            if failure is not None:
+                raise failure
+            if shortest == longest:
+                return
+            close()
+            if _NOT_OPENED in shortest:
+                raise RequestError("another rank could not open the rows of this call: see there")
+        raise RequestError("ranks disagree on the rows of a call: all must make the same calls")
+
+    def _extremes(self, lengths: list[int]) -> tuple[list[int], list[int]]:
+        """The least and the greatest that any rank has, row by row."""
+        both = torch.tensor([*lengths, *(-length for length in lengths)], device=self._device)
+        torch.distributed.all_reduce(both, op=torch.distributed.ReduceOp.MAX, group=self._group)
+        found = both.tolist()
+        return [-length for length in found[len(lengths) :]], found[: len(lengths)]
+
+
+def _all_gather(parts: Tensor, mine: Tensor, group: Any) -> None:
+    """all_gather_single is all_gather_into_tensor by its name since torch 2.13."""
+    distributed = torch.distributed
+    new = getattr(distributed, "all_gather_single", None)
+    (new or distributed.all_gather_into_tensor)(parts, mine, group=group)
+
+
+def read_ranks(model: Any) -> Ranks | None:
+    """The ranks of a model that is split by heads; None for one that is whole in this process.
+
+    Raises InvalidInput for a layer that is split another way: full attention needs all of it.
+    """
+    if not torch.distributed.is_available():
+        return None
+    from torch.distributed.tensor import DTensor
+
+    found: Ranks | None = None
+    for index, layer in enumerate(model.model.layers):
+        if not hasattr(layer, "self_attn"):
+            raise InvalidInput(
+                f"layer {index} is {type(layer).__name__}: this process has only some layers of "
+                f"the model, and the fast path needs all; load it with tp_size and "
+                f"enable_expert_parallel=True, or with device_map"
+            )
+        for name, parameter in layer.self_attn.named_parameters():
+            if not isinstance(parameter, DTensor):
+                continue
+            mesh, placements = parameter.device_mesh, parameter.placements
+            if all(placement.is_replicate() for placement in placements):
+                continue
+            if name not in _BY_HEADS or mesh.ndim != 1 or not placements[0].is_shard(0):
+                raise InvalidInput(
+                    f"layer {index} has {name} split as {placements}: the fast path knows the "
+                    f"plan of DistributedConfig(tp_size=…, enable_expert_parallel=True), which "
+                    f"splits experts and index heads alone; load the model with that"
+                )
+            if model.config.index_n_heads % mesh.size():
+                raise InvalidInput(
+                    f"{model.config.index_n_heads} index heads on {mesh.size()} ranks: a head "
+                    f"cannot be split; use a number of ranks that divides them"
+                )
+            found = found or Ranks(mesh.get_group(), mesh.size(), parameter.to_local().device)
+    return found

@@ -1,0 +1,147 @@
+"""What each rank of an accelerated model with expert parallelism does, for test_expert_ranks.
+
+`python -m tests.integrations.expert_ranks DIR 2 4` runs two ranks, then four, as torchrun would,
+but imports once; under torchrun it is one rank: `torchrun --nproc-per-node 2 -m … DIR`.
+Each rank leaves what it saw in DIR/{ranks}.{rank}.pt.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from transformers import DeepseekV4ForCausalLM
+from transformers.distributed import DistributedConfig
+
+from dsv4.errors import InvalidInput, OutOfSlots, RequestError
+from dsv4.integrations.transformers import accelerate
+from tests.integrations.fast_v4 import KINDS, generate, manager_of
+from tests.integrations.tiny_v4 import draw_weights, own_cache, paged, prompt, tiny_config
+
+TOKENS, NEW_TOKENS = 136, 4
+OTHER_PLAN = {"model.layers.*.self_attn.q_b_proj": "colwise"}
+TIMEOUT = timedelta(seconds=60)
+
+
+def whole_model(index_heads: int = 32) -> DeepseekV4ForCausalLM:
+    config = tiny_config(
+        layer_types=list(KINDS),
+        mlp_layer_types=["hash_moe", "moe", "moe", "moe"],
+        index_n_heads=index_heads,
+    )
+    return draw_weights(DeepseekV4ForCausalLM(config).eval(), 0, norms=0.2)
+
+
+def split_model(ranks: int, index_heads: int = 32, plan: Any = "auto") -> DeepseekV4ForCausalLM:
+    """As from_pretrained(distributed_config=…) leaves it, which needs the package accelerate."""
+    mesh = distributed.init_device_mesh("cpu", (ranks,))
+    wanted = DistributedConfig(tp_size=ranks, tp_plan=plan, enable_expert_parallel=plan == "auto")
+    model = whole_model(index_heads)
+    model.config.distributed_config = wanted
+    split: DeepseekV4ForCausalLM = model.maybe_distribute_model(model, wanted, mesh)
+    return split.requires_grad_(False)
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    """Two rows, of which the second is padded on the left."""
+    ids = prompt(TOKENS, rows=2)
+    mask = torch.ones_like(ids)
+    mask[1, :37] = 0
+    return ids, mask
+
+
+def refused(model: DeepseekV4ForCausalLM) -> str:
+    try:
+        accelerate(model, max_batch=1, max_context=256)
+    except InvalidInput as error:
+        return str(error)
+    return ""
+
+
+@torch.no_grad()
+def run_rank(rank: int, ranks: int) -> dict[str, Any]:
+    ids, mask = inputs()
+    model = split_model(ranks)
+    found: dict[str, Any] = {}
+    found["odd heads"] = refused(split_model(ranks, 2 * ranks + 1))
+    found["other plan"] = refused(split_model(ranks, plan=OTHER_PLAN))
+    for name, past in (("own", own_cache(model)), ("paged", paged(model))):
+        steps = generate(model, ids[:1], NEW_TOKENS, past_key_values=past)
+        found[name] = steps.sequences
+
+    accelerate(model, max_batch=2, max_context=640, records="bf16")
+    manager = manager_of(model)
+    found["logits"] = model(ids, attention_mask=mask, use_cache=False).logits
+    for name in ("cold", "warm", "uneven"):
+        if name == "uneven" and rank == 0:  # as if other rows had taken its blocks
+            manager.evict()
+        steps = generate(model, ids, NEW_TOKENS, attention_mask=mask)
+        found[name] = steps.sequences, torch.stack(steps.logits)
+        found[f"{name} reused"] = [r.reused_tokens for r in steps.past_key_values.requests]
+        del steps
+    found["failure"] = failure_of_one(model, rank, ids)
+    found["after"] = generate(model, ids, NEW_TOKENS, attention_mask=mask).sequences
+    manager.check_invariants()
+    return found
+
+
+def failure_of_one(model: DeepseekV4ForCausalLM, rank: int, ids: Tensor) -> str:
+    """Rank 1 has no rows left, which the others must not wait for."""
+    manager = manager_of(model)
+    taken = [manager.admit_request(0) for _ in range(2)] if rank == 1 else []
+    try:
+        generate(model, ids, 1)
+    except (OutOfSlots, RequestError) as error:
+        return type(error).__name__
+    finally:
+        for request in taken:
+            manager.release_request(request)
+    return ""
+
+
+def main(directory: Path, rank: int, ranks: int) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/store.{ranks}",
+        rank=rank,
+        world_size=ranks,
+        timeout=TIMEOUT,
+    )
+    torch.save(run_rank(rank, ranks), directory / f"{ranks}.{rank}.pt")
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def launch(directory: Path, ranks: int) -> bool:
+    """Forks the ranks; whether all ended well."""
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        status = 1
+        try:
+            main(directory, rank, ranks)
+            status = 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    return not sum(os.waitpid(child, 0)[1] for child in children)
+
+
+if __name__ == "__main__":
+    where = Path(sys.argv[1])
+    if "RANK" in os.environ:
+        main(where, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    elif not all(launch(where, count) for count in map(int, sys.argv[2:])):
+        sys.exit(1)

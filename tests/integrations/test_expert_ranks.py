@@ -1,0 +1,108 @@
+"""accelerate under expert parallelism: two and four processes over gloo, as torchrun has them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.errors import InvalidInput
+from dsv4.integrations.transformers import accelerate
+from tests.integrations.expert_ranks import NEW_TOKENS, inputs, whole_model
+from tests.integrations.fast_v4 import assert_close, fast, generate
+from tests.integrations.tiny_v4 import own_cache
+
+COUNTS = (2, 4)
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the ranks saw. Two, then four processes, started once for all tests here."""
+    made = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tests.integrations.expert_ranks", str(made)]
+    ended = subprocess.run(
+        [*command, *map(str, COUNTS)], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return made
+
+
+def read(directory: Path, ranks: int) -> list[dict[str, Any]]:
+    return [torch.load(directory / f"{ranks}.{rank}.pt") for rank in range(ranks)]
+
+
+@cache
+@torch.no_grad()
+def expected() -> dict[str, Tensor]:
+    """Of the whole model in one process: transformers' own, and the fast path for padded rows."""
+    plain, (ids, mask) = whole_model(), inputs()
+    steps = generate(plain, ids[:1], NEW_TOKENS, past_key_values=own_cache(plain))
+    with fast(plain, max_batch=2) as model:
+        logits = model(ids, attention_mask=mask, use_cache=False).logits
+        generated = generate(model, ids, NEW_TOKENS, attention_mask=mask)
+    assert_close(logits[:1], plain(ids[:1], use_cache=False).logits, TOLERANCE)
+    return {
+        "one row": steps.sequences,
+        "logits": logits,
+        "rows": generated.sequences,
+        "row logits": torch.stack(generated.logits),
+    }
+
+
+@pytest.mark.parametrize("ranks", COUNTS)
+def test_each_rank_computes_what_one_process_does(directory: Path, ranks: int) -> None:
+    want = expected()
+    for found in read(directory, ranks):
+        assert torch.equal(found["own"], want["one row"])  # the plan works as we think
+        assert torch.equal(found["paged"], want["one row"])
+        assert_close(found["logits"], want["logits"], TOLERANCE)
+        for name in ("cold", "warm", "uneven"):
+            tokens, logits = found[name]
+            assert torch.equal(tokens, want["rows"])
+            assert_close(logits, want["row logits"], TOLERANCE)
+        assert torch.equal(found["after"], want["rows"])
+
+
+@pytest.mark.parametrize("ranks", COUNTS)
+def test_ranks_have_the_same_bits(directory: Path, ranks: int) -> None:
+    """Or one of them would draw another token some day."""
+    first, *others = read(directory, ranks)
+    for found in others:
+        assert torch.equal(found["logits"], first["logits"])
+        assert all(torch.equal(found[name][1], first[name][1]) for name in ("cold", "warm"))
+
+
+@pytest.mark.parametrize("ranks", COUNTS)
+def test_ranks_reuse_the_same_tokens_or_none(directory: Path, ranks: int) -> None:
+    for found in read(directory, ranks):
+        assert found["cold reused"] == [0, 0]
+        assert found["warm reused"] == [128, 0]
+        assert found["uneven reused"] == [0, 0]  # rank 0 has forgotten the prompt
+
+
+@pytest.mark.parametrize("ranks", COUNTS)
+def test_a_rank_that_cannot_open_rows_stops_all(directory: Path, ranks: int) -> None:
+    for rank, found in enumerate(read(directory, ranks)):
+        assert found["failure"] == ("OutOfSlots" if rank == 1 else "RequestError")
+
+
+@pytest.mark.parametrize("ranks", COUNTS)
+def test_heads_that_do_not_divide_are_refused(directory: Path, ranks: int) -> None:
+    for found in read(directory, ranks):
+        assert f"{2 * ranks + 1} index heads on {ranks} ranks" in found["odd heads"]
+        assert "layer 0 has q_b_proj.weight split" in found["other plan"]
+
+
+def test_a_process_with_some_of_the_layers_is_refused() -> None:
+    """As pipeline parallelism leaves a model."""
+    model = whole_model()
+    model.model.layers[2] = torch.nn.Identity()
+    with pytest.raises(InvalidInput, match="layer 2 is Identity: this process has only some"):
+        accelerate(model, max_batch=1, max_context=256)
