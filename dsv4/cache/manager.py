@@ -518,6 +518,44 @@ class KVCacheManager(Uncopied):
             self.transfers.pump()
 
     @changes
+    def continue_request(self, request: Request, prompt: TokenIds | Prompt) -> Resume:
+        """The request goes on to the end of a prompt that begins with its tokens: the next turn of
+        a conversation. Nothing that it has computed runs again; a new admission would go on behind
+        the last whole block that has a snapshot.
+
+        It then is as if it had been admitted for the prompt: it has blocks for all of it, and
+        caches it. All its tokens must be known (`tell`). Returns what is left to run, as
+        `request.resume` says too. Raises InvalidInput, RequestError, OutOfBlocks, ContextOverflow.
+        """
+        prefix = self._prefix_cache()
+        self._require_unplanned(request)
+        request.require_whole()
+        count, trail = self._read_prompt(prompt, None)
+        length, known = request.length, request.trail
+        if trail is None or known is None or request.torn_from is not None:
+            raise InvalidInput(
+                f"the tokens of request {request.serial} are not known to be the prompt's: both "
+                f"must be given as ids"
+            )
+        is_same = len(known.ids) >= length and known.root == trail.root and count > length
+        if not is_same or not np.array_equal(trail.ids[:length], known.ids[:length]):
+            raise InvalidInput(
+                f"a prompt of {count} tokens does not go on from the {length} of request "
+                f"{request.serial}: it must begin with them and be longer, all of them must be "
+                f"known (tell), and the salt must be the same"
+            )
+        self.table.grow([(request, self.schema.blocks_for(count))])
+        request.trail = trail.copy()
+        request.resume = Resume(
+            start=length,
+            reused_tokens=max(length, request.reused_tokens),
+            end=count,
+            source="rings",
+        )
+        prefix.note_continued(request)
+        return request.resume
+
+    @changes
     def extend(self, request: Request, tokens: int) -> list[int]:
         """Blocks so that `tokens` more tokens fit behind the request's length; the new ids."""
         self.table.require_live(request)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from dsv4.cache.prefix.options import PrefixOptions, full, zero
 from dsv4.integrations.transformers.accelerate import accelerate, restore
-from tests.integrations.fast_v4 import fast, generate, manager_of, plain_model
+from tests.integrations.fast_v4 import counted, fast, generate, manager_of, plain_model
 from tests.support.numbers import Numbers
 
 NEW_TOKENS = 6
@@ -20,21 +18,6 @@ NEW_TOKENS = 6
 
 def ids(count: int, seed: int) -> Tensor:
     return Numbers(seed).integers(3, plain_model().config.vocab_size, 1, count)
-
-
-@contextmanager
-def counted(model: Any) -> Iterator[list[int]]:
-    """How many tokens each forward of the model's own code ran."""
-    forward = vars(model.model)["forward"]
-    own, seen = forward.own_forward, []
-
-    def count(**options: Any) -> Any:
-        seen.append(options["input_ids"].shape[1])
-        return own(**options)
-
-    forward.own_forward = count
-    yield seen
-    forward.own_forward = own
 
 
 def check_like_plain(found: Any, prompt: Tensor, **options: Any) -> None:

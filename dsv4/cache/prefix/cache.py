@@ -238,6 +238,17 @@ class PrefixCache:
             reason = "evicted"
         self.counters = replace(counted, misses=_one_more(counted.misses, reason))
 
+    def note_continued(self, request: Request) -> None:
+        """Counts a request that goes on to the end of another prompt from its own state."""
+        counted, resume = self.counters, request.resume
+        self.counters = replace(
+            counted,
+            hits=_one_more(counted.hits, _HIT_KINDS["state"]),
+            tokens_asked=counted.tokens_asked + resume.end,
+            tokens_skipped=counted.tokens_skipped + resume.start,
+            tokens_shared=counted.tokens_shared + resume.reused_tokens,
+        )
+
     def put_state(self, match: PrefixMatch, slot: Tensor) -> None:
         """The state at the start of `match.resume` into a slot. Before a replay the slot is zeroed:
         finite values that no longer influence anything once the replay is over. The windows of

@@ -22,6 +22,7 @@ from dsv4.integrations.transformers.fast_attention import (
 )
 from dsv4.integrations.transformers.fast_caches import FastCaches
 from dsv4.integrations.transformers.fast_forward import FastForward
+from dsv4.integrations.transformers.fast_generate import FastGenerate
 from dsv4.integrations.transformers.model_check import cache_schema, require_type, require_v4
 from dsv4.integrations.transformers.paged_cache import FETCH_TIMEOUT_S
 from dsv4.integrations.transformers.ranks import read_ranks
@@ -40,6 +41,7 @@ def accelerate(
     max_context: int,
     records: str = "fp8_ds",
     index: str | None = None,
+    max_draft_tokens: int = 0,
     max_step_tokens: int = 4096,
     capture: bool = True,
     prefix: PrefixOptions | None = PREFIX,
@@ -51,7 +53,9 @@ def accelerate(
 
     Forward and generate work as before, also with left or right padding, and give out PagedCaches.
     All caches together have `max_batch` rows of `max_context` tokens. `records` and `index` are
-    formats as in PagedCache.for_model. Prompts run in pieces of `max_step_tokens` tokens. With
+    formats as in PagedCache.for_model. Speculation (prompt lookup, an assistant) takes back up to
+    `max_draft_tokens` + 1 tokens without running any again. Prompts run in pieces of
+    `max_step_tokens` tokens. With
     `capture`, decode steps on a GPU are captured and replayed where the experts allow it; do not
     move the model then. Modules, parameters and state_dict stay as they are.
 
@@ -82,7 +86,13 @@ def accelerate(
         raise InvalidInput(f"the model lies on {', '.join(devices)}: put it on one device")
     ranks = read_ranks(model)
     with torch.inference_mode(False), torch.no_grad():
-        schema = cache_schema(model, max_context=max_context, records=records, index=index)
+        schema = cache_schema(
+            model,
+            max_context=max_context,
+            records=records,
+            index=index,
+            max_draft_tokens=max_draft_tokens,
+        )
         manager = KVCacheManager(
             schema,
             # with prompts cached one more a row: a rewind into a cached block copies it
@@ -102,8 +112,11 @@ def accelerate(
     caches = FastCaches(manager, model, fetch_timeout_s=fetch_timeout_s, ranks=ranks)
     forward = FastForward(model.model, step, caches, capture=capture and ranks is None)
     for layer in model.model.layers:
-        _replace_forward(layer.self_attn, FastAttention(layer.self_attn, step))
-    _replace_forward(model.model, forward)
+        _replace(layer.self_attn, "forward", FastAttention(layer.self_attn, step))
+    _replace(model.model, "forward", forward)
+    _replace(model, "generate", FastGenerate(model, caches))
+    # transformers refuses drafts for models whose cache cannot take tokens back; this one can
+    vars(model)["_is_stateful"] = False
     forward.hook = model.register_forward_pre_hook(forward.observe, with_kwargs=True)
 
 
@@ -119,9 +132,9 @@ def restore(model: Any) -> None:
     _keep_all(forward.step.manager)
     forward.hook.remove()
     for module in (model.model, *(layer.self_attn for layer in model.model.layers)):
-        replaced = vars(module).pop("forward").replaced
-        if replaced is not None:
-            vars(module)["forward"] = replaced
+        _put_back(module, "forward")
+    _put_back(model, "generate")
+    del vars(model)["_is_stateful"]
 
 
 def _keep_all(manager: KVCacheManager) -> None:
@@ -146,7 +159,13 @@ def is_accelerated(model: Any) -> bool:
     return isinstance(vars(model.model).get("forward"), FastForward)
 
 
-def _replace_forward(module: Any, forward: FastForward | FastAttention) -> None:
-    """An instance's own forward goes before its class's. It may have had one: hooks of others."""
-    forward.replaced = vars(module).get("forward")
-    vars(module)["forward"] = forward
+def _replace(module: Any, name: str, ours: FastForward | FastAttention | FastGenerate) -> None:
+    """An instance's own method goes before its class's. It may have had one: hooks of others."""
+    ours.replaced = vars(module).get(name)
+    vars(module)[name] = ours
+
+
+def _put_back(module: Any, name: str) -> None:
+    replaced = vars(module).pop(name).replaced
+    if replaced is not None:
+        vars(module)[name] = replaced

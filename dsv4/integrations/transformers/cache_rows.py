@@ -16,6 +16,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.requests import Request
 from dsv4.errors import ContextOverflow, InvalidInput, RequestError
 from dsv4.integrations.transformers.history import History
+from dsv4.integrations.transformers.idle_rows import IdleRows, known_rows
 
 Writer = Literal["transformers", "accelerate"]
 # what a forward of DeepseekV4Model takes by position
@@ -35,8 +36,16 @@ class CacheRows:
     in the history and in no request. Layers and cache share this object; it does not know the
     cache."""
 
-    def __init__(self, manager: KVCacheManager, model: Any, *, fetch_timeout_s: float) -> None:
-        self.manager, self._fetch_timeout_s = manager, fetch_timeout_s
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        model: Any,
+        *,
+        fetch_timeout_s: float,
+        idle: IdleRows | None = None,
+    ) -> None:
+        """Rows that are let go stay in `idle`, if it is given, for prompts that go on from them."""
+        self.manager, self._fetch_timeout_s, self._idle = manager, fetch_timeout_s, idle
         self.model: weakref.ref[Any] = weakref.ref(model)
         self.last_call: Call | None = None
         self._forget()
@@ -48,6 +57,7 @@ class CacheRows:
         # the step that the layers are in
         self.start, self.layers_done = 0, 0
         self.slots = torch.empty(0, dtype=torch.int64)
+        self._untold_columns = self._tell_after = 0  # columns
 
     @property
     def columns(self) -> int:
@@ -74,8 +84,12 @@ class CacheRows:
             for request in admitted:
                 self.manager.release_request(request)
             raise
-        self.requests, self.writer = admitted, writer
-        self.history = History(batch)
+        self.adopt(admitted, writer)
+
+    def adopt(self, requests: list[Request], writer: Writer) -> None:
+        """These requests are the rows from now on."""
+        self.requests, self.writer = requests, writer
+        self.history = History(len(requests))
 
     def _admit(self, prompt: NDArray[np.int64] | None) -> Request:
         if prompt is None:
@@ -110,9 +124,21 @@ class CacheRows:
             self.manager.release_request(request)
         self._forget()
 
+    def let_go(self) -> None:
+        """Nobody needs the rows any more, wherever a garbage collection starts, in the middle of a
+        call too: they stay for a prompt that goes on from them, or are released. Where the manager
+        has tiers, they keep where each row was."""
+        if self._idle is None or self.manager.transfers is not None or not self.requests:
+            self.release_later()
+            return
+        if all(request.trail is None for request in self.requests):
+            self.release_later()
+            return
+        self._idle.park(self.requests, self.history)
+        self._forget()
+
     def release_later(self) -> None:
-        """The same wherever a garbage collection starts, in the middle of a call too. Where the
-        manager has tiers, they keep where each row was."""
+        """Gives all rows back, wherever a garbage collection starts."""
         for request in self.requests:
             self.manager.release_later(request, suspend=self.manager.transfers is not None)
         self._forget()
@@ -137,6 +163,8 @@ class CacheRows:
         with several heirs are forked. Raises InvalidInput, and nothing has changed."""
         if not index or not all(0 <= row < len(self.requests) for row in index):
             raise InvalidInput(f"rows {index} of a cache of {len(self.requests)} rows")
+        if self._idle is not None:
+            self._idle.evict(len(index) - len(self.requests))
         self.check_size(len(index))
         for row, request in enumerate(self.requests):
             if row not in index:
@@ -162,6 +190,28 @@ class CacheRows:
     def note_columns(self, ids: Tensor | None, mask: Tensor) -> None:
         """Columns [rows, n] that have been processed: their ids, if known, and which are real."""
         self.history.add(ids, mask)
+        self._untold_columns += mask.shape[1]
+        if self.writer == "accelerate" and self._untold_columns >= self._tell_after:
+            self._tell()
+
+    def _tell(self) -> None:
+        """What the rows have said becomes known as soon as a block of one may be complete, so that
+        it is cached like a prompt, and its snapshot can still be taken."""
+        manager, block = self.manager, self.manager.schema.block_tokens
+        self._untold_columns = 0
+        if manager.prefix is None or manager.transfers is not None:
+            self._tell_after = manager.schema.max_context + 1
+            return
+        self._tell_after = min(block - request.length % block for request in self.requests)
+
+        def is_behind(request: Request) -> bool:
+            trail = request.trail
+            return trail is not None and len(trail.ids) // block < request.length // block
+
+        if any(map(is_behind, self.requests)):
+            for row in known_rows(self.requests, self.history):
+                if is_behind(row.request):
+                    row.tell(manager)
 
     def cut(self, columns: int) -> None:
         """Forgets the tokens of later columns; the step is over."""

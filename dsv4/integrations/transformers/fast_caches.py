@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Condition, RLock, local
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.errors import InvalidInput, RequestError
+from dsv4.integrations.transformers.idle_rows import IdleRows, known_rows
 from dsv4.integrations.transformers.paged_cache import PagedCache
 from dsv4.integrations.transformers.ranks import Ranks
+from dsv4.integrations.transformers.stand_in import StandIns
+
+# runs the tokens of a cache again that its rows have been rewound behind; how many there were
+Rerun = Callable[[PagedCache, Tensor, Tensor], int]
+
+
+class RunningCall:
+    """A call of generate, and the caches that it uses: nobody takes their rows before it is over.
+    `chunked` if its prompt comes in several forwards."""
+
+    def __init__(self, *, chunked: bool) -> None:
+        self.chunked = chunked
+        self.caches: list[PagedCache] = []
 
 
 class FastCaches:
-    """One PagedCache a batch that is being generated. Rows come back when a cache is forgotten, or
-    when a new batch needs them: then the caches that were not used for longest are closed."""
+    """One PagedCache a batch that is being generated. Rows come back when a cache is forgotten, and
+    stay idle for the next turn. A new batch takes free rows, then idle ones, then those of the
+    caches that were not used for longest, which are closed, but for caches that a running call
+    uses: it waits for them. `turn` is held by whoever changes the manager."""
 
     def __init__(
         self,
@@ -31,16 +51,57 @@ class FastCaches:
     ) -> None:
         self._manager, self._model, self._ranks = manager, model, ranks
         self._fetch_timeout_s = fetch_timeout_s
+        self.turn = Condition(RLock())
+        self.idle = IdleRows(manager)
+        self.rerun: Rerun | None = None
         self._last_use: WeakKeyDictionary[PagedCache, int] = WeakKeyDictionary()
         self._why_closed: WeakKeyDictionary[PagedCache, str] = WeakKeyDictionary()
-        # empty caches of transformers' own that were passed in, as generate makes them
-        self._stands_for: WeakKeyDictionary[Cache, PagedCache] = WeakKeyDictionary()
+        self._stand_ins = StandIns()
         self._uses = 0
+        self._calls: list[RunningCall] = []
+        self._here = local()  # .calls: those that run in this thread, the outermost first
+        self._waiting: deque[object] = deque()  # who asked for rows first gets them first
+
+    # ---- calls -----------------------------------------------------------------------------
+
+    @contextmanager
+    def running(self, *, chunked: bool = False) -> Iterator[RunningCall]:
+        """A call of generate runs in this thread, and keeps the caches that it uses."""
+        call = RunningCall(chunked=chunked)
+        here = self._calls_here()
+        with self.turn:
+            self._calls.append(call)
+        here.append(call)
+        try:
+            yield call
+        finally:
+            here.remove(call)
+            with self.turn:
+                self._calls.remove(call)
+                self.turn.notify_all()
+
+    @property
+    def call(self) -> RunningCall | None:
+        """The generate that runs in this thread."""
+        here = self._calls_here()
+        return here[-1] if here else None
+
+    @property
+    def is_generating(self) -> bool:
+        return self.call is not None
+
+    def _calls_here(self) -> list[RunningCall]:
+        if not hasattr(self._here, "calls"):
+            self._here.calls = []
+        calls: list[RunningCall] = self._here.calls
+        return calls
+
+    # ---- caches ----------------------------------------------------------------------------
 
     def find(self, given: Any, *, rows: int) -> PagedCache | None:
         """The cache that a call with `past_key_values=given` continues; None if it is a new one.
         Raises InvalidInput or RequestError for one that it cannot continue."""
-        cache = self._stands_for.get(given, given) if isinstance(given, Cache) else given
+        cache = self._stand_ins.get(given)
         if not isinstance(cache, PagedCache):
             _check_empty(cache)
             return None
@@ -56,14 +117,18 @@ class FastCaches:
         if cache is None:
             with torch.inference_mode(False):
                 cache = PagedCache(
-                    self._manager, self._model, fetch_timeout_s=self._fetch_timeout_s
+                    self._manager,
+                    self._model,
+                    fetch_timeout_s=self._fetch_timeout_s,
+                    caches=self,
                 )
-            if given is not None:
-                self._stands_for[given] = cache
         if not cache.requests:
             self._open_rows(cache, rows, prompts)
-        self._uses += 1
-        self._last_use[cache] = self._uses
+            self._stand_ins.add(given, cache)
+        self._note_use(cache)
+        call = self.call
+        if call is not None and cache not in call.caches:
+            call.caches.append(cache)
         return cache
 
     def _open_rows(
@@ -71,8 +136,13 @@ class FastCaches:
     ) -> None:
         def open_rows(reuse: bool) -> list[int]:
             self._make_room(rows)
-            opened = cache.open_rows(rows, prompts if reuse else None)
-            return [request.length for request in opened]
+            if prompts is None or not reuse or self._manager.transfers is not None:
+                self.idle.evict(rows)
+                cache.open_rows(rows, prompts if reuse else None)
+            else:
+                cache.rows.check_batch(rows, "accelerate")
+                cache.rows.adopt(self.idle.admit(prompts, self._lent()), "accelerate")
+            return [request.length for request in cache.requests]
 
         if self._ranks is None:
             open_rows(True)
@@ -83,14 +153,22 @@ class FastCaches:
         """As if it had not been opened."""
         cache.reset()
         self._last_use.pop(cache, None)
-        for given in [given for given, ours in self._stands_for.items() if ours is cache]:
-            del self._stands_for[given]
+        self._stand_ins.remove(cache)
 
     def close(self, cache: PagedCache, why: str) -> None:
         """Takes the rows back; from now on using the cache raises, and says why."""
         cache.reset()
         self._last_use.pop(cache, None)
         self._why_closed[cache] = why
+
+    def note_copy(self, copy: PagedCache, *, rows: int) -> None:
+        """A cache is about to be copied: idle rows make room, and the copy counts as used now."""
+        self.idle.evict(rows)
+        self._note_use(copy)
+
+    def _note_use(self, cache: PagedCache) -> None:
+        self._uses += 1
+        self._last_use[cache] = self._uses
 
     def _check_ours(self, cache: PagedCache) -> None:
         if cache.manager is not self._manager:
@@ -100,19 +178,66 @@ class FastCaches:
             )
         if cache in self._why_closed:
             raise RequestError(f"the cache is closed: {self._why_closed[cache]}")
+        here = self._calls_here()
+        if any(cache in call.caches for call in self._calls if call not in here):
+            raise RequestError(
+                "another call of generate is using this cache: wait until it is over, or give each "
+                "its own with copy.deepcopy"
+            )
 
-    def _make_room(self, rows: int) -> None:
-        """Closes the caches used longest ago until `rows` rows are free."""
-        in_use = [cache for cache in self._last_use if cache.requests]
-        for cache in sorted(in_use, key=self._last_use.__getitem__):
-            if self._manager.stats().slots_free >= rows:
-                return
+    # ---- rows ------------------------------------------------------------------------------
+
+    def make_room(self, rows: int) -> bool:
+        """Whether so many rows are free or idle, after closing caches that nobody is using."""
+        unused = sorted(self._unused(), key=self._last_use.__getitem__)
+        free = self._manager.stats().slots_free + self.idle.count
+        if rows > free + sum(len(cache.requests) for cache in unused):
+            return False
+        for cache in unused:
+            if self._manager.stats().slots_free + self.idle.count >= rows:
+                break
+            cache.rows.let_go()
             self.close(
                 cache,
                 f"a newer batch needed its rows, and the model was accelerated for max_batch="
                 f"{self._manager.max_requests} rows in all; accelerate with a larger max_batch to "
                 f"keep several batches alive",
             )
+        return True
+
+    def _make_room(self, rows: int) -> None:
+        """The same; waits for running calls. Raises RequestError in one that would wait for itself,
+        and nothing has changed."""
+        if not self._waiting and self.make_room(rows):
+            return
+        if any(call.caches for call in self._calls_here()):
+            if self.make_room(rows):
+                return
+            raise RequestError(
+                f"{rows} more rows are needed while this call and others use those that the model "
+                f"was accelerated for, max_batch={self._manager.max_requests}: max_batch counts "
+                f"the rows of all batches, beams and samples that run at once"
+            )
+        ticket = object()
+        self._waiting.append(ticket)
+        try:
+            self.turn.wait_for(lambda: self._waiting[0] is ticket and self.make_room(rows))
+        finally:
+            self._waiting.remove(ticket)
+            self.turn.notify_all()
+
+    def _unused(self) -> list[PagedCache]:
+        """Caches with rows that no running call uses."""
+        used = [cache for call in self._calls for cache in call.caches]
+        return [cache for cache in self._last_use if cache.requests and cache not in used]
+
+    def _lent(self) -> list[Any]:
+        """Rows of caches that somebody holds and nobody uses now."""
+        return [
+            row
+            for cache in self._unused()
+            for row in known_rows(cache.requests, cache.rows.history)
+        ]
 
 
 def _check_empty(cache: Any) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import RLock
+from threading import local
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
@@ -17,7 +19,8 @@ from dsv4.errors import ContextOverflow, InvalidInput
 from dsv4.integrations.transformers.decode_graph import DecodeGraphs, can_capture
 from dsv4.integrations.transformers.fast_attention import RunningStep
 from dsv4.integrations.transformers.fast_caches import FastCaches
-from dsv4.integrations.transformers.packing import Packing, read_packing
+from dsv4.integrations.transformers.fast_generate import wrong_padding
+from dsv4.integrations.transformers.packing import Packing, make_packing, read_packing
 from dsv4.integrations.transformers.paged_cache import PagedCache
 
 # transformers builds a dense mask unless it is given a dictionary of finished ones
@@ -35,8 +38,9 @@ class FastForward:
         self.model, self.step, self.caches = model, step, caches
         self.replaced: Any = None
         self.hook: Any = None
-        self._last_column_only: Tensor | None = None  # ids of a call that wants no more
-        self._lock = RLock()
+        self._asked = local()  # .logits: what the call that begins in this thread wants
+        if step.ranks is None:  # where a rewind goes on from may differ between ranks
+            caches.rerun = self.rerun
         self.max_step_tokens = step.manager.max_step_tokens
         self.own_forward: Callable[..., Any] = model.forward
         self.graphs: DecodeGraphs | None = None
@@ -48,12 +52,12 @@ class FastForward:
             )
 
     def observe(self, model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        """A forward of the causal LM begins. Only where nothing but the last column's logits are
+        """A forward of the causal LM begins. Only where the logits of the last columns alone are
         wanted, as generate does for a prompt, may columns be left out that are cached."""
         keep = given.get("logits_to_keep", 0) if len(args) < 2 else 0
         ids = given.get("input_ids", args[0] if args else None)
-        is_last = isinstance(keep, int) and keep == 1
-        self._last_column_only = ids if isinstance(ids, Tensor) and is_last else None
+        is_last = isinstance(keep, int) and keep >= 1
+        self._asked.logits = (ids, keep) if isinstance(ids, Tensor) and is_last else None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidInput(
@@ -63,14 +67,15 @@ class FastForward:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """One call at a time: all share one plan."""
-        with self._lock:
-            asked, self._last_column_only = self._last_column_only, None
+        asked: tuple[Tensor, int] | None = getattr(self._asked, "logits", None)
+        self._asked.logits = None
+        with self.caches.turn:
             return self._call(asked, *args, **options)
 
     @torch.no_grad()
     def _call(
         self,
-        last_column_only: Tensor | None,
+        asked: tuple[Tensor, int] | None,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
@@ -99,10 +104,10 @@ class FastForward:
             device=given.device,
         )
         self._check_context(lengths, packing)
+        self._check_generated(packing, lengths)
         prompts = None
-        may_reuse = last_column_only is input_ids and self._may_reuse(options)
-        if may_reuse and begun is None and keep and input_ids is not None:
-            prompts = packing.rows_of(input_ids)
+        if asked is not None and asked[0] is input_ids and begun is None and keep:
+            prompts = self._prompts(packing, *asked, options)
         cache = self.caches.open(past_key_values, rows=rows, prompts=prompts)
         run = packing
         if prompts is not None:
@@ -122,10 +127,27 @@ class FastForward:
         result.past_key_values = cache if keep else None
         return result if return_dict else result.to_tuple()
 
-    def _may_reuse(self, options: dict[str, Any]) -> bool:
-        """Whether a call that wants the last column alone may leave out what is cached."""
+    def _prompts(
+        self, packing: Packing, ids: Tensor, logits: int, options: dict[str, Any]
+    ) -> list[NDArray[np.int64]] | None:
+        """The prompts of a call that wants the logits of so many last columns, if it may leave out
+        what is cached. Behind the first of these columns there are drafts, which are no prompt."""
         is_recorded = any(self._wants(options, name) for name in ("hidden_states", "router_logits"))
-        return self.step.manager.prefix is not None and not is_recorded
+        if self.step.manager.prefix is None or is_recorded:
+            return None
+        if not packing.mask[:, packing.columns - logits :].all() or logits > packing.columns:
+            return None
+        return [row[: len(row) - logits + 1] for row in packing.rows_of(ids)]
+
+    def _check_generated(self, packing: Packing, lengths: Sequence[int]) -> None:
+        """Raises InvalidInput for padding that generate cannot have, inferred or given."""
+        call = self.caches.call
+        if call is None or packing.mask[:, -1].all():
+            return
+        for row in np.flatnonzero(~packing.mask[:, -1]).tolist():
+            is_empty = not lengths[row] and not packing.counts[row]
+            if not (is_empty and call.chunked):
+                raise wrong_padding(row, is_empty=is_empty)
 
     def _checked_input(
         self, input_ids: Tensor | None, inputs_embeds: Tensor | None, options: dict[str, Any]
@@ -206,6 +228,17 @@ class FastForward:
         if ids is None or self.step.manager.transfers is None:
             return None
         return ids[0, piece].cpu()
+
+    @torch.no_grad()
+    def rerun(self, cache: PagedCache, ids: Tensor, mask: Tensor) -> int:
+        """Runs what a cache's rows lack of its first columns [rows, n], as a rewind has left them;
+        how many tokens that was."""
+        lacking = make_packing(np.asarray(mask.cpu()), ids.device).behind(
+            [request.length for request in cache.requests], ids.device
+        )
+        if lacking.tokens:
+            self._run(cache, lacking, ids, None, {})
+        return lacking.tokens
 
     @contextmanager
     def _planned(

@@ -58,7 +58,7 @@ class Packing:
     def behind(self, starts: Sequence[int], device: torch.device) -> Packing:
         """Without the first `starts[row]` tokens of each row."""
         nth = np.cumsum(self.mask, axis=1)
-        return _packing(self.mask & (nth > np.asarray(starts)[:, None]), device)
+        return make_packing(self.mask & (nth > np.asarray(starts)[:, None]), device)
 
     def pieces(self, max_tokens: int) -> Iterator[tuple[slice, list[tuple[int, int]]]]:
         """The packed tokens in runs of at most `max_tokens`, each with its (row, count) pairs."""
@@ -99,10 +99,11 @@ def read_packing(
                 f"{expected[row, column]}: positions count the tokens that attention_mask shows, "
                 f"from 0 in each row; leave position_ids out, and pad on the left for generate"
             )
-    return _packing(mask, device)
+    return make_packing(mask, device)
 
 
-def _packing(mask: NDArray[np.bool_], device: torch.device) -> Packing:
+def make_packing(mask: NDArray[np.bool_], device: torch.device) -> Packing:
+    """The packing of a batch whose tokens `mask` [batch, columns] shows."""
     where = None
     if not mask.all():
         where = torch.from_numpy(np.flatnonzero(mask)).to(device)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import operator
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from threading import RLock
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,15 +19,19 @@ from transformers.cache_utils import Cache
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.requests import Request
 from dsv4.cache.stats import MemoryBytes
-from dsv4.errors import InvalidInput, is_whole, require_count
+from dsv4.errors import InvalidInput, require_count
 from dsv4.integrations.transformers.cache_layers import PagedLayer
 from dsv4.integrations.transformers.cache_rows import CacheRows
 from dsv4.integrations.transformers.history import UNKNOWN_ID
 from dsv4.integrations.transformers.model_check import cache_schema, require_schema, require_v4
 
+if TYPE_CHECKING:
+    from dsv4.integrations.transformers.fast_caches import FastCaches
+
 # columns that a replay runs at once: transformers' attention is dense in them
 REPLAY_COLUMNS = 2048
 FETCH_TIMEOUT_S = 5.0
+LOGGER = logging.getLogger("dsv4")
 
 
 class PagedCache(Cache):
@@ -34,17 +42,31 @@ class PagedCache(Cache):
     """
 
     def __init__(
-        self, manager: KVCacheManager, model: Any, *, fetch_timeout_s: float = FETCH_TIMEOUT_S
+        self,
+        manager: KVCacheManager,
+        model: Any,
+        *,
+        fetch_timeout_s: float = FETCH_TIMEOUT_S,
+        caches: FastCaches | None = None,
     ) -> None:
-        """Rows of a manager that may serve several caches. Prompts wait for the manager's tiers, if
-        it has any, so long at most. Raises InvalidInput, SchemaMismatch."""
+        """Rows of a manager that may serve several caches, which `caches` knows of, if they are an
+        accelerated model's. Prompts wait for the manager's tiers, if it has any, so long at most.
+        Raises InvalidInput, SchemaMismatch."""
         require_v4(model)
         require_schema(manager.schema, model)
-        self.rows = CacheRows(manager, model, fetch_timeout_s=fetch_timeout_s)
+        self._fetch_timeout_s, self._caches = fetch_timeout_s, caches
+        # calls that change a manager come one at a time: caches of one take turns
+        self._turn: AbstractContextManager[Any] = RLock() if caches is None else caches.turn
+        self.rows = CacheRows(
+            manager,
+            model,
+            fetch_timeout_s=fetch_timeout_s,
+            idle=None if caches is None else caches.idle,
+        )
         super().__init__(
             layers=[PagedLayer(self.rows, i) for i in range(len(manager.schema.layers))]
         )
-        weakref.finalize(self, self.rows.release_later)
+        weakref.finalize(self, self.rows.let_go)
         weakref.finalize(self, _observe(self, model.model))
 
     @classmethod
@@ -136,7 +158,8 @@ class PagedCache(Cache):
 
     def reset(self) -> None:
         """Gives all rows back. The next forward starts from nothing."""
-        self.rows.release()
+        with self._turn:
+            self.rows.release()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest -n columns for a negative n, all behind the first n for a positive.
@@ -144,25 +167,24 @@ class PagedCache(Cache):
         Up to 1 + max_draft_tokens tokens it is arithmetic. Further back the window is gone, and the
         model runs the tokens that stay again; then they must have come as ids: InvalidInput.
         """
-        if not is_whole(tokens_to_remove):
-            raise InvalidInput(f"crop({tokens_to_remove!r}): give a whole number of columns")
-        target = tokens_to_remove if tokens_to_remove > 0 else self.columns + tokens_to_remove
-        if target >= self.columns:
-            return
-        if target <= 0:
-            self.reset()
-            return
+        target = _columns(tokens_to_remove)
+        with self._turn:
+            if target <= 0:
+                target += self.columns
+            if target >= self.columns:
+                return
+            if target <= 0:
+                self.rows.release()
+            else:
+                self._crop(target)
+
+    def _crop(self, target: int) -> None:
         lengths = self.history_mask[:, :target].sum(dim=1).tolist()
+        ids, mask = self.history_ids[:, :target], self.history_mask[:, :target]
         if all(self._rings_hold(r, n) for r, n in zip(self.requests, lengths, strict=True)):
-            try:
-                for request, length in zip(self.requests, lengths, strict=True):
-                    self.manager.rewind(request, length)
-            except BaseException:
-                self.reset()  # rows of different lengths are of no use
-                raise
+            self._rewind(lengths)
             self.rows.cut(target)
             return
-        ids, mask = self.history_ids[:, :target], self.history_mask[:, :target]
         if bool((ids[mask] == UNKNOWN_ID).any()):
             raise InvalidInput(
                 f"crop to {target} of {self.columns} columns needs tokens that came as embeddings "
@@ -170,8 +192,34 @@ class PagedCache(Cache):
                 f"{self.manager.schema.max_rollback_tokens} tokens"
             )
         model = self._replaying_model(mask)
-        self.reset()
-        self._replay(model, ids, mask)
+        removed, caches = self.columns - target, self._caches
+        rerun = None if caches is None or self.rows.writer != "accelerate" else caches.rerun
+        if caches is None or rerun is None or "forward" not in vars(model.model):
+            self.rows.release()
+            self._replay(model, ids, mask)
+            return
+        self._rewind(lengths)
+        try:
+            tokens = rerun(self, ids, mask)
+        except BaseException:
+            self.rows.release()
+            raise
+        LOGGER.log(
+            logging.WARNING if caches.is_generating else logging.DEBUG,
+            "%d columns were taken back and %d tokens ran again for it: with "
+            "accelerate(max_draft_tokens=%d) none does",
+            *(removed, tokens, removed - 1),
+        )
+        self.rows.cut(target)
+
+    def _rewind(self, lengths: Sequence[int]) -> None:
+        """All rows back to these lengths, or none is left."""
+        try:
+            for request, length in zip(self.requests, lengths, strict=True):
+                self.manager.rewind(request, length)
+        except BaseException:
+            self.rows.release()  # rows of different lengths are of no use
+            raise
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i continues row beam_idx[i]."""
@@ -179,13 +227,15 @@ class PagedCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps these rows, in this order."""
-        if self.requests:
-            self.rows.take(torch.arange(len(self.requests))[indices.cpu()].tolist())
+        with self._turn:
+            if self.requests:
+                self.rows.take(torch.arange(len(self.requests))[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, side by side. Raises InvalidInput past max_batch."""
-        if self.requests:
-            self.rows.take([row for row in range(len(self.requests)) for _ in range(repeats)])
+        with self._turn:
+            if self.requests:
+                self.rows.take([row for row in range(len(self.requests)) for _ in range(repeats)])
 
     def activate_past_recording(self) -> None:
         """Nothing to do: crop goes back to any length."""
@@ -225,8 +275,16 @@ class PagedCache(Cache):
     def __deepcopy__(self, memo: Any) -> PagedCache:
         """A cache that goes on from the same tokens: its rows are forks, whole blocks are shared.
         Raises OutOfSlots where the manager has no rows left."""
-        twin = type(self)(self.manager, self.rows.model())
-        twin.rows.fork_from(self.rows)
+        with self._turn, torch.inference_mode(False):
+            twin = type(self)(
+                self.manager,
+                self.rows.model(),
+                fetch_timeout_s=self._fetch_timeout_s,
+                caches=self._caches,
+            )
+            if self._caches is not None:
+                self._caches.note_copy(twin, rows=len(self.requests))
+            twin.rows.fork_from(self.rows)
         return twin
 
 
@@ -239,6 +297,16 @@ def transformers_cache_bytes(cache: Cache) -> int:
                 if isinstance(state, Tensor) and state.is_floating_point():
                     tensors[state.data_ptr(), state.nbytes] = state.nbytes
     return sum(tensors.values())
+
+
+def _columns(given: Any) -> int:
+    """A whole number: also a tensor or array of one, as transformers passes it."""
+    if not isinstance(given, bool | np.bool_):
+        try:
+            return operator.index(given)
+        except (TypeError, RuntimeError):
+            pass
+    raise InvalidInput(f"crop({given!r}): give a whole number of columns")
 
 
 def _observe(cache: PagedCache, model: Any) -> Any:

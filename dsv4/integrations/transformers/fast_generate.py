@@ -1,0 +1,54 @@
+"""`generate` of an accelerated model: what cannot come out right is refused before anything runs,
+and the rows that it uses are its own until it is over."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.errors import InvalidInput
+from dsv4.integrations.transformers.fast_caches import FastCaches
+
+
+class FastGenerate:
+    """Takes the place of the generate of one DeepseekV4ForCausalLM, and calls it."""
+
+    def __init__(self, model: Any, caches: FastCaches) -> None:
+        self.model, self.caches = model, caches
+        self.replaced: Any = None
+        self.own_generate: Any = model.generate
+        functools.update_wrapper(self, self.own_generate)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        mask = options.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            _check_padding(mask)
+        asked = options.get("generation_config") or self.model.generation_config
+        chunk = options.get("prefill_chunk_size") or getattr(asked, "prefill_chunk_size", None)
+        with self.caches.running(chunked=chunk is not None):
+            return self.own_generate(*args, **options)
+
+
+def _check_padding(mask: Tensor) -> None:
+    """Raises InvalidInput for rows without a token, or with padding behind one."""
+    shown = mask.bool()
+    ends = shown[:, -1] if shown.shape[1] else torch.zeros(len(shown), dtype=torch.bool)
+    if bool(ends.all()):
+        return
+    row = int((~ends).nonzero()[0, 0])
+    raise wrong_padding(row, is_empty=not bool(shown[row].any()))
+
+
+def wrong_padding(row: int, *, is_empty: bool) -> InvalidInput:
+    if is_empty:
+        return InvalidInput(
+            f"attention_mask hides all of row {row}, so there is nothing to generate from: give "
+            f"each row a token, a start token for instance, or leave the row out"
+        )
+    return InvalidInput(
+        f"row {row} is padded on the right, so generate would read the next token behind padding: "
+        f'pad on the left, tokenizer.padding_side = "left"'
+    )
