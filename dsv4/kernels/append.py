@@ -35,9 +35,11 @@ NUM_WARPS = 4
 CHUNK_WINDOW_WARPS = 1
 # Left alone, ptxas stops at 128 registers and spills a few. With 96, five programs of a group that
 # is split fit a multiprocessor. A chunk that is folded keeps 2 · FOLD_AHEAD_TOKENS rows, and there
-# are never more than two such programs for a multiprocessor.
+# are never more than two such programs for a multiprocessor. Decode steps that project keys have
+# sums in fp64 and weights on their way.
 MAX_REGISTERS = 144
 MAX_SPLIT_REGISTERS = 96
+MAX_PROJECTION_REGISTERS = 240
 MAX_CHUNK_REGISTERS = 168
 MAX_FOLD_REGISTERS = 224
 
@@ -166,6 +168,8 @@ def _options(constants: dict[str, Any]) -> dict[str, Any]:
         registers = MAX_FOLD_REGISTERS if main.STATE_ROWS else MAX_CHUNK_REGISTERS
     elif main is not None and main.SPLITS > 1:
         registers = MAX_SPLIT_REGISTERS
+    elif main is not None and main.KEY_WIDTH:
+        registers = MAX_PROJECTION_REGISTERS
     return {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": False}
 
 

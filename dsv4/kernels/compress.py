@@ -32,7 +32,7 @@ from dsv4.kernels.record_store import RecordConstants, record_constants, store_r
 from dsv4.kernels.rows import item_at, load_item, load_item_or_request
 from dsv4.ops.calls import CompressorWrite, StepTensors
 from dsv4.ops.columns import ItemColumns
-from dsv4.ops.constants import SUM_LANES
+from dsv4.ops.constants import PROJECTION_LANES, SUM_LANES
 
 # Pooling more rows than this splits the channels over programs: a group of 128 tokens is 512 KB.
 MAX_ROWS_IN_ONE_PROGRAM = 8
@@ -45,6 +45,9 @@ FOLD_AHEAD_TOKENS = 16
 # A captured step has programs for every group that could close, and mostly few do. Beyond ten for
 # each of 132 multiprocessors they take several in turn: those with nothing to do cost time too.
 MOST_NARROW_PROGRAMS = 1320
+# Tiles of a projection that are loaded while as many are added: alone, a program waits for memory;
+# in a chunk others fill the wait, and registers are for them.
+KEY_TURNS, CHUNK_KEY_TURNS = 4, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,8 @@ class CompressorConstants:
     others. TAILS says who writes them: "none", "token" (the program of each token), "apart"
     (programs of their own, one per request) or "after" (an item's, behind its groups). BIAS: there
     is an ape. Without GATED a group is one token, as it is. KEY_WIDTH is that of index keys that
-    come from the latent, 0 where none do."""
+    come from the latent, 0 where none do; KEY_LANES channels are added at once, and KEY_TURNS times
+    as many are loaded ahead."""
 
     RATIO: int
     OVERLAP: bool
@@ -82,6 +86,8 @@ class CompressorConstants:
     DENSE: bool
     RECORD: RecordConstants
     KEY_WIDTH: int
+    KEY_LANES: int
+    KEY_TURNS: int
     KEY_RECORD: RecordConstants | None
 
 
@@ -207,6 +213,8 @@ def compressor_share(step: StepTensors, write: CompressorWrite | None) -> Share:
         DENSE=write.dense is not None,
         RECORD=record_constants(layout.page.format),
         KEY_WIDTH=0 if keys is None else keys.format.width,
+        KEY_LANES=PROJECTION_LANES,
+        KEY_TURNS=KEY_TURNS if step.narrow else CHUNK_KEY_TURNS,
         KEY_RECORD=None if keys is None else record_constants(keys.format),
     )
     arguments = Compressor(
@@ -493,24 +501,30 @@ def _store_entries(pooled, closes, groups, place, step, compressor, C: tl.conste
 @triton.jit
 def _store_key(latent, closes, groups, place, step, compressor, C: tl.constexpr):
     """The index key of one latent [1, WIDTH]: its projection, norm, RoPE and record. Channels are
-    added in the order of the reference's `project`: lane by lane, then lanes in a tree."""
+    added in fp64 and in the order of the reference's `project`: lane by lane, then lanes in a
+    tree."""
     RECORD: tl.constexpr = C.KEY_RECORD
     WIDTH: tl.constexpr = C.WIDTH
     KEY_WIDTH: tl.constexpr = C.KEY_WIDTH
-    LANES: tl.constexpr = min(C.LANES, WIDTH)
+    LANES: tl.constexpr = C.KEY_LANES
+    TURNS: tl.constexpr = C.KEY_TURNS
     # through memory, because a thread needs all channels and has a few
     line = compressor.scratch + tl.max(groups.item, axis=0).to(tl.int64) * WIDTH
     tl.store(line + tl.arange(0, WIDTH)[None, :], latent)
     tl.debug_barrier()
-    lane = tl.arange(0, LANES)
     key = tl.arange(0, KEY_WIDTH)
-    weights = compressor.key_weight + key[None, :] * WIDTH + lane[:, None]
-    live = (lane >= 0)[:, None]
-    sums = tl.zeros([LANES, KEY_WIDTH], dtype=tl.float32)
-    for first in range(0, WIDTH, LANES):
-        channels = tl.load(line + first + lane, cache_modifier=".cg")
-        sums += channels[:, None] * load_bf16(weights + first, live).to(tl.float32)
-    x = round_bf16(_halving_sum(sums[None, :, :]))  # [1, KEY_WIDTH]
+    weights = compressor.key_weight + key[None, :] * WIDTH
+    sums = tl.zeros([LANES, KEY_WIDTH], dtype=tl.float64)
+    tiles = _key_tiles(line, weights, 0, C)
+    for first in range(0, WIDTH, TURNS * LANES):
+        # the next tiles are under way; behind the last ones the same again
+        ahead = tl.minimum(first + TURNS * LANES, WIDTH - TURNS * LANES)
+        next_tiles = _key_tiles(line, weights, ahead, C)
+        for turn in tl.static_range(TURNS):
+            channels, weight = tiles[2 * turn], tiles[2 * turn + 1]
+            sums += channels.to(tl.float64) * weight.to(tl.float32).to(tl.float64)
+        tiles = next_tiles
+    x = round_bf16(_halving_sum(sums[None, :, :]).to(tl.float32))  # [1, KEY_WIDTH]
     norm = tl.load(compressor.key_norm + key)[None, :]
     x = rms_norm(x, norm, step.eps, KEY_WIDTH)
     angles = tl.where(closes, groups.entry * C.RATIO, 0).to(tl.int64) * C.ROPE
@@ -523,6 +537,23 @@ def _store_key(latent, closes, groups, place, step, compressor, C: tl.constexpr)
         place.page + compressor.key_scale_offset + page_row * RECORD.SCALE_BYTES,
         KEY_WIDTH, RECORD,
     )  # fmt: skip
+
+
+@triton.jit
+def _key_tiles(line, weights, first, C: tl.constexpr):
+    """KEY_TURNS tiles from channel `first` on: channels of the latent [LANES, 1] and weights
+    [LANES, KEY_WIDTH], in turn."""
+    TURNS: tl.constexpr = C.KEY_TURNS
+    tiles = ()
+    for turn in tl.static_range(TURNS):
+        tiles += _key_tile(line, weights, first + turn * C.KEY_LANES, C)
+    return tiles
+
+
+@triton.jit
+def _key_tile(line, weights, first, C: tl.constexpr):
+    at = first + tl.arange(0, C.KEY_LANES)[:, None]
+    return tl.load(line + at, cache_modifier=".cg"), load_bf16(weights + at, at >= 0)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from dsv4.ops.constants import (
     LN2_HIGH,
     LN2_LOW,
     LOG2_E,
+    PROJECTION_LANES,
     ROUND_MAGIC,
     SUM_LANES,
 )
@@ -73,8 +74,8 @@ def fold_token(state: Tensor, values: Tensor, logits: Tensor, first: Tensor) -> 
 
 
 def tree_sum(x: Tensor) -> Tensor:
-    """Sum over axis -2 in fp32, in a fixed order: row r joins lane r mod SUM_LANES, in turn; then
-    the lower half of the lanes is added to the upper half until one is left."""
+    """Sum over axis -2 in a fixed order: row r joins lane r mod SUM_LANES, in turn; then the lower
+    half of the lanes is added to the upper half until one is left."""
     rows, lanes = x.shape[-2], 1
     while lanes < min(rows, SUM_LANES):
         lanes *= 2
@@ -90,17 +91,16 @@ def tree_sum(x: Tensor) -> Tensor:
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
-    """`weight` [out, channels] times x over its last axis, fp32 [..., out], in the order in which
-    `tree_sum` adds. Products of bf16 numbers are exact in fp32."""
-    rows = weight.float().T
-    lanes = min(SUM_LANES, rows.shape[0])
-    wide = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % lanes))
-    rows = torch.nn.functional.pad(rows, (0, 0, 0, wide.shape[-1] - rows.shape[0]))
+    """`weight` [out, channels] times x over its last axis: fp32 [..., out], formed in fp64 and
+    rounded once. Products of bf16 numbers are exact in fp64; channel c joins lane c mod
+    PROJECTION_LANES, in turn, and lanes are added as in `tree_sum`."""
+    rows, wide = weight.double().T, x.double()
+    lanes = min(PROJECTION_LANES, rows.shape[0])
     total = wide[..., :lanes, None] * rows[:lanes]
-    for first in range(lanes, wide.shape[-1], lanes):
+    for first in range(lanes, rows.shape[0], lanes):
         joining = slice(first, first + lanes)
         total = total + wide[..., joining, None] * rows[joining]
-    return tree_sum(total)
+    return tree_sum(total).float()
 
 
 def square_root(x: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.reference.numerics import channel_sum, divide, hadamard, square_root
+from dsv4.reference.numerics import channel_sum, divide, hadamard, project, square_root
+from tests.support.numbers import Numbers
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -90,3 +91,16 @@ def test_the_scale_of_hadamard_is_far_from_the_middle_of_two_numbers(width: int)
     one = torch.zeros(1, width)
     one[0, 0] = 1.0
     assert hadamard(one)[0, -1] == near[1]
+
+
+@pytest.mark.parametrize("width", [128, 512])
+def test_a_projection_is_the_exact_sum_rounded_once(width: int):
+    numbers = Numbers(31)
+    x = numbers.heavy(12, width).to(torch.bfloat16)
+    weight = (numbers.normal(40, width) * width**-0.5).to(torch.bfloat16)
+    exact = torch.tensor(
+        [[math.fsum((row * line).tolist()) for line in weight.double()] for row in x.double()],
+        dtype=torch.float64,
+    )
+    assert torch.equal(project(x, weight), exact.float())
+    assert not torch.equal(x.float() @ weight.float().T, exact.float())
