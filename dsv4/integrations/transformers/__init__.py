@@ -2,5 +2,6 @@
 
 from dsv4.integrations.transformers.accelerate import accelerate, restore
 from dsv4.integrations.transformers.paged_cache import PagedCache, transformers_cache_bytes
+from dsv4.integrations.transformers.speculation import speculation
 
-__all__ = ["PagedCache", "accelerate", "restore", "transformers_cache_bytes"]
+__all__ = ["PagedCache", "accelerate", "restore", "speculation", "transformers_cache_bytes"]

@@ -28,7 +28,6 @@ class Call:
     """What is known of a forward before it reaches the first layer."""
 
     ids: Tensor | None
-    mask: Tensor | None
 
 
 class CacheRows:
@@ -221,9 +220,33 @@ class CacheRows:
     # ---- steps of transformers' own layers -------------------------------------------------
 
     def observe(self, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        """A forward begins that has this cache."""
+        """A forward begins that has this cache. Raises InvalidInput for masks and positions that
+        transformers' own layers would take for something else."""
         given = dict(zip(_ARGUMENTS, args, strict=False)) | given
-        self.last_call = Call(ids=given.get("input_ids"), mask=given.get("attention_mask"))
+        model = self.model()
+        if model is not None and "forward" not in vars(model.model):
+            self._check_call(given)
+        self.last_call = Call(ids=given.get("input_ids"))
+
+    def _check_call(self, given: dict[str, Any]) -> None:
+        ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+        tokens = embeds if ids is None else ids
+        if not isinstance(tokens, Tensor) or tokens.dim() < 2:
+            return  # transformers says what is wrong
+        batch, columns = tokens.shape[:2]
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            _check_mask(mask, batch, self.columns, columns)
+        if isinstance(positions, Tensor):
+            expected = torch.arange(self.columns, self.columns + columns, device=positions.device)
+            if tuple(positions.shape) not in ((1, columns), (batch, columns)) or not bool(
+                (positions == expected).all()
+            ):
+                raise InvalidInput(
+                    f"position_ids are not {self.columns} to {self.columns + columns - 1} in each "
+                    f"row: the cache holds {self.columns} columns, and the next ones stand behind "
+                    f"them; leave position_ids out"
+                )
 
     def begin_step(self, batch: int, columns: int) -> None:
         """The first layer sees a step: checks it, takes its blocks and moves the lengths.
@@ -240,11 +263,6 @@ class CacheRows:
             raise RequestError(
                 f"the last forward broke off after {self.layers_done} layers, so the newest "
                 f"{self.columns - self.start} columns are incomplete: crop({self.start}) or reset()"
-            )
-        if isinstance(call.mask, Tensor) and call.mask.dim() == 2 and not bool(call.mask.all()):
-            raise InvalidInput(
-                "the attention mask has padding, which transformers' own V4 attention cannot place "
-                "in a cache: run rows of one length, or dsv4.integrations.transformers.accelerate"
             )
         self.check_batch(batch, "transformers")
         end, most = self.columns + columns, self.manager.schema.max_context
@@ -266,3 +284,17 @@ class CacheRows:
             count = min(piece, columns - first)
             plan = self.manager.prepare_forward([(request, count) for request in self.requests])
             self.manager.commit(plan)
+
+
+def _check_mask(mask: Tensor, batch: int, past_columns: int, columns: int) -> None:
+    """Raises InvalidInput for a mask of another shape, or with padding."""
+    if mask.shape != (batch, past_columns + columns):
+        raise InvalidInput(
+            f"attention_mask is {list(mask.shape)}, expected [{batch}, {past_columns + columns}]: "
+            f"one column for each of the {past_columns} processed and {columns} new ones"
+        )
+    if not bool(mask.all()):
+        raise InvalidInput(
+            "the attention mask has padding, which transformers' own V4 attention cannot place in "
+            "a cache: run rows of one length, or dsv4.integrations.transformers.accelerate"
+        )

@@ -301,7 +301,7 @@ def transformers_cache_bytes(cache: Cache) -> int:
 
 def _columns(given: Any) -> int:
     """A whole number: also a tensor or array of one, as transformers passes it."""
-    if not isinstance(given, bool | np.bool_):
+    if not (isinstance(given, bool) or getattr(given, "dtype", None) == torch.bool):
         try:
             return operator.index(given)
         except (TypeError, RuntimeError):
