@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dsv4.cache.handle import LayerCacheHandle
+    from dsv4.cache.handoff.arrival import Arrival
+    from dsv4.cache.handoff.options import HandoffOptions
     from dsv4.cache.manager import KVCacheManager
     from dsv4.cache.prefix.cache import PinnedPrefix
     from dsv4.cache.prefix.index import BlockEvent
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
         Dsv4Error,
         InvalidInput,
         MissingExtra,
+        OfferError,
         OutOfBlocks,
         OutOfSlots,
         PlanError,
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0.dev0"
 
 __all__ = [
+    "Arrival",
     "AttentionType",
     "BlockBudget",
     "BlockEvent",
@@ -56,6 +60,7 @@ __all__ = [
     "CopyError",
     "Dsv4Error",
     "ForwardPlan",
+    "HandoffOptions",
     "InvalidInput",
     "KVCacheManager",
     "KeyProjection",
@@ -66,6 +71,7 @@ __all__ = [
     "MemoryBytes",
     "MissingExtra",
     "ModelSpec",
+    "OfferError",
     "OutOfBlocks",
     "OutOfSlots",
     "PinnedPrefix",
@@ -96,6 +102,8 @@ __all__ = [
 # what `from dsv4 import name` loads; the imports above say the same to type checkers
 _HOMES = {
     "dsv4.cache.handle": ("LayerCacheHandle",),
+    "dsv4.cache.handoff.arrival": ("Arrival",),
+    "dsv4.cache.handoff.options": ("HandoffOptions",),
     "dsv4.cache.manager": ("KVCacheManager",),
     "dsv4.cache.prefix.cache": ("PinnedPrefix",),
     "dsv4.cache.prefix.index": ("BlockEvent",),
@@ -113,6 +121,7 @@ _HOMES = {
         "Dsv4Error",
         "InvalidInput",
         "MissingExtra",
+        "OfferError",
         "OutOfBlocks",
         "OutOfSlots",
         "PlanError",

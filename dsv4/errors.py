@@ -129,6 +129,30 @@ class RecoveryNeeded(Dsv4Error):
     """An interrupt left a call half done: `manager.recover()` puts the manager in order."""
 
 
+class OfferError(Dsv4Error):
+    """An offer of another manager cannot be used, or its request did not come: it can be computed,
+    or resumed from tiers, all the same. `reason` is one of
+
+    "damaged"  no offer, or not as it was made
+    "version"  of another version of this library
+    "schema"   the owner's blocks or states are not laid out like this manager's
+    "model"    of other weights, or of another pipeline stage
+    "busy"     too many offers or arrivals are open: ask again later
+    "gone"     the offer does not stand any more: expired, withdrawn, taken, or its owner restarted
+    "refused"  the bytes that came are not those that were offered
+    "late"     not read in time; the owner may be stopped or cut off
+    "failed"   the link or the device reported an error
+    "cancelled"
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _revive, (type(self), (self.reason, *self.args), {})
+
+
 class UnsupportedGpu(Dsv4Error, RuntimeError):
     """The kernels are not made for this GPU; the message names it and what to use instead."""
 

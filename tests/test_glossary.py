@@ -24,7 +24,7 @@ PLAIN = set(
         name needed note num of open option out overflow own pad padded per period prepare preset
         prometheus prompt read released request round run self serial shape small source start stat
         content continue size like number other restart mark require whole copy thread what parent
-        gpu later progress reuse take clamped unsupported wait waiting before recent latest
+        gpu later progress reason reuse take clamped unsupported wait waiting before recent latest
         step table tensor text to token too total type unused used want weight where write written
         """,
     )

@@ -26,6 +26,7 @@ class BlockAllocator:
         self.cached = 0  # blocks the index keeps, idle or held
         self.idle = 0  # those of them that no request holds
         self._in_flight: set[int] = set()
+        self._generations = [0] * total
 
     @property
     def free(self) -> int:
@@ -43,6 +44,10 @@ class BlockAllocator:
     def references(self, block_id: int) -> int:
         """How many requests hold the block."""
         return self._references[self._known(block_id)]
+
+    def generation(self, block_id: int) -> int:
+        """How often the block has become free: what was in it at another generation is gone."""
+        return self._generations[self._known(block_id)]
 
     def is_shared(self, block_id: int) -> bool:
         """Whether anybody but one request, another request or the index, relies on its bytes."""
@@ -111,7 +116,7 @@ class BlockAllocator:
                 self.idle += 1
             else:
                 freed.append(block_id)
-        self._free.extend(reversed(freed))
+        self._free_again(freed)
         return freed
 
     def keep(self, block_id: int) -> None:
@@ -129,7 +134,7 @@ class BlockAllocator:
         self.cached -= 1
         if not self._references[block_id]:
             self.idle -= 1
-            self._free.append(block_id)
+            self._free_again([block_id])
 
     def take_in_flight(self, count: int) -> list[int]:
         """`count` free blocks, which must be there, for bytes that are on their way."""
@@ -151,18 +156,37 @@ class BlockAllocator:
         if not self._in_flight.issuperset(block_ids):
             raise InvalidInput(f"blocks {list(block_ids)[:8]} are not all in flight")
         self._in_flight.difference_update(block_ids)
+        self._free_again(block_ids)
+
+    def arrive(self, block_ids: Sequence[int]) -> None:
+        """The bytes of blocks in flight are there: a request holds them."""
+        if not self._in_flight.issuperset(block_ids):
+            raise InvalidInput(f"blocks {list(block_ids)[:8]} are not all in flight")
+        for block_id in block_ids:
+            self._references[block_id] = 1
+        self._in_flight.difference_update(block_ids)
+
+    def _free_again(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            self._generations[block_id] += 1
         self._free.extend(reversed(block_ids))
 
-    def rebuild(self, references: Counter[int], cached: Collection[int]) -> None:
-        """Counts anew who holds what; free blocks keep their order. Nothing is in flight."""
+    def rebuild(
+        self, references: Counter[int], cached: Collection[int], in_flight: Collection[int] = ()
+    ) -> None:
+        """Counts anew who holds what; free blocks keep their order. Nothing is in flight but what
+        is named."""
         counts = [references[block_id] for block_id in range(self.total)]
         kept = bytearray(self.total)
         for block_id in cached:
             kept[block_id] = True
-        free = {b for b in range(self.total) if not counts[b] and not kept[b]}
+        flying = set(in_flight)
+        free = {b for b in range(self.total) if not counts[b] and not kept[b] and b not in flying}
         known = [b for b in dict.fromkeys(self._free) if b in free]
+        for block_id in free.difference(known):
+            self._generations[block_id] += 1
         self._free = [*known, *sorted(free.difference(known), reverse=True)]
-        self._references, self._cached, self._in_flight = counts, kept, set()
+        self._references, self._cached, self._in_flight = counts, kept, flying
         self.cached = len(cached)
         self.idle = sum(not counts[block_id] for block_id in cached)
 

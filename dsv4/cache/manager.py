@@ -46,6 +46,7 @@ from dsv4.errors import (
     OutOfBlocks,
     PlanError,
     RecoveryNeeded,
+    RequestError,
     ThreadError,
     is_whole,
     require_count,
@@ -54,6 +55,9 @@ from dsv4.errors import (
 from dsv4.ops.backend import BackendName
 
 if TYPE_CHECKING:
+    from dsv4.cache.handoff.arrival import Arrival
+    from dsv4.cache.handoff.handoff import Handoff
+    from dsv4.cache.handoff.options import HandoffOptions
     from dsv4.cache.transfers.fetch import Fetch
     from dsv4.cache.transfers.transfers import Suspended, Transfers
     from dsv4.tiers.tier import Tier
@@ -68,7 +72,8 @@ class KVCacheManager(Uncopied):
     request. One allocator serves all layers, so admission is atomic: a request has its slot and all
     its blocks, or nothing. Host calls (everything but what handles launch) belong between captured
     graphs. A call that raises has changed nothing. With `tiers` (docs/tiers.md), the fastest first,
-    what is cached is kept below the device too; `transfers` moves it.
+    what is cached is kept below the device too; `transfers` moves it. With `handoff` requests go
+    from manager to manager (docs/distributed.md).
 
     Threads: calls that change the manager come one at a time, from whatever thread; one that comes
     while another runs raises ThreadError. `stats`, `memory_bytes` and metrics may be asked at any
@@ -90,6 +95,7 @@ class KVCacheManager(Uncopied):
         prefix: PrefixOptions | None = None,
         max_open_plans: int = 1,
         tiers: Sequence[Tier] = (),
+        handoff: HandoffOptions | None = None,
     ) -> None:
         require_type("schema", schema, CacheSchema)
         if prefix is not None:
@@ -120,6 +126,7 @@ class KVCacheManager(Uncopied):
         self.transfers = self._transfers(tiers) if tiers else None
         self.open_plans: list[ForwardPlan] = []
         self.guard = Guard()
+        self.handoff = None if handoff is None else self._handoff(handoff)
         self._step_readers = tuple(StepReader(schema, self.table) for _ in self.memory.lanes)
         layers = [LayerMemory.of(self.memory, layer) for layer in range(len(schema.layers))]
         self._handles = tuple(  # of each lane, and again for chunks apart
@@ -142,6 +149,7 @@ class KVCacheManager(Uncopied):
         prefix: PrefixOptions | None = None,
         max_open_plans: int = 1,
         tiers: Sequence[Tier] = (),
+        handoff: HandoffOptions | None = None,
     ) -> KVCacheManager:
         """A manager that allocates `budget.total_bytes`, to the byte: a budget that does not count
         what these options need besides is refused. `from_memory` finds one that does; who counts
@@ -172,6 +180,7 @@ class KVCacheManager(Uncopied):
             prefix=prefix,
             max_open_plans=max_open_plans,
             tiers=tiers,
+            handoff=handoff,
         )
 
     @classmethod
@@ -188,6 +197,7 @@ class KVCacheManager(Uncopied):
         prefix: PrefixOptions | None = None,
         max_open_plans: int = 1,
         tiers: Sequence[Tier] = (),
+        handoff: HandoffOptions | None = None,
     ) -> KVCacheManager:
         """A manager that allocates no more than `memory_bytes` on its device, all told: slots, the
         block table, step buffers, workspace and snapshots, and blocks with what is left.
@@ -219,6 +229,7 @@ class KVCacheManager(Uncopied):
             prefix=prefix,
             max_open_plans=max_open_plans,
             tiers=tiers,
+            handoff=handoff,
         )
 
     @classmethod
@@ -262,6 +273,21 @@ class KVCacheManager(Uncopied):
             block_arena=self.block_arena.bytes,
             slot_arena=self.slot_arena.bytes,
             device=self.device,
+        )
+
+    def _handoff(self, options: HandoffOptions) -> Handoff:
+        from dsv4.cache.handoff.handoff import Handoff  # needs the extra dsv4[nixl]
+
+        leaving = self.guard.leaving
+        return Handoff(
+            options,
+            schema=self.schema,
+            table=self.table,
+            block_arena=self.block_arena.bytes,
+            slot_arena=self.slot_arena.bytes,
+            device=self.device,
+            prefix_model=None if self.prefix is None else self.prefix.options.model_id,
+            waiting=lambda item: leaving.append((item, False)),
         )
 
     # ---- what it was built with --------------------------------------------------------------
@@ -638,8 +664,10 @@ class KVCacheManager(Uncopied):
         leaving = self.guard.leaving
         for _ in range(len(leaving)):
             request, suspend = leaving[0]
-            assert isinstance(request, Request)
-            if any(request in plan.requests for plan in self.open_plans):
+            if not isinstance(request, Request):
+                assert self.handoff is not None
+                self.handoff.let_go(request)
+            elif any(request in plan.requests for plan in self.open_plans):
                 leaving.append((request, suspend))
             elif not request.released and self.table.live.get(request.slot) is request:
                 if suspend and self._can_suspend(request):
@@ -660,7 +688,7 @@ class KVCacheManager(Uncopied):
         index. Every request that was live still is, where it was before or after the call; one
         whose slot was being overwritten `is_torn`. Requests and pins that the interrupted call was
         about to return are gone; so is a plan that was never returned, or whose lengths have moved.
-        Fetches that are not over are cancelled.
+        Fetches and arrivals that are not over are cancelled; offers stand.
         Does nothing else, and nothing harmful if it was not needed. Raises ThreadError.
         """
         guard = self.guard
@@ -676,6 +704,8 @@ class KVCacheManager(Uncopied):
         self.open_plans = still_open
         lost = {item for item in guard.arriving if isinstance(item, Request)}
         fetching = [] if self.transfers is None else self.transfers.rebuild()
+        if self.handoff is not None:
+            self.handoff.rebuild()
         cached: list[int] = []
         if self.prefix is not None:
             taken = [plan.captures.captures for plan in still_open if plan.captures is not None]
@@ -883,6 +913,140 @@ class KVCacheManager(Uncopied):
         if self.transfers is None:
             raise InvalidInput("this manager has no tiers: build it with tiers=[HostTier(...), …]")
         return self.transfers
+
+    # ---- from machine to machine -------------------------------------------------------------
+
+    @changes
+    def offer(self, request: Request, *, lease_s: float | None = None, takers: int = 1) -> bytes:
+        """What another manager needs to `accept` a copy of a live request as it is now: bytes, for
+        the engine to carry there. The request goes on here, or is released: what was offered is
+        held until so many `takers` have it, for `lease_s` seconds of this process's clock at most
+        (default: the options'), or until `withdraw`.
+
+        It may be in an open plan with a few tokens, drafts too: the offer is of its length as the
+        last commit left it. Waits for the device. Raises RequestError for one that is torn, in the
+        middle of a replay, empty or in an open plan with a chunk; OfferError if too many offers are
+        open; InvalidInput.
+        """
+        handoff = self._handing_over()
+        self.table.require_live(request)
+        request.require_whole()
+        most = self.schema.max_narrow_tokens
+        for plan in self.open_plans:
+            if request in plan.requests and plan.counts[plan.requests.index(request)] > most:
+                raise RequestError(
+                    f"a chunk of request {request.serial} is under way, and its rings hold no "
+                    f"state: commit the plan, then offer it"
+                )
+        length = request.length
+        if length < max(1, request.exact_from, request.reused_tokens):
+            raise RequestError(
+                f"request {request.serial} has {length} tokens of which "
+                f"{request.reused_tokens} are to be replayed: run them first, then offer it"
+            )
+        if request.torn_from is not None:
+            raise RequestError(
+                f"not all layers of request {request.serial} have stored what is behind token "
+                f"{request.torn_from}: rewind it to there, then offer it"
+            )
+        return handoff.offer(request, lease_s=lease_s, takers=takers)
+
+    @changes
+    def withdraw(self, offer: bytes) -> bool:
+        """Ends an offer of this manager before its time: nobody can take it any more. Whether it
+        stood until now. Raises OfferError for what is no offer."""
+        return self._handing_over().withdraw(offer)
+
+    @changes
+    def accept(self, offer: bytes, *, deadline_s: float | None = None) -> Arrival:
+        """Starts to bring the request of another manager's offer here, and returns at once: `poll`
+        the arrival until it is over, or `wait` for it; then its `request` is live at the length
+        that it was offered with. Blocks that are cached here are not read again.
+
+        What is to be read is given up after `deadline_s` seconds (default: the options'). An offer
+        may be accepted by many, and many times. Raises OfferError (of another schema or model,
+        damaged), OutOfSlots, OutOfBlocks, ContextOverflow; what happens later is in the arrival.
+        """
+        from dsv4.cache.handoff.arrival import Arrival
+        from dsv4.cache.handoff.options import require_seconds
+
+        handoff, table = self._handing_over(), self.table
+        seconds = handoff.options.deadline_s
+        if deadline_s is not None:
+            seconds = require_seconds("deadline_s", deadline_s)
+        read = handoff.read_offer(offer)
+        step_checks.context(self.schema, read.tokens)
+        trail = handoff.read_trail(read)
+        table.require_slots()
+        shared: list[int] = []
+        if self.prefix is not None and trail is not None:
+            nodes = self.prefix.index.match(trail, read.tokens // self.schema.block_tokens)
+            shared = [node.block_id for node in nodes]
+        arrival = Arrival(
+            read,
+            trail if self.prefix is not None else None,
+            deadline=time.monotonic() + seconds,
+            poll=self._poll_arrival,
+            cancel=self._cancel_arrival,
+        )
+        handoff.begin(arrival)
+        arrival.landing.shared = shared
+        blocks = self.schema.blocks_for(read.tokens)
+        try:
+            table.hold(arrival, shared)
+            reserved = table.reserve(blocks - len(shared), asker_blocks=blocks, shared=shared)
+            table.promise(arrival, reserved)
+            arrival.landing.block_ids = table.landing[arrival]
+            handoff.start(arrival)
+        except Exception:
+            handoff.give_back(arrival)
+            raise
+        return arrival
+
+    @changes
+    def _poll_arrival(self, arrival: Arrival) -> None:
+        handoff = self._handing_over()
+        if arrival.done or not handoff.advance(arrival):
+            return
+        try:
+            arrival.request = self._settle_arrival(arrival)
+        except RuntimeError as error:  # of the device
+            handoff.fail(arrival, "failed", f"the device failed: {error}")
+            return
+        handoff.note_arrived(arrival)
+
+    def _settle_arrival(self, arrival: Arrival) -> Request:
+        """Like an admission; blocks and slot are there already, the state is on the host."""
+        handoff, table, length = self._handing_over(), self.table, arrival.tokens
+        landing, slot = arrival.landing, self.table.promised[arrival]
+        slot_bytes, block_bytes = handoff.state_of(arrival)
+        block_ids = [*landing.shared, *landing.block_ids]
+        # the device first, into a slot and a block that nobody has
+        if block_ids:
+            self.memory.publish(slot, 0, block_ids)
+        self.slot_arena.bytes[slot].copy_(slot_bytes)
+        if length % self.schema.block_tokens and self.schema.block_bytes:
+            self.block_arena.bytes[block_ids[-1]].copy_(block_bytes)
+        resume = Resume(start=length, reused_tokens=length, end=length, source="state")
+        request = table.arrive(arrival, resume)
+        self.guard.arriving.append(request)
+        request.published_blocks, request.trail = len(block_ids), arrival.trail
+        table.restart(request, resume)
+        if self.prefix is not None and arrival.trail is not None:
+            self.prefix.note_arrival(request, arrival.trail, self._adopt)
+        return request
+
+    @changes
+    def _cancel_arrival(self, arrival: Arrival) -> None:
+        if not arrival.done:
+            self._handing_over().fail(arrival, "cancelled", "the arrival was cancelled")
+
+    def _handing_over(self) -> Handoff:
+        if self.handoff is None:
+            raise InvalidInput(
+                "this manager hands nothing over: build it with handoff=HandoffOptions(...)"
+            )
+        return self.handoff
 
     # ---- steps -------------------------------------------------------------------------------
 
@@ -1179,6 +1343,7 @@ class KVCacheManager(Uncopied):
             prefix=None if self.prefix is None else self.prefix.stats(),
             transfers=None if self.transfers is None else self.transfers.stats(),
             tiers=() if self.transfers is None else self.transfers.tier_stats(),
+            handoff=None if self.handoff is None else self.handoff.stats(),
         )
 
     def check_invariants(self) -> None:
@@ -1187,6 +1352,8 @@ class KVCacheManager(Uncopied):
         self.table.check_invariants()
         if self.prefix is not None:
             self.prefix.check_invariants(self.open_plans)
+        if self.handoff is not None:
+            self.handoff.check_invariants()
 
     def take_events(self) -> list[BlockEvent]:
         """Which blocks were cached and let go since the last call, in order, for a router that

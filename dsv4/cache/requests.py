@@ -202,6 +202,11 @@ class RequestTable:
         self.numbers = np.zeros((REQUEST_NUMBERS, max_requests), dtype=np.int64)
         self.recent = RecentIds(max_requests, schema.block_tokens)
         self.reclaimer: Reclaimer | None = None
+        # for the hand-off between machines: blocks that an offer or an arrival holds, and blocks in
+        # flight and slots that an arrival has been promised
+        self.holds: dict[object, list[int]] = {}
+        self.landing: dict[object, list[int]] = {}
+        self.promised: dict[object, int] = {}
         self._next_serial = 0
 
     # ---- requests ----------------------------------------------------------------------------
@@ -322,6 +327,41 @@ class RequestTable:
             self.reclaimer.drop(reserved.victims)
         return self.allocator.take_in_flight(len(reserved.block_ids))
 
+    # ---- the hand-off between machines
+
+    def hold(self, holder: object, block_ids: list[int]) -> None:
+        """Somebody who is no request holds these blocks too, all that it ever will."""
+        self.allocator.share(block_ids)
+        self.holds[holder] = block_ids
+
+    def promise(self, holder: object, reserved: Reserved) -> None:
+        """Blocks in flight and a slot, which must be there, for a request that is on its way."""
+        self.landing[holder] = self.settle_in_flight(reserved)
+        self.promised[holder] = self.free_slots.pop()
+
+    def let_go(self, holder: object) -> None:
+        """What is held and promised goes back. Nobody may write to blocks in flight any more."""
+        self.allocator.release(self.holds.pop(holder, []))
+        self.allocator.give_back(self.landing.pop(holder, []))
+        slot = self.promised.pop(holder, None)
+        if slot is not None:
+            self.free_slots.append(slot)
+
+    def arrive(self, holder: object, resume: Resume) -> Request:
+        """The request that was on its way, in the slot and with the blocks that it was promised,
+        live at once."""
+        held, landed = self.holds[holder], self.landing[holder]
+        request = self.make(self.promised[holder], [*held, *landed], resume)
+        self.live[request.slot] = request
+        self.forget(holder)
+        self.allocator.arrive(landed)
+        return request
+
+    def forget(self, holder: object) -> None:
+        """What it had is a request's, or for `rebuild` to find. The slot last: it knows by it."""
+        for kept in (self.holds, self.landing, self.promised):
+            kept.pop(holder, None)
+
     def cancel(self, reserved: Reserved) -> None:
         """Nothing of it is taken."""
         if reserved.victims:
@@ -393,16 +433,21 @@ class RequestTable:
         lost ones, which nobody has) and from what the index keeps.
 
         A request whose blocks are cut, but not its length, is cut to them, and torn."""
+        for holder, slot in list(self.promised.items()):
+            if slot in self.live:
+                self.forget(holder)
         for slot, request in list(self.live.items()):
             if request.released or request in lost:
                 del self.live[slot]
                 request.released = True
-        taken = set(self.live)
+        taken = {*self.live, *self.promised.values()}
         known = [slot for slot in dict.fromkeys(self.free_slots) if slot not in taken]
         missing = set(range(self.max_requests)) - taken - set(known)
         self.free_slots = [*known, *sorted(missing, reverse=True)]
         references = Counter(b for r in self.live.values() for b in r.block_ids)
-        self.allocator.rebuild(references, cached)
+        references.update(b for held in self.holds.values() for b in held)
+        landing = [b for landing in self.landing.values() for b in landing]
+        self.allocator.rebuild(references, cached, landing)
         for request in self.live.values():
             held = len(request.block_ids) * self.schema.block_tokens
             if self.schema.block_bytes and request.length > held:
@@ -432,11 +477,15 @@ class RequestTable:
                 raise Dsv4Error(f"slot {slot} has more tokens than its blocks hold")
             for block_id in request.block_ids:
                 owners[block_id] = owners.get(block_id, 0) + 1
+        for held in self.holds.values():
+            for block_id in held:
+                owners[block_id] = owners.get(block_id, 0) + 1
         for block_id in range(self.allocator.total):
             if self.allocator.references(block_id) != owners.get(block_id, 0):
                 raise Dsv4Error(
                     f"block {block_id} has {self.allocator.references(block_id)} references, but "
-                    f"{owners.get(block_id, 0)} requests hold it"
+                    f"{owners.get(block_id, 0)} requests and offers hold it"
                 )
-        if sorted([*self.free_slots, *self.live]) != list(range(self.max_requests)):
+        slots = sorted([*self.free_slots, *self.live, *self.promised.values()])
+        if slots != list(range(self.max_requests)):
             raise Dsv4Error("slots are lost or doubled: free and live ones do not add up")

@@ -85,6 +85,26 @@ class TransferStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffStats:
+    """What went between this manager and others since it was made. An offer is over when it was
+    `taken` by as many as it was made for, `expired` or `withdrawn`. `errors` counts arrivals that
+    did not come, by the reason of their OfferError."""
+
+    offers: int
+    offers_standing: int
+    offers_taken: int  # counted once per taker
+    offers_expired: int
+    offers_withdrawn: int
+    arrivals: int
+    arrivals_open: int  # with memory that is not given back yet
+    requests_arrived: int
+    errors: dict[str, int]
+    tokens_arrived: int
+    bytes_read: int
+    blocks_skipped: int  # were cached here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
     """Who holds what now. free + live = total, for slots; for blocks with the cached ones, which
     the prefix index keeps and no request holds, and those in flight, which a tier's bytes are on
@@ -106,6 +126,7 @@ class Stats:
     prefix: PrefixStats | None = None
     transfers: TransferStats | None = None
     tiers: tuple[TierStats, ...] = ()
+    handoff: HandoffStats | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

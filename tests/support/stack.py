@@ -21,6 +21,7 @@ from dsv4.rope import rope_table
 from tests.support.numbers import Numbers
 
 if TYPE_CHECKING:
+    from dsv4.cache.handoff.options import HandoffOptions
     from dsv4.tiers.tier import Tier
 
 POISON = 0xFF
@@ -54,6 +55,7 @@ class Stack:
         prefix: PrefixOptions | None = None,
         tiers: Sequence[Tier] = (),
         max_open_plans: int = 1,
+        handoff: HandoffOptions | None = None,
     ) -> None:
         self.schema, self.layers, self.device = schema, tuple(layers), device
         self.manager = KVCacheManager(
@@ -66,6 +68,7 @@ class Stack:
             prefix=prefix,
             tiers=tiers,
             max_open_plans=max_open_plans,
+            handoff=handoff,
         )
         self.manager.block_arena.bytes.fill_(POISON)
         self.manager.slot_arena.bytes.fill_(POISON)

@@ -501,6 +501,18 @@ class PrefixCache:
             parent = node
         return unused
 
+    def note_arrival(self, request: Request, trail: TokenTrail, adopt: Adopt) -> None:
+        """Whole blocks of a request that came from another machine, all of whose ids are known:
+        those that were cached meanwhile are adopted, the others cached."""
+        blocks = len(trail.ids) // self.schema.block_tokens
+        trail.hash_blocks(blocks)
+        self._adopt_cached(request, trail, 0, blocks, adopt)
+        for block in range(blocks):
+            node = self._cache_block(request, trail, block)
+            if node is None:
+                break
+            self.index.touch(node)
+
     def take_row(self) -> int | None:
         """A snapshot row for bytes that are on their way; None if all are pinned."""
         row = self._reserve() if self.pool.rows else None

@@ -103,6 +103,14 @@ class Copies:
                 target.copy_(source, non_blocking=True)
                 at += piece.nbytes
 
+    def mark(self) -> Mark:
+        """How far the current stream is."""
+        if self._down is None:
+            return Mark()
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return Mark(event)
+
     def finish(self) -> None:
         """Waits until no copy is on its way. Blocks the host."""
         for stream in (self._down, self._up):

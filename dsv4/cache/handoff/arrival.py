@@ -1,0 +1,103 @@
+"""A request on its way here from another manager. Torch-free.
+
+    begin    the offer fits, and a slot, blocks in flight and host memory for the state are taken
+    read     blocks that are not cached here come into the blocks in flight, the state to the host
+    confirm  the owner's pledge is read, behind the last byte: was all of it still the offer's?
+    check    sums of the state and, where the owner had them in host memory, of the blocks
+    settle   slot and blocks are the request's; its whole blocks are indexed
+
+Whatever goes wrong before the last step, nobody has seen a byte of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from dsv4.cache.guard import Uncopied
+from dsv4.cache.handoff.link import Read
+from dsv4.cache.handoff.offer import Offer
+from dsv4.cache.prefix.trail import TokenTrail
+from dsv4.cache.requests import Request
+from dsv4.errors import OfferError, RecoveryNeeded, ThreadError
+from dsv4.tiers.host import HostRow
+
+_POLL_S = 0.0003
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Landing:
+    """What an arrival has taken of its manager's, until its request has it or it is given back."""
+
+    cell: int | None = None
+    row: HostRow | None = None
+    shared: list[int] = field(default_factory=list)  # blocks that are cached here
+    block_ids: list[int] = field(default_factory=list)  # in flight
+
+
+class Arrival(Uncopied):
+    """A request that was accepted. `poll` moves it on and says whether it is over; then `request`
+    is the request, live at the length that it was offered with, or None, and `error` says why.
+    `cancel` ends it; memory that is still being written to is kept apart until it is not."""
+
+    _instead = "accept the offer once more"
+
+    def __init__(
+        self,
+        offer: Offer,
+        trail: TokenTrail | None,
+        *,
+        deadline: float,
+        poll: Callable[[Arrival], None],
+        cancel: Callable[[Arrival], None],
+    ) -> None:
+        self._poll, self._cancel = poll, cancel
+        self.tokens = offer.tokens
+        self.request: Request | None = None
+        self.error: OfferError | None = None
+        self.skipped_blocks = 0  # were cached here and have not been read
+        self.read_bytes = 0
+        # ---- its manager's
+        self.offer, self.trail, self.deadline = offer, trail, deadline
+        self.landing = Landing()
+        self.read: Read | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.request is not None or self.error is not None
+
+    def poll(self) -> bool:
+        """Moves it on as far as it goes; whether it is over. Never waits."""
+        if not self.done:
+            self._poll(self)
+        return self.done
+
+    def cancel(self) -> None:
+        """Ends it, if it is not over."""
+        if not self.done:
+            self._cancel(self)
+
+    def wait(self) -> Request:
+        """Polls until it is over. Other calls may come in between. Raises OfferError: the request
+        did not come, and can be computed or resumed from tiers."""
+        try:
+            while not self.poll():
+                time.sleep(_POLL_S)
+        except BaseException:
+            with suppress(ThreadError, RecoveryNeeded):  # `recover` cancels it
+                self.cancel()
+            raise
+        if self.request is None:
+            assert self.error is not None
+            raise self.error
+        return self.request
+
+    def __repr__(self) -> str:
+        how = "on its way"
+        if self.request is not None:
+            how = f"here as {self.request!r}"
+        elif self.error is not None:
+            how = self.error.reason
+        return f"Arrival({self.tokens} tokens, {how})"

@@ -1,0 +1,482 @@
+"""One manager's side of the hand-off: what it offers, what is on its way to it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsv4.cache.guard import LOGGER
+from dsv4.cache.handoff.arrival import Arrival
+from dsv4.cache.handoff.lease import Lease, Leases, Pledges, taken_note
+from dsv4.cache.handoff.link import Link, Memory, Read, Spans, Where
+from dsv4.cache.handoff.offer import PLEDGE_BYTES, Offer, model_hash
+from dsv4.cache.handoff.options import HandoffOptions, require_seconds
+from dsv4.cache.prefix.trail import TokenTrail
+from dsv4.cache.requests import Request, RequestTable
+from dsv4.cache.schema import CacheSchema
+from dsv4.cache.stats import HandoffStats
+from dsv4.cache.transfers.copies import Copies
+from dsv4.cache.transfers.labels import Labels
+from dsv4.cache.transfers.state_layout import StateLayout, spread
+from dsv4.errors import InvalidInput, OfferError, require_count
+from dsv4.tiers.host import HostRow, HostTier
+from dsv4.tiers.record import (
+    DIGEST_BYTES,
+    Kind,
+    Label,
+    Parts,
+    Record,
+    address,
+    check,
+    payload_sum,
+    seal,
+)
+from dsv4.tiers.sizes import HEADER_BYTES, padded
+
+
+class Handoff:
+    """Offers and arrivals of one manager. Its calls come from whoever is inside the manager, one at
+    a time; the link's thread reads, checks and hears of takers meanwhile.
+
+    `waiting` is told what the next call of the manager is to let go.
+    """
+
+    def __init__(
+        self,
+        options: HandoffOptions,
+        *,
+        schema: CacheSchema,
+        table: RequestTable,
+        block_arena: Tensor,
+        slot_arena: Tensor,
+        device: torch.device,
+        prefix_model: str | None,
+        waiting: Callable[[object], None],
+    ) -> None:
+        self.options, self._schema, self._table = options, schema, table
+        self._block_arena, self._slot_arena, self._device = block_arena, slot_arena, device
+        self._waiting = waiting
+        if prefix_model and options.model_id and prefix_model != options.model_id:
+            raise InvalidInput(
+                f"the hand-off has model_id={options.model_id!r} and the prefix cache "
+                f"{prefix_model!r}: give the same to both, or only to the prefix cache"
+            )
+        model_id = options.model_id or prefix_model
+        if not model_id:
+            raise InvalidInput(
+                "an offer must say which weights it is of: give HandoffOptions(model_id=...) or "
+                "PrefixOptions(model_id=...), for example a hash of the checkpoint's index"
+            )
+        self._model = model_hash(model_id)
+        self.layout = StateLayout(schema)
+        self.labels = Labels(schema, self.layout)
+        state_bytes = padded(HEADER_BYTES + self.layout.payload_bytes)
+        self.staging = HostTier(options.states * state_bytes, name="handoff")
+        if device.type == "cuda":
+            self.staging.pin()
+        self._copies = Copies(device, self.staging.region.memory)
+        self._pledges = Pledges(options.offers)
+        self.leases = Leases(self._pledges, waiting)
+        self._gpu = (device.index or 0) if device.type == "cuda" else None
+        where: Where = "DRAM" if self._gpu is None else "VRAM"
+        self._blocks_at = (where, self._gpu or 0)
+        self.link = Link(
+            f"{options.name}-{self.leases.epoch.hex()}",
+            [
+                Memory(
+                    address=block_arena.data_ptr(),
+                    size_bytes=block_arena.numel(),
+                    where=where,
+                    gpu=self._gpu or 0,
+                ),
+                *(
+                    Memory(address=address(memory), size_bytes=memory.nbytes)
+                    for memory in (self.staging.region.memory, self._pledges.memory)
+                ),
+            ],
+            self.leases.serve,
+        )
+        self.open: list[Arrival] = []  # with memory that is not given back yet
+        self._offers = self._arrived = self._begun = 0
+        self._read_bytes = self._read_tokens = self._skipped_blocks = 0
+        self._errors: dict[str, int] = {}
+
+    # ---- an owner --------------------------------------------------------------------------------
+
+    def offer(self, request: Request, *, lease_s: float | None, takers: int) -> bytes:
+        """Holds the request's whole blocks, gathers its state, and says where all of it lies. Waits
+        for the device: what is offered is there."""
+        seconds = self.options.lease_s if lease_s is None else require_seconds("lease_s", lease_s)
+        takers, length = require_count("takers", takers), request.length
+        trail = request.trail
+        ids = None if trail is None or len(trail.ids) < length else trail.ids[:length].copy()
+        number = self.leases.next_number()
+        label = self._state_label(None if ids is None else trail, length, number)
+        cell = self._pledges.take()
+        row = None
+        try:
+            row = self._take_row(label)
+            self._gather(request, row, length)
+            whole = length // self._schema.block_tokens if self._schema.block_bytes else 0
+            block_ids = request.block_ids[:whole]
+            sums = None
+            if self.options.sums and self._gpu is None:
+                sums = tuple(payload_sum([self._block_bytes(b)]) for b in block_ids)
+            generations = tuple(map(self._table.allocator.generation, block_ids))
+            lease = Lease(
+                number=number,
+                cell=cell,
+                row=row,
+                block_ids=block_ids,
+                generations=generations,
+                expires=time.monotonic() + seconds,
+                takers=takers,
+            )
+            pledge = _pledge(self.leases.epoch, lease)
+            offer = Offer(
+                epoch=self.leases.epoch,
+                number=number,
+                tokens=length,
+                prompt_tokens=None if trail is None else trail.prompt_tokens,
+                fingerprint=label.fingerprint,
+                model=self._model,
+                root=None if ids is None or trail is None else trail.root,
+                state_digest=label.digest,
+                state_parent=label.parent,
+                state_bytes=label.payload_bytes,
+                pledge=pledge,
+                pledge_at=self._pledges.at(cell),
+                block_bytes=self._schema.block_bytes,
+                gpu=self._gpu,
+                rows=tuple(map(self._block_at, block_ids)),
+                generations=generations,
+                sums=sums,
+                state_pieces=tuple((address(p), p.nbytes) for p in row.parts.pieces),
+                link=self.link.name,
+                metadata=self.link.metadata,
+                words=_words(self._schema),
+                ids=ids,
+            ).pack()
+        except BaseException:
+            if row is not None:
+                self.staging.release(row)
+            self._pledges.give_back(cell)
+            raise
+        self._table.hold(lease, block_ids)
+        self.leases.add(lease, pledge)
+        self._offers += 1
+        self.link.begin_serving()
+        return offer
+
+    def withdraw(self, packed: bytes) -> bool:
+        """Whether the offer stood until now."""
+        offer = Offer.unpack(packed)
+        return self.leases.withdraw(offer.epoch, offer.number)
+
+    def _gather(self, request: Request, row: HostRow, length: int) -> None:
+        schema, layout = self._schema, self.layout
+        slot = self._copies.host_bytes(schema.slot_bytes)
+        block = self._copies.host_bytes(schema.block_bytes)
+        rows = [(self._slot_arena[request.slot], slot)]
+        if length % schema.block_tokens and schema.block_bytes:
+            block_id = request.block_ids[length // schema.block_tokens]
+            rows.append((self._block_arena[block_id], block))
+        self._copies.down_into(rows).wait()
+        payload = np.empty(layout.payload_bytes, dtype=np.uint8)
+        layout.gather(slot.numpy(), block.numpy(), length, payload)
+        spread(payload, row.parts)
+        seal(Record(label=row.label, parts=row.parts))
+
+    # ---- a taker ---------------------------------------------------------------------------------
+
+    def read_offer(self, packed: bytes) -> Offer:
+        """An offer that this manager can take. Raises OfferError."""
+        offer, schema = Offer.unpack(packed), self._schema
+        label = self.labels.make(Kind.STATE, offer.state_digest, offer.state_parent, 1)
+        whole = offer.tokens // schema.block_tokens if schema.block_bytes else 0
+        if offer.fingerprint != label.fingerprint:
+            raise OfferError(
+                "schema",
+                f"the offer is of another schema ({offer.words}), this manager has "
+                f"{_words(schema)}: nothing is converted, build both with the same model, formats, "
+                f"block_tokens and hca_state",
+            )
+        if offer.model != self._model:
+            raise OfferError(
+                "model",
+                "the offer is of other weights or of another pipeline stage: model_id differs",
+            )
+        sizes = (offer.block_bytes, offer.state_bytes, len(offer.rows))
+        if sizes != (schema.block_bytes, label.payload_bytes, whole) or not offer.tokens:
+            raise OfferError("damaged", f"the offer of {offer.tokens} tokens says sizes {sizes}")
+        return offer
+
+    def read_trail(self, offer: Offer) -> TokenTrail | None:
+        """The trail of the offered tokens, if their ids are known. OfferError if they are not those
+        that the digests are of."""
+        if offer.ids is None or offer.root is None or offer.prompt_tokens is None:
+            return None
+        trail = TokenTrail(offer.root, self._schema.block_tokens, offer.ids)
+        label = self.labels.of_state(trail, offer.tokens)
+        if (label.digest, label.parent) != (offer.state_digest, offer.state_parent):
+            raise OfferError("damaged", "the ids of the offer are not those that were hashed")
+        trail.prompt_tokens = offer.prompt_tokens
+        return trail
+
+    def begin(self, arrival: Arrival) -> None:
+        """Takes the host memory that it needs. Raises OfferError, and has changed nothing."""
+        offer = arrival.offer
+        label = self.labels.make(
+            Kind.STATE, offer.state_digest, offer.state_parent, tokens=offer.tokens
+        )
+        arrival.landing.cell = self._pledges.take()
+        try:
+            arrival.landing.row = self._take_row(label)
+        except BaseException:
+            self._pledges.give_back(arrival.landing.cell)
+            raise
+        self.open.append(arrival)
+
+    def start(self, arrival: Arrival) -> None:
+        """Reads what is not here."""
+        offer, landing = arrival.offer, arrival.landing
+        row, cell = landing.row, landing.cell
+        assert row is not None
+        assert cell is not None
+        skipped = len(landing.shared)
+        wanted = offer.rows[skipped:]
+        own = [self._block_at(block_id) for block_id in landing.block_ids[: len(wanted)]]
+        block_bytes, gpu = offer.block_bytes, offer.gpu
+        blocks = Spans(
+            rows=[(mine, theirs, block_bytes) for mine, theirs in zip(own, wanted, strict=True)],
+            own=self._blocks_at,
+            their=("DRAM", 0) if gpu is None else ("VRAM", gpu),
+        )
+        state = Spans(rows=_paired(row.parts, offer.state_pieces))
+        arrival.skipped_blocks = skipped
+        arrival.read_bytes = sum(span for each in (blocks, state) for *_, span in each.rows)
+        sums = None if offer.sums is None or self._gpu is not None else offer.sums[skipped:]
+        mark = self._copies.mark()
+
+        def wrong() -> str | None:
+            """What of all that has come is not what was offered."""
+            if self._pledges.get(cell) != offer.pledge:
+                return "gone"
+            refusal = check(Record(label=row.label, parts=row.parts))
+            if refusal is not None:
+                return f"state, {refusal}"
+            for nth, total in enumerate(sums or ()):
+                if payload_sum([self._block_bytes(landing.block_ids[nth])]) != total:
+                    return f"block {skipped + nth}, its sum is wrong"
+            return None
+
+        def settled() -> None:
+            if arrival.done:
+                self._waiting(arrival)
+
+        arrival.read = Read(
+            peer=offer.link,
+            metadata=offer.metadata,
+            spans=(blocks, state),
+            last=Spans(rows=[(self._pledges.at(cell), offer.pledge_at, PLEDGE_BYTES)]),
+            note=taken_note(offer.epoch, offer.number),
+            check=wrong,
+            ready=lambda: mark.passed,
+            settling=settled,
+        )
+        self._begun += 1
+        self.link.read(arrival.read)
+
+    def advance(self, arrival: Arrival) -> bool:
+        """Whether all of it has come, confirmed and checked. Ends it where it cannot come."""
+        read = arrival.read
+        assert read is not None
+        if not read.over:
+            if time.monotonic() < arrival.deadline:
+                return False
+            self.fail(arrival, "late", f"{arrival.offer.link} has not been read in time")
+            return False
+        if read.error is None:
+            return read.settled
+        if not read.refused:
+            self.fail(arrival, "failed", f"reading from {arrival.offer.link}: {read.error}")
+        elif read.error == "gone":
+            self.fail(
+                arrival,
+                "gone",
+                f"the offer of {arrival.offer.link} does not stand any more: it expired, was "
+                f"withdrawn or taken by others",
+            )
+        else:
+            self.fail(arrival, "refused", f"what {arrival.offer.link} sent is wrong: {read.error}")
+        return False
+
+    def state_of(self, arrival: Arrival) -> tuple[Tensor, Tensor]:
+        """The state that has come as a slot of this schema and as the unfinished block."""
+        assert arrival.landing.row is not None
+        pieces = [np.frombuffer(each, np.uint8) for each in arrival.landing.row.parts.payload]
+        payload = np.concatenate(pieces)
+        slot = np.zeros(self._schema.slot_bytes, dtype=np.uint8)
+        self.layout.scatter(payload, arrival.tokens, slot)
+        return torch.from_numpy(slot), torch.from_numpy(self.layout.block_of(payload))
+
+    def note_arrived(self, arrival: Arrival) -> None:
+        """A request has what it had taken on the device; the rest is let go."""
+        self._arrived += 1
+        self._read_bytes += arrival.read_bytes
+        self._read_tokens += arrival.tokens
+        self._skipped_blocks += arrival.skipped_blocks
+        self._let_go_host(arrival)
+
+    def fail(self, arrival: Arrival, reason: str, why: str) -> None:
+        """It does not come. What nobody writes to any more is free at once, the rest later."""
+        if arrival.error is None:
+            arrival.error = OfferError(reason, why)
+        self._errors[reason] = self._errors.get(reason, 0) + 1
+        LOGGER.info("a request of %d tokens does not come: %s", arrival.tokens, why)
+        self.give_back(arrival)
+
+    def give_back(self, arrival: Arrival) -> None:
+        """Lets go of all that an arrival took, once nobody writes to it."""
+        read = arrival.read
+        if read is not None:
+            read.given_up = True
+            if not read.settled:
+                return
+        self._table.let_go(arrival)
+        self._let_go_host(arrival)
+
+    def _let_go_host(self, arrival: Arrival) -> None:
+        landing = arrival.landing
+        if arrival in self.open:
+            self.open.remove(arrival)
+        if landing.row is not None:
+            row, landing.row = landing.row, None
+            self.staging.release(row)
+        if landing.cell is not None:
+            cell, landing.cell = landing.cell, None
+            self._pledges.give_back(cell)
+
+    # ---- both ------------------------------------------------------------------------------------
+
+    def let_go(self, item: object) -> None:
+        """What `waiting` was told."""
+        if isinstance(item, Lease):
+            if item.number in self.leases.held:
+                self._table.let_go(item)
+                self.staging.release(item.row)
+                self.leases.forget(item)
+        elif isinstance(item, Arrival) and item in self.open:
+            self.give_back(item)
+
+    def rebuild(self) -> None:
+        """After an interrupt: no arrival comes any more. Offers stand."""
+        self._copies.finish()
+        for arrival in tuple(self.open):
+            if arrival.request is None:
+                if arrival.error is None:
+                    why = "a call was interrupted, and recover ended all arrivals"
+                    arrival.error = OfferError("cancelled", why)
+                if arrival.read is None or arrival.read.settled:
+                    self._table.forget(arrival)
+                    self._let_go_host(arrival)
+                else:
+                    arrival.read.given_up = True
+            else:
+                self._let_go_host(arrival)
+
+    def check_invariants(self) -> None:
+        """Offers that stand are of blocks that have not been free since."""
+        generation = self._table.allocator.generation
+        for lease in tuple(self.leases.standing.values()):
+            assert tuple(map(generation, lease.block_ids)) == lease.generations, lease
+
+    def stats(self) -> HandoffStats:
+        leases = self.leases
+        return HandoffStats(
+            offers=self._offers,
+            offers_standing=len(leases.standing),
+            offers_taken=leases.taken,
+            offers_expired=leases.expired,
+            offers_withdrawn=leases.withdrawn,
+            arrivals=self._begun,
+            arrivals_open=len(self.open),
+            requests_arrived=self._arrived,
+            errors=dict(self._errors),
+            tokens_arrived=self._read_tokens,
+            bytes_read=self._read_bytes,
+            blocks_skipped=self._skipped_blocks,
+        )
+
+    def close(self) -> None:
+        """Ends all offers, and reads no more. Memory that is being written to stays taken."""
+        for lease in tuple(self.leases.standing.values()):
+            self.leases.withdraw(self.leases.epoch, lease.number)
+        self.link.close()
+
+    def _take_row(self, label: Label) -> HostRow:
+        row = self.staging.take(label)
+        if row is None:
+            raise OfferError(
+                "busy",
+                f"the states of {self.options.states} offers and arrivals are in host memory: wait "
+                f"for some, or build the manager with more HandoffOptions(states=...)",
+            )
+        return row
+
+    def _state_label(self, trail: TokenTrail | None, length: int, number: int) -> Label:
+        if trail is not None:
+            return self.labels.of_state(trail, length)
+        unnamed = hashlib.blake2b(
+            self.leases.epoch + number.to_bytes(8, "little"), digest_size=DIGEST_BYTES
+        ).digest()
+        return self.labels.make(Kind.STATE, unnamed, bytes(DIGEST_BYTES), length)
+
+    def _block_bytes(self, block_id: int) -> memoryview:
+        """A block in host memory."""
+        row: NDArray[np.uint8] = self._block_arena[block_id].numpy()
+        return row.data
+
+    def _block_at(self, block_id: int) -> int:
+        return self._block_arena.data_ptr() + block_id * self._schema.block_bytes
+
+
+def _pledge(epoch: bytes, lease: Lease) -> bytes:
+    """64 bytes that no other offer has."""
+    rows = np.array([lease.block_ids, lease.generations], dtype="<u8").tobytes()
+    head = epoch + lease.number.to_bytes(8, "little") + os.urandom(8)
+    return head + hashlib.blake2b(rows, digest_size=PLEDGE_BYTES - len(head), key=epoch).digest()
+
+
+def _paired(parts: Parts, theirs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Pieces of one record here and there, which may be cut elsewhere, as pieces of equal length.
+    OfferError if they have not the same length in all."""
+    own = [(address(piece), piece.nbytes) for piece in parts.pieces if piece.nbytes]
+    left, rows = [(start, span) for start, span in theirs if span], []
+    if sum(span for _, span in own) != sum(span for _, span in left):
+        raise OfferError("damaged", "the state that is offered has another length than it says")
+    while own and left:
+        (mine, here), (other, there) = own.pop(0), left.pop(0)
+        span = min(here, there)
+        rows.append((mine, other, span))
+        if here > span:
+            own.insert(0, (mine + span, here - span))
+        if there > span:
+            left.insert(0, (other + span, there - span))
+    return rows
+
+
+def _words(schema: CacheSchema) -> str:
+    """What people need to see why two schemas differ."""
+    formats = (schema.entry_format, schema.window_format, schema.index_format)
+    return (
+        f"{schema.model.name}, {len(schema.layers)} layers, block_tokens={schema.block_tokens}, "
+        f"hca_state={schema.hca_state}, formats {' '.join(each.name for each in formats)}"
+    )

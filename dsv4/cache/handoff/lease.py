@@ -1,0 +1,155 @@
+"""What an owner has offered: who may still read it, and when it is over. Torch-free.
+
+An offer stands as long as its pledge lies in the owner's memory. Takers read it there, behind the
+last of the request's bytes: if it is whole, nothing of what they read had been given back before.
+Whoever ends an offer wipes its pledge first, and only then lets its memory go.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dsv4.cache.handoff.offer import EPOCH_BYTES, PLEDGE_BYTES
+from dsv4.errors import OfferError
+from dsv4.tiers.host import HostRow
+from dsv4.tiers.record import address
+
+_TAKEN = struct.Struct(f"<8s{EPOCH_BYTES}sQ")
+_TAKEN_WORD = b"taken\0\0\1"
+
+
+class Pledges:
+    """Cells of 64 bytes that others may read; an empty one is all zeros."""
+
+    def __init__(self, cells: int) -> None:
+        self.memory = memoryview(mmap.mmap(-1, cells * PLEDGE_BYTES))
+        self._cells = np.frombuffer(self.memory, np.uint8).reshape(cells, PLEDGE_BYTES)
+        self._start = address(self.memory)
+        self._free = list(range(cells - 1, -1, -1))
+        self._lock = threading.Lock()
+
+    def take(self) -> int:
+        """An empty cell. Raises OfferError if there is none."""
+        with self._lock:
+            if not self._free:
+                raise OfferError(
+                    "busy", f"all {len(self._cells)} offers and arrivals are open: wait for some"
+                )
+            return self._free.pop()
+
+    def give_back(self, cell: int) -> None:
+        with self._lock:
+            self._cells[cell] = 0
+            self._free.append(cell)
+
+    def put(self, cell: int, pledge: bytes) -> None:
+        self._cells[cell] = np.frombuffer(pledge, np.uint8)
+
+    def wipe(self, cell: int) -> None:
+        self._cells[cell] = 0
+
+    def get(self, cell: int) -> bytes:
+        return bytes(self.memory[cell * PLEDGE_BYTES : (cell + 1) * PLEDGE_BYTES])
+
+    def at(self, cell: int) -> int:
+        """Where a cell lies."""
+        return self._start + cell * PLEDGE_BYTES
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Lease:
+    """One offer of this manager: what it holds, for how long, for how many takers."""
+
+    number: int
+    cell: int
+    row: HostRow
+    block_ids: list[int]
+    generations: tuple[int, ...]
+    expires: float  # by the owner's clock
+    takers: int
+    over: bool = False
+
+
+class Leases:
+    """All offers of one manager. `ended` is told of each that is over, by whatever thread."""
+
+    def __init__(self, pledges: Pledges, ended: Callable[[Lease], None]) -> None:
+        self.epoch = os.urandom(EPOCH_BYTES)
+        self._pledges, self._ended = pledges, ended
+        self._lock = threading.RLock()
+        self._next = 0
+        self.standing: dict[int, Lease] = {}
+        self.held: dict[int, Lease] = {}  # with memory that has not been let go
+        self.taken = self.expired = self.withdrawn = 0
+
+    def next_number(self) -> int:
+        self._next += 1
+        return self._next
+
+    def add(self, lease: Lease, pledge: bytes) -> None:
+        """It stands from now on."""
+        with self._lock:
+            self.held[lease.number] = self.standing[lease.number] = lease
+            self._pledges.put(lease.cell, pledge)
+
+    def withdraw(self, epoch: bytes, number: int) -> bool:
+        with self._lock:
+            lease = self.standing.get(number)
+            if lease is None or epoch != self.epoch:
+                return False
+            self.withdrawn += 1
+            self._end(lease)
+            return True
+
+    def serve(self, notes: Sequence[bytes]) -> bool:
+        """What takers told, and what the clock says. Whether anything stands."""
+        with self._lock:
+            for note in notes:
+                self._note_taken(note)
+            now = time.monotonic()
+            for lease in tuple(self.standing.values()):
+                if now >= lease.expires:
+                    self.expired += 1
+                    self._end(lease)
+            return bool(self.standing)
+
+    def _note_taken(self, note: bytes) -> None:
+        if len(note) != _TAKEN.size:
+            return
+        word, epoch, number = _TAKEN.unpack(note)
+        lease = self.standing.get(number)
+        if word != _TAKEN_WORD or epoch != self.epoch or lease is None:
+            return
+        self.taken += 1
+        lease.takers -= 1
+        if not lease.takers:
+            self._end(lease)
+
+    def _end(self, lease: Lease) -> None:
+        self._pledges.wipe(lease.cell)
+        lease.over = True
+        self.standing.pop(lease.number, None)
+        self._ended(lease)
+
+    def forget(self, lease: Lease) -> None:
+        """Its memory has been let go."""
+        with self._lock:
+            if self.held.pop(lease.number, None) is not None:
+                self._pledges.give_back(lease.cell)
+
+
+def taken_note(epoch: bytes, number: int) -> bytes:
+    """What a taker tells the owner behind its last byte."""
+    return _TAKEN.pack(_TAKEN_WORD, epoch, number)

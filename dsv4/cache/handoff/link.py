@@ -1,0 +1,308 @@
+"""Bytes of another process's memory into this one's, by NIXL. One thread, torch-free.
+
+NIXL has no timeout and no cancel, raises what it could return, and lets a released handle write on.
+So a read is given up by its asker, not here, and its memory belongs to the read until `settled`:
+the handle has come to an end, or NIXL reported an error a while ago.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Literal
+
+import numpy as np
+
+from dsv4.errors import MissingExtra
+
+LOGGER = logging.getLogger("dsv4.handoff")
+MODULES = ("nixl_cu13", "nixl_cu12")
+_READING_S = 0.0003  # between looks at a read
+_SERVING_S = 0.003  # between looks for what takers tell, while somebody may
+_PROGRESS_US = 500  # NIXL's own thread looks so often, if no event wakes it
+_SETTLE_S = 1.0  # behind an error: what was under way then is over
+Where = Literal["DRAM", "VRAM"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Memory that others may read from, or that is read into."""
+
+    address: int
+    size_bytes: int
+    where: Where = "DRAM"
+    gpu: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spans:
+    """Pieces of equal lengths, theirs and ours: `rows` are [own address, their address, bytes]."""
+
+    rows: Sequence[tuple[int, int, int]]
+    own: tuple[Where, int] = ("DRAM", 0)
+    their: tuple[Where, int] = ("DRAM", 0)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Read:
+    """Bytes on their way. Spans are read together; when all have come `last` is read, with a note
+    to the owner behind it; then `check` says what is wrong with what came, or None.
+
+    `over` tells that nothing more will happen, `settled` that the memory is nobody's any more;
+    `error` is None if all went well. `ready` may hold the start back, for a device.
+    """
+
+    peer: str
+    metadata: bytes
+    spans: Sequence[Spans]
+    last: Spans
+    note: bytes
+    check: Callable[[], str | None]
+    ready: Callable[[], bool]
+    settling: Callable[[], None]  # called by the link's thread, once, when it has settled
+    over: bool = False
+    settled: bool = False
+    error: str | None = None
+    refused: bool = False  # what came is not what was offered
+    given_up: bool = False  # nobody waits for it: no new read is begun for it
+    handles: list[Any] = field(default_factory=list)
+    stage: int = 0  # waits, reads, reads the last, is over
+    settles_at: float = 0.0
+
+
+def load_nixl() -> Any:
+    """NIXL's Python side, whichever build of it is installed. Raises MissingExtra."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")  # the link says what went wrong
+    errors = []
+    for module in MODULES:
+        logging.getLogger(module).setLevel(logging.ERROR)
+        try:
+            return import_module(f"{module}._api")
+        except ImportError as error:
+            errors.append(str(error))
+    raise MissingExtra(
+        f"the hand-off needs NIXL ({'; '.join(errors)}): install it with pip install 'dsv4[nixl]'"
+    )
+
+
+_MAKING = threading.Lock()
+
+
+def make_agent(name: str) -> Any:
+    """NIXL's agent of one process. Its thread, which answers reads over TCP, spins on a core of its
+    own with the delay that the Python side sets, 0; with another one it waits for events."""
+    nixl = load_nixl()
+    bindings = nixl.nixlBind
+    plain = bindings.nixlAgentConfig
+
+    class Config(plain):  # type: ignore[misc, valid-type]
+        def __setattr__(self, field: str, value: object) -> None:
+            super().__setattr__(field, _PROGRESS_US if field == "pthrDelay" else value)
+
+    with _MAKING:
+        bindings.nixlAgentConfig = Config
+        try:
+            return nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
+        finally:
+            bindings.nixlAgentConfig = plain
+
+
+class Link:
+    """One process's door: memory that takers may read, and reads of others' memory. Every call
+    returns at once, but for `close`.
+
+    `serve` is called now and then by the link's thread with what takers told since, and says
+    whether it wants to be called again soon.
+    """
+
+    def __init__(
+        self, name: str, memory: Sequence[Memory], serve: Callable[[list[bytes]], bool]
+    ) -> None:
+        self.name = name
+        self._nixl = make_agent(name)
+        self._memory = [
+            self._nixl.register_memory(
+                [(each.address, each.size_bytes, each.gpu, "")], each.where, backends=["UCX"]
+            )
+            for each in memory
+            if each.size_bytes
+        ]
+        self.metadata: bytes = self._nixl.get_agent_metadata()
+        self._serve = serve
+        self._wake = threading.Condition()
+        self._asked: deque[Read] = deque()
+        self._reads: list[Read] = []
+        self._peers: dict[str, bool] = {}  # those that NIXL knows
+        self._serving = self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def read(self, read: Read) -> None:
+        """Starts it, as soon as it is ready."""
+        with self._wake:
+            self._asked.append(read)
+            self._start()
+
+    def begin_serving(self) -> None:
+        """Takers may come."""
+        with self._wake:
+            self._serving = True
+            self._start()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """The thread ends. Reads that have not settled never do: their memory stays theirs."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _start(self) -> None:
+        if self._thread is None or not (self._thread.is_alive() or self._closed):
+            self._thread = threading.Thread(target=self._run, name="dsv4-link", daemon=True)
+            self._thread.start()
+        self._wake.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                if not self._asked and not self._closed:
+                    self._wake.wait(self._pause())
+                if self._closed:
+                    return
+                self._reads.extend(self._asked)
+                self._asked.clear()
+            for read in tuple(self._reads):
+                self._advance(read)
+            if self._serving:
+                self._serve_takers()
+
+    def _pause(self) -> float | None:
+        if any(not read.given_up for read in self._reads):
+            return _READING_S
+        return _SERVING_S if self._reads or self._serving else None
+
+    def _serve_takers(self) -> None:
+        try:
+            told = self._nixl.get_new_notifs()
+            notes = [note for notes in told.values() for note in notes]
+            again = self._serve(notes)
+        except Exception:
+            LOGGER.exception("%s: takers are not heard", self.name)
+            again = True
+        if not again:
+            with self._wake:
+                self._serving = False
+            if self._serve([]):  # somebody came in between
+                self.begin_serving()
+
+    # ---- reads -----------------------------------------------------------------------------------
+
+    def _advance(self, read: Read) -> None:
+        if read.stage == 3:
+            self._settle(read)
+            return
+        try:
+            if read.stage == 0:
+                if not read.given_up and not read.ready():
+                    return
+                if read.given_up:
+                    self._end(read, "given up")
+                    return
+                self._meet(read)
+                for spans in read.spans:
+                    self._transfer(read, spans, b"")
+                read.stage = 1
+            states = {self._nixl.check_xfer_state(handle) for handle in read.handles}
+            if "ERR" in states:
+                self._end(read, "NIXL reports an error", failed=True)
+            elif states <= {"DONE"}:
+                self._next(read)
+        except Exception as error:  # nixl's own, of a peer that is gone, among others
+            self._end(read, f"{type(error).__name__}: {error}", failed=True)
+
+    def _next(self, read: Read) -> None:
+        """All that was begun has come."""
+        while read.handles:
+            self._release(read.handles.pop())
+        if read.stage == 1 and not read.given_up:
+            self._transfer(read, read.last, read.note)
+            read.stage = 2
+            return
+        if read.given_up:
+            self._end(read, "given up")
+            return
+        wrong = read.check()
+        read.refused = wrong is not None
+        self._end(read, wrong)
+
+    def _end(self, read: Read, error: str | None, *, failed: bool = False) -> None:
+        if failed:
+            LOGGER.info("%s: a read from %s failed: %s", self.name, read.peer, error)
+        read.error, read.stage = error, 3
+        read.settles_at = time.monotonic() + (_SETTLE_S if read.handles else 0.0)
+        self._settle(read)
+        read.over = True
+
+    def _settle(self, read: Read) -> None:
+        """Handles that are not at an end may write on, whatever happened to the others."""
+        for handle in tuple(read.handles):
+            if not self._is_under_way(handle):
+                read.handles.remove(handle)
+                self._release(handle)
+        if not read.handles and time.monotonic() >= read.settles_at:
+            self._reads.remove(read)
+            if read.error is not None and not read.given_up and not read.refused:
+                self._part(read.peer)
+            read.settled = True
+            read.settling()
+
+    def _is_under_way(self, handle: Any) -> bool:
+        try:
+            return bool(self._nixl.check_xfer_state(handle) == "PROC")
+        except Exception:
+            return False
+
+    def _transfer(self, read: Read, spans: Spans, note: bytes) -> None:
+        if not spans.rows:
+            return
+        rows = np.array(spans.rows, dtype=np.uint64)
+        descriptors = []
+        for column, (where, gpu) in ((0, spans.own), (1, spans.their)):
+            listed = np.empty((len(rows), 3), dtype=np.uint64)
+            listed[:, 0], listed[:, 1], listed[:, 2] = rows[:, column], rows[:, 2], gpu
+            descriptors.append(self._nixl.get_xfer_descs(listed, where))
+        handle = self._nixl.initialize_xfer("READ", *descriptors, read.peer, note)
+        read.handles.append(handle)  # from here on it may write
+        self._nixl.transfer(handle)
+
+    def _release(self, handle: Any) -> None:
+        """Of a transfer that has come to an end."""
+        try:
+            self._nixl.release_xfer_handle(handle)
+        except Exception as error:
+            LOGGER.info("%s: NIXL keeps a handle: %s", self.name, error)
+
+    def _meet(self, read: Read) -> None:
+        if read.peer not in self._peers:
+            found = self._nixl.add_remote_agent(read.metadata)
+            found = found.decode() if isinstance(found, bytes) else found
+            self._peers[found] = True
+            if found != read.peer:
+                raise ValueError(f"the offer names {read.peer}, its metadata {found}")
+
+    def _part(self, peer: str) -> None:
+        """A peer that failed is met anew next time, if nobody reads from it now."""
+        if any(read.peer == peer for read in self._reads):
+            return
+        if self._peers.pop(peer, False):
+            try:
+                self._nixl.remove_remote_agent(peer)
+            except Exception as error:
+                LOGGER.info("%s: NIXL keeps %s: %s", self.name, peer, error)
