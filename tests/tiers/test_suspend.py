@@ -12,6 +12,7 @@ from dsv4.cache.prefix.options import zero
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.cache.transfers.state_layout import StateLayout
 from dsv4.errors import InvalidInput, RequestError
+from dsv4.model import ModelSpec
 from dsv4.tiers.host import HostTier
 from dsv4.tiers.record import Kind
 from tests.support.lives import TINY, Text, run_to
@@ -83,6 +84,24 @@ def test_it_comes_back_in_another_manager_with_other_drafts(
     assert_like_cold(other, again, text)
     assert other.manager.stats().tiers[0].loaded_bytes > 0
     second.close(TIMEOUT_S)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 3), (3, 0), (3, 2)])
+def test_a_request_of_v41_comes_back_with_other_drafts(before: int, after: int):
+    """Its tails leave out the last token of each group."""
+    model, tier = ModelSpec.preset("v41-tiny"), HostTier(8 << 20)
+    stack = stack_with([tier], drafts=before, model=model)
+    other = stack_with([tier], drafts=after, model=model)
+    for length in (129, 130):
+        text = Text.random(stack, length, 200)
+        request = stack.manager.admit_request(text.ids[:100])
+        run_to(stack, request, text, length, chunk=15)
+        stack.manager.suspend(request)
+        assert stack.manager.drain_tiers(TIMEOUT_S)
+        again = other.manager.resume_request(text.ids[:length], timeout_s=TIMEOUT_S)
+        assert again.resume.source == "state"
+        run_to(other, again, text, length + 3, chunk=1)
+        assert_like_cold(other, again, text)
 
 
 @pytest.mark.parametrize("length", [60, 300])

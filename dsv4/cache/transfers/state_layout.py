@@ -31,7 +31,8 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """`rows` rows of one ring, of the tokens from an anchor on."""
+    """`rows` rows of one ring, of the tokens from an anchor on. With `skips_last` the ring has no
+    row of the last token of a group, which none of these is."""
 
     anchor: Anchor
     ratio: int
@@ -40,6 +41,12 @@ class Run:
     ring_rows: int
     slot_offset_bytes: int
     offset_bytes: int
+    skips_last: bool = False
+
+    def ring_rows_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self.skips_last:
+            positions = positions - positions // self.ratio
+        return positions % self.ring_rows
 
     def positions(self, length: int) -> NDArray[np.int64]:
         first = length - self.rows
@@ -66,7 +73,7 @@ class StateLayout:
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         placed, at = [], 0
-        for anchor, ratio, rows, width, ring_rows, offset in self._rings():
+        for anchor, ratio, rows, width, ring_rows, offset, skips_last in self._rings():
             placed.append(
                 Run(
                     anchor=anchor,
@@ -76,6 +83,7 @@ class StateLayout:
                     ring_rows=ring_rows,
                     slot_offset_bytes=offset,
                     offset_bytes=at,
+                    skips_last=skips_last,
                 )
             )
             at += rows * width
@@ -116,7 +124,7 @@ class StateLayout:
             target = payload[run.offset_bytes :][: run.rows * run.width_bytes]
             positions = run.positions(length)
             real = (positions >= 0) & (positions < length)
-            rows = _ring(slot, run)[positions[real] % run.ring_rows]
+            rows = _ring(slot, run)[run.ring_rows_of(positions[real])]
             target.reshape(run.rows, run.width_bytes)[real] = rows
         target = payload[self.block_offset_bytes :]
         for part, span in self._unfinished(length):
@@ -129,7 +137,7 @@ class StateLayout:
             positions = run.positions(length)
             real = (positions >= 0) & (positions < length)
             rows = source.reshape(run.rows, run.width_bytes)[real]
-            _ring(slot, run)[positions[real] % run.ring_rows] = rows
+            _ring(slot, run)[run.ring_rows_of(positions[real])] = rows
 
     def block_of(self, payload: Bytes) -> Bytes:
         """The unfinished block in a payload."""
@@ -142,28 +150,31 @@ class StateLayout:
             if inside >= part.ratio:
                 yield part, inside // part.ratio * part.width_bytes
 
-    def _rings(self) -> Iterator[tuple[Anchor, int, int, int, int, int]]:
+    def _rings(self) -> Iterator[tuple[Anchor, int, int, int, int, int, bool]]:
         schema = self.schema
         for layer in range(len(schema.layers)):
             page = schema.page("window", layer)
             assert page is not None
             for _, width, offset in window_slices(page):
                 if width and schema.model.window > 1:
-                    yield "newest", 1, schema.model.window - 1, width, page.rows, offset
+                    yield "newest", 1, schema.model.window - 1, width, page.rows, offset, False
             for kind in get_args(CompressorKind):
                 found = schema.compressor(layer, kind)
                 if found is None:
                     continue
                 width, ratio = found.width * _FP32_BYTES, found.ratio
+                skips = found.skips_last
                 for ring in (found.ka, found.za):
                     if ring is not None:
-                        yield "group", ratio, ratio, width, ring.rows, ring.offset_bytes
+                        at, rows = ring.offset_bytes, ratio - skips
+                        yield "group", ratio, rows, width, ring.rows, at, skips
                 for ring in (found.kb, found.zb):
                     if ring is not None:
-                        yield "previous", ratio, 2 * ratio, width, ring.rows, ring.offset_bytes
+                        at = ring.offset_bytes
+                        yield "previous", ratio, 2 * ratio, width, ring.rows, at, False
                 if found.state is not None:
                     ring = found.state
-                    yield "newest", 1, 1, 3 * width, ring.rows, ring.offset_bytes
+                    yield "newest", 1, 1, 3 * width, ring.rows, ring.offset_bytes, False
 
 
 def spread(payload: Bytes, parts: Parts) -> None:
