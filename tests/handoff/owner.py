@@ -1,0 +1,68 @@
+"""A process that owns requests and offers them, told what to do line by line: for tests."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from tests.support.handoff import assert_nothing_left, grown, handing, side, tidy
+from tests.support.lives import Text, run_to
+
+TOKENS = 900
+
+
+class Owner:
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        self.stack = side(name, **options)
+        self.manager = self.stack.manager
+
+    def offer(self, seed: int, length: int, *, keep: bool = False, **options: Any) -> str:
+        request = grown(self.stack, Text.random(self.stack, seed, TOKENS), length)
+        offer = self.manager.offer(request, **options)
+        if not keep:
+            self.manager.release_request(request)
+        return offer.hex()
+
+    def accept(self, offer: str, **options: Any) -> str:
+        """It is a taker too: begins, and does not wait."""
+        return repr(self.manager.accept(bytes.fromhex(offer), **options))
+
+    def rewrite(self) -> int:
+        """All that was offered is gone, and its memory is full of something else."""
+        leases = handing(self.stack).leases
+        for lease in tuple(leases.standing.values()):
+            leases.withdraw(leases.epoch, lease.number)
+        for request in self.manager.requests:
+            self.manager.release_request(request)
+        tidy(self.manager)
+        self.manager.evict()
+        other = Text.random(self.stack, 999, TOKENS)
+        request = self.manager.admit_request(other.ids[:800])
+        run_to(self.stack, request, other, 800)
+        self.manager.release_request(request)
+        return self.manager.stats().blocks_total
+
+    def held(self) -> int:
+        tidy(self.manager)
+        return len(handing(self.stack).leases.held)
+
+    def check(self) -> bool:
+        assert_nothing_left(self.stack)
+        return True
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    name, options = json.loads(sys.argv[1])
+    owner = Owner(name, options)
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        call, arguments = json.loads(line)
+        print(json.dumps(getattr(owner, call)(**arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
