@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from benchmarks import transformers_decode as benchmark
+from benchmarks import transformers_engine
 from benchmarks.registry import SUITES
 from dsv4.integrations.transformers.accelerate import accelerate, is_accelerated, restore
 from tests.support.numbers import Numbers
@@ -100,3 +101,9 @@ def test_memory_is_what_a_context_needs(model: Any) -> None:
 
 def test_the_suite_is_registered_at_the_promised_contexts() -> None:
     assert [case.context for case in SUITES["transformers"]()] == [8_192, 65_536, 524_288]
+
+
+def test_the_engine_is_measured_beside_generate(model: Any) -> None:
+    found = transformers_engine.measure(model, 3, prompt_tokens=20, new_tokens=3)
+    assert min(found.engine, found.generate, found.transformers) > 0
+    assert not is_accelerated(model)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.requests import Request
 from dsv4.errors import InvalidInput, RequestError
 from dsv4.integrations.transformers.idle_rows import IdleRows, known_rows
 from dsv4.integrations.transformers.paged_cache import PagedCache
@@ -186,6 +187,36 @@ class FastCaches:
             )
 
     # ---- rows ------------------------------------------------------------------------------
+
+    def admit(self, ids: NDArray[np.int64], salt: str | None) -> Request:
+        """A request for one prompt, of whoever keeps the tokens by himself. Room must have been
+        made. Raises OutOfBlocks, ContextOverflow."""
+        manager, found = self._manager, list[Request]()
+
+        def open_row(reuse: bool) -> list[int]:
+            if manager.transfers is not None and reuse:
+                self.idle.evict(1)
+                timeout_s = self._fetch_timeout_s
+                found[:] = [manager.admit_fetched(ids, salt, timeout_s=timeout_s)]
+            elif reuse:
+                found[:] = self.idle.admit([ids], self._lent(), salt=salt)
+            else:
+                found[:] = [manager.admit_request(ids, salt, reuse=False)]
+            return [request.length for request in found]
+
+        def close() -> None:
+            manager.release_request(found[0])
+
+        if self._ranks is None:
+            open_row(True)
+        else:
+            self._ranks.open_alike(1, open_row, close)
+        return found[0]
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a call waits for rows: who comes later goes behind it."""
+        return bool(self._waiting)
 
     def make_room(self, rows: int) -> bool:
         """Whether so many rows are free or idle, after closing caches that nobody is using."""

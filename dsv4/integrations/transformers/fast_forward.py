@@ -276,6 +276,26 @@ class FastForward:
             **options,
         )
 
+    @contextmanager
+    def stepping(self, steps: list[tuple[Request, int]], ids: list[int]) -> Iterator[Tensor]:
+        """A step of these requests, the ids of their tokens one after the other, and the hidden
+        states [requests, hidden] of each one's last. It is committed at the end of the context;
+        an error before leaves lengths as they were, or moved where the rows are lost."""
+        told = torch.tensor(ids)
+        given = told.to(self.step.manager.device).unsqueeze(0)
+        captured = self.graphs is not None and len(ids) == len(steps)
+        size = self.graphs.padded(len(steps)) if self.graphs and captured else None
+        with (
+            torch.no_grad(),
+            self._planned(steps, told, pad_tokens=size, pad_requests=size) as plan,
+        ):
+            if self.graphs and captured:
+                hidden = self.graphs(given, plan)[0]
+                plan.mark_appended()
+                yield hidden
+            else:
+                yield self.decode(given, plan)[0].index_select(0, plan.last_rows.long())
+
     def decode(self, ids: Tensor, plan: ForwardPlan) -> Tensor:
         hidden: Tensor = self._forward(plan, input_ids=ids).last_hidden_state
         return hidden

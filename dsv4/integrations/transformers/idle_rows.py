@@ -34,6 +34,11 @@ class KnownRow:
         is_held = same == request.length or same >= max(reach, request.reused_tokens)
         return same if is_held else 0
 
+    def is_kin(self, prompt: Prompt) -> bool:
+        """Whether model and salt are the prompt's."""
+        mine, asked = self.request.trail, prompt.trail
+        return mine is not None and asked is not None and mine.root == asked.root
+
     def tell(self, manager: KVCacheManager) -> None:
         """What was generated becomes known, and its blocks are cached."""
         trail = self.request.trail
@@ -67,6 +72,11 @@ class IdleRows:
         self._arrived: deque[tuple[list[Request], History]] = deque()
         self._rows: list[KnownRow] = []  # the oldest first
 
+    def keep(self, row: KnownRow) -> None:
+        """A row that nobody needs any more, by whoever has the turn."""
+        self._collect()
+        self._rows.append(row)
+
     def park(self, requests: list[Request], history: History) -> None:
         """Rows that nobody holds any more. Safe at any time and from any thread."""
         self._arrived.append((requests, history))
@@ -83,17 +93,19 @@ class IdleRows:
         while self._rows and self._manager.stats().slots_free < rows:
             self._release(self._rows.pop(0))
 
-    def admit(self, prompts: Sequence[Ids], lent: Sequence[KnownRow] = ()) -> list[Request]:
+    def admit(
+        self, prompts: Sequence[Ids], lent: Sequence[KnownRow] = (), *, salt: str | None = None
+    ) -> list[Request]:
         """A request per prompt: one of the rows here that goes on, a fork of a row that somebody
-        lends, or a new one. Raises OutOfSlots, OutOfBlocks, and nothing has changed but that older
-        rows are gone."""
+        lends, or a new one. Rows of another salt are never used. Raises OutOfSlots, OutOfBlocks,
+        and nothing has changed but that older rows are gone."""
         self._collect()
         manager = self._manager
-        read = [manager.prompt(prompt) for prompt in prompts]
+        read = [manager.prompt(prompt, salt) for prompt in prompts]
         takers: dict[KnownRow, list[int]] = {}
         starts = [0] * len(prompts)
         for nth, prompt in enumerate(prompts):
-            donor, starts[nth] = self._best(prompt, lent)
+            donor, starts[nth] = self._best(prompt, read[nth], lent)
             if donor is not None and starts[nth] > manager.look_up(read[nth]).start:
                 takers.setdefault(donor, []).append(nth)
         taken = [row for row in self._rows if row in takers]
@@ -117,13 +129,15 @@ class IdleRows:
             raise
         return [admitted[nth] for nth in range(len(prompts))]
 
-    def _best(self, prompt: Ids, lent: Sequence[KnownRow]) -> tuple[KnownRow | None, int]:
+    def _best(
+        self, ids: Ids, prompt: Prompt, lent: Sequence[KnownRow]
+    ) -> tuple[KnownRow | None, int]:
         """Who has most of a prompt, and how much; rows that nobody holds before those that are
         lent, the newest first."""
         best: tuple[KnownRow | None, int] = None, 0
         for row in (*reversed(self._rows), *lent):
-            common = row.common(self._manager, prompt)
-            if common > best[1]:
+            common = row.common(self._manager, ids)
+            if common > best[1] and row.is_kin(prompt):
                 best = row, common
         return best
 

@@ -1,0 +1,296 @@
+"""Continuous batching over an accelerated model: many requests at once, each at its own pace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsv4.cache.prefix.trail import TokenIds, token_ids
+from dsv4.cache.requests import Request
+from dsv4.errors import ContextOverflow, InvalidInput, OutOfBlocks, RequestError, require_count
+from dsv4.integrations.transformers.fast_forward import FastForward
+from dsv4.integrations.transformers.idle_rows import KnownRow
+from dsv4.integrations.transformers.model_check import require_type
+
+WAIT_S = 1.0  # until a step looks again whether there is room, should nobody say so
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job:
+    """A prompt, and what is generated behind it.
+
+    `tokens` are all that are known: the first `prompt_tokens` were submitted. `request` is None
+    while the job waits for a row. `tokens_skipped` counts those of the prompt that were cached.
+    """
+
+    tokens: list[int]
+    new_tokens: int
+    prompt_tokens: int
+    salt: str | None = None
+    stop_tokens: frozenset[int] = frozenset()
+    request: Request | None = None
+    cancelled: bool = False
+    error: Exception | None = None
+    tokens_skipped: int = 0
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.prompt_tokens :]
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the model has ended the text by itself; the stop token is the last generated."""
+        return len(self.tokens) > self.prompt_tokens and self.tokens[-1] in self.stop_tokens
+
+    @property
+    def is_over(self) -> bool:
+        has_all = len(self.tokens) - self.prompt_tokens >= self.new_tokens
+        return self.cancelled or self.error is not None or has_all or self.is_stopped
+
+
+# logits fp32 [jobs, vocabulary] and whose they are -> the next token of each, int64 [jobs]
+Choose = Callable[[Tensor, Sequence[Job]], Tensor]
+
+
+def greedy(logits: Tensor, jobs: Sequence[Job]) -> Tensor:
+    """The likeliest token of each."""
+    return logits.argmax(dim=-1)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Share:
+    """A job's part of a step: `ids` run, and the model chooses what comes next if it `samples`."""
+
+    job: Job
+    request: Request
+    ids: list[int]
+    samples: bool
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Engine:
+    """Runs jobs on the rows of an accelerated model, as many at once as it has.
+
+    A step runs the newest token of every job that generates, and chunks of prompts beside them, up
+    to `step_tokens` in all. Prompts that begin alike share their beginning; one that goes on from
+    an earlier job's text runs only what is new. All calls may come from any thread. `generate` may
+    be used at the same time: rows go to whoever asked first. Where several processes compute the
+    model, all make the same calls in the same order.
+
+    `choose` picks tokens; greedily unless told otherwise. The model must stay accelerated.
+    """
+
+    model: Any
+    step_tokens: int | None = None  # None: as many as a step of the model may have
+    choose: Choose = greedy
+    jobs: list[Job] = field(default_factory=list)  # in the order of their arrival
+    _forward: FastForward = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInput for a model that is not accelerated."""
+        require_type(self.model)
+        forward = vars(self.model.model).get("forward")
+        if not isinstance(forward, FastForward):
+            raise InvalidInput("the model is not accelerated: call accelerate(model, …) first")
+        self._forward = forward
+        most = forward.step.manager.max_step_tokens
+        if self.step_tokens is None:
+            self.step_tokens = most
+        require_count("step_tokens", self.step_tokens)
+        if self.step_tokens > most:
+            raise InvalidInput(
+                f"step_tokens={self.step_tokens}, but the model was accelerated for "
+                f"max_step_tokens={most}: give at most that"
+            )
+
+    def submit(
+        self,
+        ids: TokenIds,
+        new_tokens: int,
+        salt: str | None = None,
+        *,
+        stop_tokens: Sequence[int] | None = None,
+    ) -> Job:
+        """A job for these tokens. It ends behind `new_tokens` tokens or the first of `stop_tokens`,
+        the model's end tokens unless given. Jobs of different `salt` share nothing. Runs nothing.
+        Raises InvalidInput, ContextOverflow."""
+        read = token_ids(ids)
+        require_count("new_tokens", new_tokens)
+        words = self.model.config.vocab_size
+        if not len(read) or int(read.max()) >= words:
+            raise InvalidInput(
+                f"a prompt of {len(read)} ids up to {read.max(initial=0)}: give at least one, each "
+                f"below the vocabulary's {words}"
+            )
+        asked, longest = len(read) + new_tokens, self._manager.schema.max_context
+        if asked > longest:
+            raise ContextOverflow(asked_tokens=asked, max_context_tokens=longest)
+        self._manager.prompt(read, salt)  # refuses a salt that is none
+        job = Job(
+            tokens=read.tolist(),
+            new_tokens=new_tokens,
+            prompt_tokens=len(read),
+            salt=salt,
+            stop_tokens=frozenset(self._end_tokens() if stop_tokens is None else stop_tokens),
+        )
+        with self._turn:
+            self.jobs.append(job)
+            self._turn.notify_all()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """The job ends; the next step gives its row back. What it has generated stays."""
+        with self._turn:
+            job.cancelled = True
+            self._turn.notify_all()
+
+    def stream(self, job: Job) -> Iterator[int]:
+        """The tokens of a job as they come. Whoever waits for one runs the steps, of all jobs, so
+        several threads may stream at once and nothing runs in the background. A stream that is
+        left early cancels its job. Raises the error that ended the job."""
+        seen = job.prompt_tokens
+        try:
+            while True:
+                new = job.tokens[seen:]
+                yield from new
+                seen += len(new)
+                with self._turn:
+                    if seen < len(job.tokens):
+                        continue
+                    if job.is_over:
+                        break
+                    self.step()
+        finally:
+            if not job.is_over:
+                self.cancel(job)
+        if job.error is not None:
+            raise job.error
+
+    def run(self) -> None:
+        """Steps until no job is left."""
+        while self.step():
+            pass
+
+    def step(self) -> bool:
+        """One step of all jobs that have a row. Returns whether a job is left.
+
+        Where running calls of generate have all rows, it waits for one. An error of the step comes
+        through; no job is lost, and the next call goes on."""
+        with self._turn:
+            self._end_jobs()
+            self._admit()
+            shares = self._shares()
+            if shares:
+                self._run(shares)
+            elif any(not job.is_over for job in self.jobs):
+                self._wait()
+            self._end_jobs()
+            return bool(self.jobs)
+
+    # ---- in the order of a step
+
+    @property
+    def _manager(self) -> Any:
+        return self._forward.step.manager
+
+    @property
+    def _turn(self) -> Any:
+        return self._forward.caches.turn
+
+    def _end_tokens(self) -> Sequence[int]:
+        end = self.model.generation_config.eos_token_id
+        return () if end is None else [end] if isinstance(end, int) else list(end)
+
+    def _end_jobs(self) -> None:
+        """What is over leaves its row for a prompt that goes on from it."""
+        over = [job for job in self.jobs if job.is_over]
+        for job in over:
+            self._leave(job)
+        if over:
+            self.jobs = [job for job in self.jobs if not job.is_over]
+            self._turn.notify_all()
+
+    def _leave(self, job: Job) -> None:
+        request, job.request = job.request, None
+        if request is None or request.released:
+            return
+        is_kept = self._manager.transfers is None and request.trail is not None
+        if is_kept and not request.is_torn and request.torn_from is None and request.length:
+            ids = np.asarray(job.tokens[: request.length], dtype=np.int64)
+            self._forward.caches.idle.keep(KnownRow(request=request, ids=ids))
+        else:
+            suspend = self._manager.transfers is not None
+            self._manager.release_later(request, suspend=suspend)
+
+    def _admit(self) -> None:
+        """Jobs that wait get rows, the oldest first, unless a call of generate was there before."""
+        caches = self._forward.caches
+        for job in self.jobs:
+            if job.request is not None or job.is_over:
+                continue
+            if caches.is_waited_for or not caches.make_room(1):
+                return
+            try:
+                job.request = caches.admit(np.asarray(job.tokens, dtype=np.int64), job.salt)
+            except OutOfBlocks as error:
+                if not error.never:  # blocks are pinned, or a batch has them
+                    return
+                job.error = error
+                continue
+            if len(job.tokens) == job.prompt_tokens:
+                job.tokens_skipped = job.request.length
+
+    def _shares(self) -> list[_Share]:
+        """Who runs which tokens: those that generate first, then chunks of prompts."""
+        assert self.step_tokens is not None
+        left, shares = self.step_tokens, []
+        running = [(job, job.request) for job in self.jobs if job.request is not None]
+        for job, request in sorted(
+            running, key=lambda each: len(each[0].tokens) - each[1].length > 1
+        ):
+            pending = job.tokens[request.length :]
+            if not left:
+                break
+            ids = pending[:left]
+            left -= len(ids)
+            samples = len(ids) == len(pending)
+            shares.append(_Share(job=job, request=request, ids=ids, samples=samples))
+        return shares
+
+    def _run(self, shares: list[_Share]) -> None:
+        """Jobs take what was chosen, and then the step is committed: a token that is known and not
+        committed runs again."""
+        lengths = [share.request.length for share in shares]
+        steps = [(share.request, len(share.ids)) for share in shares]
+        sampling = [nth for nth, share in enumerate(shares) if share.samples]
+        try:
+            ids = [token for share in shares for token in share.ids]
+            with self._forward.stepping(steps, ids) as hidden:
+                if sampling:
+                    rows = torch.tensor(sampling, device=hidden.device)
+                    logits = self.model.lm_head(hidden[rows]).float()
+                    jobs = [shares[nth].job for nth in sampling]
+                    chosen = self.choose(logits, jobs).tolist()
+                    for job, token in zip(jobs, chosen, strict=True):
+                        job.tokens.append(token)
+        except BaseException:
+            for share, length in zip(shares, lengths, strict=True):
+                if share.request.length != length or share.request.is_torn:
+                    share.job.request = None
+                    self._manager.release_later(share.request)
+            raise
+
+    def _wait(self) -> None:
+        """Nothing can run before a call of generate is over."""
+        if self._forward.caches.is_generating:
+            raise RequestError(
+                f"a step inside a call of generate, which uses the rows that jobs wait for: step "
+                f"the engine elsewhere, or accelerate with more than max_batch="
+                f"{self._manager.max_requests}"
+            )
+        self._turn.wait(WAIT_S)

@@ -1,0 +1,237 @@
+"""Continuous batching over an accelerated model: every job gets what it gets alone, whenever it
+comes and whoever else runs."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.errors import ContextOverflow, InvalidInput, OutOfBlocks, RequestError
+from dsv4.integrations.transformers import Engine, Job
+from tests.integrations.fast_v4 import counted, fast, manager_of, plain_model
+from tests.integrations.tiny_v4 import VOCABULARY, prompt
+
+NEW_TOKENS = 6
+TIMEOUT_S = 120
+
+
+def text(tokens: int, seed: int) -> list[int]:
+    ids: list[int] = prompt(tokens, seed=seed)[0].tolist()
+    return ids
+
+
+@cache
+def expected(ids: tuple[int, ...], new_tokens: int = NEW_TOKENS) -> list[int]:
+    out = plain_model().generate(
+        torch.tensor([ids]), max_new_tokens=new_tokens, do_sample=False, use_cache=False
+    )
+    found: list[int] = out[0, len(ids) :].tolist()
+    return found
+
+
+def check(job: Job) -> None:
+    assert job.error is None
+    assert job.generated == expected(tuple(job.tokens[: job.prompt_tokens]), job.new_tokens)
+
+
+@pytest.mark.parametrize("step_tokens", [7, 64])
+def test_many_jobs_that_come_and_go(step_tokens: int) -> None:
+    """More jobs than rows, prompts in chunks beside others that generate, with a common beginning
+    and of all lengths; two are cancelled, one of them in the middle of its prompt."""
+    shared = text(130, 1)
+    prompts = [shared, text(3, 2), [*shared, *text(9, 3)], text(1, 4), [*shared, *text(40, 5)]]
+    with fast(plain_model(), max_batch=3, max_step_tokens=64) as model, counted(model) as runs:
+        engine = Engine(model=model, step_tokens=step_tokens)
+        jobs = [engine.submit(ids, NEW_TOKENS) for ids in prompts[:3]]
+        unwanted = engine.submit(text(100, 7), NEW_TOKENS)
+        for _ in range(4):
+            assert engine.step()
+        jobs += [engine.submit(ids, NEW_TOKENS) for ids in prompts[3:]]
+        late = engine.submit(text(90, 8), 300)
+        while not unwanted.request:
+            engine.step()
+        engine.cancel(unwanted)
+        assert unwanted.is_over
+        assert not unwanted.generated
+        while len(late.generated) < 2:
+            engine.step()
+        engine.cancel(late)
+        engine.run()
+        assert max(runs) <= step_tokens
+        assert engine.jobs == []
+        for job in jobs:
+            check(job)
+        assert late.generated == expected(tuple(text(90, 8)), len(late.generated))
+        assert jobs[4].tokens_skipped >= 128
+        manager_of(model).check_invariants()
+
+
+def test_streams_of_several_threads_and_a_turn() -> None:
+    """Nobody steps in the background; a stream that is left cancels its job; the next turn of a
+    conversation runs what is new."""
+    prompts = [text(20 + 9 * seed, seed) for seed in range(4)]
+    with fast(plain_model(), max_batch=2) as model, counted(model) as runs:
+        engine = Engine(model=model)
+        jobs = [engine.submit(ids, NEW_TOKENS) for ids in prompts]
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda job: list(engine.stream(job)), jobs, timeout=TIMEOUT_S))
+        assert found == [expected(tuple(ids)) for ids in prompts]
+        job = engine.submit(prompts[0], NEW_TOKENS)
+        for _ in engine.stream(job):
+            break
+        assert job.cancelled
+        assert not engine.step()
+        last = jobs[-1]
+        del runs[:]
+        turn = engine.submit([*last.tokens, 5, 6], NEW_TOKENS)
+        engine.run()
+        check(turn)
+        assert runs[0] == 3
+
+
+def test_jobs_stop_at_stop_tokens() -> None:
+    ids = text(20, 1)
+    whole = expected(tuple(ids))
+    with fast(plain_model()) as model:
+        engine = Engine(model=model)
+        job = engine.submit(ids, NEW_TOKENS, stop_tokens=[whole[2]])
+        engine.run()
+        assert job.is_stopped
+        assert job.generated == whole[: whole.index(whole[2]) + 1]
+        model.generation_config.eos_token_id = [whole[0]]
+        job = engine.submit(ids, NEW_TOKENS)
+        engine.run()
+        assert job.generated == whole[:1]
+
+
+def test_salts_share_nothing() -> None:
+    ids = text(140, 1)
+    with fast(plain_model()) as model:
+        engine = Engine(model=model)
+        skipped = []
+        for salt in ("a", "b", None, "b"):
+            job = engine.submit([*ids, len(skipped)], NEW_TOKENS, salt)
+            engine.run()
+            check(job)
+            skipped.append(job.tokens_skipped)
+        assert skipped == [0, 0, 0, 128]
+
+
+def test_who_chooses_sees_its_jobs() -> None:
+    seen: list[int] = []
+
+    def choose(logits: Tensor, jobs: Any) -> Tensor:
+        seen.append(len(jobs))
+        assert logits.shape == (len(jobs), VOCABULARY)
+        assert logits.dtype == torch.float32
+        return torch.tensor([job.prompt_tokens for job in jobs])
+
+    with fast(plain_model()) as model:
+        engine = Engine(model=model, choose=choose)
+        jobs = [engine.submit(text(n, n), 3) for n in (5, 8)]
+        engine.run()
+        assert [job.generated for job in jobs] == [[5] * 3, [8] * 3]
+        assert seen == [2, 2, 2]
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_a_step_that_fails_costs_no_job(layer: int) -> None:
+    """In a chunk, which loses the row, and while generating, which does not."""
+    calls: list[int] = []
+
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) in (2, 9):
+            raise Broken
+
+    with fast(plain_model(), max_batch=2, max_step_tokens=50) as model:
+        engine = Engine(model=model)
+        jobs = [engine.submit(text(140, seed), NEW_TOKENS) for seed in (1, 2)]
+        hook = model.model.layers[layer].mlp.register_forward_pre_hook(fail)
+        failures = 0
+        while engine.jobs:
+            try:
+                engine.step()
+            except Broken:
+                failures += 1
+        hook.remove()
+        assert failures == 2
+        for job in jobs:
+            check(job)
+
+
+def test_generate_beside_an_engine() -> None:
+    """Rows go to whoever asked first; nobody loses his own."""
+    ids = prompt(30, seed=9)
+    greedy: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    alone = plain_model().generate(ids, use_cache=False, **greedy).tolist()
+    with fast(plain_model(), max_batch=1) as model, ThreadPoolExecutor(1) as pool:
+        engine = Engine(model=model)
+        jobs = [engine.submit(text(20, seed), NEW_TOKENS) for seed in (1, 2)]
+        engine.step()
+        other = pool.submit(model.generate, ids, **greedy)
+        engine.run()
+        assert other.result(TIMEOUT_S).tolist() == alone
+        for job in jobs:
+            check(job)
+        started = threading.Event()
+
+        def hold(*_: Any) -> None:
+            if engine.jobs and not started.is_set():
+                started.set()
+                with pytest.raises(RequestError, match="inside a call of generate"):
+                    engine.step()
+
+        job = engine.submit(text(20, 3), NEW_TOKENS)
+        hook = model.register_forward_hook(hold)
+        model.generate(ids, **greedy)
+        hook.remove()
+        assert started.is_set()
+        engine.run()
+        check(job)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="not accelerated"):
+        Engine(model=plain_model())
+    with fast(plain_model(), max_context=64, prefix=None) as model:
+        with pytest.raises(InvalidInput, match="max_step_tokens=4096"):
+            Engine(model=model, step_tokens=5000)
+        engine = Engine(model=model)
+        for ids in ([], [VOCABULARY], [-1], [0.5], "hello"):
+            with pytest.raises(InvalidInput):
+                engine.submit(ids, 3)  # type: ignore[arg-type]
+        with pytest.raises(InvalidInput, match="new_tokens"):
+            engine.submit([1], 0)
+        with pytest.raises(ContextOverflow):
+            engine.submit([1] * 60, 5)
+        assert engine.jobs == []
+        assert not engine.step()
+        job = engine.submit(prompt(20)[0], NEW_TOKENS)
+        assert list(engine.stream(job)) == expected(tuple(prompt(20)[0].tolist()))
+
+
+def test_an_error_of_a_job_comes_out_of_its_stream() -> None:
+    """Four blocks, of which two are pinned: what needs three can never run."""
+    with fast(plain_model(), max_batch=1, max_context=300) as model:
+        manager, engine = manager_of(model), Engine(model=model)
+        first = engine.submit(text(280, 1), 3)
+        engine.run()
+        pinned = manager.pin(first.tokens[:280])
+        job, other = engine.submit(text(290, 2), 3), engine.submit(text(9, 3), NEW_TOKENS)
+        with pytest.raises(OutOfBlocks):
+            list(engine.stream(job))
+        assert not job.cancelled
+        engine.run()
+        check(other)
+        manager.unpin(pinned)
