@@ -49,6 +49,7 @@ def measure(
 ) -> Throughput:
     """All three, after a warm-up each that compiles and captures. The model is left as it was."""
     generator = torch.Generator().manual_seed(requests)
+    few = min(WARM_UP_TOKENS, new_tokens)
 
     def prompts(count: int) -> list[torch.Tensor]:
         words = model.config.vocab_size
@@ -59,7 +60,7 @@ def measure(
             ids = text[None].to(model.device)
             model.generate(ids, max_new_tokens=tokens, do_sample=False)
 
-    generate(prompts(1), WARM_UP_TOKENS)
+    generate(prompts(1), few)
     plain = _seconds(model, lambda: generate(prompts(1), new_tokens))
     accelerate(
         model,
@@ -68,7 +69,7 @@ def measure(
         max_step_tokens=STEP_TOKENS,
     )
     try:
-        generate(prompts(1), WARM_UP_TOKENS)
+        generate(prompts(1), few)
         sequential = _seconds(model, lambda: generate(prompts(requests), new_tokens))
         engine = Engine(model=model)
 
@@ -77,7 +78,7 @@ def measure(
                 engine.submit(text, tokens)
             engine.run()
 
-        run(WARM_UP_TOKENS)
+        run(few)
         together = _seconds(model, lambda: run(new_tokens))
     finally:
         restore(model)
