@@ -10,8 +10,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from examples import decode_loop, transformers_generate
+from dsv4.cache.handoff.link import load_nixl
+from dsv4.errors import MissingExtra
+from examples import decode_loop, disaggregated, transformers_generate
 from tests.support.numbers import Numbers
+from tests.support.tiers import unavailable
 
 
 def prompts() -> list[list[int]]:
@@ -102,3 +105,34 @@ def test_the_transformers_example_notices_wrong_tokens(monkeypatch: pytest.Monke
     right = transformers_generate.padded
     monkeypatch.setattr(transformers_generate, "padded", lambda p: right(p[::-1]))
     assert transformers_generate.main() == 1
+
+
+def test_the_disaggregated_example_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three more processes; one request moves in the middle of its answer."""
+    try:
+        load_nixl()
+    except MissingExtra as error:
+        unavailable(str(error))
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    assert disaggregated.main() == 0
+    *jobs, last = capsys.readouterr().out.splitlines()
+    assert last == "as a single process generates them: yes"
+    assert [int(line.split()[2]) for line in jobs] == list(disaggregated.PROMPT_TOKENS)
+    assert "prefill → decode 1 → decode 0" in jobs[disaggregated.MOVES]
+    assert not any("computed" in line for line in jobs)
+
+
+def test_the_disaggregated_example_notices_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [disaggregated.Job(prompt=[1, 2, 3], tokens=[1, 2, 3, *[0] * 24])]
+    monkeypatch.setattr(disaggregated, "PROMPT_TOKENS", (3,))
+    monkeypatch.setattr(disaggregated, "route", lambda prompts: jobs)
+    monkeypatch.setattr(
+        decode_loop,
+        "generate",
+        lambda *_: [
+            decode_loop.Generation(request=None, tokens=[1, 2, 3, *[1] * 24], prompt_tokens=3)
+        ],  # type: ignore[arg-type]
+    )
+    assert disaggregated.main() == 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dsv4.errors import Dsv4Error
 from tests.support.handoff import assert_nothing_left, grown, handing, side, tidy
 from tests.support.lives import Text, run_to
 
@@ -61,7 +62,11 @@ def main() -> None:
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         call, arguments = json.loads(line)
-        print(json.dumps(getattr(owner, call)(**arguments)), flush=True)
+        try:
+            answer = getattr(owner, call)(**arguments)
+        except Dsv4Error as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
