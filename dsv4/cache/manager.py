@@ -1103,9 +1103,12 @@ class KVCacheManager(Uncopied):
             drafts=drafts,
             chunks_apart=chunks_apart,
         )
+        growing_rows = (ends > published * self.schema.block_tokens).nonzero()[0]
         growing = [
-            (shape.requests[row], self.schema.blocks_for(int(ends[row])))
-            for row in (ends > published * self.schema.block_tokens).nonzero()[0].tolist()
+            (shape.requests[row], self.schema.blocks_for(end))
+            for row, end in zip(
+                growing_rows.tolist(), ends.take(growing_rows).tolist(), strict=True
+            )
         ]
         reserved, new_ids = self.table.reserve_growth(growing)
         try:  # the device first, the table of live requests last and at once
@@ -1220,20 +1223,19 @@ class KVCacheManager(Uncopied):
         overlap.require_first(plan)
         kept = step_checks.accepted(self.schema, plan, accepted)
         overlap.require_kept(plan, kept, self.open_plans)
+        ends = plan.starts + kept
         learned: LearnedIds | None = None
         if self.prefix is not None and ids is not None:
-            learned = self.prefix.read_ids(plan, kept, token_ids(ids), self.table.recent)
+            learned = self.prefix.read_ids(plan, kept, ends, token_ids(ids), self.table.recent)
         if self.prefix is not None and not plan.is_stored:
             self.prefix.note_torn(plan, kept)
-        if accepted is None:
-            self.table.move(plan.slots, plan.ends)
-        else:  # what was rejected is written all the same
+        if accepted is not None:  # what was rejected is written all the same
             self.table.note_written(plan.slots, plan.latest_ends)
-            self.table.move(plan.slots, plan.starts + kept)
+        self.table.move(plan.slots, ends)
         if self.prefix is not None:
             newest = overlap.newest(plan, self.open_plans)
             recent, slots = self.table.recent, self.slot_arena.bytes
-            self.prefix.note_commit(plan, kept, learned, recent, newest, slots, self._adopt)
+            self.prefix.note_commit(plan, kept, ends, learned, recent, newest, slots, self._adopt)
         overlap.move_up(plan, self.table, self.open_plans)
         self._close(plan)
         if self.transfers is not None:
@@ -1296,6 +1298,8 @@ class KVCacheManager(Uncopied):
 
     def _free_lane(self) -> int:
         """PlanError if as many plans are open as can be."""
+        if not self.open_plans:
+            return 0
         taken = {plan.lane for plan in self.open_plans}
         for lane in range(len(self.memory.lanes)):
             if lane not in taken:

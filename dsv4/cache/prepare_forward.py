@@ -65,6 +65,7 @@ class ForwardPlan(Uncopied):
     item_counts: tuple[int, ...]
     num_layers: int
     draft_layers: frozenset[int]
+    backbone_layers: tuple[int, ...]
     lane: int = 0
     behind: ForwardPlan | None = None
     rows_before: I64 | None = None
@@ -93,13 +94,13 @@ class ForwardPlan(Uncopied):
             for half in self.halves:
                 half.mark_appended(layers)
             return
-        known = range(self.num_layers)
-        if layers is None:
-            chosen = [layer for layer in known if layer not in self.draft_layers]
-        else:
+        chosen: Sequence[int] = self.backbone_layers
+        if layers is not None:
             chosen = require_layers(layers, self.num_layers)
-        for layer in chosen:
-            self.note_append(layer)
+        if chosen:
+            self.appended_layers.update(chosen)
+            self.stored_layers.update(chosen)
+            self.note_append(chosen[-1])
 
     def note_append(self, layer: int) -> None:
         """A layer has written this step; a chunk's staged rows are now that layer's."""
@@ -124,14 +125,16 @@ class ForwardPlan(Uncopied):
         """Whether every layer, but for those that draft, has stored the step."""
         if self.halves:
             return all(half.is_stored for half in self.halves)
-        return len(self.stored_layers - self.draft_layers) == self.num_layers - len(
-            self.draft_layers
-        )
+        return self.stored_layers.issuperset(self.backbone_layers)
 
     @property
     def halves(self) -> tuple[ForwardPlan, ...]:
         """Those of a plan with chunks apart; none of any other."""
-        return tuple(each for each in (self.narrow_half, self.wide_half) if each is not None)
+        if self.narrow_half is None:
+            return ()
+        if self.wide_half is None:
+            return (self.narrow_half,)
+        return self.narrow_half, self.wide_half
 
     @property
     def is_over(self) -> bool:
@@ -266,6 +269,7 @@ def make_plan(
         item_counts=tuple(item_counts.values()),
         num_layers=len(schema.layers),
         draft_layers=schema.draft_layers,
+        backbone_layers=schema.backbone_layers,
     )
     if drafts:
         buffers.fill_drafts(drafts, shape, starts)
@@ -298,6 +302,7 @@ def _draft_step(buffers: StepBuffers, plan: ForwardPlan, nth: int, batch_rows: i
         item_counts=(),
         num_layers=plan.num_layers,
         draft_layers=plan.draft_layers,
+        backbone_layers=plan.backbone_layers,
         whole=plan,
         is_draft=True,
     )
@@ -362,6 +367,7 @@ def make_halves(
         item_counts=(),
         num_layers=len(schema.layers),
         draft_layers=schema.draft_layers,
+        backbone_layers=schema.backbone_layers,
         draft_steps=narrow_half.draft_steps,
         narrow_half=narrow_half,
         wide_half=wide_half,
@@ -414,7 +420,7 @@ def fill_step(
 ) -> dict[int, int]:
     """Writes a step into the host buffer. Returns how many work items each ratio has."""
     buffers.fill_tokens(schema, shape, starts, ends)
-    replays = bool((reused > starts).any())
+    replays = np.count_nonzero(reused > starts)
     narrow, counts = is_narrow(schema, shape), {}
     unknown = None if before is None else before.unknown_starts
     # what the device fills in has no items here

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +39,7 @@ class Reclaimer(Protocol):
         """Blocks that stay whatever happens, but for those named."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
+class Reserved(NamedTuple):
     """Blocks that `settle` will take: chosen, but free or cached until then."""
 
     block_ids: list[int]
@@ -373,10 +371,12 @@ class RequestTable:
     ) -> tuple[Reserved, list[list[int]]]:
         """Blocks so that each request has so many in all, and which of them are whose."""
         missing = [max(blocks - len(request.block_ids), 0) for request, blocks in growing]
-        if not any(missing):
-            return Reserved([], ()), [[] for _ in missing]
-        request, asker_blocks = max(growing, key=lambda each: each[1])
-        reserved = self.reserve(sum(missing), asker_blocks=asker_blocks, shared=request.block_ids)
+        count = sum(missing)
+        if count <= self.allocator.free:
+            reserved = Reserved(self.allocator.next_ids(count), ())
+        else:
+            request, asker_blocks = max(growing, key=lambda each: each[1])
+            reserved = self.reserve(count, asker_blocks=asker_blocks, shared=request.block_ids)
         new_ids = iter(reserved.block_ids)
         return reserved, [list(islice(new_ids, count)) for count in missing]
 
@@ -426,7 +426,8 @@ class RequestTable:
 
     def note_written(self, slots: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
         """Rings hold tokens up to `ends`, past the length that the requests will have."""
-        self.numbers[WRITTEN, slots] = np.maximum(self.numbers[WRITTEN, slots], ends)
+        written = self.numbers[WRITTEN]
+        written[slots] = np.maximum(written.take(slots), ends)
 
     def rebuild(self, lost: Collection[Request], cached: Collection[int]) -> None:
         """After an interrupt: slots and blocks anew, from the requests that are live (but for the

@@ -416,7 +416,7 @@ class CacheSchema:
         """What a live request costs whatever its length: its slot and its row of block ids."""
         return self.slot_bytes + self.block_table_row_bytes
 
-    @property
+    @cached_property
     def max_blocks_per_request(self) -> int:
         return self.blocks_for(self.max_context)
 
@@ -424,13 +424,13 @@ class CacheSchema:
     def block_table_row_bytes(self) -> int:
         return self.max_blocks_per_request * _BLOCK_ID_BYTES
 
-    @property
+    @cached_property
     def max_rollback_tokens(self) -> int:
         """How many of the newest tokens that were written the rings can lose: those of a narrow
         step, and of as many more as may be planned behind it."""
         return (1 + self.steps_ahead) * self.max_narrow_tokens
 
-    @property
+    @cached_property
     def max_narrow_tokens(self) -> int:
         """The most tokens of a request in a narrow step, and the most that its commit may reject:
         1 + max_draft_tokens."""
@@ -440,6 +440,11 @@ class CacheSchema:
     def draft_layers(self) -> frozenset[int]:
         """Layers that draft: MTP and DSpark, which not every engine runs."""
         return frozenset(spec.layer for spec in self.model.layers if spec.draft)
+
+    @cached_property
+    def backbone_layers(self) -> tuple[int, ...]:
+        """All other layers: a step counts once they have stored it."""
+        return tuple(spec.layer for spec in self.model.layers if not spec.draft)
 
     def blocks_for(self, tokens: int) -> int:
         """A model of window-only layers keeps nothing in blocks and needs none."""

@@ -219,6 +219,7 @@ class Warmup:
             item_counts=tuple(counts.values()),
             num_layers=len(self._handles),
             draft_layers=self._schema.draft_layers,
+            backbone_layers=self._schema.backbone_layers,
         )
 
     def _layer_weights(self, handle: LayerCacheHandle) -> LayerWeights:

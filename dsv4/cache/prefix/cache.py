@@ -47,8 +47,7 @@ class PinnedPrefix:
     nodes: tuple[PrefixNode, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LearnedIds:
+class LearnedIds(NamedTuple):
     """What the ids of a step say: all of them, where each request has a few; else, for the trails
     `apart`, those from a position on."""
 
@@ -165,7 +164,8 @@ class PrefixCache:
             if node is None:
                 break
             in_rings = request.written_tokens - boundary <= self.schema.max_rollback_tokens
-            if in_rings and self.pool.rows and self._is_wanted(request, boundary):
+            is_new = node.snapshot is None and self.pool.rows
+            if in_rings and is_new and self._is_wanted(request, boundary):
                 row = self._reserve()
                 if row is not None:
                     self._capture(slot, row, boundary, node, trail)
@@ -274,7 +274,10 @@ class PrefixCache:
             first = start // block_tokens + 1
             for block in range(first, min(end, known) // block_tokens + 1):
                 if self._is_wanted(request, block * block_tokens):
-                    wanted.append((row, block * block_tokens))
+                    assert request.trail is not None
+                    node = self.index.get(request.trail.digest(block - 1))
+                    if node is None or node.snapshot is None:
+                        wanted.append((row, block * block_tokens))
         # the longest prefixes first, if rows are few
         captures = [
             Capture(batch_row=batch_row, boundary=boundary, row=row_id)
@@ -299,7 +302,9 @@ class PrefixCache:
             self._let_go(self._taken[row])
         self._free_rows = [row for row in self._free_rows if row not in rows]
 
-    def read_ids(self, plan: ForwardPlan, kept: I64, ids: Ids, recent: RecentIds) -> LearnedIds:
+    def read_ids(
+        self, plan: ForwardPlan, kept: I64, ends: I64, ids: Ids, recent: RecentIds
+    ) -> LearnedIds:
         """What the ids of a step say about each request. Raises InvalidInput if they do not fit the
         step, or contradict what is known."""
         if len(ids) != plan.num_tokens:
@@ -307,13 +312,13 @@ class PrefixCache:
                 f"{len(ids)} token ids for a step of {plan.num_tokens} tokens: give all of them, "
                 f"in the order of the plan"
             )
-        starts, ends, known = plan.starts, plan.starts + kept, recent.known[plan.slots]
-        differs = starts != known
-        if differs.any():
+        starts, known = plan.starts, recent.known.take(plan.slots)
+        has_gaps = False
+        if np.count_nonzero(starts != known):
             for row in ((starts < known) & (kept > 0)).nonzero()[0].tolist():
                 trail, start, span = _told(plan, kept, ids, row)
                 trail.check(start, span)
-        has_gaps = differs.any() and ((starts > known) & (known >= 0)).any()
+            has_gaps = bool(((starts > known) & (known >= 0)).any())
         if plan.shape.most_tokens <= self.schema.block_tokens and not has_gaps:
             return LearnedIds(ids, [])
         new = (starts <= known) & (known < ends)
@@ -328,6 +333,7 @@ class PrefixCache:
         self,
         plan: ForwardPlan,
         kept: I64,
+        ends: I64,
         learned: LearnedIds | None,
         recent: RecentIds,
         newest: I64,
@@ -342,36 +348,52 @@ class PrefixCache:
         """
         if learned is not None and plan.is_stored:
             if learned.ids is not None:
-                ends = plan.starts + kept
                 recent.learn(plan.slots, plan.starts, ends, learned.ids, plan.shape.token_rows)
             for trail, start, span in learned.apart:
                 trail.learn(start, span)
-        block_tokens = self.schema.block_tokens
-        firsts, ends = plan.starts // block_tokens, (plan.starts + kept) // block_tokens
-        requests, rows = plan.requests, (ends > firsts).nonzero()[0]
-        of_rows = (each.take(rows).tolist() for each in (firsts, ends, newest, plan.counts))
-        for row, first, end, written, count in zip(rows.tolist(), *of_rows, strict=True):
+        block_tokens, rollback = self.schema.block_tokens, self.schema.max_rollback_tokens
+        firsts, lasts = plan.starts // block_tokens, ends // block_tokens
+        requests, rows = plan.requests, (lasts > firsts).nonzero()[0]
+        of_rows = (each.take(rows).tolist() for each in (firsts, lasts, newest, plan.counts))
+        for row, first, last, written, count in zip(rows.tolist(), *of_rows, strict=True):
             request = requests[row]
             trail = request.trail
             if trail is None:
                 continue
-            last = min(end, trail.take_recent() // block_tokens)
-            self._adopt_cached(request, trail, first, last, adopt)
+            last = min(last, trail.take_recent() // block_tokens)
+            cached = self._cache_next(request, trail, first) if last == first + 1 else None
+            if cached is None:
+                self._adopt_cached(request, trail, first, last, adopt)
             # behind these a boundary is in no ring any more; of a chunk, none is in any
             in_rings = self.pool.rows and count <= self.schema.max_narrow_tokens
-            oldest = written - self.schema.max_rollback_tokens
             for block in range(first, last):
-                node = self._cache_block(request, trail, block)
+                node = cached or self._cache_block(request, trail, block)
                 if node is None:
                     break
                 boundary = (block + 1) * block_tokens
-                if in_rings and boundary >= oldest and self._is_wanted(request, boundary):
+                is_new = node.snapshot is None and boundary >= written - rollback
+                if in_rings and is_new and self._is_wanted(request, boundary):
                     row_id = self._reserve()
                     if row_id is not None:
                         slot = slot_arena[request.slot]
                         self._capture(slot, row_id, boundary, node, trail)
         if plan.captures is not None:
             self._finish_captures(plan, kept)
+
+    def _cache_next(self, request: Request, trail: TokenTrail, block: int) -> PrefixNode | None:
+        """The node of a block that a request has just completed behind its own cached ones: what
+        `_adopt_cached` and `_cache_block` come to in the ordinary course. None, with nothing done,
+        in any other."""
+        trail.hash_blocks(block + 1)
+        get, chain, block_ids = self.index.get, trail.chain, request.block_ids
+        before = get(chain[block - 1]) if block else None
+        if block and (before is None or before.block_id != block_ids[block - 1]):
+            return None
+        if get(chain[block]) is not None:
+            return None
+        node = self.index.add(chain[block], block_ids[block], before)
+        self._note_fresh(node, trail, (block + 1) * self.schema.block_tokens)
+        return node
 
     def _adopt_cached(
         self, request: Request, trail: TokenTrail, first: int, last: int, adopt: Adopt
@@ -423,15 +445,12 @@ class PrefixCache:
         return plan.counts <= self.schema.max_narrow_tokens
 
     def _is_wanted(self, request: Request, boundary: int) -> bool:
-        """Whether the state at a boundary is exact, asked for by the policy and not there yet."""
+        """Whether the state at a boundary is exact and asked for by the policy."""
         assert request.trail is not None
         prompt, block_tokens = request.trail.prompt_tokens, self.schema.block_tokens
-        if boundary < request.exact_from or not self.options.policy.wants(
+        return boundary >= request.exact_from and self.options.policy.wants(
             boundary, prompt, block_tokens
-        ):
-            return False
-        node = self.index.get(request.trail.digest(boundary // block_tokens - 1))
-        return node is None or node.snapshot is None
+        )
 
     def _cache_block(self, request: Request, trail: TokenTrail, block: int) -> PrefixNode | None:
         """The node of a complete block of a request, whose tokens are all known, made now if there

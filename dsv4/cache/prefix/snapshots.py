@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,19 +29,22 @@ _UNIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """Slices of one width as index tensors: row i is token P - `back[i]` of a ring of `ring[i]`
-    rows that starts at `base[i]`. All in units of the layout."""
+    """Slices of one width, in units of the layout: its rows are `span` of all rows of a snapshot,
+    and lie at multiples of `width` behind `base`. `kept` is where they are stored, [snapshots,
+    rows, width], or [rows, width] of the one that is staged."""
 
-    first: int
-    rows: int
+    span: slice
     width: int
     base: Tensor
-    back: Tensor
-    ring: Tensor
+    kept: Tensor
 
-    def places(self, boundary: int, unit_bytes: int) -> Tensor:
-        width = self.width // unit_bytes
-        return self.base + torch.remainder(boundary - self.back, self.ring) * width
+    def places(self, nth: Tensor) -> Tensor:
+        """Where the rows start in a slot, given which row of its ring each is."""
+        return torch.add(self.base, nth[self.span], alpha=self.width)
+
+    def slot_rows(self, units: Tensor) -> Tensor:
+        """A slot as rows of the section's width, one starting at every unit."""
+        return units.as_strided((units.shape[0] - self.width + 1, self.width), (1, 1))
 
 
 class SnapshotPool:
@@ -70,7 +73,17 @@ class SnapshotPool:
             if apart
             else None
         )
-        self._sections = tuple(map(self._section, self.layout.sections)) if rows else ()
+        parts = [part for section in self.layout.sections for part in section] if rows else []
+        # row i is token P - `back[i]`, in a ring of `ring[i]` rows
+        self._back, self._ring = (
+            torch.tensor(column, dtype=torch.int64, device=device)
+            for column in (
+                [part.rows - nth for part in parts for nth in range(part.rows)],
+                [part.ring_rows for part in parts for _ in range(part.rows)],
+            )
+        )
+        self._unit = _UNIT_DTYPES[self.layout.unit_bytes]
+        self._sections = tuple(self._make_sections()) if rows else ()
 
     @classmethod
     def bytes_on_device(
@@ -87,31 +100,31 @@ class SnapshotPool:
 
     def memory_bytes(self) -> int:
         """Bytes on the device."""
-        indices = sum(s.base.numel() + s.back.numel() + s.ring.numel() for s in self._sections)
+        indices = 3 * self._ring.numel()
         pool = 0 if self._staged is not None else self.bytes.numel()
         return pool + 8 * indices + (0 if self._staged is None else self._staged.numel())
 
     def capture(self, slot: Tensor, row: int, boundary: int) -> None:
         """The state at `boundary` out of a slot (uint8 [slot_bytes]) whose rings still have it."""
-        target = self.bytes[row] if self._staged is None else self._staged
+        units, nth = slot.view(self._unit), self._ring_rows(boundary)
         for section in self._sections:
-            torch.index_select(
-                self._row_view(slot, section),
-                0,
-                section.places(boundary, self.layout.unit_bytes),
-                out=self._rows(target, section),
-            )
+            kept = section.kept if self._staged is not None else section.kept[row]
+            torch.index_select(section.slot_rows(units), 0, section.places(nth), out=kept)
         if self._staged is not None:
             self.bytes[row].copy_(self._staged, non_blocking=True)
 
     def restore(self, slot: Tensor, row: int, boundary: int) -> None:
         """A snapshot of `boundary` into a slot; other bytes of the slot stay."""
-        source = self.bytes[row]
         if self._staged is not None:
-            source = self._staged.copy_(source, non_blocking=True)
+            self._staged.copy_(self.bytes[row], non_blocking=True)
+        units, nth = slot.view(self._unit), self._ring_rows(boundary)
         for section in self._sections:
-            places = section.places(boundary, self.layout.unit_bytes)
-            self._row_view(slot, section)[places] = self._rows(source, section)
+            kept = section.kept if self._staged is not None else section.kept[row]
+            section.slot_rows(units)[section.places(nth)] = kept
+
+    def _ring_rows(self, boundary: int) -> Tensor:
+        """Which row of its ring each row of a snapshot at `boundary` is."""
+        return torch.rsub(self._back, boundary).remainder_(self._ring)
 
     def rows_of(self, part: RingSlice) -> Tensor:
         """One slice in every snapshot: uint8 [snapshots, rows, width]."""
@@ -121,27 +134,20 @@ class SnapshotPool:
             part.offset_bytes,
         )
 
-    def _section(self, parts: tuple[RingSlice, ...]) -> _Section:
-        unit = self.layout.unit_bytes
-        base = [part.slot_offset_bytes // unit for part in parts for _ in range(part.rows)]
-        back = [part.rows - nth for part in parts for nth in range(part.rows)]
-        ring = [part.ring_rows for part in parts for _ in range(part.rows)]
-        return _Section(
-            parts[0].offset_bytes,
-            len(base),
-            parts[0].width_bytes,
-            *(torch.tensor(column, device=self.device) for column in (base, back, ring)),
-        )
-
-    def _row_view(self, slot: Tensor, section: _Section) -> Tensor:
-        """The slot as rows of the section's width, one starting at every unit."""
-        unit = self.layout.unit_bytes
-        units, width = slot.view(_UNIT_DTYPES[unit]), section.width // unit
-        return units.as_strided((len(units) - width + 1, width), (1, 1))
-
-    def _rows(self, snapshot: Tensor, section: _Section) -> Tensor:
-        span = snapshot[section.first : section.first + section.rows * section.width]
-        return span.view(_UNIT_DTYPES[self.layout.unit_bytes]).view(section.rows, -1)
+    def _make_sections(self) -> Iterator[_Section]:
+        unit, first = self.layout.unit_bytes, 0
+        rows = self.bytes if self._staged is None else self._staged
+        for parts in self.layout.sections:
+            base = [part.slot_offset_bytes // unit for part in parts for _ in range(part.rows)]
+            at, width = parts[0].offset_bytes, parts[0].width_bytes
+            span = rows[..., at : at + len(base) * width].view(self._unit)
+            yield _Section(
+                slice(first, first + len(base)),
+                width // unit,
+                torch.tensor(base, device=self.device),
+                span.unflatten(-1, (len(base), width // unit)),
+            )
+            first += len(base)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,14 +19,16 @@ Ids = NDArray[np.int32]
 TokenIds: TypeAlias = "Sequence[int] | NDArray[np.integer[Any]] | Tensor"
 DIGEST_BYTES = 32
 _LARGEST_ID = np.iinfo(np.int32).max
+_UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
 def token_ids(given: TokenIds) -> Ids:
     """Token ids as int32, in memory of their own. Raises InvalidInput for anything else."""
     try:
         ids: Any = given
-        is_tensor = hasattr(ids, "detach")  # asked without loading torch
-        ids = np.asarray(ids.detach().cpu() if is_tensor else ids)
+        if not isinstance(ids, np.ndarray):
+            is_tensor = hasattr(ids, "detach")  # asked without loading torch
+            ids = np.asarray(ids.detach().cpu() if is_tensor else ids)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise InvalidInput(f"token ids are not a list of numbers: {error}") from error
     if isinstance(given, list | tuple) and bool in set(map(type, given)):
@@ -37,7 +39,7 @@ def token_ids(given: TokenIds) -> Ids:
             f"a prompt may also be a count"
         )
     # as unsigned numbers negative ids are too large ones: one look at each id finds both
-    if ids.size and int(ids.view(f"u{ids.itemsize}").max()) > _LARGEST_ID:
+    if ids.size and ids.view(_UNSIGNED[ids.itemsize]).max() > _LARGEST_ID:
         raise InvalidInput(
             f"token ids lie between {ids.min()} and {ids.max()}: they must be 0 or more and fit "
             f"32 bits"
@@ -56,6 +58,7 @@ class RecentIds:
     def __init__(self, slots: int, block_tokens: int) -> None:
         self.rows = 1 << (2 * block_tokens - 1).bit_length()  # a power of two
         self.ids = np.zeros((slots, self.rows), dtype=np.int32)
+        self._flat = self.ids.reshape(-1)
         self.known = np.full(slots, -1, dtype=np.int64)
 
     def learn(
@@ -74,9 +77,10 @@ class RecentIds:
         at += nth
         at &= self.rows - 1
         at += (slots * self.rows).take(row)
-        self.ids.reshape(-1)[at] = ids
-        known = self.known[slots]
-        self.known[slots] = np.where(known < 0, known, np.maximum(known, ends))
+        self._flat[at] = ids
+        known = self.known.take(slots)
+        np.maximum(known, ends, out=known, where=known >= 0)
+        self.known[slots] = known
 
 
 class TokenTrail:
@@ -162,11 +166,10 @@ class TokenTrail:
     def hash_blocks(self, blocks: int) -> None:
         """Makes the digests of the first so many blocks, whose tokens are all known."""
         self.take_recent()
-        chain, block_bytes = self.chain, 4 * self.block_tokens
-        words = self._ids.view(np.uint8).data
+        chain, ids, block_tokens = self.chain, self._ids.data, self.block_tokens
         digest, blake2b = chain[-1] if chain else self.root, hashlib.blake2b
-        for at in range(len(chain) * block_bytes, blocks * block_bytes, block_bytes):
-            span = words[at : at + block_bytes]
+        for at in range(len(chain) * block_tokens, blocks * block_tokens, block_tokens):
+            span = ids[at : at + block_tokens]
             digest = blake2b(span, digest_size=DIGEST_BYTES, key=digest).digest()
             chain.append(digest)
 

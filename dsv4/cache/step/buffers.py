@@ -74,7 +74,8 @@ class StepBuffers:
         }
         self._request = request_columns(self.host["batch"])
         self._token = token_columns(self.host["tokens"])
-        self._items = {ratio: item_columns(self.host[f"items_{ratio}"]) for ratio in self.ratios}
+        self._item_rows = {ratio: self.host[f"items_{ratio}"] for ratio in self.ratios}
+        self._items = {ratio: item_columns(rows) for ratio, rows in self._item_rows.items()}
         self.on_device = on_device = _named_rows(self.device_buffer, sizes)
         self.cut = lru_cache(maxsize=KEPT_CUTS)(lambda name, rows: on_device[name][:rows])
         self.cut_draft = lru_cache(maxsize=KEPT_CUTS)(
@@ -124,7 +125,8 @@ class StepBuffers:
             token.kept[:count] = 1
             self._last_shape = shape
         row = self._row_of_token
-        position = starts[row] + self._nth_of_token
+        position = starts.take(row)
+        position += self._nth_of_token
         request.start[:requests] = starts
         token.position[:count] = position
         if shape.most_tokens > schema.ring_rows:
@@ -132,12 +134,14 @@ class StepBuffers:
 
     def fill_items(self, ratio: int, items: WorkItems, ends: I64) -> int:
         """The rows of a compressor's items, behind `fill_tokens`. Returns how many."""
-        rows, row = self.host[f"items_{ratio}"], items.row
+        item, rows, row = self._items[ratio], self._item_rows[ratio], items.row
         rows.fill(-1)
+        count = len(row)
+        if not count:
+            return 0
         # an item's first columns are its request's, but for the end
-        rows[: len(row), :REQUEST_COLUMNS] = self.host["batch"].take(row, axis=0)
-        item, count = self._items[ratio], len(row)
-        item.end[:count] = ends[row]
+        rows[:count, :REQUEST_COLUMNS] = self.host["batch"].take(row, axis=0)
+        item.end[:count] = ends.take(row)
         item.entry[:count] = items.entry
         item.entries[:count] = items.entries
         item.writes_tails[:count] = items.writes_tails

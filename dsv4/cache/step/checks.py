@@ -57,7 +57,7 @@ def disjoint(
 def untorn(schema: CacheSchema, shape: StepShape, starts: I64, written: I64) -> None:
     """RequestError for a request whose rings do not hold the state at its length."""
     torn = written - starts > schema.max_rollback_tokens
-    if torn.any():
+    if np.count_nonzero(torn):
         shape.requests[int(torn.argmax())].require_whole()
 
 
@@ -69,7 +69,7 @@ def open_plan(plan: ForwardPlan, expected: Sequence[ForwardPlan]) -> None:
         raise PlanError("this plan is over: prepare a new one for each step")
     if plan.whole is not None:
         raise PlanError("this belongs to a plan: give the plan that prepare_forward returned")
-    if not any(plan is each for each in expected):
+    if plan not in expected:
         raise PlanError("this plan belongs to another manager")
 
 
@@ -103,11 +103,12 @@ class StepReader:
         self._keep(StepShape.build((), ()), ())
 
     def _keep(self, shape: StepShape, counts: tuple[int, ...]) -> None:
+        self._least = min(counts, default=0)
         self._kept = (tuple(zip(shape.requests, counts, strict=True)), shape)
 
     def read(self, steps: Sequence[Step]) -> StepShape:
         """RequestError, PlanError or ContextOverflow for the first that is wrong."""
-        if not isinstance(steps, Sequence):
+        if not isinstance(steps, list | tuple | Sequence):  # the first two are quick to tell
             raise PlanError(
                 f"steps are {type(steps).__name__}: give a list of (request, new tokens)"
             )
@@ -124,9 +125,14 @@ class StepReader:
         return shape
 
     def _is_last(self, steps: Sequence[Step], last: tuple[Step, ...]) -> bool:
-        """Whether these are exactly the pairs checked last time. True equals 1, but is no count."""
+        """Whether these are exactly the pairs checked last time. Counts that are equal need not be
+        counts: the sum of others than ints is no int, but for True and False."""
         try:
-            return tuple(steps) == last and set(map(type, map(_COUNT, steps))) == {int}
+            if tuple(steps) != last:
+                return False
+            if self._least > 1:
+                return type(sum(map(_COUNT, steps))) is int
+            return set(map(type, map(_COUNT, steps))) == {int}
         except (TypeError, ValueError, RuntimeError):  # arrays, tensors: told below
             return False
 
@@ -187,10 +193,13 @@ def accepted(schema: CacheSchema, plan: ForwardPlan, accepted: Sequence[int] | N
         raise PlanError(
             f"accepted must be {len(plan.counts)} whole numbers, one per request, got {accepted!r}"
         )
-    kept = kept.astype(np.int64)
-    rejected, most = plan.counts - kept, schema.max_narrow_tokens
+    kept, most = kept.astype(np.int64), schema.max_narrow_tokens
     # as unsigned numbers negative ones are too large
-    if not kept.size or (kept.min() >= 0 and rejected.view(np.uint64).max() <= most):
+    over = np.count_nonzero(kept.view(np.uint64) > plan.counts.view(np.uint64))
+    if not over and plan.shape.most_tokens <= most:
+        return kept
+    rejected = plan.counts - kept
+    if not over and rejected.max(initial=0) <= most:
         return kept
     wrong = np.flatnonzero((kept < 0) | (rejected < 0))
     if wrong.size:

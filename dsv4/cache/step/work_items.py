@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from dsv4.cache.step.shape import I64, spread
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WorkItems:
+class WorkItems(NamedTuple):
     """One element per item: its request's row, its first entry, how many entries it takes, and 1
     if it writes the tails."""
 
@@ -22,12 +21,14 @@ class WorkItems:
 
 def closing_groups(ratio: int, starts: I64, ends: I64, *, most_tokens: int) -> WorkItems:
     """The items of a narrow step: the groups that close."""
-    first = starts // ratio
-    closed = ends // ratio - first
     if most_tokens <= ratio:  # a request closes one group at most
-        row = closed.nonzero()[0]
-        return WorkItems(row, first[row], 1, 0)
-    row, nth = spread(closed)
+        if ratio & (ratio - 1):
+            row = (starts // ratio != ends // ratio).nonzero()[0]
+        else:  # a power of two: the higher bits differ
+            row = ((starts ^ ends) >= ratio).nonzero()[0]
+        return WorkItems(row, starts.take(row) // ratio, 1, 0)
+    first = starts // ratio
+    row, nth = spread(ends // ratio - first)
     return WorkItems(row, first[row] + nth, 1, 0)
 
 
