@@ -23,7 +23,10 @@ def make(path: Path, *flags: str, **options: int) -> Path:
 @pytest.mark.parametrize(
     "options",
     [
-        {"seed": 11, "tokens": 263, "heads": 3, "index_heads": 5, "top_k": 20},
+        pytest.param(
+            {"seed": 11, "tokens": 263, "heads": 3, "index_heads": 5, "top_k": 20},
+            marks=pytest.mark.nightly,
+        ),
         {"seed": 12, "tokens": 133, "heads": 1, "index_heads": 16, "top_k": 64, "head_dim": 512},
         {"seed": 13, "tokens": 7, "heads": 2, "index_heads": 4, "top_k": 3},
     ],
@@ -35,8 +38,10 @@ def test_reference_reproduces_an_unseen_file(tmp_path: Path, options: dict[str, 
     assert not [report for report in reports if not report.passed]
 
 
-def test_interpreted_triton_reproduces_an_unseen_file(tmp_path: Path) -> None:
-    golden = make(tmp_path / "golden.npz", seed=14, tokens=18, heads=2, index_heads=4, top_k=2)
+@pytest.mark.parametrize("tokens", [13, pytest.param(18, marks=pytest.mark.nightly)])
+def test_interpreted_triton_reproduces_an_unseen_file(tmp_path: Path, tokens: int) -> None:
+    """Thirteen tokens have more entries than are selected."""
+    golden = make(tmp_path / "golden.npz", seed=14, tokens=tokens, heads=2, index_heads=4, top_k=2)
     reports = verify(golden, backend="triton")
     assert len(reports) == 11
     assert not [report for report in reports if not report.passed]

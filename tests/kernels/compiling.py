@@ -5,6 +5,7 @@ Works in a process where TRITON_INTERPRET is unset: `run_apart` starts one.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -13,8 +14,9 @@ import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import triton
@@ -207,17 +209,46 @@ def _loops(opcodes: list[str], backward: list[tuple[int, int]]) -> tuple[Loop, .
 
 def run_apart(module: str, *case: str) -> Any:
     """What `python -m module case` prints as its last line, in JSON, with kernels compiled."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", module, *case],
+    code, printed, errors = _run_apart(module, *case)
+    assert code == 0, errors
+    return json.loads(printed.splitlines()[-1])
+
+
+def _run_apart(module: str, *case: str) -> tuple[int, str, str]:
+    # torch sets the last one itself, sooner or later
+    left_out = ("TRITON_INTERPRET", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+    environment = {k: v for k, v in os.environ.items() if k not in left_out}
+    if "RECORD_PTX" in environment:  # tools/record_ptx.py runs in the place of `python`
+        command = [sys.executable, "-m", module, *case]
+        done = subprocess.run(
+            command, cwd=_ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stdout, done.stderr
+    told, heard = _server(tuple(sorted(environment.items())))
+    told.write(json.dumps([module, *case]) + "\n")
+    told.flush()
+    code, printed, errors = json.loads(heard.readline())
+    return code, printed, errors
+
+
+@cache
+def _server(environment: tuple[tuple[str, str], ...]) -> tuple[IO[str], IO[str]]:
+    """A process that has imported all and forks. It ends when its stdin is closed, as this one
+    does at the latest when it ends."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.kernels.compile_server"],
         cwd=_ROOT,
-        env=environment,
-        capture_output=True,
+        env=dict(environment),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    assert server.stdin is not None
+    assert server.stdout is not None
+    atexit.register(server.stdout.close)
+    atexit.register(server.wait)
+    atexit.register(server.stdin.close)  # before
+    return server.stdin, server.stdout
 
 
 def nvidia_tool(tool: str, *arguments: str) -> str:

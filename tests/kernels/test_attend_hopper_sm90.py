@@ -31,11 +31,17 @@ CASES: dict[str, tuple[str, int, int | None, int, bool]] = {
     "32 heads, csa chunk": ("v4-pro", 32, CSA_LAYER, 1024, True),
     "96 heads, csa split": ("v4-pro", 96, CSA_LAYER, 8, False),
 }
+NIGHTLY = {"8 heads, hca whole", "32 heads, csa chunk"}
 # two registers, stored and loaded at two places each: instructions × 4 bytes
 SPILL_LIMIT = {"96 heads, csa split": 16}
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, marks=[pytest.mark.nightly] if case in NIGHTLY else []) for case in CASES
+    ],
+)
 def attend(request: pytest.FixtureRequest) -> dict[str, Any]:
     found: dict[str, Any] = run_apart("tests.kernels.test_attend_hopper_sm90", request.param)
     return {"spill_limit": SPILL_LIMIT.get(request.param, 0), **found}

@@ -1,4 +1,5 @@
-"""A million random calls on a small pool, each one checked against a model of who holds what."""
+"""Random calls on a small pool, nightly a million, each one checked against a model of who holds
+what."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from dsv4.errors import (
 )
 from dsv4.model import ModelSpec
 
-STEPS = 1_000_000
+STEPS, NIGHTLY_STEPS = 200_000, 1_000_000
 CHECK_EVERY = 50
 # a row of the table is longer than the pool, so that some requests can never fit
 BLOCKS, REQUESTS, CONTEXT, BLOCK_TOKENS, DRAFTS = 10, 5, 1400, 128, 3
@@ -211,9 +212,10 @@ class Life:
         assert stats.tokens_live == sum(self.lengths.values())
 
 
-def test_a_million_random_steps_keep_every_block_and_slot_accounted_for():
+@pytest.mark.parametrize("steps", [STEPS, pytest.param(NIGHTLY_STEPS, marks=pytest.mark.nightly)])
+def test_random_steps_keep_every_block_and_slot_accounted_for(steps: int):
     life = Life(seed=20261115)
-    for number in range(STEPS):
+    for number in range(steps):
         dice = life.rng.random()
         if not life.live or dice < 0.30:
             life.admit()
@@ -230,9 +232,9 @@ def test_a_million_random_steps_keep_every_block_and_slot_accounted_for():
         if number % CHECK_EVERY == 0:
             life.check()
     life.check()
-    # both outcomes were common, so the million means something
-    assert life.succeeded > STEPS // 4
-    assert life.failed > STEPS // 10
+    # both outcomes were common, so the number means something
+    assert life.succeeded > steps // 4
+    assert life.failed > steps // 10
     while life.live:
         life.release()
     assert life.manager.table.allocator.free == BLOCKS

@@ -1,4 +1,5 @@
-"""10^5 random calls with prefix cache, forks and rewinds: every live request has the right bytes.
+"""Random calls with prefix cache, forks and rewinds, 10^5 of them nightly: every live request has
+the right bytes.
 
 Kernels are replaced by stamps: every row that a step writes is filled with a number made from all
 tokens up to it, so foreign, stale and missing bytes show. A replay stamps garbage where a real one
@@ -26,7 +27,7 @@ from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.errors import ContextOverflow, InvalidInput, OutOfBlocks, OutOfSlots
 from dsv4.model import ModelSpec, v4_layers
 
-STEPS = 100_000
+STEPS, NIGHTLY_STEPS = 40_000, 100_000
 CHECK_EVERY = 50
 BLOCK = WINDOW = 16
 CONTEXT, BLOCKS, SLOTS, DRAFTS, SNAPSHOTS = 240, 40, 6, 3, 5
@@ -448,14 +449,21 @@ def live(policy: SnapshotPolicy, steps: int, seed: int, state: HcaState) -> Worl
     return world
 
 
+def lives(steps: int) -> list[tuple[SnapshotPolicy, int, HcaState]]:
+    return [
+        (full(), steps * 4 // 10, "raw"),
+        (periodic(64), steps * 3 // 10, "raw"),
+        (zero(), steps * 3 // 10, "raw"),
+        (full(), steps // 10, "online"),
+        (zero(), steps // 10, "online"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("policy", "steps", "state"),
     [
-        (full(), STEPS * 4 // 10, "raw"),
-        (periodic(64), STEPS * 3 // 10, "raw"),
-        (zero(), STEPS * 3 // 10, "raw"),
-        (full(), STEPS // 10, "online"),
-        (zero(), STEPS // 10, "online"),
+        *lives(STEPS),
+        *(pytest.param(*life, marks=pytest.mark.nightly) for life in lives(NIGHTLY_STEPS)),
     ],
     ids=str,
 )

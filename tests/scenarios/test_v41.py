@@ -42,7 +42,10 @@ def test_bytes_do_not_depend_on_steps(cut: Cut, drafts: int):
         assert_no_stray_bytes(whole)
 
 
-@pytest.mark.parametrize("drafts", [0, 1, 2, 5])
+NIGHTLY_DRAFTS = [pytest.param(drafts, marks=pytest.mark.nightly) for drafts in (1, 5)]
+
+
+@pytest.mark.parametrize("drafts", [0, 2, *NIGHTLY_DRAFTS])
 def test_every_rejection_of_a_step(drafts: int):
     """From every phase of a pair and around the end of a block: what is left is a cold run's, and
     so is what follows."""

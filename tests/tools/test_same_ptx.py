@@ -6,6 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from rich.console import Console
+
+from tools import same_ptx as tool
+
 ROOT = Path(__file__).parents[2]
 KERNEL = """
 import triton
@@ -45,28 +50,31 @@ def tree(root: Path, *, name: str, comment: str, operation: str) -> Path:
     return root
 
 
-def same_ptx(before: Path, after: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools/same_ptx.py"), str(before), str(after)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_names_and_lines_do_not_count_and_instructions_do(tmp_path: Path):
+def test_names_and_lines_do_not_count_and_instructions_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     before = tree(tmp_path / "before", name="one", comment="short", operation="+ 1")
     other = tree(tmp_path / "other", name="another", comment="a\n    # b", operation="+ 1")
     more = tree(tmp_path / "more", name="one", comment="short", operation="* 3 + 1")
+    trees = [before, other, more]
+    compiled = tool.compile_trees(trees, None, Console(stderr=True))  # each once
+    monkeypatch.setattr(
+        tool, "compile_trees", lambda asked, *_: [compiled[trees.index(each)] for each in asked]
+    )
 
-    same = same_ptx(before, other)
-    assert same.returncode == 0, same.stdout + same.stderr
-    assert "tiny: case 1" in same.stdout
-    assert "1 of 1 cases identical" in same.stdout
+    code, printed = tool.main([str(before), str(other)]), capsys.readouterr().out
+    assert code == 0, printed
+    assert "tiny: case 1" in printed
+    assert "1 of 1 cases identical" in printed
 
-    different = same_ptx(before, more)
-    assert different.returncode == 1, different.stdout + different.stderr
-    assert "different" in different.stdout
-    assert "0 of 1 cases identical" in different.stdout
+    code, printed = tool.main([str(before), str(more)]), capsys.readouterr().out
+    assert code == 1, printed
+    assert "different" in printed
+    assert "0 of 1 cases identical" in printed
 
 
 def test_a_tree_without_sm90_tests_is_refused(tmp_path: Path):
-    done = same_ptx(tmp_path, tmp_path)
+    command = [sys.executable, str(ROOT / "tools/same_ptx.py"), str(tmp_path), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "has no tests/kernels/*_sm90.py" in done.stderr
