@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from dsv4.cache.prefix.snapshot_layout import SnapshotLayout
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
+from dsv4.cache.transfers.state_layout import StateLayout
 from dsv4.errors import InvalidInput, PoolTooSmall, require_count
 from dsv4.tiers.sizes import HEADER_BYTES, padded
 
@@ -119,6 +120,88 @@ def plan_tier(
         bytes_per_token=per_token,
         tokens=int(tier_bytes / per_token) // schema.block_tokens * schema.block_tokens,
         times_device=block / schema.block_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffSizing:
+    """One request that goes from machine to machine: its whole blocks and at most its state, and
+    how long that takes at the full rate of the link."""
+
+    context_tokens: int
+    handoff_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSizing:
+    """What a link carries of a cache. `state_bytes` go with every request at most (rows of groups
+    that are not begun are left out), `bytes_per_token` with its whole blocks. `tokens_per_second`
+    is how much context it carries, states left out.
+
+    With the rates of both sides: `prefill_per_decode`, how many GPUs that prefill keep one busy
+    that decodes, and `link_share`, how much of the link one that decodes then uses, for requests of
+    `handoffs[0].context_tokens` with answers of `answer_tokens`.
+    """
+
+    link_bits_per_second: int
+    state_bytes: int
+    bytes_per_token: float
+    tokens_per_second: float
+    handoffs: tuple[HandoffSizing, ...]
+    answer_tokens: int | None = None
+    prefill_per_decode: float | None = None
+    link_share: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan_link(
+    schema: CacheSchema,
+    *,
+    link_bits_per_second: int,
+    context_tokens: int | None = None,
+    answer_tokens: int = 1024,
+    prefill_rate: float | None = None,
+    decode_rate: float | None = None,
+) -> LinkSizing:
+    """What requests of a context (default: some) cost that go over a link of so many bits a second,
+    and with the rates of a GPU that prefills and of one that decodes, in tokens a second of all its
+    requests, how many of the former feed one of the latter. Raises InvalidInput."""
+    rate = require_count("link_bits_per_second", link_bits_per_second) / 8
+    answer = require_count("answer_tokens", answer_tokens)
+    _require_context(schema, context_tokens)
+    if (prefill_rate is None) != (decode_rate is None):
+        raise InvalidInput("give both rates, of prefill and of decode, or none")
+    state_bytes = HEADER_BYTES + StateLayout(schema).payload_bytes
+    contexts: tuple[int, ...] = (1024, 8192, 32_768, 131_072, 1_048_576)
+    if context_tokens is not None:
+        contexts = (require_count("context_tokens", context_tokens),)
+    handoffs = []
+    for tokens in contexts:
+        if tokens <= schema.max_context:
+            total = tokens // schema.block_tokens * schema.block_bytes + state_bytes
+            handoffs.append(
+                HandoffSizing(context_tokens=tokens, handoff_bytes=total, seconds=total / rate)
+            )
+    ratio = share = None
+    if prefill_rate is not None and decode_rate is not None and handoffs:
+        if not (prefill_rate > 0 and decode_rate > 0):
+            raise InvalidInput("rates are tokens a second, above 0")
+        first = handoffs[0]
+        decode_s = answer / decode_rate  # of one that decodes, for one request
+        ratio = first.context_tokens / prefill_rate / decode_s
+        share = first.handoff_bytes / decode_s / rate
+    return LinkSizing(
+        link_bits_per_second=int(link_bits_per_second),
+        state_bytes=state_bytes,
+        bytes_per_token=schema.bytes_per_token,
+        tokens_per_second=rate / schema.bytes_per_token if schema.bytes_per_token else 0.0,
+        handoffs=tuple(handoffs),
+        answer_tokens=None if ratio is None else answer,
+        prefill_per_decode=ratio,
+        link_share=share,
     )
 
 

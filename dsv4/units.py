@@ -20,6 +20,8 @@ _BYTE_FACTORS: dict[str, int] = {
 }
 _TOKEN_FACTORS: dict[str, int] = {"": 1, "k": 1024, "m": 1024**2}
 _QUANTITY = re.compile(r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
+_RATE_FACTORS = {"M": 10**6, "G": 10**9, "T": 10**12}
+_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([MGT])b(?:/s)?", re.ASCII)
 _LONGEST_TEXT = 64
 
 
@@ -38,6 +40,23 @@ def parse_tokens(text: str | int) -> int:
     Case does not matter; a fraction of a token is dropped. Raises InvalidInput for anything else.
     """
     return _parse(text, _TOKEN_FACTORS, what="tokens", example="1M, 128k or 1_000_000")
+
+
+def parse_link(text: str | int) -> int:
+    """Reads "400Gb", "25 Gb/s", "1.6Tb" or a plain integer as bits per second. Here case matters:
+    b is a bit. Raises InvalidInput for anything else, "50GB" included."""
+    if is_whole(text):
+        return require_count("bits per second", text)
+    match = None
+    if isinstance(text, str) and len(text) <= _LONGEST_TEXT:
+        match = _RATE.fullmatch(text.strip())
+    bits = 0 if match is None else int(Fraction(match[1]) * _RATE_FACTORS[match[2]])
+    if not bits:
+        raise InvalidInput(
+            f"{text!r} is not the rate of a link: write 400Gb, 25Gb/s or 1.6Tb; b is a bit, and "
+            f"50GB/s are 400Gb"
+        )
+    return bits
 
 
 def format_bytes(count_bytes: int) -> str:

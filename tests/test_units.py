@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4.errors import InvalidInput
-from dsv4.units import format_bytes, format_tokens, parse_bytes, parse_tokens
+from dsv4.units import format_bytes, format_tokens, parse_bytes, parse_link, parse_tokens
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ GARBAGE = [
 ]
 
 
-@pytest.mark.parametrize("parse", [parse_bytes, parse_tokens])
+@pytest.mark.parametrize("parse", [parse_bytes, parse_link, parse_tokens])
 @pytest.mark.parametrize("garbage", GARBAGE, ids=lambda value: repr(value)[:12])
 def test_garbage_is_refused_with_an_example(parse, garbage) -> None:
     with pytest.raises(InvalidInput):
@@ -143,3 +143,18 @@ def test_what_is_shown_of_tokens_reads_back(tokens: int) -> None:
 def test_what_is_shown_of_bytes_is_off_by_half_a_percent_at_most(count_bytes: int) -> None:
     shown = parse_bytes(format_bytes(count_bytes).replace(",", "_"))
     assert abs(shown - count_bytes) <= 0.005 * count_bytes + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [("400Gb", 4 * 10**11), ("25 Gb/s", 25 * 10**9), ("1.6Tb", 16 * 10**11), ("10Mb", 10**7)],
+)
+def test_rates_of_links_are_bits(text: str, bits: int) -> None:
+    assert parse_link(text) == bits
+    assert parse_link(bits) == bits
+
+
+@pytest.mark.parametrize("text", ["50GB", "400", "400G", "gb", "-1Gb", "0Gb", "1e3Gb", 0, None])
+def test_other_rates_are_refused(text: object) -> None:
+    with pytest.raises(InvalidInput):
+        parse_link(text)  # type: ignore[arg-type]

@@ -106,9 +106,10 @@ class HandoffStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Who holds what now. free + live = total, for slots; for blocks with the cached ones, which
-    the prefix index keeps and no request holds, and those in flight, which a tier's bytes are on
-    their way into: free + live + cached + in flight = total."""
+    """Who holds what now. free + live = total, for slots (but for those that an arrival has been
+    promised); for blocks with the cached ones, which the prefix index keeps and no request holds,
+    and those in flight, which bytes of a tier or of another machine are on their way into: free +
+    live + cached + in flight = total. Blocks that an offer holds are live."""
 
     blocks_total: int
     blocks_free: int

@@ -16,9 +16,17 @@ from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
 from dsv4.cache.schema import BlockBudget, CacheSchema
 from dsv4.cli.errors import reported_errors
 from dsv4.model import PRESETS, ModelSpec
-from dsv4.planner import OtherBytes, Sizing, TierSizing, plan, plan_tier
+from dsv4.planner import (
+    LinkSizing,
+    OtherBytes,
+    Sizing,
+    TierSizing,
+    plan,
+    plan_link,
+    plan_tier,
+)
 from dsv4.plots.plan import plot_plan, requests_to_draw
-from dsv4.units import format_bytes, format_tokens, parse_bytes, parse_tokens
+from dsv4.units import format_bytes, format_tokens, parse_bytes, parse_link, parse_tokens
 
 
 def plan_command(
@@ -74,6 +82,18 @@ def plan_command(
     snapshot_every: Annotated[
         str, typer.Option(help="Tokens between snapshots that a tier keeps; 0: none.")
     ] = "1024",
+    link: Annotated[
+        str | None, typer.Option(help="Rate of a link between machines: 400Gb, 25Gb/s.")
+    ] = None,
+    answer: Annotated[
+        str, typer.Option(help="Tokens of an answer; with --link and the rates of both sides.")
+    ] = "1k",
+    prefill_rate: Annotated[
+        float | None, typer.Option(help="Tokens a second that a GPU prefills; with --link.")
+    ] = None,
+    decode_rate: Annotated[
+        float | None, typer.Option(help="Tokens a second that a GPU decodes; with --link.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw memory against context into this file.")
@@ -87,7 +107,8 @@ def plan_command(
     Give two of --memory, --context and --requests and the third is the answer; give all three and
     the answer is whether they fit. A context left out is the longest of the model. The answer is
     about the cache alone, or with --step-tokens about all that a manager allocates. With --tier it
-    says how many tokens a tier of that size keeps.
+    says how many tokens a tier of that size keeps, with --link what a hand-off costs, and how many
+    GPUs that prefill feed one that decodes.
     """
     with reported_errors(as_json=as_json):
         schema = CacheSchema.build(
@@ -116,12 +137,24 @@ def plan_command(
         if tier is not None:
             every = 0 if snapshot_every == "0" else parse_tokens(snapshot_every)
             below = plan_tier(schema, tier_bytes=parse_bytes(tier), snapshot_period_tokens=every)
+        across = None
+        if link is not None:
+            across = plan_link(
+                schema,
+                link_bits_per_second=parse_link(link),
+                context_tokens=None if context is None else parse_tokens(context),
+                answer_tokens=parse_tokens(answer),
+                prefill_rate=prefill_rate,
+                decode_rate=decode_rate,
+            )
         if as_json:
-            typer.echo(json.dumps(_json(found, maps, plot, below), indent=2))
+            typer.echo(json.dumps(_json(found, maps, plot, below, across), indent=2))
         else:
             print_plan(found, maps, plot)
             if below is not None:
                 print_tier(below)
+            if across is not None:
+                print_link(across)
 
 
 def _model(name: str) -> ModelSpec:
@@ -156,9 +189,15 @@ def _other_bytes(
 
 
 def _json(
-    found: Sizing, maps: dict[str, str], plot: Path | None, below: TierSizing | None
+    found: Sizing,
+    maps: dict[str, str],
+    plot: Path | None,
+    below: TierSizing | None,
+    across: LinkSizing | None,
 ) -> dict[str, Any]:
     result = found.to_dict()
+    if across is not None:
+        result["link"] = across.to_dict()
     if below is not None:
         result["tier"] = below.to_dict()
     if maps:
@@ -207,6 +246,29 @@ def print_tier(below: TierSizing) -> None:
         f"A tier of {format_bytes(below.tier_bytes)} keeps {below.tokens:,} tokens {how}: "
         f"{below.bytes_per_token:,.2f} bytes a token."
     )
+    console.print(Text(answer, style="bold"), soft_wrap=True)
+
+
+def print_link(across: LinkSizing) -> None:
+    """What requests that go over a link cost, as a table and a sentence."""
+    console = Console()
+    gigabits = f"{across.link_bits_per_second / 1e9:g} Gb/s"
+    table = _table("a request that is handed over", "bytes", "", f"at {gigabits}")
+    for each in across.handoffs:
+        size = _bytes(each.handoff_bytes)
+        table.add_row(
+            f"{format_tokens(each.context_tokens)} tokens", *size, f"{each.seconds * 1e3:,.2f} ms"
+        )
+    table.add_row("its state alone, at most", *_bytes(across.state_bytes), "")
+    console.print(table)
+    answer = f"{gigabits} carry {across.tokens_per_second:,.0f} tokens of context a second."
+    if across.prefill_per_decode is not None and across.link_share is not None:
+        tokens = format_tokens(across.handoffs[0].context_tokens)
+        answer += (
+            f" With prompts of {tokens} and answers of {format_tokens(across.answer_tokens or 0)} "
+            f"tokens {across.prefill_per_decode:,.2f} GPUs that prefill feed one that decodes; it "
+            f"takes {across.link_share:.1%} of the link."
+        )
     console.print(Text(answer, style="bold"), soft_wrap=True)
 
 

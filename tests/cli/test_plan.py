@@ -17,6 +17,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
 from dsv4.cache.schema import CacheSchema
+from dsv4.cache.transfers.state_layout import StateLayout
 from dsv4.cli import app
 from dsv4.errors import MissingExtra
 from dsv4.model import PRESETS
@@ -83,6 +84,30 @@ def test_with_step_tokens_all_is_counted_that_a_manager_allocates() -> None:
     shown = run("plan", *asked, *options).stdout
     assert f"{other:,}" in shown
     assert "step buffers, workspace, snapshots" in shown
+
+
+def test_a_link_carries_so_many_tokens() -> None:
+    found = run_json("v4-flash", "--link", "400Gb", "--context", "128k")["link"]
+    (request,) = found["handoffs"]
+    layout = StateLayout(FLASH)
+    assert found["state_bytes"] == 256 + layout.payload_bytes
+    assert request["handoff_bytes"] == 1024 * FLASH.block_bytes + found["state_bytes"]
+    assert request["seconds"] == request["handoff_bytes"] / 50e9
+    assert found["tokens_per_second"] == 50e9 / 3518
+    assert found["prefill_per_decode"] is None
+    fed = run_json(
+        *("v4-flash", "--link", "400Gb", "--context", "128k", "--answer", "1k"),
+        *("--prefill-rate", "16384", "--decode-rate", "2048"),
+    )["link"]
+    assert fed["prefill_per_decode"] == 16.0  # 8 s of prefill for 0.5 s of decode
+    assert fed["link_share"] == pytest.approx(2 * request["seconds"])
+    rows = run_json("v4-flash", "--link", "25Gb")["link"]["handoffs"]
+    assert [row["context_tokens"] for row in rows] == [1024, 8192, 32_768, 131_072, 1_048_576]
+    text = run("plan", "v4-flash", "--link", "25Gb/s").stdout
+    assert "128k tokens" in text
+    assert "25 Gb/s carry" in text
+    assert run("plan", "v4-flash", "--link", "50GB").exit_code == 2
+    assert run("plan", "v4-flash", "--link", "1Gb", "--decode-rate", "5").exit_code == 2
 
 
 def test_a_tier_keeps_so_many_tokens() -> None:

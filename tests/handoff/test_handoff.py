@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -24,6 +25,7 @@ from dsv4.errors import (
     OutOfSlots,
     RequestError,
 )
+from dsv4.model import ModelSpec, v4_layers
 from tests.support.faults import everything
 from tests.support.handoff import (
     assert_equal,
@@ -35,7 +37,7 @@ from tests.support.handoff import (
     tidy,
     until,
 )
-from tests.support.lives import Text, assert_cold, run_to, tiny_stack
+from tests.support.lives import TINY, Text, assert_cold, run_to, tiny_stack
 from tests.support.stack import Stack
 from tests.support.tiered import BLOCK, options
 
@@ -228,6 +230,47 @@ def test_other_schemas_and_models_are_refused(owner: Stack, taker: Stack):
     assert_nothing_left(online, other)
     close(online, other)
     assert taker.manager.accept(offer).wait().length == 200
+
+
+def test_stages_of_a_pipeline_take_their_own_layers_alone():
+    """Each has a manager of its layers. Stages with layers of the same kinds differ by model_id."""
+    cuts = {"stage 0 of 3": (0, 4, 128), "stage 1 of 3": (4, 128), "stage 2 of 3": (4, 128)}
+
+    def stage(name: str) -> Stack:
+        layers = v4_layers(cuts[name], backbone=len(cuts[name]))
+        model = replace(TINY, layers=layers)
+        given = {"model_id": f"tiny, {name}"}
+        return side(name, model=model, prefix=None, handoff=given)
+
+    here, there = [stage(name) for name in cuts], [stage(name) for name in cuts]
+    offers = []
+    for one in here:
+        request = one.manager.admit_request(200)
+        run_to(one, request, one.stream(3, 220), 200)
+        offers.append(one.manager.offer(request))
+    for nth, offer in enumerate(offers):
+        for other, taker in enumerate(there):
+            if other != nth:
+                with pytest.raises(OfferError) as error:
+                    taker.manager.accept(offer)
+                assert error.value.reason == ("model" if {nth, other} == {1, 2} else "schema")
+        copy = there[nth].manager.accept(offer).wait()
+        run_to(there[nth], copy, there[nth].stream(3, 220), 210, chunk=1)
+        assert_cold(there[nth], copy, there[nth].stream(3, 220))
+    assert_nothing_left(*here, *there)
+    close(*here, *there)
+
+
+def test_a_request_of_v41_arrives():
+    model = ModelSpec.preset("v41-tiny")
+    one, other = side("prefill", model=model, drafts=3), side("decode", model=model, drafts=2)
+    for length in (129, 130):
+        text = Text.random(one, length, 200)
+        copy = other.manager.accept(one.manager.offer(grown(one, text, length, chunk=15))).wait()
+        run_to(other, copy, text, length + 3, chunk=1)
+        assert_cold(other, copy, text.stream)
+    assert_nothing_left(one, other)
+    close(one, other)
 
 
 def test_without_memory_nothing_changes(owner: Stack):

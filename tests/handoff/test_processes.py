@@ -69,8 +69,12 @@ class Remote:
 
 
 @contextmanager
-def remote(name: str = "prefill", **options: Any) -> Iterator[Remote]:
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "UCX_TLS": "tcp"}
+def remote(
+    name: str = "prefill", *, transports: str | None = "tcp", **options: Any
+) -> Iterator[Remote]:
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    if transports is not None:
+        environment["UCX_TLS"] = transports
     with process(
         *(sys.executable, "-m", "tests.handoff.owner", json.dumps([name, options])),
         stdin=subprocess.PIPE,

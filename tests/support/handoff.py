@@ -13,7 +13,8 @@ from dsv4.cache.handoff.options import HandoffOptions
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, HcaState
-from tests.support.lives import TINY, TINY_LAYERS, Text, run_to
+from dsv4.model import ModelSpec
+from tests.support.lives import TINY, Text, run_to
 from tests.support.stack import Stack, readable_bytes
 from tests.support.tiered import options
 
@@ -27,6 +28,7 @@ def side(
     drafts: int = 0,
     ahead: int = 0,
     state: HcaState = "raw",
+    model: ModelSpec = TINY,
     handoff: dict[str, Any] | None = None,
     **more: Any,
 ) -> Stack:
@@ -35,9 +37,10 @@ def side(
     more.setdefault("num_blocks", 12)
     given = {"model_id": MODEL, "lease_s": PATIENT_S, "deadline_s": PATIENT_S, **(handoff or {})}
     schema = CacheSchema.build(
-        TINY, max_context=2048, max_draft_tokens=drafts, steps_ahead=ahead, hca_state=state
+        model, max_context=2048, max_draft_tokens=drafts, steps_ahead=ahead, hca_state=state
     )
-    return Stack(schema, layers=TINY_LAYERS, handoff=HandoffOptions(name=name, **given), **more)
+    layers = range(len(model.layers))
+    return Stack(schema, layers=layers, handoff=HandoffOptions(name=name, **given), **more)
 
 
 def handing(stack: Stack) -> Handoff:

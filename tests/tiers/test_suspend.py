@@ -254,6 +254,12 @@ def test_a_state_is_the_same_for_all_ring_sizes(length: int):
         again = np.zeros_like(slot)
         layout.scatter(back, length, again)
         assert np.array_equal(slot, again)
+        ones = np.full_like(slot, 0xFF), np.full(schema.block_bytes, 0xFF, dtype=np.uint8)
+        layout.gather(*ones, length, back)
+        used = np.zeros_like(back)
+        for start, end in layout.used_spans(length):
+            used[start:end] = 0xFF
+        assert np.array_equal(back, used)
     assert len(set(sizes)) == 1
     assert sizes[0] < 4 * SCHEMA.slot_bytes + SCHEMA.block_bytes
 

@@ -259,7 +259,7 @@ class Handoff:
             own=self._blocks_at,
             their=("DRAM", 0) if gpu is None else ("VRAM", gpu),
         )
-        state = Spans(rows=_paired(row.parts, offer.state_pieces))
+        state = Spans(rows=self._state_spans(row.parts, offer))
         arrival.skipped_blocks = skipped
         arrival.read_bytes = sum(span for each in (blocks, state) for *_, span in each.rows)
         sums = None if offer.sums is None or self._gpu is not None else offer.sums[skipped:]
@@ -293,6 +293,22 @@ class Handoff:
         )
         self._begun += 1
         self.link.read(arrival.read)
+
+    def _state_spans(self, parts: Parts, offer: Offer) -> list[tuple[int, int, int]]:
+        """Header and payload of the state, but for what is zero there: it is zeroed here."""
+        for piece in parts.payload:
+            np.frombuffer(piece, np.uint8).fill(0)
+        used = [(0, HEADER_BYTES)]
+        spans = self.layout.used_spans(offer.tokens)
+        used += [(HEADER_BYTES + start, HEADER_BYTES + end) for start, end in spans]
+        rows, at = [], 0
+        for mine, theirs, span in _paired(parts, offer.state_pieces):
+            for start, end in used:
+                first, last = max(start, at), min(end, at + span)
+                if first < last:
+                    rows.append((mine + first - at, theirs + first - at, last - first))
+            at += span
+        return rows
 
     def advance(self, arrival: Arrival) -> bool:
         """Whether all of it has come, confirmed and checked. Ends it where it cannot come."""

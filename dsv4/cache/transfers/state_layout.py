@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from dsv4.cache.pages import CompressorKind
 from dsv4.cache.prefix.snapshot_layout import window_slices
 from dsv4.cache.schema import CacheSchema
-from dsv4.tiers.record import Parts
+
+if TYPE_CHECKING:
+    from dsv4.tiers.record import Parts
 
 Bytes = NDArray[np.uint8]
 # where the rows of a run start: before the end, at the unfinished group, or one group before it
@@ -138,6 +140,25 @@ class StateLayout:
             real = (positions >= 0) & (positions < length)
             rows = source.reshape(run.rows, run.width_bytes)[real]
             _ring(slot, run)[run.ring_rows_of(positions[real])] = rows
+
+    def used_spans(self, length: int) -> list[tuple[int, int]]:
+        """Start and end of all that is not zero in every payload of so many tokens, in order."""
+        spans = []
+        for run in self.runs:
+            positions = run.positions(length)
+            real = np.flatnonzero((positions >= 0) & (positions < length))
+            if real.size:  # they lie one after the other
+                spans.append((int(real[0]), int(real[-1]) + 1, run.offset_bytes, run.width_bytes))
+        used = [(at + first * width, at + last * width) for first, last, at, width in spans]
+        for part, span in self._unfinished(length):
+            start = self.block_offset_bytes + part.offset_bytes
+            used.append((start, start + span))
+        joined: list[tuple[int, int]] = []
+        for start, end in sorted(used):
+            if joined and joined[-1][1] == start:
+                start = joined.pop()[0]
+            joined.append((start, end))
+        return joined
 
     def block_of(self, payload: Bytes) -> Bytes:
         """The unfinished block in a payload."""
