@@ -18,14 +18,15 @@ _E4M3_MAX = tl.constexpr(ELEMENT_MAX["e4m3"])
 _E2M1_MAX = tl.constexpr(ELEMENT_MAX["e2m1"])
 
 
-def e4m3_times_bf16(low_power: str, high_power: str) -> str:
+def e4m3_times_bf16(low_power: str, high_power: str, *, unit: int = 120) -> str:
     """PTX: four E4M3 codes ($2) times two bf16 powers of two in each of these operands, into $0 and
     $1. The bits of a code, four places up in a bf16, are its value times 2^-120, denormals
     included; both products are exact. The hardware's conversion goes through fp16 and fp32, one
-    number at a time."""
+    number at a time. With a smaller `unit` results are times 2^(unit - 120)."""
+    up = (unit + 127 << 7) * 0x10001
     return f"""{{
     .reg .b32 low, high, sign, up;
-    mov.b32 up, 0x7B807B80;
+    mov.b32 up, 0x{up:X};
     prmt.b32 low, $2, 0, 0x1404;
     prmt.b32 high, $2, 0, 0x3424;
     and.b32 sign, low, 0x80008000;
@@ -62,6 +63,25 @@ E2M1_TIMES_BF16 = """{
     mul.rn.bf16x2 high, high, unit;
     mul.rn.bf16x2 $1, high, $4;
 }"""
+
+
+def e2m1_pairs_times_bf16() -> str:
+    """PTX: eight E2M1 codes ($4), the even channel in the low half of a byte, times the bf16 scale
+    that is twice in $5, into $0 to $3, two channels each; all of them times 2^-126, see above. A
+    byte's two codes come to lie at the upper ends of a word's halves."""
+    pairs = "\n".join(
+        f"""    prmt.b32 word, up, $4, {(4 + byte) << 12 | byte << 4:#x};
+    and.b32 sign, word, 0x80008000;
+    shr.b32 word, word, 6;
+    lop3.b32 word, word, 0x01C001C0, sign, 0xEA;
+    mul.rn.bf16x2 ${byte}, word, $5;"""
+        for byte in range(4)
+    )
+    return f"""{{
+    .reg .b32 up, word, sign;
+    shl.b32 up, $4, 4;
+{pairs}
+}}"""
 
 
 @triton.jit

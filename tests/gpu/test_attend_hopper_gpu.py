@@ -33,6 +33,14 @@ SHAPES: dict[str, dict[str, int]] = {
     "csa": {"ratio": 4, "page_rows": 32, "top_k": 521, "max_entries": 2_560},
     "hca": {"ratio": 128, "page_rows": 1, "max_entries": 2_112},
 }
+# DeepSeek-V4.1: windows of FP8, entries of FP4; two tokens to an entry, or one
+V41: dict[str, Any] = {"record": "v41_fp4", "window_record": "v41_fp8"}
+V41_SHAPES: dict[str, dict[str, Any]] = {
+    "window": {"kind": "swa", "record": "v41_fp8"},
+    "pairs": {"kind": "csa", "ratio": 2, "page_rows": 64, "max_entries": 4_608, **V41},
+    "singles": {"kind": "csa", "ratio": 1, "page_rows": 128, "max_entries": 9_216, **V41},
+    "all": {"kind": "hca", "ratio": 2, "page_rows": 64, "max_entries": 4_608, **V41},
+}
 # (start, tokens): around one key, the window, and 127, 128 and 129 entries; up to thousands
 RAGGED: dict[str, list[tuple[int, int]]] = {
     "swa": [(0, 1), (1, 2), (126, 3), (500, 4), (9_001, 4)],
@@ -139,6 +147,44 @@ def test_decode_of_128_heads() -> None:
     lengths = [(0, 1), (127, 1), (128, 1), (4_099, 1), (9_001, 1)]
     step = make(lengths, "csa", heads=128, top_k=1_024, slack=0, padding=1)
     assert_right(step, run(step))
+
+
+@pytest.mark.parametrize("name", V41_SHAPES)
+@pytest.mark.parametrize("heads", [64, 8])
+def test_records_of_v41(name: str, heads: int) -> None:
+    """Split and sliced, split, whole, and a chunk of staged rows; tiles of the window and tiles of
+    entries in one program and in programs of their own."""
+    shape = dict(V41_SHAPES[name])
+    kind = shape.pop("kind")
+    ragged = [(0, 1), (1, 2), (126, 3), (255, 1), (515, 2), (1_030, 1), (9_001, 4)]
+    cases = (([(9_001, 1)], False), (ragged, False), ([(700, 1)] * 150, False), ([(21, 90)], True))
+    for requests, chunk in cases:
+        step = make(requests, kind, heads=heads, chunk=chunk, padding=1, **shape)
+        found = run(step)
+        assert_right(step, found)
+        assert same(run(step), found)
+        if not chunk:
+            assert_near(step, found, run_portable(step))
+
+
+@pytest.mark.parametrize(
+    ("rows", "shares"), [(14, (1, 1)), (14, (3, 1)), (14, (4, 2)), (5, (21, 1)), (1, (20, 4))]
+)
+def test_shares_of_v41(rows: int, shares: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = dict(V41_SHAPES["singles"])
+    step = make([(0, 1), (126, 3), (515, 5), (9_001, 5)], shape.pop("kind"), **shape)
+    step = step.take(list(range(len(step.q) - rows, len(step.q))))
+    monkeypatch.setattr(hopper, "shares", lambda *_: shares)
+    assert_right(step, run(step))
+
+
+def test_large_and_small_numbers_of_v41() -> None:
+    """Decoded keys are the numbers divided by KEY_UNIT."""
+    for spread in (2.0**-6, 2.0**6, 2.0**12):
+        shape = dict(V41_SHAPES["pairs"])
+        step = make([(600, 3)], shape.pop("kind"), spread=spread, **shape)
+        step.q = step.q / (spread * spread)
+        assert_right(step, run(step))
 
 
 @pytest.mark.parametrize(

@@ -108,14 +108,18 @@ def test_workspaces_that_are_too_small_are_refused() -> None:
     assert launch(v4_step(133), torch.empty(0, device="meta")) == (133, 1, 1)
 
 
-def test_it_takes_v4_and_leaves_the_rest_to_the_portable_kernel() -> None:
+V41 = {"record": "v41_fp4", "window_record": "v41_fp8"}
+
+
+def test_it_takes_v4_and_v41_and_leaves_the_rest_to_the_portable_kernel() -> None:
     def accepted(step: Step) -> bool:
         return kernel.supports(step.call(out=step.q, lse=step.sink))
 
-    for kind in ("csa", "hca", "swa"):
-        for heads in (1, 8, 16, 32, 64, 72, 96, 128):
-            assert accepted(v4_step(heads=heads, kind=kind))
-            assert accepted(v4_step(heads=heads, kind=kind, chunk=True))
+    for records in ({}, V41):
+        for kind in ("csa", "hca", "swa"):
+            for heads in (1, 8, 16, 32, 64, 72, 96, 128):
+                assert accepted(v4_step(heads=heads, kind=kind, **records))
+                assert accepted(v4_step(heads=heads, kind=kind, chunk=True, **records))
     assert not accepted(v4_step(width=256))
     assert not accepted(v4_step(window=100))
     assert not accepted(v4_step(rope_dim=128))
@@ -123,3 +127,8 @@ def test_it_takes_v4_and_leaves_the_rest_to_the_portable_kernel() -> None:
     assert not accepted(v4_step(record="fp8_row"))
     assert not accepted(v4_step(record="bf16", window_record="fp8_ds"))
     assert not accepted(v4_step(record="fp8_ds", window_record="bf16"))
+    assert not accepted(v4_step(record="v41_fp8"))
+    assert not accepted(v4_step(record="v41_fp4"))
+    assert not accepted(v4_step(record="v41_fp8", window_record="v41_fp4"))
+    assert not accepted(v4_step(record="v41_fp4", window_record="fp8_ds"))
+    assert not accepted(v4_step(window=100, **V41))

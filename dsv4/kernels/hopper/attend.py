@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dsv4.errors import InvalidInput
 from dsv4.kernels.attend import _LN_2, _LOG2_E, PLACES, entries_or_window, run_time_arguments
+from dsv4.kernels.hopper import attend_keys_v41 as v41
 from dsv4.kernels.hopper.attend_keys import (
     BARRIER,
     HALF,
@@ -103,8 +104,9 @@ there:
 
 @dataclass(frozen=True, slots=True)
 class HopperConstants:
-    """A launch as compile-time constants. ALL: every visible entry, not a list. PARTS and
-    HEADS_PER_THREAD: see combine_shape."""
+    """A launch as compile-time constants. ALL: every visible entry, not a list. V41: which records;
+    KEY_UNIT: decoded keys times this are the numbers. PARTS and HEADS_PER_THREAD: see
+    combine_shape."""
 
     HEADS: int
     WIDTH: int
@@ -115,6 +117,10 @@ class HopperConstants:
     ALL: bool
     RATIO: int
     ENTRY_ROWS: int
+    V41: bool
+    KEY_UNIT: float
+    WINDOW_DATA_BYTES: int
+    WINDOW_SCALE_BYTES: int
     DATA_BYTES: int
     SCALE_BYTES: int
     ROPE: int
@@ -169,18 +175,43 @@ class _Sums(NamedTuple):
 
 
 def supports(call: Attention) -> bool:
-    """Whether this kernel does these shapes and records: V4's, with any number of heads."""
-    window = call.window
-    formats = {source.page.format for source in (window, call.entries) if source is not None}
-    record = record_constants(window.page.format)
+    """Whether this kernel does these shapes and records: V4's or V4.1's, with any number of
+    heads."""
     return (
-        call.q.shape[2] == record.CODED + SPAN.value == 2 * HALF.value
-        and ("e4m3", "ue8m0", SPAN.value) == (record.ELEMENT, record.SCALE, record.TILE)
-        and record.SCALE_BYTES == SCALE_WORD_BYTES
-        and len(formats) == 1
-        and window.window % TILE_KEYS == 0
+        call.q.shape[2] == 2 * HALF.value
+        and (_is_v4(call) or _is_v41(call))
+        and call.window.window % TILE_KEYS == 0
         and not call.joint
     )
+
+
+def _is_v4(call: Attention) -> bool:
+    """One format for window and entries: codes with a power of two for 64, then bf16 channels."""
+    window, entries = call.window, call.entries
+    record = record_constants(window.page.format)
+    return (
+        record.CODED + SPAN.value == call.q.shape[2]
+        and ("e4m3", "ue8m0", SPAN.value) == (record.ELEMENT, record.SCALE, record.TILE)
+        and record.SCALE_BYTES == SCALE_WORD_BYTES
+        and (entries is None or entries.page.format == window.page.format)
+    )
+
+
+def _is_v41(call: Attention) -> bool:
+    """A window of FP8 and entries of FP4, all channels coded."""
+    window = record_constants(call.window.page.format)
+    found = (window.ELEMENT, window.SCALE, window.TILE, window.DATA_BYTES, window.SCALE_BYTES)
+    wanted = ("e4m3", "ue8m0", 32, v41.WINDOW_DATA_BYTES, v41.WINDOW_SCALE_BYTES)
+    if call.entries is None or found != wanted:
+        return found == wanted
+    entry = record_constants(call.entries.page.format)
+    return ("e2m1", "e4m3", 16, v41.ENTRY_DATA_BYTES, v41.ENTRY_SCALE_BYTES) == (
+        entry.ELEMENT,
+        entry.SCALE,
+        entry.TILE,
+        entry.DATA_BYTES,
+        entry.SCALE_BYTES,
+    ) and entry.GLOBAL_SCALE == 1.0
 
 
 def workspace_elements(device: torch.device) -> int:
@@ -258,6 +289,10 @@ def attend_launch(call: Attention, *, programs: int) -> Launch:
         ALL=call.indices is None,
         RATIO=source.ratio,
         ENTRY_ROWS=source.page.rows,
+        V41=_is_v41(call),
+        KEY_UNIT=v41.KEY_UNIT if _is_v41(call) else 1.0,
+        WINDOW_DATA_BYTES=window.page.format.data_row_bytes,
+        WINDOW_SCALE_BYTES=window.page.format.scale_row_bytes,
         DATA_BYTES=source.page.format.data_row_bytes,
         SCALE_BYTES=source.page.format.scale_row_bytes,
         ROPE=0 if call.inverse_rope is None else call.inverse_rope.shape[1],
@@ -324,7 +359,7 @@ def _values(keys, stage, nth_slice, ROLE: gl.constexpr, A: gl.constexpr):
 @gluon.jit
 def _softmax(logits, sums, bias, nth, weights, A: gl.constexpr):
     """A tile's probabilities into shared memory, and the sums brought to the new maximum."""
-    SCALE: gl.constexpr = A.WIDTH**-0.5 * _LOG2_E
+    SCALE: gl.constexpr = A.KEY_UNIT * A.WIDTH**-0.5 * _LOG2_E
     place = nth % _WEIGHT_STAGES
     x = logits * SCALE + bias[None, :]  # [heads, keys]
     highest = gl.maximum(sums.top, gl.max(x, axis=1))  # [heads]
@@ -398,6 +433,8 @@ def _left(queries, keys, weights, out, share, A: gl.constexpr):
         sink = gl.load(out.sink_row + head, mask=real, other=0.0)
         total += gl.where(total > 0, gl.exp2(sink * _LOG2_E - base), 0.0)
     inverse = gl.where(total > 0, 1.0 / total, 0.0)
+    if A.KEY_UNIT != 1.0:
+        inverse *= A.KEY_UNIT
     weights.factors.index(_WEIGHT_STAGES).store(inverse)  # right may still read the others
     mbarrier.arrive(weights.closed, count=1)
     acc = sums.acc * gl.convert_layout(inverse, gl.SliceLayout(1, SUMS))[:, None]
@@ -651,7 +688,7 @@ def _attend_hopper_kernel(
         free=gl.allocate_shared_memory(gl.int64, [_WEIGHT_STAGES, 1], BARRIER),
         closed=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
     )
-    records = new_records()
+    records = v41.new_records() if A.V41 else new_records()
     mbarrier.init(queries.ready, count=2)
     for stage in gl.static_range(KEY_STAGES):
         mbarrier.init(keys.ready.index(stage), count=1)
@@ -695,7 +732,7 @@ def _attend_hopper_kernel(
         [
             (_left, (queries, keys, weights, out, share, A)),
             (_right, (queries, keys, weights, out, share, A)),
-            (produce, (keys, records, where, share, A)),
+            (v41.produce if A.V41 else produce, (keys, records, where, share, A)),
         ],
         [4, 4],
         [RIGHT_REGISTERS, PRODUCER_REGISTERS],

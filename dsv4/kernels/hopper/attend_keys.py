@@ -25,18 +25,20 @@ TILE = gl.constexpr(32)  # keys
 SPAN = gl.constexpr(64)  # channels that share a scale
 HALF = gl.constexpr(256)  # channels of one consumer where they are not sliced
 KEY_STAGES = gl.constexpr(3)  # decoded tiles in shared memory
-_AHEAD = gl.constexpr(3)  # tiles of records under way
+AHEAD = gl.constexpr(3)  # tiles of records under way
 
 OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
-_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))  # OPERAND's bytes as 32-bit words
+OPERAND_WORDS = gl.constexpr(
+    gl.NVMMASharedLayout(128, 32, rank=2)
+)  # OPERAND's bytes as 32-bit words
 # words [spans, keys, words], [keys, words] of codes and [keys, words] of bf16 pairs; [keys]
-_SPANS = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 8, 4], [1, 4, 1], [2, 1, 0]))
+SPANS = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 8, 4], [1, 4, 1], [2, 1, 0]))
 _CODES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 _PAIRS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
-_RECORD_ROW = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])))
-_RAW_SPANS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [2, 1, 0]))
+RECORD_ROW = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])))
+RAW_SPANS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [2, 1, 0]))
 _RAW_CODES = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
 _RAW_ROPE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 
@@ -139,13 +141,13 @@ def new_keys():
 def new_records():
     WORDS: gl.constexpr = SPAN // 4
     return _Records(
-        four=gl.allocate_shared_memory(gl.uint32, [_AHEAD, 4, TILE, WORDS], _RAW_SPANS),
-        two=gl.allocate_shared_memory(gl.uint32, [_AHEAD, 2, TILE, WORDS], _RAW_SPANS),
-        one=gl.allocate_shared_memory(gl.uint32, [_AHEAD, TILE, WORDS], _RAW_CODES),
-        rope=gl.allocate_shared_memory(gl.uint32, [_AHEAD, TILE, 2 * WORDS], _RAW_ROPE),
-        scales=gl.allocate_shared_memory(gl.uint32, [2 * _AHEAD, TILE], VECTOR),
-        entries=gl.allocate_shared_memory(gl.int32, [2 * _AHEAD, TILE], VECTOR),
-        blocks=gl.allocate_shared_memory(gl.int32, [_AHEAD, TILE], VECTOR),
+        four=gl.allocate_shared_memory(gl.uint32, [AHEAD, 4, TILE, WORDS], RAW_SPANS),
+        two=gl.allocate_shared_memory(gl.uint32, [AHEAD, 2, TILE, WORDS], RAW_SPANS),
+        one=gl.allocate_shared_memory(gl.uint32, [AHEAD, TILE, WORDS], _RAW_CODES),
+        rope=gl.allocate_shared_memory(gl.uint32, [AHEAD, TILE, 2 * WORDS], _RAW_ROPE),
+        scales=gl.allocate_shared_memory(gl.uint32, [2 * AHEAD, TILE], VECTOR),
+        entries=gl.allocate_shared_memory(gl.int32, [2 * AHEAD, TILE], VECTOR),
+        blocks=gl.allocate_shared_memory(gl.int32, [AHEAD, TILE], VECTOR),
     )
 
 
@@ -180,53 +182,53 @@ def produce(keys, records, where, share, A: gl.constexpr):
     a register that waits for a load can not be moved on to the next turn of the loop.
 
     Every buffer is written once per tile: Triton orders all writes to one with barriers."""
-    nth = gl.arange(0, TILE, layout=_RECORD_ROW)
+    nth = gl.arange(0, TILE, layout=RECORD_ROW)
     extent = extent_of(share, A)
-    source = _source(where, share, extent, A)
+    source = source_of(where, share, extent, A)
     first = extent.first
-    halves = reinterpret(keys.halves, gl.uint32, [2 * KEY_STAGES, TILE, HALF // 2], _WORDS)
+    halves = reinterpret(keys.halves, gl.uint32, [2 * KEY_STAGES, TILE, HALF // 2], OPERAND_WORDS)
     ring = records.entries
     blocks = records.blocks
-    entry_0 = _entry(first, nth, source, A)
-    entry_1 = _entry(first + 1, nth, source, A)
-    entry_2 = _entry(first + 2, nth, source, A)
-    entry_3 = _entry(first + 3, nth, source, A)
-    entry_4 = _entry(first + 4, nth, source, A)
-    entry_5 = _entry(first + 5, nth, source, A)
-    block_0 = _block(entry_0, first, source, A)
-    block_1 = _block(entry_1, first + 1, source, A)
-    block_2 = _block(entry_2, first + 2, source, A)
+    entry_0 = entry_of(first, nth, source, A)
+    entry_1 = entry_of(first + 1, nth, source, A)
+    entry_2 = entry_of(first + 2, nth, source, A)
+    entry_3 = entry_of(first + 3, nth, source, A)
+    entry_4 = entry_of(first + 4, nth, source, A)
+    entry_5 = entry_of(first + 5, nth, source, A)
+    block_0 = block_of(entry_0, first, source, A)
+    block_1 = block_of(entry_1, first + 1, source, A)
+    block_2 = block_of(entry_2, first + 2, source, A)
     live_0 = _fetch(records, 0, first, nth, entry_0, block_0, source, A)
-    _send_block(blocks, 0, entry_3, first + 3, source, A)
-    _send_entry(ring, 3, first + 3, nth, source, A)
-    _send_entry(ring, 0, first + 6, nth, source, A)
+    send_block(blocks, 0, entry_3, first + 3, source, A)
+    send_entry(ring, 3, first + 3, nth, source, A)
+    send_entry(ring, 0, first + 6, nth, source, A)
     async_copy.commit_group()
     live_1 = _fetch(records, 1, first + 1, nth, entry_1, block_1, source, A)
-    _send_block(blocks, 1, entry_4, first + 4, source, A)
-    _send_entry(ring, 4, first + 4, nth, source, A)
-    _send_entry(ring, 1, first + 7, nth, source, A)
+    send_block(blocks, 1, entry_4, first + 4, source, A)
+    send_entry(ring, 4, first + 4, nth, source, A)
+    send_entry(ring, 1, first + 7, nth, source, A)
     async_copy.commit_group()
     live_2 = _fetch(records, 2, first + 2, nth, entry_2, block_2, source, A)
-    _send_block(blocks, 2, entry_5, first + 5, source, A)
-    _send_entry(ring, 5, first + 5, nth, source, A)
-    _send_entry(ring, 2, first + 8, nth, source, A)
+    send_block(blocks, 2, entry_5, first + 5, source, A)
+    send_entry(ring, 5, first + 5, nth, source, A)
+    send_entry(ring, 2, first + 8, nth, source, A)
     async_copy.commit_group()
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     near = gl.to_tensor(3)  # the place of the entries of the tile to fetch next
     far = gl.to_tensor(0)  # and of that whose blocks are to be sent for next
     for tile in range(first, extent.last):
-        async_copy.wait_group(_AHEAD - 1)
-        low = records.scales.index(stage).load(_RECORD_ROW)  # [keys] of four scales
-        high = records.scales.index(_AHEAD + stage).load(_RECORD_ROW)
+        async_copy.wait_group(AHEAD - 1)
+        low = records.scales.index(stage).load(RECORD_ROW)  # [keys] of four scales
+        high = records.scales.index(AHEAD + stage).load(RECORD_ROW)
         # codes of each span [keys, words]
-        c0, c1, c2, c3 = _apart_four(records.four.index(stage).load(_SPANS))
-        c4, c5 = _apart(gl.permute(records.two.index(stage).load(_SPANS), [1, 2, 0]))
+        c0, c1, c2, c3 = _apart_four(records.four.index(stage).load(SPANS))
+        c4, c5 = _apart(gl.permute(records.two.index(stage).load(SPANS), [1, 2, 0]))
         c6 = records.one.index(stage).load(_CODES)
         rope = records.rope.index(stage).load(_PAIRS)
-        entry = _later_entry(ring, near, tile + 3, nth, source, A)
-        block_id = blocks.index(stage).load(_RECORD_ROW)
-        far_entry = _later_entry(ring, far, tile + 6, nth, source, A)
+        entry = later_entry(ring, near, tile + 3, nth, source, A)
+        block_id = blocks.index(stage).load(RECORD_ROW)
+        far_entry = later_entry(ring, far, tile + 6, nth, source, A)
         mbarrier.wait(keys.free.index(stage), phase)
         halves.index(stage).store(
             _side_by_side(
@@ -241,16 +243,16 @@ def produce(keys, records, where, share, A: gl.constexpr):
         mbarrier.arrive(keys.ready.index(stage), count=1)
         live_0, live_1 = live_1, live_2
         live_2 = _fetch(records, stage, tile + 3, nth, entry, block_id, source, A)
-        _send_block(blocks, stage, far_entry, tile + 6, source, A)
-        _send_entry(ring, near, tile + 9, nth, source, A)
+        send_block(blocks, stage, far_entry, tile + 6, source, A)
+        send_entry(ring, near, tile + 9, nth, source, A)
         async_copy.commit_group()
         stage, phase = next_stage(stage, phase, KEY_STAGES)
-        near = gl.where(near == 2 * _AHEAD - 1, 0, near + 1)
-        far = gl.where(far == 2 * _AHEAD - 1, 0, far + 1)
+        near = gl.where(near == 2 * AHEAD - 1, 0, near + 1)
+        far = gl.where(far == 2 * AHEAD - 1, 0, far + 1)
 
 
 @gluon.jit
-def _source(where, share, extent, A: gl.constexpr):
+def source_of(where, share, extent, A: gl.constexpr):
     window_row = where.window_row
     shift = gl.to_tensor(0)
     if A.STAGED:
@@ -285,7 +287,7 @@ def _entry_at(tile, nth, source, A: gl.constexpr):
 
 
 @gluon.jit
-def _entry(tile, nth, source, A: gl.constexpr):
+def entry_of(tile, nth, source, A: gl.constexpr):
     """The entries that the keys of a tile name; what lies outside the list is -1."""
     if A.ALL:
         return (tile - A.WINDOW // TILE) * TILE + nth
@@ -295,17 +297,17 @@ def _entry(tile, nth, source, A: gl.constexpr):
 
 
 @gluon.jit
-def _later_entry(ring, place, tile, nth, source, A: gl.constexpr):
-    """As _entry, sent for by _send_entry."""
+def later_entry(ring, place, tile, nth, source, A: gl.constexpr):
+    """As entry_of, sent for by send_entry."""
     if A.ALL:
-        return _entry(tile, nth, source, A)
+        return entry_of(tile, nth, source, A)
     else:
         _, listed = _entry_at(tile, nth, source, A)
-        return gl.where(listed, ring.index(place).load(_RECORD_ROW), -1)
+        return gl.where(listed, ring.index(place).load(RECORD_ROW), -1)
 
 
 @gluon.jit
-def _send_entry(ring, place, tile, nth, source, A: gl.constexpr):
+def send_entry(ring, place, tile, nth, source, A: gl.constexpr):
     """Sends for the indices of a tile."""
     if not A.ALL:
         at, listed = _entry_at(tile, nth, source, A)
@@ -321,13 +323,13 @@ def _block_at(entry, tile, source, A: gl.constexpr):
 
 
 @gluon.jit
-def _block(entry, tile, source, A: gl.constexpr):
+def block_of(entry, tile, source, A: gl.constexpr):
     at, live = _block_at(entry, tile, source, A)
     return gl.load(at, mask=live, other=0, volatile=True)
 
 
 @gluon.jit
-def _send_block(ring, place, entry, tile, source, A: gl.constexpr):
+def send_block(ring, place, entry, tile, source, A: gl.constexpr):
     """Sends for the ids of the blocks with these entries."""
     at, live = _block_at(entry, tile, source, A)
     async_load(ring.index(place), at, mask=live)
@@ -364,8 +366,8 @@ def _fetch(records, place, tile, nth, entry, block_id, source, A: gl.constexpr):
     """Sends for the records of a tile. Rows that do not live become zeros. Returns which live."""
     data, scale, live = _rows(tile, nth, entry, block_id, source, A)
     at = (source.arena + data).to(gl.pointer_type(gl.uint32))
-    _fetch_spans(records.four.index(place), at, live, 0)
-    _fetch_spans(records.two.index(place), at, live, 4)
+    fetch_spans(records.four.index(place), at, live, 0)
+    fetch_spans(records.two.index(place), at, live, 4)
     word = gl.arange(0, SPAN // 4, layout=gl.SliceLayout(0, _CODES))[None, :]
     async_load(
         records.one.index(place),
@@ -379,22 +381,23 @@ def _fetch(records, place, tile, nth, entry, block_id, source, A: gl.constexpr):
     async_load(records.rope.index(place), rope_at + (7 * (SPAN // 4) + word), mask=rope_live)
     scales_at = (source.arena + scale).to(gl.pointer_type(gl.uint32))
     for half in gl.static_range(2):
-        async_load(records.scales.index(half * _AHEAD + place), scales_at + half, mask=live)
+        async_load(records.scales.index(half * AHEAD + place), scales_at + half, mask=live)
     return live
 
 
 @gluon.jit
-def _fetch_spans(raw, at, live, FIRST: gl.constexpr):
+def fetch_spans(raw, at, live, FIRST: gl.constexpr):
     """Spans from FIRST on, each [rows, words], so that rows of a span follow each other closely:
     neighbouring rows then lie in different banks."""
-    row: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, _SPANS))
+    row: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, SPANS))
     at = gl.convert_layout(at, row, assert_trivial=True)[None, :, None]
     live = gl.convert_layout(live, row, assert_trivial=True)[None, :, None]
-    nth: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _SPANS))
+    nth: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, SPANS))
     span = FIRST + gl.arange(0, raw.shape[0], layout=nth)[:, None, None]
-    words: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, _SPANS))
-    word = gl.arange(0, SPAN // 4, layout=words)[None, None, :]
-    source = gl.multiple_of(at, [16, 16, 16]) + (span * (SPAN // 4) + word)
+    words: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, SPANS))
+    WORDS_EACH: gl.constexpr = raw.shape[2]
+    word = gl.arange(0, WORDS_EACH, layout=words)[None, None, :]
+    source = gl.multiple_of(at, [16, 16, 16]) + (span * WORDS_EACH + word)
     async_load(raw, source, mask=live)
 
 

@@ -1,0 +1,288 @@
+"""The producer of the Hopper attention kernel for DeepSeek-V4.1's records: the window's are FP8
+with a power of two for 32 channels, the entries' FP4 with an E4M3 scale for 16.
+
+A tile is of one sort or the other, because the window is whole tiles, and takes one of two ways
+from memory to shared memory; what stands around them is V4's (attend_keys.py). Decoded keys are
+the numbers divided by KEY_UNIT, which spares a product for every two channels of an entry; logits
+and results are multiplied by it again. Powers of two all: nothing is rounded.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+)
+
+from dsv4.kernels.codes import bf16_power_bits, e2m1_pairs_times_bf16, e4m3_times_bf16
+from dsv4.kernels.hopper.attend_keys import (
+    AHEAD,
+    HALF,
+    KEY_STAGES,
+    OPERAND_WORDS,
+    RECORD_ROW,
+    TILE,
+    VECTOR,
+    block_of,
+    entry_of,
+    extent_of,
+    fetch_spans,
+    later_entry,
+    next_stage,
+    send_block,
+    send_entry,
+    source_of,
+)
+from dsv4.kernels.hopper.dialect import reinterpret
+
+KEY_UNIT = 256.0
+WINDOW_DATA_BYTES, WINDOW_SCALE_BYTES = 512, 16
+ENTRY_DATA_BYTES, ENTRY_SCALE_BYTES = 256, 32
+# What a thread is handed at once: 16 bytes of a record, one of four in a span of 64.
+_SPAN_WORDS = gl.constexpr(16)
+
+# Eight rows lie in neighbouring lanes: then 16-byte accesses of eight lanes meet all banks, both
+# in the records as they come (swizzled so) and in the decoded keys.
+_RAW = gl.constexpr(gl.SwizzledSharedLayout(4, 2, 4, [2, 1, 0]))
+_RAW_SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+# words [spans, keys, words of a span], [spans, keys, threads, words] of FP8 codes, and of FP4
+# codes [spans, keys, threads, scales of a thread, words of a scale]
+_LOADED = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 8, 4], [1, 4, 1], [1, 2, 0]))
+_EIGHTS = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [1, 8, 4, 1], [1, 4, 1, 1], [3, 1, 2, 0]))
+_FOURS = gl.constexpr(
+    gl.BlockedLayout([1, 1, 1, 2, 2], [1, 8, 4, 1, 1], [1, 4, 1, 1, 1], [4, 3, 1, 2, 0])
+)
+_EIGHTS_SCALE = gl.constexpr(gl.SliceLayout(3, _EIGHTS))  # [spans, keys, threads]
+_FOURS_SCALE = gl.constexpr(gl.SliceLayout(4, _FOURS))  # [spans, keys, threads, scales]
+_FOURS_PAIR = gl.constexpr(gl.SliceLayout(3, _FOURS_SCALE))  # [spans, keys, threads]
+
+# 2^120 of the codes, less KEY_UNIT's 2^8
+_E4M3_TIMES_BF16 = gl.constexpr(e4m3_times_bf16("$3", "$3", unit=112))
+_E2M1_TIMES_BF16 = gl.constexpr(e2m1_pairs_times_bf16())
+# Two E4M3 scales in a halfword ($2) to twice the first ($0) and twice the second ($1), as bf16
+# times 2^118: that is 2^126, which E2M1 codes lack, less KEY_UNIT's 2^8. As bf16 their bits lack
+# 2^120.
+_SCALES_OF = gl.constexpr("""{
+    .reg .b32 both, up;
+    mov.b32 up, 0x7F007F00;
+    prmt.b32 both, $2, 0, 0x1404;
+    shr.b32 both, both, 4;
+    and.b32 both, both, 0x07F007F0;
+    mul.rn.bf16x2 both, both, up;
+    mov.b32 up, 0x77007700;
+    mul.rn.bf16x2 both, both, up;
+    prmt.b32 $0, both, both, 0x1010;
+    prmt.b32 $1, both, both, 0x3232;
+}""")
+
+
+class _Records(NamedTuple):
+    """Tiles under way, as words: the codes of a window's first half of channels, or all of an
+    entry's; those of the window's second half; scales of each sort. Behind them entries and block
+    ids of later tiles."""
+
+    low: gl.shared_memory_descriptor
+    high: gl.shared_memory_descriptor
+    window_scales: gl.shared_memory_descriptor
+    entry_scales: gl.shared_memory_descriptor
+    entries: gl.shared_memory_descriptor
+    blocks: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def new_records():
+    return _Records(
+        low=gl.allocate_shared_memory(gl.uint32, [AHEAD, 4, TILE, _SPAN_WORDS], _RAW),
+        high=gl.allocate_shared_memory(gl.uint32, [AHEAD, 4, TILE, _SPAN_WORDS], _RAW),
+        window_scales=gl.allocate_shared_memory(gl.uint32, [AHEAD, 1, TILE, 4], _RAW_SCALES),
+        entry_scales=gl.allocate_shared_memory(gl.uint32, [AHEAD, 2, TILE, 4], _RAW_SCALES),
+        entries=gl.allocate_shared_memory(gl.int32, [2 * AHEAD, TILE], VECTOR),
+        blocks=gl.allocate_shared_memory(gl.int32, [AHEAD, TILE], VECTOR),
+    )
+
+
+@gluon.jit
+def produce(keys, records, where, share, A: gl.constexpr):
+    """As V4's: records of three tiles are under way, block ids of the next three, indices of the
+    three behind them."""
+    nth = gl.arange(0, TILE, layout=RECORD_ROW)
+    extent = extent_of(share, A)
+    source = source_of(where, share, extent, A)
+    first = extent.first
+    halves = reinterpret(keys.halves, gl.uint32, [2 * KEY_STAGES, TILE, HALF // 2], OPERAND_WORDS)
+    ring = records.entries
+    blocks = records.blocks
+    entry_0 = entry_of(first, nth, source, A)
+    entry_1 = entry_of(first + 1, nth, source, A)
+    entry_2 = entry_of(first + 2, nth, source, A)
+    entry_3 = entry_of(first + 3, nth, source, A)
+    entry_4 = entry_of(first + 4, nth, source, A)
+    entry_5 = entry_of(first + 5, nth, source, A)
+    block_0 = block_of(entry_0, first, source, A)
+    block_1 = block_of(entry_1, first + 1, source, A)
+    block_2 = block_of(entry_2, first + 2, source, A)
+    live_0 = _fetch(records, 0, first, nth, entry_0, block_0, source, A)
+    send_block(blocks, 0, entry_3, first + 3, source, A)
+    send_entry(ring, 3, first + 3, nth, source, A)
+    send_entry(ring, 0, first + 6, nth, source, A)
+    async_copy.commit_group()
+    live_1 = _fetch(records, 1, first + 1, nth, entry_1, block_1, source, A)
+    send_block(blocks, 1, entry_4, first + 4, source, A)
+    send_entry(ring, 4, first + 4, nth, source, A)
+    send_entry(ring, 1, first + 7, nth, source, A)
+    async_copy.commit_group()
+    live_2 = _fetch(records, 2, first + 2, nth, entry_2, block_2, source, A)
+    send_block(blocks, 2, entry_5, first + 5, source, A)
+    send_entry(ring, 5, first + 5, nth, source, A)
+    send_entry(ring, 2, first + 8, nth, source, A)
+    async_copy.commit_group()
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    near = gl.to_tensor(3)  # the place of the entries of the tile to fetch next
+    far = gl.to_tensor(0)  # and of that whose blocks are to be sent for next
+    for tile in range(first, extent.last):
+        async_copy.wait_group(AHEAD - 1)
+        entry = later_entry(ring, near, tile + 3, nth, source, A)
+        block_id = blocks.index(stage).load(RECORD_ROW)
+        far_entry = later_entry(ring, far, tile + 6, nth, source, A)
+        if A.ENTRIES:
+            if tile < A.WINDOW // TILE:
+                _hand_over_window(keys, halves, records, stage, phase)
+            else:
+                _hand_over_entries(keys, halves, records, stage, phase)
+        else:
+            _hand_over_window(keys, halves, records, stage, phase)
+        keys.bias.index(stage).store(gl.where(live_0, 0.0, float("-inf")))
+        fence_async_shared()
+        mbarrier.arrive(keys.ready.index(stage), count=1)
+        live_0, live_1 = live_1, live_2
+        live_2 = _fetch(records, stage, tile + 3, nth, entry, block_id, source, A)
+        send_block(blocks, stage, far_entry, tile + 6, source, A)
+        send_entry(ring, near, tile + 9, nth, source, A)
+        async_copy.commit_group()
+        stage, phase = next_stage(stage, phase, KEY_STAGES)
+        near = gl.where(near == 2 * AHEAD - 1, 0, near + 1)
+        far = gl.where(far == 2 * AHEAD - 1, 0, far + 1)
+
+
+@gluon.jit
+def _fetch(records, place, tile, nth, entry, block_id, source, A: gl.constexpr):
+    """Sends for the records of a tile. Rows that do not live become zeros. Returns which live."""
+    if A.ENTRIES:
+        if tile < A.WINDOW // TILE:
+            live = _fetch_window(records, place, tile, nth, source, A)
+        else:
+            live = _fetch_entries(records, place, tile, entry, block_id, source, A)
+    else:
+        live = _fetch_window(records, place, tile, nth, source, A)
+    return live
+
+
+@gluon.jit
+def _fetch_window(records, place, tile, nth, source, A: gl.constexpr):
+    seen = source.position - (A.WINDOW - 1) + tile * TILE + nth
+    live = (seen >= 0) & (tile < source.last)
+    if A.STAGED:
+        row = (seen + source.shift).to(gl.int64)
+    else:
+        row = (seen.to(gl.uint32) % A.WINDOW_ROWS).to(gl.int64)
+    at = _words(source.arena + source.window_data + row * A.WINDOW_DATA_BYTES)
+    fetch_spans(records.low.index(place), at, live, 0)
+    fetch_spans(records.high.index(place), at, live, 4)
+    scales_at = _words(source.arena + source.window_scale + row * A.WINDOW_SCALE_BYTES)
+    fetch_spans(records.window_scales.index(place), scales_at, live, 0)
+    return live
+
+
+@gluon.jit
+def _fetch_entries(records, place, tile, entry, block_id, source, A: gl.constexpr):
+    live = (entry >= 0) & (entry < source.visible) & (tile < source.last)
+    row = (entry.to(gl.uint32) % A.ENTRY_ROWS).to(gl.int64)
+    page = source.arena + block_id.to(gl.int64) * source.entry_bytes
+    at = _words(page + source.entry_data + row * A.DATA_BYTES)
+    fetch_spans(records.low.index(place), at, live, 0)
+    scales_at = _words(page + source.entry_scale + row * A.SCALE_BYTES)
+    fetch_spans(records.entry_scales.index(place), scales_at, live, 0)
+    return live
+
+
+@gluon.jit
+def _words(at):
+    return at.to(gl.pointer_type(gl.uint32))
+
+
+@gluon.jit
+def _hand_over_window(keys, halves, records, stage, phase):
+    """Decodes a tile of the window into its stage, once that is free."""
+    low = records.low.index(stage).load(_LOADED)
+    high = records.high.index(stage).load(_LOADED)
+    # two scales of 32 channels for each span of 64, which two threads have each
+    scales = reinterpret(records.window_scales, gl.uint16, [AHEAD, TILE, 8], _PLAIN)
+    scales = scales.index(stage).permute((1, 0))  # [spans, keys]
+    row: gl.constexpr = gl.SliceLayout(2, _EIGHTS_SCALE)
+    low_scales = scales.slice(0, 4, dim=0).load(row)
+    high_scales = scales.slice(4, 4, dim=0).load(row)
+    mbarrier.wait(keys.free.index(stage), phase)
+    halves.index(stage).store(_eights(low, low_scales))
+    halves.index(KEY_STAGES + stage).store(_eights(high, high_scales))
+
+
+@gluon.jit
+def _eights(codes, scales):
+    """FP8 codes [4, keys, words] and pairs of exponents [4, keys]: the words of a half."""
+    nth: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, _EIGHTS_SCALE))
+    shift = (gl.arange(0, 4, layout=nth) // 2 * 8)[None, None, :]
+    exponent = (scales.to(gl.uint32)[:, :, None] >> shift) & 0xFF
+    bits = bf16_power_bits(exponent)
+    power = (bits | (bits << 16))[:, :, :, None]
+    codes = gl.reshape(codes, [4, TILE, 4, 4])
+    codes = gl.convert_layout(codes, _EIGHTS, assert_trivial=True)
+    power, codes = gl.broadcast(power, codes)
+    low, high = gl.inline_asm_elementwise(
+        _E4M3_TIMES_BF16, "=r,=r,r,r", [codes, power], (gl.uint32, gl.uint32), True, 1
+    )
+    words = gl.permute(gl.join(low, high), [1, 0, 2, 3, 4])
+    return gl.reshape(words, [TILE, HALF // 2])
+
+
+@gluon.jit
+def _hand_over_entries(keys, halves, records, stage, phase):
+    """Decodes a tile of entries into its stage, once that is free."""
+    codes = records.low.index(stage)
+    first = codes.slice(0, 2, dim=0).load(_LOADED)
+    second = codes.slice(2, 2, dim=0).load(_LOADED)
+    # two scales of 16 channels for each thread, four threads for a span, two spans for a half
+    scales = reinterpret(records.entry_scales, gl.uint16, [2 * AHEAD, TILE, 2, 4], _RAW_SCALES)
+    first_scales = scales.index(2 * stage).permute((1, 0, 2)).load(_FOURS_PAIR)
+    second_scales = scales.index(2 * stage + 1).permute((1, 0, 2)).load(_FOURS_PAIR)
+    mbarrier.wait(keys.free.index(stage), phase)
+    halves.index(stage).store(_fours(first, first_scales))
+    halves.index(KEY_STAGES + stage).store(_fours(second, second_scales))
+
+
+@gluon.jit
+def _fours(codes, scales):
+    """FP4 codes [2, keys, words] and pairs of scales [2, keys, threads]: the words of a half."""
+    first, second = gl.inline_asm_elementwise(
+        _SCALES_OF, "=r,=r,r", [scales.to(gl.uint32)], (gl.uint32, gl.uint32), True, 1
+    )
+    scale = gl.convert_layout(gl.join(first, second), _FOURS_SCALE, assert_trivial=True)
+    codes = gl.reshape(codes, [2, TILE, 4, 2, 2])
+    codes = gl.convert_layout(codes, _FOURS, assert_trivial=True)
+    scale, codes = gl.broadcast(scale[:, :, :, :, None], codes)
+    w0, w1, w2, w3 = gl.inline_asm_elementwise(
+        _E2M1_TIMES_BF16,
+        "=&r,=&r,=&r,=&r,r,r",
+        [codes, scale],
+        (gl.uint32, gl.uint32, gl.uint32, gl.uint32),
+        True,
+        1,
+    )
+    words = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # [..., second bit, first bit]
+    return gl.reshape(gl.permute(words, [1, 0, 2, 3, 4, 5, 6]), [TILE, HALF // 2])
