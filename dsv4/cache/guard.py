@@ -26,7 +26,7 @@ class Guard:
     """The door of one manager. `arriving` is what the call inside is about to hand out."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()  # held while a call is inside
         self._thread: int | None = None
         self._interrupted = False
         self.call: str | None = None
@@ -35,7 +35,7 @@ class Guard:
 
     def enter(self, call: str) -> None:
         """Raises ThreadError or RecoveryNeeded unless nobody is inside."""
-        if not self._lock.acquire(blocking=False):
+        if not self.lock.acquire(blocking=False):
             self.refuse(call)
         self._thread = threading.get_ident()
         self.call = call
@@ -43,11 +43,11 @@ class Guard:
     def leave(self) -> None:
         self.arriving = []
         self.call = self._thread = None
-        self._lock.release()
+        self.lock.release()
 
     def require_free(self, call: str) -> None:
         """For calls that change nothing but read what others change."""
-        if self._lock.locked():
+        if self.lock.locked():
             self.refuse(call)
 
     def note_interrupt(self) -> None:
@@ -68,7 +68,7 @@ class Guard:
     def take_over(self) -> str | None:
         """For `recover`: inside, whoever was. Returns the call that was interrupted, if any.
         Raises ThreadError while another thread is inside."""
-        if not self._lock.acquire(blocking=False) and self._is_running_elsewhere():
+        if not self.lock.acquire(blocking=False) and self._is_running_elsewhere():
             self.refuse("recover")
         interrupted, self.call = self.call, "recover"
         self._thread = threading.get_ident()
@@ -134,22 +134,19 @@ class Turn:
     one that was interrupted goes on."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def enter(self, call: str) -> None:
-        """Raises ThreadError while another thread is inside."""
-        if not self._lock.acquire(blocking=False):
-            raise ThreadError(
-                f"{call} came while another thread is inside a call of the same plan: the handles "
-                f"of a plan are used by one thread at a time"
-            )
-
-    def leave(self) -> None:
-        self._lock.release()
+        self.lock = threading.RLock()  # held by who is inside
 
     def require_free(self, call: str) -> None:
-        self.enter(call)
-        self.leave()
+        """Raises ThreadError while another thread is inside."""
+        if not self.lock.acquire(blocking=False):
+            self.refuse(call)
+        self.lock.release()
+
+    def refuse(self, call: str) -> NoReturn:
+        raise ThreadError(
+            f"{call} came while another thread is inside a call of the same plan: the handles of "
+            f"a plan are used by one thread at a time"
+        )
 
 
 class Bound(Protocol):
@@ -175,12 +172,13 @@ def in_turn(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P
                 f"{name} came from another thread than the one that acquired this handle: call "
                 f"manager.acquire(layer, plan) in the thread that uses it"
             )
-        turn = self.turn
-        turn.enter(name)
+        lock = self.turn.lock
+        if not lock.acquire(blocking=False):
+            self.turn.refuse(name)
         try:
             return method(self, *args, **options)
         finally:
-            turn.leave()
+            lock.release()
 
     functools.update_wrapper(guarded, method)
     return guarded

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
+from operator import is_not
 
 import torch
 from torch import Tensor
 
 from dsv4.cache import checks
-from dsv4.cache.guard import Turn, Uncopied, in_turn
+from dsv4.cache.guard import Uncopied, in_turn
 from dsv4.cache.memory import LayerMemory
 from dsv4.cache.pages import CompressorLayout
 from dsv4.cache.prepare_forward import ENTRIES, TAILS, WINDOW, ForwardPlan
@@ -63,7 +65,7 @@ class LayerCacheHandle(Uncopied):
         self._index_dtype = schema.index_format.value_dtype
         self._block_arena = memory.shared.block_arena.bytes
         self._slot_arena = memory.shared.slot_arena.bytes
-        self._workspace = workspace
+        self._workspace, self.turn = workspace, workspace.turn
         self._repeats = Repeats(
             backend, (self._block_arena, self._slot_arena, self.block_table, *workspace.tensors)
         )
@@ -115,7 +117,8 @@ class LayerCacheHandle(Uncopied):
         Raises InvalidInput or PlanError before anything is launched.
         """
         plan = self._unwritten_plan()
-        checks.layer_weights(weights)
+        if type(weights) is not LayerWeights:
+            checks.layer_weights(weights)
         given = (kv, c, z, index_c, index_z, *_tensors_of(weights))
         key, known = self._repeats.find(("append", plan.sizes, plan.item_counts), given)
         tensors = _present(*given)
@@ -676,24 +679,23 @@ class LayerCacheHandle(Uncopied):
 
     # ---- plans -------------------------------------------------------------------------------
 
-    @property
-    def turn(self) -> Turn:
-        return self._workspace.turn
-
     def bind(self, plan: ForwardPlan | None) -> None:
         """To a plan, for this thread. Raises ThreadError while another thread uses the plan that
         the handle is bound to."""
-        self.turn.enter("acquire")
+        lock = self.turn.lock
+        if not lock.acquire(blocking=False):
+            self.turn.refuse("acquire")
         self.plan, self.thread = plan, threading.get_ident()
-        self.turn.leave()
+        lock.release()
 
     def open_plan(self) -> ForwardPlan:
         """The plan this handle is bound to. Raises PlanError if there is none or it is over."""
-        if self.plan is None:
+        plan = self.plan
+        if plan is None:
             raise PlanError(f"layer {self.layer} is not bound to a plan: acquire it with one")
-        if self.plan.is_over:
+        if plan.is_over:
             raise PlanError("this plan is over: prepare a new one for each step")
-        return self.plan
+        return plan
 
     def _narrow_plan(self, call: str) -> ForwardPlan:
         plan = self.open_plan()
@@ -706,7 +708,9 @@ class LayerCacheHandle(Uncopied):
 
     def _unwritten_plan(self) -> ForwardPlan:
         """A wide step overwrites the rows it has staged, so each layer writes it once."""
-        plan = self.open_plan()
+        plan = self.plan
+        if plan is None or plan.done or plan.whole is not None:
+            plan = self.open_plan()
         if self.layer in plan.appended_layers and not plan.narrow:
             raise PlanError(
                 f"layer {self.layer} has appended this plan already: a wide step is not repeatable"
@@ -714,7 +718,9 @@ class LayerCacheHandle(Uncopied):
         return plan
 
     def _written_plan(self) -> ForwardPlan:
-        plan = self.open_plan()
+        plan = self.plan
+        if plan is None or plan.done or plan.whole is not None:
+            plan = self.open_plan()
         if plan.last_appended != self.layer and (
             not plan.narrow or self.layer not in plan.appended_layers
         ):
@@ -726,8 +732,11 @@ class LayerCacheHandle(Uncopied):
         return plan
 
 
+_is_given = partial(is_not, None)
+
+
 def _present(*tensors: Tensor | None) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor is not None]
+    return [*filter(_is_given, tensors)]  # type: ignore[list-item]
 
 
 def _tensors_of(weights: LayerWeights) -> tuple[Tensor | None, ...]:

@@ -9,7 +9,6 @@ a call with a known key goes to its repetition; any other goes the checked way.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -37,7 +36,9 @@ class Repeats:
         """The key of a call, and how to repeat it once it has been made twice. There is no key for
         what is no tensor, or cannot be compared: the checks say what is wrong with it."""
         try:
-            key = (*told, *map(_form, tensors))
+            # a call of Python for each tensor would be most of what finding costs
+            forms = [t if t is None else (t.shape, t.dtype, t.device, t.stride()) for t in tensors]
+            key = (*told, *forms)
             return key, self._known.get(key)
         except (AttributeError, TypeError):
             return None, None
@@ -61,9 +62,3 @@ class Repeats:
             if len(self._known) >= MOST_KEYS:
                 self._known.clear()
             self._known[key] = None
-
-
-def _form(tensor: Any) -> Hashable:
-    if tensor is None:
-        return None
-    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()

@@ -143,6 +143,9 @@ class _Start(NamedTuple):
     moved: tuple[tuple[int, int, int], ...]
 
 
+_ALIGNMENT = (15).__and__  # of an address, to 16 bytes
+
+
 class Repetition:
     """The launches of a call, to be made again with other tensors in the place of those that the
     call was given. They must have the types, shapes and strides of the first ones, which is the
@@ -158,7 +161,7 @@ class Repetition:
         places = [tensor.data_ptr() for tensor in tensors]
         self._device = None if INTERPRETED.value else driver.active.get_current_device()
         self._starts = tuple(starts)
-        self._alignments = [place & 15 for place in places]
+        self._alignments = [*map(_ALIGNMENT, places)]
         self._tied = tuple(
             (nth, home, places[nth] - places[home]) for nth, home in enumerate(homes) if nth != home
         )
@@ -166,8 +169,8 @@ class Repetition:
     def places(self, tensors: Sequence[Tensor]) -> list[int] | None:
         """Where these tensors lie, or None where the launches cannot be made with them as they
         were made before."""
-        places = [tensor.data_ptr() for tensor in tensors]
-        if [place & 15 for place in places] != self._alignments:
+        places = [*map(Tensor.data_ptr, tensors)]
+        if [*map(_ALIGNMENT, places)] != self._alignments:
             return None
         for nth, home, distance in self._tied:
             if places[nth] - places[home] != distance:

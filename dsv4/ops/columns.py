@@ -60,17 +60,17 @@ class FollowColumns(NamedTuple):
 
 def request_columns(batch: Any) -> RequestColumns:
     """The columns of a tensor or an array [..., REQUEST_COLUMNS], as views [...]."""
-    return RequestColumns(*(batch[..., nth] for nth in range(len(RequestColumns._fields))))
+    return RequestColumns(batch[..., 0], batch[..., 1], batch[..., 2], batch[..., 3])
 
 
 def token_columns(tokens: Any) -> TokenColumns:
     """The columns of a tensor or an array [..., TOKEN_COLUMNS], as views [...]."""
-    return TokenColumns(*(tokens[..., nth] for nth in range(len(TokenColumns._fields))))
+    return TokenColumns(tokens[..., 0], tokens[..., 1], tokens[..., 2], tokens[..., 3])
 
 
 def item_columns(items: Any) -> ItemColumns:
     """The columns of a tensor or an array [..., ITEM_COLUMNS], as views [...]."""
-    return ItemColumns(*(items[..., nth] for nth in range(len(ItemColumns._fields))))
+    return ItemColumns._make([items[..., nth] for nth in range(len(ItemColumns._fields))])
 
 
 def follow_columns(follows: Any) -> FollowColumns:

@@ -19,7 +19,7 @@ from torch import Tensor, distributed
 from transformers import DeepseekV4ForCausalLM
 from transformers.distributed import DistributedConfig
 
-from dsv4.errors import InvalidInput, OutOfSlots, RequestError
+from dsv4.errors import InvalidInput, RequestError
 from dsv4.integrations.transformers import accelerate
 from tests.integrations.fast_v4 import KINDS, generate, manager_of
 from tests.integrations.tiny_v4 import draw_weights, own_cache, paged, prompt, tiny_config
@@ -80,6 +80,7 @@ def run_rank(rank: int, ranks: int) -> dict[str, Any]:
     found["logits"] = model(ids, attention_mask=mask, use_cache=False).logits
     for name in ("cold", "warm", "uneven"):
         if name == "uneven" and rank == 0:  # as if other rows had taken its blocks
+            vars(model.model)["forward"].caches.idle.evict(2)
             manager.evict()
         steps = generate(model, ids, NEW_TOKENS, attention_mask=mask)
         found[name] = steps.sequences, torch.stack(steps.logits)
@@ -92,16 +93,20 @@ def run_rank(rank: int, ranks: int) -> dict[str, Any]:
 
 
 def failure_of_one(model: DeepseekV4ForCausalLM, rank: int, ids: Tensor) -> str:
-    """Rank 1 has no rows left, which the others must not wait for."""
-    manager = manager_of(model)
-    taken = [manager.admit_request(0) for _ in range(2)] if rank == 1 else []
+    """Rank 1 cannot open the rows, which the others must not wait for."""
+    caches = vars(model.model)["forward"].caches
+    make_room = caches._make_room
+
+    def no_room(rows: int) -> None:
+        raise InvalidInput("no rows")
+
+    caches._make_room = no_room if rank == 1 else make_room
     try:
         generate(model, ids, 1)
-    except (OutOfSlots, RequestError) as error:
+    except (InvalidInput, RequestError) as error:
         return type(error).__name__
     finally:
-        for request in taken:
-            manager.release_request(request)
+        caches._make_room = make_room
     return ""
 
 

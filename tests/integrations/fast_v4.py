@@ -58,15 +58,15 @@ def fast(
 def counted(model: Any) -> Iterator[list[int]]:
     """How many tokens each forward of the model's own code ran."""
     forward = vars(model.model)["forward"]
-    own, seen = forward.own_forward, []
+    own, seen = forward._forward, []
 
-    def count(**options: Any) -> Any:
+    def count(*given: Any, **options: Any) -> Any:
         seen.append(options["input_ids"].shape[1])
-        return own(**options)
+        return own(*given, **options)
 
-    forward.own_forward = count
+    forward._forward = count
     yield seen
-    forward.own_forward = own
+    forward._forward = own
 
 
 def manager_of(model: DeepseekV4ForCausalLM) -> KVCacheManager:

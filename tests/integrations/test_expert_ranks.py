@@ -90,7 +90,7 @@ def test_ranks_reuse_the_same_tokens_or_none(directory: Path, ranks: int) -> Non
 @pytest.mark.parametrize("ranks", COUNTS)
 def test_a_rank_that_cannot_open_rows_stops_all(directory: Path, ranks: int) -> None:
     for rank, found in enumerate(read(directory, ranks)):
-        assert found["failure"] == ("OutOfSlots" if rank == 1 else "RequestError")
+        assert found["failure"] == ("InvalidInput" if rank == 1 else "RequestError")
 
 
 @pytest.mark.parametrize("ranks", COUNTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -13,11 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.requests import Request
+from dsv4.cache.requests import LENGTH, Request
 from dsv4.errors import ContextOverflow, InvalidInput, RequestError
 from dsv4.integrations.transformers.history import History
 from dsv4.integrations.transformers.idle_rows import IdleRows, known_rows
 
+_SLOT = attrgetter("slot")
 Writer = Literal["transformers", "accelerate"]
 # what a forward of DeepseekV4Model takes by position
 _ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds")
@@ -61,6 +63,13 @@ class CacheRows:
     @property
     def columns(self) -> int:
         return self.history.columns
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens each row has, without its padding. As quick for many rows as for one."""
+        slots = [*map(_SLOT, self.requests)]
+        found: list[int] = self.manager.table.numbers[LENGTH, slots].tolist()
+        return found
 
     # ---- rows ------------------------------------------------------------------------------
 
@@ -254,6 +263,11 @@ class CacheRows:
         Raises InvalidInput, RequestError or ContextOverflow before anything has changed.
         """
         call, self.last_call = self.last_call, None
+        if call is None and self._idle is not None:
+            raise InvalidInput(
+                "the cache is one of an accelerated model, which alone goes on from what "
+                "accelerate wrote: make one for the restored model with PagedCache.for_model(model)"
+            )
         if call is None:
             raise InvalidInput(
                 "the cache was made for another model than the one that runs: make one with "

@@ -28,12 +28,24 @@ class RunningStep:
     plan: ForwardPlan | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """What a layer's steps take of parameters that no product is made of, in fp32, and of which
+    parameters in what state it was made."""
+
+    stamp: list[tuple[int, int]]
+    sinks: Tensor
+    weights: LayerWeights
+
+
 class FastAttention:
     """Takes the place of the forward of one DeepseekV4Attention.
 
     Hidden states are [1, tokens, hidden], the tokens of the plan one after the other. Projections,
     norms and rotation of queries and window rows are the module's own; compressors write entries
     and keys through the cache, which also selects and attends. No dense mask, no concatenation.
+
+    Submodules are taken from `_modules`: asking a module for them by name costs a call of Python.
     """
 
     def __init__(self, attention: Any, step: RunningStep) -> None:
@@ -45,6 +57,8 @@ class FastAttention:
         self.index_dtype: torch.dtype = getattr(torch, schema.index_format.value_dtype)
         # scores are rounded where keys are quantised, as trained; transformers has them in fp32
         self.round_scores = rounds_scores(schema)
+        self.o_groups: int = attention.config.o_groups
+        self._constants: Constants | None = None
 
     def __call__(
         self,
@@ -52,35 +66,32 @@ class FastAttention:
         position_embeddings: dict[str, tuple[Tensor, Tensor]],
         **ignored: Any,
     ) -> tuple[Tensor, None]:
-        module, tokens = self.attention, hidden_states.shape[1]
+        module, own, tokens = self.attention, self.attention._modules, hidden_states.shape[1]
         cos, sin = position_embeddings[module.rope_layer_type]
-        residual = module.q_a_norm(module.q_a_proj(hidden_states))
-        q = module.q_b_norm(module.q_b_proj(residual).view(1, tokens, -1, module.head_dim))
+        residual = own["q_a_norm"](own["q_a_proj"](hidden_states))
+        q = own["q_b_norm"](own["q_b_proj"](residual).view(1, tokens, -1, module.head_dim))
+        kv = own["kv_norm"](own["kv_proj"](hidden_states)).unsqueeze(2)
         q = apply_rotary_pos_emb(q, cos, sin, unsqueeze_dim=2)[0].to(self.value_dtype)
-        kv = module.kv_norm(module.kv_proj(hidden_states)).unsqueeze(2)
         kv = apply_rotary_pos_emb(kv, cos, sin, unsqueeze_dim=2)[0, :, 0].to(self.value_dtype)
 
         handle = self.step.manager.acquire(module.layer_idx, self.step.plan)
-        compressor = module.compressor
-        indexer = getattr(compressor, "indexer", None)
-        projections = [
-            project(hidden_states)[0].float()
-            for owner in (compressor, indexer)
-            if owner is not None
-            for project in (owner.kv_proj, owner.gate_proj)
-        ]
-        weights = LayerWeights(
-            rope=self.rope_table,
-            compressor=_compressor_weights(compressor),
-            index_compressor=_compressor_weights(indexer),
-        )
-        handle.append(kv, *projections, weights=weights)
+        constants = self._known_constants()
+        projections = []
+        indexer = None
+        if (compressor := own.get("compressor")) is not None:
+            indexer = compressor._modules.get("indexer")
+            for owner in (compressor, indexer):
+                if owner is not None:
+                    projections.append(owner._modules["kv_proj"](hidden_states)[0].float())
+                    projections.append(owner._modules["gate_proj"](hidden_states)[0].float())
+        handle.append(kv, *projections, weights=constants.weights)
 
         indices = None
         if indexer is not None:
-            scale = indexer.scorer.softmax_scale * indexer.scorer.weights_scaling
-            index_q = indexer.q_b_proj(residual)[0]
-            head_weights = indexer.scorer.weights_proj(hidden_states)[0]
+            scorer = indexer._modules["scorer"]
+            scale = scorer.softmax_scale * scorer.weights_scaling
+            index_q = indexer._modules["q_b_proj"](residual)[0]
+            head_weights = scorer._modules["weights_proj"](hidden_states)[0]
             if self.step.ranks is not None:
                 index_q, head_weights = self.step.ranks.gather_heads(index_q, head_weights)
             indices = handle.select(
@@ -90,10 +101,38 @@ class FastAttention:
                 round_bf16=self.round_scores,
             )
         out, _ = handle.attend(
-            q.contiguous(), module.sinks.float(), indices, inverse_rope=self.rope_table
+            q.contiguous(), constants.sinks, indices, inverse_rope=self.rope_table
         )
-        grouped = out.to(hidden_states.dtype).reshape(1, tokens, module.config.o_groups, -1)
-        return module.o_b_proj(module.o_a_proj(grouped).flatten(2)), None
+        grouped = out.to(hidden_states.dtype).reshape(1, tokens, self.o_groups, -1)
+        return own["o_b_proj"](own["o_a_proj"](grouped).flatten(2)), None
+
+    def _known_constants(self) -> Constants:
+        """Made again where a parameter is another one, or was written to."""
+        parameters = [self.attention._parameters["sinks"]]
+        compressor = self.attention._modules.get("compressor")
+        while compressor is not None:
+            parameters.append(compressor._parameters["position_bias"])
+            parameters.append(compressor._modules["kv_norm"]._parameters["weight"])
+            compressor = compressor._modules.get("indexer")
+        stamp = []
+        for parameter in parameters:
+            version = -1 if parameter.is_inference() else parameter._version
+            stamp.append((id(parameter), version))
+        known = self._constants
+        if known is None or known.stamp != stamp:
+            known = self._constants = self._make_constants(stamp, parameters)
+        return known
+
+    def _make_constants(self, stamp: list[tuple[int, int]], parameters: list[Tensor]) -> Constants:
+        with torch.inference_mode(False), torch.no_grad():
+            sinks, *rest = (p.detach().float().contiguous() for p in parameters)
+        compressors = [
+            CompressorWeights(ape=ape, norm=norm)
+            for ape, norm in zip(rest[::2], rest[1::2], strict=True)
+        ]
+        main, index, *_ = [*compressors, None, None]
+        weights = LayerWeights(rope=self.rope_table, compressor=main, index_compressor=index)
+        return Constants(stamp=stamp, sinks=sinks, weights=weights)
 
 
 def rounds_scores(schema: CacheSchema) -> bool:
@@ -110,12 +149,3 @@ def make_rope_tables(rotary: Any, tokens: int, device: torch.device) -> dict[str
         scaling = getattr(rotary, f"{name}_attention_scaling")
         tables[name] = rotation_table(frequencies, tokens=tokens, device=device) * scaling
     return tables
-
-
-def _compressor_weights(compressor: Any) -> CompressorWeights | None:
-    if compressor is None:
-        return None
-    return CompressorWeights(
-        ape=compressor.position_bias.float().contiguous(),
-        norm=compressor.kv_norm.weight.float().contiguous(),
-    )

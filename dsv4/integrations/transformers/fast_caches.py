@@ -111,10 +111,16 @@ class FastCaches:
         return cache
 
     def open(
-        self, given: Any, *, rows: int, prompts: Sequence[NDArray[np.int64]] | None = None
+        self,
+        given: Any,
+        found: PagedCache | None,
+        *,
+        rows: int,
+        prompts: Sequence[NDArray[np.int64]] | None = None,
     ) -> PagedCache:
-        """The same, made where there is none, with its rows open: for these prompts, if given."""
-        cache = self.find(given, rows=rows)
+        """What `find` has found for `given`, made where that is nothing, with its rows open: for
+        these prompts, if given."""
+        cache = found
         if cache is None:
             with torch.inference_mode(False):
                 cache = PagedCache(
@@ -143,7 +149,7 @@ class FastCaches:
             else:
                 cache.rows.check_batch(rows, "accelerate")
                 cache.rows.adopt(self.idle.admit(prompts, self._lent()), "accelerate")
-            return [request.length for request in cache.requests]
+            return cache.rows.lengths
 
         if self._ranks is None:
             open_rows(True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from threading import local
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -43,6 +46,7 @@ class FastForward:
             caches.rerun = self.rerun
         self.max_step_tokens = step.manager.max_step_tokens
         self.own_forward: Callable[..., Any] = model.forward
+        self._bare_forward = _without_recording(model)
         self.graphs: DecodeGraphs | None = None
         if capture and can_capture(model):
             self.graphs = DecodeGraphs(
@@ -90,10 +94,9 @@ class FastForward:
             use_cache = self.model.config.use_cache
         keep = use_cache or past_key_values is not None
         rows, columns = given.shape[:2]
-        begun = self.caches.find(past_key_values, rows=rows)
-        if begun is not None and not begun.requests:
-            begun = None
-        lengths = [0] * rows if begun is None else [r.length for r in begun.requests]
+        found = self.caches.find(past_key_values, rows=rows)
+        begun = found if found is not None and found.requests else None
+        lengths = [0] * rows if begun is None else begun.rows.lengths
         packing = read_packing(
             batch=rows,
             columns=columns,
@@ -108,24 +111,24 @@ class FastForward:
         prompts = None
         if asked is not None and asked[0] is input_ids and begun is None and keep:
             prompts = self._prompts(packing, *asked, options)
-        cache = self.caches.open(past_key_values, rows=rows, prompts=prompts)
+        cache = self.caches.open(past_key_values, found, rows=rows, prompts=prompts)
         run = packing
         if prompts is not None:
-            run = packing.behind([request.length for request in cache.requests], given.device)
+            run = packing.behind(cache.rows.lengths, given.device)
         try:
             outputs = self._run(cache, run, input_ids, inputs_embeds, options)
         except BaseException:
             if begun is None:
                 self.caches.discard(cache)
-            elif lengths != [request.length for request in cache.requests]:
+            elif lengths != cache.rows.lengths:
                 self.caches.close(cache, "a call with it failed halfway; run the prompt again")
             raise
         cache.note_columns(input_ids, torch.from_numpy(packing.mask).to(given.device))
         if not keep:
             self.caches.discard(cache)
         result = _unpacked(outputs, run)
-        result.past_key_values = cache if keep else None
-        return result if return_dict else result.to_tuple()
+        _put(result, "past_key_values", cache if keep else None)
+        return result if return_dict else MoeModelOutputWithPast(**result).to_tuple()
 
     def _prompts(
         self, packing: Packing, ids: Tensor, logits: int, options: dict[str, Any]
@@ -198,11 +201,14 @@ class FastForward:
         """The outputs of all pieces, in order."""
         ids = None if input_ids is None else packing.pack(input_ids)
         embeds = None if inputs_embeds is None else packing.pack(inputs_embeds)
-        is_recorded = any(self._wants(options, name) for name in ("hidden_states", "router_logits"))
+        is_recorded = self._wants(options, "hidden_states") or self._wants(options, "router_logits")
         captured = max(packing.counts) == 1 and ids is not None and not is_recorded
-        outputs = []
+        forward = self._bare_forward
+        if is_recorded:
+            forward, options = self.own_forward, options | {"return_dict": True}
+        outputs, requests = [], cache.requests
         for piece, rows in packing.pieces(self.max_step_tokens):
-            steps = [(cache.requests[row], count) for row, count in rows]
+            steps = [(requests[row], count) for row, count in rows]
             if captured and self.graphs is not None and ids is not None:
                 outputs.append(self._replay(steps, ids[:, piece]))
             else:
@@ -211,7 +217,7 @@ class FastForward:
                     "inputs_embeds": None if embeds is None else embeds[:, piece],
                 }
                 with self._planned(steps, self._told(ids, piece)) as plan:
-                    outputs.append(self._forward(plan, **inputs, **options))
+                    outputs.append(self._forward(forward, plan, **inputs, **options))
         return outputs
 
     def _replay(self, steps: list[tuple[Request, int]], ids: Tensor) -> Any:
@@ -234,7 +240,7 @@ class FastForward:
         """Runs what a cache's rows lack of its first columns [rows, n], as a rewind has left them;
         how many tokens that was."""
         lacking = make_packing(np.asarray(mask.cpu()), ids.device).behind(
-            [request.length for request in cache.requests], ids.device
+            cache.rows.lengths, ids.device
         )
         if lacking.tokens:
             self._run(cache, lacking, ids, None, {})
@@ -267,12 +273,11 @@ class FastForward:
             self.step.plan = None
         manager.commit(plan, ids=ids)
 
-    def _forward(self, plan: ForwardPlan, **options: Any) -> Any:
-        return self.own_forward(
+    def _forward(self, forward: Callable[..., Any], plan: ForwardPlan, **options: Any) -> Any:
+        return forward(
             attention_mask=_NO_MASK,
             position_ids=plan.positions.long().unsqueeze(0),
             use_cache=False,
-            return_dict=True,
             **options,
         )
 
@@ -297,8 +302,23 @@ class FastForward:
                 yield self.decode(given, plan)[0].index_select(0, plan.last_rows.long())
 
     def decode(self, ids: Tensor, plan: ForwardPlan) -> Tensor:
-        hidden: Tensor = self._forward(plan, input_ids=ids).last_hidden_state
+        hidden: Tensor = self._forward(self._bare_forward, plan, input_ids=ids).last_hidden_state
         return hidden
+
+
+def _without_recording(model: Any) -> Callable[..., Any]:
+    """The model's forward without what transformers puts around it to record outputs and to take
+    defaults from the config; as it is where something else is around it."""
+    forward: Callable[..., Any] = model.forward
+    if "forward" in vars(model):
+        return forward
+    around, function = [], forward.__func__  # type: ignore[attr-defined]
+    while (inner := getattr(function, "__wrapped__", None)) is not None:
+        around.append(Path(function.__code__.co_filename).name)
+        function = inner
+    known = around == ["generic.py", "output_capturing.py"]
+    bare: Callable[..., Any] = MethodType(function, model) if known else forward
+    return bare
 
 
 def _unpacked(pieces: Sequence[Any], packing: Packing) -> Any:
@@ -308,16 +328,25 @@ def _unpacked(pieces: Sequence[Any], packing: Packing) -> Any:
         flat = packing.unpack(torch.cat([tensor[0] for tensor in tensors]))
         return flat.view(packing.batch, packing.columns, *flat.shape[1:])
 
-    result: Any = MoeModelOutputWithPast(
-        last_hidden_state=by_column([piece.last_hidden_state for piece in pieces])
-    )
-    if pieces[0].hidden_states is not None:
+    result = pieces[0]
+    hidden_states, router_logits = result.hidden_states, result.router_logits
+    _put(result, "last_hidden_state", by_column([piece.last_hidden_state for piece in pieces]))
+    if hidden_states is not None:
         layers = zip(*(piece.hidden_states for piece in pieces), strict=True)
         # of layers that were not asked for there is None
-        result.hidden_states = tuple(
-            None if layer[0] is None else by_column(layer) for layer in layers
-        )
-    if pieces[0].router_logits is not None:
+        unpacked = tuple(None if layer[0] is None else by_column(layer) for layer in layers)
+        _put(result, "hidden_states", unpacked)
+    if router_logits is not None:
         layers = zip(*(piece.router_logits for piece in pieces), strict=True)
-        result.router_logits = tuple(packing.unpack(torch.cat(layer)) for layer in layers)
+        _put(result, "router_logits", tuple(packing.unpack(torch.cat(each)) for each in layers))
     return result
+
+
+def _put(output: Any, name: str, value: Any) -> None:
+    """What `output.name = value` does to an output of transformers, whose own way looks at all its
+    fields: 80 calls of Python for a new one. None is no item of an output."""
+    object.__setattr__(output, name, value)
+    if value is None:
+        OrderedDict.pop(output, name, None)
+    else:
+        OrderedDict.__setitem__(output, name, value)

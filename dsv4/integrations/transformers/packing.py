@@ -62,6 +62,9 @@ class Packing:
 
     def pieces(self, max_tokens: int) -> Iterator[tuple[slice, list[tuple[int, int]]]]:
         """The packed tokens in runs of at most `max_tokens`, each with its (row, count) pairs."""
+        if (tokens := self.tokens) <= max_tokens and min(self.counts) > 0:
+            yield slice(0, tokens), [*enumerate(self.counts)]
+            return
         ends = np.cumsum(self.counts)
         for first in range(0, self.tokens, max_tokens):
             last = min(first + max_tokens, self.tokens)

@@ -67,7 +67,8 @@ class PagedCache(Cache):
             layers=[PagedLayer(self.rows, i) for i in range(len(manager.schema.layers))]
         )
         weakref.finalize(self, self.rows.let_go)
-        weakref.finalize(self, _observe(self, model.model))
+        if caches is None:  # an accelerated model tells its caches itself
+            weakref.finalize(self, _observe(self, model.model))
 
     @classmethod
     def for_model(
