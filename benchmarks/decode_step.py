@@ -1,4 +1,5 @@
 """A whole decode step: append → select → attend of every backbone layer, captured as one graph.
+In V4.1 layers select among another layer's candidates, or read what another layer selected.
 
 Queries and projections are preset, so the time is the cache's alone. Requests stand at different
 phases of their groups, as in a server: in the step one in 4 closes a CSA group, one in 128 an HCA
@@ -9,7 +10,6 @@ except the block a request writes to; the case's note says how many are distinct
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 
@@ -23,7 +23,7 @@ from benchmarks.timing import time_graph
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import CacheSchema
-from dsv4.model import AttentionType, ModelSpec
+from dsv4.model import AttentionType, LayerSpec, ModelSpec
 from dsv4.rope import rope_table
 from dsv4.units import format_tokens
 
@@ -36,12 +36,20 @@ PHASES = 128
 
 
 def cases() -> Iterator[Case]:
-    for model in MODELS:
+    return _cases(MODELS, "decode_step")
+
+
+def v41_cases() -> Iterator[Case]:
+    return _cases(("v41-flash",), "v41")
+
+
+def _cases(models: Sequence[str], suite: str) -> Iterator[Case]:
+    for model in models:
         for context in CONTEXTS:
             for batch in BATCHES:
                 yield Case(
                     name=f"step {model} at {format_tokens(context)} batch {batch}",
-                    suite="decode_step",
+                    suite=suite,
                     series=f"at {format_tokens(context)}",
                     model=model,
                     batch=batch,
@@ -93,8 +101,8 @@ class DecodeStep:
             device=device,
         )
         self.layers = [s.layer for s in model.layers if not s.draft]
-        self.layer_of = {model.layers[layer].attention: layer for layer in self.layers}
-        self.selecting_layers = [n for n in self.layers if model.layers[n].index_keys != "none"]
+        self.named_layers = _named_layers(model)
+        self.selecting_layers = [n for n in self.layers if model.layers[n].has_indexer]
         self._fill_arenas()
         self._admit_requests()
         padding = {"pad_tokens": batch, "pad_requests": batch} if chunk == 1 else {}
@@ -110,17 +118,17 @@ class DecodeStep:
         """The named parts of the step. The first run must have all, for reads follow writes."""
         for layer in self.layers:
             handle = self.handles[layer]
-            kind = handle.schema.spec.attention
+            spec = handle.schema.spec
             if "append" in parts:
                 self.plan.appended_layers.discard(layer)  # a chunk is appended once, but not here
-                handle.append(*self.inputs[kind], weights=self.weights[layer])
+                handle.append(*self.inputs[_sort(spec)], weights=self.weights[layer])
             if "select" in parts and layer in self.selecting_layers:
                 self._select(handle, self.weights[layer].rope)
             if "attend" in parts:
                 handle.attend(
                     self.q,
                     self.sink,
-                    self.chosen if kind is AttentionType.CSA else None,
+                    self.chosen_of[spec.ratio] if spec.attention is AttentionType.CSA else None,
                     self.out,
                     self.lse,
                     inverse_rope=self.weights[layer].rope,
@@ -128,19 +136,28 @@ class DecodeStep:
 
     def _select(self, handle: LayerCacheHandle, rope: Tensor) -> None:
         """What `select` does with raw queries, which it would overwrite; here they serve again."""
+        model, spec = self.schema.model, handle.schema.spec
         handle.backend.prepare_index_queries(
             self.raw_index_q,
             tokens=self.plan.tokens,
             rope=rope,
             record=self.schema.index_format,
             out=self.index_q,
+            transform=model.layers[spec.owner].index_keys != "latent",
         )
-        handle.select(self.index_q, self.index_weights, self.chosen, rope=rope, prepared=True)
+        bounded = spec.candidates_of is not None or spec.layer in model.candidate_sources
+        handle.select(
+            self.index_q,
+            self.index_weights,
+            self.chosen_of[spec.ratio],
+            rope=rope,
+            prepared=True,
+            candidates=self.candidates if bounded else None,
+        )
 
     def must_move_bytes(self) -> int:
         """Each byte once: inputs, outputs, what is stored, keys scored, records attended to."""
-        kinds = Counter(self.handles[layer].schema.spec.attention for layer in self.layers)
-        return sum(count * self._layer_bytes(self.layer_of[kind]) for kind, count in kinds.items())
+        return sum(map(self._layer_bytes, self.layers))
 
     def _layer_bytes(self, layer: int) -> int:
         model, spec = self.schema.model, self.schema.model.layers[layer]
@@ -150,9 +167,14 @@ class DecodeStep:
             end = start + self.chunk
             entries = end // spec.ratio if spec.ratio else 0
             if layer in self.selecting_layers:
-                total += entries * self.schema.index_format.record_bytes
+                scored = entries
+                if spec.candidates_of is not None:
+                    most = model.candidate_blocks * model.candidate_block_entries
+                    scored = min(entries, self.chunk * most)
+                total += scored * self.schema.index_format.record_bytes
                 # queries and weights
                 total += self.chunk * 2 * model.index_heads * (model.index_dim + 1)
+            if spec.attention is AttentionType.CSA:
                 entries = min(entries, self.chunk * model.index_topk)
             window = min(end, model.window + self.chunk - 1)
             total += window * self.schema.window_format.record_bytes
@@ -171,6 +193,8 @@ class DecodeStep:
         for arena in (self.manager.block_arena, self.manager.slot_arena):
             words = arena.bytes.view(torch.int64)
             words.random_().bitwise_and_(0x0707070707070707).bitwise_or_(0x3838383838383838)
+        codes = [part.code for part in self.schema.entry_format.parts if part.code is not None]
+        powers = all(code.scale == "ue8m0" for code in codes)
         for layer in self.layers:
             handle = self.manager.acquire(layer)
             for name, view in (*handle.pool.views.items(), *handle.state.views.items()):
@@ -178,7 +202,7 @@ class DecodeStep:
                     view.copy_(_code_pairs(view.device)[view.random_(0, 256).int()])
                 elif name == "indexer_scale":
                     view.random_(126, 128)  # spans of a normal vector differ by a factor of 2
-                elif name in ("inv_scale", "swa_inv"):
+                elif name == "swa_inv" or (name == "inv_scale" and powers):
                     view.random_(120, 128)
 
     def _admit_requests(self) -> None:
@@ -210,9 +234,10 @@ class DecodeStep:
             layer: random_weights(self.schema, layer, ropes[model.layers[layer].yarn], device)
             for layer in self.layers
         }
+        by_sort = {_sort(model.layers[layer]): layer for layer in self.layers}
         self.inputs = {
-            kind: random_inputs(self.schema, layer, tokens, device)
-            for kind, layer in self.layer_of.items()
+            sort: random_inputs(self.schema, layer, tokens, device)
+            for sort, layer in by_sort.items()
         }
         self.q = random(tokens, model.heads, model.head_dim)
         self.out = torch.empty_like(self.q)
@@ -222,6 +247,35 @@ class DecodeStep:
         self.index_q = torch.empty_like(self.raw_index_q)
         self.index_weights = 0.01 * random(tokens, model.index_heads)
         self.chosen = torch.empty(tokens, model.index_topk, dtype=torch.int32, device=device)
+        # one for all layers that select from as many entries: each is read before the next
+        ratios = [model.layers[layer].ratio for layer in self.selecting_layers]
+        self.chosen_of = {ratio: torch.empty_like(self.chosen) for ratio in ratios}
+        self.chosen_of.update(dict.fromkeys(ratios[-1:], self.chosen))
+        self.candidates = torch.empty(
+            tokens, model.candidate_blocks, dtype=torch.int32, device=device
+        )
+
+
+def _sort(spec: LayerSpec) -> tuple[AttentionType, int, bool]:
+    """Layers of a sort are appended to alike."""
+    return spec.attention, spec.ratio, spec.owns_entries
+
+
+def _named_layers(model: ModelSpec) -> dict[str, int]:
+    """One layer of each kind, in V4.1 also one of each way to come by a selection."""
+    named = {}
+    for spec in model.layers:
+        if spec.draft or spec.ratio == 0:
+            continue
+        if spec.index_keys == "latent":
+            named["pairs" if spec.ratio == 2 else "singles"] = spec.layer
+        elif spec.candidates_of is not None:
+            named["second level"] = spec.layer
+        elif spec.selector is not None:
+            named["reading"] = spec.layer
+        else:
+            named[spec.attention.name] = spec.layer
+    return named
 
 
 def _code_pairs(device: torch.device) -> Tensor:

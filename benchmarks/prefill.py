@@ -16,7 +16,7 @@ import torch
 from benchmarks.case import Case, Measurement
 from benchmarks.decode_step import PARTS, DecodeStep
 from benchmarks.timing import count_launches
-from dsv4.model import AttentionType, ModelSpec
+from dsv4.model import ModelSpec
 from dsv4.units import format_tokens
 
 # (model, requests, tokens of each, start) -> first step, target, peers composed, in ms
@@ -32,16 +32,31 @@ CASES: dict[tuple[str, int, int, int], tuple[float, float, float] | None] = {
     ("v4-pro", 1, 8_192, 0): None,
     ("v4-pro", 1, 8_192, 122_880): None,
 }
+V41_CASES: dict[tuple[str, int, int, int], tuple[float, float, float] | None] = {
+    ("v41-flash", 1, 8_192, 0): None,
+    ("v41-flash", 1, 8_192, 122_880): None,
+    ("v41-flash", 1, 8_192, 1_040_384): None,
+}
 REPEATS = 3
 
 
 def cases() -> Iterator[Case]:
-    for (model, requests, chunk, start), goals in CASES.items():
+    return _cases(CASES, "prefill")
+
+
+def v41_cases() -> Iterator[Case]:
+    return _cases(V41_CASES, "v41")
+
+
+def _cases(
+    listed: dict[tuple[str, int, int, int], tuple[float, float, float] | None], suite: str
+) -> Iterator[Case]:
+    for (model, requests, chunk, start), goals in listed.items():
         several = f"{requests} x " if requests > 1 else ""
         first_step, target, peers = goals or (None, None, None)
         yield Case(
             name=f"chunk {model} {several}{chunk} from {format_tokens(start)}",
-            suite="prefill",
+            suite=suite,
             series=f"{several}from {format_tokens(start)}",
             model=model,
             batch=requests * chunk,
@@ -59,11 +74,11 @@ def _measure(model: ModelSpec, requests: int, chunk: int, context: int) -> Measu
     whole, launches = timed(partial(step.run, PARTS))
     parts: dict[str, tuple[float, int]] = {}
     layers = step.layers
-    for kind in (AttentionType.CSA, AttentionType.HCA):
-        step.layers = [step.layer_of[kind]]
+    for kind, layer in step.named_layers.items():
+        step.layers = [layer]
         for part in PARTS:
-            if part != "select" or step.layers[0] in step.selecting_layers:
-                parts[f"{part}, one {kind.name} layer"] = timed(partial(step.run, (part,)))
+            if part != "select" or layer in step.selecting_layers:
+                parts[f"{part}, one {kind} layer"] = timed(partial(step.run, (part,)))
     step.layers = layers
     return Measurement(
         microseconds=whole,

@@ -9,6 +9,7 @@ from itertools import chain
 from benchmarks import (
     append,
     attend,
+    candidates,
     decode_step,
     gather,
     host,
@@ -28,7 +29,14 @@ def _indexer() -> Iterable[Case]:
 
 
 def _v41() -> Iterable[Case]:
-    return chain(append.v41_cases(), index_scores.v41_cases(), attend.v41_cases())
+    return chain(
+        append.v41_cases(),
+        index_scores.v41_cases(),
+        candidates.cases(),
+        attend.v41_cases(),
+        prefill.v41_cases(),
+        decode_step.v41_cases(),
+    )
 
 
 SUITES: dict[str, Callable[[], Iterable[Case]]] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import append, attend, laptop, report, run, timing
+from benchmarks import append, attend, candidates, laptop, report, run, timing
 from benchmarks.case import Case, Measurement, sets_to_outgrow_l2
 from benchmarks.decode_step import PARTS, DecodeStep
 from benchmarks.registry import SUITES
@@ -20,7 +20,7 @@ from dsv4.model import ModelSpec, v4_layers
 from examples.flash_mla import stand_in
 from tests.support.results import BASE
 
-TINY = ModelSpec.preset("tiny")
+TINY, TINY_V41 = ModelSpec.preset("tiny"), ModelSpec.preset("v41-tiny")
 
 
 # ---- the registry -------------------------------------------------------------------------------
@@ -177,6 +177,55 @@ def test_a_chunk_runs_all_parts_and_those_of_one_layer_again() -> None:
         step.layers = [layer]
         for part in PARTS:
             step.run((part,))
+
+
+def test_v41_has_cases_of_all_that_v4_has() -> None:
+    cases = list(SUITES["v41"]())
+    batches = {case.batch for case in cases if case.name.startswith("attend v41 128+512")}
+    assert batches == {1, 4, 16, 32, 64, 128, 256}
+    for kind in (
+        *("append v41 pairs", "append v41 singles", "index scores v41", "select v41 publishing"),
+        *("select v41 among candidates", "chunk v41-flash 8192 from", "step v41-flash at 1M"),
+    ):
+        assert any(case.name.startswith(kind) for case in cases), kind
+    limits = {case.batch: case for case in cases if case.name.startswith("attend v41 128+512")}
+    for batch, case in limits.items():
+        assert case.target_us is not None
+        assert (case.target_us <= 0.8 * case.anchors_us["V4-Flash"] + 0.01) == (batch >= 64)
+
+
+@pytest.mark.parametrize("chunk", [1, 40])
+def test_a_step_of_v41_runs_all_layers(chunk: int) -> None:
+    """Layers of all sorts, each with the selection of its selector."""
+    step = DecodeStep(TINY_V41, batch=2, chunk=chunk, context=256, device="cpu")
+    step.run(PARTS)
+    assert torch.isfinite(step.out.float()).all()
+    assert list(step.chosen_of) == [2, 1]
+    for ratio, chosen in step.chosen_of.items():
+        last = chosen[-1].tolist()
+        assert last == sorted(set(last))
+        assert last[-1] < step.plan.ends.tolist()[-1] // ratio
+    inside = step.candidates[-1].tolist()
+    assert {entry // TINY_V41.candidate_block_entries for entry in step.chosen[-1].tolist()} <= {
+        *inside
+    }
+    assert sorted(step.named_layers) == ["pairs", "reading", "second level", "singles"]
+    assert step.must_move_bytes() > 0
+    for layer in step.named_layers.values():
+        step.layers = [layer]
+        for part in PARTS:
+            step.run((part,))
+
+
+@pytest.mark.parametrize("publish", [True, False])
+def test_candidates_are_timed_beside_a_selection_without(publish: bool) -> None:
+    torch.manual_seed(0)
+    work = candidates.make_work(TINY_V41, 3, 2, 128, publish=publish, device="cpu")
+    (alone,) = work.peers.values()
+    assert len(alone) == len(work.calls)
+    work.calls[0]()
+    alone[0]()
+    assert work.must_move_bytes > 0
 
 
 # ---- peers --------------------------------------------------------------------------------------
