@@ -16,6 +16,7 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.pages import Page
 from dsv4.errors import InvalidInput
 from dsv4.integrations.transformers.cache_rows import CacheRows
+from dsv4.integrations.transformers.no_gradients import no_gradients
 from dsv4.reference.codec import VALUE_TYPES, decode, encode
 from dsv4.reference.pages import page_rows, read_records
 
@@ -72,6 +73,7 @@ class PagedLayer(CacheLayerMixin):
             target[slots, ring_row % page.rows] = new[:, columns - kept :]
         stored = torch.cat((before, decode(page.format, data, scales)), dim=1)
         stored = stored.to(key_states.device, key_states.dtype).unsqueeze(1)
+        stored = no_gradients(stored, key_states, "train without past_key_values, use_cache=False")
         self.rows.layers_done = self.layer + 1
         return stored, stored
 

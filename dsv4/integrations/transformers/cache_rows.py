@@ -273,6 +273,12 @@ class CacheRows:
                 "the cache was made for another model than the one that runs: make one with "
                 "PagedCache.for_model(model, ...)"
             )
+        model = self.model()
+        if model is not None and model.training:
+            raise InvalidInput(
+                "the model is in training mode, but a PagedCache keeps nothing for gradients: call "
+                "model.eval(), or train with use_cache=False"
+            )
         if self.layers_done not in (0, len(self.manager.schema.layers)):
             raise RequestError(
                 f"the last forward broke off after {self.layers_done} layers, so the newest "

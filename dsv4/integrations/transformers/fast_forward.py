@@ -23,6 +23,7 @@ from dsv4.integrations.transformers.decode_graph import DecodeGraphs, can_captur
 from dsv4.integrations.transformers.fast_attention import RunningStep
 from dsv4.integrations.transformers.fast_caches import FastCaches
 from dsv4.integrations.transformers.fast_generate import wrong_padding
+from dsv4.integrations.transformers.no_gradients import no_gradients
 from dsv4.integrations.transformers.packing import Packing, make_packing, read_packing
 from dsv4.integrations.transformers.paged_cache import PagedCache
 
@@ -47,6 +48,11 @@ class FastForward:
         self.max_step_tokens = step.manager.max_step_tokens
         self.own_forward: Callable[..., Any] = model.forward
         self._bare_forward = _without_recording(model)
+        self._uncompiled = torch.compiler.disable(
+            self._take_turn,
+            reason="dsv4: the steps of an accelerated model are planned in Python, token by token, "
+            "and captured as CUDA graphs; compile the model without fullgraph, or restore(model)",
+        )
         self.graphs: DecodeGraphs | None = None
         if capture and can_capture(model):
             self.graphs = DecodeGraphs(
@@ -70,11 +76,24 @@ class FastForward:
         )
 
     def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._uncompiled(*args, **options)
+
+    def _take_turn(self, *args: Any, **options: Any) -> Any:
         """One call at a time: all share one plan."""
         asked: tuple[Tensor, int] | None = getattr(self._asked, "logits", None)
         self._asked.logits = None
         with self.caches.turn:
-            return self._call(asked, *args, **options)
+            result = self._call(asked, *args, **options)
+        return self._without_gradients(result) if torch.is_grad_enabled() else result
+
+    def _without_gradients(self, result: Any) -> Any:
+        """A result that nobody goes back through: logits would lead to lm_head alone."""
+        wanted, instead = self.model.norm.weight, "restore(model) to train it"
+        if isinstance(result, tuple):
+            return no_gradients(result[0], wanted, instead), *result[1:]
+        hidden = no_gradients(result.last_hidden_state, wanted, instead)
+        _put(result, "last_hidden_state", hidden)
+        return result
 
     @torch.no_grad()
     def _call(

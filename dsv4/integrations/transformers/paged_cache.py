@@ -273,6 +273,13 @@ class PagedCache(Cache):
             )
             first = end
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidInput(
+            "a PagedCache cannot be pickled or copied shallowly, for its rows lie in the memory of "
+            "its manager: copy.deepcopy(cache) goes on from the same tokens, accelerate(tiers=…) "
+            "keeps a conversation, and history_ids are what it takes to run it again"
+        )
+
     def __deepcopy__(self, memo: Any) -> PagedCache:
         """A cache that goes on from the same tokens: its rows are forks, whole blocks are shared.
         Raises OutOfSlots where the manager has no rows left."""
