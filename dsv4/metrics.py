@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.stats import PrefixStats, TransferStats
+from dsv4.cache.stats import HandoffStats, PrefixStats, TransferStats
 from dsv4.errors import MissingExtra
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ class ManagerCollector:
             yield from _prefix_families(stats.prefix)
         if stats.transfers is not None:
             yield from _transfer_families(stats.transfers, stats.tiers)
+        if stats.handoff is not None:
+            yield from _handoff_families(stats.handoff)
 
 
 def _prefix_families(prefix: PrefixStats) -> Iterator[Any]:
@@ -147,6 +149,38 @@ def _transfer_families(transfers: TransferStats, tiers: Sequence[TierStats]) -> 
             for key, value in read(tier).items():
                 family.add_metric([tier.name, key], value)
         yield family
+
+
+def _handoff_families(handoff: HandoffStats) -> Iterator[Any]:
+    yield _counter(
+        "dsv4_handoff_offers",
+        "Offers to other managers: made, taken (per taker), expired, withdrawn.",
+        "what",
+        {
+            "made": handoff.offers,
+            "taken": handoff.offers_taken,
+            "expired": handoff.offers_expired,
+            "withdrawn": handoff.offers_withdrawn,
+        },
+    )
+    yield _counter(
+        "dsv4_handoff_requests",
+        "Requests of other managers that were accepted, and that arrived.",
+        "what",
+        {"accepted": handoff.arrivals, "arrived": handoff.requests_arrived},
+    )
+    yield _counter(
+        "dsv4_handoff_errors", "Requests that did not come, by reason.", "reason", handoff.errors
+    )
+    yield _counter(
+        "dsv4_handoff_bytes", "Bytes read from others.", "what", {"read": handoff.bytes_read}
+    )
+    yield _gauge(
+        "dsv4_handoff_open",
+        "Offers that stand, and arrivals that have memory.",
+        "what",
+        {"offers": handoff.offers_standing, "arrivals": handoff.arrivals_open},
+    )
 
 
 def _records(tier: TierStats) -> dict[str, float]:

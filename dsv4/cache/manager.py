@@ -1028,8 +1028,7 @@ class KVCacheManager(Uncopied):
         if length % self.schema.block_tokens and self.schema.block_bytes:
             self.block_arena.bytes[block_ids[-1]].copy_(block_bytes)
         resume = Resume(start=length, reused_tokens=length, end=length, source="state")
-        request = table.arrive(arrival, resume)
-        self.guard.arriving.append(request)
+        request = table.arrive(arrival, resume, self.guard.arriving)
         request.published_blocks, request.trail = len(block_ids), arrival.trail
         table.restart(request, resume)
         if self.prefix is not None and arrival.trail is not None:

@@ -345,11 +345,12 @@ class RequestTable:
         if slot is not None:
             self.free_slots.append(slot)
 
-    def arrive(self, holder: object, resume: Resume) -> Request:
+    def arrive(self, holder: object, resume: Resume, arriving: list[object]) -> Request:
         """The request that was on its way, in the slot and with the blocks that it was promised,
         live at once."""
         held, landed = self.holds[holder], self.landing[holder]
         request = self.make(self.promised[holder], [*held, *landed], resume)
+        arriving.append(request)
         self.live[request.slot] = request
         self.forget(holder)
         self.allocator.arrive(landed)

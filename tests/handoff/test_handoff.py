@@ -3,7 +3,10 @@ whatever the settings of both; and what cannot be taken changes nothing."""
 
 from __future__ import annotations
 
+import gc
 import pickle
+import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
@@ -25,6 +28,7 @@ from dsv4.errors import (
     OutOfSlots,
     RequestError,
 )
+from dsv4.metrics import prometheus_text
 from dsv4.model import ModelSpec, v4_layers
 from tests.support.faults import everything
 from tests.support.handoff import (
@@ -521,3 +525,40 @@ def test_a_device_error_at_the_end_leaves_nothing(
     assert error.value.reason == "failed"
     taker.manager.check_invariants()
     assert_cold(taker, taker.manager.accept(offer).wait(), text.stream)
+
+
+def test_a_link_that_is_closed_reads_no_more_and_gives_its_memory_back():
+    one, other = side("prefill"), side("decode")
+    text = Text.random(one, 18, TOKENS)
+    request = grown(one, text, 300)
+    offer = one.manager.offer(request)
+    close(one)
+    with pytest.raises(OfferError, match="closed"):
+        one.manager.offer(request)
+    arrival = other.manager.accept(offer)
+    with pytest.raises(OfferError) as error:
+        arrival.wait()
+    assert error.value.reason in ("failed", "gone")
+    tidy(one.manager)
+    assert_nothing_left(one, other)
+    close(other)
+
+
+def test_a_manager_that_nobody_uses_ends_its_link():
+    before = threading.active_count()
+    stack = side("prefill")
+    stack.manager.offer(grown(stack, Text.random(stack, 19, TOKENS), 200))
+    link = weakref.ref(handing(stack).link)
+    assert threading.active_count() > before
+    del stack
+    gc.collect()
+    assert link() is None or link()._nixl is None  # type: ignore[union-attr]
+    assert threading.active_count() == before
+
+
+def test_metrics_tell_of_it(owner: Stack, taker: Stack):
+    hand_over(owner, taker, Text.random(owner, 30, TOKENS), 200)
+    pytest.importorskip("prometheus_client")
+    text = prometheus_text(owner.manager) + prometheus_text(taker.manager)
+    assert 'dsv4_handoff_offers_total{what="made"}' in text
+    assert 'dsv4_handoff_requests_total{what="arrived"}' in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -95,14 +96,16 @@ class Handoff:
                     size_bytes=block_arena.numel(),
                     where=where,
                     gpu=self._gpu or 0,
+                    keeper=block_arena,
                 ),
                 *(
-                    Memory(address=address(memory), size_bytes=memory.nbytes)
+                    Memory(address=address(memory), size_bytes=memory.nbytes, keeper=memory)
                     for memory in (self.staging.region.memory, self._pledges.memory)
                 ),
             ],
             self.leases.serve,
         )
+        weakref.finalize(self, self.link.close)
         self.open: list[Arrival] = []  # with memory that is not given back yet
         self._offers = self._arrived = self._begun = 0
         self._read_bytes = self._read_tokens = self._skipped_blocks = 0
@@ -164,15 +167,18 @@ class Handoff:
                 words=_words(self._schema),
                 ids=ids,
             ).pack()
+            self.link.begin_serving()
+            self.leases.held[number] = lease
         except BaseException:
-            if row is not None:
-                self.staging.release(row)
-            self._pledges.give_back(cell)
+            if number not in self.leases.held:
+                if row is not None:
+                    self.staging.release(row)
+                self._pledges.give_back(cell)
             raise
         self._table.hold(lease, block_ids)
-        self.leases.add(lease, pledge)
-        self._offers += 1
+        self.leases.stand(lease, pledge)
         self.link.begin_serving()
+        self._offers += 1
         return offer
 
     def withdraw(self, packed: bytes) -> bool:
@@ -236,13 +242,13 @@ class Handoff:
         label = self.labels.make(
             Kind.STATE, offer.state_digest, offer.state_parent, tokens=offer.tokens
         )
-        arrival.landing.cell = self._pledges.take()
+        self.open.append(arrival)  # first: whoever interrupts finds what it has
         try:
+            arrival.landing.cell = self._pledges.take()
             arrival.landing.row = self._take_row(label)
-        except BaseException:
-            self._pledges.give_back(arrival.landing.cell)
+        except Exception:
+            self._let_go_host(arrival)
             raise
-        self.open.append(arrival)
 
     def start(self, arrival: Arrival) -> None:
         """Reads what is not here."""
@@ -393,20 +399,25 @@ class Handoff:
             self.give_back(item)
 
     def rebuild(self) -> None:
-        """After an interrupt: no arrival comes any more. Offers stand."""
+        """After an interrupt: no arrival comes any more. Offers stand, but for one that nobody
+        got."""
         self._copies.finish()
         for arrival in tuple(self.open):
-            if arrival.request is None:
-                if arrival.error is None:
-                    why = "a call was interrupted, and recover ended all arrivals"
-                    arrival.error = OfferError("cancelled", why)
-                if arrival.read is None or arrival.read.settled:
-                    self._table.forget(arrival)
-                    self._let_go_host(arrival)
-                else:
-                    arrival.read.given_up = True
-            else:
+            if arrival.request is None and arrival.error is None:
+                why = "a call was interrupted, and recover ended all arrivals"
+                arrival.error = OfferError("cancelled", why)
+            read = arrival.read
+            if arrival.request is not None or read is None or read.settled:
+                self._table.forget(arrival)
                 self._let_go_host(arrival)
+            else:
+                read.given_up = True
+                self.link.read(read)  # should it not have been told
+        for lease in tuple(self.leases.held.values()):
+            if not lease.over and lease.number not in self.leases.standing:
+                lease.over = True
+            if lease.over:
+                self._waiting(lease)
 
     def check_invariants(self) -> None:
         """Offers that stand are of blocks that have not been free since."""
@@ -432,7 +443,8 @@ class Handoff:
         )
 
     def close(self) -> None:
-        """Ends all offers, and reads no more. Memory that is being written to stays taken."""
+        """Ends all offers and reads no more, for good. Memory that is being written to stays taken.
+        A manager that is no longer used closes by itself."""
         for lease in tuple(self.leases.standing.values()):
             self.leases.withdraw(self.leases.epoch, lease.number)
         self.link.close()

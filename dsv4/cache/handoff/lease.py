@@ -98,10 +98,10 @@ class Leases:
         self._next += 1
         return self._next
 
-    def add(self, lease: Lease, pledge: bytes) -> None:
-        """It stands from now on."""
+    def stand(self, lease: Lease, pledge: bytes) -> None:
+        """Takers may come from now on."""
         with self._lock:
-            self.held[lease.number] = self.standing[lease.number] = lease
+            self.standing[lease.number] = lease
             self._pledges.put(lease.cell, pledge)
 
     def withdraw(self, epoch: bytes, number: int) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dsv4.errors import MissingExtra
+from dsv4.errors import MissingExtra, OfferError
 
 LOGGER = logging.getLogger("dsv4.handoff")
 MODULES = ("nixl_cu13", "nixl_cu12")
@@ -32,10 +32,12 @@ Where = Literal["DRAM", "VRAM"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Memory that others may read from, or that is read into."""
+    """Memory that others may read from, or that is read into. It stays as long as NIXL knows of it:
+    `keeper` is whoever frees it."""
 
     address: int
     size_bytes: int
+    keeper: object
     where: Where = "DRAM"
     gpu: int = 0
 
@@ -93,6 +95,8 @@ def load_nixl() -> Any:
 
 
 _MAKING = threading.Lock()
+_LOST: list[Read] = []
+_KEPT: list[Link] = []  # closed while NIXL may write to their memory
 
 
 def make_agent(name: str) -> Any:
@@ -127,13 +131,11 @@ class Link:
     ) -> None:
         self.name = name
         self._nixl = make_agent(name)
-        self._memory = [
+        self._memory = tuple(each for each in memory if each.size_bytes)
+        for each in self._memory:
             self._nixl.register_memory(
                 [(each.address, each.size_bytes, each.gpu, "")], each.where, backends=["UCX"]
             )
-            for each in memory
-            if each.size_bytes
-        ]
         self.metadata: bytes = self._nixl.get_agent_metadata()
         self._serve = serve
         self._wake = threading.Condition()
@@ -144,27 +146,40 @@ class Link:
         self._thread: threading.Thread | None = None
 
     def read(self, read: Read) -> None:
-        """Starts it, as soon as it is ready."""
+        """Starts it, as soon as it is ready. One that it knows already is left alone. Raises
+        OfferError if it is closed."""
         with self._wake:
+            self._require_open()
             self._asked.append(read)
             self._start()
 
     def begin_serving(self) -> None:
-        """Takers may come."""
+        """Takers may come. Raises OfferError if it is closed."""
         with self._wake:
+            self._require_open()
             self._serving = True
             self._start()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """The thread ends. Reads that have not settled never do: their memory stays theirs."""
+        """The thread ends, and NIXL's. Reads that have not settled never do: their memory stays
+        theirs, and with it the link."""
         with self._wake:
             self._closed = True
             self._wake.notify()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+        if self._reads or self._asked or (thread is not None and thread.is_alive()):
+            _KEPT.append(self)
+        else:
+            self._nixl, self._memory = None, ()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise OfferError("failed", f"the link of {self.name} is closed: build another manager")
 
     def _start(self) -> None:
-        if self._thread is None or not (self._thread.is_alive() or self._closed):
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="dsv4-link", daemon=True)
             self._thread.start()
         self._wake.notify()
@@ -176,10 +191,16 @@ class Link:
                     self._wake.wait(self._pause())
                 if self._closed:
                     return
-                self._reads.extend(self._asked)
+                known = (read for read in self._asked if not read.settled)
+                self._reads.extend(read for read in known if read not in self._reads)
                 self._asked.clear()
             for read in tuple(self._reads):
-                self._advance(read)
+                try:
+                    self._advance(read)
+                except Exception:  # its memory stays taken
+                    LOGGER.exception("%s: a read from %s: a bug", self.name, read.peer)
+                    self._reads.remove(read)
+                    _LOST.append(read)
             if self._serving:
                 self._serve_takers()
 
