@@ -79,7 +79,7 @@ def hand_over(owner: Stack, taker: Stack, text: Text, length: int) -> tuple[Any,
 # ---- every byte is what it was -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, 127, 128, 129, 300, 512])
+@pytest.mark.parametrize("length", [1, 127, 128, 301])
 def test_a_request_arrives_as_it_is(owner: Stack, taker: Stack, length: int):
     text = Text.random(owner, length, TOKENS)
     request, copy = hand_over(owner, taker, text, length)
@@ -188,17 +188,16 @@ def test_it_moves_from_hand_to_hand_and_back(owner: Stack, taker: Stack):
         assert_cold(owner, request, text.stream)
 
 
-@pytest.mark.parametrize("state", ["raw", "online"])
 @pytest.mark.parametrize(
-    ("here", "there"),
+    ("here", "there", "state"),
     [
-        ({"drafts": 0}, {"drafts": 5}),
-        ({"drafts": 4, "ahead": 1, "max_open_plans": 2}, {"drafts": 0}),
-        ({"prefix": None}, {}),
-        ({}, {"prefix": None}),
-        ({"prefix": None}, {"prefix": None, "num_blocks": 3}),
-        ({"prefix": options(zero()), "num_blocks": 40}, {"max_requests": 1, "num_blocks": 4}),
-        ({"handoff": {"sums": False}}, {"handoff": {"states": 1}}),
+        ({"drafts": 0}, {"drafts": 5}, "online"),
+        ({"drafts": 4, "ahead": 1, "max_open_plans": 2}, {"drafts": 0}, "raw"),
+        ({"prefix": None}, {}, "raw"),
+        ({}, {"prefix": None}, "online"),
+        ({"prefix": None}, {"prefix": None, "num_blocks": 3}, "raw"),
+        ({"prefix": options(zero()), "num_blocks": 40}, {"max_requests": 1}, "raw"),
+        ({"handoff": {"sums": False}}, {"handoff": {"states": 1}, "num_blocks": 4}, "raw"),
     ],
     ids=["drafts", "ahead", "no cache", "cache off", "none", "sizes", "sums"],
 )
@@ -313,7 +312,7 @@ def test_damaged_offers_are_refused(owner: Stack, taker: Stack):
     before, random = everything(taker.manager), Random(5)
     damaged: list[Any] = [offer[:length] for length in range(0, len(offer), 97)]
     damaged += [offer + b"\0", offer[1:], b"", None, "offer", np.zeros(3)]
-    for at in [*range(40), *random.sample(range(len(offer)), 200)]:
+    for at in [*range(40), *random.sample(range(len(offer)), 100)]:
         flipped = bytearray(offer)
         flipped[at] ^= 1 << random.randrange(8)
         damaged.append(bytes(flipped))

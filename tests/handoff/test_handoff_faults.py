@@ -117,7 +117,7 @@ def test_an_interrupt_is_recovered_from(sides: tuple[Stack, Stack], call: Callab
     with counted.injected():
         call(scene)
     scene.go_on()
-    for nth in range(4):
+    for nth in (1, 4):
         assert interrupt(Scene(*sides), call, nth * counted.count // 9)
 
 
