@@ -6,7 +6,7 @@ columns starts at `rows.start`. What a module hands over is stored first and giv
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class PagedLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, rows: CacheRows, layer: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        # not transformers' own: it would set keys and values, which are read from the arenas
         self.rows, self.layer = rows, layer
         handle = rows.manager.acquire(layer)
         self.window_page = handle.read_swa_view().page
@@ -76,6 +76,47 @@ class PagedLayer(CacheLayerMixin):
         stored = no_gradients(stored, key_states, "train without past_key_values, use_cache=False")
         self.rows.layers_done = self.layer + 1
         return stored, stored
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """The window as transformers' own layer keeps it, [rows, 1, window - 1 at most, head_dim],
+        in the model's type: a copy, decoded from the ring. None before the first forward. Raises
+        InvalidInput for padded rows, which have different windows."""
+        rows, page = self.rows, self.window_page
+        if not rows.requests:
+            return None
+        if set(lengths := rows.lengths) != {rows.columns}:
+            raise InvalidInput(
+                f"rows of {min(lengths)} to {max(lengths)} tokens have no keys of one shape: read "
+                f"their windows with cache.manager.acquire(layer).gather_swa_kv"
+            )
+        arena = rows.manager.slot_arena.bytes
+        slots = torch.tensor([[request.slot] for request in rows.requests], device=arena.device)
+        past = torch.arange(
+            max(0, rows.columns - self.window + 1), rows.columns, device=arena.device
+        )
+        model = rows.model()
+        found = read_records(arena, page, slots, past % page.rows).unsqueeze(1)
+        return found if model is None else found.to(model.device, model.dtype)
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """Keys are values."""
+        return self.keys
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        """Whether `keys` are there."""
+        return bool(self.rows.requests)
+
+    def _refuse(self, *args: Any, **options: Any) -> NoReturn:
+        raise InvalidInput(
+            "the rows of all layers are one: crop, reorder, select, repeat and reset the cache, "
+            "not a layer of it; its bytes stay where they are"
+        )
+
+    crop = reset = reorder_cache = batch_select_indices = batch_repeat_interleave = _refuse
+    offload = prefetch = _refuse
 
     def store_compression_weights(
         self, name: str, kv: Tensor, gate: Tensor
