@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +54,7 @@ class HostTier(QueuedTier):
         self._memory = memoryview(mmap.mmap(-1, units * UNIT_BYTES))
         self._extents = Extents(units)
         self._rows: Lru[HostRow] = Lru()
-        self._unpin: Callable[[], None] | None = None
+        self._unpin: weakref.finalize[[], HostTier] | None = None
 
     @property
     def region(self) -> Region:
@@ -61,11 +62,14 @@ class HostTier(QueuedTier):
         return Region(name=self.name, memory=self._memory)
 
     def pin(self) -> None:
-        """Makes the memory one that a GPU copies by itself. Needs torch and a GPU."""
+        """Makes the memory one that a GPU copies by itself, until the tier is closed or gone. Needs
+        torch and a GPU."""
         if self._unpin is None:
             from dsv4.tiers.pin import pin
 
-            self._unpin = pin(self._memory)
+            # The driver must forget the memory before the system does: it would take the addresses
+            # for used, and fail where it gives them to something else.
+            self._unpin = weakref.finalize(self, pin(self._memory))
 
     # ---- rows ------------------------------------------------------------------------------------
 
