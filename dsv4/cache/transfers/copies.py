@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from dsv4.tiers.record import Parts, address
 
+# streams of a direction
+LANES = 2
 # torch has these types untyped; None stands for a copy that is over when the call returns
 _Event = Any
 
@@ -42,18 +45,18 @@ class Mark:
 class Copies:
     """Copies between rows on a device and pieces of one host memory.
 
-    On a GPU each direction has a stream of its own, which first waits for what is on the current
-    stream now: the step that wrote a row, or the last one that read it. Elsewhere a copy is over
-    when the call returns.
+    On a GPU each direction has streams of its own, which first wait for what is on the current
+    stream now: the step that wrote a row, or the last one that read it. There are two, so that one
+    copy begins while another ends. Elsewhere a copy is over when the call returns.
     """
 
     def __init__(self, device: torch.device, memory: memoryview) -> None:
         self._host = torch.frombuffer(memory, dtype=torch.uint8)
         self._start = address(memory)
         self._device = device
-        on_gpu = device.type == "cuda"
-        self._down: Any = torch.cuda.Stream(device) if on_gpu else None
-        self._up: Any = torch.cuda.Stream(device) if on_gpu else None
+        lanes = LANES if device.type == "cuda" else 0
+        self._down = [torch.cuda.Stream(device) for _ in range(lanes)]
+        self._up = [torch.cuda.Stream(device) for _ in range(lanes)]
 
     def down(self, rows: Iterable[tuple[Tensor, Parts]]) -> Mark:
         """Rows of the device into the payloads of records."""
@@ -61,38 +64,43 @@ class Copies:
 
     def down_into(self, rows: Iterable[tuple[Tensor, Tensor]]) -> Mark:
         """Rows of the device into other host memory, from `host_bytes`."""
-        if self._down is None:
+        if not self._down:
             for row, host in rows:
                 host.copy_(row)
             return Mark()
-        self._down.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._down):
+        first = self._down[0]
+        first.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(first):
             for row, host in rows:
                 host.copy_(row, non_blocking=True)
             event = torch.cuda.Event()
-            event.record(self._down)
+            event.record(first)
         return Mark(event)
 
     def host_bytes(self, count: int) -> Tensor:
         """Host memory that a GPU copies to by itself."""
-        return torch.empty(count, dtype=torch.uint8, pin_memory=self._down is not None)
+        return torch.empty(count, dtype=torch.uint8, pin_memory=bool(self._down))
 
     def up(self, rows: Iterable[tuple[Tensor, Parts]]) -> Mark:
         """Payloads of records into rows of the device."""
         return self._copy(self._up, [(pieces, row, False) for row, pieces in rows])
 
-    def _copy(self, stream: Any, rows: list[tuple[Parts, Tensor, bool]]) -> Mark:
-        if stream is None:
+    def _copy(self, streams: list[Any], rows: list[tuple[Parts, Tensor, bool]]) -> Mark:
+        if not streams:
             self._launch(rows)
             return Mark()
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        first, current = streams[0], torch.cuda.current_stream(self._device)
+        for stream in streams:
+            stream.wait_stream(current)
+        with torch.cuda.stream(first):
             if (driver := _driver()) is not None:
-                _launch_by_driver(driver, stream.cuda_stream, rows)
+                _launch_by_driver(driver, [stream.cuda_stream for stream in streams], rows)
             else:
                 self._launch(rows)
+            for stream in streams[1:]:
+                first.wait_stream(stream)
             event = torch.cuda.Event()
-            event.record(stream)
+            event.record(first)
         return Mark(event)
 
     def _launch(self, rows: list[tuple[Parts, Tensor, bool]]) -> None:
@@ -118,9 +126,8 @@ class Copies:
 
     def finish(self) -> None:
         """Waits until no copy is on its way. Blocks the host."""
-        for stream in (self._down, self._up):
-            if stream is not None:
-                stream.synchronize()
+        for stream in (*self._down, *self._up):
+            stream.synchronize()
 
 
 @cache
@@ -134,11 +141,13 @@ def _driver() -> Any:
     return driver
 
 
-def _launch_by_driver(driver: Any, stream: int, rows: list[tuple[Parts, Tensor, bool]]) -> None:
+def _launch_by_driver(
+    driver: Any, streams: list[int], rows: list[tuple[Parts, Tensor, bool]]
+) -> None:
     """A copy of a block takes 8 µs, and torch's own call as long to begin it: so this one is the
-    driver's, with addresses."""
+    driver's, with addresses. Row after row goes to the next stream."""
     copy = driver.cuMemcpyAsync
-    for parts, row, down in rows:
+    for (parts, row, down), stream in zip(rows, cycle(streams), strict=False):
         device = row.data_ptr()
         for piece in parts.payload:
             count = piece.nbytes
