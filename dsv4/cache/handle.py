@@ -594,6 +594,9 @@ class LayerCacheHandle(Uncopied):
             lse=lse,
             inverse_rope=inverse_rope,
             workspace=self._workspace.attend,
+            tokens_per_request=max(1, plan.shape.most_tokens),
+            max_visible=None if plan.reaches is None else plan.reaches // max(1, spec.ratio),
+            decoded=self._workspace.select,
         )
         tensors = _present(q, sink, indices, out, lse, inverse_rope)
         self._repeats.make(key, tensors, lambda: self.backend.attend(attention), plan.tokens)

@@ -16,8 +16,9 @@ SELECT_BYTES = 256 << 20
 
 
 class Workspace:
-    """`select` uint8 holds scores of some tokens at a time; `attend` fp32 the partial results of
-    splits, and counters that are 0 between launches.
+    """`select` uint8 holds scores of some tokens at a time and, once a layer has selected, decoded
+    keys of a wide step; `attend` fp32 the partial results of splits, and counters that are 0
+    between launches.
 
     `scratch` fp32 [items, head_dim] and `arrived` int32 [items], 0 between launches, serve groups
     that several programs pool together. `staging` uint8 [1, bytes] holds one `staging_page`: a wide

@@ -56,6 +56,7 @@ class TritonBackend:
         self._device = device
         hopper = target_of(device).is_hopper and device.type == "cuda"
         self._attend = _Own("attend") if hopper else None
+        self._wide_attend = _Own("attend", "attend_wide") if hopper else None
         self._index_scores = _Own("index_scores") if hopper else None
         wide = hopper and WIDE_SCORES_FIT
         self._wide_scores = _Own("index_scores", "index_scores_wide") if wide else None
@@ -106,6 +107,9 @@ class TritonBackend:
         return int(own.workspace_bytes(rows))
 
     def attend(self, call: Attention) -> None:
+        _run(call, self._wide_attend, self._narrow_attend)
+
+    def _narrow_attend(self, call: Attention) -> None:
         _run(call, self._attend, attend.attend)
 
     def attend_workspace_bytes(self, tokens: int, *, model: ModelSpec, max_entries: int) -> int:

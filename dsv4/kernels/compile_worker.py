@@ -14,9 +14,25 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
+from triton.runtime.jit import MockTensor
 
 from dsv4.kernels.target import LAUNCHERS_ARE_COMPILED, TARGETS, known_options
+
+
+class Tiles(NamedTuple):
+    """A tensor descriptor without its tensor."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: list[int]
+    layout: Any
+
+    def descriptor(self) -> TensorDescriptor:
+        base = MockTensor(self.dtype, self.shape)
+        return TensorDescriptor(base, [*self.shape], [*self.strides], self.block_shape, self.layout)
 
 
 class Job(NamedTuple):
@@ -52,7 +68,8 @@ def compile_job(job: Job) -> str | None:
     driver.set_active(NoDevice(target.triton_target))
     kernel = getattr(import_module(job.module), job.name)
     options = known_options(target.backend, job.options)
-    binary = kernel.warmup(*job.arguments, grid=(1,), **job.constants, **options)
+    arguments = [a.descriptor() if isinstance(a, Tiles) else a for a in job.arguments]
+    binary = kernel.warmup(*arguments, grid=(1,), **job.constants, **options)
     if LAUNCHERS_ARE_COMPILED and target.backend == "cuda":
         _compile_launcher(binary)
     files = getattr(binary, "metadata_group", {})

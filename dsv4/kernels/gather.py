@@ -152,7 +152,7 @@ def _gather_entries_kernel(
             page + scale_offset + page_row * RECORD.SCALE_BYTES,
             valid, WIDTH, RECORD,
         )  # fmt: skip
-        _store_rows(out_ptr + row * out_stride, key, values, written, WIDTH)
+        store_rows(out_ptr + row * out_stride, key, values, written, WIDTH)
 
 
 @triton.jit
@@ -186,11 +186,11 @@ def _gather_window_kernel(
             page + scale_offset + page_row * RECORD.SCALE_BYTES,
             valid, WIDTH, RECORD,
         )  # fmt: skip
-        _store_rows(out_ptr + row * out_stride, key, values, valid, WIDTH)
+        store_rows(out_ptr + row * out_stride, key, values, valid, WIDTH)
 
 
 @triton.jit
-def _store_rows(out_ptr, key, values, written, WIDTH: tl.constexpr):
+def store_rows(out_ptr, key, values, written, WIDTH: tl.constexpr):
     """bf16 values [keys, channels] (fp32 when interpreted) into rows of `out`."""
     target = out_ptr + key.to(tl.int64)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     if INTERPRETED:

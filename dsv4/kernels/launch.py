@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.errors import TritonError
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
 from dsv4.kernels.numerics import INTERPRETED
@@ -106,6 +107,8 @@ def _specialization(argument: Any) -> Any:
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, float):
         return float
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, *argument.block_shape
     number = argument if type(argument) is int else index(argument)  # numpy's too
     if number == 1:
         return 1

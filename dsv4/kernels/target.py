@@ -25,6 +25,7 @@ TRITON = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
 # Gluon's names for what the kernels of kernels/hopper need.
 GLUON_REINTERPRET = "reinterpret" if TRITON >= (3, 9) else "_reinterpret"
 GLUON_ASYNC_LOAD = "async_load" if TRITON >= (3, 9) else "async_copy_global_to_shared"
+GLUON_BULK_LOAD = "async_load" if TRITON >= (3, 8) else "async_copy_global_to_shared"
 GLUON_BARRIER = "barrier" if TRITON >= (3, 7) else "thread_barrier"
 # hopper/index_scores_wide.py keeps its loops in registers; from 3.8 on it does not.
 WIDE_SCORES_FIT = TRITON < (3, 8)

@@ -17,14 +17,16 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton import knobs
 from triton.errors import TritonError
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dsv4.kernels.compile_worker import Job
+from dsv4.kernels.compile_worker import Job, Tiles
 from dsv4.kernels.launch import Collection, Launch
 from dsv4.kernels.target import target_of
 
@@ -139,7 +141,7 @@ def _work(missing: SimpleQueue[tuple[Path, bytes]], tell: Callable[[], None]) ->
 def job_of(launch: Launch, target: str) -> Job:
     """A launch without its tensors, of which a compiler needs the types."""
     function = launch.kernel.fn
-    arguments = tuple(a.dtype if isinstance(a, Tensor) else a for a in launch.arguments)
+    arguments = tuple(map(_form, launch.arguments))
     return Job(
         module=function.__module__,
         name=function.__name__,
@@ -148,6 +150,16 @@ def job_of(launch: Launch, target: str) -> Job:
         constants=launch.constants,
         options=launch.options,
     )
+
+
+def _form(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.dtype
+    if isinstance(argument, TensorDescriptor):
+        base = argument.base
+        shape, strides = tuple(base.shape), tuple(base.stride())
+        return Tiles(base.dtype, shape, strides, argument.block_shape, argument.layout)
+    return argument
 
 
 def note_path(launch: Launch, job: Job) -> Path:

@@ -269,6 +269,10 @@ class Attention:
     the rotation table of the layer, the output is turned back. `workspace` fp32 holds partial
     results; it is 0 before its first use. With `joint` (staged windows only) all queries of a
     request see the window of its last token in the step.
+
+    The rest is for speed: `tokens_per_request` is the most tokens that one request has in the step,
+    `max_visible` the most entries that a token sees, if that is known, and `decoded` contiguous
+    uint8 memory whose content is lost.
     """
 
     q: Tensor
@@ -283,6 +287,9 @@ class Attention:
     inverse_rope: Tensor | None = None
     workspace: Tensor | None = None
     joint: bool = False
+    tokens_per_request: int = 1
+    max_visible: int | None = None
+    decoded: Tensor | None = None
 
     @property
     def max_entries(self) -> int:

@@ -22,6 +22,7 @@ import torch
 import triton
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.target import Target, compiling_for
@@ -94,6 +95,9 @@ def compiled(launch: Launch, target: Target) -> Compiled:
         if isinstance(argument, torch.Tensor):
             signature[name] = _POINTERS[argument.dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(argument, TensorDescriptor):
+            element = _POINTERS[argument.base.dtype][1:]
+            signature[name] = f"tensordesc<{element}{argument.block_shape},{argument.layout!r}>"
         elif isinstance(argument, float):
             signature[name] = "fp32"
         elif kernel.params[i].do_not_specialize:

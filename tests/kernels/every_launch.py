@@ -24,6 +24,7 @@ from tests.kernels import (
     test_append_sm90,
     test_attend_hopper_sm90,
     test_attend_sm90,
+    test_attend_wide_sm90,
     test_follow_sm90,
     test_gather_sm90,
     test_index_query_sm90,
@@ -69,6 +70,8 @@ def _makers(target: Target) -> dict[str, Callable[[], Launch]]:
     if target.is_hopper:
         for case in test_attend_hopper_sm90.CASES:
             found[f"hopper attend {case}"] = partial(test_attend_hopper_sm90.launch, case)
+        for case in test_attend_wide_sm90.CASES:
+            found[f"hopper attend wide {case}"] = partial(test_attend_wide_sm90.launch, case)
         found["hopper scores"] = test_index_scores_hopper_sm90.launch
         for case in test_index_scores_wide_sm90.CASES if WIDE_SCORES_FIT else ():
             found[f"hopper scores {case}"] = partial(test_index_scores_wide_sm90.launch, case)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from functools import cache
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from dsv4.tiers.record import Parts, address
 
-# streams of a direction
-LANES = 2
+# the driver's call that begins many copies
+_BATCH = "cuMemcpyBatchAsync_v2"
 # torch has these types untyped; None stands for a copy that is over when the call returns
 _Event = Any
 
@@ -45,18 +44,18 @@ class Mark:
 class Copies:
     """Copies between rows on a device and pieces of one host memory.
 
-    On a GPU each direction has streams of its own, which first wait for what is on the current
-    stream now: the step that wrote a row, or the last one that read it. There are two, so that one
-    copy begins while another ends. Elsewhere a copy is over when the call returns.
+    On a GPU each direction has a stream of its own, which first waits for what is on the current
+    stream now: the step that wrote a row, or the last one that read it. Elsewhere a copy is over
+    when the call returns.
     """
 
     def __init__(self, device: torch.device, memory: memoryview) -> None:
         self._host = torch.frombuffer(memory, dtype=torch.uint8)
         self._start = address(memory)
         self._device = device
-        lanes = LANES if device.type == "cuda" else 0
-        self._down = [torch.cuda.Stream(device) for _ in range(lanes)]
-        self._up = [torch.cuda.Stream(device) for _ in range(lanes)]
+        on_gpu = device.type == "cuda"
+        self._down: Any = torch.cuda.Stream(device) if on_gpu else None
+        self._up: Any = torch.cuda.Stream(device) if on_gpu else None
 
     def down(self, rows: Iterable[tuple[Tensor, Parts]]) -> Mark:
         """Rows of the device into the payloads of records."""
@@ -64,43 +63,38 @@ class Copies:
 
     def down_into(self, rows: Iterable[tuple[Tensor, Tensor]]) -> Mark:
         """Rows of the device into other host memory, from `host_bytes`."""
-        if not self._down:
+        if self._down is None:
             for row, host in rows:
                 host.copy_(row)
             return Mark()
-        first = self._down[0]
-        first.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(first):
+        self._down.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._down):
             for row, host in rows:
                 host.copy_(row, non_blocking=True)
             event = torch.cuda.Event()
-            event.record(first)
+            event.record(self._down)
         return Mark(event)
 
     def host_bytes(self, count: int) -> Tensor:
         """Host memory that a GPU copies to by itself."""
-        return torch.empty(count, dtype=torch.uint8, pin_memory=bool(self._down))
+        return torch.empty(count, dtype=torch.uint8, pin_memory=self._down is not None)
 
     def up(self, rows: Iterable[tuple[Tensor, Parts]]) -> Mark:
         """Payloads of records into rows of the device."""
         return self._copy(self._up, [(pieces, row, False) for row, pieces in rows])
 
-    def _copy(self, streams: list[Any], rows: list[tuple[Parts, Tensor, bool]]) -> Mark:
-        if not streams:
+    def _copy(self, stream: Any, rows: list[tuple[Parts, Tensor, bool]]) -> Mark:
+        if stream is None:
             self._launch(rows)
             return Mark()
-        first, current = streams[0], torch.cuda.current_stream(self._device)
-        for stream in streams:
-            stream.wait_stream(current)
-        with torch.cuda.stream(first):
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
             if (driver := _driver()) is not None:
-                _launch_by_driver(driver, [stream.cuda_stream for stream in streams], rows)
+                _launch_by_driver(driver, stream.cuda_stream, rows)
             else:
                 self._launch(rows)
-            for stream in streams[1:]:
-                first.wait_stream(stream)
             event = torch.cuda.Event()
-            event.record(first)
+            event.record(stream)
         return Mark(event)
 
     def _launch(self, rows: list[tuple[Parts, Tensor, bool]]) -> None:
@@ -126,8 +120,9 @@ class Copies:
 
     def finish(self) -> None:
         """Waits until no copy is on its way. Blocks the host."""
-        for stream in (*self._down, *self._up):
-            stream.synchronize()
+        for stream in (self._down, self._up):
+            if stream is not None:
+                stream.synchronize()
 
 
 @cache
@@ -136,25 +131,41 @@ def _driver() -> Any:
     if torch.version.cuda is None:
         return None
     driver = ctypes.CDLL("libcuda.so.1")
-    address_type = ctypes.c_uint64
-    driver.cuMemcpyAsync.argtypes = (address_type, address_type, ctypes.c_size_t, ctypes.c_void_p)
+    where, size, many = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+    driver.cuMemcpyAsync.argtypes = (where, where, size, ctypes.c_void_p)
+    if hasattr(driver, _BATCH):  # from CUDA 13 on
+        getattr(driver, _BATCH).argtypes = (many, many, many, size, many, many, size, many)
     return driver
 
 
-def _launch_by_driver(
-    driver: Any, streams: list[int], rows: list[tuple[Parts, Tensor, bool]]
-) -> None:
-    """A copy of a block takes 8 µs, and torch's own call as long to begin it: so this one is the
-    driver's, with addresses. Row after row goes to the next stream."""
-    copy = driver.cuMemcpyAsync
-    for (parts, row, down), stream in zip(rows, cycle(streams), strict=False):
+def _launch_by_driver(driver: Any, stream: int, rows: list[tuple[Parts, Tensor, bool]]) -> None:
+    """A copy of a block takes 8 µs, and torch's call to begin one as long: so all of them are begun
+    by one call of the driver, or by one each where it has no such call."""
+    copies = []
+    for parts, row, down in rows:
         device = row.data_ptr()
         for piece in parts.payload:
-            count = piece.nbytes
-            if not count:
-                continue
-            host = ctypes.addressof(ctypes.c_char.from_buffer(piece))
-            target, source = (host, device) if down else (device, host)
-            if code := copy(target, source, count, stream):
-                raise RuntimeError(f"CUDA error {code}: {count} bytes cannot be copied")
-            device += count
+            if count := piece.nbytes:
+                host = ctypes.addressof(ctypes.c_char.from_buffer(piece))
+                copies.append((host, device, count) if down else (device, host, count))
+                device += count
+    if len(copies) > 1 and hasattr(driver, _BATCH):
+        targets, sources, counts = (
+            (ctypes.c_uint64 * len(copies))(*column) for column in zip(*copies, strict=True)
+        )
+        # in the order of the stream; no hints about places, no flags
+        attributes, first = (ctypes.c_int32 * 6)(1), ctypes.c_size_t(0)
+        if not getattr(driver, _BATCH)(
+            targets,
+            sources,
+            counts,
+            len(copies),
+            attributes,
+            ctypes.addressof(first),
+            1,
+            stream,
+        ):
+            return
+    for target, source, count in copies:
+        if code := driver.cuMemcpyAsync(target, source, count, stream):
+            raise RuntimeError(f"CUDA error {code}: {count} bytes cannot be copied")

@@ -130,7 +130,7 @@ class HopperConstants:
     HEADS_PER_THREAD: int
 
 
-class _Queries(NamedTuple):
+class Queries(NamedTuple):
     """The queries of a program's heads in global memory, and the two halves of their channels in
     shared memory, `ready` once both consumers have loaded one each."""
 
@@ -140,7 +140,7 @@ class _Queries(NamedTuple):
     heads: gl.tensor
 
 
-class _Weights(NamedTuple):
+class Weights(NamedTuple):
     """Probabilities of a tile, and the factors that bring sums to its maximum, from left to right.
     The factors behind those of all stages normalise: they are there once `closed` is."""
 
@@ -151,7 +151,7 @@ class _Weights(NamedTuple):
     closed: gl.shared_memory_descriptor
 
 
-class _Out(NamedTuple):
+class Out(NamedTuple):
     """Where the result of a program's heads goes, how many they are, and what it takes from outside
     the keys. Where a query is split its parts are parked, and `counter` is where its programs
     meet."""
@@ -165,7 +165,7 @@ class _Out(NamedTuple):
     counter: gl.tensor
 
 
-class _Sums(NamedTuple):
+class Sums(NamedTuple):
     """A softmax under way: `acc` weighs a consumer's channels by 2^(logit - top), and `total` is
     the weight of all keys."""
 
@@ -312,7 +312,7 @@ def attend_launch(call: Attention, *, programs: int) -> Launch:
 
 
 @gluon.jit
-def _load_queries(queries, NTH: gl.constexpr, A: gl.constexpr):
+def load_queries(queries, NTH: gl.constexpr, A: gl.constexpr):
     """One half of the channels of the program's heads into shared memory."""
     head = gl.arange(0, _HEADS, layout=gl.SliceLayout(1, _QUERY))[:, None]
     column = NTH * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, _QUERY))[None, :]
@@ -357,7 +357,7 @@ def _values(keys, stage, nth_slice, ROLE: gl.constexpr, A: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(logits, sums, bias, nth, weights, A: gl.constexpr):
+def softmax(logits, sums, bias, nth, weights, A: gl.constexpr):
     """A tile's probabilities into shared memory, and the sums brought to the new maximum."""
     SCALE: gl.constexpr = A.KEY_UNIT * A.WIDTH**-0.5 * _LOG2_E
     place = nth % _WEIGHT_STAGES
@@ -373,7 +373,7 @@ def _softmax(logits, sums, bias, nth, weights, A: gl.constexpr):
     fence_async_shared()
     mbarrier.arrive(weights.ready.index(place), count=1)
     acc = sums.acc * gl.convert_layout(alpha, gl.SliceLayout(1, sums.acc.type.layout))[:, None]
-    return _Sums(top=highest, total=total, acc=acc)
+    return Sums(top=highest, total=total, acc=acc)
 
 
 @gluon.jit
@@ -384,11 +384,10 @@ def _left(queries, keys, weights, out, share, A: gl.constexpr):
     COLUMNS: gl.constexpr = HALF // A.SLICES
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     extent = extent_of(share, A)
-    live = extent.slot >= 0
-    _load_queries(queries, 0, A)
+    load_queries(queries, 0, A)
     mbarrier.arrive(queries.ready, count=1)
     mbarrier.wait(queries.ready, 0)
-    sums = _Sums(
+    sums = Sums(
         top=gl.full([_HEADS], float("-inf"), gl.float32, LINE),
         total=gl.full([_HEADS], 0.0, gl.float32, LINE),
         acc=gl.full([_HEADS, COLUMNS], 0.0, gl.float32, SUMS),
@@ -399,7 +398,7 @@ def _left(queries, keys, weights, out, share, A: gl.constexpr):
         phase = gl.to_tensor(0)
         logits = warpgroup_mma_wait(0, deps=[_logits(queries, keys, stage, phase)])
         for nth in range(0, tiles - 1):
-            sums = _softmax(logits, sums, keys.bias.index(stage).load(KEY), nth, weights, A)
+            sums = softmax(logits, sums, keys.bias.index(stage).load(KEY), nth, weights, A)
             running = warpgroup_mma(
                 weights.probabilities.index(nth % _WEIGHT_STAGES),
                 _values(keys, stage, share.nth_slice, 0, A),
@@ -410,9 +409,9 @@ def _left(queries, keys, weights, out, share, A: gl.constexpr):
             stage, phase = next_stage(stage, phase, KEY_STAGES)
             next_logits = _logits(queries, keys, stage, phase)
             acc, logits = warpgroup_mma_wait(0, deps=[running, next_logits])
-            sums = _Sums(top=sums.top, total=sums.total, acc=acc)
+            sums = Sums(top=sums.top, total=sums.total, acc=acc)
             mbarrier.arrive(keys.free.index(used), count=1)
-        sums = _softmax(logits, sums, keys.bias.index(stage).load(KEY), tiles - 1, weights, A)
+        sums = softmax(logits, sums, keys.bias.index(stage).load(KEY), tiles - 1, weights, A)
         running = warpgroup_mma(
             weights.probabilities.index((tiles - 1) % _WEIGHT_STAGES),
             _values(keys, stage, share.nth_slice, 0, A),
@@ -420,7 +419,18 @@ def _left(queries, keys, weights, out, share, A: gl.constexpr):
             is_async=True,
         )
         acc = warpgroup_mma_wait(0, deps=[running])
-        sums = _Sums(top=sums.top, total=sums.total, acc=acc)
+        sums = Sums(top=sums.top, total=sums.total, acc=acc)
+    end_left(sums, queries, weights, out, share, extent, A)
+
+
+@gluon.jit
+def end_left(sums, queries, weights, out, share, extent, A: gl.constexpr):
+    """What left does behind its last tile: the log-sum-exp, the factor that normalises, and its
+    channels on their way."""
+    LINE: gl.constexpr = sums.top.type.layout
+    SUMS: gl.constexpr = sums.acc.type.layout
+    COLUMNS: gl.constexpr = HALF // A.SLICES
+    live = extent.slot >= 0
     top, total = sums.top, sums.total
     head = gl.arange(0, _HEADS, layout=LINE)
     lse = top + gl.log2(total)
@@ -449,7 +459,7 @@ def _right(queries, keys, weights, out, share, A: gl.constexpr):
     COLUMNS: gl.constexpr = HALF // A.SLICES
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     extent = extent_of(share, A)
-    _load_queries(queries, 1, A)
+    load_queries(queries, 1, A)
     mbarrier.arrive(queries.ready, count=1)
     acc = gl.full([_HEADS, COLUMNS], 0.0, gl.float32, SUMS)
     stage = gl.to_tensor(0)
@@ -470,6 +480,14 @@ def _right(queries, keys, weights, out, share, A: gl.constexpr):
         mbarrier.arrive(weights.free.index(place), count=1)
         mbarrier.arrive(keys.free.index(stage), count=1)
         stage, phase = next_stage(stage, phase, KEY_STAGES)
+    end_right(acc, queries, weights, out, share, extent, A)
+
+
+@gluon.jit
+def end_right(acc, queries, weights, out, share, extent, A: gl.constexpr):
+    """What right does behind its last tile, with the factor that left has found."""
+    SUMS: gl.constexpr = acc.type.layout
+    COLUMNS: gl.constexpr = HALF // A.SLICES
     mbarrier.wait(weights.closed, 0)
     acc = acc * weights.factors.index(_WEIGHT_STAGES).load(gl.SliceLayout(1, SUMS))[:, None]
     staged = reinterpret(queries.halves.index(1), gl.bfloat16, [_HEADS, COLUMNS], OPERAND)
@@ -672,14 +690,14 @@ def _attend_hopper_kernel(
     counter += (item * A.SLICES + nth_slice) * _COUNTER_STRIDE
     parts = _part(workspace_ptr + _PARTS_START, (item * splits).to(gl.int64), A)
 
-    queries = _Queries(
+    queries = Queries(
         halves=gl.allocate_shared_memory(gl.bfloat16, [2, _HEADS, HALF], OPERAND),
         ready=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         row=q_row,
         heads=gl.minimum(A.HEADS - head, _HEADS),
     )
     keys = new_keys()
-    weights = _Weights(
+    weights = Weights(
         probabilities=gl.allocate_shared_memory(
             gl.bfloat16, [_WEIGHT_STAGES, _HEADS, TILE], _WEIGHT
         ),
@@ -712,7 +730,7 @@ def _attend_hopper_kernel(
         indices_row=indices_ptr + token * indices_stride,
         batch=batch_ptr,
     )
-    out = _Out(
+    out = Out(
         heads=gl.minimum(A.HEADS - head, _HEADS),
         sink_row=sink_ptr + head,
         row=out_row,

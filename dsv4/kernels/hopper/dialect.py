@@ -6,11 +6,17 @@ from typing import Any
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
-from dsv4.kernels.target import GLUON_ASYNC_LOAD, GLUON_BARRIER, GLUON_REINTERPRET
+from dsv4.kernels.target import (
+    GLUON_ASYNC_LOAD,
+    GLUON_BARRIER,
+    GLUON_BULK_LOAD,
+    GLUON_REINTERPRET,
+)
 
 async_load = getattr(async_copy, GLUON_ASYNC_LOAD)
+bulk_load = getattr(tma, GLUON_BULK_LOAD)
 thread_barrier = getattr(gl, GLUON_BARRIER)
 
 
