@@ -86,7 +86,12 @@ def test_a_kernel_that_cannot_be_compiled_is_replaced_with_one_warning(
     a_gpu(monkeypatch, name="H200", major=9, minor=0)
     made = TritonBackend(GPU)
     own = getattr(made, own_kernel)
-    for other in (made._attend, made._index_scores, made._wide_scores):
+    for other in (
+        made._attend,
+        made._wide_attend,
+        made._index_scores,
+        made._wide_scores,
+    ):
         if other is not None:
             other.module = None
     calls: list[str] = []

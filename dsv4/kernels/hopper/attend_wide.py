@@ -76,7 +76,7 @@ _LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 @dataclass(frozen=True, slots=True)
 class WideConstants:
-    """A launch as compile-time constants, as in attend.py, whose parts read SPLIT and SLICES."""
+    """A launch as compile-time constants, as in attend.py, whose parts read the last ones."""
 
     HEADS: int
     WIDTH: int
@@ -85,6 +85,7 @@ class WideConstants:
     ALL: bool
     RATIO: int
     ROPE: int
+    KEY_UNIT: float = 1.0
     SPLIT: bool = False
     SLICES: int = 1
 
