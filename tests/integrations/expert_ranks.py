@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, distributed
 from transformers import DeepseekV4ForCausalLM
 from transformers.distributed import DistributedConfig
+from transformers.integrations import finegrained_fp8
 
 from dsv4.errors import InvalidInput, RequestError
 from dsv4.integrations.transformers import accelerate
 from tests.integrations.fast_v4 import KINDS, generate, manager_of
+from tests.integrations.fp8_layers import KERNELS, fp8_model
 from tests.integrations.tiny_v4 import draw_weights, own_cache, paged, prompt, tiny_config
 
 TOKENS, NEW_TOKENS = 136, 4
@@ -38,11 +40,16 @@ def whole_model(index_heads: int = 32) -> DeepseekV4ForCausalLM:
     return draw_weights(DeepseekV4ForCausalLM(config).eval(), 0, norms=0.2)
 
 
-def split_model(ranks: int, index_heads: int = 32, plan: Any = "auto") -> DeepseekV4ForCausalLM:
+def split_model(
+    ranks: int,
+    index_heads: int = 32,
+    plan: Any = "auto",
+    whole: DeepseekV4ForCausalLM | None = None,
+) -> DeepseekV4ForCausalLM:
     """As from_pretrained(distributed_config=…) leaves it, which needs the package accelerate."""
     mesh = distributed.init_device_mesh("cpu", (ranks,))
     wanted = DistributedConfig(tp_size=ranks, tp_plan=plan, enable_expert_parallel=plan == "auto")
-    model = whole_model(index_heads)
+    model = whole or whole_model(index_heads)
     model.config.distributed_config = wanted
     split: DeepseekV4ForCausalLM = model.maybe_distribute_model(model, wanted, mesh)
     return split.requires_grad_(False)
@@ -86,10 +93,26 @@ def run_rank(rank: int, ranks: int) -> dict[str, Any]:
         found[name] = steps.sequences, torch.stack(steps.logits)
         found[f"{name} reused"] = [r.reused_tokens for r in steps.past_key_values.requests]
         del steps
+    if ranks == 2:
+        found["fp8"] = logits_of_fp8(ranks, ids)
     found["failure"] = failure_of_one(model, rank, ids)
     found["after"] = generate(model, ids, NEW_TOKENS, attention_mask=mask).sequences
     manager.check_invariants()
     return found
+
+
+def logits_of_fp8(ranks: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the checkpoint's layers: transformers' own, and accelerated."""
+    finegrained_fp8.load_finegrained_fp8_kernel = lambda: KERNELS
+    finegrained_fp8.is_deepgemm_loadable = lambda: False
+    whole = fp8_model()
+    for key, style in list(whole._ep_plan.items()):  # as transformers' quantiser does
+        if style == "grouped_gemm":
+            whole._ep_plan[f"{key}_scale_inv"] = style
+    model = split_model(ranks, whole=whole)
+    own = model(ids, use_cache=False).logits
+    accelerate(model, max_batch=2, max_context=640, records="bf16")
+    return own, model(ids, use_cache=False).logits
 
 
 def failure_of_one(model: DeepseekV4ForCausalLM, rank: int, ids: Tensor) -> str:

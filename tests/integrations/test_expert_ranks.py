@@ -70,6 +70,12 @@ def test_each_rank_computes_what_one_process_does(directory: Path, ranks: int) -
         assert torch.equal(found["after"], want["rows"])
 
 
+def test_layers_of_the_checkpoint_are_split_too(directory: Path) -> None:
+    for found in read(directory, 2):
+        own, ours = found["fp8"]
+        assert_close(ours, own, 1e-3)
+
+
 @pytest.mark.parametrize("ranks", COUNTS)
 def test_ranks_have_the_same_bits(directory: Path, ranks: int) -> None:
     """Or one of them would draw another token some day."""

@@ -37,6 +37,26 @@ def require_v4(model: Any) -> None:
         )
 
 
+def _require_norms(model: Any) -> None:
+    """Raises InvalidInput where transformers itself cannot run the model: from_pretrained keeps the
+    weights of norms in fp32, and its norms then give fp32 to projections of bf16."""
+    layer = model.model.layers[0]
+    if not hasattr(layer, "input_layernorm"):
+        return
+    weight = layer.input_layernorm.weight
+    probe = torch.zeros((1, 1, weight.shape[0]), dtype=model.dtype, device=weight.device)
+    with torch.no_grad():
+        given: torch.dtype = layer.input_layernorm(probe).dtype
+    for name, module in layer.named_modules():
+        if type(module) is torch.nn.Linear and module.weight.dtype != given:
+            raise InvalidInput(
+                f"the model's norms give {given}, for their weights are fp32, and {name} takes "
+                f"{module.weight.dtype}, so transformers cannot run it with any cache: use a "
+                f"version with its pull request 47486, or for every DeepseekV4RMSNorm call "
+                f"module.register_forward_hook(lambda module, args, out: out.to(args[0].dtype))"
+            )
+
+
 def model_spec(model: Any) -> ModelSpec:
     """The layers that transformers runs: the backbone without draft layers. ConfigError."""
     spec = ModelSpec.from_config(model.config.to_dict())
@@ -55,6 +75,7 @@ def cache_schema(
     are unquantised beside unquantised records and "mxfp4" beside others unless `index` is given.
     Raises InvalidInput, ConfigError or SchemaError."""
     require_v4(model)
+    _require_norms(model)
     spec = model_spec(model)
     if index is None:
         index = "bf16" if records == "bf16" else "mxfp4"

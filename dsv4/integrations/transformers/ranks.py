@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dsv4.errors import InvalidInput, RequestError
 
-# parameters of an attention layer that transformers' plan splits, by heads
-_BY_HEADS = ("compressor.indexer.q_b_proj.weight", "compressor.indexer.scorer.weights_proj.weight")
+# modules of an attention layer whose parameters transformers' plan splits, by heads
+_BY_HEADS = ("compressor.indexer.q_b_proj.", "compressor.indexer.scorer.weights_proj.")
 _NOT_OPENED = -1
 
 
@@ -101,7 +101,7 @@ def read_ranks(model: Any) -> Ranks | None:
             mesh, placements = parameter.device_mesh, parameter.placements
             if all(placement.is_replicate() for placement in placements):
                 continue
-            if name not in _BY_HEADS or mesh.ndim != 1 or not placements[0].is_shard(0):
+            if not name.startswith(_BY_HEADS) or mesh.ndim != 1 or not placements[0].is_shard(0):
                 raise InvalidInput(
                     f"layer {index} has {name} split as {placements}: the fast path knows the "
                     f"plan of DistributedConfig(tp_size=…, enable_expert_parallel=True), which "
