@@ -28,7 +28,7 @@ from dsv4.kernels import (
 )
 from dsv4.kernels.launch import repeatable
 from dsv4.kernels.numerics import INTERPRETED
-from dsv4.kernels.target import WIDE_SCORES_FIT, target_of
+from dsv4.kernels.target import WIDE_ATTENTION_FITS, WIDE_SCORES_FIT, target_of
 from dsv4.kernels.warmup import warm_up
 from dsv4.model import ModelSpec
 from dsv4.ops.backend import BackendName
@@ -56,7 +56,8 @@ class TritonBackend:
         self._device = device
         hopper = target_of(device).is_hopper and device.type == "cuda"
         self._attend = _Own("attend") if hopper else None
-        self._wide_attend = _Own("attend", "attend_wide") if hopper else None
+        wide = hopper and WIDE_ATTENTION_FITS
+        self._wide_attend = _Own("attend", "attend_wide") if wide else None
         self._index_scores = _Own("index_scores") if hopper else None
         wide = hopper and WIDE_SCORES_FIT
         self._wide_scores = _Own("index_scores", "index_scores_wide") if wide else None

@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.kernels.launch import Launch
-from dsv4.kernels.target import TARGETS, WIDE_SCORES_FIT, Target, compiling_for
+from dsv4.kernels.target import (
+    TARGETS,
+    WIDE_ATTENTION_FITS,
+    WIDE_SCORES_FIT,
+    Target,
+    compiling_for,
+)
 from tests.kernels import (
     compiling,
     test_append_sm90,
@@ -70,7 +76,7 @@ def _makers(target: Target) -> dict[str, Callable[[], Launch]]:
     if target.is_hopper:
         for case in test_attend_hopper_sm90.CASES:
             found[f"hopper attend {case}"] = partial(test_attend_hopper_sm90.launch, case)
-        for case in test_attend_wide_sm90.CASES:
+        for case in test_attend_wide_sm90.CASES if WIDE_ATTENTION_FITS else ():
             found[f"hopper attend wide {case}"] = partial(test_attend_wide_sm90.launch, case)
         found["hopper scores"] = test_index_scores_hopper_sm90.launch
         for case in test_index_scores_wide_sm90.CASES if WIDE_SCORES_FIT else ():
