@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from dsv4.errors import Dsv4Error
-from tests.support.handoff import assert_nothing_left, grown, handing, side, tidy
+from dsv4.tiers.disk import DiskTier
+from tests.support.handoff import PATIENT_S, assert_nothing_left, grown, handing, side, tidy
 from tests.support.lives import Text, run_to
 
 TOKENS = 900
@@ -17,7 +18,9 @@ TOKENS = 900
 
 class Owner:
     def __init__(self, name: str, options: dict[str, Any]) -> None:
-        self.stack = side(name, **options)
+        disk = options.pop("disk", None)
+        tiers = [] if disk is None else [DiskTier(disk, 1 << 30)]
+        self.stack = side(name, tiers=tiers, **options)
         self.manager = self.stack.manager
 
     def offer(self, seed: int, length: int, *, keep: bool = False, **options: Any) -> str:
@@ -45,6 +48,9 @@ class Owner:
         run_to(self.stack, request, other, 800)
         self.manager.release_request(request)
         return self.manager.stats().blocks_total
+
+    def drain(self) -> bool:
+        return self.manager.drain_tiers(PATIENT_S)
 
     def held(self) -> int:
         tidy(self.manager)

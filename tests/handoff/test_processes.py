@@ -11,17 +11,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
 from dsv4.cache.handoff.arrival import Arrival
-from dsv4.errors import OfferError
+from dsv4.errors import OfferError, OutOfBlocks
 from tests.handoff.owner import TOKENS
-from tests.support.handoff import assert_nothing_left, close, handing, side, until
+from tests.support.faults import everything
+from tests.support.handoff import PATIENT_S, assert_nothing_left, close, handing, side, until
 from tests.support.lives import ColdRun, Text, assert_cold, run_to
 from tests.support.stack import Stack
+from tests.support.tiered import BLOCK, disk
 from tests.support.tiers import PROJECT, process
 
 
@@ -218,9 +221,10 @@ def test_rows_that_are_rewritten_during_the_read(
     assert_computed(taker, 5, 433)
 
 
-def test_an_owner_that_is_killed_and_started_again(taker: Stack):
-    with remote("phoenix") as first:
+def test_an_owner_that_is_killed_and_started_again(taker: Stack, tmp_path: Path):
+    with remote("phoenix", disk=str(tmp_path / "tier")) as first:
         offer = first.offer(6, 433, takers=9)
+        assert first.ask("drain")
         assert outcome(taker, taker.manager.accept(offer), 6) == "here"
         taker.manager.evict()
         first.signal(signal.SIGSTOP)  # so that the read is under way
@@ -231,12 +235,46 @@ def test_an_owner_that_is_killed_and_started_again(taker: Stack):
         assert_computed(taker, 6, 433)
         taker.manager.evict()
         assert outcome(taker, taker.manager.accept(offer), 6) == "failed"
+    resume_from_disk(tmp_path, offer)
     with remote("phoenix") as second:
         fresh = second.offer(7, 300)
         # of another epoch: whatever lies at those addresses now is not believed
         assert outcome(taker, taker.manager.accept(offer, deadline_s=5.0), 6) in ("failed", "late")
         assert outcome(taker, taker.manager.accept(fresh), 7) == "here"
         assert second.ask("check")
+
+
+def resume_from_disk(root: Path, offer: bytes) -> None:
+    """The dead owner's disk is there: nothing runs but what is behind its last snapshot."""
+    tier = disk(root)
+    stack = side("decode 2", tiers=[tier])
+    text = Text.random(stack, 6, TOKENS)
+    assert outcome(stack, stack.manager.accept(offer), 6) == "failed"
+    request = stack.manager.admit_fetched(text.ids[:433], timeout_s=PATIENT_S)
+    assert (request.resume.start, request.resume.source) == (2 * BLOCK, "snapshot")
+    assert request.resume.reused_tokens == 3 * BLOCK
+    run_to(stack, request, text, 440)
+    assert_cold(stack, request, text.stream)
+    assert_nothing_left(stack)
+    close(stack)
+    tier.close(PATIENT_S)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_read(owner: Remote, taker: Stack):
+    offer = owner.offer(10, 433)
+    others = {
+        "schema": side("decode", state="online"),
+        "model": side("decode", prefix=None, handoff={"model_id": "other weights"}),
+        "blocks": side("decode", num_blocks=3),
+    }
+    for reason, stack in others.items():
+        before = everything(stack.manager)
+        with pytest.raises(OutOfBlocks if reason == "blocks" else OfferError) as error:
+            stack.manager.accept(offer)
+        assert reason == "blocks" or error.value.reason == reason
+        assert everything(stack.manager) == before
+        close(stack)
+    assert outcome(taker, taker.manager.accept(offer), 10) == "here"
 
 
 def test_a_taker_that_is_killed_costs_the_owner_its_lease(owner: Remote, taker: Stack):

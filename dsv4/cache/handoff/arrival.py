@@ -15,14 +15,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dsv4.cache.guard import Uncopied
-from dsv4.cache.handoff.link import Read
-from dsv4.cache.handoff.offer import Offer
-from dsv4.cache.prefix.trail import TokenTrail
-from dsv4.cache.requests import Request
 from dsv4.errors import OfferError, RecoveryNeeded, ThreadError
-from dsv4.tiers.host import HostRow
+
+if TYPE_CHECKING:
+    from dsv4.cache.handoff.link import Read
+    from dsv4.cache.handoff.offer import Offer
+    from dsv4.cache.prefix.trail import TokenTrail
+    from dsv4.cache.requests import Request
+    from dsv4.tiers.host import HostRow
 
 _POLL_S = 0.0003
 
