@@ -414,10 +414,8 @@ class Handoff:
                 read.given_up = True
                 self.link.read(read)  # should it not have been told
         for lease in tuple(self.leases.held.values()):
-            if not lease.over and lease.number not in self.leases.standing:
-                lease.over = True
-            if lease.over:
-                self._waiting(lease)
+            if lease.number not in self.leases.standing:
+                self.leases.finish(lease)
 
     def check_invariants(self) -> None:
         """Offers that stand are of blocks that have not been free since."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,21 +33,18 @@ class Pledges:
         self._cells = np.frombuffer(self.memory, np.uint8).reshape(cells, PLEDGE_BYTES)
         self._start = address(self.memory)
         self._free = list(range(cells - 1, -1, -1))
-        self._lock = threading.Lock()
 
     def take(self) -> int:
         """An empty cell. Raises OfferError if there is none."""
-        with self._lock:
-            if not self._free:
-                raise OfferError(
-                    "busy", f"all {len(self._cells)} offers and arrivals are open: wait for some"
-                )
-            return self._free.pop()
+        if not self._free:
+            raise OfferError(
+                "busy", f"all {len(self._cells)} offers and arrivals are open: wait for some"
+            )
+        return self._free.pop()
 
     def give_back(self, cell: int) -> None:
-        with self._lock:
-            self._cells[cell] = 0
-            self._free.append(cell)
+        self._cells[cell] = 0
+        self._free.append(cell)
 
     def put(self, cell: int, pledge: bytes) -> None:
         self._cells[cell] = np.frombuffer(pledge, np.uint8)
@@ -83,12 +79,15 @@ class Lease:
 
 
 class Leases:
-    """All offers of one manager. `ended` is told of each that is over, by whatever thread."""
+    """All offers of one manager. `ended` is told of each that is over, by whatever thread.
+
+    The manager's calls and the link's thread both end offers, without a lock, for whoever is
+    interrupted would keep it: the one who takes a lease out of `standing` ends it.
+    """
 
     def __init__(self, pledges: Pledges, ended: Callable[[Lease], None]) -> None:
         self.epoch = os.urandom(EPOCH_BYTES)
         self._pledges, self._ended = pledges, ended
-        self._lock = threading.RLock()
         self._next = 0
         self.standing: dict[int, Lease] = {}
         self.held: dict[int, Lease] = {}  # with memory that has not been let go
@@ -100,30 +99,24 @@ class Leases:
 
     def stand(self, lease: Lease, pledge: bytes) -> None:
         """Takers may come from now on."""
-        with self._lock:
-            self.standing[lease.number] = lease
-            self._pledges.put(lease.cell, pledge)
+        self._pledges.put(lease.cell, pledge)
+        self.standing[lease.number] = lease
 
     def withdraw(self, epoch: bytes, number: int) -> bool:
-        with self._lock:
-            lease = self.standing.get(number)
-            if lease is None or epoch != self.epoch:
-                return False
-            self.withdrawn += 1
-            self._end(lease)
-            return True
+        if epoch != self.epoch or not self._end(number):
+            return False
+        self.withdrawn += 1
+        return True
 
     def serve(self, notes: Sequence[bytes]) -> bool:
-        """What takers told, and what the clock says. Whether anything stands."""
-        with self._lock:
-            for note in notes:
-                self._note_taken(note)
-            now = time.monotonic()
-            for lease in tuple(self.standing.values()):
-                if now >= lease.expires:
-                    self.expired += 1
-                    self._end(lease)
-            return bool(self.standing)
+        """What takers told, and what the clock says. Whether anything stands. By one thread."""
+        for note in notes:
+            self._note_taken(note)
+        now = time.monotonic()
+        for lease in tuple(self.standing.values()):
+            if now >= lease.expires and self._end(lease.number):
+                self.expired += 1
+        return bool(self.standing)
 
     def _note_taken(self, note: bytes) -> None:
         if len(note) != _TAKEN.size:
@@ -134,20 +127,27 @@ class Leases:
             return
         self.taken += 1
         lease.takers -= 1
-        if not lease.takers:
-            self._end(lease)
+        if lease.takers <= 0:
+            self._end(number)
 
-    def _end(self, lease: Lease) -> None:
+    def _end(self, number: int) -> bool:
+        """Whether it stood until now."""
+        lease = self.standing.pop(number, None)
+        if lease is None:
+            return False
+        self.finish(lease)
+        return True
+
+    def finish(self, lease: Lease) -> None:
+        """Nobody believes anything of it any more; then its memory may go."""
         self._pledges.wipe(lease.cell)
         lease.over = True
-        self.standing.pop(lease.number, None)
         self._ended(lease)
 
     def forget(self, lease: Lease) -> None:
         """Its memory has been let go."""
-        with self._lock:
-            if self.held.pop(lease.number, None) is not None:
-                self._pledges.give_back(lease.cell)
+        if self.held.pop(lease.number, None) is not None:
+            self._pledges.give_back(lease.cell)
 
 
 def taken_note(epoch: bytes, number: int) -> bytes:

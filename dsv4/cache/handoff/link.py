@@ -11,10 +11,10 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 import numpy as np
@@ -138,8 +138,8 @@ class Link:
             )
         self.metadata: bytes = self._nixl.get_agent_metadata()
         self._serve = serve
-        self._wake = threading.Condition()
-        self._asked: deque[Read] = deque()
+        # no lock: whoever is interrupted would keep it
+        self._asked: SimpleQueue[Read | None] = SimpleQueue()  # None wakes
         self._reads: list[Read] = []
         self._peers: dict[str, bool] = {}  # those that NIXL knows
         self._serving = self._closed = False
@@ -148,28 +148,26 @@ class Link:
     def read(self, read: Read) -> None:
         """Starts it, as soon as it is ready. One that it knows already is left alone. Raises
         OfferError if it is closed."""
-        with self._wake:
-            self._require_open()
-            self._asked.append(read)
-            self._start()
+        self._require_open()
+        self._asked.put(read)
+        self._start()
 
     def begin_serving(self) -> None:
         """Takers may come. Raises OfferError if it is closed."""
-        with self._wake:
-            self._require_open()
-            self._serving = True
-            self._start()
+        self._require_open()
+        self._serving = True
+        self._asked.put(None)
+        self._start()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """The thread ends, and NIXL's. Reads that have not settled never do: their memory stays
         theirs, and with it the link."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
+        self._closed = True
+        self._asked.put(None)
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
-        if self._reads or self._asked or (thread is not None and thread.is_alive()):
+        if self._reads or (thread is not None and thread.is_alive()):
             _KEPT.append(self)
         else:
             self._nixl, self._memory = None, ()
@@ -182,18 +180,12 @@ class Link:
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="dsv4-link", daemon=True)
             self._thread.start()
-        self._wake.notify()
 
     def _run(self) -> None:
         while True:
-            with self._wake:
-                if not self._asked and not self._closed:
-                    self._wake.wait(self._pause())
-                if self._closed:
-                    return
-                known = (read for read in self._asked if not read.settled)
-                self._reads.extend(read for read in known if read not in self._reads)
-                self._asked.clear()
+            self._take_asked(self._pause())
+            if self._closed:
+                return
             for read in tuple(self._reads):
                 try:
                     self._advance(read)
@@ -203,6 +195,17 @@ class Link:
                     _LOST.append(read)
             if self._serving:
                 self._serve_takers()
+
+    def _take_asked(self, pause: float | None) -> None:
+        """All that was asked for, waited for at most so long."""
+        try:
+            read = self._asked.get(timeout=pause)
+            while True:
+                if read is not None and not read.settled and read not in self._reads:
+                    self._reads.append(read)
+                read = self._asked.get_nowait()
+        except Empty:
+            pass
 
     def _pause(self) -> float | None:
         if any(not read.given_up for read in self._reads):
@@ -218,10 +221,9 @@ class Link:
             LOGGER.exception("%s: takers are not heard", self.name)
             again = True
         if not again:
-            with self._wake:
-                self._serving = False
+            self._serving = False
             if self._serve([]):  # somebody came in between
-                self.begin_serving()
+                self._serving = True
 
     # ---- reads -----------------------------------------------------------------------------------
 
