@@ -1163,8 +1163,8 @@ class KVCacheManager(Uncopied):
         workers: int | None = None,
         progress: bool | None = None,
     ) -> int:
-        """Compiles every kernel that `append`, `select` and `attend` can launch, for all steps up
-        to this manager's limits, and loads it. Afterwards no step waits for a compiler.
+        """Compiles every kernel that `append`, `select`, `attend` and `attend_draft` can launch,
+        for all steps up to this manager's limits, and loads it. No step waits for a compiler then.
 
         `heads` are the query heads of this rank (default: all of the model's). `kv_norm`,
         `inverse_rope` and `round_bf16` are what the engine's calls have: raw KV with norm weights,

@@ -111,6 +111,7 @@ class Warmup:
                 for bound in all_reaches(self._schema):
                     plan = self._plan(tokens, tokens, narrow=False, reaches=bound)
                     self._select(layer, plan)
+        self._draft()
 
     def _step(self, layer: int, *, tokens: int, most_tokens: int, narrow: bool) -> None:
         plan = self._plan(tokens, most_tokens, narrow=narrow)
@@ -133,6 +134,26 @@ class Warmup:
             self._lse[:tokens],
             inverse_rope=weights.rope if self._inverse_rope else None,
         )
+
+    def _draft(self) -> None:
+        """Draft steps of any number of requests, in one layer: draft layers are all alike."""
+        block, layers = self._model.draft_block, self._schema.draft_layers
+        if not block or not layers:
+            return
+        layer = min(layers)
+        weights, most = self._weights[layer], self._buffers.max_tokens // block
+        for requests in token_counts(min(most, self._buffers.max_requests)):
+            tokens = requests * block
+            plan = self._plan(tokens, block, narrow=block <= self._schema.max_narrow_tokens)
+            self._bound(layer, plan).attend_draft(
+                self._kv[:tokens],
+                self._q[:tokens],
+                self._sink,
+                self._out[:tokens],
+                self._lse[:tokens],
+                weights=weights,
+                inverse_rope=weights.rope if self._inverse_rope else None,
+            )
 
     def _follow(self) -> None:
         """Steps behind others, with draft steps and without."""

@@ -24,18 +24,18 @@ from dsv4.cache.warmup import stand_in, token_counts
 from dsv4.errors import InvalidInput
 from dsv4.kernels import launch
 from dsv4.model import AttentionType, ModelSpec
-from dsv4.ops.calls import CompressorWeights, LayerWeights
+from dsv4.ops.calls import CompressorWeights, KeyProjection, LayerWeights
 from tests.kernels.compiling import run_apart
 from tests.support.no_gpu import no_gpu
 
-MODELS = {"tiny": 512, "v4-flash": 8192, "v4-pro": 131_072}
+MODELS = {"tiny": 512, "v41-tiny": 512, "v4-flash": 8192, "v4-pro": 131_072}
 REQUESTS = 6
 
 
 def new_manager(model: str, **options: Any) -> KVCacheManager:
     """With layers of every sort; the tiny model has few anyway."""
     spec = ModelSpec.preset(model)
-    few = replace(spec, layers=spec.layers[:6]) if model != "tiny" else spec
+    few = replace(spec, layers=spec.layers[:6]) if "tiny" not in model else spec
     schema = CacheSchema.build(few, max_context=MODELS[model], max_draft_tokens=3)
     return KVCacheManager(
         schema, num_blocks=40, max_requests=REQUESTS, max_step_tokens=1000, **options
@@ -57,13 +57,19 @@ class Engine:
             layout = self.manager.schema.compressor(layer, kind)  # type: ignore[arg-type]
             if layout is None:
                 return None
-            ape = self.new(layout.ratio, layout.columns)
+            ape = None if layout.key_page else self.new(layout.ratio, layout.columns)
             return CompressorWeights(ape=ape, norm=self.new(layout.width))
 
+        layout, keys = self.manager.schema.compressor(layer, "main"), None
+        if layout is not None and layout.key_page is not None:
+            shape = (self.model.index_dim, self.model.head_dim)
+            weight = self.new(*shape, dtype=torch.bfloat16)
+            keys = KeyProjection(weight=weight, norm=self.new(self.model.index_dim))
         return LayerWeights(
             rope=self.new(self.manager.schema.max_context, self.model.rope_dim),
             compressor=of("main"),
             index_compressor=of("index"),
+            index_projection=keys,
             kv_norm=self.new(self.model.head_dim),
         )
 
@@ -72,17 +78,22 @@ class Engine:
         for layer in self.layers:
             handle, weights = self.manager.acquire(layer, plan), self.weights(layer)
             projections = [
-                self.new(rows, layout.columns)
+                self.new(
+                    rows, layout.columns, dtype=torch.float32 if layout.gated else torch.bfloat16
+                )
                 for layout in (handle.compressor, handle.index_compressor)
                 if layout
-                for _ in range(2)
+                for _ in range(1 + layout.gated)
             ]
             kv = self.new(rows, model.head_dim, dtype=torch.bfloat16)
             handle.append(kv, *projections, weights=weights)
-            if handle.memory.index_keys:
+            spec = handle.schema.spec
+            if spec.has_indexer:
                 q = self.new(rows, model.index_heads, model.index_dim, dtype=torch.bfloat16)
                 scales = self.new(rows, model.index_heads, dtype=torch.bfloat16)
-                handle.select(q, scales, rope=weights.rope)
+                bounded = spec.candidates_of is not None or layer in model.candidate_sources
+                blocks = self.new(rows, max(1, model.candidate_blocks), dtype=torch.int32)
+                handle.select(q, scales, rope=weights.rope, candidates=blocks if bounded else None)
             listed = handle.schema.spec.attention is AttentionType.CSA
             chosen = self.new(rows, model.index_topk, dtype=torch.int32)
             handle.attend(
@@ -91,6 +102,24 @@ class Engine:
                 chosen if listed else None,
                 inverse_rope=weights.rope,
             )
+
+    def draft(self, requests: int) -> None:
+        """A draft step of every draft layer, if the model drafts several tokens at once."""
+        model, block = self.model, self.model.draft_block
+        admitted = [self.manager.admit_request() for _ in range(requests)]
+        plan = self.manager.prepare_forward([(request, block) for request in admitted])
+        for layer in (spec.layer for spec in model.layers if spec.draft):
+            weights, rows = self.weights(layer), plan.padded_tokens
+            self.manager.acquire(layer, plan).attend_draft(
+                self.new(rows, model.head_dim, dtype=torch.bfloat16),
+                self.new(rows, self.heads, model.head_dim, dtype=torch.bfloat16),
+                self.new(self.heads),
+                weights=weights,
+                inverse_rope=weights.rope,
+            )
+        self.manager.abandon(plan)
+        for request in admitted:
+            self.manager.release_request(request)
 
 
 def random_steps(manager: KVCacheManager, run: Callable[[ForwardPlan], None], seed: int) -> None:
@@ -114,15 +143,20 @@ def random_steps(manager: KVCacheManager, run: Callable[[ForwardPlan], None], se
             manager.release_request(request)
 
 
-@pytest.mark.parametrize(("model", "heads"), [("tiny", 4), ("v4-flash", 64), ("v4-pro", 16)])
+@pytest.mark.parametrize(
+    ("model", "heads"), [("tiny", 4), ("v41-tiny", 2), ("v4-flash", 64), ("v4-pro", 16)]
+)
 def test_no_step_compiles_anything_after_warmup(model: str, heads: int) -> None:
-    with no_gpu(hopper=model != "tiny") as gpu:
+    with no_gpu(hopper="tiny" not in model) as gpu:
         manager = new_manager(model)
         ready = manager.warmup(heads=heads, workers=1)
         assert ready == len(gpu.asked) > 0
         assert not gpu.started
         gpu.asked.clear()
-        random_steps(manager, Engine(manager, heads).run, seed=3)
+        engine = Engine(manager, heads)
+        random_steps(manager, engine.run, seed=3)
+        for requests in range(1, REQUESTS + 1) if engine.model.draft_block else ():
+            engine.draft(requests)
         asked = {(each.kernel.fn.__name__, each.kind()[2:]) for each in gpu.asked}
     assert not asked
     assert len(gpu.started) > 500
