@@ -32,7 +32,9 @@ ROWS = [
 COLUMNS = 1536
 
 
-def case(page_rows: int, *, seed: int = 0) -> tuple[EntrySource, Tensor, Tensor, Tensor]:
+def case(
+    page_rows: int, *, seed: int = 0, heads: int = hopper.HEADS
+) -> tuple[EntrySource, Tensor, Tensor, Tensor]:
     numbers = Numbers(seed)
 
     def random(*shape: int) -> Tensor:
@@ -42,9 +44,9 @@ def case(page_rows: int, *, seed: int = 0) -> tuple[EntrySource, Tensor, Tensor,
     values[0][7, 5] = torch.nan  # one key with a NaN, and one of zeros
     values[0][8] = 0
     keys = make_keys(RECORD, values, page_rows=page_rows, seed=seed)
-    q = round_trip(RECORD, random(len(ROWS), hopper.HEADS, hopper.WIDTH))
+    q = round_trip(RECORD, random(len(ROWS), heads, hopper.WIDTH))
     q[2], q[7] = torch.nan, torch.nan
-    return keys, make_tokens(ROWS), q, random(len(ROWS), hopper.HEADS)
+    return keys, make_tokens(ROWS), q, random(len(ROWS), heads)
 
 
 def on_gpu(keys: EntrySource) -> EntrySource:
@@ -89,8 +91,9 @@ def found(
 
 @pytest.mark.parametrize("skip_visible", [0, 64])
 @pytest.mark.parametrize("page_rows", [32, 64, 128])
-def test_ragged_batch_equals_the_reference(page_rows: int, skip_visible: int) -> None:
-    keys, tokens, q, weights = case(page_rows)
+@pytest.mark.parametrize("heads", hopper.HEAD_COUNTS)
+def test_ragged_batch_equals_the_reference(heads: int, page_rows: int, skip_visible: int) -> None:
+    keys, tokens, q, weights = case(page_rows, heads=heads)
     expected = wanted(keys, tokens, q, weights, skip_visible)
     assert torch.isnan(expected[0, 7])
     assert same_bits(found(keys, tokens, q, weights, skip_visible=skip_visible), expected)
@@ -102,8 +105,9 @@ def test_several_tokens_a_request_are_scored_one_by_one() -> None:
     assert same_bits(scores, wanted(keys, tokens, q, weights))
 
 
-def test_a_score_does_not_depend_on_its_batch() -> None:
-    keys, tokens, q, weights = case(32, seed=1)
+@pytest.mark.parametrize("heads", hopper.HEAD_COUNTS)
+def test_a_score_does_not_depend_on_its_batch(heads: int) -> None:
+    keys, tokens, q, weights = case(32, seed=1, heads=heads)
     order = Numbers(2).permutation(len(tokens))
     whole = found(keys, tokens, q, weights)
     for rows in (order, order[:3]):

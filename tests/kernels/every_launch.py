@@ -79,6 +79,7 @@ def _makers(target: Target) -> dict[str, Callable[[], Launch]]:
         for case in test_attend_wide_sm90.CASES if WIDE_ATTENTION_FITS else ():
             found[f"hopper attend wide {case}"] = partial(test_attend_wide_sm90.launch, case)
         found["hopper scores"] = test_index_scores_hopper_sm90.launch
+        found["hopper scores v41"] = partial(test_index_scores_hopper_sm90.launch, heads=32)
         for case in test_index_scores_wide_sm90.CASES if WIDE_SCORES_FIT else ():
             found[f"hopper scores {case}"] = partial(test_index_scores_wide_sm90.launch, case)
     for case, shape in test_append_sm90.CASES.items():

@@ -22,9 +22,13 @@ PROCESSORS = 132
 REGISTERS_OF_A_PROCESSOR, SHARED_BYTES = 65_536, 227 << 10
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, Any]:
-    return run_apart("tests.kernels.test_index_scores_hopper_sm90", "256")
+MODELS = {64: "v4-flash", 32: "v41-flash"}
+
+
+@pytest.fixture(scope="module", params=[64, pytest.param(32, marks=pytest.mark.nightly)])
+def compiled(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """By heads."""
+    return run_apart("tests.kernels.test_index_scores_hopper_sm90", "256", str(request.param))
 
 
 def test_the_programs_of_a_processor_fit_and_no_tile_spills(compiled: dict[str, Any]) -> None:
@@ -38,7 +42,8 @@ def test_the_programs_of_a_processor_fit_and_no_tile_spills(compiled: dict[str, 
 
 def test_keys_multiply_from_the_registers_they_arrive_in(compiled: dict[str, Any]) -> None:
     """Two tiles a turn; between their products no warp waits for another."""
-    assert compiled["multiplications"] == ["QGMMA.64x64x32.F32.E4M3.E4M3"] * 8
+    heads = compiled["heads"]
+    assert compiled["multiplications"] == [f"QGMMA.64x{heads}x32.F32.E4M3.E4M3"] * 8
     assert compiled["shared_or_local_memory_in_loop"] == []
 
 
@@ -48,7 +53,8 @@ def test_keys_multiply_from_the_registers_they_arrive_in(compiled: dict[str, Any
         ("mxfp4", 128, 64, True, True),
         ("mxfp4", 512, 64, True, True),
         ("mxfp4", 128, 64, False, False),
-        ("mxfp4", 128, 32, True, False),
+        ("mxfp4", 128, 32, True, True),
+        ("mxfp4", 128, 16, True, False),
         ("nvfp4", 128, 64, True, False),
         ("fp8", 128, 64, True, False),
     ],
@@ -72,11 +78,12 @@ def test_what_it_does(
 def key_source(schema: CacheSchema) -> EntrySource:
     page = schema.page("index_keys", CSA_LAYER)
     assert page is not None
+    ratio = schema.model.layers[CSA_LAYER].ratio
     return EntrySource(
         arena=empty(8, schema.block_bytes, dtype=torch.uint8),
         page=page,
         block_table=empty(8, schema.max_blocks_per_request, dtype=torch.int32),
-        ratio=4,
+        ratio=ratio,
     )
 
 
@@ -92,19 +99,21 @@ def scoring(schema: CacheSchema, *, tokens: int, heads: int = 64, rounded: bool 
     )
 
 
-def launch(tokens: int = 256) -> Launch:
+def launch(tokens: int = 256, heads: int = 64) -> Launch:
     from dsv4.kernels.hopper import index_scores as index_scores_hopper
 
-    call = scoring(CacheSchema.build(ModelSpec.preset("v4-flash")), tokens=tokens)
+    schema = CacheSchema.build(ModelSpec.preset(MODELS[heads]))
+    call = scoring(schema, tokens=tokens, heads=heads)
     return index_scores_hopper.index_scores_launch(call, PROCESSORS)
 
 
-def compile_scores(tokens: int) -> dict[str, Any]:
+def compile_scores(tokens: int, heads: int) -> dict[str, Any]:
     from dsv4.kernels.hopper import index_scores as index_scores_hopper
 
-    made = sm90.compiled(launch(tokens))
+    made = sm90.compiled(launch(tokens, heads))
     loop = made.sass[made.sass.find("GMMA") : made.sass.rfind("GMMA")]
     return {
+        "heads": heads,
         "programs_per_processor": index_scores_hopper.PROGRAMS_PER_PROCESSOR,
         "registers": made.registers,
         "spill_bytes": made.spill_bytes,
@@ -116,4 +125,4 @@ def compile_scores(tokens: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_scores(int(sys.argv[1]))))
+    print(json.dumps(compile_scores(*map(int, sys.argv[1:]))))

@@ -1,4 +1,4 @@
-"""Indexer scores for Hopper: MXFP4 keys of 128 channels and 64 heads.
+"""Indexer scores for Hopper: MXFP4 keys of 128 channels, and 64 heads (V4) or 32 (V4.1).
 
 The same scores as index_scores.py, and the same way to share out the work. Codes and queries meet
 as E4M3 numbers in the FP8 matrix instruction, whose 32 channels are exactly one span of a key
@@ -42,6 +42,7 @@ from dsv4.kernels.target import processors
 from dsv4.ops.calls import Scoring
 
 HEADS, WIDTH, SPAN = 64, 128, 32
+HEAD_COUNTS = (32, HEADS)
 NUM_WARPS = 4
 TILE = 64  # entries
 HALF = TILE // NUM_WARPS // 2  # of a warp's entries
@@ -66,7 +67,6 @@ _KEY = gl.constexpr(
     gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]), 4)
 )
 _ENTRY = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])))
-_HEAD = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])))
 # [warps, halves of a warp's entries, entries, lanes, spans, bytes]: a thread has a word of each
 # span of two keys
 _CODES = gl.constexpr(
@@ -259,13 +259,14 @@ class _Powers(NamedTuple):
 
 
 def supports(call: Scoring) -> bool:
-    """Whether this kernel does these shapes and records: V4's."""
+    """Whether this kernel does these shapes and records: V4's and V4.1's."""
     page = call.keys.page
     record = record_constants(page.format)
     coded = (record.ELEMENT, record.SCALE, record.TILE, record.CODED)
     return (
         call.round_bf16
-        and tuple(call.q.shape[1:]) == (HEADS, WIDTH)
+        and call.q.shape[1] in HEAD_COUNTS
+        and call.q.shape[2] == WIDTH
         and call.q.stride(1) == WIDTH
         and coded == ("e2m1", "ue8m0", SPAN, WIDTH)
         and page.rows >= TILE // 2
@@ -289,6 +290,7 @@ def index_scores_launch(call: Scoring, processors: int) -> Launch:
         "TOKENS": max(MIN_TOKENS, triton.next_power_of_2(rows)),
         "RATIO": call.keys.ratio,
         "PAGE_ROWS": call.keys.page.rows,
+        "HEADS": call.q.shape[1],
     }
     grid = (min(useful, processors * PROGRAMS_PER_PROCESSOR),)
     options = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS, "enable_fp_fusion": True}
@@ -356,7 +358,7 @@ def _load_keys(tile, block_id, keys, PAGE_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _decode(words):
+def _decode(words, HEADS: gl.constexpr):
     """Words of eight codes → for each span an operand [entries, _SPAN], its even channels before
     its odd ones."""
     byte = gl.arange(0, 4, layout=_OF_BYTE)[None, None, None, None, None, :]
@@ -368,19 +370,23 @@ def _decode(words):
     k02, k13 = gl.split(gl.permute(x, (0, 1, 2, 7, 3, 6, 4, 5)))
     k0, k2 = gl.split(k02)
     k1, k3 = gl.split(k13)
-    return _operand(k0), _operand(k1), _operand(k2), _operand(k3)
+    return _operand(k0, HEADS), _operand(k1, HEADS), _operand(k2, HEADS), _operand(k3, HEADS)
 
 
 @gluon.jit
-def _operand(x):
-    x = gl.convert_layout(gl.reshape(x, [_TILE, _SPAN]), _KEY, assert_trivial=True)
+def _operand(x, HEADS: gl.constexpr):
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
+    KEY: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
+    x = gl.convert_layout(gl.reshape(x, [_TILE, _SPAN]), KEY, assert_trivial=True)
     return x.to(gl.float8e4nv, bitcast=True)
 
 
 @gluon.jit
-def _powers(scales):
+def _powers(scales, HEADS: gl.constexpr):
     """Words of a key's four scales → _Powers."""
-    scales = gl.convert_layout(gl.reshape(scales, [_TILE]), _ENTRY, assert_trivial=True)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
+    ENTRY: gl.constexpr = gl.SliceLayout(1, MMA)
+    scales = gl.convert_layout(gl.reshape(scales, [_TILE]), ENTRY, assert_trivial=True)
     first, second, third, fourth, largest = gl.inline_asm_elementwise(
         POWERS, "=&r,=&r,=&r,=&r,=&r,r", [scales], (gl.float32,) * 5, True, 1
     )
@@ -389,7 +395,9 @@ def _powers(scales):
 
 @gluon.jit
 def _multiply(k, query, NTH: gl.constexpr):
-    none = gl.full([_TILE, _HEADS], 0.0, gl.float32, _MMA)
+    HEADS: gl.constexpr = query.shape[0]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
+    none = gl.full([_TILE, HEADS], 0.0, gl.float32, MMA)
     query = query.slice(NTH * _SPAN, _SPAN, dim=1).permute((1, 0))
     return warpgroup_mma(k, query, none, use_acc=False, is_async=True)
 
@@ -413,8 +421,10 @@ def _dots(k, query, powers):
 @gluon.jit
 def _lane_sums(x):
     """[entries, heads] → [entries, lanes], in the order of the reference; each step adds two."""
-    x = gl.sum(gl.reshape(x, [_TILE, _HEADS // 2, 2]), axis=2)
-    x = gl.sum(gl.reshape(x, [_TILE, 2, 16]), axis=1)
+    HEADS: gl.constexpr = x.shape[1]
+    x = gl.sum(gl.reshape(x, [_TILE, HEADS // 2, 2]), axis=2)
+    if HEADS == 64:
+        x = gl.sum(gl.reshape(x, [_TILE, 2, 16]), axis=1)
     x = gl.sum(gl.reshape(x, [_TILE, 2, 8]), axis=1)
     return gl.sum(gl.reshape(x, [_TILE, 2, _LANES]), axis=1)
 
@@ -456,14 +466,18 @@ def _write(dot, powers, tile, token):
 def _load_query(q_row, weights_row, query):
     """Puts a query into shared memory as E4M3, each head's largest value from 256 to 384, and
     returns the weights that undo this and the codes' 2^-6."""
-    head = gl.arange(0, _HEADS, layout=gl.SliceLayout(1, _QUERY))[:, None]
+    HEADS: gl.constexpr = query.shape[0]
+    HEAD: gl.constexpr = gl.SliceLayout(
+        0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
+    )
+    head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, _QUERY))[:, None]
     channel = gl.arange(0, _SPAN, layout=gl.SliceLayout(0, _QUERY))[None, :]
     at = q_row + head * _WIDTH + channel
     q0 = gl.load(at)
     q1 = gl.load(at + _SPAN)
     q2 = gl.load(at + 2 * _SPAN)
     q3 = gl.load(at + 3 * _SPAN)
-    weight = gl.load(weights_row + gl.arange(0, _HEADS, layout=_HEAD)).to(gl.float32)
+    weight = gl.load(weights_row + gl.arange(0, HEADS, layout=HEAD)).to(gl.float32)
     largest = gl.inline_asm_elementwise(LARGEST, "=r,r,r,r,r", [q0, q1, q2, q3], gl.int16, True, 2)
     # 255 for a NaN; below 8 the power would be infinite
     exponent = gl.maximum(gl.max(largest.to(gl.int32), axis=1) >> 7, 8)
@@ -471,12 +485,12 @@ def _load_query(q_row, weights_row, query):
     x02 = gl.join(_scaled(q0, power), _scaled(q2, power))
     x13 = gl.join(_scaled(q1, power), _scaled(q3, power))
     # [head, byte, even or odd, span] → the order of `_decode`
-    x = gl.reshape(gl.join(x02, x13), [_HEADS, _SPAN // 2, 2, 2, 2])
-    x = gl.reshape(gl.permute(x, (0, 3, 4, 2, 1)), [_HEADS, _WIDTH])
+    x = gl.reshape(gl.join(x02, x13), [HEADS, _SPAN // 2, 2, 2, 2])
+    x = gl.reshape(gl.permute(x, (0, 3, 4, 2, 1)), [HEADS, _WIDTH])
     query.store(x.to(gl.float8e4nv, bitcast=True))
     fence_async_shared()
     power = ((exponent - 2) << 23).to(gl.float32, bitcast=True)
-    weight *= gl.convert_layout(power, _HEAD)
+    weight *= gl.convert_layout(power, HEAD)
     return (weight.to(gl.uint32, bitcast=True) & 0xFFFF0000).to(gl.float32, bitcast=True)
 
 
@@ -491,8 +505,9 @@ def _scaled(q, power):
 def _score(tile, words, scales, block_id, token, keys, PAGE_ROWS: gl.constexpr):
     """Scores of a tile whose codes and scales have come; then those two tiles on, and the blocks of
     those four on."""
-    powers = _powers(scales)
-    k = _decode(words)
+    HEADS: gl.constexpr = token.query.shape[0]
+    powers = _powers(scales, HEADS)
+    k = _decode(words, HEADS)
     next_words, next_scales = _load_keys(tile + 2, block_id, keys, PAGE_ROWS)
     block_id = _block_ids(tile + 4, token.pages, token.table_row, PAGE_ROWS)
     dot = _dots(k, token.query, powers)
@@ -522,6 +537,7 @@ def _index_scores_hopper_kernel(
     TOKENS: gl.constexpr,
     RATIO: gl.constexpr,
     PAGE_ROWS: gl.constexpr,
+    HEADS: gl.constexpr,
 ):
     # every warp knows all tokens
     LINE: gl.constexpr = gl.SliceLayout(
@@ -542,7 +558,7 @@ def _index_scores_hopper_kernel(
     at = program * share + gl.minimum(program, longer)
     stop = at + share + (program < longer).to(gl.int32)
 
-    query = gl.allocate_shared_memory(gl.float8e4nv, [_HEADS, _WIDTH], _OPERAND)
+    query = gl.allocate_shared_memory(gl.float8e4nv, [HEADS, _WIDTH], _OPERAND)
     codes, scales = _first_rows(arena, data_offset, scale_offset, PAGE_ROWS)
     keys = _Keys(codes=codes, scales=scales, block_bytes=arena_stride)
     while at < stop:

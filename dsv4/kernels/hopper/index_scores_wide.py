@@ -209,6 +209,7 @@ def supports(call: Scoring) -> bool:
     given = 0 if call.workspace is None else call.workspace.numel()
     return (
         call.tokens_per_request >= MIN_TOKENS
+        and call.q.shape[1] == HEADS
         and given >= workspace_bytes(call.q.shape[0])
         and narrow.supports(call)
     )
