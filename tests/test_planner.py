@@ -68,6 +68,22 @@ def test_sizes_do_not_move_with_the_question() -> None:
     assert asked.bytes_per_request == plain.bytes_per_request
 
 
+def test_sizes_of_v41() -> None:
+    """890 bytes per token; a request of 1M tokens without draft layers and with them."""
+    model = PRESETS["v41-flash"]
+    backbone = replace(model, layers=tuple(spec for spec in model.layers if not spec.draft))
+    for spec, slot, whole in ((backbone, 2_715_648, 935_948_288), (model, 2_918_400, 936_151_040)):
+        schema = CacheSchema.build(spec)
+        found = plan(schema, context_tokens=1_048_576, requests=1)
+        assert (found.bytes_per_token, found.block_bytes) == (890.0, 113_920)
+        assert found.slot_bytes == slot
+        assert found.request_bytes == whole + found.block_table_row_bytes
+        assert found.formats == {"entries": "v41_fp4", "window": "v41_fp8", "index_keys": "mxfp4"}
+        check_exact(schema, found)
+    drafting = CacheSchema.build(model, max_draft_tokens=5)
+    assert drafting.ring_rows == 133
+
+
 # ---- the four questions ---------------------------------------------------------------------
 
 

@@ -156,6 +156,12 @@ def test_the_real_model_fits_as_often_as_it_says(ran: dict[str, Any]) -> None:
     for fit in bill["fits"]:
         one = 3518 * fit["context_tokens"] + 15_097_856
         assert fit["requests"] == fit["memory_bytes"] // one
+    assert bill["v41_bytes_per_token"] == 890
+    assert bill["v41_bytes_per_request"] == 2_918_400 + 32_768  # a row of the block table
+    assert len(bill["v41_fits"]) == len(bill["fits"])
+    for fit in bill["v41_fits"]:
+        one = 890 * fit["context_tokens"] + 2_951_168
+        assert fit["requests"] == fit["memory_bytes"] // one
 
 
 def test_the_picture_is_a_png(ran: dict[str, Any]) -> None:

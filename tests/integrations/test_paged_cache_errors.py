@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import DeepseekV4ForCausalLM, LlamaConfig, LlamaForCausalLM
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import ContextOverflow, InvalidInput, OutOfSlots, SchemaError, SchemaMismatch
-from dsv4.integrations.transformers import PagedCache
+from dsv4.integrations.transformers import PagedCache, accelerate
 from tests.integrations.tiny_v4 import (
     assert_same_logits,
     own_cache,
@@ -54,6 +55,18 @@ def test_models_that_are_not_v4():
     for model in (llama, tiny_model().model, "v4"):
         with pytest.raises(InvalidInput, match="is not a DeepseekV4ForCausalLM"):
             PagedCache.for_model(model, max_batch=1, max_context=64)
+
+
+def test_v41_is_refused_by_its_name():
+    """By its own class, which transformers may come to have, and under V4's."""
+    other = LlamaForCausalLM.__new__(LlamaForCausalLM)
+    torch.nn.Module.__init__(other)
+    for model, model_type in ((other, "deepseek_v41"), (tiny_model(), "deepseek_v41_text")):
+        model.config = SimpleNamespace(model_type=model_type)
+        with pytest.raises(InvalidInput, match=r"V4\.1 \(model_type 'deepseek_v41.*KVCacheManager"):
+            PagedCache.for_model(model, max_batch=1, max_context=64)
+        with pytest.raises(InvalidInput, match="not through transformers"):
+            accelerate(model, max_batch=1, max_context=64)
 
 
 def test_models_and_formats_that_do_not_fit():

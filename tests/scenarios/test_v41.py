@@ -11,6 +11,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput, SchemaMismatch
+from dsv4.metrics import prometheus_text
 from dsv4.model import ModelSpec
 from tests.scenarios.test_chunk_invariance import (
     Cut,
@@ -140,6 +141,29 @@ def test_what_is_read_does_not_depend_on_steps(cut: tuple[int, ...]):
         return torch.cat(rows)
 
     assert torch.equal(run(cut), run((90,)))
+
+
+def test_metrics_count_its_bytes():
+    stack = tiny_stack(0, model=TINY, prefix=PrefixOptions(policy=full(), snapshots=4))
+    text = Text.random(stack, 0, 300)
+    request = stack.manager.admit_request(text.ids)
+    run_to(stack, request, text, 300)
+    lines = prometheus_text(stack.manager).splitlines()
+    schema = stack.schema
+    assert f'dsv4_live_bytes{{arena="block"}} {3.0 * schema.block_bytes}' in lines
+    assert f'dsv4_live_bytes{{arena="slot"}} {float(schema.slot_bytes)}' in lines
+    assert "dsv4_live_tokens 300.0" in lines
+    stack.manager.release_request(request)
+    cached = {
+        line.split('"')[1]: float(line.split()[-1])
+        for line in prometheus_text(stack.manager).splitlines()
+        if line.startswith("dsv4_prefix_cached_bytes{")
+    }
+    # a pair owner has half as many rows in a block as the owner of single tokens
+    rows = 2 * schema.block_tokens * 3 // 2
+    entry, key = schema.entry_format.record_bytes, schema.index_format.record_bytes
+    assert cached["csa entries"] == rows * entry
+    assert cached["csa index_keys"] == rows * key
 
 
 # ---- misuse --------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
 from dsv4.errors import InvalidInput
+from dsv4.model import ModelSpec
 from dsv4.tiers.host import HostTier
 from tests.support.lives import Text, run_to
 from tests.support.tiered import (
@@ -75,6 +76,29 @@ def test_a_new_process_with_other_drafts_goes_on_where_the_old_one_was(
     assert_like_cold(stack, request, text)
     assert stack.manager.stats().tiers[1].loaded_bytes > 5 * SCHEMA.block_bytes
     second.close(TIMEOUT_S)
+
+
+def test_what_v41_stored_comes_back(tmp_path: Path):
+    """Written through while it runs, evicted, fetched: entries of four owners, windows of all
+    layers, no pair that waits at a block's end."""
+    places = Places("host and disk", tmp_path)
+    stack = stack_with(places.tiers, drafts=2, model=ModelSpec.preset("v41-tiny"))
+    text = Text.random(stack, 6, 500)
+    keep(stack, text, 400)
+    for length in (301, 400):
+        empty(stack)
+        request = run(stack, text, length)
+        blocks = (length - 1) // BLOCK
+        assert (request.resume.source, request.resume.start) == ("snapshot", blocks * BLOCK)
+        run_to(stack, request, text, length + 31, chunk=3)
+        assert_like_cold(stack, request, text)
+        stack.manager.release_request(request)
+    stats = stack.manager.stats()
+    assert stats.tiers[0].loaded_bytes >= 3 * stack.schema.block_bytes
+    assert stats.transfers is not None
+    assert stats.transfers.records_dropped == stats.transfers.records_refused == 0
+    stack.manager.check_invariants()
+    places.close()
 
 
 def test_blocks_in_flight_are_nobodys(tmp_path: Path):

@@ -19,7 +19,14 @@ BLOCK_TOKENS = 128
 
 
 def require_type(model: Any) -> None:
-    """Raises InvalidInput for anything but a DeepseekV4ForCausalLM."""
+    """Raises InvalidInput for anything but a DeepseekV4ForCausalLM of DeepSeek-V4."""
+    model_type = getattr(getattr(model, "config", None), "model_type", "")
+    if str(model_type).startswith("deepseek_v41"):
+        raise InvalidInput(
+            f"{type(model).__name__} is a DeepSeek-V4.1 (model_type {model_type!r}), which runs on "
+            f"dsv4.KVCacheManager (docs/v41.md) and not through transformers: the integration "
+            f"knows the layers of DeepSeek-V4 alone"
+        )
     if not isinstance(model, DeepseekV4ForCausalLM):
         raise InvalidInput(
             f"{type(model).__name__} is not a DeepseekV4ForCausalLM: this cache knows the layers "
