@@ -6,21 +6,23 @@ from collections.abc import Iterator
 
 import pytest
 
-from dsv4.cache.handoff.link import load_nixl
 from dsv4.errors import MissingExtra
-from tests.handoff.test_processes import Remote, outcome, remote
-from tests.support.handoff import assert_nothing_left, close, side
-from tests.support.stack import Stack
+
+try:
+    from dsv4.cache.handoff.link import load_nixl
+    from tests.handoff.test_processes import Remote, outcome, remote
+    from tests.support.handoff import assert_nothing_left, close, side
+    from tests.support.stack import Stack
+
+    load_nixl()
+except MissingExtra as missing:
+    pytest.skip(f"{missing}; nothing is installed on this machine", allow_module_level=True)
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
 def taker() -> Iterator[Stack]:
-    try:
-        load_nixl()
-    except MissingExtra as error:
-        pytest.skip(f"{error}; nothing is installed on this machine")
     stack = side("decode", drafts=2, num_blocks=14, device="cuda")
     yield stack
     close(stack)
