@@ -20,12 +20,12 @@ from tests.kernels.test_index_scores_hopper_sm90 import scoring
 
 TOKENS = 8_192
 SHARED_BYTES = 227 << 10
-CASES = ("prepare", "wide")
+CASES = ("prepare", "wide", "prepare v41", "v41")
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, Any]:
-    return run_apart("tests.kernels.test_index_scores_wide_sm90")
+@pytest.fixture(scope="module", params=["wide", pytest.param("v41", marks=pytest.mark.nightly)])
+def compiled(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return run_apart("tests.kernels.test_index_scores_wide_sm90", request.param)
 
 
 def test_no_loop_of_one_sum_spills_and_no_product_waits_for_another(
@@ -43,7 +43,8 @@ def test_no_loop_of_one_sum_spills_and_no_product_waits_for_another(
 def test_while_a_token_multiplies_another_is_added_up(compiled: dict[str, Any]) -> None:
     """Waits that leave a product running, four per group of tokens less the last."""
     assert compiled["waits"].count("0x1") == 3 * 3
-    assert set(compiled["multiplications"]) == {"QGMMA.64x64x32.F32.E4M3.E4M3"}
+    heads = compiled["heads"]
+    assert set(compiled["multiplications"]) == {f"QGMMA.64x{heads}x32.F32.E4M3.E4M3"}
 
 
 @pytest.mark.parametrize(
@@ -63,14 +64,17 @@ def test_what_it_does(tokens_per_request: int, given: int, fits: bool) -> None:
 def launch(case: str = "wide") -> Launch:
     from dsv4.kernels.hopper import index_scores_wide as wide
 
-    call = scoring(CacheSchema.build(ModelSpec.preset("v4-flash")), tokens=TOKENS)
+    model, heads = ("v41-flash", 32) if "v41" in case else ("v4-flash", 64)
+    call = scoring(CacheSchema.build(ModelSpec.preset(model)), tokens=TOKENS, heads=heads)
     space = wide.prepared(empty(wide.workspace_bytes(TOKENS), dtype=torch.uint8), TOKENS)
-    return {"prepare": wide.prepare_launch, "wide": wide.score_launch}[case](call, *space)
+    return (wide.prepare_launch if "prepare" in case else wide.score_launch)(call, *space)
 
 
-def compile_scores() -> dict[str, Any]:
-    made = sm90.compiled(launch())
+def compile_scores(case: str) -> dict[str, Any]:
+    asked = launch(case)
+    made = sm90.compiled(asked)
     return {
+        "heads": asked.constants["HEADS"],
         "loops": [(x.instructions, x.spills, x.products) for x in made.loops if x.products],
         "dynamic_shared_bytes": made.dynamic_shared_bytes,
         "multiplications": re.findall(r"[HQ]GMMA[.\w]*", made.sass),
@@ -80,4 +84,4 @@ def compile_scores() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(compile_scores()) + "\n")
+    sys.stdout.write(json.dumps(compile_scores(sys.argv[1])) + "\n")

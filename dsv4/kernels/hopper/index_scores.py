@@ -51,7 +51,6 @@ MIN_TOKENS = 32
 PROGRAMS_PER_PROCESSOR = 3
 MAX_REGISTERS = 168
 
-_HEADS = gl.constexpr(HEADS)
 _WIDTH = gl.constexpr(WIDTH)
 _SPAN = gl.constexpr(SPAN)  # channels that share a scale
 _SPANS = gl.constexpr(WIDTH // SPAN)
@@ -62,11 +61,6 @@ _WARP_ENTRIES = gl.constexpr(2 * HALF)  # entries of a warp
 _HALF = gl.constexpr(HALF)
 _LANES = gl.constexpr(LANES)
 
-_MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
-_KEY = gl.constexpr(
-    gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]), 4)
-)
-_ENTRY = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])))
 # [warps, halves of a warp's entries, entries, lanes, spans, bytes]: a thread has a word of each
 # span of two keys
 _CODES = gl.constexpr(

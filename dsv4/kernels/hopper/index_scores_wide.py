@@ -37,12 +37,8 @@ from dsv4.kernels.hopper import index_scores as narrow
 from dsv4.kernels.hopper.dialect import async_load
 from dsv4.kernels.hopper.index_scores import (
     _BYTES,
-    _ENTRY,
     _HALF,
-    _HEADS,
-    _KEY,
     _LANES,
-    _MMA,
     _OF_ENTRY,
     _OF_HALF,
     _OF_LANE,
@@ -79,7 +75,7 @@ STAGES = 4
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 152, 40
 EXACT_UNITS = 2.0**14
 QUERY_BYTES = HEADS * WIDTH
-# of a token: its query, its weights in fp32, and its length
+# of a token: its query, its weights in fp32, and its length; fewer heads need less
 TOKEN_BYTES = QUERY_BYTES + 4 * HEADS + 4
 
 _KEYS = gl.constexpr(KEYS)
@@ -92,7 +88,6 @@ _CONSUMERS = gl.constexpr(CONSUMERS)
 _CONSUMER_REGISTERS = gl.constexpr(CONSUMER_REGISTERS)
 _PRODUCER_REGISTERS = gl.constexpr(PRODUCER_REGISTERS)
 _EXACT_UNITS = gl.constexpr(EXACT_UNITS)
-_QUERY_BYTES = gl.constexpr(QUERY_BYTES)
 _NONE = gl.constexpr(0x7FFFFFFF)
 
 _BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
@@ -209,7 +204,6 @@ def supports(call: Scoring) -> bool:
     given = 0 if call.workspace is None else call.workspace.numel()
     return (
         call.tokens_per_request >= MIN_TOKENS
-        and call.q.shape[1] == HEADS
         and given >= workspace_bytes(call.q.shape[0])
         and narrow.supports(call)
     )
@@ -251,7 +245,7 @@ def prepare_launch(call: Scoring, queries: Tensor, weights: Tensor, lengths: Ten
         _prepare_kernel,
         (call.q.shape[0],),
         arguments,
-        {},
+        {"HEADS": call.q.shape[1]},
         {"num_warps": NUM_WARPS, "enable_fp_fusion": True},
     )
 
@@ -277,7 +271,7 @@ def score_launch(call: Scoring, queries: Tensor, weights: Tensor, lengths: Tenso
         keys.page.scale_offset_bytes,
     )
     grid = (triton.cdiv(columns, TILE), triton.cdiv(rows, BAND))
-    constants = {"RATIO": keys.ratio, "PAGE_ROWS": keys.page.rows}
+    constants = {"RATIO": keys.ratio, "PAGE_ROWS": keys.page.rows, "HEADS": call.q.shape[1]}
     return Launch(
         _score_wide_kernel,
         grid,
@@ -308,10 +302,11 @@ def _prepare_kernel(
     lengths_ptr,
     q_stride,
     weights_stride,
+    HEADS: gl.constexpr,
 ):
     """One token: each head's largest value from 256 to 384, as in index_scores.py."""
     row = gl.program_id(0).to(gl.int64)
-    head = gl.arange(0, _HEADS, layout=gl.SliceLayout(1, _QUERY))
+    head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, _QUERY))
     channel = gl.arange(0, _SPAN, layout=gl.SliceLayout(0, _QUERY))[None, :]
     at = q_ptr + row * q_stride + head[:, None] * _WIDTH + channel
     q0 = gl.load(at)
@@ -326,11 +321,11 @@ def _prepare_kernel(
     x02 = gl.join(_scaled(q0, power), _scaled(q2, power))
     x13 = gl.join(_scaled(q1, power), _scaled(q3, power))
     # [head, byte, even or odd, span] → the order of `_decode`
-    x = gl.reshape(gl.join(x02, x13), [_HEADS, _SPAN // 2, 2, 2, 2])
-    x = gl.reshape(gl.permute(x, (0, 3, 4, 2, 1)), [_HEADS, _WIDTH])
-    to_head = gl.arange(0, _HEADS, layout=gl.SliceLayout(1, _ROWS))[:, None]
+    x = gl.reshape(gl.join(x02, x13), [HEADS, _SPAN // 2, 2, 2, 2])
+    x = gl.reshape(gl.permute(x, (0, 3, 4, 2, 1)), [HEADS, _WIDTH])
+    to_head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, _ROWS))[:, None]
     to_channel = gl.arange(0, _WIDTH, layout=gl.SliceLayout(0, _ROWS))[None, :]
-    place = queries_ptr + row * _QUERY_BYTES + to_head * _WIDTH + to_channel
+    place = queries_ptr + row * (HEADS * _WIDTH) + to_head * _WIDTH + to_channel
     gl.store(place, gl.convert_layout(x, _ROWS))
     # the longest head in units of its own
     unit = gl.minimum(gl.minimum(_unit(q0), _unit(q1)), gl.minimum(_unit(q2), _unit(q3)))
@@ -344,7 +339,7 @@ def _prepare_kernel(
     # undoes what queries were multiplied with, and 2^6 of the keys
     weight *= ((exponent - 14) << 23).to(gl.float32, bitcast=True)
     weight = (weight.to(gl.uint32, bitcast=True) & 0xFFFF0000).to(gl.float32, bitcast=True)
-    gl.store(query_weights_ptr + row * _HEADS + head, weight)
+    gl.store(query_weights_ptr + row * HEADS + head, weight)
 
 
 # ---- tokens ----------------------------------------------------------------------------------
@@ -390,13 +385,14 @@ def _next_stage(stage, phase):
 
 @gluon.jit
 def _send(queries, place, row):
-    head = gl.arange(0, _HEADS, layout=gl.SliceLayout(1, _COPY))[:, None]
+    HEADS: gl.constexpr = queries.codes.shape[1]
+    head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, _COPY))[:, None]
     channel = gl.arange(0, _WIDTH, layout=gl.SliceLayout(0, _COPY))[None, :]
-    at = queries.ptr + row.to(gl.int64) * _QUERY_BYTES + head * _WIDTH + channel
+    at = queries.ptr + row.to(gl.int64) * (HEADS * _WIDTH) + head * _WIDTH + channel
     async_load(queries.codes.index(place), at.to(gl.pointer_type(gl.float8e4nv), bitcast=True))
-    column = gl.arange(0, _HEADS, layout=_COPY_WEIGHTS)
+    column = gl.arange(0, HEADS, layout=_COPY_WEIGHTS)
     async_load(
-        queries.weights.index(place), queries.weights_ptr + row.to(gl.int64) * _HEADS + column
+        queries.weights.index(place), queries.weights_ptr + row.to(gl.int64) * HEADS + column
     )
 
 
@@ -431,7 +427,7 @@ def _produce(queries, tokens, RATIO: gl.constexpr):
 
 
 @gluon.jit
-def _load_block(begin, run, keys, PAGE_ROWS: gl.constexpr):
+def _load_block(begin, run, keys, PAGE_ROWS: gl.constexpr, HEADS: gl.constexpr):
     """The keys of the entries from `begin` on; block 0 stands for pages that nobody sees."""
     warp = gl.arange(0, _WARPS, layout=_OF_WARP)
     half = gl.arange(0, 2, layout=_OF_HALF)[None, :, None]
@@ -449,8 +445,10 @@ def _load_block(begin, run, keys, PAGE_ROWS: gl.constexpr):
     words = gl.load(at.to(gl.pointer_type(gl.int32), bitcast=True))
     scale_at = block + keys.scale + row * _SPANS
     scales = gl.load(scale_at.to(gl.pointer_type(gl.int32), bitcast=True))
-    scales = gl.convert_layout(gl.reshape(scales, [_KEYS]), _ENTRY, assert_trivial=True)
-    return _folded_block(_decode(words), scales)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
+    ENTRY: gl.constexpr = gl.SliceLayout(1, MMA)
+    scales = gl.convert_layout(gl.reshape(scales, [_KEYS]), ENTRY, assert_trivial=True)
+    return _folded_block(_decode(words, HEADS), scales)
 
 
 @gluon.jit
@@ -461,7 +459,13 @@ def _folded_block(k, scales):
     s3 = (scales >> 24) & 0xFF
     f0, f1 = k[0].to(gl.float32), k[1].to(gl.float32)
     f2, f3 = k[2].to(gl.float32), k[3].to(gl.float32)
-    n0, n1, n2, n3 = _squares(f0), _squares(f1), _squares(f2), _squares(f3)
+    ENTRY: gl.constexpr = scales.type.layout
+    n0, n1, n2, n3 = (
+        _squares(f0, ENTRY),
+        _squares(f1, ENTRY),
+        _squares(f2, ENTRY),
+        _squares(f3, ENTRY),
+    )
     # a span of zeros has no scale
     top = gl.maximum(
         gl.maximum(gl.where(n0 > 0, s0, 0), gl.where(n1 > 0, s1, 0)),
@@ -497,8 +501,8 @@ def _folded_block(k, scales):
 
 
 @gluon.jit
-def _squares(f):
-    return gl.convert_layout(gl.sum(f * f, axis=1), _ENTRY)
+def _squares(f, ENTRY: gl.constexpr):
+    return gl.convert_layout(gl.sum(f * f, axis=1), ENTRY)
 
 
 @gluon.jit
@@ -511,7 +515,9 @@ def _folded(f, below):
     """2^6 times the values, relative to the largest scale, or to 2^-14 of it."""
     shift = gl.minimum(gl.maximum(below, -14), 0)
     power = ((127 + 12 + shift) << 23).to(gl.float32, bitcast=True)
-    return (f * gl.convert_layout(power, gl.SliceLayout(1, _KEY))[:, None]).to(gl.float8e4nv)
+    return (f * gl.convert_layout(power, gl.SliceLayout(1, f.type.layout))[:, None]).to(
+        gl.float8e4nv
+    )
 
 
 @gluon.jit
@@ -524,7 +530,9 @@ def _rest(below):
 
 @gluon.jit
 def _weight(queries, place):
-    return queries.weights.index(place).load(gl.SliceLayout(0, _MMA))
+    HEADS: gl.constexpr = queries.codes.shape[1]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
+    return queries.weights.index(place).load(gl.SliceLayout(0, MMA))
 
 
 @gluon.jit
@@ -536,7 +544,9 @@ def _span_dot(k, query, acc, NTH: gl.constexpr, MORE: gl.constexpr):
 @gluon.jit
 def _one_sum(block, query):
     """Starts the dots [keys, heads] with a token as one sum."""
-    acc = gl.full([_KEYS, _HEADS], 0.0, gl.float32, _MMA)
+    HEADS: gl.constexpr = query.shape[0]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
+    acc = gl.full([_KEYS, HEADS], 0.0, gl.float32, MMA)
     acc = _span_dot(block.k0, query, acc, 0, False)
     acc = _span_dot(block.k1, query, acc, 1, True)
     acc = _span_dot(block.k2, query, acc, 2, True)
@@ -546,7 +556,9 @@ def _one_sum(block, query):
 @gluon.jit
 def _four_sums(block, query):
     """The dots [keys, heads] with a token, each span by itself."""
-    none = gl.full([_KEYS, _HEADS], 0.0, gl.float32, _MMA)
+    HEADS: gl.constexpr = query.shape[0]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
+    none = gl.full([_KEYS, HEADS], 0.0, gl.float32, MMA)
     dot = warpgroup_mma_wait(0, deps=[_span_dot(block.k0, query, none, 0, False)])
     dot = dot * gl.broadcast(block.rest0[:, None], dot)[0]
     s = warpgroup_mma_wait(0, deps=[_span_dot(block.k1, query, none, 1, False)])
@@ -602,7 +614,7 @@ def _consume(
     phase = gl.to_tensor(0)
     run = _next_run(line, tokens, tokens.band)
     while run.first < _NONE:
-        block = _load_block(begin, run, keys, PAGE_ROWS)
+        block = _load_block(begin, run, keys, PAGE_ROWS, queries.codes.shape[1])
         mine = (line.row >= run.first) & (line.row < run.stop)
         length = gl.max(gl.load(queries.lengths + line.row, mask=mine, other=0.0), axis=0)
         out = scores.ptr + run.first.to(gl.int64) * scores.stride + begin
@@ -666,6 +678,7 @@ def _score_wide_kernel(
     scale_offset,
     RATIO: gl.constexpr,
     PAGE_ROWS: gl.constexpr,
+    HEADS: gl.constexpr,
 ):
     tokens = _Tokens(
         ptr=tokens_ptr,
@@ -687,8 +700,8 @@ def _score_wide_kernel(
         ptr=queries_ptr,
         weights_ptr=weights_ptr,
         lengths=lengths_ptr,
-        codes=gl.allocate_shared_memory(gl.float8e4nv, [_PLACES, _HEADS, _WIDTH], _OPERAND),
-        weights=gl.allocate_shared_memory(gl.float32, [_PLACES, _HEADS], _VECTOR),
+        codes=gl.allocate_shared_memory(gl.float8e4nv, [_PLACES, HEADS, _WIDTH], _OPERAND),
+        weights=gl.allocate_shared_memory(gl.float32, [_PLACES, HEADS], _VECTOR),
         ready=gl.allocate_shared_memory(gl.int64, [_STAGES, 1], _BARRIER),
         free=gl.allocate_shared_memory(gl.int64, [_STAGES, 1], _BARRIER),
     )
