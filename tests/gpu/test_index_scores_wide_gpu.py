@@ -37,7 +37,9 @@ def rows() -> list[tuple[int, int] | None]:
     return found
 
 
-def case(page_rows: int, *, far: bool = False, seed: int = 0) -> tuple[EntrySource, Scoring]:
+def case(
+    page_rows: int, *, far: bool = False, seed: int = 0, heads: int = wide.HEADS
+) -> tuple[EntrySource, Scoring]:
     """With `far`, spans of keys and queries differ so much that one sum would lose bits."""
     numbers = Numbers(seed)
 
@@ -52,10 +54,10 @@ def case(page_rows: int, *, far: bool = False, seed: int = 0) -> tuple[EntrySour
     values[0][9, 32:96] = 0
     keys = make_keys(RECORD, values, page_rows=page_rows, seed=seed)
     tokens = make_tokens(rows())
-    q = round_trip(RECORD, spans(len(tokens), wide.HEADS, wide.WIDTH))
+    q = round_trip(RECORD, spans(len(tokens), heads, wide.WIDTH))
     q[3, 5], q[4] = 0, 0
     q[6, 1, 3] = torch.nan
-    weights = numbers.normal(len(tokens), wide.HEADS).to(torch.bfloat16)
+    weights = numbers.normal(len(tokens), heads).to(torch.bfloat16)
     return keys, Scoring(
         q=q,
         weights=weights,
@@ -92,23 +94,25 @@ def found(call: Scoring) -> Tensor:
 
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize(("page_rows", "skip_visible"), [(32, 0), (64, 300), (128, 0)])
-def test_runs_equal_the_reference(page_rows: int, skip_visible: int, far: bool) -> None:
-    _, call = case(page_rows, far=far)
+@pytest.mark.parametrize("heads", narrow.HEAD_COUNTS)
+def test_runs_equal_the_reference(heads: int, page_rows: int, skip_visible: int, far: bool) -> None:
+    _, call = case(page_rows, far=far, heads=heads)
     call = replace(call, skip_visible=skip_visible)
     reference.index_scores(call)
     assert torch.isnan(call.scores[-1, 7])
     assert same_bits(found(call), call.scores)
 
 
-def test_many_tokens_equal_the_kernel_of_few() -> None:
+@pytest.mark.parametrize("heads", narrow.HEAD_COUNTS)
+def test_many_tokens_equal_the_kernel_of_few(heads: int) -> None:
     numbers = Numbers(5)
     entries, count = 6_000, 2_050
     key = numbers.normal(entries, wide.WIDTH).to(torch.bfloat16)
     keys = make_keys(RECORD, [key], page_rows=32)
-    q = round_trip(RECORD, numbers.normal(count, wide.HEADS, wide.WIDTH).to(torch.bfloat16))
+    q = round_trip(RECORD, numbers.normal(count, heads, wide.WIDTH).to(torch.bfloat16))
     call = Scoring(
         q=q,
-        weights=numbers.normal(count, wide.HEADS).to(torch.bfloat16),
+        weights=numbers.normal(count, heads).to(torch.bfloat16),
         tokens=make_tokens([(0, 4 * entries - count + nth) for nth in range(count)]),
         keys=keys,
         scores=torch.full((count, keys.capacity), UNTOUCHED),

@@ -20,10 +20,12 @@ from tests.kernels.test_index_scores_hopper_sm90 import scoring
 
 TOKENS = 8_192
 SHARED_BYTES = 227 << 10
-CASES = ("prepare", "wide", "prepare v41", "v41")
+CASES = ("prepare", "wide", "prepare v41", "wide v41")
 
 
-@pytest.fixture(scope="module", params=["wide", pytest.param("v41", marks=pytest.mark.nightly)])
+@pytest.fixture(
+    scope="module", params=["wide", pytest.param("wide v41", marks=pytest.mark.nightly)]
+)
 def compiled(request: pytest.FixtureRequest) -> dict[str, Any]:
     return run_apart("tests.kernels.test_index_scores_wide_sm90", request.param)
 
