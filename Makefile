@@ -8,7 +8,8 @@ OLDEST := .venv-oldest
 # Every minor version that pyproject.toml allows, unpacked apart: .venv-triton-3.6.0 and so on.
 TRITONS := 3.6.0 3.7.1 3.8.0 3.9.0
 
-.PHONY: demo test lint gpu-test test-gpus test-tritons test-oldest test-newest test-newest-transformers clean
+.PHONY: demo test lint gpu-test test-gpus test-tritons test-oldest test-newest test-newest-transformers \
+	test-transformers-own clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +39,11 @@ test-newest-transformers: ## the integration's tests on the newest transformers,
 	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check -U -c $(NEWEST)/constraints.txt \
 		-e '.[dev]' transformers
 	$(NEWEST)/bin/pytest -n 2 --dist worksteal tests/integrations
+
+# Their source is downloaded, or $TRANSFORMERS_SOURCE has it.
+test-transformers-own: $(STAMP) ## transformers' own V4 tests on both caches, nightly
+	$(BIN)/pip install --quiet --disable-pip-version-check parameterized
+	$(BIN)/python tools/transformers_own_tests.py
 
 test-gpus: $(STAMP)       ## every launch of every kernel compiled for every supported GPU
 	$(BIN)/pytest -n 2 -m nightly tests/kernels/test_every_target.py

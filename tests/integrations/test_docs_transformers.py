@@ -11,7 +11,7 @@ TEXT = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text("utf-8
 
 def test_python_blocks_run() -> None:
     blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 5
     namespace: dict[str, Any] = {"__name__": "docs"}
     for block in blocks:
         exec(compile(block, "transformers.md", "exec"), namespace)
