@@ -48,13 +48,13 @@ def test_a_new_call_waits_for_rows_that_a_running_one_uses() -> None:
 
         def start() -> None:
             caches = vars(model.model)["forward"].caches
-            own_wait = caches.turn.wait_for
+            own_wait = caches.turn.wait
 
-            def wait_for(*arguments: Any) -> Any:
+            def wait(*arguments: Any) -> Any:
                 waits.set()
                 return own_wait(*arguments)
 
-            caches.turn.wait_for = wait_for
+            caches.turn.wait = wait
             later.append(pool.submit(generate, model, second, NEW_TOKENS))
             assert waits.wait(TIMEOUT_S)
 
@@ -133,3 +133,34 @@ def test_a_call_that_fails_lets_the_next_one_go_on() -> None:
         ids = prompt(20, seed=1)
         found = pool.submit(generate, model, ids, NEW_TOKENS).result(TIMEOUT_S)
         assert found.sequences.tolist() == expected(ids)
+
+
+@pytest.mark.parametrize("call", ["prepare_forward", "commit", "admit_request", "fork"])
+def test_an_interrupt_inside_the_manager_is_mended(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next call puts the books in order; a turn does not go on from rows that are torn."""
+    ids = prompt(140)
+    with fast(plain_model(), max_batch=2) as model:
+        said = generate(model, ids, NEW_TOKENS).sequences
+        manager = manager_of(model)
+        table, name = {
+            "prepare_forward": (manager.table, "grow"),
+            "commit": (manager.table, "move"),
+            "admit_request": (manager.table, "make"),
+            "fork": (manager.memory, "copy_slot"),
+        }[call]
+        more = torch.cat((said, prompt(130, seed=3)), dim=1)
+        both = torch.cat((more, more)) if call == "fork" else more
+        if call == "admit_request":
+            both = prompt(30, seed=8)
+
+        def interrupt(*_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(table, name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                generate(model, both, NEW_TOKENS)
+        assert generate(model, more, NEW_TOKENS).sequences.tolist() == expected(more)
+        manager.check_invariants()

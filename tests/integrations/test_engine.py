@@ -184,6 +184,12 @@ def test_generate_beside_an_engine() -> None:
         assert other.result(TIMEOUT_S).tolist() == alone
         for job in jobs:
             check(job)
+        jobs = [engine.submit(text(20, seed), NEW_TOKENS) for seed in (4, 5)]
+        engine.step()  # the job has the only row, and nobody else steps: generate does
+        assert model.generate(ids, **greedy).tolist() == alone
+        engine.run()
+        for job in jobs:
+            check(job)
         started = threading.Event()
 
         def hold(*_: Any) -> None:

@@ -90,7 +90,7 @@ class CacheRows:
                 admitted.append(self._admit(None if prompts is None else prompts[row]))
         except BaseException:
             for request in admitted:
-                self.manager.release_request(request)
+                self.manager.release_later(request)
             raise
         self.adopt(admitted, writer)
 
@@ -159,7 +159,7 @@ class CacheRows:
                 forks.extend(self.manager.fork(request, 1))
         except BaseException:
             for fork in forks:
-                self.manager.release_request(fork)
+                self.manager.release_later(fork)
             raise
         self.requests, self.writer = forks, other.writer
         self.history = other.history.take(list(range(len(forks))))

@@ -72,14 +72,15 @@ class _Share:
     samples: bool
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
 class Engine:
     """Runs jobs on the rows of an accelerated model, as many at once as it has.
 
     A step runs the newest token of every job that generates, and chunks of prompts beside them, up
     to `step_tokens` in all. Prompts that begin alike share their beginning; one that goes on from
     an earlier job's text runs only what is new. All calls may come from any thread. `generate` may
-    be used at the same time: rows go to whoever asked first. Where several processes compute the
+    be used at the same time: rows go to whoever asked first, and a call that waits for rows of jobs
+    runs their steps. Where several processes compute the
     model, all make the same calls in the same order.
 
     `choose` picks tokens; greedily unless told otherwise. The model must stay accelerated.
@@ -98,6 +99,7 @@ class Engine:
         if not isinstance(forward, FastForward):
             raise InvalidInput("the model is not accelerated: call accelerate(model, …) first")
         self._forward = forward
+        forward.caches.engines.add(self)
         most = forward.step.manager.max_step_tokens
         if self.step_tokens is None:
             self.step_tokens = most
@@ -182,6 +184,7 @@ class Engine:
         Where running calls of generate have all rows, it waits for one. An error of the step comes
         through; no job is lost, and the next call goes on."""
         with self._turn:
+            self._forward.caches.mend()
             self._end_jobs()
             self._admit()
             shares = self._shares()
@@ -191,6 +194,16 @@ class Engine:
                 self._wait()
             self._end_jobs()
             return bool(self.jobs)
+
+    def help(self) -> bool:
+        """A step of the jobs that have rows, for a call of generate that waits for these; whether
+        there was one."""
+        self._end_jobs()
+        shares = self._shares()
+        if shares:
+            self._run(shares)
+            self._end_jobs()
+        return bool(shares)
 
     # ---- in the order of a step
 

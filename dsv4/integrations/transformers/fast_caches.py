@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Condition, RLock, local
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from dsv4.integrations.transformers.idle_rows import IdleRows, known_rows
 from dsv4.integrations.transformers.paged_cache import PagedCache
 from dsv4.integrations.transformers.ranks import Ranks
 from dsv4.integrations.transformers.stand_in import StandIns
+
+if TYPE_CHECKING:
+    from dsv4.integrations.transformers.engine import Engine
 
 # runs the tokens of a cache again that its rows have been rewound behind; how many there were
 Rerun = Callable[[PagedCache, Tensor, Tensor], int]
@@ -55,6 +58,7 @@ class FastCaches:
         self.turn = Condition(RLock())
         self.idle = IdleRows(manager)
         self.rerun: Rerun | None = None
+        self.engines: WeakSet[Engine] = WeakSet()  # whose jobs have rows
         self._last_use: WeakKeyDictionary[PagedCache, int] = WeakKeyDictionary()
         self._why_closed: WeakKeyDictionary[PagedCache, str] = WeakKeyDictionary()
         self._stand_ins = StandIns()
@@ -96,6 +100,15 @@ class FastCaches:
             self._here.calls = []
         calls: list[RunningCall] = self._here.calls
         return calls
+
+    def mend(self) -> None:
+        """Puts the manager in order, if an interrupt came inside one of its calls or before a plan
+        was begun. Who has the turn calls it before anything else."""
+        manager = self._manager
+        if manager.guard.lock.locked():
+            manager.recover()
+        while manager.open_plan is not None:
+            manager.fail(manager.open_plan)
 
     # ---- caches ----------------------------------------------------------------------------
 
@@ -258,7 +271,10 @@ class FastCaches:
         ticket = object()
         self._waiting.append(ticket)
         try:
-            self.turn.wait_for(lambda: self._waiting[0] is ticket and self.make_room(rows))
+            while self._waiting[0] is not ticket or not self.make_room(rows):
+                helped = [engine.help() for engine in self.engines]
+                if not any(helped):
+                    self.turn.wait()
         finally:
             self._waiting.remove(ticket)
             self.turn.notify_all()

@@ -83,6 +83,7 @@ class FastForward:
         asked: tuple[Tensor, int] | None = getattr(self._asked, "logits", None)
         self._asked.logits = None
         with self.caches.turn:
+            self.caches.mend()
             result = self._call(asked, *args, **options)
         return self._without_gradients(result) if torch.is_grad_enabled() else result
 
@@ -137,6 +138,7 @@ class FastForward:
         try:
             outputs = self._run(cache, run, input_ids, inputs_embeds, options)
         except BaseException:
+            self.caches.mend()
             if begun is None:
                 self.caches.discard(cache)
             elif lengths != cache.rows.lengths:

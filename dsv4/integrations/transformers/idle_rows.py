@@ -136,6 +136,8 @@ class IdleRows:
         lent, the newest first."""
         best: tuple[KnownRow | None, int] = None, 0
         for row in (*reversed(self._rows), *lent):
+            if row.request.released or row.request.is_torn:
+                continue  # interrupted
             common = row.common(self._manager, ids)
             if common > best[1] and row.is_kin(prompt):
                 best = row, common
@@ -147,8 +149,10 @@ class IdleRows:
         self._manager.continue_request(request, prompt)
 
     def _release(self, row: KnownRow) -> None:
-        row.tell(self._manager)
-        self._manager.release_request(row.request)
+        if not row.request.released:
+            if not row.request.is_torn:
+                row.tell(self._manager)
+            self._manager.release_request(row.request)
 
     def _collect(self) -> None:
         """Takes in what has arrived; rows that no prompt could go on from are released."""
