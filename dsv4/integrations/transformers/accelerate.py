@@ -17,6 +17,7 @@ from dsv4.errors import InvalidInput, RecoveryNeeded, ThreadError, require_count
 from dsv4.integrations.transformers.fast_attention import (
     FastAttention,
     RunningStep,
+    SplitAttention,
     make_rope_tables,
     rounds_scores,
 )
@@ -26,6 +27,7 @@ from dsv4.integrations.transformers.fast_generate import FastGenerate
 from dsv4.integrations.transformers.model_check import cache_schema, require_type, require_v4
 from dsv4.integrations.transformers.paged_cache import FETCH_TIMEOUT_S
 from dsv4.integrations.transformers.ranks import read_ranks
+from dsv4.integrations.transformers.split_manager import SplitManager, places
 
 if TYPE_CHECKING:
     from dsv4.tiers.tier import Tier
@@ -59,6 +61,9 @@ def accelerate(
     `capture`, decode steps on a GPU are captured and replayed where the experts allow it; do not
     move the model then. Modules, parameters and state_dict stay as they are.
 
+    The layers may be on several devices (device_map): each has the cache of its own, tables and
+    buffers too, and decode steps run uncaptured.
+
     A model that several processes compute (transformers' expert parallelism) is accelerated in
     each, with the same arguments; its decode steps run uncaptured. All make the same calls.
 
@@ -81,10 +86,14 @@ def accelerate(
         raise InvalidInput("the model is accelerated already: restore(model) first")
     for name, count in (("max_batch", max_batch), ("max_step_tokens", max_step_tokens)):
         require_count(name, count)
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    if len(devices) > 1:
-        raise InvalidInput(f"the model lies on {', '.join(devices)}: put it on one device")
     ranks = read_ranks(model)
+    found = places(model)
+    if len(found) > 1 and (tiers or ranks is not None):
+        what = "tiers" if tiers else "several processes"
+        raise InvalidInput(
+            f"the layers of the model are on {len(found)} devices, which does not go together with "
+            f"{what} yet: put them on one device"
+        )
     with torch.inference_mode(False), torch.no_grad():
         schema = cache_schema(
             model,
@@ -93,26 +102,33 @@ def accelerate(
             index=index,
             max_draft_tokens=max_draft_tokens,
         )
-        manager = KVCacheManager(
-            schema,
+        sizes: dict[str, Any] = {
             # with prompts cached one more a row: a rewind into a cached block copies it
-            num_blocks=max_batch * (schema.blocks_for(max_context) + (prefix is not None)),
-            max_requests=max_batch,
-            max_step_tokens=max_step_tokens,
-            device=model.device,
-            prefix=_default_prefix(schema) if prefix is PREFIX else prefix,
-            tiers=tiers,
+            "num_blocks": max_batch * (schema.blocks_for(max_context) + (prefix is not None)),
+            "max_requests": max_batch,
+            "max_step_tokens": max_step_tokens,
+            "prefix": _default_prefix(schema) if prefix is PREFIX else prefix,
+        }
+        manager = (
+            SplitManager(schema, found, **sizes)
+            if len(found) > 1
+            else KVCacheManager(schema, device=found[0][0], tiers=tiers, **sizes)
         )
         if tiers:
             weakref.finalize(model, _keep_all, manager)
-        tables = make_rope_tables(model.model.rotary_emb, max_context, manager.device)
+        tables = {}
+        for device, layers in found:
+            made = make_rope_tables(model.model.rotary_emb, max_context, device)
+            tables.update(dict.fromkeys(layers, made))
         if warmup:
             manager.warmup(kv_norm=False, round_bf16=rounds_scores(schema))
     step = RunningStep(manager=manager, rope_tables=tables, ranks=ranks)
     caches = FastCaches(manager, model, fetch_timeout_s=fetch_timeout_s, ranks=ranks)
-    forward = FastForward(model.model, step, caches, capture=capture and ranks is None)
+    is_one = ranks is None and len(found) == 1  # graphs are of one device and one process
+    forward = FastForward(model.model, step, caches, capture=capture and is_one)
+    attention = FastAttention if len(found) == 1 else SplitAttention
     for layer in model.model.layers:
-        _replace(layer.self_attn, "forward", FastAttention(layer.self_attn, step))
+        _replace(layer.self_attn, "forward", attention(layer.self_attn, step))
     _replace(model.model, "forward", forward)
     _replace(model, "generate", FastGenerate(model, caches))
     # transformers refuses drafts for models whose cache cannot take tokens back; this one can

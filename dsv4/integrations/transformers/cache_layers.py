@@ -36,6 +36,7 @@ class PagedLayer(CacheLayerMixin):
         # not transformers' own: it would set keys and values, which are read from the arenas
         self.rows, self.layer = rows, layer
         handle = rows.manager.acquire(layer)
+        self.arena = handle.memory.shared.slot_arena.bytes  # where the layer is
         self.window_page = handle.read_swa_view().page
         self.window = handle.schema.window
         self.compressors: dict[str, _Compressor] = {}
@@ -90,7 +91,7 @@ class PagedLayer(CacheLayerMixin):
                 f"rows of {min(lengths)} to {max(lengths)} tokens have no keys of one shape: read "
                 f"their windows with cache.manager.acquire(layer).gather_swa_kv"
             )
-        arena = rows.manager.slot_arena.bytes
+        arena = self.arena
         slots = torch.tensor([[request.slot] for request in rows.requests], device=arena.device)
         past = torch.arange(
             max(0, rows.columns - self.window + 1), rows.columns, device=arena.device

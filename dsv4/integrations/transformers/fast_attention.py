@@ -13,17 +13,18 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.schema import CacheSchema
 from dsv4.integrations.transformers.ranks import Ranks
+from dsv4.integrations.transformers.split_manager import on_device
 from dsv4.ops.calls import CompressorWeights, LayerWeights
 from dsv4.rope import rotation_table
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RunningStep:
-    """What the layers of one model share: the cache, rotation tables by transformers' name of them
-    ("main", "compress"), who else computes it, and the plan of the step that runs now."""
+    """What the layers of one model share: the cache, rotation tables by layer and by transformers'
+    name ("main", "compress"), who else computes it, and the plan of the step that runs now."""
 
     manager: KVCacheManager
-    rope_tables: dict[str, Tensor]
+    rope_tables: dict[int, dict[str, Tensor]]
     ranks: Ranks | None = None
     plan: ForwardPlan | None = None
 
@@ -52,7 +53,7 @@ class FastAttention:
         schema = step.manager.schema
         self.attention, self.step = attention, step
         self.replaced: Any = None
-        self.rope_table = step.rope_tables[attention.rope_layer_type]
+        self.rope_table = step.rope_tables[attention.layer_idx][attention.rope_layer_type]
         self.value_dtype: torch.dtype = getattr(torch, schema.entry_format.value_dtype)
         self.index_dtype: torch.dtype = getattr(torch, schema.index_format.value_dtype)
         # scores are rounded where keys are quantised, as trained; transformers has them in fp32
@@ -133,6 +134,14 @@ class FastAttention:
         main, index, *_ = [*compressors, None, None]
         weights = LayerWeights(rope=self.rope_table, compressor=main, index_compressor=index)
         return Constants(stamp=stamp, sinks=sinks, weights=weights)
+
+
+class SplitAttention(FastAttention):
+    """Of a model on several devices: what the layer launches goes to its own."""
+
+    def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, None]:
+        with on_device(self.rope_table.device):
+            return super().__call__(*args, **options)
 
 
 def rounds_scores(schema: CacheSchema) -> bool:

@@ -24,6 +24,7 @@ from dsv4.integrations.transformers.cache_layers import PagedLayer
 from dsv4.integrations.transformers.cache_rows import CacheRows
 from dsv4.integrations.transformers.history import UNKNOWN_ID
 from dsv4.integrations.transformers.model_check import cache_schema, require_schema, require_v4
+from dsv4.integrations.transformers.split_manager import whole_schema
 
 if TYPE_CHECKING:
     from dsv4.integrations.transformers.fast_caches import FastCaches
@@ -53,7 +54,8 @@ class PagedCache(Cache):
         accelerated model's. Prompts wait for the manager's tiers, if it has any, so long at most.
         Raises InvalidInput, SchemaMismatch."""
         require_v4(model)
-        require_schema(manager.schema, model)
+        schema = whole_schema(manager)
+        require_schema(schema, model)
         self._fetch_timeout_s, self._caches = fetch_timeout_s, caches
         # calls that change a manager come one at a time: caches of one take turns
         self._turn: AbstractContextManager[Any] = RLock() if caches is None else caches.turn
@@ -63,9 +65,7 @@ class PagedCache(Cache):
             fetch_timeout_s=fetch_timeout_s,
             idle=None if caches is None else caches.idle,
         )
-        super().__init__(
-            layers=[PagedLayer(self.rows, i) for i in range(len(manager.schema.layers))]
-        )
+        super().__init__(layers=[PagedLayer(self.rows, i) for i in range(len(schema.layers))])
         weakref.finalize(self, self.rows.let_go)
         if caches is None:  # an accelerated model tells its caches itself
             weakref.finalize(self, _observe(self, model.model))
