@@ -1102,17 +1102,16 @@ class KVCacheManager(Uncopied):
             drafts=drafts,
             chunks_apart=chunks_apart,
         )
-        growing_rows = (ends > published * self.schema.block_tokens).nonzero()[0]
-        growing = [
-            (shape.requests[row], self.schema.blocks_for(end))
-            for row, end in zip(
-                growing_rows.tolist(), ends.take(growing_rows).tolist(), strict=True
-            )
-        ]
-        reserved, new_ids = self.table.reserve_growth(growing)
+        growing = (ends > published * self.schema.block_tokens).nonzero()[0]
+        growth = self.table.reserve_growth(
+            [shape.requests[row] for row in growing.tolist()],
+            [self.schema.blocks_for(end) for end in ends.take(growing).tolist()],
+        )
         try:  # the device first, the table of live requests last and at once
             buffers.wait()
-            new_blocks = fill_new_blocks(self.schema, buffers, growing, new_ids)
+            new_blocks = fill_new_blocks(
+                self.schema, buffers, growth, published.take(growing).tolist()
+            )
             numbers = (shape, starts, ends, reused)
             options: StepOptions = {
                 "pad_tokens": pad_tokens,
@@ -1137,11 +1136,11 @@ class KVCacheManager(Uncopied):
             if plan.unknown_starts is not None:
                 self.backend.follow(following(self.schema, buffers, plan, accepted))
         except BaseException:  # of the device, out of memory, or a key pressed
-            self.table.cancel(reserved)
+            self.table.cancel(growth.reserved)
             raise
-        if growing:
-            self.table.settle_growth(growing, reserved, new_ids)
-            for request, blocks in growing:
+        if growth.requests:
+            self.table.settle_growth(growth)
+            for request, blocks in zip(growth.requests, growth.blocks, strict=True):
                 request.published_blocks = blocks
         if captures is not None:
             assert self.prefix is not None

@@ -73,6 +73,7 @@ class CacheMemory:
         self.block_table = torch.full(
             (max_requests, schema.max_blocks_per_request), -1, dtype=torch.int32, device=device
         )
+        self._flat_table = self.block_table.view(-1)
         self.lanes = tuple(
             Lane(schema, backend, self.block_table, max_tokens=max_step_tokens)
             for _ in range(max_open_plans)
@@ -110,7 +111,7 @@ class CacheMemory:
         """A step's index tensors to the device, and from there its new blocks to the table."""
         buffers.send()
         if new_blocks:
-            self.block_table.view(-1).index_copy_(
+            self._flat_table.index_copy_(
                 0,
                 buffers.cut("new_block_at", new_blocks),
                 buffers.cut("new_block_id", new_blocks),

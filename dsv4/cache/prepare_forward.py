@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4.cache.guard import Uncopied
 from dsv4.cache.prefix.snapshots import WideCaptures
-from dsv4.cache.requests import Request
+from dsv4.cache.requests import Growth, Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.step.buffers import StepBuffers
 from dsv4.cache.step.shape import I64, StepShape
@@ -433,7 +433,7 @@ def fill_step(
             items = chunk_groups(ratio, starts, known_ends, overlap=overlap)
         if replays:
             items = without_existing(items, reused // ratio)
-        counts[ratio] = buffers.fill_items(ratio, items, ends)
+        counts[ratio] = buffers.fill_items(ratio, items)
     if before is not None and unknown is not None:
         rows = unknown.nonzero()[0]
         return buffers.fill_follows(rows, before.rows[rows], reused[rows], counts, narrow=narrow)
@@ -473,22 +473,23 @@ def following(
 
 
 def fill_new_blocks(
-    schema: CacheSchema,
-    buffers: StepBuffers,
-    growing: Sequence[tuple[Request, int]],
-    new_ids: Sequence[list[int]],
+    schema: CacheSchema, buffers: StepBuffers, growth: Growth, published: Sequence[int]
 ) -> int:
-    """Lists the block ids that the device's table does not have yet, of each request up to so many
-    blocks, `new_ids` behind those that it holds. Returns how many; that they are published is the
-    caller's to say."""
+    """Lists the block ids that the device's table does not have yet: of each request those behind
+    the `published` ones that it holds, and its new ones. Returns how many; that they are published
+    is the caller's to say."""
     at: list[int] = []
     ids: list[int] = []
-    for (request, last), new in zip(growing, new_ids, strict=True):
-        first = request.published_blocks
-        table_row = request.slot * schema.max_blocks_per_request
-        at.extend(range(table_row + first, table_row + last))
-        ids.extend(request.block_ids[first:last])
-        ids.extend(new)
+    new_ids, new, most = growth.reserved.block_ids, 0, schema.max_blocks_per_request
+    for request, first, last, missing in zip(
+        growth.requests, published, growth.blocks, growth.missing, strict=True
+    ):
+        table_row = request.slot * most
+        at += range(table_row + first, table_row + last)
+        if first < last - missing:
+            ids += request.block_ids[first:last]
+        ids += new_ids[new : new + missing]
+        new += missing
     buffers.fill_new_blocks(at, ids)
     return len(ids)
 

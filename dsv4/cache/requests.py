@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -44,6 +43,16 @@ class Reserved(NamedTuple):
 
     block_ids: list[int]
     victims: Sequence[PrefixNode]
+
+
+class Growth(NamedTuple):
+    """Requests that are to have so many `blocks` each, of which so many are `missing`: the
+    reserved ones, in this order."""
+
+    requests: Sequence[Request]
+    blocks: Sequence[int]
+    missing: Sequence[int]
+    reserved: Reserved
 
 
 class Request(Uncopied):
@@ -367,33 +376,30 @@ class RequestTable:
             assert self.reclaimer is not None
             self.reclaimer.spare(reserved.victims)
 
-    def reserve_growth(
-        self, growing: Sequence[tuple[Request, int]]
-    ) -> tuple[Reserved, list[list[int]]]:
-        """Blocks so that each request has so many in all, and which of them are whose."""
-        missing = [max(blocks - len(request.block_ids), 0) for request, blocks in growing]
-        count = sum(missing)
-        if count <= self.allocator.free:
-            reserved = Reserved(self.allocator.next_ids(count), ())
-        else:
-            request, asker_blocks = max(growing, key=lambda each: each[1])
-            reserved = self.reserve(count, asker_blocks=asker_blocks, shared=request.block_ids)
-        new_ids = iter(reserved.block_ids)
-        return reserved, [list(islice(new_ids, count)) for count in missing]
+    def reserve_growth(self, requests: Sequence[Request], blocks: Sequence[int]) -> Growth:
+        """Blocks so that each request has so many in all, or OutOfBlocks."""
+        missing = [
+            max(count - len(request.block_ids), 0)
+            for request, count in zip(requests, blocks, strict=True)
+        ]
+        needed = sum(missing)
+        if needed <= self.allocator.free:
+            return Growth(requests, blocks, missing, Reserved(self.allocator.next_ids(needed), ()))
+        most = max(range(len(blocks)), key=blocks.__getitem__)
+        held = requests[most].block_ids
+        reserved = self.reserve(needed, asker_blocks=blocks[most], shared=held)
+        return Growth(requests, blocks, missing, reserved)
 
-    def settle_growth(
-        self,
-        growing: Sequence[tuple[Request, int]],
-        reserved: Reserved,
-        new_ids: Sequence[list[int]],
-    ) -> None:
-        self.settle(reserved)
-        for (request, _), ids in zip(growing, new_ids, strict=True):
-            request.block_ids.extend(ids)
+    def settle_growth(self, growth: Growth) -> None:
+        new_ids, first = self.settle(growth.reserved), 0
+        for request, count in zip(growth.requests, growth.missing, strict=True):
+            request.block_ids += new_ids[first : first + count]
+            first += count
 
     def grow(self, growing: Sequence[tuple[Request, int]]) -> None:
         """So many blocks in all for each request, or none for any."""
-        self.settle_growth(growing, *self.reserve_growth(growing))
+        requests, blocks = zip(*growing, strict=True)
+        self.settle_growth(self.reserve_growth(requests, blocks))
 
     def cut(self, request: Request, kept: int) -> None:
         """All but the first `kept` blocks go back."""

@@ -164,8 +164,7 @@ class PrefixCache:
             if node is None:
                 break
             in_rings = request.written_tokens - boundary <= self.schema.max_rollback_tokens
-            is_new = node.snapshot is None and self.pool.rows
-            if in_rings and is_new and self._is_wanted(request, boundary):
+            if in_rings and node.snapshot is None and self._is_wanted(request, boundary):
                 row = self._reserve()
                 if row is not None:
                     self._capture(slot, row, boundary, node, trail)
@@ -351,29 +350,31 @@ class PrefixCache:
                 recent.learn(plan.slots, plan.starts, ends, learned.ids, plan.shape.token_rows)
             for trail, start, span in learned.apart:
                 trail.learn(start, span)
-        block_tokens, rollback = self.schema.block_tokens, self.schema.max_rollback_tokens
+        block_tokens = self.schema.block_tokens
         firsts, lasts = plan.starts // block_tokens, ends // block_tokens
         requests, rows = plan.requests, (lasts > firsts).nonzero()[0]
-        of_rows = (each.take(rows).tolist() for each in (firsts, lasts, newest, plan.counts))
-        for row, first, last, written, count in zip(rows.tolist(), *of_rows, strict=True):
+        of_rows = zip(
+            rows.tolist(), firsts.take(rows).tolist(), lasts.take(rows).tolist(), strict=True
+        )
+        for row, first, end in of_rows:
             request = requests[row]
             trail = request.trail
             if trail is None:
                 continue
-            last = min(last, trail.take_recent() // block_tokens)
+            last = min(end, trail.take_recent() // block_tokens)
             cached = self._cache_next(request, trail, first) if last == first + 1 else None
             if cached is None:
                 self._adopt_cached(request, trail, first, last, adopt)
-            # behind these a boundary is in no ring any more; of a chunk, none is in any
-            in_rings = self.pool.rows and count <= self.schema.max_narrow_tokens
             for block in range(first, last):
                 node = cached or self._cache_block(request, trail, block)
                 if node is None:
                     break
                 boundary = (block + 1) * block_tokens
-                is_new = node.snapshot is None and boundary >= written - rollback
-                if in_rings and is_new and self._is_wanted(request, boundary):
-                    row_id = self._reserve()
+                if node.snapshot is None and self._is_wanted(request, boundary):
+                    # behind these a boundary is in no ring any more; of a chunk, none is in any
+                    oldest = newest[row] - self.schema.max_rollback_tokens
+                    in_rings = plan.counts[row] <= self.schema.max_narrow_tokens
+                    row_id = self._reserve() if in_rings and boundary >= oldest else None
                     if row_id is not None:
                         slot = slot_arena[request.slot]
                         self._capture(slot, row_id, boundary, node, trail)
@@ -445,11 +446,13 @@ class PrefixCache:
         return plan.counts <= self.schema.max_narrow_tokens
 
     def _is_wanted(self, request: Request, boundary: int) -> bool:
-        """Whether the state at a boundary is exact and asked for by the policy."""
+        """Whether the state at a boundary is exact, asked for by the policy, and can be kept."""
         assert request.trail is not None
         prompt, block_tokens = request.trail.prompt_tokens, self.schema.block_tokens
-        return boundary >= request.exact_from and self.options.policy.wants(
-            boundary, prompt, block_tokens
+        return (
+            self.pool.rows > 0
+            and boundary >= request.exact_from
+            and self.options.policy.wants(boundary, prompt, block_tokens)
         )
 
     def _cache_block(self, request: Request, trail: TokenTrail, block: int) -> PrefixNode | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 import torch
@@ -28,22 +29,29 @@ _UNIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class _Section:
-    """Slices of one width, in units of the layout: its rows are `span` of all rows of a snapshot,
-    and lie at multiples of `width` behind `base`. `kept` is where they are stored, [snapshots,
-    rows, width], or [rows, width] of the one that is staged."""
+class _Group:
+    """Slices of one width, of `rows` rows each in rings of `ring` rows; all in units of the layout.
 
-    span: slice
+    `places` [slices, 2 · ring]: where the rows of each ring start in a slot, round and round, so
+    that the newest ones up to any boundary lie side by side. `kept` is where they are stored,
+    [rows, width] of each snapshot, or of the one that is staged.
+    """
+
+    rows: int
+    ring: int
     width: int
-    base: Tensor
-    kept: Tensor
+    places: Tensor
+    kept: tuple[Tensor, ...]
 
-    def places(self, nth: Tensor) -> Tensor:
-        """Where the rows start in a slot, given which row of its ring each is."""
-        return torch.add(self.base, nth[self.span], alpha=self.width)
+    def places_at(self, boundary: int) -> Tensor:
+        """Where the rows of a state at `boundary` start in a slot."""
+        end = self.ring + boundary % self.ring
+        return self.places[:, end - self.rows : end].reshape(-1)
 
     def slot_rows(self, units: Tensor) -> Tensor:
-        """A slot as rows of the section's width, one starting at every unit."""
+        """A slot as rows of the group's width, one starting at every unit."""
+        if self.width == 1:
+            return units.unsqueeze(1)
         return units.as_strided((units.shape[0] - self.width + 1, self.width), (1, 1))
 
 
@@ -73,17 +81,8 @@ class SnapshotPool:
             if apart
             else None
         )
-        parts = [part for section in self.layout.sections for part in section] if rows else []
-        # row i is token P - `back[i]`, in a ring of `ring[i]` rows
-        self._back, self._ring = (
-            torch.tensor(column, dtype=torch.int64, device=device)
-            for column in (
-                [part.rows - nth for part in parts for nth in range(part.rows)],
-                [part.ring_rows for part in parts for _ in range(part.rows)],
-            )
-        )
         self._unit = _UNIT_DTYPES[self.layout.unit_bytes]
-        self._sections = tuple(self._make_sections()) if rows else ()
+        self._groups = tuple(self._make_groups()) if rows else ()
 
     @classmethod
     def bytes_on_device(
@@ -95,21 +94,21 @@ class SnapshotPool:
         if not rows:
             return 0 if options.where == "device" or device.type != "cuda" else layout.row_bytes
         apart = options.where == "host" and device.type == "cuda"
-        indices = 3 * sum(part.rows for section in layout.sections for part in section)
+        indices = sum(2 * part.ring_rows for section in layout.sections for part in section)
         return 8 * indices + layout.row_bytes * (1 if apart else rows)
 
     def memory_bytes(self) -> int:
         """Bytes on the device."""
-        indices = 3 * self._ring.numel()
+        indices = sum(group.places.numel() for group in self._groups)
         pool = 0 if self._staged is not None else self.bytes.numel()
         return pool + 8 * indices + (0 if self._staged is None else self._staged.numel())
 
     def capture(self, slot: Tensor, row: int, boundary: int) -> None:
         """The state at `boundary` out of a slot (uint8 [slot_bytes]) whose rings still have it."""
-        units, nth = slot.view(self._unit), self._ring_rows(boundary)
-        for section in self._sections:
-            kept = section.kept if self._staged is not None else section.kept[row]
-            torch.index_select(section.slot_rows(units), 0, section.places(nth), out=kept)
+        units, at = slot.view(self._unit), row if self._staged is None else 0
+        for group in self._groups:
+            places = group.places_at(boundary)
+            torch.index_select(group.slot_rows(units), 0, places, out=group.kept[at])
         if self._staged is not None:
             self.bytes[row].copy_(self._staged, non_blocking=True)
 
@@ -117,14 +116,9 @@ class SnapshotPool:
         """A snapshot of `boundary` into a slot; other bytes of the slot stay."""
         if self._staged is not None:
             self._staged.copy_(self.bytes[row], non_blocking=True)
-        units, nth = slot.view(self._unit), self._ring_rows(boundary)
-        for section in self._sections:
-            kept = section.kept if self._staged is not None else section.kept[row]
-            section.slot_rows(units)[section.places(nth)] = kept
-
-    def _ring_rows(self, boundary: int) -> Tensor:
-        """Which row of its ring each row of a snapshot at `boundary` is."""
-        return torch.rsub(self._back, boundary).remainder_(self._ring)
+        units, at = slot.view(self._unit), row if self._staged is None else 0
+        for group in self._groups:
+            group.slot_rows(units)[group.places_at(boundary)] = group.kept[at]
 
     def rows_of(self, part: RingSlice) -> Tensor:
         """One slice in every snapshot: uint8 [snapshots, rows, width]."""
@@ -134,20 +128,20 @@ class SnapshotPool:
             part.offset_bytes,
         )
 
-    def _make_sections(self) -> Iterator[_Section]:
-        unit, first = self.layout.unit_bytes, 0
-        rows = self.bytes if self._staged is None else self._staged
-        for parts in self.layout.sections:
-            base = [part.slot_offset_bytes // unit for part in parts for _ in range(part.rows)]
-            at, width = parts[0].offset_bytes, parts[0].width_bytes
-            span = rows[..., at : at + len(base) * width].view(self._unit)
-            yield _Section(
-                slice(first, first + len(base)),
-                width // unit,
-                torch.tensor(base, device=self.device),
-                span.unflatten(-1, (len(base), width // unit)),
-            )
-            first += len(base)
+    def _make_groups(self) -> Iterator[_Group]:
+        """Of each section those slices together that lie side by side and are alike."""
+        unit = self.layout.unit_bytes
+        snapshots = self.bytes if self._staged is None else self._staged[None]
+        for section in self.layout.sections:
+            for (rows, ring), alike in groupby(section, lambda part: (part.rows, part.ring_rows)):
+                parts = list(alike)
+                at, width = parts[0].offset_bytes, parts[0].width_bytes // unit
+                count = len(parts) * rows
+                span = snapshots[:, at : at + count * width * unit].view(self._unit)
+                base = torch.tensor([part.slot_offset_bytes // unit for part in parts])
+                places = base[:, None] + torch.arange(2 * ring) % ring * width
+                kept = span.unflatten(1, (count, width)).unbind()
+                yield _Group(rows, ring, width, places.to(self.device), kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,16 +67,17 @@ class RecentIds:
         starts: NDArray[np.int64],
         ends: NDArray[np.int64],
         ids: Ids,
-        token_rows: tuple[NDArray[np.int64], NDArray[np.int64]],
+        token_rows: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
     ) -> None:
-        """Ids of all tokens of a step, a block per request at most: `token_rows` says whose each is
-        and which of its tokens from `starts` on. Those up to `ends` count; behind them the ring is
-        free. Nothing lies between them and what is known."""
-        row, nth = token_rows
+        """Ids of all tokens of a step, a block per request at most: `token_rows` says in which row
+        of the step and in which slot each one's request is, and which of its tokens from `starts`
+        on it is. Those up to `ends` count; behind them the ring is free. Nothing lies between them
+        and what is known."""
+        row, slot, nth = token_rows
         at = starts.take(row)
         at += nth
         at &= self.rows - 1
-        at += (slots * self.rows).take(row)
+        at += slot * self.rows
         self._flat[at] = ids
         known = self.known.take(slots)
         np.maximum(known, ends, out=known, where=known >= 0)

@@ -72,10 +72,15 @@ class StepBuffers:
         self.host: dict[str, NDArray[Any]] = {
             name: rows.numpy() for name, rows in _named_rows(self.host_buffer, sizes).items()
         }
+        self._lists_blocks = False
         self._request = request_columns(self.host["batch"])
         self._token = token_columns(self.host["tokens"])
         self._item_rows = {ratio: self.host[f"items_{ratio}"] for ratio in self.ratios}
         self._items = {ratio: item_columns(rows) for ratio, rows in self._item_rows.items()}
+        # what all items of a request have in common; those of narrow steps take one entry
+        self._item_of_request = np.full((max_requests, ITEM_COLUMNS), -1, dtype=np.int32)
+        self._any_item = item_columns(self._item_of_request)
+        self._any_item.entries[:], self._any_item.writes_tails[:] = 1, 0
         self.on_device = on_device = _named_rows(self.device_buffer, sizes)
         self.cut = lru_cache(maxsize=KEPT_CUTS)(lambda name, rows: on_device[name][:rows])
         self.cut_draft = lru_cache(maxsize=KEPT_CUTS)(
@@ -115,36 +120,38 @@ class StepBuffers:
             self.forget()
             for name in ("batch", "tokens"):
                 self.host[name].fill(-1)
-            row, self._nth_of_token = shape.token_rows
+            row, slot, self._nth_of_token = shape.token_rows
             self._row_of_token = row
             request.slot[:requests] = shape.slots
             request.count[:requests] = shape.counts
             request.first_row[:requests] = shape.first_rows
-            token.slot[:count] = shape.slots[row]
+            token.slot[:count] = slot
             token.batch_row[:count] = row
             token.kept[:count] = 1
+            item = self._any_item
+            item.slot[:requests] = shape.slots
+            item.first_row[:requests] = shape.first_rows
             self._last_shape = shape
         row = self._row_of_token
         position = starts.take(row)
         position += self._nth_of_token
         request.start[:requests] = starts
         token.position[:count] = position
+        self._any_item.start[:requests] = starts
+        self._any_item.end[:requests] = ends
         if shape.most_tokens > schema.ring_rows:
             token.kept[:count] = position >= (ends - schema.ring_rows)[row]
 
-    def fill_items(self, ratio: int, items: WorkItems, ends: I64) -> int:
+    def fill_items(self, ratio: int, items: WorkItems) -> int:
         """The rows of a compressor's items, behind `fill_tokens`. Returns how many."""
-        item, rows, row = self._items[ratio], self._item_rows[ratio], items.row
-        rows.fill(-1)
-        count = len(row)
-        if not count:
-            return 0
-        # an item's first columns are its request's, but for the end
-        rows[:count, :REQUEST_COLUMNS] = self.host["batch"].take(row, axis=0)
-        item.end[:count] = ends.take(row)
+        item, rows, count = self._items[ratio], self._item_rows[ratio], len(items.row)
+        rows[count:].fill(-1)
+        # as they are known to be rows, nothing is clipped; out= is written at once then
+        self._item_of_request.take(items.row, axis=0, out=rows[:count], mode="clip")
         item.entry[:count] = items.entry
-        item.entries[:count] = items.entries
-        item.writes_tails[:count] = items.writes_tails
+        if items.writes_tails is not None:
+            item.entries[:count] = items.entries
+            item.writes_tails[:count] = items.writes_tails
         return count
 
     def fill_follows(
@@ -183,10 +190,14 @@ class StepBuffers:
 
     def fill_new_blocks(self, at: Sequence[int], block_ids: Sequence[int]) -> None:
         """Block ids, and where in the flattened block table they go."""
+        if not at and not self._lists_blocks:
+            return
+        self._lists_blocks = True
         for name, values in (("new_block_at", at), ("new_block_id", block_ids)):
             rows = self.host[name]
             rows.fill(-1)
             rows[: len(values)] = values
+        self._lists_blocks = bool(at)
 
     def send(self) -> None:
         """The one host-to-device copy of a step."""

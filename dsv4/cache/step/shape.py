@@ -41,9 +41,10 @@ class StepShape:
         )
 
     @cached_property
-    def token_rows(self) -> tuple[I64, I64]:
-        """The row of each token's request, and which of its tokens it is."""
-        return spread(self.counts)
+    def token_rows(self) -> tuple[I64, I64, I64]:
+        """The row and the slot of each token's request, and which of its tokens it is."""
+        row, nth = spread(self.counts)
+        return row, self.slots[row], nth
 
     def split(self, count: int) -> tuple[StepShape, StepShape]:
         """The first so many requests, and the others: two shapes with rows of their own."""

@@ -11,12 +11,12 @@ from dsv4.cache.step.shape import I64, spread
 
 class WorkItems(NamedTuple):
     """One element per item: its request's row, its first entry, how many entries it takes, and 1
-    if it writes the tails."""
+    if it writes the tails; None where all take one and none writes them."""
 
     row: I64
     entry: I64
-    entries: I64 | int
-    writes_tails: I64 | int
+    entries: I64 | None = None
+    writes_tails: I64 | None = None
 
 
 def closing_groups(ratio: int, starts: I64, ends: I64, *, most_tokens: int) -> WorkItems:
@@ -26,10 +26,10 @@ def closing_groups(ratio: int, starts: I64, ends: I64, *, most_tokens: int) -> W
             row = (starts // ratio != ends // ratio).nonzero()[0]
         else:  # a power of two: the higher bits differ
             row = ((starts ^ ends) >= ratio).nonzero()[0]
-        return WorkItems(row, starts.take(row) // ratio, 1, 0)
+        return WorkItems(row, starts.take(row) // ratio)
     first = starts // ratio
     row, nth = spread(ends // ratio - first)
-    return WorkItems(row, first[row] + nth, 1, 0)
+    return WorkItems(row, first[row] + nth)
 
 
 def chunk_groups(ratio: int, starts: I64, ends: I64, *, overlap: bool) -> WorkItems:
@@ -52,10 +52,9 @@ def chunk_groups(ratio: int, starts: I64, ends: I64, *, overlap: bool) -> WorkIt
 
 def without_existing(items: WorkItems, existing: I64) -> WorkItems:
     """Of each request the first `existing` entries are there and are left out."""
-    skipped = np.clip(existing[items.row] - items.entry, 0, items.entries)
-    entries = items.entries - skipped
-    writes_tails = np.broadcast_to(items.writes_tails, entries.shape)
-    left = (entries > 0) | (writes_tails > 0)
-    return WorkItems(
-        items.row[left], (items.entry + skipped)[left], entries[left], writes_tails[left]
-    )
+    entries = np.ones_like(items.row) if items.entries is None else items.entries
+    tails = np.zeros_like(items.row) if items.writes_tails is None else items.writes_tails
+    skipped = np.clip(existing[items.row] - items.entry, 0, entries)
+    entries = entries - skipped
+    left = (entries > 0) | (tails > 0)
+    return WorkItems(items.row[left], (items.entry + skipped)[left], entries[left], tails[left])
