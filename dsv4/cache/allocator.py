@@ -121,7 +121,8 @@ class BlockAllocator:
 
     def keep(self, block_id: int) -> None:
         """The index keeps a held block: it outlives the requests that hold it."""
-        if not self._references[self._known(block_id)] or self._cached[block_id]:
+        known = 0 <= block_id < self.total
+        if not known or not self._references[block_id] or self._cached[block_id]:
             raise InvalidInput(f"block {block_id} is free or cached already: it cannot be cached")
         self._cached[block_id] = True
         self.cached += 1

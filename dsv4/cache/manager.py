@@ -33,7 +33,7 @@ from dsv4.cache.prepare_forward import (
     make_halves,
     make_plan,
 )
-from dsv4.cache.requests import LENGTH, LOST, Request, RequestTable
+from dsv4.cache.requests import LENGTH, LOST, PUBLISHED, Request, RequestTable
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step import checks as step_checks
@@ -1102,10 +1102,13 @@ class KVCacheManager(Uncopied):
             drafts=drafts,
             chunks_apart=chunks_apart,
         )
-        growing = (ends > published * self.schema.block_tokens).nonzero()[0]
+        block_tokens = self.schema.block_tokens
+        growing = (ends > published * block_tokens).nonzero()[0]
+        if not self.schema.block_bytes:  # window-only layers need none
+            growing = growing[:0]
         growth = self.table.reserve_growth(
             [shape.requests[row] for row in growing.tolist()],
-            [self.schema.blocks_for(end) for end in ends.take(growing).tolist()],
+            (-(-ends.take(growing) // block_tokens)).tolist(),
         )
         try:  # the device first, the table of live requests last and at once
             buffers.wait()
@@ -1140,8 +1143,7 @@ class KVCacheManager(Uncopied):
             raise
         if growth.requests:
             self.table.settle_growth(growth)
-            for request, blocks in zip(growth.requests, growth.blocks, strict=True):
-                request.published_blocks = blocks
+            self.table.numbers[PUBLISHED, shape.slots.take(growing)] = growth.blocks
         if captures is not None:
             assert self.prefix is not None
             plan.captures = captures

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -160,6 +160,8 @@ class AttentionTiles:
 _WARPGROUP = AttentionTiles(
     keys=64, heads=64, span=256, mixed_spans=False, coded_buffers=2, bf16_buffers=1, warps=8
 )
+# Without 64 rows there is no product of a warp group: sums of two spans of 256 channels spill.
+_HALF_WARPGROUP = replace(_WARPGROUP, span=128)
 # Tensor memory has 512 columns: the sums take them all unless they are one span; logits of one
 # span after the other would each take more.
 _TENSOR_MEMORY = AttentionTiles(
@@ -184,7 +186,7 @@ def heads_per_program(heads: int, most: int) -> int:
 def attention_tiles(target: Target, heads: int) -> AttentionTiles:
     """The tiles of queries with so many heads."""
     if target.products == "wgmma":
-        return _WARPGROUP
+        return _HALF_WARPGROUP if heads_per_program(heads, 64) == 32 else _WARPGROUP
     if target.products == "mfma":
         return _WAVE
     # tensor memory is for 64 rows or more

@@ -164,7 +164,7 @@ class PrefixCache:
             if node is None:
                 break
             in_rings = request.written_tokens - boundary <= self.schema.max_rollback_tokens
-            if in_rings and node.snapshot is None and self._is_wanted(request, boundary):
+            if in_rings and node.snapshot is None and self._is_wanted(request, trail, boundary):
                 row = self._reserve()
                 if row is not None:
                     self._capture(slot, row, boundary, node, trail)
@@ -269,12 +269,13 @@ class PrefixCache:
         for row in (~self._rings_hold(plan)).nonzero()[0].tolist():
             request = plan.requests[row]
             start, end = int(plan.starts[row]), int(plan.ends[row])
-            known = 0 if request.trail is None else len(request.trail.ids)
-            first = start // block_tokens + 1
+            trail = request.trail
+            if trail is None:
+                continue
+            first, known = start // block_tokens + 1, len(trail.ids)
             for block in range(first, min(end, known) // block_tokens + 1):
-                if self._is_wanted(request, block * block_tokens):
-                    assert request.trail is not None
-                    node = self.index.get(request.trail.digest(block - 1))
+                if self._is_wanted(request, trail, block * block_tokens):
+                    node = self.index.get(trail.digest(block - 1))
                     if node is None or node.snapshot is None:
                         wanted.append((row, block * block_tokens))
         # the longest prefixes first, if rows are few
@@ -370,7 +371,7 @@ class PrefixCache:
                 if node is None:
                     break
                 boundary = (block + 1) * block_tokens
-                if node.snapshot is None and self._is_wanted(request, boundary):
+                if node.snapshot is None and self._is_wanted(request, trail, boundary):
                     # behind these a boundary is in no ring any more; of a chunk, none is in any
                     oldest = newest[row] - self.schema.max_rollback_tokens
                     in_rings = plan.counts[row] <= self.schema.max_narrow_tokens
@@ -393,7 +394,8 @@ class PrefixCache:
         if get(chain[block]) is not None:
             return None
         node = self.index.add(chain[block], block_ids[block], before)
-        self._note_fresh(node, trail, (block + 1) * self.schema.block_tokens)
+        if self.outbox is not None:
+            self._note_fresh(node, trail, (block + 1) * self.schema.block_tokens)
         return node
 
     def _adopt_cached(
@@ -445,14 +447,12 @@ class PrefixCache:
         """Which requests run so few tokens that their rings still have every state on the way."""
         return plan.counts <= self.schema.max_narrow_tokens
 
-    def _is_wanted(self, request: Request, boundary: int) -> bool:
+    def _is_wanted(self, request: Request, trail: TokenTrail, boundary: int) -> bool:
         """Whether the state at a boundary is exact, asked for by the policy, and can be kept."""
-        assert request.trail is not None
-        prompt, block_tokens = request.trail.prompt_tokens, self.schema.block_tokens
         return (
             self.pool.rows > 0
             and boundary >= request.exact_from
-            and self.options.policy.wants(boundary, prompt, block_tokens)
+            and self.options.policy.wants(boundary, trail.prompt_tokens, self.schema.block_tokens)
         )
 
     def _cache_block(self, request: Request, trail: TokenTrail, block: int) -> PrefixNode | None:

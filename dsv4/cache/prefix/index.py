@@ -118,7 +118,8 @@ class PrefixIndex:
             parent.children += 1
         self.touch(node)
         self._queue(node)
-        self._tell("stored", node)
+        if self.events is not None:
+            self._tell("stored", node)
         return node
 
     def choose(self, count: int, *, or_fewer: bool = False) -> list[PrefixNode]:
