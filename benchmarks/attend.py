@@ -29,6 +29,8 @@ from dsv4.reference.codec import encode
 CSA_LAYER, HCA_LAYER = 2, 3
 ARENA_BYTES = 60_000_000_000
 MAX_SETS = 32
+DISTINCT_PAGES = 256
+ERROR_QUERIES = 8
 # the target is 0.7 of FlashMLA's time up to the first batch, its time above; the first step is its
 # time up to the second batch, 1.6 times that above
 TARGET_BATCH, FIRST_STEP_BATCH = 8, 16
@@ -186,20 +188,27 @@ def rank_cases() -> Iterator[Case]:
 
 
 def _measure(row: Row, batch: int) -> Measurement:
-    return measure(make_work(row, batch))
+    inputs = make_inputs(row, batch)
+    found = measure(make_work(inputs))
+    return replace(found, note=f"error {relative_error(inputs[0]):.2e}")
 
 
-def make_work(
+def make_inputs(
     row: Row,
     batch: int,
     *,
     device: str = "cuda",
     arena_bytes: int = ARENA_BYTES,
     max_sets: int = MAX_SETS,
-) -> Work:
-    """Calls with different queries and keys, and what FlashMLA would be called with."""
+) -> list[Inputs]:
+    """Of calls with different queries and keys."""
     shared = Shared.make(row, batch, device, arena_bytes, max_sets)
-    inputs = [Inputs.make(row, batch, shared) for _ in range(shared.sets)]
+    return [Inputs.make(row, batch, shared) for _ in range(shared.sets)]
+
+
+def make_work(inputs: list[Inputs]) -> Work:
+    """The calls, and what FlashMLA would be called with."""
+    shared = inputs[0].shared
     return Work(
         calls=[given.ours for given in inputs],
         must_move_bytes=shared.moved_bytes,
@@ -208,6 +217,41 @@ def make_work(
             for name, module in flash_mla_modules().items()
         },
     )
+
+
+def relative_error(given: Inputs) -> float:
+    """Of the output of some queries in the L2 norm, against the formula in fp64 on the decoded
+    keys."""
+    shared, device = given.shared, given.q.device
+    given.ours(turn_back=False)
+    count, _, width = given.out.shape
+    rows = torch.linspace(0, count - 1, min(count, ERROR_QUERIES), device=device).long()
+    tokens = shared.tokens[rows]
+    listed = given.indices
+    if listed is None:
+        listed = torch.arange(shared.visible, dtype=torch.int32, device=device).expand(count, -1)
+    entries = torch.empty(len(rows), listed.shape[1], width, dtype=given.q.dtype, device=device)
+    shared.backend.gather_entries(
+        given.entries,
+        slot=tokens[:, 0].contiguous(),
+        position=tokens[:, 1].contiguous(),
+        indices=listed[rows].contiguous(),
+        out=entries,
+    )
+    window = torch.empty(len(rows), shared.window.window, width, dtype=entries.dtype, device=device)
+    shared.backend.gather_window(
+        shared.window,
+        batch=shared.request,
+        batch_row=tokens[:, 2].contiguous(),
+        position=tokens[:, 1].contiguous(),
+        out=window,
+        lengths=torch.empty(len(rows), dtype=torch.int32, device=device),
+    )
+    keys = torch.cat((window, entries), dim=1).double()  # [queries, keys, channels]
+    logits = given.q[rows].double() @ keys.mT * width**-0.5
+    total = torch.logaddexp(logits.logsumexp(-1), shared.sink.double())
+    wanted = (logits - total[..., None]).exp() @ keys
+    return float((given.out[rows].double() - wanted).norm() / wanted.norm())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,10 +402,15 @@ class Inputs:
 
 
 def _filled(rows: int, row_bytes: int, page: Page, device: str) -> Tensor:
-    """An arena whose pages of one layer hold the same valid records; the rest is not touched."""
+    """An arena whose pages of one layer hold valid records, in turn those of DISTINCT_PAGES; the
+    rest is not touched."""
     arena = torch.empty((rows, row_bytes), dtype=torch.uint8, device=device)
-    data, scales = encode(page.format, torch.randn(page.rows, page.format.width).to(torch.bfloat16))
-    records = torch.cat((data.flatten(), scales.flatten())).to(device)
     pages = arena.as_strided((rows, page.payload_bytes), (row_bytes, 1), page.offset_bytes)
-    pages.copy_(records.expand_as(pages))
+    values = torch.randn(DISTINCT_PAGES * page.rows, page.format.width).to(torch.bfloat16)
+    data, scales = encode(page.format, values)
+    records = torch.cat(
+        (data.reshape(DISTINCT_PAGES, -1), scales.reshape(DISTINCT_PAGES, -1)), dim=1
+    ).to(device)
+    for nth in range(min(rows, DISTINCT_PAGES)):
+        pages[nth::DISTINCT_PAGES] = records[nth]
     return arena

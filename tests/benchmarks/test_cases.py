@@ -254,6 +254,13 @@ def test_flash_mla_would_be_timed_on_the_same_attention(layer: int) -> None:
     error = (given.out.double() - out[:, 0].double()).norm() / out.double().norm()
     assert error < 4e-3
     torch.testing.assert_close(given.lse, lse[:, :, 0], rtol=1e-3, atol=1e-3)
+    assert 1e-4 < attend.relative_error(given) < 4e-3
+    given.q.mul_(1.25)  # after the keys were seen: what is compared follows the queries
+    assert 1e-4 < attend.relative_error(given) < 4e-3
+    shared.sink.add_(9.0)
+    before = given.out.clone()
+    assert attend.relative_error(given) < 4e-3
+    assert not torch.equal(before, given.out)
 
 
 # ---- counting, merging, reporting ---------------------------------------------------------------

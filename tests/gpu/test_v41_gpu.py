@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.attend import V41, make_work
+from benchmarks.attend import V41, make_inputs, make_work
 from benchmarks.lengths import set_length
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import CacheSchema
@@ -101,7 +101,7 @@ def test_selections_and_candidates_are_the_reference_s():
 @pytest.mark.parametrize("batch", [1, 64])
 def test_attention_is_the_reference_s(batch: int):
     """Windows of 528 bytes and entries of 288 in one softmax, at the shapes of the model."""
-    work = make_work(V41, batch, arena_bytes=2_000_000_000, max_sets=1)
+    work = make_work(make_inputs(V41, batch, arena_bytes=2_000_000_000, max_sets=1))
     given = work.calls[0].__self__  # type: ignore[attr-defined]
     given.ours(turn_back=False)
     found = given.out.float().clone()

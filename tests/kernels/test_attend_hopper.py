@@ -95,8 +95,8 @@ def test_threads_add_as_many_parts_as_they_have_registers_for(splits: int, slice
 
 
 def test_a_part_holds_sums_and_their_logarithm() -> None:
-    bf16_sums, fp32_logarithms = 64 * 512 * 2, 64 * 4
-    assert bf16_sums + fp32_logarithms == 4 * kernel.PART_ELEMENTS
+    fp16_sums, fp32_logarithms, fp32_powers = 64 * 512 * 2, 64 * 4, 2 * 4 * 64 * 4
+    assert fp16_sums + fp32_logarithms + fp32_powers == 4 * kernel.PART_ELEMENTS
 
 
 def test_workspaces_that_are_too_small_are_refused() -> None:

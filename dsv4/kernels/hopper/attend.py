@@ -71,8 +71,10 @@ RIGHT_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(168), gl.constexpr(104)
 MAX_SPLITS = 66
 # What writing and adding parts costs, in the time that a tile takes, by the number of slices.
 PARTS_COST_TILES = {1: 3.0, 2: 1.3, 4: 0.0}
-# A part: the log2-sum-exp2 of 64 heads in fp32, their normalised sums of 512 channels in bf16.
-PART_ELEMENTS = HEADS_PER_PROGRAM * (1 + 512 // 2)
+# A part, of 64 heads: the log2-sum-exp2 in fp32, a power of two in fp32 for each consumer of each
+# slice, and the normalised sums of 512 channels in fp16, as multiples of these powers.
+POWERS = 8
+PART_ELEMENTS = HEADS_PER_PROGRAM * (1 + POWERS + 512 // 2)
 # The portable kernel's counters lie in front of the parts; they are used here too, and left at 0.
 PARTS_START = PLACES
 _PARTS_START = gl.constexpr(PARTS_START)
@@ -80,6 +82,7 @@ _PARTS_START = gl.constexpr(PARTS_START)
 _COUNTER_STRIDE = gl.constexpr(7)
 
 _HEADS = gl.constexpr(HEADS_PER_PROGRAM)
+_POWERS = gl.constexpr(POWERS)
 _WEIGHT_STAGES = gl.constexpr(2)
 _QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 _LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.value, 16]))
@@ -255,8 +258,8 @@ def combine_shape(splits: int, slices: int) -> tuple[int, int]:
 
 
 def attend(call: Attention) -> None:
-    """One launch. As the reference, up to the order of fp32 sums and, where split, one more
-    rounding to bf16 of each part.
+    """One launch. As the reference, up to the order of fp32 sums and, where split, a rounding of
+    each part to 11 bits.
 
     Deterministic; a query's result depends on its keys and on the number of tokens in the launch
     (which sets the split), not on what else is in it. Only for what `supports` accepts.
@@ -448,8 +451,11 @@ def end_left(sums, queries, weights, out, share, extent, A: gl.constexpr):
     weights.factors.index(_WEIGHT_STAGES).store(inverse)  # right may still read the others
     mbarrier.arrive(weights.closed, count=1)
     acc = sums.acc * gl.convert_layout(inverse, gl.SliceLayout(1, SUMS))[:, None]
-    staged = reinterpret(queries.halves.index(0), gl.bfloat16, [_HEADS, COLUMNS], OPERAND)
-    staged.store(acc.to(gl.bfloat16))
+    if A.SPLIT:
+        staged = _park(acc, queries, out, share, live, 0, A)
+    else:
+        staged = reinterpret(queries.halves.index(0), gl.bfloat16, [_HEADS, COLUMNS], OPERAND)
+        staged.store(acc.to(gl.bfloat16))
     _finish(staged, out, share, extent, 0, A)
 
 
@@ -490,8 +496,10 @@ def end_right(acc, queries, weights, out, share, extent, A: gl.constexpr):
     COLUMNS: gl.constexpr = HALF // A.SLICES
     mbarrier.wait(weights.closed, 0)
     acc = acc * weights.factors.index(_WEIGHT_STAGES).load(gl.SliceLayout(1, SUMS))[:, None]
-    staged = reinterpret(queries.halves.index(1), gl.bfloat16, [_HEADS, COLUMNS], OPERAND)
-    if A.ROPE > 0 and not A.SPLIT:
+    if A.SPLIT:
+        staged = _park(acc, queries, out, share, extent.slot >= 0, 1, A)
+    elif A.ROPE > 0:
+        staged = reinterpret(queries.halves.index(1), gl.bfloat16, [_HEADS, COLUMNS], OPERAND)
         low, high = _halves(acc)
         middle, turned = _halves(high)
         turned = _turn_back(turned, out.rope + extent.position.to(gl.int64) * A.ROPE, A)
@@ -499,8 +507,27 @@ def end_right(acc, queries, weights, out, share, extent, A: gl.constexpr):
         staged.slice(128, 64, dim=1).store(middle.to(gl.bfloat16))
         staged.slice(192, 64, dim=1).store(turned.to(gl.bfloat16))
     else:
+        staged = reinterpret(queries.halves.index(1), gl.bfloat16, [_HEADS, COLUMNS], OPERAND)
         staged.store(acc.to(gl.bfloat16))
     _finish(staged, out, share, extent, 1, A)
+
+
+@gluon.jit
+def _park(acc, queries, out, share, live, ROLE: gl.constexpr, A: gl.constexpr):
+    """A consumer's sums in shared memory as parts have them: fp16 keeps three bits more than bf16,
+    of multiples of the power of two that the largest channel of a head begins with."""
+    COLUMNS: gl.constexpr = HALF // A.SLICES
+    LINE: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    bits = gl.max(gl.abs(acc), axis=1).to(gl.int32, bitcast=True) & 0x7F800000
+    # powers that have an inverse; what is not finite stays that in fp16
+    bits = gl.where((bits == 0) | (bits > 0x7E000000), 0x3F800000, bits)
+    head = gl.arange(0, _HEADS, layout=LINE)
+    row = _powers(_part(out.parts, share.split, A), 2 * share.nth_slice + ROLE)
+    gl.store(row + head, bits.to(gl.float32, bitcast=True), mask=live & _real(head, out, A))
+    inverse = (0x7F000000 - bits).to(gl.float32, bitcast=True)
+    staged = reinterpret(queries.halves.index(ROLE), gl.float16, [_HEADS, COLUMNS], OPERAND)
+    staged.store((acc * inverse[:, None]).to(gl.float16))
+    return staged
 
 
 @gluon.jit
@@ -529,12 +556,17 @@ def _real(head, out, A: gl.constexpr):
 
 @gluon.jit
 def _part(parts, nth, A: gl.constexpr):
-    return parts + nth * (_HEADS * (A.WIDTH // 2 + 1))
+    return parts + nth * (_HEADS * (A.WIDTH // 2 + 1 + _POWERS))
+
+
+@gluon.jit
+def _powers(part, consumer):
+    return part + (1 + consumer) * _HEADS
 
 
 @gluon.jit
 def _sums(part):
-    return (part + _HEADS).to(gl.pointer_type(gl.bfloat16))
+    return (part + (1 + _POWERS) * _HEADS).to(gl.pointer_type(gl.float16))
 
 
 @gluon.jit
@@ -585,6 +617,12 @@ def _combine(out, share, channel, position, A: gl.constexpr):
             lse = gl.load(
                 row + heads[None, :], mask=there, other=float("-inf"), cache_modifier=".cg"
             )
+            power = gl.load(
+                _powers(row, channel // COLUMNS) + heads[None, :],
+                mask=there,
+                other=0.0,
+                cache_modifier=".cg",
+            )
             at = _sums(row)[:, :, None] + heads[None, :, None] * A.WIDTH + columns[None, None, :]
             sums = gl.load(at, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
             highest = gl.maximum(top, gl.convert_layout(gl.max(lse, axis=0), LINE))
@@ -592,7 +630,8 @@ def _combine(out, share, channel, position, A: gl.constexpr):
             common = gl.convert_layout(highest, gl.SliceLayout(0, BOTH))
             weight = gl.exp2(lse - common[None, :])
             total = total * alpha + gl.convert_layout(gl.sum(weight, axis=0), LINE)
-            acc = acc * alpha[:, None] + gl.sum(sums.to(gl.float32) * weight[:, :, None], axis=0)
+            scaled = sums.to(gl.float32) * (weight * power)[:, :, None]
+            acc = acc * alpha[:, None] + gl.sum(scaled, axis=0)
             top = highest
         logarithm = (top + gl.log2(total)) * _LN_2
         gl.store(out.lse_row + head, logarithm, mask=(channel == 0) & real)
