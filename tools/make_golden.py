@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from itertools import count
 
 import numpy as np
 import torch
@@ -308,21 +309,56 @@ def draft_v41(arrays, n, window, heads, width):  # type: ignore[no-untyped-def]
         arrays[f"dspark/{name}"] = value
 
 
+def undecided(x, margin):  # type: ignore[no-untyped-def]
+    """Whether numbers lie so near the middle of two bf16 numbers, `margin` of their distance, that
+    the last bits of fp32 arithmetic say which one they are rounded to."""
+    fraction = torch.frexp(x.double().abs()).mantissa * 256
+    return (fraction.frac() - 0.5).abs() < margin
+
+
+def exact_rms(x, weight):  # type: ignore[no-untyped-def]
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + 1e-20).sqrt() * weight.double()
+
+
+def settle_v41(c, z, norm, wk, key_norm, groups, ratio):  # type: ignore[no-untyped-def]
+    """Sets to 0 what of `c` leads to a latent that fp32 cannot decide, and where it cannot decide
+    an index key, one channel after the other until it can."""
+    for turn in count():
+        pairs = c[: ratio * groups].unflatten(0, (groups, ratio)).double()
+        gates = torch.zeros_like(pairs) if z is None else z[: ratio * groups].view_as(pairs)
+        pooled = (torch.softmax(gates.double(), dim=1) * pairs).sum(1)
+        latent = exact_rms(pooled.float().bfloat16(), norm)
+        near = undecided(latent, 2**-10) & (latent != 0)
+        if ratio > 1:
+            near |= undecided(pooled, 2**-10) & (pooled != 0)
+        if not near.any():
+            key = (latent.float().bfloat16().double() @ wk.double().T).float().bfloat16()
+            key = exact_rms(key, key_norm)
+            near[:, turn % near.shape[1]] = (undecided(key, 2**-12) & (key != 0)).any(-1)
+        if not near.any():
+            return
+        c[: ratio * groups][near.repeat_interleave(ratio, 0)] = 0
+
+
 def compress_v41(arrays, kind, short, n, width, ratio):  # type: ignore[no-untyped-def]
     """Entries of pairs or of single tokens, and index keys of their latents."""
     groups = n // ratio
-    c, norm = short(n, width), 1 + 0.1 * short(width)
+    c, norm, z = short(n, width), 1 + 0.1 * short(width), None
+    wk, key_norm = (short(128, width) * width**-0.5).bfloat16(), 1 + 0.1 * short(128)
     if ratio == 2:
         z = short(n, width)
+    else:
+        c = c.bfloat16()
+    settle_v41(c, z, norm, wk, key_norm, groups, ratio)
+    if ratio == 2:
         arrays[f"{kind}/Z"] = z
         pairs, gates = (x[: 2 * groups].unflatten(0, (groups, 2)) for x in (c, z))
         pooled = (torch.softmax(gates, dim=1) * pairs).sum(1).bfloat16()
     else:
-        c = c.bfloat16()
         pooled = c
     latent = rms(pooled, norm, 1e-20)
     angles = rope_angles(torch.arange(groups) * ratio, 160000.0, True)
-    wk, key_norm = (short(128, width) * width**-0.5).bfloat16(), 1 + 0.1 * short(128)
     key = (latent.double() @ wk.double().T).float().bfloat16()
     entries, entry_bytes = entry_record(rope(latent, angles))
     keys, key_bytes = key_record(rope(rms(key, key_norm, 1e-20), angles))
