@@ -1,6 +1,6 @@
 """transformers' own tests of DeepSeek-V4, run on our caches.
 
-    python tools/transformers_own_tests.py [paged] [fast] [--source DIR] [--list]
+    python tools/transformers_own_tests.py [paged] [fast] [--source DIR] [--list] [--logs DIR]
 
 `paged`: generate makes a PagedCache where it would make its own cache. `fast`: models are
 accelerated at their first forward or generate without gradients. Everything else is as transformers
@@ -57,6 +57,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("caches", nargs="*", default=list(EXPECTED))
     parser.add_argument("--source", type=Path, default=os.environ.get("TRANSFORMERS_SOURCE"))
+    parser.add_argument("--logs", type=Path, help="a directory for what pytest says")
     parser.add_argument("--list", action="store_true", help="print what ran, and how it went")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -64,8 +65,9 @@ def main() -> int:
         if isinstance(source, str):
             print(f"not run: {source}")
             return 0
-        own = run(source, "own", Path(scratch))
-        found = {cache: run(source, cache, Path(scratch)) for cache in options.caches}
+        places = Path(scratch), options.logs
+        own = run(source, "own", *places)
+        found = {cache: run(source, cache, *places) for cache in options.caches}
     if options.list:
         for name in sorted(own):
             print(*(f"{each.get(name, 'absent'):8}" for each in (own, *found.values())), name)
@@ -106,7 +108,7 @@ def find_source(given: Path | None, scratch: Path) -> Path | str:
     return scratch / f"transformers-{version}"
 
 
-def run(source: Path, mode: str, scratch: Path) -> dict[str, str]:
+def run(source: Path, mode: str, scratch: Path, logs: Path | None = None) -> dict[str, str]:
     """ "passed", "failed" or "skipped" of each chosen test."""
     report = scratch / f"{mode}.xml"
     paths = [str(source), str(source / "src"), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
@@ -126,8 +128,8 @@ def run(source: Path, mode: str, scratch: Path) -> dict[str, str]:
     )
     if not report.exists() or "Interrupted" in done.stdout:
         raise RuntimeError(f"the tests cannot be collected:\n{done.stdout[-3000:]}{done.stderr}")
-    if keep := os.environ.get("DSV4_KEEP_LOG"):
-        Path(keep).with_suffix(f".{mode}.log").write_text(done.stdout)
+    if logs is not None:
+        (logs / f"{mode}.log").write_text(done.stdout)
     outcomes = {}
     for case in ElementTree.parse(report).iter("testcase"):
         kinds = {child.tag for child in case}

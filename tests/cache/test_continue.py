@@ -9,7 +9,9 @@ from dsv4.errors import ContextOverflow, InvalidInput, OutOfBlocks
 from tests.support.lives import Text, assert_cold, run_to, tiny_stack
 
 
-@pytest.mark.parametrize("length", [1, 127, 200, 256])
+@pytest.mark.parametrize(
+    "length", [127, 200, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 256))]
+)
 def test_a_turn_runs_what_is_new_and_is_cached(length: int):
     """To the token, where a new admission would start at a block; its blocks have snapshots."""
     stack = tiny_stack(drafts=1, prefix=PrefixOptions(policy=full()), num_blocks=24)

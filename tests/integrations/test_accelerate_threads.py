@@ -135,7 +135,16 @@ def test_a_call_that_fails_lets_the_next_one_go_on() -> None:
         assert found.sequences.tolist() == expected(ids)
 
 
-@pytest.mark.parametrize("call", ["prepare_forward", "commit", "admit_request", "fork"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        *("commit", "fork"),
+        *(
+            pytest.param(n, marks=pytest.mark.nightly)
+            for n in ("continue_request", "admit_request")
+        ),
+    ],
+)
 def test_an_interrupt_inside_the_manager_is_mended(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +154,7 @@ def test_an_interrupt_inside_the_manager_is_mended(
         said = generate(model, ids, NEW_TOKENS).sequences
         manager = manager_of(model)
         table, name = {
-            "prepare_forward": (manager.table, "grow"),
+            "continue_request": (manager.table, "grow"),
             "commit": (manager.table, "move"),
             "admit_request": (manager.table, "make"),
             "fork": (manager.memory, "copy_slot"),

@@ -40,7 +40,7 @@ def check(job: Job) -> None:
     assert job.generated == expected(tuple(job.tokens[: job.prompt_tokens]), job.new_tokens)
 
 
-@pytest.mark.parametrize("step_tokens", [7, 64])
+@pytest.mark.parametrize("step_tokens", [pytest.param(7, marks=pytest.mark.nightly), 40])
 def test_many_jobs_that_come_and_go(step_tokens: int) -> None:
     """More jobs than rows, prompts in chunks beside others that generate, with a common beginning
     and of all lengths; two are cancelled, one of them in the middle of its prompt."""
@@ -144,7 +144,7 @@ class Broken(Exception):
     pass
 
 
-@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("layer", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_a_step_that_fails_costs_no_job(layer: int) -> None:
     """In a chunk, which loses the row, and while generating, which does not."""
     calls: list[int] = []

@@ -45,7 +45,7 @@ def llama() -> Any:
     ).eval()
 
 
-@pytest.mark.parametrize("tokens", [120, 126])
+@pytest.mark.parametrize("tokens", [pytest.param(120, marks=pytest.mark.nightly), 126])
 def test_prompt_lookup_equals_greedy_and_runs_little(tokens: int) -> None:
     """120 and 126 tokens: drafts are taken back over the end of a block and of groups."""
     plain, ids = plain_model(), repeating(tokens)
@@ -98,7 +98,7 @@ def test_assistants_equal_greedy(of: str) -> None:
         restore(assistant)
 
 
-@pytest.mark.parametrize("drafts", [0, DRAFTS])
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.nightly), DRAFTS])
 def test_prompt_lookup_with_an_unmodified_model(drafts: int) -> None:
     model, ids = tiny_model(), repeating(120)
     expected = greedy(model, ids, use_cache=False)
