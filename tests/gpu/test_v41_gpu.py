@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.attend import V41, make_inputs, make_work
+from benchmarks.decode_step import PARTS, DecodeStep
 from benchmarks.lengths import set_length
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import CacheSchema
@@ -113,3 +114,23 @@ def test_attention_is_the_reference_s(batch: int):
     given.ours(turn_back=False)
     object.__setattr__(shared, "backend", kernels)
     assert (given.out.float() - found).norm() <= 3e-3 * found.norm()
+
+
+def test_a_captured_step_is_the_eager_one():
+    """All layers: selections, candidates and readers in one graph."""
+    step = DecodeStep(FLASH, batch=5, context=4096, device="cuda")
+    manager = step.manager
+    results = [step.out, step.lse, step.candidates, *step.chosen_of.values()]
+    stored = [manager.block_arena.bytes, manager.slot_arena.bytes]
+    step.run(PARTS)
+    eager = [tensor.clone() for tensor in (*results, *stored)]
+    assert torch.isfinite(step.out.float()).all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step.run(PARTS)
+    for tensor in results:
+        tensor.fill_(7)
+    graph.replay()
+    torch.cuda.synchronize()
+    for before, after in zip(eager, (*results, *stored), strict=True):
+        assert torch.equal(before, after)
