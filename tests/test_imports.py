@@ -58,6 +58,7 @@ TORCH_FREE = {
     "dsv4.cache.handoff.link",
     "dsv4.cache.handoff.offer",
     "dsv4.cache.handoff.options",
+    "dsv4.cache.handoff.rows",
     "dsv4.cache.transfers.courier",
     "dsv4.cache.transfers.labels",
     "dsv4.cache.transfers.state_layout",

@@ -23,9 +23,9 @@ from dsv4.errors import OfferError, RecoveryNeeded, ThreadError
 if TYPE_CHECKING:
     from dsv4.cache.handoff.link import Read
     from dsv4.cache.handoff.offer import Offer
+    from dsv4.cache.handoff.rows import StateRow
     from dsv4.cache.prefix.trail import TokenTrail
     from dsv4.cache.requests import Request
-    from dsv4.tiers.host import HostRow
 
 _POLL_S = 0.0003
 
@@ -35,7 +35,7 @@ class Landing:
     """What an arrival has taken of its manager's, until its request has it or it is given back."""
 
     cell: int | None = None
-    row: HostRow | None = None
+    row: StateRow | None = None
     shared: list[int] = field(default_factory=list)  # blocks that are cached here
     block_ids: list[int] = field(default_factory=list)  # in flight
 

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from dsv4.cache.guard import LOGGER
 from dsv4.cache.handoff.arrival import Arrival
-from dsv4.cache.handoff.lease import Lease, Leases, Pledges, taken_note
+from dsv4.cache.handoff.lease import Lease, Leases, taken_note
 from dsv4.cache.handoff.link import Link, Memory, Read, Spans, Where
 from dsv4.cache.handoff.offer import PLEDGE_BYTES, Offer, model_hash
 from dsv4.cache.handoff.options import HandoffOptions, require_seconds
+from dsv4.cache.handoff.rows import Pledges, StateRow, StateRows
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request, RequestTable
 from dsv4.cache.schema import CacheSchema
@@ -27,7 +28,6 @@ from dsv4.cache.transfers.copies import Copies
 from dsv4.cache.transfers.labels import Labels
 from dsv4.cache.transfers.state_layout import StateLayout, spread
 from dsv4.errors import InvalidInput, OfferError, require_count
-from dsv4.tiers.host import HostRow, HostTier
 from dsv4.tiers.record import (
     DIGEST_BYTES,
     Kind,
@@ -79,10 +79,8 @@ class Handoff:
         self.layout = StateLayout(schema)
         self.labels = Labels(schema, self.layout)
         state_bytes = padded(HEADER_BYTES + self.layout.payload_bytes)
-        self.staging = HostTier(options.states * state_bytes, name="handoff")
-        if device.type == "cuda":
-            self.staging.pin()
-        self._copies = Copies(device, self.staging.region.memory)
+        self._rows = StateRows(options.states, state_bytes)
+        self._copies = Copies(device, self._rows.memory)
         self._pledges = Pledges(options.offers)
         self.leases = Leases(self._pledges, waiting)
         self._gpu = (device.index or 0) if device.type == "cuda" else None
@@ -100,7 +98,7 @@ class Handoff:
                 ),
                 *(
                     Memory(address=address(memory), size_bytes=memory.nbytes, keeper=memory)
-                    for memory in (self.staging.region.memory, self._pledges.memory)
+                    for memory in (self._rows.memory, self._pledges.memory)
                 ),
             ],
             self.leases.serve,
@@ -125,7 +123,7 @@ class Handoff:
         cell = self._pledges.take()
         row = None
         try:
-            row = self._take_row(label)
+            row = self._rows.take(label)
             self._gather(request, row, length)
             whole = length // self._schema.block_tokens if self._schema.block_bytes else 0
             block_ids = request.block_ids[:whole]
@@ -172,7 +170,7 @@ class Handoff:
         except BaseException:
             if number not in self.leases.held:
                 if row is not None:
-                    self.staging.release(row)
+                    self._rows.give_back(row.number)
                 self._pledges.give_back(cell)
             raise
         self._table.hold(lease, block_ids)
@@ -186,7 +184,7 @@ class Handoff:
         offer = Offer.unpack(packed)
         return self.leases.withdraw(offer.epoch, offer.number)
 
-    def _gather(self, request: Request, row: HostRow, length: int) -> None:
+    def _gather(self, request: Request, row: StateRow, length: int) -> None:
         schema, layout = self._schema, self.layout
         slot = self._copies.host_bytes(schema.slot_bytes)
         block = self._copies.host_bytes(schema.block_bytes)
@@ -245,7 +243,7 @@ class Handoff:
         self.open.append(arrival)  # first: whoever interrupts finds what it has
         try:
             arrival.landing.cell = self._pledges.take()
-            arrival.landing.row = self._take_row(label)
+            arrival.landing.row = self._rows.take(label)
         except Exception:
             self._let_go_host(arrival)
             raise
@@ -381,7 +379,7 @@ class Handoff:
             self.open.remove(arrival)
         if landing.row is not None:
             row, landing.row = landing.row, None
-            self.staging.release(row)
+            self._rows.give_back(row.number)
         if landing.cell is not None:
             cell, landing.cell = landing.cell, None
             self._pledges.give_back(cell)
@@ -393,7 +391,7 @@ class Handoff:
         if isinstance(item, Lease):
             if item.number in self.leases.held:
                 self._table.let_go(item)
-                self.staging.release(item.row)
+                self._rows.give_back(item.row.number)
                 self.leases.forget(item)
         elif isinstance(item, Arrival) and item in self.open:
             self.give_back(item)
@@ -416,6 +414,11 @@ class Handoff:
         for lease in tuple(self.leases.held.values()):
             if lease.number not in self.leases.standing:
                 self.leases.finish(lease)
+        landings, leases = [each.landing for each in self.open], self.leases.held.values()
+        cells = {*(each.cell for each in landings), *(each.cell for each in leases)}
+        self._pledges.rebuild({cell for cell in cells if cell is not None})
+        rows = [*(each.row for each in landings), *(each.row for each in leases)]
+        self._rows.rebuild({row.number for row in rows if row is not None})
 
     def check_invariants(self) -> None:
         """Offers that stand are of blocks that have not been free since."""
@@ -446,16 +449,6 @@ class Handoff:
         for lease in tuple(self.leases.standing.values()):
             self.leases.withdraw(self.leases.epoch, lease.number)
         self.link.close()
-
-    def _take_row(self, label: Label) -> HostRow:
-        row = self.staging.take(label)
-        if row is None:
-            raise OfferError(
-                "busy",
-                f"the states of {self.options.states} offers and arrivals are in host memory: wait "
-                f"for some, or build the manager with more HandoffOptions(states=...)",
-            )
-        return row
 
     def _state_label(self, trail: TokenTrail | None, length: int, number: int) -> Label:
         if trail is not None:

@@ -7,61 +7,17 @@ Whoever ends an offer wipes its pledge first, and only then lets its memory go.
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from dsv4.cache.handoff.offer import EPOCH_BYTES, PLEDGE_BYTES
-from dsv4.errors import OfferError
-from dsv4.tiers.host import HostRow
-from dsv4.tiers.record import address
+from dsv4.cache.handoff.offer import EPOCH_BYTES
+from dsv4.cache.handoff.rows import Pledges, StateRow
 
 _TAKEN = struct.Struct(f"<8s{EPOCH_BYTES}sQ")
 _TAKEN_WORD = b"taken\0\0\1"
-
-
-class Pledges:
-    """Cells of 64 bytes that others may read; an empty one is all zeros."""
-
-    def __init__(self, cells: int) -> None:
-        self.memory = memoryview(mmap.mmap(-1, cells * PLEDGE_BYTES))
-        self._cells = np.frombuffer(self.memory, np.uint8).reshape(cells, PLEDGE_BYTES)
-        self._start = address(self.memory)
-        self._free = list(range(cells - 1, -1, -1))
-
-    def take(self) -> int:
-        """An empty cell. Raises OfferError if there is none."""
-        if not self._free:
-            raise OfferError(
-                "busy", f"all {len(self._cells)} offers and arrivals are open: wait for some"
-            )
-        return self._free.pop()
-
-    def give_back(self, cell: int) -> None:
-        self._cells[cell] = 0
-        self._free.append(cell)
-
-    def put(self, cell: int, pledge: bytes) -> None:
-        self._cells[cell] = np.frombuffer(pledge, np.uint8)
-
-    def wipe(self, cell: int) -> None:
-        self._cells[cell] = 0
-
-    def get(self, cell: int) -> bytes:
-        return bytes(self.memory[cell * PLEDGE_BYTES : (cell + 1) * PLEDGE_BYTES])
-
-    def at(self, cell: int) -> int:
-        """Where a cell lies."""
-        return self._start + cell * PLEDGE_BYTES
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -70,7 +26,7 @@ class Lease:
 
     number: int
     cell: int
-    row: HostRow
+    row: StateRow
     block_ids: list[int]
     generations: tuple[int, ...]
     expires: float  # by the owner's clock
