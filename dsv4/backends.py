@@ -10,9 +10,12 @@ from dsv4.errors import InvalidInput, MissingExtra
 from dsv4.ops.backend import Backend, BackendName
 
 
-def load_backend(name: BackendName | None, device: torch.device) -> Backend:
+def load_backend(
+    name: BackendName | None, device: torch.device, *, batch_invariant: bool = False
+) -> Backend:
     """`None` takes Triton on a GPU and the reference elsewhere. On a CPU the Triton kernels run
-    only under its interpreter (TRITON_INTERPRET=1 before the first import): for tests.
+    only under its interpreter (TRITON_INTERPRET=1 before the first import): for tests. The
+    reference is `batch_invariant` whether it is asked to be or not.
     Raises InvalidInput, MissingExtra."""
     chosen = name or ("triton" if device.type == "cuda" else "reference")
     if chosen == "reference":
@@ -33,4 +36,4 @@ def load_backend(name: BackendName | None, device: torch.device) -> Backend:
         raise InvalidInput(
             f"the Triton backend needs a GPU, the cache is on {device}: use backend='reference'"
         )
-    return TritonBackend(device)
+    return TritonBackend(device, batch_invariant=batch_invariant)

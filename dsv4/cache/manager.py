@@ -75,6 +75,11 @@ class KVCacheManager(Uncopied):
     what is cached is kept below the device too; `transfers` moves it. With `handoff` requests go
     from manager to manager (docs/distributed.md).
 
+    With `batch_invariant` no bit that a token reads, scores, selection, attention, depends on what
+    else is in its step or on how its request was cut into steps. Without, the last bits of
+    attention may, where a GPU has a kernel of its own. It costs time where requests are few
+    (docs/exactness.md).
+
     Threads: calls that change the manager come one at a time, from whatever thread; one that comes
     while another runs raises ThreadError. `stats`, `memory_bytes` and metrics may be asked at any
     time. A handle is used by the thread that acquired it; calls of one plan's handles, and its
@@ -96,6 +101,7 @@ class KVCacheManager(Uncopied):
         max_open_plans: int = 1,
         tiers: Sequence[Tier] = (),
         handoff: HandoffOptions | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         require_type("schema", schema, CacheSchema)
         if prefix is not None:
@@ -106,7 +112,9 @@ class KVCacheManager(Uncopied):
         max_step_tokens = require_count("max_step_tokens", max_step_tokens)
         place = _device(device)
         self.schema = schema
-        self.backend = load_backend(backend, place)
+        if not isinstance(batch_invariant, bool):
+            raise InvalidInput(f"batch_invariant={batch_invariant!r}: give True or False")
+        self.backend = load_backend(backend, place, batch_invariant=batch_invariant)
         for record in (schema.entry_format, schema.window_format, schema.index_format):
             self.backend.check_format(record)
         self.memory = CacheMemory(
@@ -150,6 +158,7 @@ class KVCacheManager(Uncopied):
         max_open_plans: int = 1,
         tiers: Sequence[Tier] = (),
         handoff: HandoffOptions | None = None,
+        batch_invariant: bool = False,
     ) -> KVCacheManager:
         """A manager that allocates `budget.total_bytes`, to the byte: a budget that does not count
         what these options need besides is refused. `from_memory` finds one that does; who counts
@@ -181,6 +190,7 @@ class KVCacheManager(Uncopied):
             max_open_plans=max_open_plans,
             tiers=tiers,
             handoff=handoff,
+            batch_invariant=batch_invariant,
         )
 
     @classmethod
@@ -198,6 +208,7 @@ class KVCacheManager(Uncopied):
         max_open_plans: int = 1,
         tiers: Sequence[Tier] = (),
         handoff: HandoffOptions | None = None,
+        batch_invariant: bool = False,
     ) -> KVCacheManager:
         """A manager that allocates no more than `memory_bytes` on its device, all told: slots, the
         block table, step buffers, workspace and snapshots, and blocks with what is left.
@@ -230,6 +241,7 @@ class KVCacheManager(Uncopied):
             max_open_plans=max_open_plans,
             tiers=tiers,
             handoff=handoff,
+            batch_invariant=batch_invariant,
         )
 
     @classmethod

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
 from typing import TypeVar
@@ -52,8 +53,8 @@ class TritonBackend:
     prepare_index_queries = staticmethod(index_query.prepare_index_queries)
     repeatable = staticmethod(repeatable)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, batch_invariant: bool = False) -> None:
+        self._device, self._batch_invariant = device, batch_invariant
         hopper = target_of(device).is_hopper and device.type == "cuda"
         self._attend = _Own("attend") if hopper else None
         wide = hopper and WIDE_ATTENTION_FITS
@@ -108,6 +109,8 @@ class TritonBackend:
         return int(own.workspace_bytes(rows))
 
     def attend(self, call: Attention) -> None:
+        if self._batch_invariant:
+            call = replace(call, whole=True)
         _run(call, self._wide_attend, self._narrow_attend)
 
     def _narrow_attend(self, call: Attention) -> None:

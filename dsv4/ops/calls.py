@@ -270,6 +270,9 @@ class Attention:
     results; it is 0 before its first use. With `joint` (staged windows only) all queries of a
     request see the window of its last token in the step.
 
+    With `whole` a query's result is the same to the bit whatever else is in the call, whether its
+    window is staged or not.
+
     The rest is for speed: `tokens_per_request` is the most tokens that one request has in the step,
     `max_visible` the most entries that a token sees, if that is known, and `decoded` contiguous
     uint8 memory whose content is lost.
@@ -287,6 +290,7 @@ class Attention:
     inverse_rope: Tensor | None = None
     workspace: Tensor | None = None
     joint: bool = False
+    whole: bool = False
     tokens_per_request: int = 1
     max_visible: int | None = None
     decoded: Tensor | None = None

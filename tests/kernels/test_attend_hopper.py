@@ -3,6 +3,7 @@ and what it accepts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from dsv4.errors import InvalidInput
 from dsv4.kernels.hopper import attend as kernel
+from dsv4.kernels.hopper import attend_wide as wide
 from dsv4.ops.calls import Attention
 from tests.reference.test_attend import Step, make_step
 
@@ -132,3 +134,18 @@ def test_it_takes_v4_and_v41_and_leaves_the_rest_to_the_portable_kernel() -> Non
     assert not accepted(v4_step(record="v41_fp8", window_record="v41_fp4"))
     assert not accepted(v4_step(record="v41_fp4", window_record="fp8_ds"))
     assert not accepted(v4_step(window=100, **V41))
+
+
+def test_whole_queries_are_not_cut() -> None:
+    """So no bit depends on how many there are; long ones are the portable kernel's, which cuts them
+    by capacity alone."""
+    for tokens in (1, 16, 64):
+        step = v4_step(tokens)
+        call = replace(step.call(out=step.q, lse=step.q), whole=True)
+        assert kernel.supports(call)
+        assert kernel.attend_launch(call, programs=PROCESSORS).grid == (tokens, 1, 1)
+        assert not wide.supports(replace(call, tokens_per_request=64))
+    long = v4_step(kind="hca", ratio=128, page_rows=1, max_entries=8_192)
+    call = long.call(out=long.q, lse=long.q)
+    assert kernel.supports(call)
+    assert not kernel.supports(replace(call, whole=True))

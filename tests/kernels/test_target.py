@@ -19,6 +19,7 @@ from dsv4.kernels import backend, target
 from dsv4.kernels.backend import TritonBackend
 from dsv4.kernels.codes import e4m3_times_bf16
 from dsv4.kernels.target import TARGETS, attention_tiles, compiling_for, named_target, target_of
+from tests.reference.test_attend import make_step
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -110,6 +111,20 @@ def test_a_kernel_that_cannot_be_compiled_is_replaced_with_one_warning(
         warnings.simplefilter("error")
         getattr(made, operation)(None)
     assert calls == ["own", "portable", "portable"]
+
+
+def test_a_batch_invariant_backend_asks_for_whole_queries(monkeypatch: pytest.MonkeyPatch):
+    a_gpu(monkeypatch, name="H200", major=9, minor=0)
+    step = make_step([(8, 1)], kind="swa")
+    call = step.call(out=step.q, lse=step.q)
+    seen: list[bool] = []
+    for wanted in (False, True):
+        made = TritonBackend(GPU, batch_invariant=wanted)
+        kernel = SimpleNamespace(supports=lambda _: True, attend=lambda c: seen.append(c.whole))
+        assert made._attend is not None
+        made._attend.module, made._wide_attend = kernel, None
+        made.attend(call)
+    assert seen == [False, True]
 
 
 def test_interpreted_kernels_are_the_portable_ones():

@@ -56,6 +56,7 @@ class Stack:
         tiers: Sequence[Tier] = (),
         max_open_plans: int = 1,
         handoff: HandoffOptions | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         self.schema, self.layers, self.device = schema, tuple(layers), device
         self.manager = KVCacheManager(
@@ -69,6 +70,7 @@ class Stack:
             tiers=tiers,
             max_open_plans=max_open_plans,
             handoff=handoff,
+            batch_invariant=batch_invariant,
         )
         self.manager.block_arena.bytes.fill_(POISON)
         self.manager.slot_arena.bytes.fill_(POISON)

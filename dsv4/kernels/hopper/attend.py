@@ -67,6 +67,8 @@ SCALE_WORD_BYTES = 8
 WARPS_PER_ROLE = 4
 # A processor has 504 registers for a thread of each role: left gets what these two leave.
 RIGHT_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(168), gl.constexpr(104)
+# A query that must not be split has at most so many tiles: for more, the portable kernel is faster.
+WHOLE_TILES = 64
 # More parts than this cost more to combine than they save.
 MAX_SPLITS = 66
 # What writing and adding parts costs, in the time that a tile takes, by the number of slices.
@@ -185,7 +187,12 @@ def supports(call: Attention) -> bool:
         and (_is_v4(call) or _is_v41(call))
         and call.window.window % TILE_KEYS == 0
         and not call.joint
+        and not (call.whole and _tiles(call.window.window, call.max_entries) > WHOLE_TILES)
     )
+
+
+def _tiles(window: int, max_entries: int) -> int:
+    return -(-window // int(TILE_KEYS)) - (-max_entries // int(TILE_KEYS))
 
 
 def _is_v4(call: Attention) -> bool:
@@ -235,7 +242,7 @@ def shares(
     """Into how many splits of its keys and slices of its channels a query is cut, so that at most
     `programs` of them run at once. Follows from shapes alone: the same launch cuts the same way
     whatever the lengths are."""
-    tiles = -(-window // TILE_KEYS) - (-max_entries // TILE_KEYS)
+    tiles = _tiles(window, max_entries)
     items = max(1, tokens * head_blocks(heads))
     best, least = (1, 1), float(tiles)
     for slices, cost in PARTS_COST_TILES.items():
@@ -272,7 +279,9 @@ def attend_launch(call: Attention, *, programs: int) -> Launch:
     query is split. Raises InvalidInput for a workspace that is too small."""
     count, heads, width = call.q.shape
     window, source = call.window, entries_or_window(call)
-    splits, slices = shares(count, heads, window.window, call.max_entries, programs)
+    splits, slices = 1, 1
+    if not call.whole:
+        splits, slices = shares(count, heads, window.window, call.max_entries, programs)
     items = count * head_blocks(heads)
     needed = PARTS_START + items * splits * PART_ELEMENTS if splits > 1 else 0
     given = 0 if call.workspace is None else call.workspace.numel()
