@@ -150,6 +150,20 @@ def test_one_cache_of_transformers_passed_each_turn() -> None:
         )
 
 
+def test_a_cache_that_has_said_something_else() -> None:
+    """An edited conversation, the same prompt again, a shorter one: with all ids and one cache."""
+    ids, past = prompt(131), DynamicCache(config=plain_model().config)
+    edited = ids.clone()
+    edited[0, 129] = (edited[0, 129] + 1) % 128
+    with fast(plain_model(), max_batch=1, max_draft_tokens=8) as model, counted(model) as runs:
+        for text in (ids, edited, edited, ids[:, :60], prompt(70, seed=7)):
+            said = model.generate(
+                text, past_key_values=past, max_new_tokens=NEW_TOKENS, do_sample=False
+            )
+            check_like_plain(said, text)
+        assert runs[1 + NEW_TOKENS - 1] == 2, "the edited token and the one behind it"
+
+
 def test_one_paged_cache_passed_each_turn() -> None:
     model, ids = tiny_model(), prompt(40)
     past = paged(model)

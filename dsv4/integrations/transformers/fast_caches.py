@@ -95,6 +95,11 @@ class FastCaches:
     def is_generating(self) -> bool:
         return self.call is not None
 
+    def is_used(self, cache: PagedCache) -> bool:
+        """Whether the generate that runs in this thread has begun to use a cache."""
+        call = self.call
+        return call is not None and cache in call.caches
+
     def _calls_here(self) -> list[RunningCall]:
         if not hasattr(self._here, "calls"):
             self._here.calls = []
@@ -111,6 +116,15 @@ class FastCaches:
             manager.fail(manager.open_plan)
 
     # ---- caches ----------------------------------------------------------------------------
+
+    def cache_of(self, given: Any) -> PagedCache | None:
+        """The cache of ours that is given, or that it stands for. Raises InvalidInput or
+        RequestError for one that no call can continue now."""
+        cache = self._stand_ins.get(given)
+        if not isinstance(cache, PagedCache):
+            return None
+        self._check_ours(cache)
+        return cache
 
     def find(self, given: Any, *, rows: int) -> PagedCache | None:
         """The cache that a call with `past_key_values=given` continues; None if it is a new one.

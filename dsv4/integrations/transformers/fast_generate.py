@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4.errors import InvalidInput
 from dsv4.integrations.transformers.fast_caches import FastCaches
+from dsv4.integrations.transformers.history import UNKNOWN_ID
 
 
 class FastGenerate:
@@ -29,7 +30,33 @@ class FastGenerate:
         asked = options.get("generation_config") or self.model.generation_config
         chunk = options.get("prefill_chunk_size") or getattr(asked, "prefill_chunk_size", None)
         with self.caches.running(chunked=chunk is not None):
+            ids = options.get("input_ids", options.get("inputs", args[0] if args else None))
+            self._crop_what_differs(options.get("past_key_values"), ids, mask)
             return self.own_generate(*args, **options)
+
+    def _crop_what_differs(self, given: Any, ids: Any, mask: Any) -> None:
+        """transformers leaves out as many columns as the cache has, whatever is in them. Where all
+        ids of a conversation come with a cache that has said something else, the cache goes back to
+        where they part; the last column always runs."""
+        with self.caches.turn:
+            cache = self.caches.cache_of(given)
+        if cache is None or not isinstance(ids, Tensor) or ids.dim() != 2:
+            return
+        if isinstance(mask, Tensor) and mask.shape != ids.shape:
+            return  # the ids are those of the new columns alone
+        columns, history = cache.columns, cache.history_ids
+        if not columns or len(ids) != len(history) or bool((history == UNKNOWN_ID).any()):
+            return
+        common = min(columns, ids.shape[1])
+        differs = (history[:, :common] != ids[:, :common].to(history.device)) & (
+            cache.history_mask[:, :common]
+        )
+        parted = differs.any(dim=0).nonzero()
+        if len(parted):
+            common = int(parted[0, 0])
+        keep = min(common, ids.shape[1] - 1)
+        if keep < columns:
+            cache.crop(keep - columns)
 
 
 def _check_padding(mask: Tensor) -> None:

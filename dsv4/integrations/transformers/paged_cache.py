@@ -206,7 +206,7 @@ class PagedCache(Cache):
             self.rows.release()
             raise
         LOGGER.log(
-            logging.WARNING if caches.is_generating else logging.DEBUG,
+            logging.WARNING if caches.is_used(self) else logging.DEBUG,
             "%d columns were taken back and %d tokens ran again for it: with "
             "accelerate(max_draft_tokens=%d) none does",
             *(removed, tokens, removed - 1),
