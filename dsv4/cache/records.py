@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from dsv4.errors import SchemaError
@@ -43,7 +44,7 @@ class TileCode:
     global_scale: float = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: sizes are computed once
 class Part:
     """Channels [start, start + width) of a record. `code` None keeps them as they are, in
     `value_dtype`; coded channels are bf16 before and after."""
@@ -54,23 +55,23 @@ class Part:
     code: TileCode | None = None
     value_dtype: ValueDtype = "bfloat16"
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         bits = (
             VALUE_BITS[self.value_dtype] if self.code is None else ELEMENT_BITS[self.code.element]
         )
         return self.width * bits // 8
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         return 0 if self.code is None else self.width // self.code.tile
 
-    @property
+    @cached_property
     def scale_bytes(self) -> int:
         return 0 if self.code is None else self.tiles * SCALE_BYTES[self.code.scale]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: sizes are computed once
 class RecordFormat:
     """A vector of `width` channels as one data row and one scale row.
 
@@ -112,19 +113,19 @@ class RecordFormat:
         if start != self.width:
             raise SchemaError(f"{self.name}: parts cover {start} channels of {self.width}")
 
-    @property
+    @cached_property
     def value_dtype(self) -> ValueDtype:
         return self.parts[0].value_dtype
 
-    @property
+    @cached_property
     def data_row_bytes(self) -> int:
         return sum(part.bytes for part in self.parts)
 
-    @property
+    @cached_property
     def scale_row_bytes(self) -> int:
         return sum(part.scale_bytes for part in self.parts) + self.scale_pad_bytes
 
-    @property
+    @cached_property
     def record_bytes(self) -> int:
         return self.data_row_bytes + self.scale_row_bytes
 

@@ -93,12 +93,24 @@ def run_rank(rank: int, ranks: int) -> dict[str, Any]:
         found[name] = steps.sequences, torch.stack(steps.logits)
         found[f"{name} reused"] = [r.reused_tokens for r in steps.past_key_values.requests]
         del steps
+    found["cropped"] = logits_behind_a_crop(model, rank, ids)
     if ranks == 2:
         found["fp8"] = logits_of_fp8(ranks, ids)
     found["failure"] = failure_of_one(model, rank, ids)
     found["after"] = generate(model, ids, NEW_TOKENS, attention_mask=mask).sequences
     manager.check_invariants()
     return found
+
+
+def logits_behind_a_crop(model: DeepseekV4ForCausalLM, rank: int, ids: Tensor) -> Tensor:
+    """Further back than rings reach, where one rank has nothing left to go on from."""
+    past = generate(model, ids[:1], 1).past_key_values
+    for column in range(8):
+        model(ids[:1, column : column + 1], past_key_values=past)
+    if rank == 0:
+        manager_of(model).evict()
+    past.crop(TOKENS - 4)
+    return model(ids[:1, -4:], past_key_values=past).logits
 
 
 def logits_of_fp8(ranks: int, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -68,6 +68,7 @@ def test_each_rank_computes_what_one_process_does(directory: Path, ranks: int) -
             assert torch.equal(tokens, want["rows"])
             assert_close(logits, want["row logits"], TOLERANCE)
         assert torch.equal(found["after"], want["rows"])
+        assert_close(found["cropped"], want["logits"][:1, -4:], TOLERANCE)
 
 
 def test_layers_of_the_checkpoint_are_split_too(directory: Path) -> None:

@@ -177,9 +177,13 @@ class SplitManager(KVCacheManager):
             self._others_do(lambda other, nth: other.rewind(self._twin(request, nth), length))
             if all(twin.length == request.length for twin in self._twins[request]):
                 return resume
+            self.reset_slot(request)
+            return Resume(start=0, reused_tokens=0, end=length, source="nothing")
+
+    def reset_slot(self, request: Request) -> None:
+        with self._in_step():
             super().reset_slot(request)
             self._others_do(lambda other, nth: other.reset_slot(self._twin(request, nth)))
-            return Resume(start=0, reused_tokens=0, end=length, source="nothing")
 
     def tell(self, request: Request, ids: Any) -> None:
         with self._in_step():
@@ -200,6 +204,18 @@ class SplitManager(KVCacheManager):
                 pass  # every call begins with releasing those that have left
         finally:
             self._busy.release()
+
+    def pin(self, *args: Any, **options: Any) -> NoReturn:
+        self._not_split("pin")
+
+    def extend(self, *args: Any, **options: Any) -> NoReturn:
+        self._not_split("extend")
+
+    def allocate_block(self, *args: Any, **options: Any) -> NoReturn:
+        self._not_split("allocate_block")
+
+    def _not_split(self, call: str) -> NoReturn:
+        raise InvalidInput(f"{call} is for a cache on one device, and this one is on several")
 
     def evict(self, blocks: int | None = None) -> int:
         with self._in_step():
@@ -243,6 +259,17 @@ class SplitManager(KVCacheManager):
             super().abandon(plan)
             theirs = self._plans.pop(id(plan))
             self._others_do(lambda other, nth: other.abandon(theirs[nth]))
+
+    def fail(self, plan: ForwardPlan) -> None:
+        with self._in_step():
+            super().fail(plan)
+            theirs = self._plans.pop(id(plan))
+            self._others_do(lambda other, nth: other.fail(theirs[nth]))
+
+    def recover(self) -> None:
+        """Cannot put several devices in order: from now on all calls say so."""
+        self._is_broken = True
+        self._refuse()
 
     def warmup(self, **options: Any) -> int:
         return super().warmup(**options) + sum(other.warmup(**options) for other in self.others)
