@@ -46,8 +46,24 @@ CHOSEN = (
 )
 TIMEOUT_S = 3600
 
+_PADDED = "rows are padded, which a PagedCache with an unmodified model refuses"
 # test -> why it fails
-EXPECTED: dict[str, dict[str, str]] = {"paged": {}, "fast": {}}
+EXPECTED: dict[str, dict[str, str]] = {
+    "paged": {
+        "test_generate_continue_from_past_key_values": _PADDED,
+        "test_generate_from_random_inputs_embeds": _PADDED,
+        "test_generate_with_and_without_position_ids": _PADDED,
+        "test_eager_padding_matches_padding_free_with_position_ids": (
+            "transformers skips it for stateful models; in bf16 its norms, which stay fp32, raise "
+            "without any cache of ours"
+        ),
+    },
+    "fast": {
+        "test_generate_continue_from_past_key_values": (
+            "it compares layers[i].keys of rows that are padded, which have no common shape"
+        ),
+    },
+}
 
 
 # ---- run by main ---------------------------------------------------------------------------------
@@ -111,6 +127,7 @@ def find_source(given: Path | None, scratch: Path) -> Path | str:
 def run(source: Path, mode: str, scratch: Path, logs: Path | None = None) -> dict[str, str]:
     """ "passed", "failed" or "skipped" of each chosen test."""
     report = scratch / f"{mode}.xml"
+    # one thread each: the models are tiny
     paths = [str(source), str(source / "src"), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     command = [
         *(sys.executable, "-m", "pytest", "-p", "tools.transformers_own_tests", TEST_FILE),
@@ -120,7 +137,8 @@ def run(source: Path, mode: str, scratch: Path, logs: Path | None = None) -> dic
     done = subprocess.run(
         command,
         cwd=source,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "DSV4_CACHE": mode},
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(paths), "DSV4_CACHE": mode, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -154,6 +172,13 @@ def pytest_configure(config: Any) -> None:
         _use_the_fast_path()
 
 
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """The fast path forms no attention weights: transformers' own switch for such models."""
+    if os.environ["DSV4_CACHE"] == "fast":
+        for item in items:
+            item.cls.has_attentions = False
+
+
 class _Absent(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -165,10 +190,14 @@ def _replace_masks() -> None:
     import torch
     from transformers import DeepseekV4ForCausalLM
 
+    from dsv4.integrations.transformers.fast_generate import FastGenerate
+
     def without_padding(own: Any) -> Any:
         @functools.wraps(own)
         def call(self: Any, *args: Any, **options: Any) -> Any:
             mask = options.get("attention_mask")
+            if options.get("position_ids") is not None:
+                mask = None  # they count what the mask shows
             if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1]:
                 shown = mask.bool()
                 if bool((shown[:, :-1] & ~shown[:, 1:]).any()):
@@ -177,8 +206,11 @@ def _replace_masks() -> None:
 
         return call
 
-    for name in ("forward", "generate"):
-        setattr(DeepseekV4ForCausalLM, name, without_padding(getattr(DeepseekV4ForCausalLM, name)))
+    for owner, name in (
+        *((DeepseekV4ForCausalLM, "forward"), (DeepseekV4ForCausalLM, "generate")),
+        (FastGenerate, "__call__"),
+    ):
+        setattr(owner, name, without_padding(getattr(owner, name)))
 
 
 def _use_paged_caches() -> None:
