@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-import threading
-import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
@@ -544,15 +542,16 @@ def test_a_link_that_is_closed_reads_no_more_and_gives_its_memory_back():
 
 
 def test_a_manager_that_nobody_uses_ends_its_link():
-    before = threading.active_count()
     stack = side("prefill")
     stack.manager.offer(grown(stack, Text.random(stack, 19, TOKENS), 200))
-    link = weakref.ref(handing(stack).link)
-    assert threading.active_count() > before
+    link = handing(stack).link
+    thread = link._thread
+    assert thread is not None
+    assert thread.is_alive()
     del stack
     gc.collect()
-    assert link() is None or link()._nixl is None  # type: ignore[union-attr]
-    assert threading.active_count() == before
+    assert not thread.is_alive()
+    assert link._nixl is None
 
 
 def test_metrics_tell_of_it(owner: Stack, taker: Stack):

@@ -58,9 +58,15 @@ class Remote:
     def signal(self, number: int) -> None:
         os.kill(self.child.pid, number)
 
+    def stop(self) -> None:
+        """It stands still, all its threads, when this returns."""
+        self.signal(signal.SIGSTOP)
+        _, status = os.waitpid(self.child.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        self.signal(signal.SIGSTOP)
+        self.stop()
         try:
             yield
         finally:
@@ -227,7 +233,7 @@ def test_an_owner_that_is_killed_and_started_again(taker: Stack, tmp_path: Path)
         assert first.ask("drain")
         assert outcome(taker, taker.manager.accept(offer), 6) == "here"
         taker.manager.evict()
-        first.signal(signal.SIGSTOP)  # so that the read is under way
+        first.stop()  # so that the read is under way
         arrival = begun(taker, taker.manager.accept(offer))
         first.kill()
         assert outcome(taker, arrival, 6) == "failed"
@@ -329,7 +335,7 @@ def churn(taker: Stack, random: Random, rounds: int, until_then: Callable[[], bo
                 taker.manager.evict()
             until(taker.manager, lambda: len(handing(taker).open) < 2)
             if nth % 25 == 24:
-                owner.signal(signal.SIGSTOP)
+                owner.stop()
                 late = taker.manager.accept(offer)
                 owner.kill()
                 found.append(outcome(taker, late, seed))
