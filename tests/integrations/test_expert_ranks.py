@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.distributed import DistributedConfig
 
 from dsv4.errors import InvalidInput
 from dsv4.integrations.transformers import accelerate
@@ -18,6 +20,10 @@ from tests.integrations.expert_ranks import NEW_TOKENS, inputs, whole_model
 from tests.integrations.fast_v4 import assert_close, fast, generate
 from tests.integrations.tiny_v4 import own_cache
 
+pytestmark = pytest.mark.skipif(
+    "ep_size" in {field.name for field in fields(DistributedConfig)},
+    reason="this transformers splits over a mesh of its own making, not as 5.17 does",
+)
 COUNTS = (2, 4)
 TOLERANCE = 1e-4
 

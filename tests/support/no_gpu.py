@@ -98,6 +98,8 @@ def no_gpu(*, hopper: bool = False) -> Iterator[NoGpu]:
         patch.setattr(launch, "_binaries", {})
         patch.setattr(torch.cuda, "current_device", gpu.get_current_device)
         patch.setattr(index_scores, "_programs", lambda device: 4 * PROCESSORS)
-        patch.setattr(manager, "load_backend", lambda name, device: _backend(device, hopper=hopper))
+        patch.setattr(
+            manager, "load_backend", lambda name, device, **options: _backend(device, hopper=hopper)
+        )
         yield gpu
     processors.cache_clear()
