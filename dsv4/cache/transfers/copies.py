@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dsv4.tiers.record import Parts, address
 
-# the driver's call that begins many copies
+# copies that are begun together, and the driver's call for it
+AT_ONCE = 32
 _BATCH = "cuMemcpyBatchAsync_v2"
 # torch has these types untyped; None stands for a copy that is over when the call returns
 _Event = Any
@@ -139,9 +140,9 @@ def _driver() -> Any:
 
 
 def _launch_by_driver(driver: Any, stream: int, rows: list[tuple[Parts, Tensor, bool]]) -> None:
-    """A copy of a block takes 8 µs, and torch's call to begin one as long: so all of them are begun
-    by one call of the driver, or by one each where it has no such call."""
-    copies = []
+    """A copy of a block takes 8 µs, and torch's call to begin one as long: so the driver begins
+    AT_ONCE of them by one call, and copies those while the next ones are put together."""
+    copies: list[tuple[int, int, int]] = []
     for parts, row, down in rows:
         device = row.data_ptr()
         for piece in parts.payload:
@@ -149,22 +150,24 @@ def _launch_by_driver(driver: Any, stream: int, rows: list[tuple[Parts, Tensor, 
                 host = ctypes.addressof(ctypes.c_char.from_buffer(piece))
                 copies.append((host, device, count) if down else (device, host, count))
                 device += count
+        if len(copies) >= AT_ONCE:
+            _begin(driver, stream, copies)
+            copies.clear()
+    if copies:
+        _begin(driver, stream, copies)
+
+
+def _begin(driver: Any, stream: int, copies: list[tuple[int, int, int]]) -> None:
+    """By one call, or by one each where the driver has no such call or refuses it."""
     if len(copies) > 1 and hasattr(driver, _BATCH):
         targets, sources, counts = (
             (ctypes.c_uint64 * len(copies))(*column) for column in zip(*copies, strict=True)
         )
         # in the order of the stream; no hints about places, no flags
         attributes, first = (ctypes.c_int32 * 6)(1), ctypes.c_size_t(0)
-        if not getattr(driver, _BATCH)(
-            targets,
-            sources,
-            counts,
-            len(copies),
-            attributes,
-            ctypes.addressof(first),
-            1,
-            stream,
-        ):
+        where = ctypes.addressof(first)
+        batch = getattr(driver, _BATCH)
+        if not batch(targets, sources, counts, len(copies), attributes, where, 1, stream):
             return
     for target, source, count in copies:
         if code := driver.cuMemcpyAsync(target, source, count, stream):
