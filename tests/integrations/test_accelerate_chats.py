@@ -183,7 +183,7 @@ def test_rows_of_unused_copies_are_known() -> None:
         model(ids[:, :1], past_key_values=past)
         found = generate(model, prompt(9, rows=2, seed=4), NEW_TOKENS)
         assert found.sequences.shape == (2, 14)
-        for closed in copies:
+        for closed in (*copies, copy.deepcopy(copies[0])):
             with pytest.raises(RequestError, match="a newer batch needed its rows"):
                 model(ids[:, :1], past_key_values=closed)
         model(ids[:, :1], past_key_values=past)

@@ -61,7 +61,8 @@ def test_v41_is_refused_by_its_name():
     """By its own class, which transformers may come to have, and under V4's."""
     other = LlamaForCausalLM.__new__(LlamaForCausalLM)
     torch.nn.Module.__init__(other)
-    for model, model_type in ((other, "deepseek_v41"), (tiny_model(), "deepseek_v41_text")):
+    own = DeepseekV4ForCausalLM(tiny_config())  # tiny_model() is others' too
+    for model, model_type in ((other, "deepseek_v41"), (own, "deepseek_v41_text")):
         model.config = SimpleNamespace(model_type=model_type)
         with pytest.raises(InvalidInput, match=r"V4\.1 \(model_type 'deepseek_v41.*KVCacheManager"):
             PagedCache.for_model(model, max_batch=1, max_context=64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -112,3 +114,4 @@ def test_rows_of_an_empty_cache():
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.batch_repeat_interleave(3)
     assert cache.requests == []
+    assert copy.deepcopy(cache).columns == 0

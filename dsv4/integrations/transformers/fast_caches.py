@@ -195,9 +195,12 @@ class FastCaches:
         self._last_use.pop(cache, None)
         self._why_closed[cache] = why
 
-    def note_copy(self, copy: PagedCache, *, rows: int) -> None:
-        """A cache is about to be copied: idle rows make room, and the copy counts as used now."""
-        self.idle.evict(rows)
+    def note_copy(self, original: PagedCache, copy: PagedCache) -> None:
+        """A cache is about to be copied: idle rows make room, and the copy counts as used now. That
+        of a closed one is closed."""
+        self.idle.evict(len(original.requests))
+        if original in self._why_closed:
+            self._why_closed[copy] = self._why_closed[original]
         self._note_use(copy)
 
     def _note_use(self, cache: PagedCache) -> None:

@@ -46,7 +46,7 @@ class History:
     def take(self, rows: list[int]) -> History:
         """Row i is what row rows[i] was here."""
         taken = History(len(rows))
-        chosen = torch.tensor(rows, device=self._ids.device)
+        chosen = torch.tensor(rows, dtype=torch.int64, device=self._ids.device)
         taken._ids, taken._mask, taken.columns = self._ids[chosen], self._mask[chosen], self.columns
         return taken
 

@@ -291,7 +291,7 @@ class PagedCache(Cache):
                 caches=self._caches,
             )
             if self._caches is not None:
-                self._caches.note_copy(twin, rows=len(self.requests))
+                self._caches.note_copy(self, twin)
             twin.rows.fork_from(self.rows)
         return twin
 
