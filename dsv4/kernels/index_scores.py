@@ -25,11 +25,17 @@ from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import INTERPRETED, round_bf16
 from dsv4.kernels.record_store import RecordConstants, record_constants
 from dsv4.kernels.rows import load_token, score_columns, token_at
-from dsv4.kernels.target import bf16_products, converts_e4m3, processors, speaks_ptx
+from dsv4.kernels.target import (
+    bf16_products,
+    converts_e4m3,
+    processors,
+    score_tile,
+    speaks_ptx,
+    target_of,
+)
 from dsv4.ops.calls import Candidates, EntrySource, Scoring
 from dsv4.ops.constants import MIN_HEADS
 
-ENTRY_TILE = 64
 NUM_WARPS = 4
 NUM_STAGES = 3
 PROGRAMS_PER_PROCESSOR = 4
@@ -213,7 +219,8 @@ def index_scores_launch(call: Scoring, candidates: Candidates | None = None) -> 
     rows, columns = call.scores.shape
     band = min(triton.next_power_of_2(max(call.tokens_per_request, 1)), MAX_BAND)
     bands = triton.cdiv(rows, band)
-    tile = min(ENTRY_TILE, max(16, triton.next_power_of_2(columns)))
+    most = score_tile(target_of(call.q.device), band)
+    tile = min(most, max(16, triton.next_power_of_2(columns)))
     programs = min(_programs(call.q.device), bands * triton.cdiv(columns, tile))
     constants = ScoreConstants(
         HEADS=heads,

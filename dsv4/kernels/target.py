@@ -195,6 +195,12 @@ def attention_tiles(target: Target, heads: int) -> AttentionTiles:
     return _WARP if target.shared_bytes > 128 * KIB else _WARP_99_KB
 
 
+def score_tile(target: Target, band: int) -> int:
+    """Entries per tile of index scores, for bands of so many tokens. Without instructions of a warp
+    group keys and logits of a band are in registers, and 64 of them spill in the loop."""
+    return 32 if band > 1 and target.products == "mma" else 64
+
+
 _asked_for: list[Target] = []
 
 
