@@ -322,6 +322,18 @@ def test_damaged_offers_are_refused(owner: Stack, taker: Stack):
     assert taker.manager.accept(bytearray(offer)).wait().length == 200
 
 
+def test_addresses_that_nobody_has_are_refused(owner: Stack, taker: Stack):
+    offer = Offer.unpack(owner.manager.offer(grown(owner, Text.random(owner, 31, TOKENS), 200)))
+    fields = {name: getattr(offer, name) for name in Offer.__slots__}
+    before, far = everything(taker.manager), (1 << 64) - 8
+    pieces = tuple((far, span) for _, span in offer.state_pieces)
+    for wrong in ({"rows": (far,)}, {"pledge_at": far}, {"state_pieces": pieces}):
+        with pytest.raises(OfferError, match="address") as error:
+            taker.manager.accept(Offer(**{**fields, **wrong}).pack())
+        assert error.value.reason == "damaged"
+    assert everything(taker.manager) == before
+
+
 def test_ids_that_are_not_those_of_the_digests_are_refused(owner: Stack, taker: Stack):
     offer = Offer.unpack(owner.manager.offer(grown(owner, Text.random(owner, 6, TOKENS), 200)))
     fields = {name: getattr(offer, name) for name in Offer.__slots__}
@@ -539,6 +551,29 @@ def test_a_link_that_is_closed_reads_no_more_and_gives_its_memory_back():
     tidy(one.manager)
     assert_nothing_left(one, other)
     close(other)
+
+
+def test_a_manager_that_is_closed_takes_nothing_and_recovers(
+    owner: Stack, monkeypatch: pytest.MonkeyPatch
+):
+    offer = owner.manager.offer(grown(owner, Text.random(owner, 32, TOKENS), 300))
+    closed, busy = side("decode"), side("decode 2")
+    close(closed)
+    before = everything(closed.manager)
+    with pytest.raises(OfferError, match="closed"):
+        closed.manager.accept(offer)
+    assert everything(closed.manager) == before
+    assert_nothing_left(closed)
+    # a read that has not settled never does: its memory stays taken, all else goes on
+    monkeypatch.setattr(handing(busy).link, "_advance", lambda read: None)
+    arrival = busy.manager.accept(offer)
+    close(busy)
+    busy.manager.recover()
+    assert arrival.error is not None
+    assert arrival.error.reason == "cancelled"
+    assert busy.manager.stats().blocks_in_flight == 3
+    busy.manager.release_request(busy.manager.admit_request(200))
+    busy.manager.check_invariants()
 
 
 def test_a_manager_that_nobody_uses_ends_its_link():

@@ -7,6 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -40,6 +41,8 @@ from dsv4.tiers.record import (
     seal,
 )
 from dsv4.tiers.sizes import HEADER_BYTES, padded
+
+_ADDRESSES = 1 << 63  # with more the sums of NIXL's own check overflow, and it reads there
 
 
 class Handoff:
@@ -220,6 +223,9 @@ class Handoff:
         sizes = (offer.block_bytes, offer.state_bytes, len(offer.rows))
         if sizes != (schema.block_bytes, label.payload_bytes, whole) or not offer.tokens:
             raise OfferError("damaged", f"the offer of {offer.tokens} tokens says sizes {sizes}")
+        pieces = (start for start, _ in offer.state_pieces)
+        if max((offer.pledge_at, *offer.rows, *pieces)) >= _ADDRESSES:
+            raise OfferError("damaged", "the offer names an address that no process has")
         return offer
 
     def read_trail(self, offer: Offer) -> TokenTrail | None:
@@ -295,8 +301,12 @@ class Handoff:
             ready=lambda: mark.passed,
             settling=settled,
         )
+        try:
+            self.link.read(arrival.read)
+        except OfferError:  # closed: nothing was begun
+            arrival.read = None
+            raise
         self._begun += 1
-        self.link.read(arrival.read)
 
     def _state_spans(self, parts: Parts, offer: Offer) -> list[tuple[int, int, int]]:
         """Header and payload of the state, but for what is zero there: it is zeroed here."""
@@ -410,7 +420,8 @@ class Handoff:
                 self._let_go_host(arrival)
             else:
                 read.given_up = True
-                self.link.read(read)  # should it not have been told
+                with suppress(OfferError):  # closed: the memory stays taken
+                    self.link.read(read)  # should it not have been told
         for lease in tuple(self.leases.held.values()):
             if lease.number not in self.leases.standing:
                 self.leases.finish(lease)
