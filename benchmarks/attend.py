@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,14 +138,10 @@ V41_SHARE = 0.8
 
 def v41_cases() -> Iterator[Case]:
     for batch, limit in V41.all_heads_us.items():
-        yield Case(
-            name=f"attend {V41.name} batch {batch}",
+        yield _case(
+            V41,
+            batch,
             suite="v41",
-            series=V41.name,
-            model=V41.model,
-            batch=batch,
-            context=V41.context,
-            measure=partial(_measure, V41, batch),
             target_us=round(limit * (V41_SHARE if batch >= 64 else 1.0), 2),
             anchors_us={"V4-Flash": limit},
         )
@@ -154,14 +151,10 @@ def cases() -> Iterator[Case]:
     for row in ROWS:
         for batch in row.batches:
             peer = row.flash_mla_us.get(batch)
-            yield Case(
-                name=f"attend {row.name} batch {batch}",
+            yield _case(
+                row,
+                batch,
                 suite="attention",
-                series=row.name,
-                model=row.model,
-                batch=batch,
-                context=row.context,
-                measure=partial(_measure, row, batch),
                 target_us=peer and round(peer * (0.7 if batch <= TARGET_BATCH else 1.0), 2),
                 first_step_us=peer and round(peer * (1.0 if batch <= FIRST_STEP_BATCH else 1.6), 2),
                 anchors_us={"FlashMLA": peer} if peer else {},
@@ -173,18 +166,27 @@ def rank_cases() -> Iterator[Case]:
         for batch, limit in row.all_heads_us.items():
             assert row.heads is not None
             share = RANK_SHARE.get(row.heads, 1.0) if batch >= 64 else 1.0
-            yield Case(
-                name=f"attend {row.name} batch {batch}",
+            yield _case(
+                row,
+                batch,
                 suite="ranks",
-                series=row.name,
-                model=row.model,
-                batch=batch,
-                context=row.context,
-                measure=partial(_measure, row, batch),
                 target_us=round(limit * share, 2),
                 first_step_us=limit,
                 anchors_us={"all heads": limit},
             )
+
+
+def _case(row: Row, batch: int, *, suite: str, **goals: Any) -> Case:
+    return Case(
+        name=f"attend {row.name} batch {batch}",
+        suite=suite,
+        series=row.name,
+        model=row.model,
+        batch=batch,
+        context=row.context,
+        measure=partial(_measure, row, batch),
+        **goals,
+    )
 
 
 def _measure(row: Row, batch: int) -> Measurement:

@@ -39,29 +39,22 @@ LAUNCH_TARGET_US = 25.0
 
 
 def cases(device: str = "cuda") -> Iterator[Case]:
-    for context, label in CONTEXTS.items():
-        yield Case(
-            name=f"host: plan + commit {REQUESTS} requests at {label}",
-            suite="host",
-            series=f"plan + commit at {label}",
-            model="tiny",
-            batch=REQUESTS,
-            context=context,
-            measure=partial(_measure, context, device),
-            target_us=TARGET_US,
-        )
-
-    for context, label in DRAFT_CONTEXTS.items():
-        yield Case(
-            name=f"host: plan + commit {REQUESTS} requests with ids and {DRAFTS} drafts at {label}",
-            suite="host",
-            series=f"plan + commit with ids and drafts at {label}",
-            model="tiny",
-            batch=REQUESTS,
-            context=context,
-            measure=partial(_measure_drafts, context, device),
-            target_us=DRAFT_TARGET_US,
-        )
+    told = f" with ids and {DRAFTS} drafts"
+    for contexts, name, series, measure, target_us in (
+        (CONTEXTS, "", "", _measure, TARGET_US),
+        (DRAFT_CONTEXTS, told, " with ids and drafts", _measure_drafts, DRAFT_TARGET_US),
+    ):
+        for context, label in contexts.items():
+            yield Case(
+                name=f"host: plan + commit {REQUESTS} requests{name} at {label}",
+                suite="host",
+                series=f"plan + commit{series} at {label}",
+                model="tiny",
+                batch=REQUESTS,
+                context=context,
+                measure=partial(measure, context, device),
+                target_us=target_us,
+            )
 
     if device == "cuda":
         for part in PARTS:

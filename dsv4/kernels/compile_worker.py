@@ -14,7 +14,6 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 from triton.runtime.jit import MockTensor
 
@@ -30,7 +29,9 @@ class Tiles(NamedTuple):
     block_shape: list[int]
     layout: Any
 
-    def descriptor(self) -> TensorDescriptor:
+    def descriptor(self) -> Any:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
         base = MockTensor(self.dtype, self.shape)
         return TensorDescriptor(base, [*self.shape], [*self.strides], self.block_shape, self.layout)
 

@@ -25,20 +25,22 @@ def window_rows(call: Attention) -> int:
     return call.tokens.shape[0] + (call.window.window - 1) * call.batch.shape[0]
 
 
-def decoded_rows(call: Attention) -> int:
-    """Rows that `decode_launch` fills, in whole blocks of keys."""
-    entries = 0 if call.entries is None else call.batch.shape[0] * _entry_rows(call)
-    return -(-window_rows(call) // BLOCK_KEYS) * BLOCK_KEYS + entries
-
-
 def first_entry(call: Attention) -> int:
-    """The row of the first request's first entry."""
-    return -(-window_rows(call) // BLOCK_KEYS) * BLOCK_KEYS
+    """The row of the first request's first entry: window rows end in a whole block of keys."""
+    return _whole_blocks(window_rows(call))
 
 
 def entries_apart(call: Attention) -> int:
     """How far the first entries of two requests lie apart, in rows."""
-    return 0 if call.entries is None else _entry_rows(call)
+    if call.entries is None:
+        return 0
+    assert call.max_visible is not None
+    return _whole_blocks(call.max_visible)
+
+
+def decoded_rows(call: Attention) -> int:
+    """Rows that `decode_launch` fills, in whole blocks of keys."""
+    return first_entry(call) + call.batch.shape[0] * entries_apart(call)
 
 
 def decoded(call: Attention) -> Tensor:
@@ -52,7 +54,6 @@ def decoded(call: Attention) -> Tensor:
 def decode_launch(call: Attention) -> Launch:
     """Only for staged windows, and where `max_visible` is known."""
     window, source, out = call.window, entries_or_window(call), decoded(call)
-    apart = entries_apart(call)
     arguments = (
         window.arena,
         source.arena,
@@ -66,7 +67,7 @@ def decode_launch(call: Attention) -> Launch:
         source.page.offset_bytes,
         source.page.scale_offset_bytes,
         window_rows(call),
-        apart,
+        entries_apart(call),
     )
     constants = {
         "RATIO": source.ratio,
@@ -80,9 +81,8 @@ def decode_launch(call: Attention) -> Launch:
     return Launch(_decode_kernel, grid, arguments, constants, OPTIONS)
 
 
-def _entry_rows(call: Attention) -> int:
-    assert call.max_visible is not None
-    return -(-call.max_visible // BLOCK_KEYS) * BLOCK_KEYS
+def _whole_blocks(rows: int) -> int:
+    return -(-rows // BLOCK_KEYS) * BLOCK_KEYS
 
 
 @triton.jit(do_not_specialize=["rows", "apart"])

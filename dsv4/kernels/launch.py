@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.errors import TritonError
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
 from dsv4.kernels.numerics import INTERPRETED
@@ -107,12 +106,18 @@ def _specialization(argument: Any) -> Any:
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, float):
         return float
-    if isinstance(argument, TensorDescriptor):
+    if is_descriptor(argument):
         return argument.base.dtype, *argument.block_shape
     number = argument if type(argument) is int else index(argument)  # numpy's too
     if number == 1:
         return 1
     return 2 + (number % 16 == 0) + 2 * (number < -_INT32_MAX or number > _INT32_MAX)
+
+
+def is_descriptor(argument: Any) -> bool:
+    """Of a tensor, for bulk copies. Gluon, whose class it is, is not imported here: portable
+    kernels run without it."""
+    return hasattr(argument, "block_shape")
 
 
 _unspecialized_places: dict[int, tuple[int, ...]] = {}

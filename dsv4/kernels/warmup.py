@@ -24,10 +24,9 @@ import triton
 from torch import Tensor
 from triton import knobs
 from triton.errors import TritonError
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dsv4.kernels.compile_worker import Job, Tiles
-from dsv4.kernels.launch import Collection, Launch
+from dsv4.kernels.launch import Collection, Launch, is_descriptor
 from dsv4.kernels.target import target_of
 
 Progress = Callable[[int, int], None]
@@ -155,7 +154,7 @@ def job_of(launch: Launch, target: str) -> Job:
 def _form(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return argument.dtype
-    if isinstance(argument, TensorDescriptor):
+    if is_descriptor(argument):
         base = argument.base
         shape, strides = tuple(base.shape), tuple(base.stride())
         return Tiles(base.dtype, shape, strides, argument.block_shape, argument.layout)
