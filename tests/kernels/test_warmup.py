@@ -4,6 +4,7 @@ launch finds them."""
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -22,10 +23,11 @@ from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.warmup import stand_in, token_counts
 from dsv4.errors import InvalidInput
-from dsv4.kernels import launch
+from dsv4.kernels import launch, warmup
 from dsv4.model import AttentionType, ModelSpec
 from dsv4.ops.calls import CompressorWeights, KeyProjection, LayerWeights
 from tests.kernels.compiling import run_apart
+from tests.kernels.test_attend_wide_sm90 import launch as attend_wide_launch
 from tests.support.no_gpu import no_gpu
 
 MODELS = {"tiny": 512, "v41-tiny": 512, "v4-flash": 8192, "v4-pro": 131_072}
@@ -274,6 +276,19 @@ def test_workers_leave_binaries_where_launches_find_them() -> None:
     assert found["notes"] == 2
     assert found["started_again"] == 0
     assert found["compiled"] == [True, False]  # as noted, and when the cache is gone
+
+
+def test_a_descriptor_travels_to_a_worker_without_its_tensor() -> None:
+    given = attend_wide_launch("flash hca")
+    job = pickle.loads(pickle.dumps(warmup.job_of(given, "sm_90")))
+    (at,) = (nth for nth, each in enumerate(given.arguments) if launch.is_descriptor(each))
+    wanted, made = given.arguments[at], job.arguments[at].descriptor()
+    assert type(made) is type(wanted)
+    for field in ("block_shape", "layout", "padding"):
+        assert getattr(made, field) == getattr(wanted, field)
+    assert tuple(made.strides) == tuple(wanted.strides)
+    assert made.base.dtype == wanted.base.dtype
+    assert not any(isinstance(each, Tensor) for each in job.arguments)
 
 
 def main() -> None:
