@@ -301,7 +301,6 @@ def main() -> None:
     from triton.runtime import driver
 
     from dsv4.cache import records
-    from dsv4.kernels import warmup
     from dsv4.kernels.compile_worker import NoDevice
     from dsv4.kernels.index_query import index_query_launch
     from dsv4.kernels.target import TARGETS
