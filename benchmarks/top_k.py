@@ -47,7 +47,7 @@ def _measure(rows: int, columns: int, count: int) -> Measurement:
     """Scores come from the launch before, so they may be in the L2 here too."""
     tokens = step_tokens(requests=rows, position=columns * RATIO - 1)
     out = torch.empty(rows, count, dtype=torch.int32, device="cuda")
-    needed = top_k_workspace_bytes(rows, columns)
+    needed = top_k_workspace_bytes(rows, columns, count)
     workspace = torch.empty(max(needed, 1), dtype=torch.uint8, device="cuda")
     scores = torch.randn(rows, columns, device="cuda").bfloat16().float()
 

@@ -23,7 +23,12 @@ def block_scores_launch(
     not see, and rows of padding tokens, keep what they held."""
     rows, blocks = out.shape
     arguments = (scores, tokens, out, scores.shape[1], blocks, scores.stride(0), out.stride(0))
-    constants = {"RATIO": ratio, "SPAN": span, "AT_ONCE": BLOCKS_AT_ONCE}
+    constants = {
+        "RATIO": ratio,
+        "SPAN": span,
+        "SPAN_PADDED": triton.next_power_of_2(span),
+        "AT_ONCE": BLOCKS_AT_ONCE,
+    }
     grid = (rows, triton.cdiv(blocks, BLOCKS_AT_ONCE))
     return Launch(_block_scores_kernel, grid, arguments, constants, OPTIONS)
 
@@ -40,7 +45,7 @@ def entries_of_columns_launch(out: Tensor, *, tokens: Tensor, blocks: Tensor, sp
 @triton.jit
 def _block_scores_kernel(
     scores_ptr, tokens_ptr, out_ptr, columns, blocks, scores_stride, out_stride,
-    RATIO: tl.constexpr, SPAN: tl.constexpr, AT_ONCE: tl.constexpr,
+    RATIO: tl.constexpr, SPAN: tl.constexpr, SPAN_PADDED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     nth = tl.program_id(0).to(tl.int64)
     token = load_token(token_at(tokens_ptr, nth))
@@ -48,11 +53,13 @@ def _block_scores_kernel(
     block = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     if (token.slot >= 0) & (tl.program_id(1) * AT_ONCE * SPAN < visible):
         row = scores_ptr + nth * scores_stride
-        highest = tl.full([AT_ONCE], float("-inf"), tl.float32)
-        for place in tl.static_range(SPAN):
-            entry = block * SPAN + place
-            score = tl.load(row + entry, mask=entry < visible, other=float("-inf"))
-            highest = tl.where(score > highest, score, highest)
+        place = tl.arange(0, SPAN_PADDED)[None, :]
+        entry = block[:, None] * SPAN + place
+        # whole 16 bytes are loaded, up to three scores that are not seen among them
+        loaded = (entry < tl.cdiv(visible, 4) * 4) & (entry < columns)
+        score = tl.load(row + entry, mask=loaded, other=float("-inf"))  # [AT_ONCE, SPAN_PADDED]
+        counts = (place < SPAN) & (entry < visible) & (score == score)
+        highest = tl.max(tl.where(counts, score, float("-inf")), axis=1)
         highest = tl.where(block == (visible - 1) // SPAN, float("inf"), highest)
         seen = (block * SPAN < visible) & (block < blocks)
         tl.store(out_ptr + nth * out_stride + block, highest, mask=seen)

@@ -35,7 +35,7 @@ def select_workspace_bytes(
     """fp32 scores of every entry the block table can name, then what their kernel or top-k needs.
     It serves every number of entries up to `top_k` and beyond."""
     columns = keys.capacity
-    behind = max(score_bytes(rows), _top_k_bytes(rows, columns, block_entries))
+    behind = max(score_bytes(rows), _top_k_bytes(rows, columns, top_k, block_entries))
     return _aligned(4 * rows * columns) + behind
 
 
@@ -144,12 +144,13 @@ def _aligned(count_bytes: int) -> int:
     return -(-count_bytes // 16) * 16
 
 
-def _top_k_bytes(rows: int, columns: int, block_entries: int) -> int:
-    """What the top-k of entries and, after it, that of blocks need."""
-    needed = top_k_workspace_bytes(rows, columns)
+def _top_k_bytes(rows: int, columns: int, top_k: int, block_entries: int) -> int:
+    """What the top-k of entries and, after it, that of any number of blocks need."""
+    needed = top_k_workspace_bytes(rows, columns, top_k)
     if block_entries:
         blocks = -(-columns // block_entries)
-        needed = max(needed, _aligned(4 * rows * blocks) + top_k_workspace_bytes(rows, blocks))
+        of_blocks = top_k_workspace_bytes(rows, blocks, blocks)
+        needed = max(needed, _aligned(4 * rows * blocks) + of_blocks)
     return needed
 
 
@@ -169,8 +170,8 @@ def _rows_at_a_time(
         return _aligned(4 * rows * columns) + score_bytes(rows)
 
     def needed(rows: int) -> int:
-        top_k_bytes = _aligned(4 * rows * columns) + _top_k_bytes(rows, columns, block_entries)
-        return max(scored(rows), top_k_bytes)
+        top_k_bytes = _top_k_bytes(rows, columns, top_k, block_entries)
+        return max(scored(rows), _aligned(4 * rows * columns) + top_k_bytes)
 
     rows = bisect_right(range(tokens + 1), workspace_bytes, key=scored) - 1
     # few rows may be cut finer than many, and so the last piece may need more than the others

@@ -19,7 +19,11 @@ by counting from there, the k-th highest score. A longer row takes two launches:
 A row with more scores that reach the bound than the list holds (its highest would all have to lie
 in a few bins, or be equal) is searched itself, by whoever comes last: slow, and exact too.
 
-    workspace int32 [rows, highest of BINS | list length, arrived | slices: length, start | list]
+A bound is close where bins are at least twice k, and the list longer than what reaches it. So rows
+of which more than BINS // 2 are wanted (V4.1's 2,048 candidate blocks) have WIDER times as many
+bins and a list LONGER times as long.
+
+    workspace int32 [rows, highest of bins | list length, arrived | slices: length, start | list]
 """
 
 from __future__ import annotations
@@ -38,6 +42,8 @@ from dsv4.kernels.rows import load_token, score_columns, token_at
 
 BINS = 2048
 LIST = 2048
+WIDER = 4
+LONGER = 2
 # A multiple of 8 (32 bytes), so that loads stay wide, and an odd one, so that it takes all runs of
 # 2^19 entries until two have the same shift.
 SKEW = 8 * 77
@@ -96,10 +102,10 @@ class _Work(NamedTuple):
     list: Any
 
 
-def top_k_workspace_bytes(rows: int, columns: int) -> int:
-    """What top_k needs as `workspace` for such scores."""
+def top_k_workspace_bytes(rows: int, columns: int, k: int) -> int:
+    """What top_k needs as `workspace` for the k highest, or fewer, of such scores."""
     slices = -(-columns // _tile(rows, columns))
-    return 4 * rows * _row_words(slices) if slices > 1 else 0
+    return 4 * rows * _row_words(slices, k) if slices > 1 else 0
 
 
 def top_k(
@@ -122,7 +128,7 @@ def top_k(
     rows, columns = scores.shape
     if rows == 0 or out.shape[1] == 0:
         return
-    needed = top_k_workspace_bytes(rows, columns) if columns > out.shape[1] else 0
+    needed = top_k_workspace_bytes(rows, columns, out.shape[1]) if columns > out.shape[1] else 0
     if needed and (workspace is None or workspace.numel() < needed):
         given = 0 if workspace is None else workspace.numel()
         raise InvalidInput(
@@ -152,17 +158,18 @@ def top_k_launches(
     one_tile = columns <= k or slices == 1
     # programs of a row that share the bins, each at least 32 bytes wide
     at_once = min(tile, MAX_AT_ONCE)
-    sharers = 1 if one_tile else min(1 << ((columns // at_once).bit_length() - 1), BINS // 8)
-    width = BINS // sharers
+    bins, listed = _bins_and_list(k)
+    sharers = 1 if one_tile else min(1 << ((columns // at_once).bit_length() - 1), bins // 8)
+    width = bins // sharers
     constants = {
         "T": TopKConstants(
             K=k,
             K_PADDED=triton.next_power_of_2(k),
             RATIO=ratio,
             BITS=16 if bf16_scores else 32,
-            BINS=min(tile, BINS) if one_tile else BINS,
+            BINS=min(tile, BINS) if one_tile else bins,
             TILE=tile,
-            LIST=LIST,
+            LIST=listed,
             SLICES=_padded(slices),
             WIDTH=width,
             DEPTH=max(at_once // width, 1),
@@ -175,7 +182,7 @@ def top_k_launches(
     if one_tile:
         arguments = (*scored, out, out.stride(0))
         return [Launch(_one_tile_kernel, (rows, 1), arguments, constants, options)]
-    worked = (*scored, work, _row_words(slices))
+    worked = (*scored, work, _row_words(slices, k))
     return [
         Launch(_bin_maxima_kernel, (rows, sharers), worked, constants, options),
         Launch(
@@ -202,9 +209,15 @@ def _padded(slices: int) -> int:
     return max(16, int(triton.next_power_of_2(slices)))
 
 
-def _row_words(slices: int) -> int:
+def _bins_and_list(k: int) -> tuple[int, int]:
+    """Bins of a row and length of its list, where k of its scores are wanted."""
+    return (WIDER * BINS, LONGER * LIST) if 2 * k > BINS else (BINS, LIST)
+
+
+def _row_words(slices: int, k: int) -> int:
     """int32 words of the workspace per row, in multiples of 64 bytes."""
-    return BINS + 16 + 2 * _padded(slices) + 2 * LIST
+    bins, listed = _bins_and_list(k)
+    return bins + 16 + 2 * _padded(slices) + 2 * listed
 
 
 @triton.jit
@@ -224,7 +237,7 @@ def _one_tile_kernel(
         scores_row = scores_ptr + nth * scores_stride
         row = _Row(scores=scores_row, out=out_row, seen=seen, columns=columns)
         score = _scores(row, at)  # [TILE]
-        if (BINS == TILE) | (K > BINS):
+        if (BINS == TILE) | (2 * K > BINS):
             threshold, higher = _boundary(score, K, tl.full([], 0, tl.uint32), T.BITS)
         else:
             members = tl.reshape(score, [BINS, TILE // BINS])
@@ -474,7 +487,11 @@ def _search(score, wanted, slack, low, BITS: tl.constexpr):
     bottom = tl.min(tl.where(number, score, float("inf")), axis=0)
     top = tl.max(tl.where(number, score, float("-inf")), axis=0)
     high = _image(top, BITS)
-    # By values first, because scores are rarely far apart. What is not finite would stay so.
+    # By values first, because scores are rarely far apart. What is not finite stands far from all.
+    if bottom == float("-inf"):
+        bottom = tl.min(tl.where(score > float("-inf"), score, float("inf")), axis=0)
+    if top == float("inf"):
+        top = tl.max(tl.where(score < float("inf"), score, float("-inf")), axis=0)
     bottom = tl.minimum(tl.maximum(bottom, -3e38), 3e38)
     top = tl.minimum(tl.maximum(top, -3e38), 3e38)
     reaching = 0  # bottom, once that is known

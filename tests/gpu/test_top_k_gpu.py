@@ -26,14 +26,16 @@ def some_scores(kind: str, rows: int, columns: int) -> Tensor:
         x = torch.full_like(x, -2.5)
     elif kind == "one place":  # more of the highest than the list holds, in few bins
         x[:, 1000:1900] += 20
+    elif kind == "newest":  # as of blocks of entries
+        x[:, -40] = torch.inf
     elif kind == "not finite":
         for nth, value in enumerate((torch.nan, torch.inf, -torch.inf, 0.0, -0.0)):
             x[:, nth::6] = value
     return x.to(torch.bfloat16).float()
 
 
-@pytest.mark.parametrize("k", [512, 1024])
-@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "one place", "not finite"])
+@pytest.mark.parametrize("k", [512, 1024, 2048])
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "one place", "newest", "not finite"])
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_top_k(rows: int, columns: int, kind: str, k: int) -> None:
     scores = some_scores(kind, rows, columns).cuda()
@@ -41,7 +43,7 @@ def test_top_k(rows: int, columns: int, kind: str, k: int) -> None:
     tokens = make_tokens([(0, 4 * n + 2) for n in seen]).cuda()
     expected = torch.full((rows, k), UNTOUCHED, dtype=torch.int32, device="cuda")
     reference_top_k.top_k(scores, tokens=tokens, ratio=4, out=expected)
-    size = top_k.top_k_workspace_bytes(rows, columns)
+    size = top_k.top_k_workspace_bytes(rows, columns, k)
     for bf16_scores in (True, True, False):
         workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
         found = torch.full_like(expected, UNTOUCHED)

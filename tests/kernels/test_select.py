@@ -159,11 +159,11 @@ def test_every_piece_fits_a_workspace_that_holds_one_row(monkeypatch: pytest.Mon
     keys, *_ = case()
     columns = keys.block_table.shape[1] * keys.page.rows
     for tokens in (1, 5, 9, 20):
-        one = 4 * columns + top_k_kernel.top_k_workspace_bytes(1, columns)
+        one = 4 * columns + top_k_kernel.top_k_workspace_bytes(1, columns, K)
         for size in range(one, 20 * one, 997):
             rows = kernel._rows_at_a_time(tokens, columns, K, size, lambda rows: 0)
             for piece in {rows, tokens % rows} - {0}:
-                counts = top_k_kernel.top_k_workspace_bytes(piece, columns)
+                counts = top_k_kernel.top_k_workspace_bytes(piece, columns, K)
                 assert 4 * piece * columns + counts <= size
 
 
@@ -173,7 +173,7 @@ def test_no_column_behind_the_last_visible_entry_is_scored(max_visible: int):
     tokens[:, 1].clamp_(max=4 * max_visible - 1)
     found = torch.full((len(tokens), K), UNTOUCHED, dtype=torch.int32)
     columns = min(max_visible, keys.capacity)
-    top_k_bytes = top_k_kernel.top_k_workspace_bytes(len(tokens), columns)
+    top_k_bytes = top_k_kernel.top_k_workspace_bytes(len(tokens), columns, K)
     needed = -(-4 * len(tokens) * columns // 16) * 16 + top_k_bytes
     KERNEL.select(
         Selection(

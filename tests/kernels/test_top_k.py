@@ -38,7 +38,7 @@ def select(
     scores: Tensor, tokens: Tensor, k: int, *, bf16_scores: bool = True
 ) -> tuple[Tensor, Tensor]:
     rows, columns = scores.shape
-    size = kernel.top_k_workspace_bytes(rows, columns)
+    size = kernel.top_k_workspace_bytes(rows, columns, k)
     workspace = torch.full((size,), 0xFF, dtype=torch.uint8)
     results = []
     kernel_top_k = partial(kernel.top_k, bf16_scores=bf16_scores, workspace=workspace)
@@ -97,17 +97,41 @@ def test_one_program_a_row_equals_the_reference(
     monkeypatch.setattr(kernel, "BINS", bins)
     found, expected = select(scores, tokens_of(SEEN), 8)
     assert found.tolist() == expected.tolist()
-    assert kernel.top_k_workspace_bytes(*scores.shape) == 0
+    assert kernel.top_k_workspace_bytes(*scores.shape, 8) == 0
 
 
 @pytest.mark.parametrize(("kind", "k"), [("normal", 64), ("special", 90)])
 def test_lists_too_short_and_more_wanted_than_bins(
     kind: str, k: int, monkeypatch: pytest.MonkeyPatch
 ):
-    shorten(monkeypatch, bins=64, listed=4)
+    shorten(monkeypatch, bins=16, listed=2)
     scores = random_scores(kind, 1, 500, seed=3)
     found, expected = select(scores, tokens_of([499]), k)
     assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("columns", [200, 700])  # the row itself, or a list of it
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_wanted_and_one_that_is_always_chosen(
+    kind: str, columns: int, monkeypatch: pytest.MonkeyPatch
+):
+    """As of candidate blocks: as many as there are bins of rows of which few are wanted."""
+    shorten(monkeypatch, bins=64, listed=64)
+    scores = random_scores(kind, 2, columns, seed=4)
+    scores[:, columns - 10] = torch.inf
+    found, expected = select(scores, tokens_of([columns, columns - 9]), 64)
+    assert found.tolist() == expected.tolist()
+
+
+def test_the_list_holds_what_reaches_the_bound_of_many_wanted(monkeypatch: pytest.MonkeyPatch):
+    """Nothing is left to the slow search of a whole row."""
+    shorten(monkeypatch, bins=64, listed=64)
+    monkeypatch.setattr(kernel, "_emit_row", None)
+    for seed in range(2):
+        scores = random_scores("normal", 1, 2000, seed=seed)
+        scores[0, 1999] = torch.inf
+        found, expected = select(scores, tokens_of([2000]), 64)
+        assert found.tolist() == expected.tolist()
 
 
 @pytest.mark.usefixtures("short_tiles")
@@ -183,7 +207,7 @@ def test_equals_sorting(scores: list[float], k: int, data: st.DataObject):
 @pytest.mark.usefixtures("short_tiles")
 def test_a_workspace_too_small_is_refused():
     out = torch.full((1, 8), UNTOUCHED, dtype=torch.int32)
-    needed = kernel.top_k_workspace_bytes(1, 700)
+    needed = kernel.top_k_workspace_bytes(1, 700, 8)
     assert needed > 0
     for workspace in (None, torch.empty(needed - 1, dtype=torch.uint8)):
         with pytest.raises(InvalidInput, match=f"{needed:,} bytes"):
@@ -199,6 +223,7 @@ def test_a_workspace_too_small_is_refused():
 
 def test_the_workspace_is_small_beside_the_scores():
     for rows in (1, 2, 31, 32, 33, 256, 1024, 8192):
-        assert kernel.top_k_workspace_bytes(rows, 8192) == 0
+        assert kernel.top_k_workspace_bytes(rows, 8192, 2048) == 0
         for columns in (16_384, 32_768, 262_144):
-            assert kernel.top_k_workspace_bytes(rows, columns) <= 26 * 1024 * rows
+            assert kernel.top_k_workspace_bytes(rows, columns, 1024) <= 26 * 1024 * rows
+            assert kernel.top_k_workspace_bytes(rows, columns, 2048) <= 68 * 1024 * rows

@@ -1,4 +1,5 @@
-"""The launches of top-k compiled for sm_90, at the lengths that they are cut for."""
+"""The launches of top-k, and of the scores of blocks, compiled for sm_90, at the lengths that they
+are cut for."""
 
 from __future__ import annotations
 
@@ -12,14 +13,21 @@ from dsv4.kernels.launch import Launch
 from tests.kernels.sm90 import compiled, empty, run_apart
 
 # rows, scores per row, k, launches that it takes
-SHAPES = ((1, 262_144, 1024, 2), (8, 262_144, 512, 2), (256, 8192, 512, 1), (256, 2048, 512, 1))
+SHAPES = (
+    (1, 262_144, 1024, 2),
+    (8, 262_144, 512, 2),
+    (1, 131_072, 2048, 2),
+    (256, 8192, 512, 1),
+    (256, 2048, 512, 1),
+    (64, 4096, 2048, 1),
+)
 # name -> (rows, scores per row, k, whether scores are bf16, which launch)
 CASES = {
     f"{rows} x {columns} {kind} launch {nth}": (rows, columns, k, kind == "bf16", nth)
     for rows, columns, k, launches in SHAPES
-    for kind in ("bf16", "fp32")
+    for kind in (("bf16", "fp32") if k < 2048 else ("bf16",))  # candidates' are bf16 numbers
     for nth in range(launches)
-}
+} | {"blocks": (1, 1_048_576, 2048, True, None)}
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +72,16 @@ def test_it_loads_16_bytes_per_thread_and_leaves_room_for_two_programs(
     assert 2 * found["registers"] * found["threads"] <= 65_536
 
 
-def launch(rows: int, columns: int, k: int, bf16_scores: bool, nth: int) -> Launch:
-    return launches(rows, columns, k, bf16_scores)[nth]
+def launch(rows: int, columns: int, k: int, bf16_scores: bool, nth: int | None) -> Launch:
+    """The nth launch of top-k, or that of the scores of blocks of 8."""
+    from dsv4.kernels.candidates import block_scores_launch
+
+    if nth is not None:
+        return launches(rows, columns, k, bf16_scores)[nth]
+    scores, tokens = empty(rows, columns), empty(rows, 4, dtype=torch.int32)
+    return block_scores_launch(
+        scores, tokens=tokens, ratio=1, span=8, out=empty(rows, columns // 8)
+    )
 
 
 def compile_case(case: str) -> dict[str, Any]:

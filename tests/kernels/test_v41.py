@@ -163,17 +163,23 @@ def selected(
 
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize(
-    ("blocks", "top_k", "rows_at_a_time"), [(4, 6, 7), (3, 9, 2), (20, 6, 3), (80, 6, 7)]
+    ("blocks", "top_k", "rows_at_a_time", "span"),
+    [(4, 6, 7, 4), (4, 9, 2, 3), (20, 6, 3, 4), (80, 6, 7, 4)],
 )
 def test_candidates_and_what_is_selected_among_them(
-    monkeypatch: pytest.MonkeyPatch, blocks: int, top_k: int, rows_at_a_time: int, cut: bool
+    monkeypatch: pytest.MonkeyPatch,
+    blocks: int,
+    top_k: int,
+    rows_at_a_time: int,
+    span: int,
+    cut: bool,
 ):
     if cut:
         cut_rows(monkeypatch)
     found = []
     for backend in (REFERENCE, KERNEL):
         lists = torch.full((7, blocks), UNTOUCHED, dtype=torch.int32)
-        sizes = {"top_k": top_k, "rows_at_a_time": rows_at_a_time}
+        sizes = {"top_k": top_k, "rows_at_a_time": rows_at_a_time, "span": span}
         first = selected(backend, lists, publish=True, **sizes)
         second = selected(backend, lists, publish=False, seed=1, **sizes)
         found.append((lists.tolist(), first.tolist(), second.tolist()))
@@ -181,4 +187,4 @@ def test_candidates_and_what_is_selected_among_them(
     lists, _, second = found[0]
     for row, chosen in zip(lists, second, strict=True):
         live = [block for block in row if block >= 0]
-        assert {entry // 4 for entry in chosen if entry >= 0} <= set(live)
+        assert {entry // span for entry in chosen if entry >= 0} <= set(live)
