@@ -1,6 +1,6 @@
 """`python -m benchmarks.report [results.jsonl]`: writes the tables of docs/performance.md, every
-registered case beside its target, the plots under docs/plots/ and the README's figures, from a
-results file."""
+registered case beside its target, those of docs/v41.md, the plots under docs/plots/ and the
+README's figures, from a results file."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from dsv4.plots.results import plot_results
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "performance.md"
+V41_DOCUMENT = ROOT / "docs" / "v41.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results" / "h200.jsonl"
 PLOT_FOLDER = ROOT / "docs" / "plots"
@@ -43,6 +44,15 @@ TITLES = {
 # launches of cache writes in a decode step of V4-Flash
 WRITE_LAUNCHES = {"vLLM": "187", "SGLang": "about 230"}
 WRITE_LAUNCHES_TARGET = 43
+# how a case of V4.1 begins -> how that of V4-Flash does that stands beside it
+V41_BESIDE = {
+    "step v41-flash": "step v4-flash",
+    "chunk v41-flash": "chunk v4-flash",
+    "attend v41": "attend flash csa",
+    "append v41 pairs batch": "append flash csa flush batch",
+    "append v41 pairs prefill": "append flash csa prefill",
+    "index scores v41": "index scores",
+}
 # V4-Flash: (what, DeepSeek's papers, vLLM, SGLang, target in bytes)
 MEMORY = (
     ("bytes a token", "3,514.25", "3,915", "7,033 to 7,705", 3_550),
@@ -56,9 +66,9 @@ def main() -> int:
     parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
     try:
         results = read_results(parser.parse_args().results)
-        DOCUMENT.write_text(
-            updated(DOCUMENT.read_text(encoding="utf-8"), results), encoding="utf-8"
-        )
+        for document, made in ((DOCUMENT, tables(results)), (V41_DOCUMENT, v41_table(results))):
+            text = updated(document.read_text(encoding="utf-8"), made)
+            document.write_text(text, encoding="utf-8")
         README.write_text(refreshed(README.read_text(encoding="utf-8"), results), encoding="utf-8")
         PLOT_FOLDER.mkdir(exist_ok=True)
         for name, suites in PLOTS.items():
@@ -70,13 +80,13 @@ def main() -> int:
     return 0
 
 
-def updated(document: str, results: Sequence[BenchResult]) -> str:
+def updated(document: str, made: str) -> str:
     """The document with new tables between its marks. Raises InvalidInput if they are missing."""
     before, begin, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise InvalidInput(f"the document has no lines {BEGIN!r} and {END!r}: put them back")
-    return f"{before}{BEGIN}\n\n{tables(results)}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
 
 
 def refreshed(readme: str, results: Sequence[BenchResult]) -> str:
@@ -106,6 +116,45 @@ def tables(results: Sequence[BenchResult]) -> str:
     sections += ["## Decoding with transformers, five layers", decoding]
     sections += ["## Memory, V4-Flash", _memory_table()]
     return "\n\n".join(sections)
+
+
+def v41_table(results: Sequence[BenchResult]) -> str:
+    """Cases of V4.1 beside those of V4-Flash that do as much, each with its commit."""
+    measured = {result.case: result for result in results}
+    rows, left_out = [], 0
+    for case in SUITES["v41"]():
+        found = measured.get(case.name)
+        if found is None:
+            left_out += 1
+            continue
+        v4 = _beside(case.name, measured)
+        steps = found.parts_us if found.parts_us.keys() <= {"append", "select", "attend"} else {}
+        rows.append(
+            (
+                case.name,
+                f"{found.microseconds:,.1f}",
+                f"{v4.microseconds:,.1f}" if v4 else "",
+                f"{found.microseconds / v4.microseconds:.2f}" if v4 else "",
+                _times(steps) or _times(found.peers_us),
+                str(found.launches),
+                f"{found.percent_of_floor:.0f} %",
+                _target(case),
+                _mark(found),
+            )
+        )
+    header = ("case, µs", "ours", "V4-Flash", "of it", "of which, or beside it", "launches")
+    text = _table((*header, "of floor", "target", ""), rows) if rows else ""
+    shown = [found for found in results if found.suite == "v41"]
+    told = (_conditions(shown) if shown else "", text, _left_out(left_out).strip())
+    return "\n\n".join(filter(None, told))
+
+
+def _beside(name: str, measured: dict[str, BenchResult]) -> BenchResult | None:
+    """The measured case of V4-Flash that does as much as a case of V4.1."""
+    for own, other in V41_BESIDE.items():
+        if name.startswith(own):
+            return measured.get(other + name.removeprefix(own))
+    return None
 
 
 def summary(results: Sequence[BenchResult]) -> str:

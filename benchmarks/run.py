@@ -1,5 +1,5 @@
 """`python -m benchmarks.run [name] [--only writes,attention,…]`: GPU benchmarks; results are
-written under benchmarks/results/, suite by suite. Lines of suites that do not run stay there."""
+written under benchmarks/results/, case by case. Lines of suites that do not run stay there."""
 
 from __future__ import annotations
 
@@ -51,6 +51,8 @@ def main() -> int:
         for case in SUITES[suite]():
             results.append(make_result(case, case.measure(), ceilings, environment))
             print(line(results[-1]), flush=True)
+            # a run that ends early leaves what it has measured
+            write_results(path, merged(path, results, suite, whole=False))
             gc.collect()  # managers and their requests refer to each other
             torch.cuda.empty_cache()
         write_results(path, merged(path, results, suite))
@@ -87,12 +89,16 @@ def make_result(
     )
 
 
-def merged(path: Path, results: list[BenchResult], suite: str) -> list[BenchResult]:
-    """The new results of a suite, and what the file has of the others, in the order of suites."""
+def merged(
+    path: Path, results: list[BenchResult], suite: str, *, whole: bool = True
+) -> list[BenchResult]:
+    """The new results of a suite, and what the file has of the others, in the order of suites; of a
+    suite that is not yet measured as a whole also what the file has of its other cases."""
     order = list(SUITES)
     kept = [r for r in read_results(path) if r.suite in order] if path.exists() else []
-    everything = [*results, *(r for r in kept if r.suite != suite)]
-    return sorted(everything, key=lambda r: order.index(r.suite))
+    again = {result.case for result in results}
+    others = (r for r in kept if r.suite != suite or (not whole and r.case not in again))
+    return sorted([*results, *others], key=lambda r: order.index(r.suite))
 
 
 def line(result: BenchResult) -> str:

@@ -185,7 +185,7 @@ def test_v41_has_cases_of_all_that_v4_has() -> None:
     assert batches == {1, 4, 16, 32, 64, 128, 256}
     for kind in (
         *("append v41 pairs", "append v41 singles", "index scores v41", "select v41 publishing"),
-        *("select v41 among candidates", "chunk v41-flash 8192 from", "step v41-flash at 1M"),
+        *("select v41 among candidates", "chunk v41-flash 8192 from", "step v41-flash at 128k"),
     ):
         assert any(case.name.startswith(kind) for case in cases), kind
     limits = {case.batch: case for case in cases if case.name.startswith("attend v41 128+512")}
@@ -198,6 +198,7 @@ def test_v41_has_cases_of_all_that_v4_has() -> None:
 def test_a_step_of_v41_runs_all_layers(chunk: int) -> None:
     """Layers of all sorts, each with the selection of its selector."""
     step = DecodeStep(TINY_V41, batch=2, chunk=chunk, context=256, device="cpu")
+    step.compile()
     step.run(PARTS)
     assert torch.isfinite(step.out.float()).all()
     assert list(step.chosen_of) == [2, 1]
@@ -304,6 +305,9 @@ def test_a_suite_replaces_its_own_lines(tmp_path: Path) -> None:
     write_results(path, old)
     new = [result("new", "writes")]
     assert run.merged(path, new, "writes") == [new[0], old[0]]
+    assert run.merged(path, new, "writes", whole=False) == [new[0], old[1], old[0]]
+    again = [replace(old[1], microseconds=1.0)]
+    assert run.merged(path, again, "writes", whole=False) == [again[0], old[0]]
 
 
 def test_a_result_has_the_case_the_measurement_and_the_floor() -> None:
@@ -329,7 +333,9 @@ def test_the_document_is_what_the_results_say() -> None:
     """`python -m benchmarks.report` puts it right."""
     document = report.DOCUMENT.read_text(encoding="utf-8")
     results = read_results(report.RESULTS)
-    assert report.updated(document, results) == document
+    assert report.updated(document, report.tables(results)) == document
+    v41 = report.V41_DOCUMENT.read_text(encoding="utf-8")
+    assert report.updated(v41, report.v41_table(results)) == v41
     readme = report.README.read_text(encoding="utf-8")
     assert report.refreshed(readme, results) == readme
 
@@ -350,7 +356,27 @@ def test_misses_are_marked_and_nothing_is_hidden() -> None:
         assert "| attend flash csa 128+512 batch 256 | FlashMLA 87.9 |" in text
         assert "24 registered cases have no result" in text
     with pytest.raises(InvalidInput, match="no lines"):
-        report.updated("# Performance", [BASE])
+        report.updated("# Performance", report.tables([BASE]))
+
+
+def test_cases_of_v41_stand_beside_those_of_v4_that_do_as_much() -> None:
+    cases = {case.name: case for listed in SUITES.values() for case in listed()}
+    beside = {name: report._beside(name, cases) for name in cases if "v41" in name}  # type: ignore[arg-type]
+    alone = {name for name, other in beside.items() if other is None}
+    alike = {
+        name for name in beside if name.startswith(("step", "chunk", "attend", "append v41 p"))
+    }
+    assert alike <= beside.keys() - alone
+    for name, other in beside.items():
+        if other is not None:
+            assert (cases[name].batch, "v4-flash") == (other.batch, other.model)
+    step, v4 = "step v41-flash at 8k batch 16", "step v4-flash at 8k batch 16"
+    parts = {"append": 1.0, "select": 2.0, "attend": 3.0}
+    found = result(step, "v41", microseconds=60.0, launches=7, parts_us=parts)
+    text = report.v41_table([found, result(v4, "decode_step", microseconds=80.0)])
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {step} ")]
+    assert "| 60.0 | 80.0 | 0.75 | append 1.0, select 2.0, attend 3.0 | 7 |" in line
+    assert f"{len(list(SUITES['v41']())) - 1} registered cases have no result" in text
 
 
 # ---- the reference on a CPU ---------------------------------------------------------------------
