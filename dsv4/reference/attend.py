@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.ops.calls import Attention, EntrySource, WindowSource
-from dsv4.ops.columns import request_columns
-from dsv4.reference.gather import window_rows
+from dsv4.ops.calls import Attention, EntrySource
+from dsv4.ops.columns import request_columns, staged_row
 from dsv4.reference.numerics import rotate, round_to
-from dsv4.reference.pages import read_records
-from dsv4.reference.runs import Run, runs
+from dsv4.reference.pages import read_entries, read_records
+from dsv4.reference.runs import Runs, runs
 
 # Records that the queries of one request share are read once for so many of them.
 RUN_TOKENS = 64
+# Requests with one query each are read together, about so many records at once.
+MAX_RECORDS = 1 << 13
 
 
 def attend(call: Attention) -> None:
-    """Query after query; the workspace is not used. Neighbours of a request share what they read
-    and what is done number by number; sums and products are each query's own, so no bit of a
-    result depends on the neighbours."""
-    heads, width = call.q.shape[1:]
-    for run in runs(call.tokens, RUN_TOKENS):
-        rows = slice(run.rows.start, run.rows.stop)
+    """Query after query; the workspace is not used. Queries share what is read and what is done
+    number by number; sums and products are each query's own, so no bit of a result depends on the
+    neighbours."""
+    width, found = call.q.shape[2], runs(call.tokens, RUN_TOKENS)
+    for first, end in _parts(call, found):
+        rows = slice(found.firsts[first], found.ends[end - 1])
         q = call.q[rows].float()
-        top, total = q.new_empty(2, len(q), heads, 1)
+        top, total = q.new_empty(2, *q.shape[:2], 1).unbind()
         summed = torch.empty_like(q)
-        for nth, keys in enumerate(_keys(call, run)):
+        near, windows = _window_keys(call, found, first, end)
+        far, chosen = None, None
+        if call.entries is not None:
+            far, chosen = _entry_keys(call, call.entries, found, first, end)
+        for nth, window in enumerate(windows):
+            keys = near[window]
+            if far is not None and chosen is not None:
+                of = chosen[nth]
+                seen = far.index_select(0, of) if isinstance(of, Tensor) else far[of]
+                keys = torch.cat((keys, seen))
             logits = (q[nth] @ keys.T).mul_(width**-0.5)
             torch.amax(logits, dim=-1, keepdim=True, out=top[nth])
             weights = logits.sub_(top[nth]).exp_()
@@ -38,64 +49,108 @@ def attend(call: Attention) -> None:
         sinks = torch.exp(call.sink[:, None] - top)
         result = round_to(summed.div_(total + sinks), call.q.dtype)
         if call.inverse_rope is not None:
-            cos, sin = call.inverse_rope[run.positions].unsqueeze(1).chunk(2, dim=-1)
-            result = rotate(result, cos, -sin)
+            table = call.inverse_rope[found.positions[rows]].unsqueeze(1)
+            half = table.shape[-1] // 2
+            result = rotate(result, table[..., :half], -table[..., half:])
         call.out[rows] = result
 
 
-def _keys(call: Attention, run: Run) -> Iterator[Tensor]:
-    """fp32 [n, head_dim] of each query of a run, one or more: its window, oldest first, then the
-    entries it sees, all of them or those named, in the order in which they are."""
-    newest = run.positions
-    if call.joint:
-        request = request_columns(call.batch[run.batch_row])
-        newest = [int(request.start + request.count) - 1] * len(newest)
-    near, oldest = _window_keys(call.window, call.batch, run, newest)
-    windows = [
-        slice(max(0, position - call.window.window + 1) - oldest, position + 1 - oldest)
-        for position in newest
-    ]
-    source, device = call.entries, near.device
-    if source is None:
-        yield from (near[window] for window in windows)
-        return
-    visible = [(position + 1) // source.ratio for position in run.positions]
+def _parts(call: Attention, found: Runs) -> list[tuple[int, int]]:
+    """Which runs are read together: neighbours that have one query each, or one that has more."""
+    parts, first, count = [], 0, len(found.firsts)
+    while first < count:
+        end, records = first + 1, 0
+        row = found.firsts[first]
+        while found.ends[end - 1] == row + 1:
+            records += call.window.window
+            if call.indices is not None:
+                records += call.indices.shape[1]
+            elif call.entries is not None:
+                records += (found.positions[row] + 1) // call.entries.ratio
+            row += 1
+            is_next = end < count and found.firsts[end] == row and found.ends[end] == row + 1
+            if not is_next or records >= MAX_RECORDS:
+                break
+            end += 1
+        parts.append((first, end))
+        first = end
+    return parts
+
+
+def _window_keys(call: Attention, found: Runs, first: int, end: int) -> tuple[Tensor, list[slice]]:
+    """fp32 rows of the windows of some runs, and which of them each query sees, oldest first."""
+    window, device = call.window, call.q.device
+    newest = np.array(found.positions[found.firsts[first] : found.ends[end - 1]])
+    of_batch = np.array(found.batch_rows[first:end])
+    if window.staged:
+        request = request_columns(call.batch.cpu().numpy()[of_batch].astype(np.int64))
+        if call.joint:
+            newest[:] = request.start + request.count - 1
+    oldest = low = np.maximum(newest - (window.window - 1), 0)
+    high = newest + 1
+    if end - first == 1:  # windows of a run overlap
+        low = np.minimum.reduce(low, keepdims=True)
+        high = np.maximum.reduce(high, keepdims=True)
+    counts = high - low
+    ends = np.add.accumulate(counts)
+    shift = ends - counts - low  # from positions to rows
+    seen = np.arange(ends[-1]) - shift.repeat(counts)
+    if window.staged:
+        arena_row = np.zeros(len(seen), dtype=np.int64)
+        page_row = staged_row(
+            request.first_row.repeat(counts),
+            request.start.repeat(counts),
+            of_batch.repeat(counts),
+            seen,
+            window.window,
+        )
+    else:
+        arena_row = np.array(found.slots[first:end]).repeat(counts)
+        page_row = seen % window.page.rows
+    places = torch.from_numpy(arena_row).to(device), torch.from_numpy(page_row).to(device)
+    edges = zip((oldest + shift).tolist(), (newest + 1 + shift).tolist(), strict=True)
+    return (
+        read_records(window.arena, window.page, *places).float(),
+        [slice(begin, stop) for begin, stop in edges],
+    )
+
+
+def _entry_keys(
+    call: Attention, source: EntrySource, found: Runs, first: int, end: int
+) -> tuple[Tensor, Sequence[slice | Tensor]]:
+    """fp32 rows of entries that some runs see, and which of them are each query's: all visible
+    ones, or those named, in the order in which they are."""
+    rows, device = slice(found.firsts[first], found.ends[end - 1]), call.q.device
+    visible = (np.array(found.positions[rows]) + 1) // source.ratio
+    slots = np.array(found.slots[first:end])
     if call.indices is None:
-        far = _entry_keys(source, run, torch.arange(max(visible), device=device))
-        for window, count in zip(windows, visible, strict=True):
-            yield torch.cat((near[window], far[:count]))
-        return
-    named = call.indices[run.rows.start : run.rows.stop]
-    seen = (named >= 0) & (named < torch.tensor(visible, device=device)[:, None])
+        counts = visible
+        if end - first == 1:
+            counts = np.maximum.reduce(visible, keepdims=True)
+        ends = np.add.accumulate(counts)
+        begins = ends - counts
+        entry = torch.from_numpy(np.arange(ends[-1]) - begins.repeat(counts)).to(device)
+        slot = torch.from_numpy(slots.repeat(counts)).to(device)
+        edges = zip((begins + 0 * visible).tolist(), (begins + visible).tolist(), strict=True)
+        return (
+            read_entries(source, slot, entry).float(),
+            [slice(begin, stop) for begin, stop in edges],
+        )
+    named = call.indices[rows]
+    seen = (named >= 0) & (named < torch.from_numpy(visible).to(device)[:, None])
     entry = named[seen].long()
-    if len(windows) == 1:
-        yield torch.cat((near, _entry_keys(source, run, entry)))
-        return
-    read = torch.zeros(max(visible), dtype=torch.bool, device=device)
+    count = torch.count_nonzero(seen, dim=1)
+    slot = torch.from_numpy(slots).to(device)
+    if len(slots) == len(visible):
+        ends = np.add.accumulate(count.cpu().numpy())
+        edges = zip([0, *ends.tolist()], ends.tolist(), strict=False)
+        return (
+            read_entries(source, slot.repeat_interleave(count), entry).float(),
+            [slice(begin, stop) for begin, stop in edges],
+        )
+    read = torch.zeros(int(visible.max()), dtype=torch.bool, device=device)
     read[entry] = True
     different = torch.nonzero(read).flatten()
-    shared = torch.cat((near, _entry_keys(source, run, different)))
     place = torch.empty_like(read, dtype=torch.long)
-    place[different] = torch.arange(len(near), len(shared), device=device)
-    places = place[entry].split(torch.count_nonzero(seen, dim=1).tolist())
-    of_window = torch.arange(len(near), device=device)
-    for window, of_entries in zip(windows, places, strict=True):
-        yield shared.index_select(0, torch.cat((of_window[window], of_entries)))
-
-
-def _window_keys(
-    window: WindowSource, batch: Tensor, run: Run, newest: Sequence[int]
-) -> tuple[Tensor, int]:
-    """fp32 rows of the windows of a run that end at `newest`, oldest first, and the position of the
-    first."""
-    oldest = max(0, min(newest) - window.window + 1)
-    seen = torch.arange(oldest, max(newest) + 1, device=window.arena.device)
-    row = torch.tensor([run.batch_row], device=seen.device)
-    arena_row, page_row = window_rows(window, batch[row].long(), row, seen[None])
-    return read_records(window.arena, window.page, arena_row[0], page_row[0]).float(), oldest
-
-
-def _entry_keys(source: EntrySource, run: Run, entry: Tensor) -> Tensor:
-    """fp32 rows of these entries."""
-    block_id = source.block_table[run.slot, entry // source.page.rows].long()
-    return read_records(source.arena, source.page, block_id, entry % source.page.rows).float()
+    place[different] = torch.arange(len(different), device=device)
+    return read_entries(source, slot, different).float(), place[entry].split(count.tolist())

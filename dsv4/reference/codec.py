@@ -82,7 +82,7 @@ def decode(record: RecordFormat, data: Tensor, scales: Tensor) -> Tensor:
 
 
 def _encode_tiles(code: TileCode, x: Tensor) -> tuple[Tensor, Tensor]:
-    tiles = x.float().unflatten(-1, (-1, code.tile))
+    tiles = x.float().reshape(*x.shape[:-1], x.shape[-1] // code.tile, code.tile)
     nan = torch.isnan(tiles)
     tiles = torch.where(nan, 0.0, tiles).clamp(-BF16_MAX, BF16_MAX)
     floor = code.amax_floor * code.global_scale
@@ -91,7 +91,7 @@ def _encode_tiles(code: TileCode, x: Tensor) -> tuple[Tensor, Tensor]:
     if code.scale == "ue8m0":
         inverse = torch.full((), 1 / largest, dtype=torch.float32, device=x.device)
         exponent = _exponent_at_least(amax * inverse)
-        scaled = tiles * _power_of_two(254 - exponent)
+        scaled = tiles * _inverse_powers(x.device)[exponent]
         scale = exponent.to(torch.uint8)
     elif code.scale == "e4m3":
         ratio = divide(amax, largest * code.global_scale)
@@ -118,14 +118,14 @@ def _decode_tiles(part: Part, code: TileCode, data: Tensor, scale: Tensor) -> Te
     if code.element == "e4m3":
         elements = data.view(torch.float8_e4m3fn).float()
     else:
-        elements = _e2m1_values(_unpack_nibbles(data))
+        elements = _e2m1_pairs(data.device)[data.int()]
     if code.scale == "ue8m0":
-        factor = _power_of_two(scale.to(torch.int32))
+        factor = _powers(data.device)[scale.int()]
     elif code.scale == "e4m3":
         factor = scale.view(torch.float8_e4m3fn).float() * code.global_scale
     else:
         factor = scale.view(torch.float32)
-    tiles = elements.unflatten(-1, (part.tiles, code.tile)) * factor.unsqueeze(-1)
+    tiles = elements.view(*data.shape[:-1], part.tiles, code.tile) * factor.unsqueeze(-1)
     return to_bf16(tiles.flatten(-2))
 
 
@@ -143,6 +143,18 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
+@cache
+def _powers(device: torch.device) -> Tensor:
+    """fp32 [256]: what each UE8M0 code stands for."""
+    return _power_of_two(torch.arange(256, dtype=torch.int32, device=device))
+
+
+@cache
+def _inverse_powers(device: torch.device) -> Tensor:
+    """fp32 [255]: one divided by it, for the codes of numbers."""
+    return _power_of_two(torch.arange(254, -1, -1, dtype=torch.int32, device=device))
+
+
 def _e2m1_codes(x: Tensor) -> Tensor:
     magnitude = x.abs()
     code = torch.zeros_like(x, dtype=torch.uint8)
@@ -152,19 +164,14 @@ def _e2m1_codes(x: Tensor) -> Tensor:
     return code | (torch.signbit(x).to(torch.uint8) << 3)
 
 
-def _e2m1_values(codes: Tensor) -> Tensor:
-    return _e2m1_grid(codes.device)[codes.long()]
-
-
 @cache
-def _e2m1_grid(device: torch.device) -> Tensor:
-    return torch.tensor((*E2M1_GRID, *(-v for v in E2M1_GRID)), device=device)
+def _e2m1_pairs(device: torch.device) -> Tensor:
+    """fp32 [256, 2]: the two numbers of each byte, that of the low nibble first."""
+    grid = torch.tensor((*E2M1_GRID, *(-v for v in E2M1_GRID)), device=device)
+    byte = torch.arange(256, device=device)
+    return torch.stack((grid[byte & 0xF], grid[byte >> 4]), dim=-1)
 
 
 def _pack_nibbles(codes: Tensor) -> Tensor:
     """Even channel in the low nibble."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
-
-
-def _unpack_nibbles(packed: Tensor) -> Tensor:
-    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)

@@ -79,8 +79,9 @@ def tree_sum(x: Tensor) -> Tensor:
     rows, lanes = x.shape[-2], 1
     while lanes < min(rows, SUM_LANES):
         lanes *= 2
-    x = torch.nn.functional.pad(x, (0, 0, 0, -rows % lanes))
-    rounds: tuple[Tensor, ...] = x.unflatten(-2, (-1, lanes)).unbind(-3)
+    if rows % lanes:
+        x = torch.nn.functional.pad(x, (0, 0, 0, -rows % lanes))
+    rounds = x.reshape(*x.shape[:-2], -(-rows // lanes), lanes, x.shape[-1]).unbind(-3)
     total = rounds[0]
     for joining in rounds[1:]:
         total = total + joining
@@ -128,11 +129,11 @@ def channel_sum(x: Tensor) -> Tensor:
     if it lies within 2^-44 of the middle of two fp32 numbers.
     """
     wide = x.double()
-    while wide.shape[-1] > 1:
-        if wide.shape[-1] % 2:
-            wide = torch.nn.functional.pad(wide, (0, 1))
-        half = wide.shape[-1] // 2
-        wide = wide[..., :half] + wide[..., half:]
+    while (width := wide.shape[-1]) > 1:
+        if width % 2:
+            wide, width = torch.nn.functional.pad(wide, (0, 1)), width + 1
+        lower, upper = wide.split_with_sizes((width // 2, width // 2), dim=-1)
+        wide = lower + upper
     return wide.float()
 
 
@@ -160,8 +161,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE on the last 2·cos.shape[-1] channels, pairs interleaved; fp32 inside, the type of `x`
     in and out."""
     width = 2 * cos.shape[-1]
-    pairs = x[..., x.shape[-1] - width :].float().unflatten(-1, (-1, 2))
-    even, odd = pairs[..., 0], pairs[..., 1]
+    pairs = x[..., x.shape[-1] - width :].float()
+    even, odd = pairs[..., 0::2], pairs[..., 1::2]
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     rounded = round_to(turned.flatten(-2), x.dtype)
     return torch.cat((x[..., : x.shape[-1] - width], rounded), dim=-1)

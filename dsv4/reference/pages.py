@@ -8,35 +8,52 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.pages import Page, Ring
+from dsv4.ops.calls import EntrySource
 from dsv4.reference.codec import decode
 
 
 def page_rows(arena: Tensor, page: Page) -> tuple[Tensor, Tensor]:
     """Data rows and scale rows of a page in every arena row: uint8 [arena rows, page rows, bytes],
     sharing the arena's memory. A format without scales has rows of 0 bytes."""
-    data_bytes, scale_bytes = page.format.data_row_bytes, page.format.scale_row_bytes
-    data = _strided(arena, page.rows, data_bytes, page.offset_bytes)
-    if not scale_bytes:
+    rows, width, scale_width = page.rows, page.format.data_row_bytes, page.format.scale_row_bytes
+    first, stride = arena.storage_offset() + page.offset_bytes, arena.stride(0)
+    data = arena.as_strided((arena.shape[0], rows, width), (stride, width, 1), first)
+    if not scale_width:
         return data, data[..., :0]
-    return data, _strided(arena, page.rows, scale_bytes, page.scale_offset_bytes)
+    shape, behind = (arena.shape[0], rows, scale_width), first + rows * width
+    return data, arena.as_strided(shape, (stride, scale_width, 1), behind)
 
 
 def ring_rows(slot_arena: Tensor, ring: Ring, *shape: int) -> Tensor:
     """A compressor's ring in every slot: fp32 [slots, ring rows, *shape], sharing the arena's
     memory."""
-    rows = _strided(slot_arena, ring.rows, 4 * prod(shape), ring.offset_bytes)
+    width = 4 * prod(shape)
+    rows = slot_arena.as_strided(
+        (slot_arena.shape[0], ring.rows, width),
+        (slot_arena.stride(0), width, 1),
+        slot_arena.storage_offset() + ring.offset_bytes,
+    )
     return rows.view(torch.float32).view(*rows.shape[:-1], *shape)
 
 
 def read_records(arena: Tensor, page: Page, arena_row: Tensor, page_row: Tensor) -> Tensor:
     """The records at these places, decoded to [..., width]."""
-    data, scales = page_rows(arena, page)
-    return decode(page.format, data[arena_row, page_row], scales[arena_row, page_row])
+    record, stride, found = page.format, arena.stride(0), []
+    first, last = page.offset_bytes, (arena.shape[0] - 1) * stride + arena.shape[1]
+    for width in (record.data_row_bytes, record.scale_row_bytes):
+        # rows that begin at any byte of the page: torch takes whole rows many times faster than
+        # it indexes by two tensors
+        rows = arena.as_strided(
+            (max(0, last - first - width + 1), width), (1, 1), arena.storage_offset() + first
+        )
+        at = torch.add(page_row * width, arena_row, alpha=stride)
+        found.append(rows.index_select(0, at.flatten()).view(*at.shape, width))
+        first += page.rows * width
+    return decode(record, *found)
 
 
-def _strided(arena: Tensor, rows: int, width: int, offset_bytes: int) -> Tensor:
-    return arena.as_strided(
-        (arena.shape[0], rows, width),
-        (arena.stride(0), width, 1),
-        arena.storage_offset() + offset_bytes,
-    )
+def read_entries(source: EntrySource, slot: Tensor, entry: Tensor) -> Tensor:
+    """Entries of slots, int64 alike or one for all, decoded to [..., width]."""
+    rows = source.page.rows
+    block_id = source.block_table[slot, torch.div(entry, rows, rounding_mode="floor")].long()
+    return read_records(source.arena, source.page, block_id, entry % rows)

@@ -2,45 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from dsv4.ops.columns import token_columns
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Tokens in neighbouring rows of a step, at positions less than the run's length apart."""
+class Runs:
+    """Tokens in neighbouring rows of a step, at positions less than a run's length apart.
 
-    slot: int
-    batch_row: int
-    rows: range
+    Run i is the rows [firsts[i], ends[i]) of the step, of the request in `slots[i]`, which is row
+    `batch_rows[i]` of the batch. `positions` has all rows of the step.
+    """
+
+    firsts: list[int]
+    ends: list[int]
+    slots: list[int]
+    batch_rows: list[int]
     positions: list[int]
 
 
-def runs(tokens: Tensor, most: int) -> Iterator[Run]:
+def runs(tokens: Tensor, most: int) -> Runs:
     """The live tokens of a step in runs of at most so many."""
-    columns = token_columns(tokens.cpu().numpy())
-    slots, positions, batch_rows = (
-        column.tolist() for column in (columns.slot, columns.position, columns.batch_row)
-    )
-    first = 0
-    while first < len(slots):
-        end = first + 1
-        while (
-            end < len(slots)
-            and end - first < most
-            and (slots[end], batch_rows[end]) == (slots[first], batch_rows[first])
-            and abs(positions[end] - positions[first]) < most
-        ):
-            end += 1
-        if slots[first] >= 0:
-            yield Run(
-                slot=slots[first],
-                batch_row=batch_rows[first],
-                rows=range(first, end),
-                positions=positions[first:end],
-            )
+    slots, positions, batch_rows, _ = tokens.T.tolist()
+    firsts, ends = [], []
+    first, count = 0, len(slots)
+    while first < count:
+        slot, batch_row, position, end = (
+            slots[first],
+            batch_rows[first],
+            positions[first],
+            first + 1,
+        )
+        if slot >= 0:
+            while (
+                end < count
+                and end - first < most
+                and slots[end] == slot
+                and batch_rows[end] == batch_row
+                and abs(positions[end] - position) < most
+            ):
+                end += 1
+            firsts.append(first)
+            ends.append(end)
         first = end
+    return Runs(
+        firsts=firsts,
+        ends=ends,
+        slots=[slots[first] for first in firsts],
+        batch_rows=[batch_rows[first] for first in firsts],
+        positions=positions,
+    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -73,8 +74,9 @@ def test_a_step_makes_no_more_calls_than_transformers(rows: int) -> None:
     assert ours.total() <= own.total(), ours - own
 
 
-def test_rows_cost_no_calls() -> None:
-    with no_gpu(), fast(model(), max_batch=8, records="fp8_ds") as accelerated:
+@pytest.mark.parametrize("kernels", [no_gpu, nullcontext], ids=["triton", "reference"])
+def test_rows_cost_no_calls(kernels: Any) -> None:
+    with kernels(), fast(model(), max_batch=8, records="fp8_ds") as accelerated:
         one, eight = (calls_of_steps(accelerated, rows) for rows in (1, 8))
     assert eight == one
 
