@@ -145,7 +145,10 @@ def attend_launch(call: Attention) -> Launch:
     count, heads, width = call.q.shape
     window, source = call.window, entries_or_window(call)
     splits = split_count(window.window, call.max_entries)
-    tiles = attention_tiles(target_of(call.q.device), heads)
+    window_record = record_constants(window.page.format)
+    entry_record = record_constants(source.page.format)
+    four_bits = "e2m1" in (window_record.ELEMENT, entry_record.ELEMENT)
+    tiles = attention_tiles(target_of(call.q.device), heads, four_bits=four_bits)
     block = heads_per_program(heads, tiles.heads)
     items = count * -(-heads // block)
     parallel = splits > 1 and items * splits <= PLACES
@@ -173,17 +176,17 @@ def attend_launch(call: Attention) -> Launch:
         WINDOW_ROWS=window.page.rows,
         STAGED=window.staged,
         JOINT=call.joint,
-        WINDOW_RECORD=record_constants(window.page.format),
+        WINDOW_RECORD=window_record,
         ENTRIES=call.entries is not None,
         ALL=call.indices is None,
         RATIO=source.ratio,
         ENTRY_ROWS=source.page.rows,
-        ENTRY_RECORD=record_constants(source.page.format),
+        ENTRY_RECORD=entry_record,
         ROPE=0 if call.inverse_rope is None else call.inverse_rope.shape[1],
         COUNTERS=PLACES,
-        WINDOW_STAGES=1 + _buffers(window, tiles),
+        WINDOW_STAGES=1 + _buffers(window_record, tiles),
         # Triton fetches block ids as many tiles ahead of the keys, and indices ahead of those
-        ENTRY_STAGES=1 + _buffers(source, tiles) * (2 if call.indices is None else 3),
+        ENTRY_STAGES=1 + _buffers(entry_record, tiles) * (2 if call.indices is None else 3),
     )
     arguments = (*run_time_arguments(call), units, int(parallel))
     options = {"num_warps": tiles.warps, "num_stages": NUM_STAGES, "enable_fp_fusion": False}
@@ -239,9 +242,8 @@ def _split_units(window: int, max_entries: int) -> int:
     return max(UNITS_PER_SPLIT, -(-_units(window, max_entries) // MAX_SPLITS))
 
 
-def _buffers(source: WindowSource | EntrySource, tiles: AttentionTiles) -> int:
-    coded = record_constants(source.page.format).CODED > 0
-    return tiles.coded_buffers if coded else tiles.bf16_buffers
+def _buffers(record: RecordConstants, tiles: AttentionTiles) -> int:
+    return tiles.coded_buffers if record.CODED > 0 else tiles.bf16_buffers
 
 
 def _spans(

@@ -29,6 +29,7 @@ from dsv4.kernels.target import (
     bf16_products,
     converts_e4m3,
     processors,
+    score_registers,
     score_tile,
     speaks_ptx,
     target_of,
@@ -237,8 +238,10 @@ def index_scores_launch(call: Scoring, candidates: Candidates | None = None) -> 
         BLOCKS=0 if candidates is None else candidates.blocks.shape[1],
     )
     options = {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES, "enable_fp_fusion": False}
-    if band == 1 and constants.RECORD.SCALE == "ue8m0":
-        options["maxnreg"] = 128  # four programs share a processor; other formats would spill
+    powers = constants.RECORD.SCALE == "ue8m0"
+    registers = score_registers(target_of(call.q.device), band, powers=powers)
+    if registers is not None:
+        options["maxnreg"] = registers
     blocks = call.tokens if candidates is None else candidates.blocks
     arguments = (*run_time_arguments(call), blocks, blocks.stride(0))
     return Launch(_index_scores_kernel, (programs,), arguments, {"S": constants}, options)

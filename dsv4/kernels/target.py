@@ -160,8 +160,6 @@ class AttentionTiles:
 _WARPGROUP = AttentionTiles(
     keys=64, heads=64, span=256, mixed_spans=False, coded_buffers=2, bf16_buffers=1, warps=8
 )
-# Without 64 rows there is no product of a warp group: sums of two spans of 256 channels spill.
-_HALF_WARPGROUP = replace(_WARPGROUP, span=128)
 # Tensor memory has 512 columns: the sums take them all unless they are one span; logits of one
 # span after the other would each take more.
 _TENSOR_MEMORY = AttentionTiles(
@@ -171,34 +169,54 @@ _TENSOR_MEMORY = AttentionTiles(
 _WARP = AttentionTiles(
     keys=32, heads=32, span=128, mixed_spans=False, coded_buffers=2, bf16_buffers=1, warps=8
 )
-_WARP_99_KB = AttentionTiles(
-    keys=32, heads=32, span=128, mixed_spans=False, coded_buffers=1, bf16_buffers=1, warps=8
-)
 _WAVE = AttentionTiles(
     keys=32, heads=16, span=128, mixed_spans=False, coded_buffers=2, bf16_buffers=1, warps=4
 )
+# By heads per program. Without 64 rows there is no product of a warp group: sums of two spans of
+# 256 channels spill at 32. From 3.7 on more is in registers than before, and what spills is cut
+# smaller.
+_ON_HOPPER = {
+    16: _WARPGROUP,
+    32: replace(_WARPGROUP, span=128) if TRITON < (3, 7) else _WARP,
+    64: _WARPGROUP if TRITON < (3, 7) else replace(_WARPGROUP, span=64),
+}
 
 
 def heads_per_program(heads: int, most: int) -> int:
     return min(most, max(MIN_HEADS, 1 << (heads - 1).bit_length()))
 
 
-def attention_tiles(target: Target, heads: int) -> AttentionTiles:
-    """The tiles of queries with so many heads."""
+def attention_tiles(target: Target, heads: int, *, four_bits: bool) -> AttentionTiles:
+    """The tiles of queries with so many heads, over records some of which have 4-bit codes or none
+    has."""
+    rows = heads_per_program(heads, 64)
     if target.products == "wgmma":
-        return _HALF_WARPGROUP if heads_per_program(heads, 64) == 32 else _WARPGROUP
-    if target.products == "mfma":
-        return _WAVE
+        return _ON_HOPPER[rows]
     # tensor memory is for 64 rows or more
-    if target.products == "tcgen05" and heads_per_program(heads, 64) == 64:
+    if target.products == "tcgen05" and rows == 64:
         return _TENSOR_MEMORY
-    return _WARP if target.shared_bytes > 128 * KIB else _WARP_99_KB
+    tiles = _WAVE if target.products == "mfma" else _WARP
+    # 4-bit codes are decoded in more registers: with two tiles under way they spill in the loop
+    crowded = four_bits and target.products in ("mma", "mfma")
+    if crowded or (target.backend == "cuda" and target.shared_bytes < 128 * KIB):
+        return replace(tiles, coded_buffers=1)
+    return tiles
 
 
 def score_tile(target: Target, band: int) -> int:
     """Entries per tile of index scores, for bands of so many tokens. Without instructions of a warp
     group keys and logits of a band are in registers, and 64 of them spill in the loop."""
     return 32 if band > 1 and target.products == "mma" else 64
+
+
+def score_registers(target: Target, band: int, *, powers: bool) -> int | None:
+    """Registers per thread of index scores at most; None leaves it to the assembler. `powers`:
+    scales are powers of two."""
+    if band == 1 and powers:
+        return 128  # four programs share a processor; other formats would spill
+    if band > 1 and target.products == "mma":
+        return target.registers  # left to itself it spills in the loop to fit one program more
+    return None
 
 
 _asked_for: list[Target] = []

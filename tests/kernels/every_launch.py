@@ -63,7 +63,7 @@ def rows(target: Target, wanted: list[str]) -> dict[str, dict[str, Any]]:
             "shared_bytes": made.dynamic_shared_bytes,
             "tensor_columns": made.tensor_columns,
             "spill_bytes": made.spill_bytes,
-            "spills_in_loops": sum(loop.spills for loop in made.loops if loop.products),
+            "spills_in_loops": [loop.spills for loop in made.loops if loop.products],
             "instructions": made.instructions,
             "products": made.products,
             "loops": [loop.instructions for loop in made.loops if loop.products],

@@ -10,9 +10,8 @@ import json
 from typing import Any
 
 import pytest
-import triton
 
-from dsv4.kernels.target import TARGETS, Target
+from dsv4.kernels.target import TARGETS, TRITON, Target
 from tests.kernels import every_launch
 from tests.kernels.compiling import run_apart
 
@@ -33,8 +32,10 @@ LEAST_INSTRUCTIONS = 60
 # A processor's, and so what a program may have at most.
 REGISTERS = 65_536
 TENSOR_COLUMNS = 512
-# Of over 1,000 instructions: a register or two, with V4-Pro's heads or with Triton 3.9.
-SPILLS_IN_LOOPS = {"tcgen05": 4}
+# Of a loop of over 1,000 instructions: lanes' offsets, which are loaded again where they are used.
+LONG_LOOP, SPILLS_IN_LONG_LOOPS = 1_000, {"tcgen05": 4}
+# One of 520 instructions, with the Triton that spills most.
+SPILLS_OF_3_9 = {"hopper attend v41 split": 1, "hopper attend v41, 8 heads split": 1}
 # Loops may be this much longer than in the table, which is of another day's compiler flags.
 MOST_GROWTH = 1.02
 
@@ -55,10 +56,14 @@ def check(target: Target, found: dict[str, dict[str, Any]]) -> None:
         assert row["registers"] <= target.registers, told
         if target.backend == "cuda":
             assert row["registers"] * row["threads"] <= REGISTERS, told
-        assert row["spills_in_loops"] <= SPILLS_IN_LOOPS.get(target.products, 0), told
+        most = SPILLS_OF_3_9.get(name, 0) if TRITON == (3, 9) else 0
+        for spills, instructions in zip(row["spills_in_loops"], row["loops"], strict=True):
+            long = instructions > LONG_LOOP
+            limit = SPILLS_IN_LONG_LOOPS.get(target.products, 0) if long else most
+            assert spills <= limit, told
         if name.startswith(("attend", "scores")):
             assert row["products"] > 0, f"no matrix instructions: {told}"
-        if name in table and triton.__version__.startswith("3.6"):
+        if name in table and TRITON == (3, 6):
             counted = table[name]["loops"]
             assert len(row["loops"]) == len(counted), f"{told}; in the table {counted}"
             for now, before in zip(row["loops"], counted, strict=True):
