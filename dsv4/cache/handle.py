@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 from functools import partial
 from operator import is_not
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,7 +122,7 @@ class LayerCacheHandle(Uncopied):
             checks.layer_weights(weights)
         given = (kv, c, z, index_c, index_z, *_tensors_of(weights))
         key, known = self._repeats.find(("append", plan.sizes, plan.item_counts), given)
-        tensors = _present(*given)
+        tensors = [*filter(_is_given, given)]
         if known is not None and plan.captures is None:
             places = known.places(tensors)
             if places is not None:
@@ -135,9 +136,8 @@ class LayerCacheHandle(Uncopied):
         plan.touched = True
         if plan.captures is not None:
             plan.captures.take_tails(self.layer, self._slot_arena, writes)
-        self._repeats.make(
-            key, tensors, lambda: self.backend.append(step, window, writes), plan.tokens
-        )
+        calls = [partial(self.backend.append, step, window, writes)]
+        self._repeats.make(key, tensors, calls, plan.tokens)
         self._note_window(plan)
         plan.note_append(self.layer)
 
@@ -453,7 +453,7 @@ class LayerCacheHandle(Uncopied):
             if out is None:
                 count = self._model.index_topk if top_k is None else top_k
                 out = torch.empty((q.shape[0], count), dtype=torch.int32, device=q.device)
-            tensors = _present(q, index_weights, out, rope, candidates)
+            tensors = [*filter(_is_given, (q, index_weights, out, rope, candidates))]
             places = known.places(tensors)
             if places is not None:
                 known.run(places, tensors)
@@ -492,21 +492,20 @@ class LayerCacheHandle(Uncopied):
             max_visible=None if plan.reaches is None else plan.reaches // view.source.ratio,
             candidates=bounds,
         )
-
-        def launch() -> None:
-            if not prepared:
-                self.backend.prepare_index_queries(
-                    q,
-                    tokens=plan.tokens,
-                    rope=rope,
-                    record=view.page.format,
-                    out=q,
-                    transform=self._model.layers[spec.owner].index_keys != "latent",
-                )
-            self.backend.select(selection)
-
-        tensors = _present(q, index_weights, out, rope, candidates)
-        self._repeats.make(key, tensors, launch, plan.tokens)
+        calls = [partial(self.backend.select, selection)]
+        if not prepared:
+            prepare = partial(
+                self.backend.prepare_index_queries,
+                q,
+                tokens=plan.tokens,
+                rope=rope,
+                record=view.page.format,
+                out=q,
+                transform=self._model.layers[spec.owner].index_keys != "latent",
+            )
+            calls.insert(0, prepare)
+        tensors = [*filter(_is_given, (q, index_weights, out, rope, candidates))]
+        self._repeats.make(key, tensors, calls, plan.tokens)
         return out
 
     def _candidates(self, blocks: Tensor | None, rows: int, top_k: int) -> Candidates | None:
@@ -563,7 +562,7 @@ class LayerCacheHandle(Uncopied):
             out = torch.empty_like(q) if out is None else out
             if lse is None:
                 lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-            tensors = _present(q, sink, indices, out, lse, inverse_rope)
+            tensors = [*filter(_is_given, (q, sink, indices, out, lse, inverse_rope))]
             places = known.places(tensors)
             if places is not None:
                 known.run(places, tensors)
@@ -598,8 +597,9 @@ class LayerCacheHandle(Uncopied):
             max_visible=None if plan.reaches is None else plan.reaches // max(1, spec.ratio),
             decoded=self._workspace.select,
         )
-        tensors = _present(q, sink, indices, out, lse, inverse_rope)
-        self._repeats.make(key, tensors, lambda: self.backend.attend(attention), plan.tokens)
+        tensors = [*filter(_is_given, (q, sink, indices, out, lse, inverse_rope))]
+        calls = [partial(self.backend.attend, attention)]
+        self._repeats.make(key, tensors, calls, plan.tokens)
         return out, lse
 
     @in_turn
@@ -735,11 +735,7 @@ class LayerCacheHandle(Uncopied):
         return plan
 
 
-_is_given = partial(is_not, None)
-
-
-def _present(*tensors: Tensor | None) -> list[Tensor]:
-    return [*filter(_is_given, tensors)]  # type: ignore[list-item]
+_is_given: Any = partial(is_not, None)
 
 
 def _tensors_of(weights: LayerWeights) -> tuple[Tensor | None, ...]:

@@ -8,7 +8,8 @@ a call with a known key goes to its repetition; any other goes the checked way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -36,9 +37,11 @@ class Repeats:
         """The key of a call, and how to repeat it once it has been made twice. There is no key for
         what is no tensor, or cannot be compared: the checks say what is wrong with it."""
         try:
-            # a call of Python for each tensor would be most of what finding costs
-            forms = [t if t is None else (t.shape, t.dtype, t.device, t.stride()) for t in tensors]
-            key = (*told, *forms)
+            # calls of Python would be most of what finding costs
+            forms: list[Hashable] = [*told]
+            for t in tensors:
+                forms.append(t if t is None else (t.shape, t.dtype, t.device, t.stride()))
+            key = tuple(forms)
             return key, self._known.get(key)
         except (AttributeError, TypeError):
             return None, None
@@ -47,18 +50,18 @@ class Repeats:
         self,
         key: Key | None,
         tensors: Sequence[Tensor],
-        call: Callable[[], None],
+        calls: Sequence[partial[None]],
         step: Tensor,
     ) -> None:
-        """Makes a call that has passed all checks. One that comes a second time is remembered:
-        shapes that never come again cost nothing. `step` is one of the step's index tensors, which
-        lie in buffers that never move."""
-        if key is None:
+        """Makes a call that has passed all checks: `calls` of the backend. One that comes a second
+        time is remembered: shapes that never come again cost nothing. `step` is one of the step's
+        index tensors, which lie in buffers that never move."""
+        if key is not None and key in self._known:
+            self._known[key] = self._backend.repeatable(calls, tensors, (*self._fixed, step))
+            return
+        for call in calls:
             call()
-        elif key in self._known:
-            self._known[key] = self._backend.repeatable(call, tensors, (*self._fixed, step))
-        else:
-            call()
+        if key is not None:
             if len(self._known) >= MOST_KEYS:
                 self._known.clear()
             self._known[key] = None

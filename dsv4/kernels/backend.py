@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import TypeVar
 
 import torch
 import triton
+from torch import Tensor
 from triton.errors import TritonError
 
 from dsv4.cache.records import RecordFormat
@@ -27,7 +29,7 @@ from dsv4.kernels import (
     select,
     write_records,
 )
-from dsv4.kernels.launch import repeatable
+from dsv4.kernels.launch import Repetition, repeatable
 from dsv4.kernels.numerics import INTERPRETED
 from dsv4.kernels.target import WIDE_ATTENTION_FITS, WIDE_SCORES_FIT, target_of
 from dsv4.kernels.warmup import warm_up
@@ -51,7 +53,6 @@ class TritonBackend:
     gather_all_entries = staticmethod(gather.gather_all_entries)
     gather_window = staticmethod(gather.gather_window)
     prepare_index_queries = staticmethod(index_query.prepare_index_queries)
-    repeatable = staticmethod(repeatable)
 
     def __init__(self, device: torch.device, *, batch_invariant: bool = False) -> None:
         self._device, self._batch_invariant = device, batch_invariant
@@ -76,6 +77,15 @@ class TritonBackend:
                 f"the Triton kernels compute from bfloat16 values, the format {record.name} keeps "
                 f"{record.value_dtype}: use backend='reference' or another format"
             )
+
+    def repeatable(
+        self, calls: Sequence[partial[None]], tensors: Sequence[Tensor], fixed: Sequence[Tensor]
+    ) -> Repetition | None:
+        def make() -> None:
+            for call in calls:
+                call()
+
+        return repeatable(make, tensors, fixed)
 
     def index_scores(self, call: Scoring) -> None:
         _run(call, self._wide_scores, self._narrow_scores)

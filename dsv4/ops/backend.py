@@ -9,6 +9,7 @@ but for the reference, which does both.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -51,11 +52,11 @@ class Backend(Protocol):
         """Raises SchemaError for a record format that this backend has no code for."""
 
     def repeatable(
-        self, call: Callable[[], None], tensors: Sequence[Tensor], fixed: Sequence[Tensor]
+        self, calls: Sequence[partial[None]], tensors: Sequence[Tensor], fixed: Sequence[Tensor]
     ) -> Repetition | None:
-        """Makes `call`, which asks this backend for something with `tensors` and `fixed`, and
-        returns how to make it again with others in the place of `tensors`; None where there is no
-        quicker way than to ask again."""
+        """Makes `calls` of this backend's operations, which use `tensors` and `fixed`, and returns
+        how to make them again with others in the place of `tensors`; None where there is no quicker
+        way than to ask again."""
 
     def warm_up(
         self, calls: Callable[[], None], *, workers: int, progress: Callable[[int, int], None]

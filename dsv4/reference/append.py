@@ -9,11 +9,19 @@ from torch import Tensor
 
 from dsv4.cache.pages import CompressorLayout, Page, Ring
 from dsv4.ops.calls import CompressorWrite, StepTensors, WindowWrite
-from dsv4.ops.columns import request_columns, staged_row, token_columns
+from dsv4.ops.columns import TokenColumns, request_columns, staged_row, token_columns
 from dsv4.reference import online
 from dsv4.reference.codec import VALUE_TYPES, encode
 from dsv4.reference.groups import ClosedGroups, closed_groups
-from dsv4.reference.numerics import gated_pool, hadamard, project, rms_norm, rotate, round_to
+from dsv4.reference.numerics import (
+    gated_pool,
+    hadamard,
+    project,
+    rms_norm,
+    rotate,
+    round_to,
+    to_bf16,
+)
 from dsv4.reference.pages import page_rows, ring_rows
 
 PROJECTED_ROWS = 256  # at a time: each takes a hundred kilobytes of products
@@ -22,25 +30,27 @@ PROJECTED_ROWS = 256  # at a time: each takes a hundred kilobytes of products
 def append(
     step: StepTensors, window: WindowWrite | None, compressors: Sequence[CompressorWrite]
 ) -> None:
+    live = torch.nonzero(step.tokens[:, 0] >= 0).flatten()
+    token = token_columns(step.tokens[live].long())
     if window is not None:
-        append_window(step, window)
+        append_window(step, window, live, token)
     for write in compressors:
-        if write.compress:
+        if write.compress and write.items.shape[0]:
             compress_groups(step, write)
-        if write.write_tails and write.layout.online:
+        if write.write_tails and write.layout.state is not None:
             online.write_states(step, write)
         elif write.write_tails:
-            write_tails(step, write)
+            write_tails(step, write, live, token)
 
 
-def append_window(step: StepTensors, window: WindowWrite) -> None:
+def append_window(
+    step: StepTensors, window: WindowWrite, live: Tensor, token: TokenColumns
+) -> None:
     """Quantises the step's rows: the newest into the ring, at position modulo its length; all of a
-    wide step's into the staging."""
+    wide step's into the staging. `token` has the columns of the `live` rows."""
     if window.staging is not None:
         stage_window(step, window)
-    nth = torch.nonzero(token_columns(step.tokens).slot >= 0).flatten()
-    token = token_columns(step.tokens[nth].long())
-    rows = window.kv[nth]
+    rows = window.kv[live]
     if window.norm is not None:
         rows = rms_norm(rows, window.norm, step.rms_eps)
         rows = rotate(rows, *_cos_sin(step.rope, token.position))
@@ -49,7 +59,7 @@ def append_window(step: StepTensors, window: WindowWrite) -> None:
         write_records(step.slot_arena, window.page, token.slot, ring_row, rows)
     if window.staging is not None:
         assert window.staging_page is not None
-        row = staged_row(nth, token.position, token.batch_row, token.position, window.window)
+        row = staged_row(live, token.position, token.batch_row, token.position, window.window)
         write_records(window.staging, window.staging_page, torch.zeros_like(row), row, rows)
 
 
@@ -74,15 +84,16 @@ def compress_groups(step: StepTensors, write: CompressorWrite) -> None:
     """Pools every group that the step closes, and stores entry or key in its block."""
     layout = write.layout
     groups = closed_groups(write)
-    if not len(groups.item):
+    if not groups.item.shape[0]:
         return
-    if layout.online:
+    if layout.state is not None:
         pooled = online.pool_groups(step, write, groups)
     elif layout.gated:
         pooled = gated_pool(*_group_rows(step, write, groups))
     else:
         pooled = _projections(write, groups)
-    pooled = round_to(pooled, VALUE_TYPES[layout.page.format.value_dtype])
+    if layout.page.format.value_dtype == "bfloat16":
+        pooled = to_bf16(pooled)
     latent = rms_norm(pooled, write.norm, step.rms_eps)
     entries = rotate(latent, *_cos_sin(step.rope, groups.entry * layout.ratio))
     if write.keys is not None:
@@ -110,49 +121,56 @@ def _write_keys(
 
 
 def _write_entries(step: StepTensors, page: Page, groups: ClosedGroups, rows: Tensor) -> None:
-    block_id = step.block_table[groups.slot, groups.entry // page.rows].long()
+    block = torch.div(groups.entry, page.rows, rounding_mode="floor")
+    block_id = step.block_table[groups.slot, block].long()
     write_records(step.block_arena, page, block_id, groups.entry % page.rows, rows)
 
 
-def write_tails(step: StepTensors, write: CompressorWrite) -> None:
-    """The newest tokens' projections into the rings of the current and the previous stream."""
-    layout = write.layout
+def write_tails(
+    step: StepTensors, write: CompressorWrite, live: Tensor, token: TokenColumns
+) -> None:
+    """The newest tokens' projections into the rings of the current and the previous stream. `token`
+    has the columns of the `live` rows."""
+    layout, arena = write.layout, step.slot_arena
     if layout.ka is None and layout.kb is None:
         return
     assert write.c is not None
     assert write.z is not None
-    token = torch.nonzero(token_columns(step.tokens).slot >= 0).flatten()
-    live = token_columns(step.tokens[token].long())
-    slot, position = live.slot, live.position
-    request = request_columns(step.batch[live.batch_row].long())
-    end = request.start + request.count
-    biased = _biased(write, write.z[token], position)
-    current = slice(layout.columns - layout.width, layout.columns)
-    previous = slice(0, layout.width)
-    for ring, values, columns in (
-        (layout.ka, write.c[token], current),
-        (layout.za, biased, current),
-        (layout.kb, write.c[token], previous),
-        (layout.zb, biased, previous),
+    values, biased = write.c[live], write.z[live]
+    if write.ape is not None:
+        biased = biased + write.ape[token.position % layout.ratio]
+    batch = step.batch[token.batch_row].long()
+    rank, last = token.position, batch[:, 1] + batch[:, 2]  # behind the request's tokens
+    if layout.skips_last:
+        rank, last = _rank(layout, rank), _rank(layout, last)
+    width, row_bytes, rows = layout.width, 4 * layout.width, 0
+    for ring, new, first in (
+        (layout.ka, values, values.shape[1] - width),
+        (layout.za, biased, values.shape[1] - width),
+        (layout.kb, values, 0),
+        (layout.zb, biased, 0),
     ):
         if ring is None:
             continue
-        # what a later token of the step would overwrite is left out
-        rank, last = _rank(layout, position), _rank(layout, end)
-        keep = (rank >= last - ring.rows) & ~_is_skipped(layout, position)
-        at = (slot[keep], rank[keep] % ring.rows)
-        ring_rows(step.slot_arena, ring, layout.width)[at] = values[keep][:, columns]
+        if ring.rows != rows:
+            rows = ring.rows
+            # what a later token of the step would overwrite is left out
+            keep = rank >= last - rows
+            if layout.skips_last:
+                keep = keep & (token.position % layout.ratio != layout.ratio - 1)
+            nth = torch.nonzero(keep).flatten()
+            at = token.slot[nth], rank[nth] % rows
+        target = arena.as_strided(
+            (arena.shape[0], rows, row_bytes),
+            (arena.stride(0), row_bytes, 1),
+            arena.storage_offset() + ring.offset_bytes,
+        )
+        target.view(torch.float32)[at] = new[nth, first : first + width]
 
 
 def _rank(layout: CompressorLayout, position: Tensor) -> Tensor:
     """How many tokens before `position` go to the tails."""
     return position - position // layout.ratio if layout.skips_last else position
-
-
-def _is_skipped(layout: CompressorLayout, position: Tensor) -> Tensor:
-    """Whether a token goes to no tail: the last of its group, where that is so."""
-    last = position % layout.ratio == layout.ratio - 1
-    return last if layout.skips_last else torch.zeros_like(last)
 
 
 def _biased(write: CompressorWrite, z: Tensor, position: Tensor) -> Tensor:
@@ -163,7 +181,8 @@ def write_records(
     arena: Tensor, page: Page, arena_row: Tensor, page_row: Tensor, rows: Tensor
 ) -> None:
     live = torch.nonzero((arena_row >= 0) & (page_row >= 0)).flatten()
-    arena_row, page_row, rows = arena_row[live], page_row[live], rows[live]
+    if live.shape[0] < rows.shape[0]:
+        arena_row, page_row, rows = arena_row[live], page_row[live], rows[live]
     for target, encoded in zip(page_rows(arena, page), encode(page.format, rows), strict=True):
         target[arena_row, page_row] = encoded
 
@@ -173,8 +192,8 @@ def _group_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Values, biased logits and validity [groups, tokens pooled, …], previous stream first."""
     layout = write.layout
-    current = slice(layout.columns - layout.width, layout.columns)
-    streams = [(groups.entry, current, layout.ka, layout.za)]
+    first = layout.width if layout.overlap else 0
+    streams = [(groups.entry, slice(first, first + layout.width), layout.ka, layout.za)]
     if layout.overlap:
         streams.insert(0, (groups.entry - 1, slice(0, layout.width), layout.kb, layout.zb))
     place = torch.arange(layout.ratio, device=groups.entry.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsv4.ops.calls import Attention, EntrySource
 from dsv4.ops.columns import request_columns, staged_row
-from dsv4.reference.numerics import rotate, round_to
+from dsv4.reference.numerics import rotate, to_bf16
 from dsv4.reference.pages import read_entries, read_records
 from dsv4.reference.runs import Runs, runs
 
@@ -47,7 +47,9 @@ def attend(call: Attention) -> None:
             torch.mm(weights.to(call.q.dtype).float(), keys, out=summed[nth])
         call.lse[rows] = (top + torch.log(total)).squeeze(-1)
         sinks = torch.exp(call.sink[:, None] - top)
-        result = round_to(summed.div_(total + sinks), call.q.dtype)
+        result = summed.div_(total + sinks)
+        if call.q.dtype == torch.bfloat16:
+            result = to_bf16(result)
         if call.inverse_rope is not None:
             table = call.inverse_rope[found.positions[rows]].unsqueeze(1)
             half = table.shape[-1] // 2
@@ -108,11 +110,8 @@ def _window_keys(call: Attention, found: Runs, first: int, end: int) -> tuple[Te
         arena_row = np.array(found.slots[first:end]).repeat(counts)
         page_row = seen % window.page.rows
     places = torch.from_numpy(arena_row).to(device), torch.from_numpy(page_row).to(device)
-    edges = zip((oldest + shift).tolist(), (newest + 1 + shift).tolist(), strict=True)
-    return (
-        read_records(window.arena, window.page, *places).float(),
-        [slice(begin, stop) for begin, stop in edges],
-    )
+    near = read_records(window.arena, window.page, *places).float()
+    return near, [*map(slice, (oldest + shift).tolist(), (newest + 1 + shift).tolist())]
 
 
 def _entry_keys(
@@ -131,23 +130,17 @@ def _entry_keys(
         begins = ends - counts
         entry = torch.from_numpy(np.arange(ends[-1]) - begins.repeat(counts)).to(device)
         slot = torch.from_numpy(slots.repeat(counts)).to(device)
-        edges = zip((begins + 0 * visible).tolist(), (begins + visible).tolist(), strict=True)
-        return (
-            read_entries(source, slot, entry).float(),
-            [slice(begin, stop) for begin, stop in edges],
-        )
+        far = read_entries(source, slot, entry).float()
+        return far, [*map(slice, (begins + 0 * visible).tolist(), (begins + visible).tolist())]
     named = call.indices[rows]
     seen = (named >= 0) & (named < torch.from_numpy(visible).to(device)[:, None])
     entry = named[seen].long()
     count = torch.count_nonzero(seen, dim=1)
     slot = torch.from_numpy(slots).to(device)
     if len(slots) == len(visible):
-        ends = np.add.accumulate(count.cpu().numpy())
-        edges = zip([0, *ends.tolist()], ends.tolist(), strict=False)
-        return (
-            read_entries(source, slot.repeat_interleave(count), entry).float(),
-            [slice(begin, stop) for begin, stop in edges],
-        )
+        ends = np.add.accumulate(count.cpu().numpy()).tolist()
+        far = read_entries(source, slot.repeat_interleave(count), entry).float()
+        return far, [*map(slice, [0, *ends], ends)]
     read = torch.zeros(int(visible.max()), dtype=torch.bool, device=device)
     read[entry] = True
     different = torch.nonzero(read).flatten()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-from torch import Tensor
+from collections.abc import Callable
 
 from dsv4.cache.records import RecordFormat
 from dsv4.model import ModelSpec
@@ -15,6 +13,7 @@ from dsv4.reference import follow as following
 from dsv4.reference import gather, index_query
 from dsv4.reference import index_scores as scoring
 from dsv4.reference import select as selection
+from dsv4.reference.repeat import repeatable
 
 
 class ReferenceBackend:
@@ -31,12 +30,7 @@ class ReferenceBackend:
     select = staticmethod(selection.select)
     select_workspace_bytes = staticmethod(selection.select_workspace_bytes)
     attend = staticmethod(attention.attend)
-
-    def repeatable(
-        self, call: Callable[[], None], tensors: Sequence[Tensor], fixed: Sequence[Tensor]
-    ) -> None:
-        """Makes the call; there is no other way to make it again."""
-        call()
+    repeatable = staticmethod(repeatable)
 
     def warm_up(
         self, calls: Callable[[], None], *, workers: int, progress: Callable[[int, int], None]

@@ -90,7 +90,9 @@ def _encode_tiles(code: TileCode, x: Tensor) -> tuple[Tensor, Tensor]:
     largest = ELEMENT_MAX[code.element]
     if code.scale == "ue8m0":
         inverse = torch.full((), 1 / largest, dtype=torch.float32, device=x.device)
-        exponent = _exponent_at_least(amax * inverse)
+        # the biased exponent of the smallest power of two that is not less
+        bits = (amax * inverse).view(torch.int32)
+        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
         scaled = tiles * _inverse_powers(x.device)[exponent]
         scale = exponent.to(torch.uint8)
     elif code.scale == "e4m3":
@@ -127,12 +129,6 @@ def _decode_tiles(part: Part, code: TileCode, data: Tensor, scale: Tensor) -> Te
         factor = scale.view(torch.float32)
     tiles = elements.view(*data.shape[:-1], part.tiles, code.tile) * factor.unsqueeze(-1)
     return to_bf16(tiles.flatten(-2))
-
-
-def _exponent_at_least(x: Tensor) -> Tensor:
-    """The biased exponent of the smallest power of two ≥ x, from the bits of a positive fp32."""
-    bits = x.view(torch.int32)
-    return (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

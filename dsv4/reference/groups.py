@@ -23,10 +23,12 @@ class ClosedGroups(NamedTuple):
 
 
 def closed_groups(write: CompressorWrite) -> ClosedGroups:
-    items = item_columns(write.items.long()[:, None])  # columns [items, 1]
+    items = item_columns(write.items.long())
     nth = torch.arange(2, device=write.items.device)
-    entry = items.entry + nth
-    closed = (nth < items.entries) & ((entry + 1) * write.layout.ratio <= items.end)
-    item, which = torch.nonzero(closed & (items.slot >= 0), as_tuple=True)
-    of = item_columns(write.items[item].long())
-    return ClosedGroups(item, entry[item, which], of.slot, of.start, of.first_row)
+    entry = items.entry[:, None] + nth
+    closed = (entry + 1) * write.layout.ratio <= items.end[:, None]
+    closed &= (nth < items.entries[:, None]) & (items.slot >= 0)[:, None]
+    item, which = torch.nonzero(closed, as_tuple=True)
+    return ClosedGroups(
+        item, entry[item, which], items.slot[item], items.start[item], items.first_row[item]
+    )

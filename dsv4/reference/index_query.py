@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.records import RecordFormat
-from dsv4.ops.columns import token_columns
 from dsv4.reference.codec import decode, encode
 from dsv4.reference.numerics import hadamard, rotate
 
@@ -23,11 +22,13 @@ def prepare_index_queries(
     out: Tensor,
     transform: bool = True,
 ) -> None:
-    token = token_columns(tokens)
-    live = torch.nonzero(token.slot >= 0).flatten()
-    for rows in live.split(max(1, MAX_CHANNELS // max(q[0].numel(), 1))):
-        cos, sin = rope[token.position[rows].long()].unsqueeze(1).chunk(2, dim=-1)
-        x = rotate(q[rows], cos, sin)
+    live = torch.nonzero(tokens[:, 0] >= 0).flatten()
+    at_once = max(1, MAX_CHANNELS // max(q[0].numel(), 1))
+    for first in range(0, live.shape[0], at_once):
+        rows = live[first : first + at_once]
+        table = rope[tokens[rows, 1].long()].unsqueeze(1)
+        half = table.shape[-1] // 2
+        x = rotate(q[rows], table[..., :half], table[..., half:])
         finite = torch.isfinite(x).all(dim=-1, keepdim=True)
         x = torch.where(finite, hadamard(x) if transform else x, torch.nan)
         out[rows] = decode(record, *encode(record, x))

@@ -154,7 +154,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     mean_square = divide(channel_sum(wide * wide), x.shape[-1])
     root = square_root(mean_square + eps)
     inverse = torch.ones_like(root) / root
-    return round_to(weight * (wide * inverse), x.dtype)
+    normed = weight * (wide * inverse)
+    return to_bf16(normed) if x.dtype == torch.bfloat16 else normed
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -164,7 +165,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     pairs = x[..., x.shape[-1] - width :].float()
     even, odd = pairs[..., 0::2], pairs[..., 1::2]
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    rounded = round_to(turned.flatten(-2), x.dtype)
+    rounded = turned.flatten(-2)
+    if x.dtype == torch.bfloat16:
+        rounded = to_bf16(rounded)
     return torch.cat((x[..., : x.shape[-1] - width], rounded), dim=-1)
 
 
@@ -185,4 +188,5 @@ def hadamard(x: Tensor) -> Tensor:
         y, other = other, y
         half *= 2
     scale = torch.tensor(n**-0.5, dtype=torch.float32, device=x.device)
-    return round_to(y.T.float().contiguous() * scale, x.dtype).view(x.shape)
+    turned = (y.T.float().contiguous() * scale).view(x.shape)
+    return to_bf16(turned) if x.dtype == torch.bfloat16 else turned

@@ -25,7 +25,7 @@ class Runs:
 def runs(tokens: Tensor, most: int) -> Runs:
     """The live tokens of a step in runs of at most so many."""
     slots, positions, batch_rows, _ = tokens.T.tolist()
-    firsts, ends = [], []
+    run_slots, run_rows, firsts, ends = [], [], [], []
     first, count = 0, len(slots)
     while first < count:
         slot, batch_row, position, end = (
@@ -45,11 +45,13 @@ def runs(tokens: Tensor, most: int) -> Runs:
                 end += 1
             firsts.append(first)
             ends.append(end)
+            run_slots.append(slot)
+            run_rows.append(batch_row)
         first = end
     return Runs(
         firsts=firsts,
         ends=ends,
-        slots=[slots[first] for first in firsts],
-        batch_rows=[batch_rows[first] for first in firsts],
+        slots=run_slots,
+        batch_rows=run_rows,
         positions=positions,
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.ops.columns import token_columns
-
 # Scores sorted at once.
 MAX_SCORES = 1 << 20
 # Below the image of every number, -inf included.
@@ -24,18 +22,21 @@ def top_k(scores: Tensor, *, tokens: Tensor, ratio: int, out: Tensor) -> None:
     are not touched.
     """
     k = out.shape[1]
-    token = token_columns(tokens)
-    visible = ((token.position.long() + 1) // ratio).clamp(0, scores.shape[1])
-    live, choosing = token.slot >= 0, visible > k
+    slots, positions = tokens[:, 0], tokens[:, 1].long()
+    visible = torch.div(positions + 1, ratio, rounding_mode="floor").clamp(0, scores.shape[1])
+    live, choosing = slots >= 0, visible > k
     rows = torch.nonzero(live & ~choosing).flatten()
-    rank = torch.arange(k, dtype=torch.int32, device=out.device)
-    out[rows] = torch.where(rank < visible[rows, None], rank, -1)
+    if rows.shape[0]:
+        rank = torch.arange(k, dtype=torch.int32, device=out.device)
+        out[rows] = torch.where(rank < visible[rows, None], rank, -1)
     rows = torch.nonzero(live & choosing).flatten()
-    if not len(rows):
+    if not rows.shape[0]:
         return
-    column = torch.arange(int(visible[rows].max()), device=out.device)
-    for part in rows.split(max(1, MAX_SCORES // len(column))):
-        image = _ordered(scores[part, : len(column)])
+    most = int(visible[rows].max())
+    column, at_once = torch.arange(most, device=out.device), max(1, MAX_SCORES // most)
+    for first in range(0, rows.shape[0], at_once):
+        part = rows[first : first + at_once]
+        image = _ordered(scores[part, :most])
         image = torch.where(column < visible[part, None], image, UNSEEN)
         order = torch.sort(image, dim=-1, descending=True, stable=True).indices[:, :k]
         out[part] = torch.sort(order, dim=-1).values.to(torch.int32)
