@@ -398,8 +398,11 @@ class LayerCacheHandle(Uncopied):
         self, out: Tensor | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The window of each of the step's tokens, oldest first and its own row last, as values
-        [tokens, window, head_dim], and how many rows, int32 [tokens]."""
+        [tokens, window, head_dim], and how many rows, int32 [tokens]. Raises PlanError before
+        `append` and in a plan of cut replays, whose windows are not gathered."""
         plan = self._written_plan()
+        if plan.window_cut:
+            raise PlanError("windows of a cut replay are not gathered: attend cuts them")
         rows, device = plan.padded_tokens, self._slot_arena.device
         shape = (rows, self.schema.window, self._model.head_dim)
         out = _result("out", out, shape, self._value_dtype, device)
@@ -596,6 +599,7 @@ class LayerCacheHandle(Uncopied):
             tokens_per_request=max(1, plan.shape.most_tokens),
             max_visible=None if plan.reaches is None else plan.reaches // max(1, spec.ratio),
             decoded=self._workspace.select,
+            window_cut=plan.window_cut,
         )
         tensors = [*filter(_is_given, (q, sink, indices, out, lse, inverse_rope))]
         calls = [partial(self.backend.attend, attention)]

@@ -33,7 +33,7 @@ from dsv4.cache.prepare_forward import (
     make_halves,
     make_plan,
 )
-from dsv4.cache.requests import LENGTH, LOST, PUBLISHED, Request, RequestTable
+from dsv4.cache.requests import LENGTH, LOST, PUBLISHED, REUSED, Request, RequestTable
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step import checks as step_checks
@@ -112,6 +112,8 @@ class KVCacheManager(Uncopied):
         max_step_tokens = require_count("max_step_tokens", max_step_tokens)
         place = _device(device)
         self.schema = schema
+        if prefix is not None and prefix.replay == "cut":
+            require_count("max_step_tokens", max_step_tokens, at_least=schema.model.window)
         if not isinstance(batch_invariant, bool):
             raise InvalidInput(f"batch_invariant={batch_invariant!r}: give True or False")
         self.backend = load_backend(backend, place, batch_invariant=batch_invariant)
@@ -491,7 +493,10 @@ class KVCacheManager(Uncopied):
         length = step_checks.rewind_length(request, length)
         reach = request.written_tokens - self.schema.max_rollback_tokens
         if length >= max(reach, request.reused_tokens):
-            resume = Resume(start=length, reused_tokens=length, end=length, source="rings")
+            exact = request.inexact_from is None
+            resume = Resume(
+                start=length, reused_tokens=length, end=length, source="rings", exact=exact
+            )
             self._own_unfinished_block(request, length)
             if request.trail is not None:
                 request.trail.cut(length)
@@ -568,6 +573,7 @@ class KVCacheManager(Uncopied):
         prefix = self._prefix_cache()
         self._require_unplanned(request)
         request.require_whole()
+        request.require_exact("is not continued: admit the prompt")
         count, trail = self._read_prompt(prompt, None)
         length, known = request.length, request.trail
         if trail is None or known is None or request.torn_from is not None:
@@ -842,6 +848,7 @@ class KVCacheManager(Uncopied):
         transfers = self._tiers()
         self._require_unplanned(request)
         request.require_whole()
+        request.require_exact("is not suspended: release it, and admit its tokens again")
         known = 0 if request.trail is None else len(request.trail.ids)
         if request.trail is None or known < request.length:
             raise InvalidInput(
@@ -855,7 +862,8 @@ class KVCacheManager(Uncopied):
     def _can_suspend(self, request: Request) -> bool:
         trail = request.trail
         known = trail is not None and len(trail.ids) >= request.length
-        return self.transfers is not None and known and not request.is_torn
+        exact = request.inexact_from is None
+        return self.transfers is not None and known and exact and not request.is_torn
 
     def resume_request(
         self, prompt: TokenIds | Prompt, salt: str | None = None, *, timeout_s: float
@@ -943,6 +951,7 @@ class KVCacheManager(Uncopied):
         handoff = self._handing_over()
         self.table.require_live(request)
         request.require_whole()
+        request.require_exact("is not offered: hand over its prompt")
         most = self.schema.max_narrow_tokens
         for plan in self.open_plans:
             if request in plan.requests and plan.counts[plan.requests.index(request)] > most:
@@ -1105,6 +1114,10 @@ class KVCacheManager(Uncopied):
             starts = overlap.latest_starts(before, starts)
         ends = starts + shape.counts
         step_checks.context(self.schema, int(ends.max(initial=0)))
+        window_cut = False
+        if self.prefix is not None and self.prefix.options.replay == "cut":
+            plain = before is None and not drafts and not chunks_apart
+            window_cut = step_checks.cut_replays(self.schema, shape, starts, reused, plain=plain)
         check_step(
             self.schema,
             buffers,
@@ -1142,6 +1155,8 @@ class KVCacheManager(Uncopied):
                 plan = make_plan(self.schema, buffers, *numbers, **options)
             for each in (plan, *plan.halves, *plan.draft_steps):
                 each.lane = lane
+            if window_cut:
+                plan.window_cut, plan.sizes = True, (*plan.sizes, 1)
             captures = None
             if self.prefix is not None:
                 captures = self.prefix.plan_captures(plan.wide_half or plan)
@@ -1198,6 +1213,7 @@ class KVCacheManager(Uncopied):
             kv_norm=kv_norm,
             inverse_rope=inverse_rope,
             round_bf16=round_bf16,
+            window_cut=self.prefix is not None and self.prefix.options.replay == "cut",
         )
         with progress_bar(progress) as told:
             return self.backend.warm_up(calls, workers=most, progress=told)
@@ -1238,6 +1254,8 @@ class KVCacheManager(Uncopied):
         overlap.require_first(plan)
         kept = step_checks.accepted(self.schema, plan, accepted)
         overlap.require_kept(plan, kept, self.open_plans)
+        if plan.window_cut:
+            step_checks.whole_replays(plan, kept, self.table.numbers[REUSED].take(plan.slots))
         ends = plan.starts + kept
         learned: LearnedIds | None = None
         if self.prefix is not None and ids is not None:

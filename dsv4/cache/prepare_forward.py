@@ -50,6 +50,9 @@ class ForwardPlan(Uncopied):
     tokens. A plan with chunks apart has a `narrow_half` and, if there are chunks, a `wide_half`.
     Handles are bound to these, each with rows and index tensors of its own, and not to the plan;
     `whole` is the plan that a half or a draft step is of, and that is committed.
+
+    A plan of cut replays has its `window_cut`: no token sees a window row in front of its request's
+    start. `attend` keeps to it; a kernel of the engine's own must too.
     """
 
     shape: StepShape
@@ -75,6 +78,7 @@ class ForwardPlan(Uncopied):
     wide_half: ForwardPlan | None = None
     whole: ForwardPlan | None = None
     is_draft: bool = False
+    window_cut: bool = False
     captures: WideCaptures | None = None
     done: bool = False
     touched: bool = False

@@ -72,6 +72,7 @@ class Request(Uncopied):
         "_trail",
         "block_ids",
         "exact_from",
+        "inexact_from",
         "released",
         "resume",
         "serial",
@@ -95,6 +96,7 @@ class Request(Uncopied):
         self._max_rollback_tokens = max_rollback_tokens
         self.resume = resume  # what the caller runs next to get where it wanted to be
         self.exact_from = 0  # below, a replay may have left rings that differ from a cold run's
+        self.inexact_from: int | None = None  # behind a cut replay nothing is a cold run's
         self.torn_from: int | None = None  # a step from here on was not stored by all layers
         self._recent = recent
         self._trail: TokenTrail | None = None
@@ -171,6 +173,26 @@ class Request(Uncopied):
             self.torn_from = tokens
             if self.trail is not None:
                 self.trail.cut(tokens)
+
+    def require_exact(self, what: str) -> None:
+        """RequestError for a request behind a cut replay."""
+        if self.inexact_from is not None:
+            raise RequestError(
+                f"request {self.serial} was resumed by a cut replay: from token "
+                f"{self.inexact_from} on it is no cold run's, and {what}"
+            )
+
+    def note_resume(self, resume: Resume) -> None:
+        """What is computed behind a cut replay is never cached: the trail ends there. Behind any
+        other resume it goes on."""
+        self.inexact_from = None if resume.exact else resume.reused_tokens
+        trail = self._trail
+        if trail is not None and (trail.sealed or not resume.exact):
+            if not resume.exact:
+                trail.cut(resume.reused_tokens)
+            trail.detach()
+            trail.sealed = not resume.exact
+            trail.attach(self._recent, self.slot)
 
     def mend(self) -> None:
         """After tokens were taken back: nothing is torn if all that was is gone."""
@@ -268,6 +290,7 @@ class RequestTable:
         self.numbers[:, slot] = self.numbers[:, parent.slot]
         request.published_blocks = 0
         request.exact_from = parent.exact_from
+        request.inexact_from = parent.inexact_from
         request.trail = parent.trail and parent.trail.copy()
         request.torn_from = parent.torn_from
         return request
@@ -279,6 +302,9 @@ class RequestTable:
         self.numbers[LENGTH, request.slot] = resume.start
         request.reused_tokens = resume.reused_tokens
         request.exact_from = resume.reused_tokens if resume.source == "replay" else resume.start
+        if not resume.exact:
+            request.exact_from = LOST
+        request.note_resume(resume)
         request.resume = resume
         request.written_tokens = resume.start
 

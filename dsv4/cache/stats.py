@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from dsv4.tiers.tier import TierStats
 
-HitKind = Literal["snapshot", "replay", "blocks_only", "state"]
+HitKind = Literal["snapshot", "replay", "blocks_only", "state", "cut_replay"]
 MissReason = Literal["too_short", "not_cached", "evicted"]
 
 
@@ -34,11 +34,18 @@ class PrefixCounters:
     """Counts since the manager was made, of admissions with token ids.
 
     A hit on a "state" goes on from a suspended request; one on "blocks_only" shares memory, but
-    found no state and runs from the start. "evicted" is a miss of a prefix that was cached once.
+    found no state and runs from the start; one on "cut_replay" is not exact. "evicted" is a miss of
+    a prefix that was cached once.
     """
 
     hits: dict[HitKind, int] = field(
-        default_factory=lambda: {"snapshot": 0, "replay": 0, "blocks_only": 0, "state": 0}
+        default_factory=lambda: {
+            "snapshot": 0,
+            "replay": 0,
+            "blocks_only": 0,
+            "state": 0,
+            "cut_replay": 0,
+        }
     )
     misses: dict[MissReason, int] = field(
         default_factory=lambda: {"too_short": 0, "not_cached": 0, "evicted": 0}

@@ -52,13 +52,14 @@ class Warmup:
         kv_norm: bool,
         inverse_rope: bool,
         round_bf16: bool,
+        window_cut: bool = False,
     ) -> None:
         self._memory, self._schema = memory, memory.schema
         self._backend = backend
         self._model = model = memory.schema.model
         self._buffers, workspace = memory.lanes[0].buffers, memory.lanes[0].workspace
         self._kv_norm, self._inverse_rope = kv_norm, inverse_rope
-        self._round_bf16 = round_bf16
+        self._round_bf16, self._window_cut = round_bf16, window_cut
         self._handles = [
             LayerCacheHandle(LayerMemory.of(memory, layer), backend, workspace)
             for layer in range(len(memory.schema.layers))
@@ -126,14 +127,16 @@ class Warmup:
         handle.append(self._kv[:tokens], *projections, weights=weights)
         self._select(layer, plan)
         listed = handle.schema.spec.attention is AttentionType.CSA
-        handle.attend(
-            self._q[:tokens],
-            self._sink,
-            self._chosen[:tokens] if listed else None,
-            self._out[:tokens],
-            self._lse[:tokens],
-            inverse_rope=weights.rope if self._inverse_rope else None,
-        )
+        for cut in (False, True) if self._window_cut and not narrow else (False,):
+            plan.window_cut, plan.sizes = cut, (*plan.sizes, cut)
+            handle.attend(
+                self._q[:tokens],
+                self._sink,
+                self._chosen[:tokens] if listed else None,
+                self._out[:tokens],
+                self._lse[:tokens],
+                inverse_rope=weights.rope if self._inverse_rope else None,
+            )
 
     def _draft(self) -> None:
         """Draft steps of any number of requests, in one layer: draft layers are all alike."""

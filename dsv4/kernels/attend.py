@@ -54,7 +54,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 @dataclass(frozen=True, slots=True)
 class AttendConstants:
     """A launch as compile-time constants. ALL: every visible entry, not a list. JOINT: the queries
-    of a request see the window of its last token."""
+    of a request see the window of its last token. CUT: they see no row in front of its first."""
 
     HEADS: int
     BLOCK_H: int
@@ -69,6 +69,7 @@ class AttendConstants:
     WINDOW_ROWS: int
     STAGED: bool
     JOINT: bool
+    CUT: bool
     WINDOW_RECORD: RecordConstants
     ENTRIES: bool
     ALL: bool
@@ -176,6 +177,7 @@ def attend_launch(call: Attention) -> Launch:
         WINDOW_ROWS=window.page.rows,
         STAGED=window.staged,
         JOINT=call.joint,
+        CUT=call.window_cut,
         WINDOW_RECORD=window_record,
         ENTRIES=call.entries is not None,
         ALL=call.indices is None,
@@ -298,12 +300,14 @@ class _Query(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """Where window rows are: row `position + shift` of the staging page, or a row of the ring."""
+    """Where window rows are: row `position + shift` of the staging page, or a row of the ring; none
+    is in front of the `oldest` position."""
 
     page: Any
     data: Any  # offsets in the page, bytes
     scale: Any
     shift: Any
+    oldest: Any
 
 
 class _Entries(NamedTuple):
@@ -400,6 +404,7 @@ def _attend_kernel(
         window_page = window_arena + slot * window_bytes
         shift = 0
         newest = position
+        oldest = 0
         if A.STAGED:
             window_page = window_arena
             live = slot >= 0
@@ -407,10 +412,14 @@ def _attend_kernel(
             shift = staged_row(request.first_row, request.start, batch_row, 0, A.WINDOW)
             if A.JOINT:
                 newest = request.start + request.count - 1
+            if A.CUT:
+                oldest = request.start
         for split in tl.range(first, last, disable_licm=True):
             row = nth.to(tl.int64)
             query = _Query(row=q_ptr + row * q_stride, head=head, newest=newest, visible=visible)
-            window = _Window(page=window_page, data=window_data, scale=window_scale, shift=shift)
+            window = _Window(
+                page=window_page, data=window_data, scale=window_scale, shift=shift, oldest=oldest
+            )
             entries = _Entries(
                 arena=entry_arena,
                 block_bytes=entry_bytes,
@@ -482,7 +491,7 @@ def _attend_split(tile, end, query, window, entries, A: tl.constexpr):
     ):
         back = at * BLOCK_N + nth
         seen = query.newest - (A.WINDOW - 1) + back  # [keys] positions
-        live = (back < A.WINDOW) & (seen >= 0)
+        live = (back < A.WINDOW) & (seen >= window.oldest)
         row = (seen + window.shift if A.STAGED else seen % A.WINDOW_ROWS).to(tl.int64)
         data = window.page + window.data + row * WINDOW_RECORD.DATA_BYTES
         scale = window.page + window.scale + row * WINDOW_RECORD.SCALE_BYTES

@@ -268,7 +268,8 @@ class Attention:
     `indices` int32 [tokens, k] names, or all visible ones without `indices`. With `inverse_rope`,
     the rotation table of the layer, the output is turned back. `workspace` fp32 holds partial
     results; it is 0 before its first use. With `joint` (staged windows only) all queries of a
-    request see the window of its last token in the step.
+    request see the window of its last token in the step; with `window_cut` (staged ones only too)
+    none sees a row in front of its request's first token in the step.
 
     With `whole` a query's result is the same to the bit whatever else is in the call, whether its
     window is staged or not.
@@ -294,6 +295,7 @@ class Attention:
     tokens_per_request: int = 1
     max_visible: int | None = None
     decoded: Tensor | None = None
+    window_cut: bool = False
 
     @property
     def max_entries(self) -> int:

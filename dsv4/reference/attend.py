@@ -84,11 +84,14 @@ def _window_keys(call: Attention, found: Runs, first: int, end: int) -> tuple[Te
     window, device = call.window, call.q.device
     newest = np.array(found.positions[found.firsts[first] : found.ends[end - 1]])
     of_batch = np.array(found.batch_rows[first:end])
+    begin = np.zeros(1, dtype=np.int64)
     if window.staged:
         request = request_columns(call.batch.cpu().numpy()[of_batch].astype(np.int64))
         if call.joint:
             newest[:] = request.start + request.count - 1
-    oldest = low = np.maximum(newest - (window.window - 1), 0)
+        if call.window_cut:
+            begin = request.start
+    oldest = low = np.maximum(newest - (window.window - 1), begin)
     high = newest + 1
     if end - first == 1:  # windows of a run overlap
         low = np.minimum.reduce(low, keepdims=True)

@@ -18,7 +18,7 @@ from dsv4.cache.guard import LOGGER
 from dsv4.cache.prefix.index import PrefixIndex, PrefixNode
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.prompt import Prompt
-from dsv4.cache.prefix.resume import Resume, StateSource, replay_start
+from dsv4.cache.prefix.resume import Resume, StateSource, cut_replay_start, replay_start
 from dsv4.cache.prefix.snapshots import Capture, SnapshotPool, WideCaptures
 from dsv4.cache.prefix.trail import Ids, RecentIds, TokenTrail, chain_root
 from dsv4.cache.prepare_forward import ForwardPlan
@@ -36,6 +36,7 @@ _HIT_KINDS: dict[StateSource, HitKind] = {
     "replay": "replay",
     "nothing": "blocks_only",
     "state": "state",
+    "cut_replay": "cut_replay",
 }
 
 
@@ -93,6 +94,8 @@ class PrefixCache:
                 f"periodic({options.policy.period_tokens}) is no multiple of block_tokens="
                 f"{schema.block_tokens}: snapshots are taken where blocks end"
             )
+        if options.replay == "cut":
+            _check_cut(schema)
         self.schema, self.options = schema, options
         self.index = PrefixIndex(allocator)
         if options.events:
@@ -185,6 +188,8 @@ class PrefixCache:
         trail = request.trail
         if request.torn_from is not None:  # not all layers have the entries behind
             blocks = min(blocks, request.torn_from // self.schema.block_tokens)
+        if request.inexact_from is not None:  # what lies behind is no cold run's
+            blocks = min(blocks, request.inexact_from // self.schema.block_tokens)
         known = 0 if trail is None else min(blocks, len(trail.ids) // self.schema.block_tokens)
         nodes = [] if trail is None else self.index.match(trail, known)
         return self._resume_behind(nodes, blocks, length)
@@ -196,6 +201,8 @@ class PrefixCache:
         block_tokens = self.schema.block_tokens
         reused = blocks * block_tokens
         start = replay_start(self.schema, reused)
+        cut = cut_replay_start(self.schema, reused) if self.options.replay == "cut" else 0
+        is_cut, start = cut > start, max(start, cut)
         for nth in range(len(nodes) - 1, -1, -1):
             at = (nth + 1) * block_tokens
             if at < start:
@@ -204,8 +211,9 @@ class PrefixCache:
             if node is not None and node.snapshot is not None:
                 resume = Resume(start=at, reused_tokens=reused, end=tokens, source="snapshot")
                 return PrefixMatch([each for each in nodes if each], resume, node)
+        source: StateSource = "cut_replay" if is_cut else "replay" if start else "nothing"
         resume = Resume(
-            start=start, reused_tokens=reused, end=tokens, source="replay" if start else "nothing"
+            start=start, reused_tokens=reused, end=tokens, source=source, exact=not is_cut
         )
         return PrefixMatch([each for each in nodes if each], resume, None)
 
@@ -711,6 +719,24 @@ class PrefixCache:
         rows = sorted([*self._free_rows, *reserved, *self._taken, *self.rows_in_flight])
         if rows != list(range(self.pool.rows)) or owned != dict(self._taken):
             raise Dsv4Error("snapshots are lost or doubled: free and taken ones do not add up")
+
+
+def _check_cut(schema: CacheSchema) -> None:
+    """InvalidInput for a model of which nobody says what a cut replay leaves, or whose replay could
+    not run in one wide step."""
+    window, most = schema.model.window, schema.max_narrow_tokens
+    if any(
+        layer.spec.owns_entries and layer.spec.index_keys != "latent" for layer in schema.layers
+    ):
+        raise InvalidInput(
+            f"replay='cut' is how DeepSeek serves V4.1, and {schema.model.name} is no V4.1: use "
+            f"replay='exact'"
+        )
+    if window <= most:
+        raise InvalidInput(
+            f"replay='cut' runs {window} tokens as one chunk, but with "
+            f"max_draft_tokens={schema.max_draft_tokens} so many are no chunk: use replay='exact'"
+        )
 
 
 def _told(plan: ForwardPlan, kept: I64, ids: Ids, row: int) -> tuple[TokenTrail, int, Ids]:

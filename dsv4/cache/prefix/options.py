@@ -48,17 +48,28 @@ def zero() -> SnapshotPolicy:
     return SnapshotPolicy("zero")
 
 
+ReplayPolicy = Literal["exact", "cut"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOptions:
     """`snapshots` rows of `SnapshotLayout(schema).row_bytes` each, on the device or in pinned host
     memory. `model_id` names the weights: prefixes of different models never match. With `events`
-    `KVCacheManager.take_events` says which blocks were stored and removed."""
+    `KVCacheManager.take_events` says which blocks were stored and removed.
+
+    `replay` says how a hit without a snapshot goes on. "exact" runs window · layers tokens again,
+    and what follows is a cold run's. "cut" is how DeepSeek serves V4.1: it runs one window of
+    tokens, which see nothing in front of them. That is an approximation: `Resume.exact` is false,
+    and nothing that such a request computes is cached, kept by tiers, suspended or handed over
+    (docs/v41.md).
+    """
 
     policy: SnapshotPolicy = field(default_factory=lambda: periodic(1024))
     snapshots: int = 64
     where: Literal["device", "host"] = "device"
     model_id: str = ""
     events: bool = False
+    replay: ReplayPolicy = "exact"
 
     @property
     def rows(self) -> int:
@@ -77,3 +88,5 @@ class PrefixOptions:
             )
         if not isinstance(self.model_id, str):
             raise InvalidInput(f"model_id={self.model_id!r}: must be a string")
+        if self.replay not in ("exact", "cut"):
+            raise InvalidInput(f"replay={self.replay!r}: use 'exact' or 'cut'")

@@ -7,7 +7,7 @@ from typing import Literal
 
 from dsv4.cache.schema import CacheSchema
 
-StateSource = Literal["nothing", "rings", "snapshot", "replay", "state"]
+StateSource = Literal["nothing", "rings", "snapshot", "replay", "state", "cut_replay"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +22,19 @@ class Resume:
     "rings", a "snapshot", the "state" of a request that was suspended, or "replay": the slot was
     zeroed, and what the replay leaves in it is exact from `reused_tokens` on. Outputs of replayed
     tokens are not to be used.
+
+    `exact` says whether the request then is what a cold run of the same tokens is. After a
+    "cut_replay" (PrefixOptions.replay) it is not: the replayed tokens see no window row in front of
+    `start`, so the rows that they leave are others, and with them all that is computed from
+    `reused_tokens` on: window rows, entries, index keys, outputs. Entries and index keys below are
+    others' and exact. The replay runs in one step.
     """
 
     start: int
     reused_tokens: int
     end: int
     source: StateSource
+    exact: bool = True
 
     @property
     def run(self) -> range:
@@ -38,6 +45,12 @@ class Resume:
     def replay(self) -> range:
         """Those of them whose entries exist."""
         return range(self.start, max(self.start, self.reused_tokens))
+
+
+def cut_replay_start(schema: CacheSchema, reused_tokens: int) -> int:
+    """Where a replay starts whose tokens see nothing in front of it, so that at `reused_tokens` the
+    windows are full; 0 where all fits one window."""
+    return max(0, reused_tokens - schema.model.window)
 
 
 def replay_start(schema: CacheSchema, reused_tokens: int) -> int:

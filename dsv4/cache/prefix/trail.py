@@ -89,7 +89,8 @@ class TokenTrail:
 
     The digest of a block is a keyed hash over all tokens up to its end, so equal digests mean equal
     prefixes under an equal root: nothing needs to be compared on a hit. The trail of a live
-    request takes what `RecentIds` has for its slot.
+    request takes what `RecentIds` has for its slot. A `sealed` trail learns no more: what its
+    request computes from there on is never found again.
     """
 
     __slots__ = (
@@ -101,6 +102,7 @@ class TokenTrail:
         "chain",
         "prompt_tokens",
         "root",
+        "sealed",
     )
 
     def __init__(self, root: bytes, block_tokens: int, ids: Ids) -> None:
@@ -110,6 +112,7 @@ class TokenTrail:
         self._ids, self._known = ids, len(ids)
         self._recent: RecentIds | None = None
         self._slot = -1
+        self.sealed = False
 
     @property
     def ids(self) -> Ids:
@@ -118,6 +121,9 @@ class TokenTrail:
 
     def attach(self, recent: RecentIds, slot: int) -> None:
         """A request in this slot has the trail from now on."""
+        if self.sealed:
+            recent.known[slot] = -1
+            return
         self._recent, self._slot = recent, slot
         recent.known[slot] = self._known
 
@@ -191,6 +197,8 @@ class TokenTrail:
     def learn(self, start: int, ids: Ids) -> None:
         """Adds what `check` has let through. Behind a gap nothing can be learned."""
         self.take_recent()
+        if self.sealed:
+            return
         if start <= self._known < start + len(ids):
             self._add(start, ids)
             self._set_known(self._known)
@@ -217,6 +225,7 @@ class TokenTrail:
     def copy(self) -> TokenTrail:
         twin = TokenTrail(self.root, self.block_tokens, self.ids.copy())
         twin.chain, twin.prompt_tokens = list(self.chain), self.prompt_tokens
+        twin.sealed = self.sealed
         return twin
 
 

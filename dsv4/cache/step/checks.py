@@ -61,6 +61,41 @@ def untorn(schema: CacheSchema, shape: StepShape, starts: I64, written: I64) -> 
         shape.requests[int(torn.argmax())].require_whole()
 
 
+def cut_replays(
+    schema: CacheSchema, shape: StepShape, starts: I64, reused: I64, *, plain: bool
+) -> bool:
+    """Whether the step is one of cut replays. PlanError if it is of others too, if it does not
+    reach the end of one, or is not `plain`: behind another one, with drafts or chunks apart."""
+    rows = [
+        row
+        for row in (starts < reused).nonzero()[0].tolist()
+        if shape.requests[row].inexact_from is not None
+    ]
+    if not rows:
+        return False
+    if len(rows) < len(shape.requests) or not plain:
+        serials = ", ".join(str(shape.requests[row].serial) for row in rows)
+        raise PlanError(
+            f"cut replays (of requests {serials}) share no step with others, nor with drafts, "
+            f"chunks apart or a plan in front: prepare a plan for them alone"
+        )
+    short = (starts + shape.counts < reused).nonzero()[0].tolist()
+    if short:
+        row = short[0]
+        raise PlanError(
+            f"a step of {shape.counts[row]} tokens ends in the cut replay of request "
+            f"{shape.requests[row].serial}: give it the {reused[row] - starts[row]} tokens up to "
+            f"position {reused[row]} at least"
+        )
+    return True
+
+
+def whole_replays(plan: ForwardPlan, kept: I64, reused: I64) -> None:
+    """PlanError unless a plan of cut replays keeps them whole."""
+    if np.any(plan.starts + kept < reused):
+        raise PlanError("a cut replay is kept whole: accept its tokens, or fail the plan")
+
+
 def open_plan(plan: ForwardPlan, expected: Sequence[ForwardPlan]) -> None:
     """PlanError unless `plan` is one of the manager's open ones."""
     if not isinstance(plan, ForwardPlan):

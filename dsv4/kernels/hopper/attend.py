@@ -187,6 +187,7 @@ def supports(call: Attention) -> bool:
         and (_is_v4(call) or _is_v41(call))
         and call.window.window % TILE_KEYS == 0
         and not call.joint
+        and not call.window_cut
         and not (call.whole and _tiles(call.window.window, call.max_entries) > WHOLE_TILES)
     )
 

@@ -138,6 +138,7 @@ def supports(call: Attention) -> bool:
     if (
         not call.window.staged
         or call.joint
+        or call.window_cut
         or call.whole  # the sums of tiles of 32 keys are other ones
         or call.tokens_per_request < MIN_TOKENS
         or call.q.shape[2] != WIDTH
