@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.prefix.options import PrefixOptions, periodic, zero
+from dsv4.cache.prefix.options import PrefixOptions, full, periodic, zero
 from dsv4.cache.prefix.resume import Resume
 from dsv4.cache.requests import Request
 from dsv4.errors import InvalidInput, PlanError, RequestError
@@ -43,11 +43,11 @@ class CutRunner(Runner):
     def admit(self) -> Request:
         return self.manager.admit_request(self.prompt)
 
-    def indexed(self) -> tuple[list[bytes], int]:
-        """What can be found: digests, and how many snapshots."""
+    def indexed(self) -> list[tuple[bytes, bool]]:
+        """What can be found: digests, and whether there is a snapshot."""
         assert self.manager.prefix is not None
         nodes = self.manager.prefix.index.nodes()
-        return sorted(node.digest for node in nodes), self.manager.prefix.stats().snapshots_used
+        return sorted((node.digest, node.snapshot is not None) for node in nodes)
 
     def check_published(self, *texts: list[int]) -> int:
         """Every block that can be found is a cold run's, byte for byte. How many were looked at."""
@@ -104,13 +104,16 @@ def test_nothing_in_front_of_it_is_read_and_what_follows_is_an_approximation():
 
 
 def test_nothing_behind_it_is_found_again():
-    runner = CutRunner()
+    # every boundary is to have a snapshot, and the last one, at 96, is kept
+    runner = CutRunner(PrefixOptions(policy=full(), snapshots=1, replay="cut"))
     before = runner.indexed()
     request = runner.admit()
-    runner.run(runner.manager, request, runner.prompt, 50)
-    # generated tokens: with ids, without and told later, of forks too
     (fork,) = runner.manager.fork(request, 1)
     assert (fork.inexact_from, fork.resume.exact) == (REUSED, False)
+    for each, ids in ((request, runner.prompt), (fork, [*runner.prompt[:REUSED], *tokens(2, 52)])):
+        runner.run(runner.manager, each, ids[:REUSED], 50)
+        runner.run(runner.manager, each, ids, 50)
+    # generated tokens: with ids, without and told later
     runner.model.step(runner.manager, [(request, [7]), (fork, [8])])
     plan = runner.manager.prepare_forward([(request, 40)])
     plan.mark_appended()
