@@ -96,6 +96,8 @@ def _makers(target: Target) -> dict[str, Callable[[], Launch]]:
     for case in ("v41", "v41 chunk"):
         shape = test_attend_sm90.CASES[case]
         found[f"attend {case}"] = partial(test_attend_sm90.attend_launch, *shape)
+    cut = test_attend_sm90.CASES["v41 chunk"]
+    found["attend v41 chunk cut"] = partial(test_attend_sm90.attend_launch, *cut, cut=True)
     for case in test_write_records_sm90.RECORDS:
         found[f"write {case}"] = partial(test_write_records_sm90.launch, case)
     for case, narrow in test_follow_sm90.CASES.items():

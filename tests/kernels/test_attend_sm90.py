@@ -54,7 +54,9 @@ def test_matrix_products_run_on_wgmma(case: str, compiled: dict[str, dict[str, A
     assert found["fp8_conversions"] == 0 or case.startswith("v41")
 
 
-def attend_launch(model: str, heads: int, layer: int, listed: int | None, chunk: bool) -> Launch:
+def attend_launch(
+    model: str, heads: int, layer: int, listed: int | None, chunk: bool, *, cut: bool = False
+) -> Launch:
     from dsv4.kernels import attend as kernel
 
     schema = CacheSchema.build(ModelSpec.preset(model))
@@ -90,6 +92,7 @@ def attend_launch(model: str, heads: int, layer: int, listed: int | None, chunk:
             lse=empty(tokens, heads),
             inverse_rope=empty(schema.max_context, schema.model.rope_dim),
             workspace=empty(kernel.workspace_elements(tokens, heads, width, splits)),
+            window_cut=cut,
         )
     )
 

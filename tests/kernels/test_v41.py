@@ -128,6 +128,29 @@ def test_a_draft_step_has_a_plan_of_its_own():
         handle.attend_draft(kv[:4], q[:4], torch.ones(2), weights=weights)
 
 
+# ---- cut windows ---------------------------------------------------------------------------------
+
+
+def test_a_cut_window_begins_with_the_step():
+    """Against the formula over the rows that a token may see, on both backends."""
+    life = both(layers=(0,), requests=2)
+    life.skip({0: 130, 1: 3})
+    q = Numbers(6).normal(4, 2, TINY.head_dim).to(torch.bfloat16)
+    for stack, requests in zip(life.stacks, life.lives, strict=True):
+        plan = stack.manager.prepare_forward([(requests[0], 2), (requests[1], 2)])
+        stack.write(plan, life.streams)
+        handle = stack.manager.acquire(0, plan)
+        rows, lengths = handle.gather_swa_kv()
+        plan.window_cut, plan.sizes = True, (*plan.sizes, 1)
+        out, _ = handle.attend(q, torch.ones(2))
+        for token, (found, length) in enumerate(zip(out, lengths.tolist(), strict=True)):
+            keys = rows[token, length - 1 - token % 2 : length].double()
+            logits = q[token].double() @ keys.T * TINY.head_dim**-0.5
+            total = torch.logaddexp(logits.logsumexp(-1), torch.ones(2).double())
+            wanted = (logits - total[:, None]).exp() @ keys
+            assert (found.double() - wanted).norm() <= 4e-3 * wanted.norm(), token
+
+
 # ---- select in two levels ------------------------------------------------------------------------
 
 
