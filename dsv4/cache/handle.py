@@ -117,7 +117,9 @@ class LayerCacheHandle(Uncopied):
         Window rows go to the ring, projections to the tails, closed groups to their blocks.
         Raises InvalidInput or PlanError before anything is launched.
         """
-        plan = self._unwritten_plan()
+        plan = self.plan
+        if plan is None or plan.done or plan.whole or self.layer in plan.appended_layers:
+            plan = self._unwritten_plan()
         if type(weights) is not LayerWeights:
             checks.layer_weights(weights)
         given = (kv, c, z, index_c, index_z, *_tensors_of(weights))
@@ -444,12 +446,14 @@ class LayerCacheHandle(Uncopied):
         take, if given, and read by those. They are worth something in one step only.
         Raises SchemaMismatch on a layer without an indexer, InvalidInput, PlanError.
         """
-        spec, view = self.schema.spec, self.read_indexer_view()
+        spec, view = self.schema.spec, self.memory.index_keys or self.read_indexer_view()
         if not spec.has_indexer:
             raise SchemaMismatch(
                 f"layer {self.layer} has no indexer: it reads what layer {spec.selector} selected"
             )
-        plan = self._written_plan()
+        plan = self.plan
+        if plan is None or plan.done or plan.whole or plan.last_appended != self.layer:
+            plan = self._written_plan()
         told = ("select", plan.sizes, prepared, round_bf16, repr(top_k))  # True is no 1 here
         key, known = self._repeats.find(told, (q, index_weights, out, rope, candidates))
         if known is not None:
@@ -558,7 +562,9 @@ class LayerCacheHandle(Uncopied):
         `inverse_rope`, the layer's table, the output is rotated back.
         Raises PlanError before `append`, InvalidInput.
         """
-        plan = self._written_plan()
+        plan = self.plan
+        if plan is None or plan.done or plan.whole or plan.last_appended != self.layer:
+            plan = self._written_plan()
         given = (q, sink, indices, out, lse, inverse_rope)
         key, known = self._repeats.find(("attend", plan.sizes), given)
         if known is not None:

@@ -169,8 +169,8 @@ def write_tails(
 
 
 def _rank(layout: CompressorLayout, position: Tensor) -> Tensor:
-    """How many tokens before `position` go to the tails."""
-    return position - position // layout.ratio if layout.skips_last else position
+    """How many tokens before `position` go to tails that leave out the last one of a group."""
+    return position - position // layout.ratio
 
 
 def _biased(write: CompressorWrite, z: Tensor, position: Tensor) -> Tensor:
@@ -238,7 +238,8 @@ def _stream_rows(
         assert fresh is not None
         return fresh
     rows = ring_rows(step.slot_arena, ring, write.layout.width)
-    stored = rows[groups.slot[:, None], _rank(write.layout, position) % ring.rows]
+    rank = _rank(write.layout, position) if write.layout.skips_last else position
+    stored = rows[groups.slot[:, None], rank % ring.rows]
     if fresh is None:
         return stored
     return torch.where((position >= groups.start[:, None]).unsqueeze(-1), fresh, stored)

@@ -113,7 +113,9 @@ def _encode_tiles(code: TileCode, x: Tensor) -> tuple[Tensor, Tensor]:
     tile_nan = nan.any(dim=-1, keepdim=True)
     marker = UE8M0_NAN if code.scale == "ue8m0" else E4M3_NAN
     scale = torch.where(tile_nan, marker, scale)
-    return _pack_nibbles(_e2m1_codes(scaled).flatten(-2)), scale.flatten(-2)
+    codes = _e2m1_codes(scaled).flatten(-2)
+    # even channel in the low nibble
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), scale.flatten(-2)
 
 
 def _decode_tiles(part: Part, code: TileCode, data: Tensor, scale: Tensor) -> Tensor:
@@ -166,8 +168,3 @@ def _e2m1_pairs(device: torch.device) -> Tensor:
     grid = torch.tensor((*E2M1_GRID, *(-v for v in E2M1_GRID)), device=device)
     byte = torch.arange(256, device=device)
     return torch.stack((grid[byte & 0xF], grid[byte >> 4]), dim=-1)
-
-
-def _pack_nibbles(codes: Tensor) -> Tensor:
-    """Even channel in the low nibble."""
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from dsv4.errors import InvalidInput
-from dsv4.ops.calls import Candidates, EntrySource, Scoring, Selection
+from dsv4.ops.calls import EntrySource, Scoring, Selection
 from dsv4.reference.candidates import publish_candidates, top_k_of_candidates
 from dsv4.reference.index_scores import index_scores
 from dsv4.reference.top_k import top_k as take_top_k
@@ -30,7 +30,9 @@ def select(call: Selection) -> None:
     for first in range(0, count, max(rows, 1)):
         piece = slice(first, min(first + rows, count))
         tokens = call.tokens[piece]
-        scores = call.workspace[: 4 * len(tokens) * columns].view(torch.float32).view(-1, columns)
+        scores = (
+            call.workspace[: 4 * tokens.shape[0] * columns].view(torch.float32).view(-1, columns)
+        )
         index_scores(
             Scoring(
                 q=call.q[piece],
@@ -42,14 +44,13 @@ def select(call: Selection) -> None:
                 skip_visible=call.top_k,
             )
         )
-        out, ratio, candidates = call.out[piece], call.keys.ratio, _piece(call.candidates, piece)
+        out, ratio = call.out[piece], call.keys.ratio
+        candidates = call.candidates
+        if candidates is not None:
+            candidates = replace(candidates, blocks=candidates.blocks[piece])
         if candidates is None or candidates.publish:
             take_top_k(scores, tokens=tokens, ratio=ratio, out=out)
             if candidates is not None:
                 publish_candidates(scores, tokens=tokens, ratio=ratio, candidates=candidates)
         else:
             top_k_of_candidates(scores, tokens=tokens, ratio=ratio, candidates=candidates, out=out)
-
-
-def _piece(candidates: Candidates | None, rows: slice) -> Candidates | None:
-    return None if candidates is None else replace(candidates, blocks=candidates.blocks[rows])

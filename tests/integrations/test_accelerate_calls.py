@@ -1,9 +1,8 @@
 """What a decode step of an accelerated model costs the host: no more calls of Python than
 transformers' own, and as many for one row as for eight.
 
-The kernels are those of a GPU that starts nothing (tests/support/no_gpu), so all that Python does
-in front of a launch is counted. A step on the reference backend makes more calls: what stands for
-its kernels is Python too.
+On the reference, where kernels are Python too, and with those of a GPU that starts nothing
+(tests/support/no_gpu): all that Python does in front of a launch is counted.
 """
 
 from __future__ import annotations
@@ -63,11 +62,15 @@ def calls_of_steps(model: Any, rows: int, steps: int = STEPS) -> Counter[str]:
     return calls
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-def test_a_step_makes_no_more_calls_than_transformers(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("kernels", "rows"),
+    [(no_gpu, 1), (no_gpu, 8), (nullcontext, 1)],
+    ids=["triton", "triton-8", "reference"],
+)
+def test_a_step_makes_no_more_calls_than_transformers(kernels: Any, rows: int) -> None:
     plain = model()
     own = calls_of_steps(plain, rows)
-    with no_gpu(), fast(plain, max_batch=8, records="fp8_ds") as accelerated:
+    with kernels(), fast(plain, max_batch=8, records="fp8_ds") as accelerated:
         ours = calls_of_steps(accelerated, rows)
     assert ours["FastAttention.__call__"] == STEPS * len(KINDS)
     assert ours["Repetition.run"] == STEPS * (2 * len(KINDS) + KINDS.count(KINDS[1]))
@@ -107,3 +110,45 @@ def test_constants_follow_parameters_that_change() -> None:
             theirs.sinks.copy_(attention.sinks)
             assert torch.equal(changed, other(ids).logits)
         assert not torch.equal(changed, before)
+
+
+class Scaled(torch.nn.Linear):
+    """What adapters put in the place of a layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_layers_that_are_hooked_or_replaced_are_called() -> None:
+    """Of other linear layers only the product is made."""
+    ids, seen = prompt(12), []
+
+    def note(*given: Any) -> None:
+        seen.append(given)
+
+    with fast(plain_model()) as accelerated, torch.no_grad():
+        before = accelerated(ids, use_cache=False).logits
+        layer = accelerated.model.layers[1].self_attn.q_a_proj
+        for hook in (layer.register_forward_hook, layer.register_forward_pre_hook):
+            handle = hook(note)
+            assert torch.equal(accelerated(ids, use_cache=False).logits, before)
+            handle.remove()
+            assert len(seen) == 1
+            seen.clear()
+        for hook in (
+            torch.nn.modules.module.register_module_forward_hook,
+            torch.nn.modules.module.register_module_forward_pre_hook,
+        ):
+            handle = hook(note)
+            accelerated(ids, use_cache=False)
+            handle.remove()
+            assert sum(given[0] is layer for given in seen) == 1
+            seen.clear()
+        layer.forward = lambda x: 2 * torch.nn.functional.linear(x, layer.weight)
+        wrapped = accelerated(ids, use_cache=False).logits
+        del layer.forward
+        layer.__class__ = Scaled
+        replaced = accelerated(ids, use_cache=False).logits
+        layer.__class__ = torch.nn.Linear
+    assert torch.equal(wrapped, replaced)
+    assert not torch.equal(wrapped, before)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Linear, functional
+from torch.nn.modules import module as modules
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 
 from dsv4.cache.manager import KVCacheManager
@@ -69,9 +71,10 @@ class FastAttention:
     ) -> tuple[Tensor, None]:
         module, own, tokens = self.attention, self.attention._modules, hidden_states.shape[1]
         cos, sin = position_embeddings[module.rope_layer_type]
-        residual = own["q_a_norm"](own["q_a_proj"](hidden_states))
-        q = own["q_b_norm"](own["q_b_proj"](residual).view(1, tokens, -1, module.head_dim))
-        kv = own["kv_norm"](own["kv_proj"](hidden_states)).unsqueeze(2)
+        residual = own["q_a_norm"](project(own["q_a_proj"], hidden_states))
+        q = project(own["q_b_proj"], residual).view(1, tokens, -1, module.head_dim)
+        q = own["q_b_norm"](q)
+        kv = own["kv_norm"](project(own["kv_proj"], hidden_states)).unsqueeze(2)
         q = apply_rotary_pos_emb(q, cos, sin, unsqueeze_dim=2)[0].to(self.value_dtype)
         kv = apply_rotary_pos_emb(kv, cos, sin, unsqueeze_dim=2)[0, :, 0].to(self.value_dtype)
 
@@ -83,16 +86,17 @@ class FastAttention:
             indexer = compressor._modules.get("indexer")
             for owner in (compressor, indexer):
                 if owner is not None:
-                    projections.append(owner._modules["kv_proj"](hidden_states)[0].float())
-                    projections.append(owner._modules["gate_proj"](hidden_states)[0].float())
+                    for name in ("kv_proj", "gate_proj"):
+                        projected = project(owner._modules[name], hidden_states)
+                        projections.append(projected[0].float())
         handle.append(kv, *projections, weights=constants.weights)
 
         indices = None
         if indexer is not None:
             scorer = indexer._modules["scorer"]
             scale = scorer.softmax_scale * scorer.weights_scaling
-            index_q = indexer._modules["q_b_proj"](residual)[0]
-            head_weights = scorer._modules["weights_proj"](hidden_states)[0]
+            index_q = project(indexer._modules["q_b_proj"], residual)[0]
+            head_weights = project(scorer._modules["weights_proj"], hidden_states)[0]
             if self.step.ranks is not None:
                 index_q, head_weights = self.step.ranks.gather_heads(index_q, head_weights)
             indices = handle.select(
@@ -105,7 +109,7 @@ class FastAttention:
             q.contiguous(), constants.sinks, indices, inverse_rope=self.rope_table
         )
         grouped = out.to(hidden_states.dtype).reshape(1, tokens, self.o_groups, -1)
-        return own["o_b_proj"](own["o_a_proj"](grouped).flatten(2)), None
+        return project(own["o_b_proj"], own["o_a_proj"](grouped).flatten(2)), None
 
     def _known_constants(self) -> Constants:
         """Made again where a parameter is another one, or was written to."""
@@ -142,6 +146,26 @@ class SplitAttention(FastAttention):
     def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, None]:
         with on_device(self.rope_table.device):
             return super().__call__(*args, **options)
+
+
+def project(module: Any, x: Tensor) -> Tensor:
+    """`module(x)`. Of a Linear that nothing is hooked to only the product is left: torch makes five
+    calls of Python around it."""
+    if (
+        type(module) is Linear
+        and "forward" not in module.__dict__
+        and not (
+            module._forward_pre_hooks
+            or module._forward_hooks
+            or module._compiled_call_impl
+            or modules._global_forward_pre_hooks
+            or modules._global_forward_hooks
+        )
+    ):
+        own: dict[str, Any] = module._parameters
+        return functional.linear(x, own["weight"], own["bias"])
+    result: Tensor = module(x)
+    return result
 
 
 def rounds_scores(schema: CacheSchema) -> bool:
