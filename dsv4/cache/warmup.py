@@ -100,8 +100,8 @@ class Warmup:
         for layer in sorts.values():
             for tokens in token_counts(most):
                 self._step(layer, tokens=tokens, most_tokens=1, narrow=True)
-                if tokens >= wide:
-                    self._step(layer, tokens=tokens, most_tokens=tokens, narrow=False)
+                for most_tokens in {wide, tokens} if tokens >= wide else ():
+                    self._step(layer, tokens=tokens, most_tokens=most_tokens, narrow=False)
             for tokens in _around_powers(most):
                 for most_tokens in MOST_TOKENS:
                     if most_tokens <= tokens:

@@ -129,10 +129,14 @@ def random_steps(manager: KVCacheManager, run: Callable[[ForwardPlan], None], se
     random = Random(seed)
     limit = min(MODELS["tiny"], manager.schema.max_context)
     for nth in range(25):
-        requests = [manager.admit_request() for _ in range(random.randint(1, REQUESTS))]
+        crowd = nth % 5 == 0  # chunks too short for kernels of their own, many tokens together
+        several = REQUESTS if crowd else random.randint(1, REQUESTS)
+        requests = [manager.admit_request() for _ in range(several)]
         for count in (random.choice((1, 7, 40, limit // 2)), 1, random.randint(2, 4)):
             counts = [random.randint(1, count) for _ in requests]
-            if count == 1 or nth % 4 == 0:
+            if crowd and count > 4:
+                counts = [random.randint(30, 60) for _ in requests]
+            elif count == 1 or nth % 4 == 0:
                 counts[0] = min(count, limit - 8)
             tokens, padding = sum(counts), {}
             if max(counts) <= manager.schema.max_rollback_tokens and random.random() < 0.5:

@@ -78,6 +78,7 @@ def _backend(device: torch.device, *, hopper: bool) -> TritonBackend:
     found = TritonBackend(device)
     if hopper:
         found._attend, found._index_scores = backend._Own("attend"), backend._Own("index_scores")
+        found._wide_attend = backend._Own("attend", "attend_wide")
         found._wide_scores = backend._Own("index_scores", "index_scores_wide")
     return found
 
