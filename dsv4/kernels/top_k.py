@@ -6,7 +6,8 @@ highest of the bins' maxima, or any number below it: a bound, mostly close to th
 score.
 
 A row of up to MAX_ROW scores is held in registers by one program, which finds the bound and then,
-by counting from there, the k-th highest score. A longer row takes two launches:
+by counting from there, the k-th highest score. A longer row takes two launches, but one where rows
+are so many that a program each keeps all processors busy: it does both in turn.
 
 1. The maxima of BINS bins are stored. Bins take one of each run of BINS entries and shift from run
    to run by SKEW, so that neither neighbours nor entries at a round distance, which tend to score
@@ -24,6 +25,7 @@ of which more than BINS // 2 are wanted (V4.1's 2,048 candidate blocks) have WID
 bins and a list LONGER times as long.
 
     workspace int32 [rows, highest of bins | list length, arrived | slices: length, start | list]
+    of many rows    [rows, list]
 """
 
 from __future__ import annotations
@@ -54,6 +56,10 @@ MAX_SLICE = 8192
 MIN_SLICE = 2048
 ENOUGH_PROGRAMS = 256
 MAX_AT_ONCE = 4096  # scores that a program of the first launch has under way
+# From so many rows on a program each does all of a long row, so many scores at a time.
+MANY_ROWS = 256
+LONG_TILE = 4096
+LONG_WARPS = 4
 _SMALLEST_TILE = 256
 # -infinity and infinity in the order of bits, whose lowest numbers are NaN.
 _LOWEST = tl.constexpr(0x007FFFFF)
@@ -102,10 +108,24 @@ class _Work(NamedTuple):
     list: Any
 
 
+class _Places(NamedTuple):
+    """Of scores that reach a bound: how many do among the first one to four of each four scores,
+    among all before these four, and among all."""
+
+    to_0: Any
+    to_1: Any
+    to_2: Any
+    to_3: Any
+    before: Any
+    total: Any
+
+
 def top_k_workspace_bytes(rows: int, columns: int, k: int) -> int:
     """What top_k needs as `workspace` for the k highest, or fewer, of such scores."""
     slices = -(-columns // _tile(rows, columns))
-    return 4 * rows * _row_words(slices, k) if slices > 1 else 0
+    if slices == 1:
+        return 0
+    return 4 * rows * (2 * LIST if _are_many(rows, k) else _row_words(slices, k))
 
 
 def top_k(
@@ -120,10 +140,10 @@ def top_k(
     blocks: int = 0,
 ) -> None:
     """Same result as dsv4.reference.top_k.top_k, in one launch where rows have up to MAX_ROW
-    scores, else in two. No allocation; `workspace`, contiguous uint8, may hold anything before.
-    Scores that are not bf16 numbers need bf16_scores=False. With `span` columns stand for blocks of
-    so many entries, with `blocks` for the entries of as many such blocks. Raises InvalidInput when
-    the workspace is too small.
+    scores or are many, else in two. No allocation; `workspace`, contiguous uint8, may hold anything
+    before. Scores that are not bf16 numbers need bf16_scores=False. With `span` columns stand for
+    blocks of so many entries, with `blocks` for the entries of as many such blocks. Raises
+    InvalidInput when the workspace is too small.
     """
     rows, columns = scores.shape
     if rows == 0 or out.shape[1] == 0:
@@ -159,7 +179,10 @@ def top_k_launches(
     # programs of a row that share the bins, each at least 32 bytes wide
     at_once = min(tile, MAX_AT_ONCE)
     bins, listed = _bins_and_list(k)
-    sharers = 1 if one_tile else min(1 << ((columns // at_once).bit_length() - 1), bins // 8)
+    alone = one_tile or _are_many(rows, k)
+    if alone and not one_tile:
+        tile = at_once = LONG_TILE
+    sharers = 1 if alone else min(1 << ((columns // at_once).bit_length() - 1), bins // 8)
     width = bins // sharers
     constants = {
         "T": TopKConstants(
@@ -170,7 +193,7 @@ def top_k_launches(
             BINS=min(tile, BINS) if one_tile else bins,
             TILE=tile,
             LIST=listed,
-            SLICES=_padded(slices),
+            SLICES=1 if alone else _padded(slices),
             WIDTH=width,
             DEPTH=max(at_once // width, 1),
             SKEW=SKEW,
@@ -182,6 +205,10 @@ def top_k_launches(
     if one_tile:
         arguments = (*scored, out, out.stride(0))
         return [Launch(_one_tile_kernel, (rows, 1), arguments, constants, options)]
+    if alone:
+        of_row = (*scored, work, out, out.stride(0))
+        options = {**options, "num_warps": LONG_WARPS, "maxnreg": 128}
+        return [Launch(_long_row_kernel, (rows, 1), of_row, constants, options)]
     worked = (*scored, work, _row_words(slices, k))
     return [
         Launch(_bin_maxima_kernel, (rows, sharers), worked, constants, options),
@@ -203,6 +230,11 @@ def _tile(rows: int, columns: int) -> int:
     while tile < MAX_SLICE and rows * -(-columns // tile) > ENOUGH_PROGRAMS:
         tile *= 2
     return tile
+
+
+def _are_many(rows: int, k: int) -> bool:
+    """Whether a program does all of a long row; not with so many bins that registers run out."""
+    return rows >= MANY_ROWS and _bins_and_list(k) == (BINS, LIST)
 
 
 def _padded(slices: int) -> int:
@@ -255,10 +287,9 @@ def _bin_maxima_kernel(
     scores_ptr, tokens_ptr, columns, scores_stride, work_ptr, row_words,
     T: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH bins, DEPTH of the members of each at a time."""
+    """WIDTH bins."""
     BINS: tl.constexpr = T.BINS
     WIDTH: tl.constexpr = T.WIDTH
-    DEPTH: tl.constexpr = T.DEPTH
     nth = tl.program_id(0).to(tl.int64)
     mine = tl.program_id(1)
     seen = _seen(tokens_ptr, nth, columns, T)
@@ -267,16 +298,67 @@ def _bin_maxima_kernel(
         row = _Row(scores=scores_row, out=None, seen=seen, columns=columns)
         work = work_ptr + nth * row_words
         bins = mine * WIDTH + tl.arange(0, WIDTH)
-        highest = tl.full([DEPTH, WIDTH], float("-inf"), tl.float32)
-        for first in range(0, tl.cdiv(seen, BINS), DEPTH):
-            run = (first + tl.arange(0, DEPTH))[:, None]
-            member = (bins[None, :] + T.SKEW * run) % BINS
-            member = tl.max_contiguous(tl.multiple_of(member, [1, 8]), [1, 8])
-            score = _scores(row, run * BINS + member)  # [DEPTH, WIDTH]
-            highest = tl.where(score > highest, score, highest)
-        tl.store(work + bins, tl.max(highest, axis=0).to(tl.int32, bitcast=True))
+        tl.store(work + bins, _maxima(row, bins, T).to(tl.int32, bitcast=True))
         if mine == 0:
             tl.store(work + BINS + tl.arange(0, 2), tl.zeros([2], dtype=tl.int32))
+
+
+@triton.jit
+def _maxima(row, bins, T: tl.constexpr):
+    """The highest scores of WIDTH bins, DEPTH of their members at a time."""
+    BINS: tl.constexpr = T.BINS
+    DEPTH: tl.constexpr = T.DEPTH
+    highest = tl.full([DEPTH, T.WIDTH], float("-inf"), tl.float32)
+    for first in range(0, tl.cdiv(row.seen, BINS), DEPTH):
+        run = (first + tl.arange(0, DEPTH))[:, None]
+        member = (bins[None, :] + T.SKEW * run) % BINS
+        member = tl.max_contiguous(tl.multiple_of(member, [1, 8]), [1, 8])
+        score = _scores(row, run * BINS + member)  # [DEPTH, WIDTH]
+        highest = tl.where(score > highest, score, highest)
+    return tl.max(highest, axis=0)
+
+
+@triton.jit
+def _long_row_kernel(
+    scores_ptr, tokens_ptr, columns, scores_stride, work_ptr, out_ptr, out_stride,
+    T: tl.constexpr,
+):  # fmt: skip
+    """A whole row that registers cannot hold: its bins, its list, and the result from that."""
+    K: tl.constexpr = T.K
+    LIST: tl.constexpr = T.LIST
+    TILE: tl.constexpr = T.TILE
+    nth = tl.program_id(0).to(tl.int64)
+    seen = _seen(tokens_ptr, nth, columns, T)
+    row = _Row(
+        scores=scores_ptr + nth * scores_stride,
+        out=out_ptr + nth * out_stride,
+        seen=seen,
+        columns=columns,
+    )
+    if seen > K:
+        bound = _bound(_maxima(row, tl.arange(0, T.BINS), T), K, T.BITS)
+        list_ptr = work_ptr + nth * (2 * LIST)
+        listed = tl.where(bound == 0, LIST + 1, 0)  # no bound, no list
+        for begin in range(0, seen, TILE):
+            at = begin + tl.arange(0, TILE)
+            score = _scores(row, at)
+            places = _places(score, bound, T.BITS)
+            if listed + places.total <= LIST:
+                _list_at(list_ptr + listed, score, at, places, LIST)
+            listed += places.total
+        tl.debug_barrier()
+        if listed <= LIST:
+            place = tl.arange(0, LIST)
+            live = place < listed
+            score = tl.load(list_ptr + place, mask=live, other=-1).to(tl.float32, bitcast=True)
+            at = tl.load(list_ptr + LIST + place, mask=live, other=0)
+            threshold, higher = _boundary(score, K, bound, T.BITS)
+            score, least = _ranked(score, live, threshold, T.BITS)
+            _emit(row.out, score, at, least, K - higher, 0, 0)
+        else:
+            _emit_row(row, bound, TILE, T)
+    elif seen >= 0:
+        _emit_all(row.out, seen, T)
 
 
 @triton.jit
@@ -325,26 +407,37 @@ def _list_kernel(
 @triton.jit
 def _list(work, mine, score, at, bound, T: tl.constexpr):
     """Adds what of a slice reaches the bound to the list, in order."""
-    LIST: tl.constexpr = T.LIST
     slice_at = work.slices + mine
-    least = _score(bound, T.BITS)
+    places = _places(score, bound, T.BITS)
+    total = tl.where(bound == 0, T.LIST + 1, places.total)  # no bound, no list
+    start = tl.atomic_add(work.length, total, sem="relaxed")
+    tl.store(slice_at, total)
+    tl.store(slice_at + T.SLICES, start)
+    if start + total <= T.LIST:
+        _list_at(work.list + start, score, at, places, T.LIST)
+
+
+@triton.jit
+def _places(score, bound, BITS: tl.constexpr):
+    least = _score(bound, BITS)
     score_0, score_1, score_2, score_3 = _quarters(score)
-    at_0, at_1, at_2, at_3 = _quarters(at)
     to_0 = (score_0 >= least).to(tl.int32)
     to_1 = to_0 + (score_1 >= least).to(tl.int32)
     to_2 = to_1 + (score_2 >= least).to(tl.int32)
     to_3 = to_2 + (score_3 >= least).to(tl.int32)
     before, total = _before(to_3)
-    total = tl.where(bound == 0, LIST + 1, total)  # no bound, no list
-    start = tl.atomic_add(work.length, total, sem="relaxed")
-    tl.store(slice_at, total)
-    tl.store(slice_at + T.SLICES, start)
-    if start + total <= LIST:
-        place = work.list + start + before
-        _list_quarter(place, score_0, at_0, 0, to_0, LIST)
-        _list_quarter(place, score_1, at_1, to_0, to_1, LIST)
-        _list_quarter(place, score_2, at_2, to_1, to_2, LIST)
-        _list_quarter(place, score_3, at_3, to_2, to_3, LIST)
+    return _Places(to_0=to_0, to_1=to_1, to_2=to_2, to_3=to_3, before=before, total=total)
+
+
+@triton.jit
+def _list_at(place, score, at, places, LIST: tl.constexpr):
+    score_0, score_1, score_2, score_3 = _quarters(score)
+    at_0, at_1, at_2, at_3 = _quarters(at)
+    place += places.before
+    _list_quarter(place, score_0, at_0, 0, places.to_0, LIST)
+    _list_quarter(place, score_1, at_1, places.to_0, places.to_1, LIST)
+    _list_quarter(place, score_2, at_2, places.to_1, places.to_2, LIST)
+    _list_quarter(place, score_3, at_3, places.to_2, places.to_3, LIST)
 
 
 @triton.jit

@@ -13,8 +13,8 @@ from tests.support.numbers import Numbers
 
 pytestmark = pytest.mark.gpu
 
-# rows x scores: the row in registers, its list, slices of 2,048 and of 8,192
-SHAPES = ((3, 2048), (9, 8192), (2, 32_768), (9, 262_144))
+# rows x scores: the row in registers, its list, slices of 2,048 and of 8,192, a program per row
+SHAPES = ((3, 2048), (9, 8192), (2, 32_768), (9, 262_144), (top_k.MANY_ROWS + 3, 32_768))
 UNTOUCHED = -7
 
 

@@ -21,14 +21,16 @@ UNTOUCHED = -7
 SPECIAL = [0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-30, -1e-30, 3.0, -3.0]
 
 
-@pytest.fixture
-def short_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["few rows", "many rows"])
+def short_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a few hundred scores are cut into slices as long ones are."""
     shorten(monkeypatch)
+    if request.param == "many rows":
+        monkeypatch.setattr(kernel, "MANY_ROWS", 1)
 
 
 def shorten(monkeypatch: pytest.MonkeyPatch, *, bins: int = 64, listed: int = 32) -> None:
-    for name in ("MAX_ROW", "MAX_SLICE", "MIN_SLICE"):
+    for name in ("MAX_ROW", "MAX_SLICE", "MIN_SLICE", "LONG_TILE"):
         monkeypatch.setattr(kernel, name, 256)
     monkeypatch.setattr(kernel, "BINS", bins)
     monkeypatch.setattr(kernel, "LIST", listed)
@@ -98,6 +100,15 @@ def test_one_program_a_row_equals_the_reference(
     found, expected = select(scores, tokens_of(SEEN), 8)
     assert found.tolist() == expected.tolist()
     assert kernel.top_k_workspace_bytes(*scores.shape, 8) == 0
+
+
+@pytest.mark.parametrize(("kind", "k"), [("normal", 20), ("special", 31)])
+def test_lists_too_short_of_many_rows(kind: str, k: int, monkeypatch: pytest.MonkeyPatch):
+    shorten(monkeypatch, bins=64, listed=4)
+    monkeypatch.setattr(kernel, "MANY_ROWS", 1)
+    scores = random_scores(kind, 1, 500, seed=3)
+    found, expected = select(scores, tokens_of([499]), k)
+    assert found.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(("kind", "k"), [("normal", 64), ("special", 90)])

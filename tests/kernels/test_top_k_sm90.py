@@ -20,6 +20,7 @@ SHAPES = (
     (256, 8192, 512, 1),
     (256, 2048, 512, 1),
     (64, 4096, 2048, 1),
+    (8192, 32_768, 512, 1),
 )
 # name -> (rows, scores per row, k, whether scores are bf16, which launch)
 CASES = {

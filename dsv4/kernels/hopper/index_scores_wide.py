@@ -55,7 +55,6 @@ from dsv4.kernels.hopper.index_scores import (
     HEADS,
     LARGEST,
     NUM_WARPS,
-    WEIGHTED_RELU,
     WIDTH,
     _decode,
     _lane_sums,
@@ -75,8 +74,8 @@ STAGES = 4
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 152, 40
 EXACT_UNITS = 2.0**14
 QUERY_BYTES = HEADS * WIDTH
-# of a token: its query, its weights in fp32, and its length; fewer heads need less
-TOKEN_BYTES = QUERY_BYTES + 4 * HEADS + 4
+# of a token: its query, its weights, and its length; fewer heads need less
+TOKEN_BYTES = QUERY_BYTES + 2 * HEADS + 4
 
 _KEYS = gl.constexpr(KEYS)
 _TILE = gl.constexpr(TILE)
@@ -103,6 +102,17 @@ _PRODUCER_LINE = gl.constexpr(
     gl.SliceLayout(1, gl.BlockedLayout([BAND // 32, 1], [32, 1], [1, 1], [0, 1]))
 )
 
+# As in index_scores.py, with one product for both: Hopper multiplies bf16 at half of the rate of
+# what takes it apart.
+WEIGHTED_RELU = gl.constexpr("""
+    {
+    .reg .b32 pair;
+    cvt.rn.relu.bf16x2.f32 pair, $3, $2;
+    mul.rn.bf16x2 pair, pair, $4;
+    shl.b32 $0, pair, 16;
+    and.b32 $1, pair, 0xFFFF0000;
+    }
+    """)
 # As FINISH of index_scores.py; where the key has a NaN its power is one.
 FINISH = gl.constexpr("""
     {
@@ -183,10 +193,11 @@ class _Scores(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Keys as E4M3 numbers relative to their largest scale `power`, span by span. A span more than
-    2^14 below that is still to be multiplied by its `rest`. `length` is that of the longest key in
-    units of its own, infinite where one sum cannot do."""
+    """Keys as E4M3 numbers relative to their largest scale `power`, whole and span by span. A span
+    more than 2^14 below that is still to be multiplied by its `rest`. `length` is that of the
+    longest key in units of its own, infinite where one sum cannot do."""
 
+    whole: gl.tensor
     k0: gl.tensor
     k1: gl.tensor
     k2: gl.tensor
@@ -226,9 +237,9 @@ def prepared(workspace: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Where queries, weights and lengths of so many tokens lie."""
     rows = tokens + GROUP
     queries, weights, lengths = workspace[: rows * TOKEN_BYTES].split(
-        [rows * QUERY_BYTES, rows * 4 * HEADS, rows * 4]
+        [rows * QUERY_BYTES, rows * 2 * HEADS, rows * 4]
     )
-    return queries, weights.view(torch.float32), lengths.view(torch.float32)
+    return queries, weights.view(torch.bfloat16), lengths.view(torch.float32)
 
 
 def prepare_launch(call: Scoring, queries: Tensor, weights: Tensor, lengths: Tensor) -> Launch:
@@ -339,7 +350,7 @@ def _prepare_kernel(
     # undoes what queries were multiplied with, and 2^6 of the keys
     weight *= ((exponent - 14) << 23).to(gl.float32, bitcast=True)
     weight = (weight.to(gl.uint32, bitcast=True) & 0xFFFF0000).to(gl.float32, bitcast=True)
-    gl.store(query_weights_ptr + row * HEADS + head, weight)
+    gl.store(query_weights_ptr + row * HEADS + head, weight.to(gl.bfloat16))
 
 
 # ---- tokens ----------------------------------------------------------------------------------
@@ -486,11 +497,16 @@ def _folded_block(k, scales):
     length = gl.sqrt(squares) * 128.0
     nan = gl.maximum(gl.maximum(s0, s1), gl.maximum(s2, s3)) == 255
     length = gl.where(nan | (top - low > 14), float("inf"), length)
+    k0 = _folded(f0, s0 - top)
+    k1 = _folded(f1, s1 - top)
+    k2 = _folded(f2, s2 - top)
+    k3 = _folded(f3, s3 - top)
     return _Block(
-        k0=_folded(f0, s0 - top),
-        k1=_folded(f1, s1 - top),
-        k2=_folded(f2, s2 - top),
-        k3=_folded(f3, s3 - top),
+        whole=_joined(k0, k1, k2, k3),
+        k0=k0,
+        k1=k1,
+        k2=k2,
+        k3=k3,
         rest0=_rest(s0 - top),
         rest1=_rest(s1 - top),
         rest2=_rest(s2 - top),
@@ -546,11 +562,17 @@ def _one_sum(block, query):
     """Starts the dots [keys, heads] with a token as one sum."""
     HEADS: gl.constexpr = query.shape[0]
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
-    acc = gl.full([_KEYS, HEADS], 0.0, gl.float32, MMA)
-    acc = _span_dot(block.k0, query, acc, 0, False)
-    acc = _span_dot(block.k1, query, acc, 1, True)
-    acc = _span_dot(block.k2, query, acc, 2, True)
-    return _span_dot(block.k3, query, acc, 3, True)
+    none = gl.full([_KEYS, HEADS], 0.0, gl.float32, MMA)
+    return warpgroup_mma(block.whole, query.permute((1, 0)), none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _joined(k0, k1, k2, k3):
+    """Spans side by side."""
+    KEY: gl.constexpr = k0.type.layout
+    x = gl.join(gl.join(k0, k1), gl.join(k2, k3))
+    x = gl.reshape(gl.permute(x, (0, 3, 2, 1)), [_KEYS, _WIDTH])
+    return gl.convert_layout(x, KEY, assert_trivial=True)
 
 
 @gluon.jit
@@ -575,7 +597,7 @@ def _write(dot, power, weight, scores, left):
     move it behind the next wait."""
     weight, dot = gl.broadcast(weight[None, :], dot)
     product = gl.inline_asm_elementwise(
-        WEIGHTED_RELU, "=&r,=&r,f,f,r,r", [dot, weight], gl.float32, False, 2
+        WEIGHTED_RELU, "=&r,=&r,f,f,r", [dot, weight], gl.float32, False, 2
     )
     x = _lane_sums(product)
     second = gl.arange(0, _LANES, layout=gl.SliceLayout(0, x.type.layout)) // 2
@@ -701,7 +723,7 @@ def _score_wide_kernel(
         weights_ptr=weights_ptr,
         lengths=lengths_ptr,
         codes=gl.allocate_shared_memory(gl.float8e4nv, [_PLACES, HEADS, _WIDTH], _OPERAND),
-        weights=gl.allocate_shared_memory(gl.float32, [_PLACES, HEADS], _VECTOR),
+        weights=gl.allocate_shared_memory(gl.bfloat16, [_PLACES, HEADS], _VECTOR),
         ready=gl.allocate_shared_memory(gl.int64, [_STAGES, 1], _BARRIER),
         free=gl.allocate_shared_memory(gl.int64, [_STAGES, 1], _BARRIER),
     )
