@@ -22,6 +22,7 @@ from benchmarks.lengths import set_length
 from benchmarks.timing import time_graph
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.warmup import available_processors
 from dsv4.model import AttentionType, LayerSpec, ModelSpec
@@ -78,7 +79,8 @@ def _measure(model: ModelSpec, batch: int, context: int) -> Measurement:
 
 class DecodeStep:
     """`batch` requests of about `context` tokens, and one open step over all of them: a token of
-    each, or the last `chunk` ones."""
+    each, or the last `chunk` ones. With `decodes` so many of them have one token all the same, and
+    chunks are apart."""
 
     def __init__(
         self,
@@ -88,11 +90,13 @@ class DecodeStep:
         context: int,
         device: str,
         chunk: int = 1,
+        decodes: int = 0,
         block_arena_bytes: int = BLOCK_ARENA_BYTES,
     ) -> None:
         self.schema = CacheSchema.build(model, max_context=context)
         self.batch, self.context, self.chunk = batch, context, chunk
-        self.tokens = batch * chunk
+        self.counts = [1] * decodes + [chunk] * (batch - decodes)
+        self.tokens = sum(self.counts)
         self.blocks_named = batch * self.schema.max_blocks_per_request
         fitting = block_arena_bytes // self.schema.block_bytes
         self.blocks = min(self.blocks_named, max(fitting, batch + 1))
@@ -110,9 +114,16 @@ class DecodeStep:
         self._admit_requests()
         padding = {"pad_tokens": batch, "pad_requests": batch} if chunk == 1 else {}
         self.plan = self.manager.prepare_forward(  # launched at full size, as an engine's graph is
-            [(r, chunk) for r in self.requests], **padding
+            list(zip(self.requests, self.counts, strict=True)),
+            chunks_apart=decodes > 0,
+            **padding,
         )
-        self.handles = {layer: self.manager.acquire(layer, self.plan) for layer in self.layers}
+        self.halves = self.plan.halves or (self.plan,)
+        self.handles = {
+            (nth, layer): self.manager.acquire(layer, half)
+            for layer in self.layers
+            for nth, half in enumerate(self.halves)
+        }
         self._make_inputs(device)
 
     # ---- the step --------------------------------------------------------------------------------
@@ -124,45 +135,60 @@ class DecodeStep:
             partial(self.run, PARTS), workers=available_processors(), progress=lambda *_: None
         )
 
-    def run(self, parts: Sequence[str]) -> None:
-        """The named parts of the step. The first run must have all, for reads follow writes."""
+    def run(self, parts: Sequence[str], halves: Sequence[int] = (0, 1)) -> None:
+        """The named parts of the step, or of its halves where chunks are apart. The first run must
+        have all, for reads follow writes."""
         for layer in self.layers:
-            handle = self.handles[layer]
-            spec = handle.schema.spec
-            if "append" in parts:
-                self.plan.appended_layers.discard(layer)  # a chunk is appended once, but not here
-                handle.append(*self.inputs[_sort(spec)], weights=self.weights[layer])
-            if "select" in parts and layer in self.selecting_layers:
-                self._select(handle, self.weights[layer].rope)
-            if "attend" in parts:
-                handle.attend(
-                    self.q,
-                    self.sink,
-                    self.chosen_of[spec.ratio] if spec.attention is AttentionType.CSA else None,
-                    self.out,
-                    self.lse,
-                    inverse_rope=self.weights[layer].rope,
-                )
+            begin = 0
+            for nth, half in enumerate(self.halves):
+                rows = slice(begin, begin + half.padded_tokens)
+                begin = rows.stop
+                if nth in halves:
+                    self._run_layer(self.handles[nth, layer], half, rows, parts)
 
-    def _select(self, handle: LayerCacheHandle, rope: Tensor) -> None:
+    def _run_layer(
+        self, handle: LayerCacheHandle, plan: ForwardPlan, rows: slice, parts: Sequence[str]
+    ) -> None:
+        spec = handle.schema.spec
+        weights = self.weights[spec.layer]
+        if "append" in parts:
+            plan.appended_layers.discard(spec.layer)  # a chunk is appended once, but not here
+            inputs = (each[rows] for each in self.inputs[_sort(spec)])
+            handle.append(*inputs, weights=weights)
+        if "select" in parts and spec.layer in self.selecting_layers:
+            self._select(handle, plan, rows, weights.rope)
+        if "attend" in parts:
+            csa = spec.attention is AttentionType.CSA
+            handle.attend(
+                self.q[rows],
+                self.sink,
+                self.chosen_of[spec.ratio][rows] if csa else None,
+                self.out[rows],
+                self.lse[rows],
+                inverse_rope=weights.rope,
+            )
+
+    def _select(
+        self, handle: LayerCacheHandle, plan: ForwardPlan, rows: slice, rope: Tensor
+    ) -> None:
         """What `select` does with raw queries, which it would overwrite; here they serve again."""
         model, spec = self.schema.model, handle.schema.spec
         handle.backend.prepare_index_queries(
-            self.raw_index_q,
-            tokens=self.plan.tokens,
+            self.raw_index_q[rows],
+            tokens=plan.tokens,
             rope=rope,
             record=self.schema.index_format,
-            out=self.index_q,
+            out=self.index_q[rows],
             transform=model.layers[spec.owner].index_keys != "latent",
         )
         bounded = spec.candidates_of is not None or spec.layer in model.candidate_sources
         handle.select(
-            self.index_q,
-            self.index_weights,
-            self.chosen_of[spec.ratio],
+            self.index_q[rows],
+            self.index_weights[rows],
+            self.chosen_of[spec.ratio][rows],
             rope=rope,
             prepared=True,
-            candidates=self.candidates if bounded else None,
+            candidates=self.candidates[rows] if bounded else None,
         )
 
     def must_move_bytes(self) -> int:
@@ -172,21 +198,21 @@ class DecodeStep:
     def _layer_bytes(self, layer: int) -> int:
         model, spec = self.schema.model, self.schema.model.layers[layer]
         total = 2 * 2 * self.tokens * model.heads * model.head_dim  # q and out
-        for start in self.plan.starts.tolist():
-            total += append_bytes(self.schema, layer, start=start, tokens=self.chunk, batch=1)
-            end = start + self.chunk
+        for start, count in zip(self.plan.starts.tolist(), self.counts, strict=True):
+            total += append_bytes(self.schema, layer, start=start, tokens=count, batch=1)
+            end = start + count
             entries = end // spec.ratio if spec.ratio else 0
             if layer in self.selecting_layers:
                 scored = entries
                 if spec.candidates_of is not None:
                     most = model.candidate_blocks * model.candidate_block_entries
-                    scored = min(entries, self.chunk * most)
+                    scored = min(entries, count * most)
                 total += scored * self.schema.index_format.record_bytes
                 # queries and weights
-                total += self.chunk * 2 * model.index_heads * (model.index_dim + 1)
+                total += count * 2 * model.index_heads * (model.index_dim + 1)
             if spec.attention is AttentionType.CSA:
-                entries = min(entries, self.chunk * model.index_topk)
-            window = min(end, model.window + self.chunk - 1)
+                entries = min(entries, count * model.index_topk)
+            window = min(end, model.window + count - 1)
             total += window * self.schema.window_format.record_bytes
             total += entries * self.schema.entry_format.record_bytes
         return total
@@ -224,11 +250,12 @@ class DecodeStep:
         shared = torch.arange(self.batch * (width - 1)) % max(self.blocks - self.batch, 1)
         shared = self.batch + shared[torch.randperm(len(shared))].view(self.batch, width - 1)
         table = torch.cat((shared, torch.arange(self.batch)[:, None]), dim=1)
-        for nth, (request, block_ids) in enumerate(zip(self.requests, table, strict=True)):
+        admitted = zip(self.requests, self.counts, table, strict=True)
+        for nth, (request, count, block_ids) in enumerate(admitted):
             request.block_ids = block_ids.tolist()
             request.published_blocks = width
-            phase = (nth + 1) % PHASES if self.chunk == 1 else 0
-            set_length(self.manager, request, self.context - self.chunk - phase)
+            phase = (nth + 1) % PHASES if count == 1 else 0
+            set_length(self.manager, request, self.context - count - phase)
         slots = [request.slot for request in self.requests]
         self.manager.block_table[slots] = table.int().to(self.manager.device)
 

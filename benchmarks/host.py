@@ -99,7 +99,7 @@ def _select(step: DecodeStep) -> None:
     """As engines select: queries are prepared too, in place, so they are others each time."""
     for layer in step.selecting_layers:
         rope = step.weights[layer].rope
-        step.handles[layer].select(step.raw_index_q, step.index_weights, step.chosen, rope=rope)
+        step.handles[0, layer].select(step.raw_index_q, step.index_weights, step.chosen, rope=rope)
 
 
 def _measure(context: int, device: str) -> Measurement:

@@ -36,11 +36,22 @@ V41_CASES: dict[tuple[str, int, int, int], tuple[float, float, float] | None] = 
     ("v41-flash", 1, 8_192, 0): None,
     ("v41-flash", 1, 8_192, 122_880): None,
 }
+# decodes and one chunk in a step at 128k
+MIXED_DECODES, MIXED_CHUNK, MIXED_CONTEXT = 64, 2_048, 131_072
 REPEATS = 3
 
 
 def cases() -> Iterator[Case]:
-    return _cases(CASES, "prefill")
+    yield from _cases(CASES, "prefill")
+    yield Case(
+        name=f"chunk v4-flash {MIXED_CHUNK} beside {MIXED_DECODES} decodes",
+        suite="prefill",
+        series="beside decodes",
+        model="v4-flash",
+        batch=MIXED_CHUNK + MIXED_DECODES,
+        context=MIXED_CONTEXT,
+        measure=_measure_mixed,
+    )
 
 
 def v41_cases() -> Iterator[Case]:
@@ -86,6 +97,30 @@ def _measure(model: ModelSpec, requests: int, chunk: int, context: int) -> Measu
         must_move_bytes=step.must_move_bytes(),
         parts_us={part: found[0] for part, found in parts.items()},
         parts_launches={part: found[1] for part, found in parts.items()},
+        note=step.note(),
+    )
+
+
+def _measure_mixed() -> Measurement:
+    """A step that holds both, beside each of them by itself, as its peer."""
+    step = DecodeStep(
+        ModelSpec.preset("v4-flash"),
+        batch=MIXED_DECODES + 1,
+        decodes=MIXED_DECODES,
+        chunk=MIXED_CHUNK,
+        context=MIXED_CONTEXT,
+        device="cuda",
+    )
+    step.run(PARTS)
+    whole, launches = timed(partial(step.run, PARTS))
+    decodes, chunk = (timed(partial(step.run, PARTS, (half,))) for half in (0, 1))
+    return Measurement(
+        microseconds=whole,
+        launches=launches,
+        must_move_bytes=step.must_move_bytes(),
+        peers_us={"both apart": decodes[0] + chunk[0]},
+        parts_us={"decodes": decodes[0], "chunk": chunk[0]},
+        parts_launches={"decodes": decodes[1], "chunk": chunk[1]},
         note=step.note(),
     )
 

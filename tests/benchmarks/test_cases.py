@@ -179,6 +179,19 @@ def test_a_chunk_runs_all_parts_and_those_of_one_layer_again() -> None:
             step.run((part,))
 
 
+def test_decodes_and_a_chunk_run_as_two_halves() -> None:
+    step = DecodeStep(TINY, batch=4, decodes=3, chunk=150, context=1024, device="cpu")
+    assert [half.padded_tokens for half in step.halves] == [3, 150]
+    assert step.plan.starts.tolist() == [1022, 1021, 1020, 1024 - 150]
+    step.run(PARTS)
+    assert step.out.isfinite().all()
+    for half, rows in enumerate((slice(3), slice(3, None))):
+        step.out.fill_(torch.nan)
+        step.run(PARTS, (half,))
+        assert step.out[rows].isfinite().all()
+        assert int(step.out.isnan().all(-1).all(-1).sum()) == 153 - len(step.out[rows])
+
+
 def test_v41_has_cases_of_all_that_v4_has() -> None:
     cases = list(SUITES["v41"]())
     batches = {case.batch for case in cases if case.name.startswith("attend v41 128+512")}
