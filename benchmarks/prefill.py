@@ -111,6 +111,7 @@ def _measure_mixed() -> Measurement:
         context=MIXED_CONTEXT,
         device="cuda",
     )
+    step.compile()
     step.run(PARTS)
     whole, launches = timed(partial(step.run, PARTS))
     decodes, chunk = (timed(partial(step.run, PARTS, (half,))) for half in (0, 1))

@@ -310,9 +310,9 @@ class Engine:
         return torch.cat(rows)
 
     def settle(self, flight: Flight) -> None:
-        """The results of a step, on the host: jobs take what was chosen, and the cache keeps what
-        was right. In this order, for a token that is known but not committed is run again, and one
-        that is committed but not known would be lost."""
+        """The results of a step, on the host: listeners hear them, jobs take what was chosen, and
+        the cache keeps what was right. In this order: what is interrupted in between is run again,
+        but for a job that has all its tokens, and what is committed and not known would be lost."""
         ids, chosen = flight.ids.tolist(), flight.chosen.tolist()  # here the host waits
         accepted, at = flight.accepted.tolist(), 0
         for nth, share in enumerate(flight.shares):
@@ -321,15 +321,16 @@ class Engine:
             if job.missing_tokens <= 0:  # it was over one step earlier
                 accepted[nth] = 0
                 continue
+            new = []
             if share.samples:
                 new = chosen[first + share.known - 1 : first + count][: job.missing_tokens]
-                job.drafts_kept += len(new) - 1
-                job.tokens = [*job.tokens, *new]
             if self.listener is not None:
                 start, reused = job.request.length, job.request.reused_tokens
-                end = min(start + count, len(job.tokens))
+                end = min(start + count, len(job.tokens) + len(new))
                 for position in range(max(start, reused), end):  # outputs of a replay are not used
                     self.listener(job, position, flight.logits[first + position - start])
+            job.drafts_kept += max(len(new) - 1, 0)
+            job.tokens = [*job.tokens, *new]
         self.manager.commit(flight.plan, accepted, ids=ids)
 
     # ---- after an error or an interrupt

