@@ -109,7 +109,7 @@ def _decode_kernel(
         entry = behind % apart + nth
         request = load_request(request_at(batch_ptr, behind // apart))
         visible = (request.start + request.count) // RATIO
-        there = (entry < visible) & (request.slot >= 0)
+        there = entry < visible
         if (behind % apart < visible) & (request.slot >= 0):
             table_row = block_table + request.slot.to(tl.int64) * table_stride
             block = tl.load(table_row + entry // PAGE_ROWS, mask=there, other=0).to(tl.int64)
