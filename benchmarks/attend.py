@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Measurement, Work, sets_to_outgrow_l2
+from benchmarks.case import Call, Case, Measurement, Work, sets_to_outgrow_l2
 from benchmarks.peers import flash_mla_call, flash_mla_modules
 from benchmarks.timing import measure
 from dsv4.backends import load_backend
@@ -52,6 +52,7 @@ class Row:
     batches: tuple[int, ...] = BATCHES
     heads: int | None = None  # of a tensor-parallel rank; all of the model's if None
     all_heads_us: dict[int, float] = field(default_factory=dict)
+    whole: bool = False  # a query is never cut, so its bits depend on nothing else in the step
 
     def spec(self) -> ModelSpec:
         model = ModelSpec.preset(self.model)
@@ -101,6 +102,18 @@ ROWS = (
     ),
 )
 
+# What `batch_invariant=True` costs, beside the calls without it.
+WHOLE = tuple(
+    replace(
+        row,
+        name=f"{row.name} batch-invariant",
+        whole=True,
+        batches=(1, 4, 16, 32, 64, 128, 256),
+        flash_mla_us={},
+    )
+    for row in (ROWS[0], ROWS[2])
+)
+
 # The ranks of a tensor-parallel group have fewer heads; peers pad them to 64. Ours with all heads,
 # at the commit before ranks had a kernel: the limit. Few heads are a quarter of the matrix work.
 RANK_HEADS = (8, 16, 32)
@@ -148,7 +161,7 @@ def v41_cases() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    for row in ROWS:
+    for row in (*ROWS, *WHOLE):
         for batch in row.batches:
             peer = row.flash_mla_us.get(batch)
             yield _case(
@@ -209,15 +222,16 @@ def make_inputs(
 
 
 def make_work(inputs: list[Inputs]) -> Work:
-    """The calls, and what FlashMLA would be called with."""
+    """The calls, and what FlashMLA would be called with; beside whole queries, ours cut as ever."""
     shared = inputs[0].shared
+    peers: dict[str, list[Call]] = {}
+    if shared.whole:
+        peers["not invariant"] = [partial(given.ours, whole=False) for given in inputs]
+    else:
+        for name, module in flash_mla_modules().items():
+            peers[name] = [flash_mla_call(module, given.flash_mla_arguments()) for given in inputs]
     return Work(
-        calls=[given.ours for given in inputs],
-        must_move_bytes=shared.moved_bytes,
-        peers={
-            name: [flash_mla_call(module, given.flash_mla_arguments()) for given in inputs]
-            for name, module in flash_mla_modules().items()
-        },
+        calls=[given.ours for given in inputs], must_move_bytes=shared.moved_bytes, peers=peers
     )
 
 
@@ -269,6 +283,7 @@ class Shared:
     ratio: int
     visible: int
     sets: int
+    whole: bool
     moved_bytes: int
     tokens: Tensor
     request: Tensor
@@ -312,6 +327,7 @@ class Shared:
             ratio=ratio,
             visible=visible,
             sets=sets,
+            whole=row.whole,
             moved_bytes=moved,
             tokens=torch.stack((rows, last, rows, torch.zeros_like(rows)), dim=1),
             request=torch.stack((rows, last, torch.ones_like(rows), rows), dim=1),
@@ -356,7 +372,7 @@ class Inputs:
             lse=torch.empty(batch, model.heads, device=device),
         )
 
-    def ours(self, *, turn_back: bool = True) -> None:
+    def ours(self, *, turn_back: bool = True, whole: bool | None = None) -> None:
         shared = self.shared
         shared.backend.attend(
             Attention(
@@ -371,6 +387,7 @@ class Inputs:
                 lse=self.lse,
                 inverse_rope=shared.rope if turn_back else None,
                 workspace=shared.workspace,
+                whole=shared.whole if whole is None else whole,
             )
         )
 
