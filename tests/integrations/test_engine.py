@@ -3,6 +3,7 @@ comes and whoever else runs."""
 
 from __future__ import annotations
 
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from dsv4.errors import ContextOverflow, InvalidInput, OutOfBlocks, RequestError
-from dsv4.integrations.transformers import Engine, Job
+from dsv4.integrations.transformers import Engine, Job, accelerate, restore
+from dsv4.integrations.transformers.engine import greedy
 from tests.integrations.fast_v4 import counted, fast, manager_of, plain_model
 from tests.integrations.tiny_v4 import VOCABULARY, prompt
 
@@ -100,10 +102,11 @@ def test_jobs_stop_at_stop_tokens() -> None:
     whole = expected(tuple(ids))
     with fast(plain_model()) as model:
         engine = Engine(model=model)
-        job = engine.submit(ids, NEW_TOKENS, stop_tokens=[whole[2]])
-        engine.run()
-        assert job.is_stopped
-        assert job.generated == whole[: whole.index(whole[2]) + 1]
+        for stops in ([whole[2]], {whole[2]}, torch.tensor([whole[2]])):
+            job = engine.submit(ids, NEW_TOKENS, stop_tokens=stops)
+            engine.run()
+            assert job.is_stopped
+            assert job.generated == whole[: whole.index(whole[2]) + 1]
         model.generation_config.eos_token_id = [whole[0]]
         job = engine.submit(ids, NEW_TOKENS)
         engine.run()
@@ -221,10 +224,57 @@ def test_what_is_refused() -> None:
             engine.submit([1], 0)
         with pytest.raises(ContextOverflow):
             engine.submit([1] * 60, 5)
+        for stops in (5, "ab", [0.5], torch.zeros(2, 2, dtype=torch.int64)):
+            with pytest.raises(InvalidInput, match="token ids"):
+                engine.submit([1], 3, stop_tokens=stops)  # type: ignore[arg-type]
+        for call in (engine.cancel, lambda job: next(engine.stream(job))):
+            with pytest.raises(InvalidInput, match="is no job"):
+                call("job")  # type: ignore[no-untyped-call]
         assert engine.jobs == []
         assert not engine.step()
         job = engine.submit(prompt(20)[0], NEW_TOKENS)
         assert list(engine.stream(job)) == expected(tuple(prompt(20)[0].tolist()))
+
+
+WRONG_CHOICES = (
+    lambda logits, jobs: logits.argmax(dim=-1, keepdim=True),
+    lambda logits, jobs: logits.argmax(dim=-1)[1:],
+    lambda logits, jobs: logits.amax(dim=-1),
+    lambda logits, jobs: logits.argmax(dim=-1) + VOCABULARY,
+    lambda logits, jobs: -1 - logits.argmax(dim=-1),
+    lambda logits, jobs: logits.argmax(dim=-1).tolist(),
+)
+
+
+def test_what_is_no_choice_costs_no_job() -> None:
+    with fast(plain_model(), max_context=64, prefix=None) as model:
+        engine = Engine(model=model)
+        job = engine.submit(text(20, 0), NEW_TOKENS)
+        for wrong in WRONG_CHOICES:
+            engine.choose = wrong
+            with pytest.raises(InvalidInput, match="choose has returned"):
+                engine.step()
+            assert job.generated == []
+        engine.choose = greedy
+        engine.run()
+        check(job)
+
+
+def test_an_engine_of_a_restored_model_is_refused() -> None:
+    """Its own attention would run, without what the rows hold."""
+    model = copy.deepcopy(plain_model())
+    for _ in range(2):
+        accelerate(model, max_batch=1, max_context=64, records="bf16")
+        engine = Engine(model=model)
+        job = engine.submit(text(20, 0), NEW_TOKENS)
+        engine.step()
+        restore(model)
+        with pytest.raises(InvalidInput, match="has been restored"):
+            engine.run()
+        assert len(job.generated) == 1
+    accelerate(model, max_batch=1, max_context=64, records="bf16")
+    with pytest.raises(InvalidInput, match="has been restored"):
+        engine.run()
 
 
 def test_an_error_of_a_job_comes_out_of_its_stream() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,7 +116,7 @@ class Engine:
         new_tokens: int,
         salt: str | None = None,
         *,
-        stop_tokens: Sequence[int] | None = None,
+        stop_tokens: TokenIds | Set[int] | None = None,
     ) -> Job:
         """A job for these tokens. It ends behind `new_tokens` tokens or the first of `stop_tokens`,
         the model's end tokens unless given. Jobs of different `salt` share nothing. Runs nothing.
@@ -133,12 +133,14 @@ class Engine:
         if asked > longest:
             raise ContextOverflow(asked_tokens=asked, max_context_tokens=longest)
         self._manager.prompt(read, salt)  # refuses a salt that is none
+        stops: Any = self._end_tokens() if stop_tokens is None else stop_tokens
+        stops = token_ids([*stops] if isinstance(stops, Set) else stops)
         job = Job(
             tokens=read.tolist(),
             new_tokens=new_tokens,
             prompt_tokens=len(read),
             salt=salt,
-            stop_tokens=frozenset(self._end_tokens() if stop_tokens is None else stop_tokens),
+            stop_tokens=frozenset(stops.tolist()),
         )
         with self._turn:
             self.jobs.append(job)
@@ -147,6 +149,7 @@ class Engine:
 
     def cancel(self, job: Job) -> None:
         """The job ends; the next step gives its row back. What it has generated stays."""
+        _require_job(job)
         with self._turn:
             job.cancelled = True
             self._turn.notify_all()
@@ -155,6 +158,7 @@ class Engine:
         """The tokens of a job as they come. Whoever waits for one runs the steps, of all jobs, so
         several threads may stream at once and nothing runs in the background. A stream that is
         left early cancels its job. Raises the error that ended the job."""
+        _require_job(job)
         seen = job.prompt_tokens
         try:
             while True:
@@ -183,6 +187,11 @@ class Engine:
 
         Where running calls of generate have all rows, it waits for one. An error of the step comes
         through; no job is lost, and the next call goes on."""
+        if vars(self.model.model).get("forward") is not self._forward:
+            raise InvalidInput(
+                "the model has been restored since the engine was made, and the rows of its jobs "
+                "are gone: make an Engine for the model as it is accelerated now"
+            )
         with self._turn:
             self._forward.caches.mend()
             self._end_jobs()
@@ -215,9 +224,10 @@ class Engine:
     def _turn(self) -> Any:
         return self._forward.caches.turn
 
-    def _end_tokens(self) -> Sequence[int]:
+    def _end_tokens(self) -> Set[int]:
+        """Those of the model; a number below 0 stands for none."""
         end = self.model.generation_config.eos_token_id
-        return () if end is None else [end] if isinstance(end, int) else list(end)
+        return {token for token in ([end] if isinstance(end, int) else end or ()) if token >= 0}
 
     def _end_jobs(self) -> None:
         """What is over leaves its row for a prompt that goes on from it."""
@@ -288,7 +298,7 @@ class Engine:
                     rows = torch.tensor(sampling, device=hidden.device)
                     logits = self.model.lm_head(hidden[rows]).float()
                     jobs = [shares[nth].job for nth in sampling]
-                    chosen = self.choose(logits, jobs).tolist()
+                    chosen = self._checked(self.choose(logits, jobs), len(jobs))
                     for job, token in zip(jobs, chosen, strict=True):
                         job.tokens.append(token)
         except BaseException:
@@ -297,6 +307,23 @@ class Engine:
                     share.job.request = None
                     self._manager.release_later(share.request)
             raise
+
+    def _checked(self, chosen: Any, jobs: int) -> list[int]:
+        """What `choose` has returned. Raises InvalidInput, and no job has a new token."""
+        is_whole = isinstance(chosen, Tensor) and not chosen.is_floating_point()
+        if not is_whole or tuple(chosen.shape) != (jobs,) or chosen.dtype == torch.bool:
+            form = f"{chosen.dtype} {list(chosen.shape)}" if isinstance(chosen, Tensor) else chosen
+            raise InvalidInput(
+                f"choose has returned {form}: return one token per job, int64 [{jobs}]"
+            )
+        tokens: list[int] = chosen.tolist()
+        words = self.model.config.vocab_size
+        if min(tokens) < 0 or max(tokens) >= words:
+            raise InvalidInput(
+                f"choose has returned tokens between {min(tokens)} and {max(tokens)}: the "
+                f"vocabulary has {words}"
+            )
+        return tokens
 
     def _wait(self) -> None:
         """Nothing can run before a call of generate is over."""
@@ -307,3 +334,8 @@ class Engine:
                 f"{self._manager.max_requests}"
             )
         self._turn.wait(WAIT_S)
+
+
+def _require_job(job: Any) -> None:
+    if not isinstance(job, Job):
+        raise InvalidInput(f"{job!r} is no job: submit returns one")
