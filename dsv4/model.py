@@ -361,7 +361,7 @@ def _from_transformers(config: Mapping[str, Any]) -> ModelSpec:
         index_topk=int(config["index_topk"]),
         window=int(config["sliding_window"]),
         max_context=int(config["max_position_embeddings"]),
-        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_eps=float(config.get("rms_norm_eps", _rms_eps(sources))),
         rope=_rope_of_transformers(config),
         **_layers(
             config,
@@ -401,11 +401,22 @@ def _layers(
             candidate_source=candidate_source,
         ),
         "candidate_blocks": int(config.get("candidate_topk_blocks") or 0),
-        "candidate_block_entries": int(config.get("candidate_block_size") or 8),
+        "candidate_block_entries": int(_given(config, "candidate_block_size", 8)),
         "draft_block": int(config.get("dspark_block_size") or 0),
         "entry_format": "v41_fp4",
         "window_format": "v41_fp8",
     }
+
+
+def _given(config: Mapping[str, Any], name: str, default: Any) -> Any:
+    """A value of the config; the default where there is none, or null."""
+    value = config.get(name)
+    return default if value is None else value
+
+
+def _rms_eps(sources: object) -> float:
+    """Of the released models, where a config says nothing: V4.1's is another than V4's."""
+    return 1e-6 if sources is None else 1e-20
 
 
 def _ratios_of_layer_types(config: Mapping[str, Any]) -> list[int]:
@@ -467,7 +478,7 @@ def _from_inference(config: Mapping[str, Any]) -> ModelSpec:
         index_topk=int(config.get("index_topk", 512)),
         window=int(config.get("window_size", 128)),
         max_context=int(config.get("max_seq_len", 1_048_576)),
-        rms_eps=float(config.get("norm_eps", 1e-6)),
+        rms_eps=float(config.get("norm_eps", _rms_eps(sources))),
         rope=RopeSpec(
             theta=float(config.get("rope_theta", base.theta)),
             compress_theta=float(config.get("compress_rope_theta", base.compress_theta)),

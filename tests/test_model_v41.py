@@ -133,12 +133,21 @@ def test_v4_layers_select_for_themselves() -> None:
         ({"candidate_topk_blocks": ...}, "fewer than index_topk=512"),
         ({"compress_ratios": [*RATIOS, 1]}, "draft layer 40"),
         ({"candidate_topk_blocks": -1}, "candidate_blocks=-1"),
+        ({"candidate_block_size": 0}, "candidate_block_entries=0"),
     ],
     ids=str,
 )
 def test_configs_that_name_no_source_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelSpec.from_config(config(**changes))
+
+
+def test_what_a_config_leaves_out_is_the_released_model_s() -> None:
+    assert ModelSpec.from_config(config(rms_norm_eps=...)).rms_eps == FLASH.rms_eps
+    assert ModelSpec.from_config(config(candidate_block_size=None)).candidate_block_entries == 8
+    inference = inference_config()
+    del inference["norm_eps"]
+    assert ModelSpec.from_config(inference).rms_eps == FLASH.rms_eps
 
 
 def test_just_enough_candidates_are_taken_and_none_need_no_source() -> None:
