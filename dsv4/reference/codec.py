@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dsv4.cache.records import ELEMENT_MAX, Part, RecordFormat, TileCode, ValueDtype
+from dsv4.cache.records import ELEMENT_MAX, RecordFormat, TileCode, ValueDtype
 from dsv4.errors import InvalidInput
 from dsv4.ops.constants import BF16_MAX
 from dsv4.reference.numerics import divide, to_bf16
@@ -72,12 +72,24 @@ def decode(record: RecordFormat, data: Tensor, scales: Tensor) -> Tensor:
     for part in record.parts:
         piece = data[..., data_at : data_at + part.bytes].contiguous()
         data_at += part.bytes
-        if part.code is None:
+        code = part.code
+        if code is None:
             channels.append(piece.view(VALUE_TYPES[part.value_dtype]))
             continue
         scale = scales[..., scale_at : scale_at + part.scale_bytes].contiguous()
         scale_at += part.scale_bytes
-        channels.append(_decode_tiles(part, part.code, piece, scale))
+        if code.element == "e4m3":
+            elements = piece.view(torch.float8_e4m3fn).float()
+        else:
+            elements = _e2m1_pairs(piece.device)[piece.int()]
+        if code.scale == "ue8m0":
+            factor = _powers(piece.device)[scale.int()]
+        elif code.scale == "e4m3":
+            factor = scale.view(torch.float8_e4m3fn).float() * code.global_scale
+        else:
+            factor = scale.view(torch.float32)
+        tiles = elements.view(*piece.shape[:-1], part.tiles, code.tile) * factor.unsqueeze(-1)
+        channels.append(to_bf16(tiles.flatten(-2)))
     return torch.cat(channels, dim=-1)
 
 
@@ -116,21 +128,6 @@ def _encode_tiles(code: TileCode, x: Tensor) -> tuple[Tensor, Tensor]:
     codes = _e2m1_codes(scaled).flatten(-2)
     # even channel in the low nibble
     return codes[..., 0::2] | (codes[..., 1::2] << 4), scale.flatten(-2)
-
-
-def _decode_tiles(part: Part, code: TileCode, data: Tensor, scale: Tensor) -> Tensor:
-    if code.element == "e4m3":
-        elements = data.view(torch.float8_e4m3fn).float()
-    else:
-        elements = _e2m1_pairs(data.device)[data.int()]
-    if code.scale == "ue8m0":
-        factor = _powers(data.device)[scale.int()]
-    elif code.scale == "e4m3":
-        factor = scale.view(torch.float8_e4m3fn).float() * code.global_scale
-    else:
-        factor = scale.view(torch.float32)
-    tiles = elements.view(*data.shape[:-1], part.tiles, code.tile) * factor.unsqueeze(-1)
-    return to_bf16(tiles.flatten(-2))
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
