@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from dsv4.errors import InvalidInput
 from dsv4.integrations.transformers import accelerate, restore, speculation
@@ -115,11 +115,43 @@ def test_prompt_lookup_with_an_unmodified_model(drafts: int) -> None:
         hook.remove()
         with pytest.raises(InvalidInput, match=r"DynamicCache cannot take drafts back.*PagedCache"):
             greedy(model, ids, prompt_lookup_num_tokens=DRAFTS)
+        with pytest.raises(InvalidInput, match=r"reset\(\) the cache"):
+            greedy(model, found, **options | {"past_key_values": cache})
+        with pytest.raises(InvalidInput, match="DynamicCache cannot take drafts back"):
+            greedy(model, ids, past_key_values=paged(model), assistant_early_exit=2)
     assert found.tolist() == expected.tolist()
     if drafts:
         assert all(count <= 1 + DRAFTS for count in calls[1:])
+    assert model.config.num_hidden_layers == 3
     with pytest.raises(ValueError, match="stateful"):
         greedy(model, ids, **options)
+
+
+@pytest.mark.parametrize("kind", ["DynamicCache", pytest.param("ours", marks=pytest.mark.nightly)])
+def test_one_cache_passed_each_turn_with_drafts(kind: str) -> None:
+    """transformers gives all ids then, whatever the cache has; what is new runs."""
+    plain, text = plain_model(), repeating(40)
+    past = DynamicCache(config=plain.config) if kind == "DynamicCache" else None
+    with fast(plain, max_batch=1, max_draft_tokens=DRAFTS) as model, counted(model) as runs:
+        for turn in range(3):
+            del runs[:]
+            given = {"past_key_values": past, "return_dict_in_generate": True}
+            found = greedy(model, text, prompt_lookup_num_tokens=DRAFTS, **given)
+            past = past if kind == "DynamicCache" else found.past_key_values
+            said, text = text.shape[1], found.sequences
+            with torch.no_grad():
+                likeliest = plain(text, use_cache=False).logits.argmax(dim=-1)
+            assert torch.equal(text[:, said:], likeliest[:, said - 1 : -1])
+            if turn:
+                assert runs[0] <= 1 + 3 + DRAFTS
+            text = torch.cat((text, prompt(3, seed=turn)), dim=1)
+
+
+def test_an_early_exit_is_refused() -> None:
+    with fast(plain_model()) as model:
+        with pytest.raises(InvalidInput, match="assistant_early_exit"):
+            greedy(model, prompt(20), assistant_early_exit=2)
+        assert model.config.num_hidden_layers == len(model.model.layers)
 
 
 def test_an_assistant_with_an_unmodified_model() -> None:

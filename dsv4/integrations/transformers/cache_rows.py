@@ -309,9 +309,11 @@ class CacheRows:
 def _check_mask(mask: Tensor, batch: int, past_columns: int, columns: int) -> None:
     """Raises InvalidInput for a mask of another shape, or with padding."""
     if mask.shape != (batch, past_columns + columns):
+        hint = "; to run a text from its first id, as generate does with drafts, reset() the cache"
         raise InvalidInput(
             f"attention_mask is {list(mask.shape)}, expected [{batch}, {past_columns + columns}]: "
             f"one column for each of the {past_columns} processed and {columns} new ones"
+            + (hint if mask.shape == (batch, columns) else "")
         )
     if not bool(mask.all()):
         raise InvalidInput(

@@ -115,6 +115,8 @@ class FastForward:
         keep = use_cache or past_key_values is not None
         rows, columns = given.shape[:2]
         found = self.caches.find(past_key_values, rows=rows)
+        if found is not None and self._is_all(found, attention_mask, rows, columns):
+            found.rows.let_go()
         begun = found if found is not None and found.requests else None
         lengths = [0] * rows if begun is None else begun.rows.lengths
         packing = read_packing(
@@ -150,6 +152,14 @@ class FastForward:
         result = _unpacked(outputs, run)
         _put(result, "past_key_values", cache if keep else None)
         return result if return_dict else MoeModelOutputWithPast(**result).to_tuple()
+
+    def _is_all(self, cache: PagedCache, mask: Any, rows: int, columns: int) -> bool:
+        """Whether generate begins with all ids of a conversation although the cache has some: with
+        drafts transformers leaves none out. The rows go on as those of any next turn do."""
+        call = self.caches.call
+        if call is None or not cache.columns or self.caches.is_used(cache):
+            return False
+        return isinstance(mask, Tensor) and tuple(mask.shape) == (rows, columns)
 
     def _prompts(
         self, packing: Packing, ids: Tensor, logits: int, options: dict[str, Any]

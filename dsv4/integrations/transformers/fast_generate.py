@@ -28,6 +28,12 @@ class FastGenerate:
         if isinstance(mask, Tensor) and mask.dim() == 2:
             _check_padding(mask)
         asked = options.get("generation_config") or self.model.generation_config
+        if options.get("assistant_early_exit") or getattr(asked, "assistant_early_exit", None):
+            raise InvalidInput(
+                "assistant_early_exit drafts with the first layers of the model, but the rows of a "
+                "cache belong to all of its layers: draft with prompt_lookup_num_tokens or with an "
+                "assistant_model"
+            )
         chunk = options.get("prefill_chunk_size") or getattr(asked, "prefill_chunk_size", None)
         with self.caches.running(chunked=chunk is not None):
             ids = options.get("input_ids", options.get("inputs", args[0] if args else None))

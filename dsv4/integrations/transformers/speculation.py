@@ -35,9 +35,11 @@ def speculation(model: Any) -> Iterator[None]:
             )
 
     hook = model.register_forward_pre_hook(check, with_kwargs=True)
+    layers = model.config.num_hidden_layers  # an early exit that is refused leaves fewer
     vars(model)["_is_stateful"] = False
     try:
         yield
     finally:
         hook.remove()
+        model.config.num_hidden_layers = layers
         del vars(model)["_is_stateful"]
