@@ -3,6 +3,7 @@ nothing is ever found again."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -236,3 +237,101 @@ def test_what_cannot_be_cut_is_refused():
     runner = Runner(SMALL, BLOCK)
     with pytest.raises(InvalidInput, match="max_step_tokens"):
         KVCacheManager(runner.schema, num_blocks=4, max_requests=1, max_step_tokens=15, prefix=cut)
+
+
+class RandomLife(CutRunner):
+    """Calls in any order, of requests that share beginnings; whatever can be found is compared."""
+
+    def __init__(self, seed: int) -> None:
+        options = PrefixOptions(policy=periodic(64), snapshots=2, replay="cut", model_id="small")
+        super().__init__(options, tiers=[HostTier(1 << 26)])
+        self.rng = random.Random(seed)
+        self.lives: dict[Request, list[int]] = {}
+        self.cold_blocks: dict[bytes, torch.Tensor] = {}
+        self.seen = {"cut": 0, "exact": 0}
+
+    def step(self) -> None:
+        rng, manager = self.rng, self.manager
+        request = rng.choice(list(self.lives)) if self.lives else None
+        act = rng.choice(
+            ("admit", "admit", "run", "run", "run", "fork", "rewind", "leave", "evict")
+        )
+        if act == "admit" and len(self.lives) < 4:
+            shared = rng.randrange(1, CACHED)
+            ids = [*self.cached[:shared], *tokens(rng.randrange(3), rng.randrange(1, 60))]
+            one = manager.admit_fetched(ids, timeout_s=TIMEOUT_S)
+            self.lives[one] = ids
+            self.seen["exact" if one.resume.exact else "cut"] += 1
+            assert one.resume.exact == (one.inexact_from is None)
+        elif request is None:
+            return
+        elif act == "run":
+            self.extend(request)
+        elif act == "fork" and len(self.lives) < 4:
+            (fork,) = manager.fork(request, 1)
+            self.lives[fork] = list(self.lives[request])
+        elif act == "rewind" and request.length:
+            resume = manager.rewind(request, rng.randrange(request.length + 1))
+            assert resume.exact == (request.inexact_from is None)
+            kept = rng.randrange(resume.end + 1, PROMPT + 40)
+            self.lives[request] = [*self.lives[request][: resume.end], *tokens(9, kept)][:kept]
+        elif act == "leave":
+            manager.release_later(request, suspend=rng.random() < 0.5)
+            del self.lives[request]
+        elif act == "evict":
+            manager.evict(rng.randrange(4))
+
+    def extend(self, request: Request) -> None:
+        """Some more of its tokens, those of a cut replay at least; then it may generate."""
+        ids, start = self.lives[request], request.length
+        if len(ids) <= start:
+            ids.append(self.rng.randrange(512))
+        count = self.rng.choice((1, 1, 7, 20, 60))
+        if request.inexact_from is not None:
+            count = max(count, request.reused_tokens - start)
+        self.model.step(self.manager, [(request, ids[start : start + count])])
+
+    def check(self) -> None:
+        """Every block that can be found, and every live request that is exact, is a cold run's."""
+        prefix = self.manager.prefix
+        assert prefix is not None
+        for request, ids in self.lives.items():
+            self.learn(ids[: request.length])
+            exact = request.inexact_from is None and request.length >= request.exact_from
+            if exact and request.length:
+                found = self.readable(self.manager, request)
+                cold = self.cold(ids[: request.length])
+                drafts = tuple(f"{spec.layer}." for spec in SMALL.layers if spec.draft)
+                assert not [n for n in different(found, cold) if not n.startswith(drafts)]
+        for node in prefix.index.nodes():
+            found = self.manager.block_arena.bytes[node.block_id]
+            assert torch.equal(found, self.cold_blocks[node.digest])
+        self.manager.check_invariants()
+
+    def learn(self, ids: list[int]) -> None:
+        """What a cold run has in the blocks of these tokens."""
+        prefix = self.manager.prefix
+        assert prefix is not None
+        trail = prefix.prompt(torch.tensor(ids).int().numpy(), None).trail
+        assert trail is not None
+        if all(digest in self.cold_blocks for digest in trail.chain):
+            return
+        manager = self.new_manager(None)
+        request = manager.admit_request(len(ids))
+        self.run(manager, request, ids, 100)
+        for digest, block_id in zip(trail.chain, request.block_ids, strict=False):
+            self.cold_blocks[digest] = manager.block_arena.bytes[block_id].clone()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(4))
+def test_random_lives_publish_nothing_inexact(seed: int):
+    life = RandomLife(seed)
+    life.learn(life.cached)
+    for nth in range(240):
+        life.step()
+        for request, ids in life.lives.items():
+            life.learn(ids[: request.length])
+        if nth % 6 == 0:
+            life.check()
+    assert min(life.seen.values()) >= 5
