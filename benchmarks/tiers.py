@@ -26,6 +26,7 @@ from benchmarks.case import Case, Measurement
 from benchmarks.decode_step import PARTS, DecodeStep
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, periodic
+from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.transfers.copies import Copies
 from dsv4.cache.transfers.courier import Parcel
@@ -229,27 +230,31 @@ def _compute(manager: KVCacheManager, ids: NDArray[np.int64], device: str) -> fl
     index_q = random(CHUNK, model.index_heads, model.index_dim)
     index_weights = 0.01 * random(CHUNK, model.index_heads)
     sink = torch.randn(model.heads, device=device)
-    request = manager.admit_request(ids)
-    _wait(device)
-    begin = time.perf_counter()
-    while request.length < len(ids):
-        tokens = min(CHUNK, len(ids) - request.length)
-        plan = manager.prepare_forward([(request, tokens)])
-        for layer in layers:
-            handle = manager.acquire(layer, plan)
-            spec, rope = model.layers[layer], weights[layer].rope
-            rows = [each[:tokens] for each in inputs[spec.attention]]
-            handle.append(*rows, weights=weights[layer])
-            chosen = None
-            if spec.index_keys != "none":
-                chosen = handle.select(index_q[:tokens].clone(), index_weights[:tokens], rope=rope)
-            used = chosen if spec.attention is AttentionType.CSA else None
-            handle.attend(q[:tokens], sink, used, inverse_rope=rope)
-        manager.commit(plan)
-    _wait(device)
-    computed_us = (time.perf_counter() - begin) * 1e6
-    manager.release_request(request)
-    return computed_us
+
+    def run(request: Request) -> float:
+        _wait(device)
+        begin = time.perf_counter()
+        while request.length < len(ids):
+            tokens = min(CHUNK, len(ids) - request.length)
+            plan = manager.prepare_forward([(request, tokens)])
+            for layer in layers:
+                handle = manager.acquire(layer, plan)
+                spec, rope = model.layers[layer], weights[layer].rope
+                rows = [each[:tokens] for each in inputs[spec.attention]]
+                handle.append(*rows, weights=weights[layer])
+                chosen = None
+                if spec.index_keys != "none":
+                    queries = index_q[:tokens].clone()
+                    chosen = handle.select(queries, index_weights[:tokens], rope=rope)
+                used = chosen if spec.attention is AttentionType.CSA else None
+                handle.attend(q[:tokens], sink, used, inverse_rope=rope)
+            manager.commit(plan)
+        _wait(device)
+        manager.release_request(request)
+        return (time.perf_counter() - begin) * 1e6
+
+    run(manager.admit_request(len(ids)))  # kernels are compiled in a run that nobody caches
+    return run(manager.admit_request(ids))
 
 
 def _manager(
