@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -14,28 +15,10 @@ from benchmarks.registry import SUITES
 from dsv4.integrations.transformers.accelerate import accelerate, is_accelerated, restore
 from tests.support.numbers import Numbers
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "head_dim": 64,
-    "qk_rope_head_dim": 16,
-    "q_lora_rank": 32,
-    "o_groups": 2,
-    "o_lora_rank": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "index_n_heads": 32,
-    "index_head_dim": 32,
-    "index_topk": 16,
-    "max_position_embeddings": 2048,
-}
-
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return benchmark.make_model(device="cpu", dtype=torch.float32, **SMALL)
+    return benchmark.make_model(device="cpu", dtype=torch.float32, **transformers_engine.SMALL)
 
 
 def shapes(cache: Cache) -> list[dict[str, Any]]:
@@ -103,7 +86,18 @@ def test_the_suite_is_registered_at_the_promised_contexts() -> None:
     assert [case.context for case in SUITES["transformers"]()] == [8_192, 65_536, 524_288]
 
 
-def test_the_engine_is_measured_beside_generate(model: Any) -> None:
-    found = transformers_engine.measure(model, 3, prompt_tokens=20, new_tokens=3)
-    assert min(found.engine, found.generate, found.transformers) > 0
+def test_the_engine_is_measured_beside_generate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = "--device cpu --small --requests 1 6 --prompt-tokens 9 --new-tokens 2"
+    monkeypatch.setattr("sys.argv", ["transformers_engine", *asked.split()])
+    transformers_engine.main()
+    printed = capsys.readouterr()
+    results = json.loads(printed.out)["results"]
+    assert [found["requests"] for found in results] == [1, 6]
+    for found in results:
+        assert min(found["engine"], found["generate"], found["transformers"]) > 0
+    assert printed.err.count("tokens/s") == 2
+    small = transformers_engine.SMALL
+    model = benchmark.make_model(device="cpu", dtype=torch.bfloat16, **small)  # the same
     assert not is_accelerated(model)
