@@ -13,6 +13,7 @@ from benchmarks.lengths import set_length
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
+from dsv4.ops.backend import BackendName
 from dsv4.verify import verify
 from tests.scenarios.test_verify_v41 import GOLDEN, check
 from tests.support.numbers import Numbers
@@ -97,6 +98,36 @@ def test_selections_and_candidates_are_the_reference_s():
         results.append((lists.cpu(), *found))
     for expected, result in zip(*results, strict=True):
         assert torch.equal(expected, result)
+
+
+def test_a_cut_window_begins_with_the_step():
+    """Of a window-only layer: what a chunk's tokens read of its own rows alone."""
+    check_cut_window("cuda", "triton")
+
+
+def check_cut_window(device: str, backend: BackendName) -> None:
+    schema = CacheSchema.build(FLASH, max_context=1024)
+    stack = Stack(
+        schema, layers=(0,), max_requests=2, num_blocks=16, device=device, backend=backend
+    )
+    requests = [stack.manager.admit_request() for _ in range(2)]
+    streams = [stack.stream(seed, 400) for seed in range(2)]
+    stack.step(list(zip(requests, streams, (300, 3), strict=True)))
+    plan = stack.manager.prepare_forward([(requests[0], 70), (requests[1], 9)])
+    stack.write(plan, streams)
+    handle = stack.manager.acquire(0, plan)
+    rows, lengths = (found.cpu() for found in handle.gather_swa_kv())
+    plan.window_cut, plan.sizes = True, (*plan.sizes, 1)
+    q = Numbers(6).normal(79, FLASH.heads, FLASH.head_dim).to(torch.bfloat16)
+    sink = torch.ones(FLASH.heads)
+    out, _ = handle.attend(q.to(device), sink.to(device))
+    for token, (found, length) in enumerate(zip(out.cpu(), lengths.tolist(), strict=True)):
+        nth = token if token < 70 else token - 70
+        keys = rows[token, length - nth - 1 : length].double()
+        logits = q[token].double() @ keys.T * FLASH.head_dim**-0.5
+        total = torch.logaddexp(logits.logsumexp(-1), sink.double())
+        wanted = (logits - total[:, None]).exp() @ keys
+        assert (found.double() - wanted).norm() <= 4e-3 * wanted.norm(), token
 
 
 @pytest.mark.parametrize("batch", [1, 64])

@@ -149,3 +149,10 @@ def test_whole_queries_are_not_cut() -> None:
     call = long.call(out=long.q, lse=long.q)
     assert kernel.supports(call)
     assert not kernel.supports(replace(call, whole=True))
+
+
+def test_windows_of_cut_replays_are_the_portable_kernel_s() -> None:
+    step = v4_step(chunk=True, **V41)
+    call = step.call(out=step.q, lse=step.sink)
+    assert kernel.supports(call)
+    assert not kernel.supports(replace(call, window_cut=True))

@@ -103,6 +103,7 @@ def launch(case: str) -> Launch:
     from dsv4.kernels.hopper import attend_wide
 
     assert attend_wide.supports(call(case))
+    assert not attend_wide.supports(replace(call(case), window_cut=True))
     return attend_wide.attend_launch(call(case))
 
 
