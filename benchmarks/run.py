@@ -8,6 +8,7 @@ import gc
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -15,10 +16,13 @@ import triton
 
 from benchmarks.case import Case, Measurement
 from benchmarks.registry import SUITES
-from benchmarks.timing import Ceilings, measure_ceilings
+from benchmarks.timing import Ceilings, compiling, measure_ceilings
 from dsv4.bench import BenchResult, read_results, write_results
+from dsv4.cache.warmup import available_processors, progress_bar
+from dsv4.kernels.warmup import compile_jobs, missing_jobs
 
 RESULTS = Path(__file__).parent / "results"
+KERNEL_SUITES = ("writes", "gather", "indexer", "attention", "ranks", "v41")
 HEADER = (
     f"{'case':44} {'µs':>9} {'launches':>8} {'MB':>9} {'GB/s':>6} {'%floor':>6} {'target':>8}"
     "  peers, measured | published"
@@ -44,6 +48,7 @@ def main() -> int:
     )
     environment = _environment(arguments.commit)
     device = torch.cuda.get_device_name().split()[-1].lower()
+    compile_kernels(case for suite in suites for case in SUITES[suite]())
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{arguments.name or device}.jsonl"
     for suite in suites:
@@ -53,11 +58,31 @@ def main() -> int:
             print(line(results[-1]), flush=True)
             # a run that ends early leaves what it has measured
             write_results(path, merged(path, results, suite, whole=False))
-            gc.collect()  # managers and their requests refer to each other
-            torch.cuda.empty_cache()
+            _free_memory()
         write_results(path, merged(path, results, suite))
     print(f"\nwritten to {path}")
     return 0
+
+
+def compile_kernels(cases: Iterable[Case]) -> None:
+    """The kernels of all cases that time single calls, in as many processes as there are
+    processors: one after the other they take longer than what is timed. Whole steps see to their
+    own."""
+    device, jobs = torch.device("cuda", torch.cuda.current_device()), {}
+    for case in cases:
+        if case.suite in KERNEL_SUITES and not case.name.startswith(("step ", "chunk ")):
+            with compiling() as found:
+                case.measure()
+            jobs.update(missing_jobs(found.launches.values(), device))
+            del found
+            _free_memory()
+    with progress_bar(None) as progress:
+        compile_jobs(jobs, available_processors(), progress)
+
+
+def _free_memory() -> None:
+    gc.collect()  # managers and their requests refer to each other
+    torch.cuda.empty_cache()
 
 
 def make_result(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 from benchmarks.case import Call, Measurement, Work
+from dsv4.kernels.launch import Collection
 
 MAX_REPLAYS, MIN_REPLAYS = 40, 5
 REPLAY_SECONDS = 0.25  # long graphs are replayed less often
@@ -41,6 +43,22 @@ class Timed:
     launches: int
 
 
+_compiling = False
+
+
+@contextmanager
+def compiling() -> Iterator[Collection]:
+    """Inside nothing is timed or launched: a case makes its calls once, and they are collected."""
+    global _compiling
+    found = Collection()
+    _compiling = True
+    try:
+        with found.collecting():
+            yield found
+    finally:
+        _compiling = False
+
+
 def measure(work: Work) -> Measurement:
     """Times a case and its peers."""
     timed = time_graph(work.calls)
@@ -54,6 +72,9 @@ def measure(work: Work) -> Measurement:
 
 def time_graph(calls: Sequence[Call], *, calls_a_graph: int = CALLS_A_GRAPH) -> Timed:
     """`calls` are rotated over inside one graph, which holds each at least once."""
+    if _compiling:
+        calls[0]()
+        return Timed(microseconds=0.0, launches=0)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

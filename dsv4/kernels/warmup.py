@@ -14,7 +14,7 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -72,17 +72,31 @@ def load(launch: Launch) -> None:
 def _compile_apart(
     launches: Sequence[Launch], device: torch.device, workers: int, progress: Progress
 ) -> None:
-    """Whatever goes wrong here is seen again, and told, by whoever loads the binary."""
+    jobs = missing_jobs(launches, device)
+    if len(jobs) < 2:  # which needs no second process
+        return
+    ready = len(launches) - len(jobs)
+    compile_jobs(jobs, workers, lambda done, _: progress(ready + done, len(launches)))
+
+
+def missing_jobs(launches: Iterable[Launch], device: torch.device) -> dict[Path, bytes]:
+    """What workers have to do for launches that nobody has compiled, by where that is noted. It
+    keeps none of the launches' tensors."""
     target = target_of(device).name
-    missing: SimpleQueue[tuple[Path, bytes]] = SimpleQueue()
+    jobs = {}
     for launch in launches:
         job = job_of(launch, target)
         note = note_path(launch, job)
         if not _is_compiled(note):
-            missing.put((note, pickle.dumps(job)))
-    count = missing.qsize()
-    if count < 2:  # which needs no second process
-        return
+            jobs[note] = pickle.dumps(job)
+    return jobs
+
+
+def compile_jobs(jobs: dict[Path, bytes], workers: int, progress: Progress) -> None:
+    """Whatever goes wrong here is seen again, and told, by whoever loads the binary."""
+    missing: SimpleQueue[tuple[Path, bytes]] = SimpleQueue()
+    for job in jobs.items():
+        missing.put(job)
     done = 0
     lock = threading.Lock()
 
@@ -90,12 +104,12 @@ def _compile_apart(
         nonlocal done
         with lock:
             done += 1
-            progress(len(launches) - count + done, len(launches))
+            progress(done, len(jobs))
 
-    progress(len(launches) - count, len(launches))
+    progress(0, len(jobs))
     threads = [
         threading.Thread(target=_work, args=(missing, tell), daemon=True)  # Ctrl-C ends them too
-        for _ in range(min(workers, count))
+        for _ in range(min(workers, len(jobs)))
     ]
     for thread in threads:
         thread.start()

@@ -18,6 +18,7 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput
 from dsv4.model import ModelSpec, v4_layers
 from examples.flash_mla import stand_in
+from tests.support.no_gpu import no_gpu
 from tests.support.results import BASE
 
 TINY, TINY_V41 = ModelSpec.preset("tiny"), ModelSpec.preset("v41-tiny")
@@ -229,6 +230,21 @@ def test_a_step_of_v41_runs_all_layers(chunk: int) -> None:
         step.layers = [layer]
         for part in PARTS:
             step.run((part,))
+
+
+def test_compiling_a_case_collects_its_launches_and_times_nothing() -> None:
+    """Beside it stands what its peers launch, for they are timed too."""
+    torch.manual_seed(0)
+    with no_gpu() as gpu:
+        work = candidates.make_work(TINY_V41, 3, 2, 128, publish=True, device="cpu")
+        with timing.compiling() as found:
+            measured = timing.measure(work)
+        names = {each.kernel.fn.__name__ for each in found.launches.values()}
+        assert {"_index_scores_kernel", "_block_scores_kernel"} <= names
+        assert not gpu.started
+        assert not gpu.asked
+    assert measured.microseconds == 0
+    assert not timing._compiling
 
 
 @pytest.mark.parametrize("publish", [True, False])
