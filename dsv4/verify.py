@@ -281,7 +281,7 @@ def _draft_reports(
         schema,
         num_blocks=1,
         max_requests=1,
-        max_step_tokens=tokens,
+        max_step_tokens=max(tokens, model.draft_block),
         device=device,
         backend=backend,
     )

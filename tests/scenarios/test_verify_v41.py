@@ -40,7 +40,8 @@ def test_the_official_run_is_reproduced() -> None:
             marks=pytest.mark.nightly,
         ),
         {"seed": 22, "tokens": 67, "heads": 1, "index_heads": 16, "top_k": 9, "head_dim": 512},
-        {"seed": 23, "tokens": 7, "heads": 2, "index_heads": 4, "top_k": 3},
+        # fewer than a draft has
+        {"seed": 23, "tokens": 3, "heads": 2, "index_heads": 4, "top_k": 3},
     ],
     ids=lambda options: f"seed {options['seed']}",
 )
