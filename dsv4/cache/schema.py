@@ -594,6 +594,7 @@ def compute_block_budget(
 def _resolve_entry(chosen: str | RecordFormat, model: ModelSpec) -> RecordFormat:
     if isinstance(chosen, str):
         return records.entry_format(chosen, head_dim=model.head_dim, rope_dim=model.rope_dim)
+    _require_format("entry_format", chosen)
     if chosen.width != model.head_dim:
         raise SchemaError(
             f"record format {chosen.name} holds {chosen.width} channels, {model.name} has "
@@ -605,12 +606,18 @@ def _resolve_entry(chosen: str | RecordFormat, model: ModelSpec) -> RecordFormat
 def _resolve_index(chosen: str | RecordFormat, model: ModelSpec) -> RecordFormat:
     if isinstance(chosen, str):
         return records.index_format(chosen, index_dim=model.index_dim)
+    _require_format("index_format", chosen)
     if chosen.width != model.index_dim:
         raise SchemaError(
             f"index format {chosen.name} holds {chosen.width} channels, {model.name} has "
             f"index_dim={model.index_dim}"
         )
     return chosen
+
+
+def _require_format(name: str, chosen: Any) -> None:
+    if not isinstance(chosen, RecordFormat):
+        raise SchemaError(f"{name} is {chosen!r}: give the name of a format, or a RecordFormat")
 
 
 def _digest(value: dict[str, Any]) -> str:

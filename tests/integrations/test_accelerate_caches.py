@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, EncoderDecoderCache
 
 from dsv4.errors import ContextOverflow, InvalidInput, RequestError
 from dsv4.integrations.transformers import PagedCache
 from dsv4.integrations.transformers.accelerate import accelerate, restore
 from tests.integrations.fast_v4 import assert_close, fast, manager_of, plain_model
-from tests.integrations.tiny_v4 import prompt
+from tests.integrations.tiny_v4 import own_cache, prompt
 
 TOLERANCE = 1e-4
 
@@ -141,6 +141,7 @@ def test_bad_calls_change_nothing() -> None:
     expected = plain(ids).logits
     ones = torch.ones_like(ids)
     own = plain(ids[:, :5]).past_key_values
+    pair = EncoderDecoderCache(own_cache(plain), own_cache(plain))
     foreign = PagedCache.for_model(plain, max_batch=2, max_context=64)
     with fast(plain, max_batch=2, max_context=40) as model:
         past = model(ids[:, :30]).past_key_values
@@ -164,6 +165,7 @@ def test_bad_calls_change_nothing() -> None:
             (InvalidInput, "DynamicCache with 5 columns", {"past_key_values": own}),
             (InvalidInput, "memory of its own", {"past_key_values": foreign}),
             (InvalidInput, "tuple", {"past_key_values": ((), ())}),
+            (InvalidInput, "EncoderDecoderCache", {"past_key_values": pair}),
         ]
         for error, message, change in cases:
             call = {"input_ids": ids[:, 30:], "past_key_values": past} | change
@@ -239,6 +241,8 @@ def test_models_that_cannot_be_accelerated_stay_as_they_are() -> None:
 
     refused("Linear is not a DeepseekV4ForCausalLM", torch.nn.Linear(2, 2))
     refused("unknown record format 'fp7'", records="fp7")
+    refused("entry_format is 8", records=8)
+    refused("index_format is 4", index=4)
     refused("unknown index format 'fp7'", index="fp7")
     refused("max_batch=0", max_batch=0)
     refused("max_batch=True", max_batch=True)

@@ -313,8 +313,10 @@ class FastCaches:
 def _check_empty(cache: Any) -> None:
     if cache is None:
         return
-    if not isinstance(cache, Cache):
-        raise InvalidInput(f"past_key_values is a {type(cache).__name__}: pass a cache, or nothing")
+    if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
+        raise InvalidInput(
+            f"past_key_values is a {type(cache).__name__}: pass the cache of a decoder, or nothing"
+        )
     if columns := cache.get_seq_length():
         raise InvalidInput(
             f"past_key_values is a {type(cache).__name__} with {columns} columns in it, which the "
