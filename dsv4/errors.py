@@ -3,7 +3,7 @@ what to change; a call that raises has changed nothing."""
 
 from __future__ import annotations
 
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, TypeGuard
 
 
@@ -169,6 +169,11 @@ def _revive(kind: type[Dsv4Error], given: tuple[Any, ...], options: dict[str, An
 def is_whole(value: object) -> TypeGuard[int]:
     """Whether a value is a whole number. numpy's integers are; True is not."""
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a real number, numpy's included; True is not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def require_count(name: str, value: object, *, at_least: int = 1) -> int:

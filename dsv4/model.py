@@ -7,13 +7,14 @@ kernels) reads shapes from here and types none of them again.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from dsv4.errors import ConfigError, is_whole
+from dsv4.errors import ConfigError, is_number, is_whole
 
 IndexKeySource = Literal["none", "compressor", "latent"]
 
@@ -74,6 +75,12 @@ class RopeSpec:
     yarn_beta_fast: float = 32.0
     yarn_beta_slow: float = 1.0
 
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not is_number(value) or not 0 < value < math.inf:
+                raise ConfigError(f"rotations: {each.name}={value!r}, must be a number above 0")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
@@ -111,6 +118,8 @@ class ModelSpec:
             if not is_whole(value) or value < 1:
                 raise ConfigError(f"{self.name}: {field}={value!r}, must be a positive integer")
             object.__setattr__(self, field, int(value))  # numpy's would spread to every offset
+        if not is_number(self.rms_eps) or not 0 <= self.rms_eps < math.inf:
+            raise ConfigError(f"{self.name}: rms_eps={self.rms_eps!r}, must be 0 or a number above")
         if not 0 < self.rope_dim < self.head_dim or self.rope_dim % 2:
             raise ConfigError(
                 f"{self.name}: rope_dim={self.rope_dim} must be even and below "
@@ -345,6 +354,12 @@ def _from_transformers(config: Mapping[str, Any]) -> ModelSpec:
         raise ConfigError(
             "the config has neither compress_ratios nor layer_types: without them nobody can know "
             "which layers are CSA and HCA; take the config.json of the checkpoint"
+        )
+    kept_heads = config.get("num_key_value_heads", 1)
+    if kept_heads != 1:
+        raise ConfigError(
+            f"the config has num_key_value_heads={kept_heads!r}: a V4 model has one key for all "
+            f"heads, which is the value too"
         )
     head_dim = int(config["head_dim"])
     rope_dim = config.get("qk_rope_head_dim")

@@ -300,6 +300,11 @@ def test_every_size_of_the_inference_config_arrives() -> None:
         (transformers_config(sliding_window=-128), "window=-128"),
         (transformers_config(qk_rope_head_dim=63), "rope_dim=63"),
         (transformers_config(qk_rope_head_dim=512), "rope_dim=512"),
+        (transformers_config(num_key_value_heads=8), "num_key_value_heads=8"),
+        (transformers_config(rms_norm_eps=float("nan")), "rms_eps=nan"),
+        (transformers_config(rms_norm_eps=-1e-6), "rms_eps=-1e-06"),
+        (transformers_config(rope_theta=0), "theta=0"),
+        (transformers_config(compress_rope_theta=float("inf")), "compress_theta=inf"),
     ],
 )
 def test_configs_that_cannot_be_held_are_refused(config: dict[str, Any], message: str) -> None:
