@@ -183,6 +183,19 @@ def require_count(name: str, value: object, *, at_least: int = 1) -> int:
     return int(value)
 
 
+def require_flag(name: str, value: object) -> None:
+    """InvalidInput for what is neither True nor False."""
+    if value is not True and value is not False:
+        raise InvalidInput(f"{name}={value!r}: give True or False")
+
+
+def require_timeout(timeout_s: object) -> float:
+    """Seconds to wait at most; a number below 0 is no time at all. Raises InvalidInput."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, Real) or timeout_s != timeout_s:
+        raise InvalidInput(f"timeout_s={timeout_s!r}: must be a number of seconds")
+    return float(timeout_s)
+
+
 def require_type(name: str, value: object, kind: type) -> None:
     """InvalidInput unless the value is one of these."""
     if not isinstance(value, kind):

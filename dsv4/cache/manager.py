@@ -50,6 +50,8 @@ from dsv4.errors import (
     ThreadError,
     is_whole,
     require_count,
+    require_flag,
+    require_timeout,
     require_type,
 )
 from dsv4.ops.backend import BackendName
@@ -114,8 +116,9 @@ class KVCacheManager(Uncopied):
         self.schema = schema
         if prefix is not None and prefix.replay == "cut":
             require_count("max_step_tokens", max_step_tokens, at_least=schema.model.window)
-        if not isinstance(batch_invariant, bool):
-            raise InvalidInput(f"batch_invariant={batch_invariant!r}: give True or False")
+        require_flag("batch_invariant", batch_invariant)
+        if not isinstance(tiers, Sequence) or isinstance(tiers, str | bytes):
+            raise InvalidInput(f"tiers are {type(tiers).__name__}: give a list, the fastest first")
         self.backend = load_backend(backend, place, batch_invariant=batch_invariant)
         for record in (schema.entry_format, schema.window_format, schema.index_format):
             self.backend.check_format(record)
@@ -402,6 +405,7 @@ class KVCacheManager(Uncopied):
         Raises OutOfSlots, OutOfBlocks (`never` or wait), ContextOverflow, InvalidInput.
         """
         table, allocator = self.table, self.table.allocator
+        require_flag("reuse", reuse)
         count, found = self._read_prompt(prompt, salt)
         blocks = self.schema.blocks_for(count)
         if blocks > allocator.total:
@@ -668,7 +672,8 @@ class KVCacheManager(Uncopied):
         """Releases a request now, or, while a call runs or an open plan has it, with the next call
         that changes the manager; with `suspend`, suspends it where it can be. Safe at any time and
         from any thread: for finalizers, which run wherever a garbage collection starts, in the
-        middle of a call too."""
+        middle of a call too. Raises InvalidInput for what is no request."""
+        require_type("request", request, Request)
         self.guard.leaving.append((request, suspend))
         with suppress(ThreadError, RecoveryNeeded):
             self._release_now()
@@ -821,8 +826,9 @@ class KVCacheManager(Uncopied):
     ) -> Request:
         if not isinstance(prompt, Prompt):
             prompt, salt = self.prompt(prompt, salt), None
+        seconds = require_timeout(timeout_s)
         fetch = self._fetch_with_state(prompt, salt, last)
-        self._wait_for(fetch, timeout_s)
+        self._wait_for(fetch, seconds)
         return self._admit_state(prompt, fetch) or self.admit_request(prompt)
 
     def _wait_for(self, fetch: Fetch, timeout_s: float) -> None:
@@ -927,7 +933,7 @@ class KVCacheManager(Uncopied):
     def drain_tiers(self, timeout_s: float) -> bool:
         """Waits at most so long until all that is cached is kept by tiers, or dropped: before the
         process ends. Whether that is so. Closes no tier."""
-        return self._tiers().drain(timeout_s)
+        return self._tiers().drain(require_timeout(timeout_s))
 
     def _tiers(self) -> Transfers:
         if self.transfers is None:
@@ -1100,6 +1106,7 @@ class KVCacheManager(Uncopied):
         be captured, `plan.wide_half` the chunks.
         Raises PlanError, OutOfBlocks, ContextOverflow or RequestError.
         """
+        require_flag("chunks_apart", chunks_apart)
         lane = self._free_lane()
         buffers = self.memory.lanes[lane].buffers
         shape = self._step_readers[lane].read(steps)
@@ -1420,7 +1427,7 @@ class KVCacheManager(Uncopied):
             if prompt.trail is not None and self.prefix is not None:
                 if prompt.family != self.prefix.family:
                     raise InvalidInput("this prompt was made for another schema or model")
-                return prompt.tokens, prompt.trail
+                return step_checks.context(self.schema, prompt.tokens), prompt.trail
             if (prompt.trail is None) != (self.prefix is None):
                 raise InvalidInput(
                     "this prompt was made by a manager "

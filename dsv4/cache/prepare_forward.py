@@ -211,7 +211,10 @@ class Before:
 
 def require_layers(layers: object, num_layers: int) -> list[int]:
     """Layers of the model, as given. Raises InvalidInput."""
-    chosen: list[Any] = list(layers) if isinstance(layers, Iterable) else [layers]
+    try:
+        chosen: list[Any] = list(layers) if isinstance(layers, Iterable) else [layers]
+    except TypeError:  # arrays and tensors of no dimension
+        chosen = [layers]
     for layer in chosen:
         if not is_whole(layer) or not 0 <= layer < num_layers:
             raise InvalidInput(f"layer {layer!r} of a model with {num_layers} layers")

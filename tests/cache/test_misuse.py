@@ -13,11 +13,13 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
-from dsv4.errors import Dsv4Error, InvalidInput, PlanError
+from dsv4.errors import ContextOverflow, Dsv4Error, InvalidInput, PlanError
 from dsv4.model import AttentionType
+from dsv4.tiers.host import HostTier
 from tests.support.faults import everything
 from tests.support.lives import TINY, Text, tiny_stack
 from tests.support.stack import Stack
+from tests.support.tiered import options
 
 
 class Thing:
@@ -141,8 +143,93 @@ def test_what_are_no_tokens(name: str):
 
 
 @pytest.mark.parametrize(
+    "name", ["prompt", "look_up", "needed_blocks", "admit_request", "pin", "fetch", "tell"]
+)
+def test_a_request_is_no_prompt(name: str):
+    """It has calls that tensors have; none of them is made."""
+    stack = tiny_stack(prefix=options(), num_blocks=8, tiers=[HostTier(1 << 20)])
+    text = Text.random(stack, 0, 20)
+    request = stack.manager.admit_request(text.ids)
+    stack.step([(request, text.stream, 20)])
+    before = everything(stack.manager)
+    first = (request,) if name == "tell" else ()
+    with pytest.raises(InvalidInput):
+        getattr(stack.manager, name)(*first, request)
+    stack.manager.check_invariants()
+    assert everything(stack.manager) == before
+    assert stack.manager.can_admit(request) is False  # type: ignore[arg-type]
+    assert everything(stack.manager) == before
+
+
+def test_a_prompt_may_be_too_long_for_another_manager():
+    """Its schema says the same in blocks, and takes shorter contexts."""
+    made = KVCacheManager(SCHEMA, num_blocks=4, max_requests=1, prefix=PrefixOptions())
+    short = CacheSchema.build(TINY, max_context=256)
+    manager = KVCacheManager(short, num_blocks=4, max_requests=1, prefix=PrefixOptions())
+    before, prompt = everything(manager), made.prompt(list(range(300)))
+    for call in (manager.admit_request, manager.look_up, manager.needed_blocks):
+        with pytest.raises(ContextOverflow):
+            call(prompt)
+    assert manager.can_admit(prompt) is False
+    assert everything(manager) == before
+    assert manager.needed_blocks(made.prompt(list(range(256)))) == 2
+
+
+def test_what_cannot_be_released_later():
+    stack, request = scene()
+    before = everything(stack.manager)
+    for odd in ODD:
+        with pytest.raises(InvalidInput):
+            stack.manager.release_later(odd)
+    assert everything(stack.manager) == before
+    stack.manager.release_later(request)
+    assert stack.manager.requests == ()
+
+
+def test_what_is_no_time_to_wait():
+    stack = tiny_stack(prefix=options(), num_blocks=8, tiers=[HostTier(1 << 20)])
+    manager, before = stack.manager, everything(stack.manager)
+    for odd in ODD:
+        if type(odd) in (int, float, np.float64) and not np.isnan(odd):
+            continue  # a number
+        for call in (manager.admit_fetched, manager.resume_request):
+            with pytest.raises(InvalidInput, match="timeout_s"):
+                call([1, 2, 3], timeout_s=odd)
+        with pytest.raises(InvalidInput, match="timeout_s"):
+            manager.drain_tiers(odd)
+    assert everything(manager) == before
+    manager.release_request(manager.admit_fetched([1, 2, 3], timeout_s=np.float32(0)))
+    assert manager.drain_tiers(np.int64(30))
+
+
+def test_what_is_neither_true_nor_false():
+    stack, request = scene()
+    manager, before = stack.manager, everything(stack.manager)
+    for odd in (*(odd for odd in ODD if odd is not True), 0, 1):
+        with pytest.raises(InvalidInput, match="reuse"):
+            manager.admit_request([1, 2], reuse=odd)
+        with pytest.raises(InvalidInput, match="chunks_apart"):
+            manager.prepare_forward([(request, 1)], chunks_apart=odd)
+    assert everything(manager) == before
+
+
+def test_what_a_layer_is_not_bound_to():
+    stack, request = scene()
+    plan = stack.manager.prepare_forward([(request, 1)])
+    for odd in (*NO_COUNT, np.array(1), request):
+        with pytest.raises(PlanError):
+            stack.manager.acquire(0, odd)
+    for odd in (*NO_COUNT[:8], np.array(1.0), torch.tensor(1.0)):
+        with pytest.raises(InvalidInput):
+            plan.mark_appended(odd)
+    assert not plan.appended_layers
+    stack.manager.abandon(plan)
+
+
+@pytest.mark.parametrize(
     "options",
     [
+        *({"tiers": odd} for odd in (*ODD[:9], [3], ["disk"], {"a": 1}, np.array([1, 2]))),
         *({"device": odd} for odd in ("nowhere", "cuda:99", None, 1.5, True, [], "")),
         *({"prefix": odd} for odd in (True, "full", {}, PrefixOptions)),
         *({"backend": odd} for odd in ("cuda", 3, True)),

@@ -222,6 +222,9 @@ def test_tiers_need_a_prefix_cache_and_the_name_of_the_weights():
             prefix=options(),
             tiers=[tier, HostTier(1 << 20, name="other")],
         )
+    for odd in (3, None, "disk", object()):
+        with pytest.raises(InvalidInput, match="is no tier"):
+            KVCacheManager(SCHEMA, num_blocks=4, max_requests=1, prefix=options(), tiers=[odd])
     without = KVCacheManager(SCHEMA, num_blocks=4, max_requests=1, prefix=options())
     with pytest.raises(InvalidInput, match="has no tiers"):
         without.fetch([1, 2, 3])

@@ -4,6 +4,7 @@ Torch-free."""
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -27,7 +28,8 @@ def token_ids(given: TokenIds) -> Ids:
     try:
         ids: Any = given
         if not isinstance(ids, np.ndarray):
-            is_tensor = hasattr(ids, "detach")  # asked without loading torch
+            torch = sys.modules.get("torch")  # without loading it
+            is_tensor = torch is not None and isinstance(ids, torch.Tensor)
             ids = np.asarray(ids.detach().cpu() if is_tensor else ids)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise InvalidInput(f"token ids are not a list of numbers: {error}") from error

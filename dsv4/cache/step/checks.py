@@ -110,9 +110,11 @@ def open_plan(plan: ForwardPlan, expected: Sequence[ForwardPlan]) -> None:
 
 def bound(layer: int, plan: ForwardPlan, expected: Sequence[ForwardPlan]) -> None:
     """PlanError unless a layer can be bound to `plan`, an open one or what belongs to one."""
+    if not isinstance(plan, ForwardPlan):
+        open_plan(plan, expected)
     if plan in expected and plan.narrow_half is plan.wide_half is None and not plan.done:
         return  # what most are
-    if not isinstance(plan, ForwardPlan) or plan.whole is None:
+    if plan.whole is None:
         open_plan(plan, expected)
         if plan.halves:
             raise PlanError(

@@ -27,6 +27,7 @@ from dsv4.tiers.record import Key, Kind, Label
 from dsv4.tiers.sizes import HEADER_BYTES, padded
 from dsv4.tiers.tier import Tier, TierStats
 
+TIER_CALLS = ("register", "lookup", "load", "store", "poll", "cancel", "stats")
 MOST_WAITING = 16_384  # records in the outbox; what comes on top is dropped
 MOST_COPYING = 256  # copies on the way down: a full stream would hold up who launches
 STAGED_BLOCKS = 64  # of host memory, where no tier keeps any
@@ -81,6 +82,12 @@ class Transfers:
                 "tiers outlive the process, so records must say which weights they are of: give "
                 "PrefixOptions(model_id=...), for example a hash of the checkpoint's index"
             )
+        for tier in tiers:
+            if not all(callable(getattr(tier, call, None)) for call in TIER_CALLS):
+                raise InvalidInput(
+                    f"{tier!r} is no tier: give HostTier(...), DiskTier(...) or what has the calls "
+                    f"{', '.join(TIER_CALLS)}"
+                )
         if len({tier.name for tier in tiers}) != len(tiers):
             raise InvalidInput("two tiers have the same name: give each one its own")
         self.tiers, self._prefix = tuple(tiers), prefix
