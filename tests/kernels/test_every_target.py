@@ -27,8 +27,8 @@ CI = {
     "gfx942": SMALL,  # attention takes its compiler minutes on a busy machine: nightly
     "gfx950": ["write entries", "scores mxfp4 band 1"],  # gfx942's with more shared memory
 }
-# What a kernel that does something has at least, a copy of bf16 rows on sm_80 56: one that cannot be
-# lowered is a single trap, 16 with what fills its last line.
+# What a kernel that does something has at least (a copy of bf16 rows on sm_80 has 56): one that
+# cannot be lowered is a single trap, 16 with what fills its last line.
 LEAST_INSTRUCTIONS = 40
 # A processor's, and so what a program may have at most.
 REGISTERS = 65_536
