@@ -688,8 +688,7 @@ class KVCacheManager(Uncopied):
         for _ in range(len(leaving)):
             request, suspend = leaving[0]
             if not isinstance(request, Request):
-                assert self.handoff is not None
-                self.handoff.let_go(request)
+                self._let_go(request)
             elif any(request in plan.requests for plan in self.open_plans):
                 leaving.append((request, suspend))
             elif not request.released and self.table.live.get(request.slot) is request:
@@ -698,6 +697,12 @@ class KVCacheManager(Uncopied):
                     self.transfers.suspend(request)
                 self._release(request)
             leaving.popleft()
+
+    def _let_go(self, item: object) -> None:
+        """A fetch that nobody waits for any more, or what was handed over."""
+        if self.transfers is None or not self.transfers.let_go(item):
+            assert self.handoff is not None
+            self.handoff.let_go(item)
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -828,18 +833,19 @@ class KVCacheManager(Uncopied):
             prompt, salt = self.prompt(prompt, salt), None
         seconds = require_timeout(timeout_s)
         fetch = self._fetch_with_state(prompt, salt, last)
-        self._wait_for(fetch, seconds)
-        return self._admit_state(prompt, fetch) or self.admit_request(prompt)
+        try:
+            self._wait_for(fetch, seconds)
+            return self._admit_state(prompt, fetch) or self.admit_request(prompt)
+        except BaseException:  # ends now, or with the next call if another one is inside
+            self.guard.leaving.append((fetch, False))
+            with suppress(ThreadError, RecoveryNeeded):
+                self._release_now()
+            raise
 
     def _wait_for(self, fetch: Fetch, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
-        try:
-            while not fetch.poll() and time.monotonic() < until:
-                time.sleep(FETCH_POLL_S)
-        except BaseException:
-            with suppress(ThreadError, RecoveryNeeded):  # `recover` cancels it
-                fetch.cancel()
-            raise
+        while not fetch.poll() and time.monotonic() < until:
+            time.sleep(FETCH_POLL_S)
         fetch.cancel()
 
     @changes

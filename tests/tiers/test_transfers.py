@@ -5,6 +5,8 @@ nobody wrote is seen."""
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import pytest
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
-from dsv4.errors import InvalidInput
+from dsv4.cache.transfers.fetch import Fetch
+from dsv4.errors import InvalidInput, ThreadError
 from dsv4.model import ModelSpec
 from dsv4.tiers.host import HostTier
 from tests.support.lives import Text, run_to
@@ -185,6 +188,56 @@ def test_a_cancelled_fetch_leaves_nothing(tmp_path: Path):
     request = run(stack, text, 700)
     assert_like_cold(stack, request, text)
     tier.close(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("waited", [False, True], ids=["before it came", "after it came"])
+def test_what_another_thread_keeps_from_being_admitted_does_not_stay_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waited: bool
+):
+    tier = disk(tmp_path)
+    stack = stack_with([tier])
+    manager, text = stack.manager, Text.random(stack, 3, 300)
+    manager.suspend(run(stack, text, 300))
+    assert manager.drain_tiers(TIMEOUT_S)
+    empty(stack)
+    before = manager.stats()
+    wait_for, is_over = manager._wait_for, threading.Event()
+    other = threading.Thread(target=_stay_inside, args=(manager, is_over))
+
+    def wait_meanwhile(fetch: Fetch, timeout_s: float) -> None:
+        if waited:
+            wait_for(fetch, timeout_s)
+        other.start()
+        while manager.guard.call != "commit":
+            time.sleep(0.001)
+        if not waited:
+            wait_for(fetch, timeout_s)
+
+    monkeypatch.setattr(manager, "_wait_for", wait_meanwhile)
+    with pytest.raises(ThreadError):
+        manager.resume_request(text.ids, timeout_s=TIMEOUT_S)
+    monkeypatch.undo()
+    is_over.set()
+    other.join()
+    assert manager.transfers is not None
+    host = manager.transfers.host
+    manager.evict()
+    until = time.monotonic() + TIMEOUT_S
+    while manager.stats().transfers.fetches_open and time.monotonic() < until:  # type: ignore[union-attr]
+        manager.drain_tiers(0)
+    after = manager.stats()
+    assert (after.blocks_in_flight, after.blocks_free) == (0, before.blocks_free)
+    assert host._extents.free_units * 4096 == host.region.memory.nbytes
+    again = manager.resume_request(text.ids, timeout_s=TIMEOUT_S)
+    assert (again.resume.source, again.length) == ("state", 300)
+    assert_like_cold(stack, again, text)
+    tier.close(TIMEOUT_S)
+
+
+def _stay_inside(manager: KVCacheManager, is_over: threading.Event) -> None:
+    manager.guard.enter("commit")
+    is_over.wait(TIMEOUT_S)
+    manager.guard.leave()
 
 
 def test_what_a_tier_has_is_evicted_first():

@@ -529,6 +529,13 @@ class Fetches:
         row, item.row = item.row, None
         return row
 
+    def let_go(self, fetch: Fetch) -> None:
+        """Ends it, with a state that came and that nobody took."""
+        self.cancel(fetch)
+        row = self.take_state(fetch)
+        if row is not None:
+            self._host.release(row)
+
     def abandon_all(self) -> list[PinnedPrefix]:
         """After an interrupt: all that is open ends, whatever was half done. Copies to the device
         are waited for, so that nothing is in flight. Answers with the pins that go."""

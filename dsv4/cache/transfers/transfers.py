@@ -326,6 +326,13 @@ class Transfers:
         self.pump()
         self.fetches.advance(fetch)
 
+    def let_go(self, item: object) -> bool:
+        """Ends a fetch that nobody waits for any more; False if it is none."""
+        if not isinstance(item, Fetch):
+            return False
+        self.fetches.let_go(item)
+        return True
+
     # ---- afterwards ------------------------------------------------------------------------------
 
     def rebuild(self) -> list[PinnedPrefix]:
