@@ -234,6 +234,43 @@ def test_what_another_thread_keeps_from_being_admitted_does_not_stay_in_flight(
     tier.close(TIMEOUT_S)
 
 
+class Broken:
+    """A tier that does not keep the promise that no call raises."""
+
+    def __init__(self, tier: HostTier) -> None:
+        self._tier, self.raises, self.name = tier, "", "broken"
+
+    def __getattr__(self, call: str) -> Any:
+        if call == self.raises:
+            raise RuntimeError(f"no {call} today")
+        return getattr(self._tier, call)
+
+
+@pytest.mark.parametrize("call", ["lookup", "load", "poll", "cancel", "store"])
+def test_a_tier_that_raises_is_a_miss(call: str):
+    tier = Broken(HostTier(8 << 20))
+    stack = stack_with([tier])
+    manager, text = stack.manager, Text.random(stack, 3, 300)
+    keep(stack, text, 200)
+    empty(stack)
+    keep(stack, text, 150)  # the first block stays cached, and is pinned by the fetch
+    tier.raises = call
+    request = manager.admit_fetched(text.ids[:300], timeout_s=TIMEOUT_S)
+    run_to(stack, request, text, 300)
+    assert_like_cold(stack, request, text)
+    manager.release_request(request)
+    assert manager.drain_tiers(TIMEOUT_S)
+    tier.raises = ""
+    manager.evict()
+    stats = manager.stats()
+    assert stats.transfers is not None
+    assert (stats.blocks_free, stats.transfers.fetches_open) == (stats.blocks_total, 0)
+    keep(stack, text, 300)
+    empty(stack)
+    assert manager.admit_fetched(text.ids[:300], timeout_s=TIMEOUT_S).resume.start == 256
+    manager.check_invariants()
+
+
 def _stay_inside(manager: KVCacheManager, is_over: threading.Event) -> None:
     manager.guard.enter("commit")
     is_over.wait(TIMEOUT_S)

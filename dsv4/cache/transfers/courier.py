@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dsv4.tiers.host import HostRow, HostTier
 from dsv4.tiers.record import Key, Record, Refusal, check, seal
-from dsv4.tiers.tier import DONE, Ticket, Tier
+from dsv4.tiers.tier import DONE, Progress, Ticket, Tier
 
 LOGGER = logging.getLogger("dsv4.tiers")
 _POLL_S = 0.0005
@@ -158,7 +158,15 @@ class Courier:
 
     def _poll(self) -> None:
         for batch in tuple(self._sent):
-            progress = [tier.poll(ticket) for tier, ticket in batch.tickets]
+            count = len(batch.parcels)
+            asked = [progress_of(tier, ticket, count) for tier, ticket in batch.tickets]
+            progress = [each for each in asked if each is not None]
+            if len(progress) < len(asked):  # rows stay held: some tier may have them
+                for parcel in batch.parcels:
+                    parcel.stored, self.dropped = False, self.dropped + 1
+                with self._wake:
+                    self._sent.remove(batch)
+                continue
             if not all(each.finished and each.settled for each in progress):
                 continue
             stored = [
@@ -177,6 +185,20 @@ class Courier:
                 self.stored.append(parcel.row.label.key)
             else:
                 self.dropped += 1
+
+
+def progress_of(tier: Tier, ticket: Ticket, count: int) -> Progress | None:
+    """How far a ticket for so many records is; None, and a line in the log, from a tier that breaks
+    its word and raises, or answers for others."""
+    try:
+        progress = tier.poll(ticket)
+        if len(progress.outcomes) == count:
+            return progress
+    except Exception:
+        LOGGER.exception("%s raised: a bug", tier.name)
+        return None
+    LOGGER.error("%s has %d answers for %d: a bug", tier.name, len(progress.outcomes), count)
+    return None
 
 
 def _record(row: HostRow) -> Record:

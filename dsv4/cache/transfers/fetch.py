@@ -22,11 +22,11 @@ from dsv4.cache.prefix.resume import replay_start
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import RequestTable
 from dsv4.cache.transfers.copies import Copies, Mark
-from dsv4.cache.transfers.courier import Checked, Courier
+from dsv4.cache.transfers.courier import Checked, Courier, progress_of
 from dsv4.cache.transfers.labels import Labels
 from dsv4.tiers.host import HostRow, HostTier
 from dsv4.tiers.record import Kind, Label, Record
-from dsv4.tiers.tier import DONE, Progress, State, Ticket, Tier
+from dsv4.tiers.tier import DONE, State, Ticket, Tier
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -187,22 +187,29 @@ class Fetches:
     # ---- look ------------------------------------------------------------------------------------
 
     def _ask(self, labels: Sequence[Label]) -> _Look:
-        tickets = [(tier, tier.lookup(labels)) for tier in self._tiers] if labels else []
-        return _Look(labels, tickets)
+        look = _Look(labels, [])
+        for tier in self._tiers if labels else ():
+            try:
+                look.tickets.append((tier, tier.lookup(labels)))
+            except Exception:
+                LOGGER.exception("%s raised: a bug", tier.name)
+        return look
 
     def _answered(self, look: _Look) -> bool:
         """Whether it is known where each record is. A tier that says nothing is not waited for
         where another one has the record."""
-        progress = [(tier, tier.poll(ticket)) for tier, ticket in look.tickets]
+        count = len(look.labels)
+        asked = [(tier, ticket, progress_of(tier, ticket, count)) for tier, ticket in look.tickets]
+        progress = [(tier, each) for tier, _, each in asked if each is not None]
         sources = [
             [tier for tier, each in progress if each.outcomes[nth] is DONE]
             for nth in range(len(look.labels))
         ]
         if not all(sources) and not all(each.finished for _, each in progress):
             return False
-        for (tier, ticket), (_, each) in zip(look.tickets, progress, strict=True):
-            if not each.finished:
-                tier.cancel(ticket)
+        for tier, ticket, each in asked:
+            if each is not None and not each.finished:
+                _cancel(tier, ticket)
         look.sources = sources
         return True
 
@@ -248,7 +255,11 @@ class Fetches:
                 self.open.remove(fetch)
 
     def _poll_load(self, fetch: Fetch, load: _Load) -> None:
-        progress: Progress = load.tier.poll(load.ticket)
+        progress = progress_of(load.tier, load.ticket, len(load.items))
+        if progress is None:
+            fetch.loads.remove(load)
+            self._give_up(fetch, load.items)
+            return
         for item, outcome in zip(load.items, progress.outcomes, strict=True):
             if item.stage is not _Stage.LOADING or outcome.state is State.PENDING:
                 continue
@@ -266,6 +277,13 @@ class Fetches:
             fetch.loads.remove(load)
             for row in load.rows:
                 self._host.release(row)
+
+    def _give_up(self, fetch: Fetch, items: Sequence[_Item]) -> None:
+        """Of a tier that broke its word. Rows stay held: it may have them."""
+        for item in items:
+            if item.stage is _Stage.LOADING:
+                item.row = None
+                item.stage = _Stage.WAITING if item.sources and not fetch.done else _Stage.LOST
 
     def _end_check(self, check: Checked, items: list[_Item]) -> None:
         assert check.refusals is not None
@@ -343,7 +361,11 @@ class Fetches:
                 for item in items
                 if item.row is not None
             ]
-            fetch.loads.append(_Load(tier, tier.load(records), items))
+            try:
+                fetch.loads.append(_Load(tier, tier.load(records), items))
+            except Exception:
+                LOGGER.exception("%s raised: a bug", tier.name)
+                self._give_up(fetch, items)
 
     def _begin(self, fetch: Fetch, item: _Item, wanted: dict[int, list[_Item]]) -> bool:
         """Host memory for one record, and where it comes from. False if there is none now."""
@@ -493,7 +515,7 @@ class Fetches:
             pin, fetch.pin = fetch.pin, None
             self._prefix.unpin(pin)
         for load in fetch.loads:
-            load.tier.cancel(load.ticket)
+            _cancel(load.tier, load.ticket)
 
     def cancel(self, fetch: Fetch) -> None:
         if fetch.done:
@@ -502,7 +524,7 @@ class Fetches:
         self.cancelled += 1
         if fetch.look is not None:
             for tier, ticket in fetch.look.tickets:
-                tier.cancel(ticket)
+                _cancel(tier, ticket)
             fetch.look = None
         self._finish(fetch)
         self._move(fetch)
@@ -549,7 +571,7 @@ class Fetches:
                 fetch.done = fetch.cancelled = True
                 self.cancelled += 1
             for load in fetch.loads:
-                load.tier.cancel(load.ticket)
+                _cancel(load.tier, load.ticket)
             for _, items in fetch.copies:
                 for item in items:
                     item.stage = _Stage.HERE
@@ -557,3 +579,10 @@ class Fetches:
                 if item.stage is _Stage.COPYING:
                     item.stage = _Stage.LOST
         return pins
+
+
+def _cancel(tier: Tier, ticket: Ticket) -> None:
+    try:
+        tier.cancel(ticket)
+    except Exception:
+        LOGGER.exception("%s raised: a bug", tier.name)
