@@ -1414,8 +1414,7 @@ class KVCacheManager(Uncopied):
             raise InvalidInput(
                 "this manager collects no block events: build it with PrefixOptions(events=True)"
             )
-        taken, index.events = index.events, []
-        return taken
+        return index.take_events()
 
     # ---- table and memory together -----------------------------------------------------------
 

@@ -32,8 +32,9 @@ class Scene:
 
     def __init__(self, call: str, *, real: bool = False) -> None:
         self.real = real
+        self.router: set[bytes] = set()  # what events say is cached
         options: dict[str, Any] = {
-            "prefix": PrefixOptions(policy=full(), snapshots=4),
+            "prefix": PrefixOptions(policy=full(), snapshots=4, events=True),
             "num_blocks": 11,
             "max_requests": 5,
             "max_open_plans": 1 + call.endswith("behind"),
@@ -213,11 +214,23 @@ class Scene:
         manager.check_invariants()
         stats = manager.stats()
         assert (stats.blocks_free, stats.slots_free) == (stats.blocks_total, stats.slots_total)
+        self.check_events()
+
+    def check_events(self) -> None:
+        """Each block is told once when it comes and once when it goes."""
+        for event in self.manager.take_events():
+            is_stored = event.what == "stored"
+            assert is_stored is (event.digest not in self.router)
+            assert event.parent is None or event.parent in self.router or not is_stored
+            (self.router.add if is_stored else self.router.remove)(event.digest)
+        assert self.manager.prefix is not None
+        assert self.router == {node.digest for node in self.manager.prefix.index.nodes()}
 
     def check_books(self) -> None:
         """All that the bytes rely on."""
         manager = self.manager
         manager.check_invariants()
+        self.check_events()
         allocator, schema = manager.table.allocator, manager.schema
         for name, request in self.requests.items():
             if request.released:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dsv4.cache.allocator import BlockAllocator
@@ -67,6 +67,7 @@ class PrefixIndex:
         self._forgotten: dict[bytes, None] = {}  # digests of evicted blocks, oldest first
         self.evictions = 0
         self.events: list[BlockEvent] | None = None  # where somebody reads them
+        self._told: dict[bytes, BlockEvent] = {}  # blocks that are there by what was read
         self.has_tiers = False  # whether some blocks are kept elsewhere too
 
     def __len__(self) -> int:
@@ -205,6 +206,27 @@ class PrefixIndex:
                 BlockEvent(what=what, digest=node.digest, parent=parent, block_id=node.block_id)
             )
 
+    def take_events(self) -> list[BlockEvent]:
+        """What happened since the last time."""
+        assert self.events is not None
+        _follow(self._told, self.events)
+        taken, self.events = self.events, []
+        return taken
+
+    def _tell_rest(self) -> None:
+        """After an interrupt: what happened to nodes and was not told."""
+        if self.events is None:
+            return
+        told = self._told.copy()
+        _follow(told, self.events)
+        for digest, event in reversed(told.items()):
+            node = self._nodes.get(digest)
+            if node is None or node.block_id != event.block_id:
+                self.events.append(replace(event, what="removed"))
+        for digest, node in self._nodes.items():
+            if digest not in told or told[digest].block_id != node.block_id:
+                self._tell("stored", node)
+
     def _queue(self, node: PrefixNode) -> None:
         if not node.queued:
             node.queued = True
@@ -223,6 +245,7 @@ class PrefixIndex:
         for node in self._nodes.values():
             if not node.children:
                 self._queue(node)
+        self._tell_rest()
 
     def nodes(self) -> Iterable[PrefixNode]:
         return self._nodes.values()
@@ -248,3 +271,11 @@ class PrefixIndex:
             raise Dsv4Error(
                 f"the index has {len(blocks)} blocks, the allocator keeps {self._allocator.cached}"
             )
+
+
+def _follow(told: dict[bytes, BlockEvent], events: Iterable[BlockEvent]) -> None:
+    """Which blocks are there after these events; twice is as once."""
+    for event in events:
+        told.pop(event.digest, None)
+        if event.what == "stored":
+            told[event.digest] = event
