@@ -400,8 +400,8 @@ class QueuedTier(ABC):
             thread = threading.Thread(
                 target=self._work, name=f"dsv4-{self._name}-{len(self._threads)}", daemon=True
             )
+            thread.start()  # first: one that an interrupt kept from starting must not count
             self._threads.append(thread)
-            thread.start()
 
     def _next(self) -> _Job | None:
         if self._first:

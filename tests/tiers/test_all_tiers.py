@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -197,3 +198,20 @@ def test_many_records_in_one_call(tier: Tier, memory: Memory, name: str) -> None
     records = [memory.blank(each) for each in labels]
     assert load(tier, records) == [State.DONE] * count
     assert [payload_in(record) for record in records] == [payload_of(each) for each in labels]
+
+
+def test_a_thread_that_an_interrupt_kept_from_starting_starts_with_the_next_call(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (memory.filled(each) for each in chain("interrupted", 2))
+    tier = HostTier(1 << 16)
+
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tier.store([first])
+    assert store(tier, [second]) == [State.DONE]
+    tier.close(30.0)
