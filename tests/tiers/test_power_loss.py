@@ -235,8 +235,11 @@ def test_every_way_to_lose_power(cut: float, seed: int) -> None:
 
 def test_the_remains_are_worse_than_nothing_lost() -> None:
     """The model bites: among a few losses there are refused records, and whole ones."""
-    seen = [state for seed in range(10) for state in lose_power("off", 1.0, seed)[0].values()]
-    assert {State.DONE, State.MISSING, State.REFUSED} <= set(seen)
+    wanted, seen, seed = {State.DONE, State.MISSING, State.REFUSED}, set[State](), 0
+    while not wanted <= seen and seed < 500:  # in which order threads wrote is not the seed's
+        seen.update(lose_power("off", 1.0, seed)[0].values())
+        seed += 1
+    assert wanted <= seen
 
 
 def test_the_recorded_runs_have_every_kind_of_call() -> None:
