@@ -108,7 +108,6 @@ WHOLE = tuple(
         row,
         name=f"{row.name} batch-invariant",
         whole=True,
-        batches=(1, 4, 16, 32, 64, 128, 256),
         flash_mla_us={},
     )
     for row in (ROWS[0], ROWS[2])

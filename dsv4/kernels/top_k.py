@@ -329,12 +329,7 @@ def _long_row_kernel(
     TILE: tl.constexpr = T.TILE
     nth = tl.program_id(0).to(tl.int64)
     seen = _seen(tokens_ptr, nth, columns, T)
-    row = _Row(
-        scores=scores_ptr + nth * scores_stride,
-        out=out_ptr + nth * out_stride,
-        seen=seen,
-        columns=columns,
-    )
+    row = _row(scores_ptr, scores_stride, out_ptr, out_stride, nth, seen, columns)
     if seen > K:
         bound = _bound(_maxima(row, tl.arange(0, T.BINS), T), K, T.BITS)
         list_ptr = work_ptr + nth * (2 * LIST)
@@ -373,12 +368,7 @@ def _list_kernel(
     nth = tl.program_id(0).to(tl.int64)
     mine = tl.program_id(1)
     seen = _seen(tokens_ptr, nth, columns, T)
-    row = _Row(
-        scores=scores_ptr + nth * scores_stride,
-        out=out_ptr + nth * out_stride,
-        seen=seen,
-        columns=columns,
-    )
+    row = _row(scores_ptr, scores_stride, out_ptr, out_stride, nth, seen, columns)
     at = mine * TILE + tl.arange(0, TILE)
     score = _scores(row, at)  # [TILE]
     if (seen > K) & (mine * TILE < seen):
@@ -511,6 +501,16 @@ def _reaching(row, image, PART: tl.constexpr, T: tl.constexpr):
         score = _scores(row, begin + tl.arange(0, PART))
         reaching += (score >= least).to(tl.int32)
     return tl.sum(reaching, axis=0)
+
+
+@triton.jit
+def _row(scores_ptr, scores_stride, out_ptr, out_stride, nth, seen, columns):
+    return _Row(
+        scores=scores_ptr + nth * scores_stride,
+        out=out_ptr + nth * out_stride,
+        seen=seen,
+        columns=columns,
+    )
 
 
 @triton.jit
