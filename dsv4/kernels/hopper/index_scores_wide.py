@@ -133,6 +133,56 @@ FINISH = gl.constexpr("""
     }
     """)
 
+# FINISH of the four tokens of a group at once. The sums are $8 + 4 * entry + 2 * (token % 2) +
+# token // 2; of the eight a lane goes on with two: those of the entry that $24 names, and of token
+# 0 or 1 and 2 or 3, as $32 says.
+FINISH_GROUP = gl.constexpr("""
+    {
+    .reg .pred second, odd;
+    .reg .b32 x0, x1, x2, x3, y0, y1, y2, y3, power;
+    setp.ne.u32 second, $24, 0;
+    setp.ne.u32 odd, $32, 0;
+    selp.b32 x0, $12, $8, second;
+    selp.b32 y0, $8, $12, second;
+    selp.b32 x2, $13, $9, second;
+    selp.b32 y2, $9, $13, second;
+    selp.b32 x1, $14, $10, second;
+    selp.b32 y1, $10, $14, second;
+    selp.b32 x3, $15, $11, second;
+    selp.b32 y3, $11, $15, second;
+    shfl.sync.bfly.b32 y0, y0, 2, 31, -1;
+    shfl.sync.bfly.b32 y1, y1, 2, 31, -1;
+    shfl.sync.bfly.b32 y2, y2, 2, 31, -1;
+    shfl.sync.bfly.b32 y3, y3, 2, 31, -1;
+    add.rn.f32 x0, x0, y0;
+    add.rn.f32 x1, x1, y1;
+    add.rn.f32 x2, x2, y2;
+    add.rn.f32 x3, x3, y3;
+    selp.b32 y0, x0, x1, odd;
+    selp.b32 x0, x1, x0, odd;
+    selp.b32 y2, x2, x3, odd;
+    selp.b32 x2, x3, x2, odd;
+    shfl.sync.bfly.b32 y0, y0, 1, 31, -1;
+    shfl.sync.bfly.b32 y2, y2, 1, 31, -1;
+    add.rn.f32 x0, x0, y0;
+    add.rn.f32 x2, x2, y2;
+    selp.b32 power, $20, $16, second;
+    fma.rn.f32 x0, x0, power, 0f00000000;
+    fma.rn.f32 x2, x2, power, 0f00000000;
+    cvt.rn.bf16x2.f32 x0, x0, 0f00000000;
+    cvt.rn.bf16x2.f32 x2, x2, 0f00000000;
+    min.s32 $0, x0, 0x7FC00000;
+    min.s32 $1, x2, 0x7FC00000;
+    mov.b32 $2, 0;
+    mov.b32 $3, 0;
+    mov.b32 $4, 0;
+    mov.b32 $5, 0;
+    mov.b32 $6, 0;
+    mov.b32 $7, 0;
+    }
+    """)
+_GROUP_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 8 + ["f"] * 16 + ["r"] * 16))
+
 
 class _Tokens(NamedTuple):
     """The tokens of a launch, the band and the first entry of a program."""
@@ -592,14 +642,50 @@ def _four_sums(block, query):
 
 
 @gluon.jit
-def _write(dot, power, weight, scores, left):
-    """Weighs, adds and stores the dots [keys, heads] of a token. Not pure, or the compiler would
-    move it behind the next wait."""
+def _weighed(dot, weight):
+    """Weighs and adds up the dots [keys, heads] of a token: [keys, lanes]. Not pure, or the
+    compiler would move it behind the next wait."""
     weight, dot = gl.broadcast(weight[None, :], dot)
     product = gl.inline_asm_elementwise(
         WEIGHTED_RELU, "=&r,=&r,f,f,r", [dot, weight], gl.float32, False, 2
     )
-    x = _lane_sums(product)
+    return _lane_sums(product)
+
+
+@gluon.jit
+def _write_group(x0, x1, x2, x3, power, scores, stride, left0, left1, left2, left3):
+    """Adds up the lanes of four tokens and stores their scores."""
+    x = gl.join(gl.join(x0, x1), gl.join(x2, x3))  # [keys, lanes, token % 2, token // 2]
+    layout: gl.constexpr = x.type.layout
+    of_key: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
+    of_lane: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
+    power = gl.convert_layout(power, of_key, assert_trivial=True)
+    power, x = gl.broadcast(power[:, None][:, :, None][:, :, :, None], x)
+    lane = gl.arange(0, _LANES, layout=of_lane)
+    second, x = gl.broadcast((lane // 2)[None, :][:, :, None][:, :, :, None], x)
+    odd, x = gl.broadcast((lane % 2)[None, :][:, :, None][:, :, :, None], x)
+    x = gl.inline_asm_elementwise(
+        FINISH_GROUP, _GROUP_CONSTRAINTS, [x, power, second, odd], gl.int32, False, 8
+    )
+    first, then = gl.split(x)
+    _store_pair(first, scores, stride, left0, left1)
+    _store_pair(then, scores + 2 * stride, stride, left2, left3)
+
+
+@gluon.jit
+def _store_pair(x, scores, stride, left0, left1):
+    """Scores of two tokens: a lane has that of one of two entries and one of the two."""
+    x, _ = gl.split(x)
+    score, column, lane = _placed(x)
+    odd = lane % 2
+    left = gl.where(odd == 0, left0, left1)
+    gl.store(scores + (odd * stride + column), score, mask=column < left)
+
+
+@gluon.jit
+def _write(dot, power, weight, scores, left):
+    """Weighs, adds and stores the dots [keys, heads] of a token."""
+    x = _weighed(dot, weight)
     second = gl.arange(0, _LANES, layout=gl.SliceLayout(0, x.type.layout)) // 2
     power = gl.convert_layout(power, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
     power, x = gl.broadcast(power[:, None], x)
@@ -607,7 +693,14 @@ def _write(dot, power, weight, scores, left):
     x = gl.inline_asm_elementwise(
         FINISH, "=&r,=&r,f,f,f,f,r,r", [x, power, second], gl.int32, False, 2
     )
-    # of a thread's two entries the first one's place holds what it went on with
+    score, column, lane = _placed(x)
+    gl.store(scores + column, score, mask=(column < left) & (lane % 2 == 0))
+
+
+@gluon.jit
+def _placed(x):
+    """Scores [warps, entries, lanes], and the entry and the lane of each. Of a thread's two entries
+    the first one's place in x [keys, lanes] holds what it went on with."""
     x = gl.permute(gl.reshape(x, [_WARPS, 2, _HALF, _LANES]), (0, 2, 3, 1))
     score, _ = gl.split(x)
     layout: gl.constexpr = score.type.layout
@@ -615,8 +708,7 @@ def _write(dot, power, weight, scores, left):
     entry = gl.arange(0, _HALF, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     lane = gl.arange(0, _LANES, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     column = warp[:, None, None] * _WARP_ENTRIES + entry[None, :, None] + lane // 2 * _HALF
-    score = score.to(gl.float32, bitcast=True)
-    gl.store(scores + column, score, mask=(column < left) & (lane % 2 == 0))
+    return score.to(gl.float32, bitcast=True), column, lane
 
 
 @gluon.jit
@@ -651,21 +743,21 @@ def _consume(
                 left3 = _left(row + 3, run.stop, tokens, begin, RATIO)
                 dot1 = _one_sum(block, queries.codes.index(place + 1))
                 dot0 = warpgroup_mma_wait(1, deps=[dot0])
-                _write(dot0, block.power, _weight(queries, place), out, left0)
-                out += scores.stride
+                x0 = _weighed(dot0, _weight(queries, place))
                 dot2 = _one_sum(block, queries.codes.index(place + 2))
                 dot1 = warpgroup_mma_wait(1, deps=[dot1])
-                _write(dot1, block.power, _weight(queries, place + 1), out, left1)
-                out += scores.stride
+                x1 = _weighed(dot1, _weight(queries, place + 1))
                 dot3 = _one_sum(block, queries.codes.index(place + 3))
                 dot2 = warpgroup_mma_wait(1, deps=[dot2])
-                _write(dot2, block.power, _weight(queries, place + 2), out, left2)
-                out += scores.stride
+                x2 = _weighed(dot2, _weight(queries, place + 2))
                 dot3 = warpgroup_mma_wait(0, deps=[dot3])
                 weight3 = _weight(queries, place + 3)
                 mbarrier.arrive(queries.free.index(stage), count=1)
-                _write(dot3, block.power, weight3, out, left3)
-                out += scores.stride
+                x3 = _weighed(dot3, weight3)
+                _write_group(
+                    x0, x1, x2, x3, block.power, out, scores.stride, left0, left1, left2, left3
+                )
+                out += _GROUP * scores.stride
                 stage, phase = _next_stage(stage, phase)
         else:
             for row in range(run.first, run.stop, _GROUP):
