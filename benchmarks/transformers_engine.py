@@ -100,7 +100,7 @@ def measure(
         for count in requests:
             alone = min(count, SEQUENTIAL)
             sequential = _seconds(model, lambda: generate(prompts(alone), new_tokens))  # noqa: B023
-            run(count, few)
+            run(count, new_tokens)  # meets every batch size that the timed run has
             together = _seconds(model, lambda: run(count, new_tokens))  # noqa: B023
             yield Throughput(
                 requests=count,

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import MockTensor
 
+from dsv4.kernels.cache_key import cache_key
 from dsv4.kernels.target import LAUNCHERS_ARE_COMPILED, TARGETS, known_options
 
 
@@ -68,6 +69,7 @@ def compile_job(job: Job) -> str | None:
     target = TARGETS[job.target]
     driver.set_active(NoDevice(target.triton_target))
     kernel = getattr(import_module(job.module), job.name)
+    cache_key(kernel)
     options = known_options(target.backend, job.options)
     arguments = [a.descriptor() if isinstance(a, Tiles) else a for a in job.arguments]
     binary = kernel.warmup(*arguments, grid=(1,), **job.constants, **options)
@@ -105,4 +107,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # what jobs are made of belongs to the module, not to the program that it is here
+    from dsv4.kernels import compile_worker
+
+    compile_worker.main()

@@ -21,6 +21,7 @@ from triton import knobs
 from triton.errors import TritonError
 from triton.runtime import driver
 
+from dsv4.kernels.cache_key import cache_key
 from dsv4.kernels.numerics import INTERPRETED
 from dsv4.kernels.target import BACKEND, known_options
 
@@ -94,6 +95,7 @@ class Launch(NamedTuple):
 
 def compiled(launch: Launch) -> Any:
     """Triton's binary of a launch, which is not started."""
+    cache_key(launch.kernel)
     options = known_options(BACKEND, launch.options)
     return launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.constants, **options)
 

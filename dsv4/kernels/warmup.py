@@ -25,6 +25,7 @@ from torch import Tensor
 from triton import knobs
 from triton.errors import TritonError
 
+from dsv4.kernels.cache_key import cache_key
 from dsv4.kernels.compile_worker import Job, Tiles
 from dsv4.kernels.launch import Collection, Launch, is_descriptor
 from dsv4.kernels.target import target_of
@@ -178,7 +179,8 @@ def _form(argument: Any) -> Any:
 def note_path(launch: Launch, job: Job) -> Path:
     """Where it is noted that a job has been done: a name for all that its binary depends on."""
     settings = [item for item in sorted(os.environ.items()) if item[0].startswith("TRITON_")]
-    told = (triton.__version__, launch.kernel.cache_key, launch.kind()[2:], job.target, settings)
+    key = cache_key(launch.kernel)
+    told = (triton.__version__, key, launch.kind()[2:], job.target, settings)
     text = repr(told)
     return Path(knobs.cache.dir) / "dsv4" / hashlib.sha256(text.encode()).hexdigest()
 

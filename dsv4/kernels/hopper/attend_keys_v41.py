@@ -63,7 +63,7 @@ _FOURS_SCALE = gl.constexpr(gl.SliceLayout(4, _FOURS))  # [spans, keys, threads,
 _FOURS_PAIR = gl.constexpr(gl.SliceLayout(3, _FOURS_SCALE))  # [spans, keys, threads]
 
 # 2^120 of the codes, less KEY_UNIT's 2^8
-_E4M3_TIMES_BF16 = gl.constexpr(e4m3_times_bf16("$3", "$3", unit=112))
+_V41_E4M3_TIMES_BF16 = gl.constexpr(e4m3_times_bf16("$3", "$3", unit=112))
 _E2M1_TIMES_BF16 = gl.constexpr(e2m1_pairs_times_bf16())
 # Two E4M3 scales in a halfword ($2) to twice the first ($0) and twice the second ($1), as bf16
 # times 2^118: that is 2^126, which E2M1 codes lack, less KEY_UNIT's 2^8. As bf16 their bits lack
@@ -245,7 +245,7 @@ def _eights(codes, scales):
     codes = gl.convert_layout(codes, _EIGHTS, assert_trivial=True)
     power, codes = gl.broadcast(power, codes)
     low, high = gl.inline_asm_elementwise(
-        _E4M3_TIMES_BF16, "=r,=r,r,r", [codes, power], (gl.uint32, gl.uint32), True, 1
+        _V41_E4M3_TIMES_BF16, "=r,=r,r,r", [codes, power], (gl.uint32, gl.uint32), True, 1
     )
     words = gl.permute(gl.join(low, high), [1, 0, 2, 3, 4])
     return gl.reshape(words, [TILE, HALF // 2])

@@ -78,7 +78,7 @@ QUERY_BYTES = HEADS * WIDTH
 TOKEN_BYTES = QUERY_BYTES + 2 * HEADS + 4
 
 _KEYS = gl.constexpr(KEYS)
-_TILE = gl.constexpr(TILE)
+_PROGRAM_KEYS = gl.constexpr(TILE)
 _BAND = gl.constexpr(BAND)
 _GROUP = gl.constexpr(GROUP)
 _PLACES = gl.constexpr(STAGES * GROUP)  # tokens in shared memory
@@ -800,7 +800,7 @@ def _score_wide_kernel(
         columns=columns,
         skip_visible=skip_visible,
         band=gl.program_id(1) * _BAND,
-        begin=gl.program_id(0) * _TILE,
+        begin=gl.program_id(0) * _PROGRAM_KEYS,
     )
     keys = _Keys(
         arena=arena,
