@@ -21,7 +21,7 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations import finegrained_fp8
 
 from dsv4.errors import InvalidInput, RequestError
-from dsv4.integrations.transformers import accelerate
+from dsv4.integrations.transformers import Engine, accelerate
 from tests.integrations.fast_v4 import KINDS, generate, manager_of
 from tests.integrations.fp8_layers import KERNELS, fp8_model
 from tests.integrations.tiny_v4 import draw_weights, own_cache, paged, prompt, tiny_config
@@ -98,8 +98,24 @@ def run_rank(rank: int, ranks: int) -> dict[str, Any]:
         found["fp8"] = logits_of_fp8(ranks, ids)
     found["failure"] = failure_of_one(model, rank, ids)
     found["after"] = generate(model, ids, NEW_TOKENS, attention_mask=mask).sequences
+    found["jobs"] = jobs_of_an_engine(model, rank, ids)
     manager.check_invariants()
     return found
+
+
+def jobs_of_an_engine(model: DeepseekV4ForCausalLM, rank: int, ids: Tensor) -> list[list[int]]:
+    """More than there are rows; one rank has forgotten what a prompt goes on from."""
+    engine = Engine(model=model, step_tokens=100)
+    jobs = [engine.submit(ids[row], NEW_TOKENS) for row in (0, 1)]
+    jobs.append(engine.submit(ids[0, :20], NEW_TOKENS))
+    engine.cancel(jobs[1])
+    engine.run()
+    if rank == 0:
+        vars(model.model)["forward"].caches.idle.evict(2)
+        manager_of(model).evict()
+    turn = engine.submit([*jobs[0].tokens, 5], 1)
+    engine.run()
+    return [jobs[0].generated, jobs[2].generated, turn.generated, [turn.tokens_skipped]]
 
 
 def logits_behind_a_crop(model: DeepseekV4ForCausalLM, rank: int, ids: Tensor) -> Tensor:

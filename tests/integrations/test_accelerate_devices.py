@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsv4.errors import InvalidInput, RecoveryNeeded
-from dsv4.integrations.transformers import accelerate
+from dsv4.integrations.transformers import Engine, accelerate
 from dsv4.integrations.transformers.split_manager import SplitManager, places
 from tests.integrations.fast_v4 import assert_close, fast, generate, manager_of, plain_model
 from tests.integrations.second_device import HERE, THERE, second_device, watched
@@ -20,18 +20,33 @@ BORDER = 2
 
 @torch.no_grad()
 def test_no_operation_takes_tensors_of_two_devices() -> None:
+    """Rows of one length, a padded batch, and the jobs of an engine."""
     plain, ids = plain_model(), prompt(70, rows=2)
     expected = plain(ids).logits
+    mask = torch.ones(2, 68, dtype=torch.int64)
+    mask[1, :9] = 0
     with second_device(plain, BORDER), fast(plain, max_batch=2) as model:
         with watched(model, BORDER) as sides:
-            output = model(ids[:, :68])
+            given = sides.move(ids, HERE)
+            output = model(given[:, :68])
             logits = [output.logits]
             for column in (68, 69):
                 past = output.past_key_values
-                output = model(ids[:, column : column + 1], past_key_values=past)
+                output = model(given[:, column : column + 1], past_key_values=past)
                 logits.append(output.logits)
+            padded = model(given[:, :68], attention_mask=sides.move(mask, HERE)).logits
         assert_close(torch.cat(logits, dim=1), expected, 1e-4)
+        assert_close(padded[:1], expected[:1, :68], 1e-4)
+        assert_close(padded[1:, 9:], plain(ids[1:, 9:68]).logits, 1e-4)
         assert min(sides.operations.values()) > 300, sides.operations
+        del past, output
+        engine = Engine(model=model, step_tokens=30)
+        jobs = [engine.submit(ids[row, :length], 2) for row, length in ((0, 40), (1, 9), (1, 5))]
+        with watched(model, BORDER):
+            engine.run()
+        for job in jobs:
+            alone = generate(plain, torch.tensor([job.tokens[:-2]]), 2, use_cache=False)
+            assert job.tokens == alone.sequences[0].tolist()
         with watched(model, BORDER) as sides, pytest.raises(AssertionError, match="both devices"):
             _ = sides.move(ids, HERE) + sides.move(ids, THERE)  # the net has no hole
 
@@ -58,6 +73,10 @@ def test_two_devices_compute_what_one_does() -> None:
             results.append(generate(model, chat, 3).sequences)
             results.append(generate(model, ids[:1, :70], 3, num_beams=3).sequences)
             results.append(generate(model, chat[:, -60:], 5, **options).sequences)
+            engine = Engine(model=model)
+            jobs = [engine.submit(chat[0, :length], 3) for length in (149, 20, 148)]
+            engine.run()
+            results += [torch.tensor([*job.generated, job.tokens_skipped]) for job in jobs]
             gc.collect()
         found.append(results)
     for one, two in zip(*found, strict=True):

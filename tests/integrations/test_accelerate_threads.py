@@ -3,9 +3,11 @@ rows from a call that runs."""
 
 from __future__ import annotations
 
+import copy
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from dsv4.errors import RequestError
+from dsv4.errors import InvalidInput, RequestError
+from dsv4.integrations.transformers import accelerate, restore
 from tests.integrations.fast_v4 import fast, generate, manager_of, plain_model
 from tests.integrations.tiny_v4 import prompt
 
@@ -133,6 +136,40 @@ def test_a_call_that_fails_lets_the_next_one_go_on() -> None:
         ids = prompt(20, seed=1)
         found = pool.submit(generate, model, ids, NEW_TOKENS).result(TIMEOUT_S)
         assert found.sequences.tolist() == expected(ids)
+
+
+@torch.no_grad()
+def test_a_model_is_not_restored_in_the_middle_of_a_step() -> None:
+    """The layers behind would attend by themselves, over all rows as one. A call that waits for
+    rows finds out too."""
+    ids, model = prompt(20, rows=2), copy.deepcopy(plain_model())
+    with ThreadPoolExecutor(1) as pool:
+        accelerate(model, max_batch=2, max_context=64, records="bf16")
+        restoring: list[Future[None]] = []
+
+        def begin(*_: Any) -> None:
+            restoring.append(pool.submit(restore, model))
+            wait(restoring, timeout=0.2)  # as long as it takes, were it not to wait for the step
+
+        hook = model.model.layers[0].mlp.register_forward_pre_hook(begin)
+        logits = model(ids).logits
+        hook.remove()
+        restoring[0].result(TIMEOUT_S)
+        torch.testing.assert_close(logits, plain_model()(ids).logits, rtol=0, atol=1e-4)
+
+        accelerate(model, max_batch=2, max_context=64, records="bf16")
+        caches, later = vars(model.model)["forward"].caches, []
+
+        def restore_it() -> None:
+            later.append(pool.submit(model, prompt(9)))
+            while not caches.is_waited_for:
+                time.sleep(0.001)
+            restore(model)
+
+        with pytest.raises(InvalidInput, match="accelerated model"):
+            generate(model, ids, NEW_TOKENS, logits_processor=[Between(2, restore_it)])
+        with pytest.raises(InvalidInput, match="has been restored"):
+            later[0].result(TIMEOUT_S)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ comes and whoever else runs."""
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -275,6 +276,52 @@ def test_an_engine_of_a_restored_model_is_refused() -> None:
     accelerate(model, max_batch=1, max_context=64, records="bf16")
     with pytest.raises(InvalidInput, match="has been restored"):
         engine.run()
+
+
+def test_engines_that_are_forgotten_leave_their_rows() -> None:
+    ids = prompt(7, seed=2)
+    with fast(plain_model(), max_batch=1) as model:
+        engine = Engine(model=model)
+        job = engine.submit(text(5, 1), 30)
+        engine.step()
+        del engine
+        gc.collect()
+        assert job.request is None
+        assert manager_of(model).stats().requests_live == 0
+        found = model.generate(ids, max_new_tokens=2, do_sample=False)
+        assert found[0, 7:].tolist() == expected(tuple(ids[0].tolist()), 2)
+
+
+def test_two_engines_share_the_rows() -> None:
+    """Who waits for rows of the other's jobs runs these; a job stays with the engine it has."""
+    with fast(plain_model(), max_batch=1) as model, ThreadPoolExecutor(1) as pool:
+        first, second = Engine(model=model), Engine(model=model)
+        theirs = first.submit(text(20, 1), NEW_TOKENS)
+        first.step()
+        mine = second.submit(text(9, 2), NEW_TOKENS)
+        pool.submit(second.run).result(TIMEOUT_S)
+        check(mine)
+        check(theirs)
+        later = first.submit(text(8, 3), NEW_TOKENS)
+        for call in (second.cancel, lambda job: next(second.stream(job))):
+            with pytest.raises(InvalidInput, match="another engine's"):
+                call(later)  # type: ignore[no-untyped-call]
+        first.run()
+        check(later)
+
+
+def test_a_stream_that_fails_does_not_cancel() -> None:
+    def fail(logits: Tensor, jobs: Any) -> Tensor:
+        raise Broken
+
+    with fast(plain_model(), max_context=64, prefix=None) as model:
+        engine = Engine(model=model, choose=fail)
+        job = engine.submit(text(20, 0), NEW_TOKENS)
+        with pytest.raises(Broken):
+            list(engine.stream(job))
+        engine.choose = greedy
+        assert list(engine.stream(job)) == job.generated
+        check(job)
 
 
 def test_an_error_of_a_job_comes_out_of_its_stream() -> None:

@@ -77,6 +77,21 @@ def test_each_rank_computes_what_one_process_does(directory: Path, ranks: int) -
         assert_close(found["cropped"], want["logits"][:1, -4:], TOLERANCE)
 
 
+@pytest.mark.parametrize("ranks", COUNTS)
+def test_an_engine_gives_the_same_tokens_on_all_ranks(directory: Path, ranks: int) -> None:
+    plain, ids = whole_model(), inputs()[0]
+
+    def alone(text: list[int], new_tokens: int) -> list[int]:
+        steps = generate(plain, torch.tensor([text]), new_tokens, use_cache=False)
+        new: list[int] = steps.sequences[0, len(text) :].tolist()
+        return new
+
+    whole = [alone(text.tolist(), NEW_TOKENS) for text in (ids[0], ids[0, :20])]
+    turn = alone([*ids[0].tolist(), *whole[0], 5], 1)
+    for found in read(directory, ranks):
+        assert found["jobs"] == [*whole, turn, [0]]
+
+
 def test_layers_of_the_checkpoint_are_split_too(directory: Path) -> None:
     for found in read(directory, 2):
         own, ours = found["fp8"]

@@ -137,7 +137,8 @@ def accelerate(
 
 
 def restore(model: Any) -> None:
-    """Gives the model its own forward back; caches of the fast path cannot be used with it.
+    """Gives the model its own forward back; caches of the fast path cannot be used with it. Waits
+    for a step that runs; calls in the middle of a generation then raise InvalidInput.
 
     Raises InvalidInput if the model is not accelerated.
     """
@@ -145,12 +146,14 @@ def restore(model: Any) -> None:
     if not is_accelerated(model):
         raise InvalidInput("the model is not accelerated: there is nothing to restore")
     forward = vars(model.model)["forward"]
-    _keep_all(forward.step.manager)
-    forward.hook.remove()
-    for module in (model.model, *(layer.self_attn for layer in model.model.layers)):
-        _put_back(module, "forward")
-    _put_back(model, "generate")
-    del vars(model)["_is_stateful"]
+    with forward.caches.turn:
+        _keep_all(forward.step.manager)
+        forward.is_restored = True
+        forward.hook.remove()
+        for module in (model.model, *(layer.self_attn for layer in model.model.layers)):
+            _put_back(module, "forward")
+        _put_back(model, "generate")
+        del vars(model)["_is_stateful"]
 
 
 def _keep_all(manager: KVCacheManager) -> None:

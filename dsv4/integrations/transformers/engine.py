@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,6 +101,7 @@ class Engine:
             raise InvalidInput("the model is not accelerated: call accelerate(model, …) first")
         self._forward = forward
         forward.caches.engines.add(self)
+        weakref.finalize(self, _let_go, forward, self.jobs)
         most = forward.step.manager.max_step_tokens
         if self.step_tokens is None:
             self.step_tokens = most
@@ -149,31 +151,34 @@ class Engine:
 
     def cancel(self, job: Job) -> None:
         """The job ends; the next step gives its row back. What it has generated stays."""
-        _require_job(job)
         with self._turn:
+            self._check_mine(job)
             job.cancelled = True
             self._turn.notify_all()
 
     def stream(self, job: Job) -> Iterator[int]:
         """The tokens of a job as they come. Whoever waits for one runs the steps, of all jobs, so
         several threads may stream at once and nothing runs in the background. A stream that is
-        left early cancels its job. Raises the error that ended the job."""
-        _require_job(job)
+        left early cancels its job; one that ends with the error of a step does not. Raises the
+        error that ended the job."""
+        with self._turn:
+            self._check_mine(job)
         seen = job.prompt_tokens
-        try:
-            while True:
-                new = job.tokens[seen:]
+        while True:
+            new = job.tokens[seen:]
+            try:
                 yield from new
-                seen += len(new)
-                with self._turn:
-                    if seen < len(job.tokens):
-                        continue
-                    if job.is_over:
-                        break
-                    self.step()
-        finally:
-            if not job.is_over:
-                self.cancel(job)
+            except BaseException:
+                if not job.is_over:
+                    self.cancel(job)
+                raise
+            seen += len(new)
+            with self._turn:
+                if seen < len(job.tokens):
+                    continue
+                if job.is_over:
+                    break
+                self.step()
         if job.error is not None:
             raise job.error
 
@@ -185,21 +190,18 @@ class Engine:
     def step(self) -> bool:
         """One step of all jobs that have a row. Returns whether a job is left.
 
-        Where running calls of generate have all rows, it waits for one. An error of the step comes
-        through; no job is lost, and the next call goes on."""
-        if vars(self.model.model).get("forward") is not self._forward:
-            raise InvalidInput(
-                "the model has been restored since the engine was made, and the rows of its jobs "
-                "are gone: make an Engine for the model as it is accelerated now"
-            )
+        Where running calls of generate have all rows, it waits for one; where jobs of another
+        engine have them, it runs a step of these. An error of the step comes through; no job is
+        lost, and the next call goes on."""
         with self._turn:
+            self._forward.check_restored()
             self._forward.caches.mend()
             self._end_jobs()
             self._admit()
             shares = self._shares()
             if shares:
                 self._run(shares)
-            elif any(not job.is_over for job in self.jobs):
+            elif any(not job.is_over for job in self.jobs) and not self._help_others():
                 self._wait()
             self._end_jobs()
             return bool(self.jobs)
@@ -235,7 +237,7 @@ class Engine:
         for job in over:
             self._leave(job)
         if over:
-            self.jobs = [job for job in self.jobs if not job.is_over]
+            self.jobs[:] = [job for job in self.jobs if not job.is_over]
             self._turn.notify_all()
 
     def _leave(self, job: Job) -> None:
@@ -325,6 +327,17 @@ class Engine:
             )
         return tokens
 
+    def _help_others(self) -> bool:
+        """A step of the other engines' jobs, which have the rows; whether there was one."""
+        others = [engine for engine in self._forward.caches.engines if engine is not self]
+        return any(engine.help() for engine in others)
+
+    def _check_mine(self, job: Any) -> None:
+        if not isinstance(job, Job):
+            raise InvalidInput(f"{job!r} is no job: submit returns one")
+        if not job.is_over and job not in self.jobs:
+            raise InvalidInput("the job is another engine's: use the one it was submitted to")
+
     def _wait(self) -> None:
         """Nothing can run before a call of generate is over."""
         if self._forward.caches.is_generating:
@@ -336,6 +349,10 @@ class Engine:
         self._turn.wait(WAIT_S)
 
 
-def _require_job(job: Any) -> None:
-    if not isinstance(job, Job):
-        raise InvalidInput(f"{job!r} is no job: submit returns one")
+def _let_go(forward: FastForward, jobs: list[Job]) -> None:
+    """The engine is forgotten, and nobody can run its jobs any more."""
+    manager = forward.step.manager
+    for job in jobs:
+        request, job.request = job.request, None
+        if request is not None and not request.released:
+            manager.release_later(request, suspend=manager.transfers is not None)

@@ -24,7 +24,7 @@ from dsv4.integrations.transformers.fast_attention import RunningStep
 from dsv4.integrations.transformers.fast_caches import FastCaches
 from dsv4.integrations.transformers.fast_generate import wrong_padding
 from dsv4.integrations.transformers.no_gradients import no_gradients
-from dsv4.integrations.transformers.packing import Packing, make_packing, read_packing
+from dsv4.integrations.transformers.packing import Packing, beside, make_packing, read_packing
 from dsv4.integrations.transformers.paged_cache import PagedCache
 
 # transformers builds a dense mask unless it is given a dictionary of finished ones
@@ -42,6 +42,7 @@ class FastForward:
         self.model, self.step, self.caches = model, step, caches
         self.replaced: Any = None
         self.hook: Any = None
+        self.is_restored = False  # the model has its own forward again
         self._asked = local()  # .logits: what the call that begins in this thread wants
         if step.ranks is None:  # where a rewind goes on from may differ between ranks
             caches.rerun = self.rerun
@@ -289,6 +290,7 @@ class FastForward:
         """A plan that is committed at the end. After a failure it is abandoned, so that lengths
         stay; if that is too late they move, which tells that the rows are lost."""
         manager = self.step.manager
+        self.check_restored()
         self.step.plan = plan = manager.prepare_forward(
             steps, pad_tokens=pad_tokens, pad_requests=pad_requests
         )
@@ -303,6 +305,14 @@ class FastForward:
         finally:
             self.step.plan = None
         manager.commit(plan, ids=ids)
+
+    def check_restored(self) -> None:
+        """Raises InvalidInput where the layers attend by themselves again, whose rows are gone."""
+        if self.is_restored:
+            raise InvalidInput(
+                "the model has been restored since this call or its Engine began, and the rows are "
+                "gone: call again, or make an Engine for the model as it is accelerated now"
+            )
 
     def _forward(self, forward: Callable[..., Any], plan: ForwardPlan, **options: Any) -> Any:
         return forward(
@@ -330,7 +340,8 @@ class FastForward:
                 plan.mark_appended()
                 yield hidden
             else:
-                yield self.decode(given, plan)[0].index_select(0, plan.last_rows.long())
+                hidden = self.decode(given, plan)[0]  # where the last layer is
+                yield hidden.index_select(0, beside(hidden, plan.last_rows))
 
     def decode(self, ids: Tensor, plan: ForwardPlan) -> Tensor:
         hidden: Tensor = self._forward(self._bare_forward, plan, input_ids=ids).last_hidden_state
