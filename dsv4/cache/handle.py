@@ -70,6 +70,7 @@ class LayerCacheHandle(Uncopied):
         self._repeats = Repeats(
             backend, (self._block_arena, self._slot_arena, self.block_table, *workspace.tensors)
         )
+        self._owner = self.schema.spec.owner
         self._parts = WINDOW | (TAILS | ENTRIES if self.compressor is not None else 0)
 
     # ---- views -------------------------------------------------------------------------------
@@ -354,7 +355,7 @@ class LayerCacheHandle(Uncopied):
         """Entries `indices` int32 [tokens, k] of each of the step's tokens, as values
         [tokens, k, head_dim]. K and V are this one tensor. An index below 0, or of an entry that
         the token cannot see, gives zeros; rows of padding tokens stay as they are."""
-        plan = self._written_plan()
+        plan = self._readable_plan()
         width = self._model.head_dim
         device = self._slot_arena.device
         checks.index_rows("indices", indices, plan.padded_tokens, device)
@@ -377,7 +378,7 @@ class LayerCacheHandle(Uncopied):
         """All entries that each request's newest token sees, in order, into `out`, values
         [requests, n, head_dim], and how many, int32 [requests], at most n. What lies behind them in
         `out` stays as it is."""
-        plan = self._written_plan()
+        plan = self._readable_plan()
         requests = plan.batch.shape[0]
         checks.is_tensor("out", out)
         if out.dim() != 3:
@@ -452,8 +453,14 @@ class LayerCacheHandle(Uncopied):
                 f"layer {self.layer} has no indexer: it reads what layer {spec.selector} selected"
             )
         plan = self.plan
-        if plan is None or plan.done or plan.whole or plan.last_appended != self.layer:
-            plan = self._written_plan()
+        if (
+            plan is None
+            or plan.done
+            or plan.whole
+            or plan.last_appended != self.layer
+            or self._owner not in plan.stored_layers
+        ):
+            plan = self._readable_plan()
         told = ("select", plan.sizes, prepared, round_bf16, repr(top_k))  # True is no 1 here
         key, known = self._repeats.find(told, (q, index_weights, out, rope, candidates))
         if known is not None:
@@ -540,6 +547,12 @@ class LayerCacheHandle(Uncopied):
                 f"top_k={top_k} of {width} candidate blocks of {size} entries: only "
                 f"{(width - 1) * size + 1} are visible for certain"
             )
+        if source is None and width * size < top_k:  # who sees no more than top_k is not scored
+            raise InvalidInput(
+                f"top_k={top_k} beside {width} candidate blocks of {size} entries: blocks are "
+                f"chosen by scores, which are made of tokens that see more than top_k entries, so "
+                f"select at most {width * size}, or select twice, once without candidates"
+            )
         return Candidates(blocks=blocks, block_entries=size, publish=source is None)
 
     @in_turn
@@ -560,11 +573,18 @@ class LayerCacheHandle(Uncopied):
         formats keep fp32; `sink` fp32 [heads] joins the denominator. CSA layers read the entries
         in `indices` (of `select`), HCA layers all visible ones, SWA layers none. With
         `inverse_rope`, the layer's table, the output is rotated back.
-        Raises PlanError before `append`, InvalidInput.
+        Raises PlanError before `append`, its own or that of the layer whose entries it reads,
+        InvalidInput.
         """
         plan = self.plan
-        if plan is None or plan.done or plan.whole or plan.last_appended != self.layer:
-            plan = self._written_plan()
+        if (
+            plan is None
+            or plan.done
+            or plan.whole
+            or plan.last_appended != self.layer
+            or self._owner not in plan.stored_layers
+        ):
+            plan = self._readable_plan()
         given = (q, sink, indices, out, lse, inverse_rope)
         key, known = self._repeats.find(("attend", plan.sizes), given)
         if known is not None:
@@ -636,10 +656,17 @@ class LayerCacheHandle(Uncopied):
         if not self.schema.spec.draft or not model.draft_block:
             raise SchemaMismatch(f"layer {self.layer} is no layer that drafts several tokens")
         plan = self.open_plan()
-        if plan.touched or any(count != model.draft_block for count in plan.counts.tolist()):
+        counts = plan.counts.tolist()
+        if plan.touched or plan.whole or any(count != model.draft_block for count in counts):
             raise PlanError(
                 f"a draft step has {model.draft_block} tokens of every request and stores nothing: "
                 f"prepare a plan for it alone, of requests that are to draft"
+            )
+        if plan.window_lost:
+            raise PlanError(
+                "the oldest window row that a draft reads was overwritten by tokens that were "
+                "rejected or taken back: run a token first, or build the schema with a greater "
+                "ring_rows"
             )
         checks.layer_weights(weights)
         rows, workspace = plan.padded_tokens, self._workspace
@@ -741,6 +768,16 @@ class LayerCacheHandle(Uncopied):
                 f"layer {self.layer} reads before it has appended this plan"
                 + ("" if plan.narrow else ", or after another layer reused the staging")
                 + ": call append first"
+            )
+        return plan
+
+    def _readable_plan(self) -> ForwardPlan:
+        """A written plan in which the entries that this layer reads are stored too."""
+        plan, owner = self._written_plan(), self._owner
+        if owner != self.layer and owner not in plan.stored_layers:
+            raise PlanError(
+                f"layer {self.layer} reads the entries of layer {owner}, which has not appended "
+                f"this plan: call its append first"
             )
         return plan
 

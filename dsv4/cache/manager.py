@@ -964,13 +964,17 @@ class KVCacheManager(Uncopied):
         self.table.require_live(request)
         request.require_whole()
         request.require_exact("is not offered: hand over its prompt")
-        most = self.schema.max_narrow_tokens
+        most, written = self.schema.max_narrow_tokens, request.written_tokens
         for plan in self.open_plans:
-            if request in plan.requests and plan.counts[plan.requests.index(request)] > most:
+            if request not in plan.requests:
+                continue
+            row = plan.requests.index(request)
+            if plan.counts[row] > most:
                 raise RequestError(
                     f"a chunk of request {request.serial} is under way, and its rings hold no "
                     f"state: commit the plan, then offer it"
                 )
+            written = max(written, int(plan.latest_ends[row]))
         length = request.length
         if length < max(1, request.exact_from, request.reused_tokens):
             raise RequestError(
@@ -982,7 +986,7 @@ class KVCacheManager(Uncopied):
                 f"not all layers of request {request.serial} have stored what is behind token "
                 f"{request.torn_from}: rewind it to there, then offer it"
             )
-        return handoff.offer(request, lease_s=lease_s, takers=takers)
+        return handoff.offer(request, written=written, lease_s=lease_s, takers=takers)
 
     @changes
     def withdraw(self, offer: bytes) -> bool:
@@ -1168,6 +1172,9 @@ class KVCacheManager(Uncopied):
                 plan = make_plan(self.schema, buffers, *numbers, **options)
             for each in (plan, *plan.halves, *plan.draft_steps):
                 each.lane = lane
+            if self.schema.model.draft_block:
+                lengths = self.table.numbers[LENGTH].take(shape.slots)
+                plan.window_lost = overlap.window_lost(self.schema, plan, lengths, written)
             if window_cut:
                 plan.window_cut, plan.sizes = True, (*plan.sizes, 1)
             captures = None

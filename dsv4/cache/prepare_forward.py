@@ -52,7 +52,8 @@ class ForwardPlan(Uncopied):
     `whole` is the plan that a half or a draft step is of, and that is committed.
 
     A plan of cut replays has its `window_cut`: no token sees a window row in front of its request's
-    start. `attend` keeps to it; a kernel of the engine's own must too.
+    start. `attend` keeps to it; a kernel of the engine's own must too. Where `window_lost`, a ring
+    may have lost the oldest row of the window in front of a start, which only a draft step reads.
     """
 
     shape: StepShape
@@ -79,6 +80,7 @@ class ForwardPlan(Uncopied):
     whole: ForwardPlan | None = None
     is_draft: bool = False
     window_cut: bool = False
+    window_lost: bool = False
     captures: WideCaptures | None = None
     done: bool = False
     touched: bool = False

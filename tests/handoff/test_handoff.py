@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dsv4.cache.handoff.offer import Offer
 from dsv4.cache.handoff.options import HandoffOptions
@@ -39,7 +40,7 @@ from tests.support.handoff import (
     tidy,
     until,
 )
-from tests.support.lives import TINY, Text, assert_cold, run_to, tiny_stack
+from tests.support.lives import TINY, Text, assert_cold, drafted, run_to, tiny_stack
 from tests.support.stack import Stack
 from tests.support.tiered import BLOCK, options
 
@@ -267,7 +268,9 @@ def test_a_request_of_v41_arrives():
     one, other = side("prefill", model=model, drafts=3), side("decode", model=model, drafts=2)
     for length in (129, 130):
         text = Text.random(one, length, 200)
-        copy = other.manager.accept(one.manager.offer(grown(one, text, length, chunk=15))).wait()
+        request = grown(one, text, length, chunk=15)
+        copy = other.manager.accept(one.manager.offer(request)).wait()
+        assert torch.equal(drafted(other, copy), drafted(one, request))
         run_to(other, copy, text, length + 3, chunk=1)
         assert_cold(other, copy, text.stream)
     assert_nothing_left(one, other)

@@ -10,7 +10,7 @@ import torch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
 from dsv4.cache.schema import CacheSchema
-from dsv4.errors import InvalidInput, SchemaMismatch
+from dsv4.errors import InvalidInput, PlanError, SchemaMismatch
 from dsv4.metrics import prometheus_text
 from dsv4.model import ModelSpec
 from tests.scenarios.test_chunk_invariance import (
@@ -24,7 +24,7 @@ from tests.scenarios.test_chunk_invariance import (
 )
 from tests.scenarios.test_prefix_hits import check_hit, compute
 from tests.support.attending_model import AttendingModel
-from tests.support.lives import Text, assert_cold, run_to, tiny_stack
+from tests.support.lives import Text, assert_cold, drafted, run_to, tiny_stack
 from tests.support.numbers import Numbers
 from tests.support.stack import Stack, readable_bytes
 
@@ -143,6 +143,35 @@ def test_what_is_read_does_not_depend_on_steps(cut: tuple[int, ...]):
     assert torch.equal(run(cut), run((90,)))
 
 
+@pytest.mark.parametrize(("drafts", "more"), [(0, 0), (2, 0), (2, 1)])
+def test_a_draft_that_rejected_tokens_have_robbed_of_a_row_is_refused(drafts: int, more: int):
+    """It reads a whole window, and rings keep one row less of it for what can be rejected."""
+    schema = CacheSchema.build(
+        replace(TINY, window=16),
+        block_tokens=16,
+        max_context=64,
+        max_draft_tokens=drafts,
+        ring_rows=16 + drafts + more,
+    )
+    stack = Stack(schema, layers=range(len(TINY.layers)))
+    stream = stack.stream(0, 60)
+    request = stack.manager.admit_request()
+    run_to(stack, request, stream, 40)
+    expected = drafted(stack, request)
+    for kept in range(1 + drafts, -1, -1):
+        stack.manager.reset_slot(request)
+        run_to(stack, request, stream, 40 - kept)
+        stack.step([(request, stream, 1 + drafts)], accepted=[kept])
+        assert request.length == 40
+        if kept or more:
+            assert torch.equal(drafted(stack, request), expected)
+        else:
+            with pytest.raises(PlanError, match="oldest window row"):
+                drafted(stack, request)
+    run_to(stack, request, stream, 41)
+    assert drafted(stack, request).isfinite().all()
+
+
 def test_metrics_count_its_bytes():
     stack = tiny_stack(0, model=TINY, prefix=PrefixOptions(policy=full(), snapshots=4))
     text = Text.random(stack, 0, 300)
@@ -173,7 +202,7 @@ def written(layer: int) -> tuple[Stack, object]:
     stack = tiny_stack(0, model=TINY)
     request = stack.manager.admit_request()
     plan = stack.manager.prepare_forward([(request, 4)])
-    stack.write(plan, [stack.stream(0, 4)], layers=[layer])
+    stack.write(plan, [stack.stream(0, 4)], layers=sorted({TINY.layers[layer].owner, layer}))
     return stack, stack.manager.acquire(layer, plan)
 
 
@@ -227,3 +256,68 @@ def test_projections_of_a_layer_are_its_own():
     with pytest.raises(SchemaMismatch, match="close in append"):
         pairs.write_tail(rows, rows, weights=stack.weights[PAIRS])
     assert readable_bytes(stack, request)
+
+
+@pytest.mark.parametrize(("reader", "owner", "drafts"), [(READER, PAIRS, 3), (SECOND, SINGLES, 0)])
+def test_entries_are_read_behind_their_owner(reader: int, owner: int, drafts: int):
+    """In narrow steps and in chunks: what the owner has not stored is anything."""
+    stack = tiny_stack(drafts, model=TINY)
+    stream, request = stack.stream(0, 4), stack.manager.admit_request()
+    plan = stack.manager.prepare_forward([(request, 4)])
+    stack.write(plan, [stream], layers=[reader])
+    handle = stack.manager.acquire(reader, plan)
+    q = Numbers(1).normal(4, TINY.heads, TINY.head_dim).to(torch.bfloat16)
+    indices = torch.zeros((4, 1), dtype=torch.int32)
+    lists = torch.zeros((4, TINY.candidate_blocks), dtype=torch.int32)
+
+    def reads() -> list[object]:
+        calls = [
+            lambda: handle.attend(q, torch.ones(TINY.heads), indices),
+            lambda: handle.gather_compressed_kv(indices),
+        ]
+        if reader == SECOND:
+            rope = stack.weights[reader].rope
+            calls.append(lambda: handle.select(*queries(), rope=rope, candidates=lists))
+        return calls
+
+    for call in reads():
+        with pytest.raises(PlanError, match=f"reads the entries of layer {owner}"):
+            call()
+    handle.gather_swa_kv()
+    plan.mark_appended([owner])  # as if a graph had
+    if plan.narrow:
+        for call in reads():
+            call()
+
+
+def test_candidates_are_not_published_beside_more_entries_than_are_scored():
+    """Tokens that see no more than top_k entries have no scores to choose blocks by."""
+    stack = tiny_stack(0, model=TINY)
+    stream, request = stack.stream(0, 60), stack.manager.admit_request()
+    run_to(stack, request, stream, 39)
+    plan = stack.manager.prepare_forward([(request, 1)])
+    stack.write(plan, [stream], layers=[SINGLES])
+    handle, rope = stack.manager.acquire(SINGLES, plan), stack.weights[SINGLES].rope
+    found = []
+    for top_k in (None, 32):
+        lists = torch.full((1, TINY.candidate_blocks), -2, dtype=torch.int32)
+        q, w = (rows[:1] for rows in queries())
+        handle.select(q, w, rope=rope, candidates=lists, top_k=top_k)
+        found.append(lists)
+    assert torch.equal(*found)
+    with pytest.raises(InvalidInput, match="at most 32"):
+        handle.select(q, w, rope=rope, candidates=lists, top_k=33)
+    handle.select(q, w, rope=rope, top_k=33)
+
+
+def test_a_draft_has_no_part_in_a_plan_with_chunks():
+    """Both would stage their rows in the same place."""
+    stack = tiny_stack(5, model=TINY)
+    requests = [stack.manager.admit_request() for _ in range(2)]
+    steps = list(zip(requests, (5, 20), strict=True))
+    plan = stack.manager.prepare_forward(steps, chunks_apart=True)
+    rows = torch.zeros((5, TINY.head_dim), dtype=torch.bfloat16)
+    q = torch.zeros((5, TINY.heads, TINY.head_dim), dtype=torch.bfloat16)
+    handle = stack.manager.acquire(7, plan.narrow_half)
+    with pytest.raises(PlanError, match="a plan for it alone"):
+        handle.attend_draft(rows, q, torch.ones(TINY.heads), weights=stack.weights[7])

@@ -13,6 +13,7 @@ from torch import Tensor
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.model import ModelSpec
+from tests.support.numbers import Numbers
 from tests.support.stack import POISON, Stack, Stream, layers_to_run, readable_bytes
 
 TINY = ModelSpec.preset("tiny")
@@ -120,3 +121,22 @@ class ColdRun:
 
 def assert_cold(stack: Stack, request: Request, stream: Stream) -> None:
     ColdRun(stack, stream, request.length).assert_same(stack, request)
+
+
+def drafted(stack: Stack, *requests: Request) -> Tensor:
+    """What a draft step of the last layer returns, always of the same keys and queries. Nothing is
+    stored."""
+    model, layer, numbers = stack.schema.model, stack.layers[-1], Numbers(11)
+    plan = stack.manager.prepare_forward([(r, model.draft_block) for r in requests])
+    kv = numbers.normal(model.draft_block, model.head_dim).bfloat16()
+    q = numbers.normal(model.draft_block, model.heads, model.head_dim).bfloat16()
+    try:
+        out, _ = stack.manager.acquire(layer, plan).attend_draft(
+            kv.repeat(len(requests), 1),
+            q.repeat(len(requests), 1, 1),
+            torch.ones(model.heads),
+            weights=stack.weights[layer],
+        )
+    finally:
+        stack.manager.abandon(plan)
+    return out.unflatten(0, (len(requests), model.draft_block))

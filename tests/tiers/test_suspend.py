@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from dsv4.cache.prefix.options import zero
 from dsv4.cache.schema import CacheSchema, HcaState
@@ -15,7 +16,7 @@ from dsv4.errors import InvalidInput, RequestError
 from dsv4.model import ModelSpec
 from dsv4.tiers.host import HostTier
 from dsv4.tiers.record import Kind
-from tests.support.lives import TINY, Text, run_to
+from tests.support.lives import TINY, Text, drafted, run_to
 from tests.support.stack import HCA_STATES, readable_bytes
 from tests.support.tiered import (
     BLOCK,
@@ -96,10 +97,13 @@ def test_a_request_of_v41_comes_back_with_other_drafts(before: int, after: int):
         text = Text.random(stack, length, 200)
         request = stack.manager.admit_request(text.ids[:100])
         run_to(stack, request, text, length, chunk=15)
+        draft = drafted(stack, request)
         stack.manager.suspend(request)
         assert stack.manager.drain_tiers(TIMEOUT_S)
         again = other.manager.resume_request(text.ids[:length], timeout_s=TIMEOUT_S)
         assert again.resume.source == "state"
+        # a draft reads a whole window, one row more than a step does
+        assert torch.equal(drafted(other, again), draft)
         run_to(other, again, text, length + 3, chunk=1)
         assert_like_cold(other, again, text)
 
@@ -250,12 +254,12 @@ def test_a_state_is_the_same_for_all_ring_sizes(length: int):
         slot = np.zeros(schema.slot_bytes, dtype=np.uint8)
         layout.scatter(payload, length, slot)
         back = np.empty_like(payload)
-        layout.gather(slot, layout.block_of(payload), length, back)
+        layout.gather(slot, layout.block_of(payload), length, back, written=length)
         again = np.zeros_like(slot)
         layout.scatter(back, length, again)
         assert np.array_equal(slot, again)
         ones = np.full_like(slot, 0xFF), np.full(schema.block_bytes, 0xFF, dtype=np.uint8)
-        layout.gather(*ones, length, back)
+        layout.gather(*ones, length, back, written=length)
         used = np.zeros_like(back)
         for start, end in layout.used_spans(length):
             used[start:end] = 0xFF

@@ -114,9 +114,9 @@ class Handoff:
 
     # ---- an owner --------------------------------------------------------------------------------
 
-    def offer(self, request: Request, *, lease_s: float | None, takers: int) -> bytes:
+    def offer(self, request: Request, *, written: int, lease_s: float | None, takers: int) -> bytes:
         """Holds the request's whole blocks, gathers its state, and says where all of it lies. Waits
-        for the device: what is offered is there."""
+        for the device: what is offered is there. The slot may hold tokens up to `written`."""
         seconds = self.options.lease_s if lease_s is None else require_seconds("lease_s", lease_s)
         takers, length = require_count("takers", takers), request.length
         trail = request.trail
@@ -127,7 +127,7 @@ class Handoff:
         row = None
         try:
             row = self._rows.take(label)
-            self._gather(request, row, length)
+            self._gather(request, row, length, written)
             whole = length // self._schema.block_tokens if self._schema.block_bytes else 0
             block_ids = request.block_ids[:whole]
             sums = None
@@ -187,7 +187,7 @@ class Handoff:
         offer = Offer.unpack(packed)
         return self.leases.withdraw(offer.epoch, offer.number)
 
-    def _gather(self, request: Request, row: StateRow, length: int) -> None:
+    def _gather(self, request: Request, row: StateRow, length: int, written: int) -> None:
         schema, layout = self._schema, self.layout
         slot = self._copies.host_bytes(schema.slot_bytes)
         block = self._copies.host_bytes(schema.block_bytes)
@@ -197,7 +197,7 @@ class Handoff:
             rows.append((self._block_arena[block_id], block))
         self._copies.down_into(rows).wait()
         payload = np.empty(layout.payload_bytes, dtype=np.uint8)
-        layout.gather(slot.numpy(), block.numpy(), length, payload)
+        layout.gather(slot.numpy(), block.numpy(), length, payload, written=written)
         spread(payload, row.parts)
         seal(Record(label=row.label, parts=row.parts))
 

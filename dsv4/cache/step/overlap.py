@@ -70,6 +70,19 @@ def latest_starts(before: Before, lengths: I64) -> I64:
     return np.where(before.rows >= 0, before.plan.ends[before.rows], lengths)
 
 
+def window_lost(schema: CacheSchema, plan: ForwardPlan, lengths: I64, written: I64) -> bool:
+    """Whether a ring may have lost the oldest row of a whole window in front of a request's start;
+    `lengths` are those of the last commit, `written` the ends of what was written by then."""
+    earliest = plan.starts
+    if plan.behind is not None and plan.rows_before is not None:
+        follows = plan.rows_before >= 0
+        ends = plan.behind.latest_ends[plan.rows_before]
+        written = np.where(follows, np.maximum(written, ends), written)
+        if plan.unknown_starts is not None:
+            earliest = np.where(plan.unknown_starts, lengths, earliest)
+    return bool((written - earliest > schema.ring_rows - schema.model.window).any())
+
+
 def require_first(plan: ForwardPlan) -> None:
     """PlanError unless the plan that this one is behind is over."""
     if plan.behind is not None:

@@ -4,8 +4,9 @@
 
 At length L a later step reads, of each layer, the window rows of L - window + 1 … L - 1, the tail
 rows of the unfinished group and, where groups overlap, of the one before it, and the entries of
-the unfinished block. Draft layers are in it too: a request comes back as it went. What is at no
-position of the request is zero, whatever the slot had there.
+the unfinished block. Draft layers are in it too: a request comes back as it went. Where they draft
+several tokens at once they read the row of L - window as well, if the ring still has it. What is at
+no position of the request is zero, whatever the slot had there.
 """
 
 from __future__ import annotations
@@ -119,13 +120,18 @@ class StateLayout:
     def payload_bytes(self) -> int:
         return self.block_offset_bytes + self.schema.block_bytes
 
-    def gather(self, slot: Bytes, block: Bytes, length: int, payload: Bytes) -> None:
-        """A slot and the unfinished block (anything, if there is none) into a payload."""
+    def gather(
+        self, slot: Bytes, block: Bytes, length: int, payload: Bytes, *, written: int
+    ) -> None:
+        """A slot and the unfinished block (anything, if there is none) into a payload. The slot may
+        hold tokens up to `written`, which have taken the place of older ones."""
         payload[:] = 0
         for run in self.runs:
             target = payload[run.offset_bytes :][: run.rows * run.width_bytes]
             positions = run.positions(length)
             real = (positions >= 0) & (positions < length)
+            if run.anchor == "newest":
+                real &= positions >= written - run.ring_rows
             rows = _ring(slot, run)[run.ring_rows_of(positions[real])]
             target.reshape(run.rows, run.width_bytes)[real] = rows
         target = payload[self.block_offset_bytes :]
@@ -177,8 +183,11 @@ class StateLayout:
             page = schema.page("window", layer)
             assert page is not None
             for _, width, offset in window_slices(page):
-                if width and schema.model.window > 1:
-                    yield "newest", 1, schema.model.window - 1, width, page.rows, offset, False
+                rows = schema.model.window - 1
+                if layer in schema.draft_layers and schema.model.draft_block:
+                    rows += 1
+                if width and rows:
+                    yield "newest", 1, rows, width, page.rows, offset, False
             for kind in get_args(CompressorKind):
                 found = schema.compressor(layer, kind)
                 if found is None:

@@ -264,7 +264,7 @@ class Transfers:
         return Suspended(tokens=length, parcel=parcel, kept=False)
 
     def _gather(self, request: Request, row: HostRow, length: int) -> Parcel | None:
-        schema, layout = self._prefix.schema, self.layout
+        schema, layout, written = self._prefix.schema, self.layout, request.written_tokens
         parcel = Parcel(row)
         self._gathering = [parcel]
         try:
@@ -285,7 +285,7 @@ class Transfers:
 
         def fill() -> None:
             payload = np.empty(layout.payload_bytes, dtype=np.uint8)
-            layout.gather(slot.numpy(), block.numpy(), length, payload)
+            layout.gather(slot.numpy(), block.numpy(), length, payload, written=written)
             spread(payload, row.parts)
 
         parcel.fill = fill
