@@ -17,15 +17,16 @@ PLAIN = set(
     re.findall(
         r"\w+",
         """
-        accepted acquire align all allocate appended asked asker attention bf16 build by byte cache
-        can check cls collect collector compressed compression compute config count detach device
-        dict dim done dsv end error extra for format forward free from head hidden id input invalid
-        invariant kind last length manager map max memory message minimum mismatch missing model
-        name needed note num of open option out overflow own pad padded per period prepare preset
-        prometheus prompt read released request round run self serial shape small source start stat
-        content continue size like number other restart mark require whole copy thread what parent
-        gpu later progress reason reuse take clamped unsupported wait waiting before recent latest
-        step table tensor text to token too total type unused used want weight where write written
+        accepted acquire align all allocate appended asked asker attention before bf16 build by byte
+        cache can check clamped cls collect collector compressed compression compute config content
+        continue copy count detach device dict dim done dsv end error extra for format forward free
+        from gpu head hidden id input invalid invariant kind last later latest length like lost
+        manager map mark max memory message minimum mismatch missing model name needed note num
+        number of open option other out overflow own pad padded parent per period prepare preset
+        progress prometheus prompt read reason recent released request require restart reuse round
+        run self serial shape size small source start stat step table take tensor text thread to
+        token too total type unsupported unused used wait waiting want weight what where whole write
+        written
         """,
     )
 )
