@@ -585,10 +585,11 @@ class KVCacheManager(Uncopied):
                 f"the tokens of request {request.serial} are not known to be the prompt's: both "
                 f"must be given as ids"
             )
-        is_same = len(known.ids) >= length and known.root == trail.root and count > length
-        if not is_same or not np.array_equal(trail.ids[:length], known.ids[:length]):
+        fixed = max(length, request.reused_tokens)  # entries to replay are those of its tokens
+        is_same = len(known.ids) >= fixed and known.root == trail.root and count > fixed
+        if not is_same or not np.array_equal(trail.ids[:fixed], known.ids[:fixed]):
             raise InvalidInput(
-                f"a prompt of {count} tokens does not go on from the {length} of request "
+                f"a prompt of {count} tokens does not go on from the {fixed} of request "
                 f"{request.serial}: it must begin with them and be longer, all of them must be "
                 f"known (tell), and the salt must be the same"
             )
@@ -596,7 +597,7 @@ class KVCacheManager(Uncopied):
         request.trail = trail.copy()
         request.resume = Resume(
             start=length,
-            reused_tokens=max(length, request.reused_tokens),
+            reused_tokens=fixed,
             end=count,
             source="rings",
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dsv4.cache.prefix.options import PrefixOptions, full
+from dsv4.cache.prefix.options import PrefixOptions, full, zero
 from dsv4.errors import ContextOverflow, InvalidInput, OutOfBlocks
+from tests.oracles.bookkeeping import nothing_changes
 from tests.support.lives import Text, assert_cold, run_to, tiny_stack
 
 
@@ -56,6 +57,25 @@ def test_what_does_not_go_on_is_refused_and_nothing_has_changed():
     manager.check_invariants()
     run_to(stack, request, text, 250)
     assert_cold(stack, request, text.stream)
+
+
+def test_what_is_to_be_replayed_is_a_part_of_the_prompt():
+    """Entries below `reused_tokens` exist and are not written again: they are of the old tokens."""
+    stack = tiny_stack(prefix=PrefixOptions(policy=zero()), num_blocks=12)
+    manager, text = stack.manager, Text.random(stack, 0, 400)
+    run_to(stack, manager.admit_request(text.ids[:200]), text, 200)
+    for length in (0, 30):
+        other = text.then(Text.random(stack, 1, 400), length)
+        request = manager.admit_request(text.ids[:200])
+        assert (request.length, request.reused_tokens) == (0, 128)
+        run_to(stack, request, text, length)
+        for prompt in (other.ids[:300], text.ids[:128]):
+            with nothing_changes(manager), pytest.raises(InvalidInput, match="from the 128 of"):
+                manager.continue_request(request, prompt)
+        manager.continue_request(request, text.ids[:300])
+        run_to(stack, request, text, 300)
+        assert_cold(stack, request, text.stream)
+        manager.release_request(request)
 
 
 def test_tokens_must_be_known():
