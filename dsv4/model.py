@@ -323,6 +323,10 @@ def _from_path(path: Path) -> ModelSpec:
 
 
 def _from_mapping(config: Mapping[str, Any]) -> ModelSpec:
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            f"the config is {type(config).__name__}: give a path of a config.json or what it holds"
+        )
     model_type = config.get("model_type")
     if model_type not in (None, "deepseek_v4", *_V41_TYPES):
         raise ConfigError(
@@ -341,15 +345,17 @@ def _from_mapping(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _from_transformers(config: Mapping[str, Any]) -> ModelSpec:
-    backbone = int(config["num_hidden_layers"])
+    backbone = _whole(config["num_hidden_layers"])
     sources = _sources(config, "kv_source_layer_ids", "index_source_layer_ids")
     if config.get("compress_ratios") is not None:
         ratios = list(config["compress_ratios"])
         if sources is not None and len(ratios) == backbone:  # copies without the draft layers'
-            ratios += [0] * int(config.get("num_nextn_predict_layers", 0))
+            ratios += [0] * _whole(config.get("num_nextn_predict_layers", 0))
     elif config.get("layer_types") is not None:
         ratios = _checked_length(_ratios_of_layer_types(config), backbone)
-        ratios += [0] * int(config.get("n_mtp_layers", config.get("num_nextn_predict_layers", 0)))
+        ratios += [0] * _whole(
+            config.get("n_mtp_layers", config.get("num_nextn_predict_layers", 0))
+        )
     else:
         raise ConfigError(
             "the config has neither compress_ratios nor layer_types: without them nobody can know "
@@ -361,21 +367,21 @@ def _from_transformers(config: Mapping[str, Any]) -> ModelSpec:
             f"the config has num_key_value_heads={kept_heads!r}: a V4 model has one key for all "
             f"heads, which is the value too"
         )
-    head_dim = int(config["head_dim"])
+    head_dim = _whole(config["head_dim"])
     rope_dim = config.get("qk_rope_head_dim")
     if rope_dim is None:
         rope_dim = round(head_dim * float(config.get("partial_rotary_factor") or 64 / 512))
     return ModelSpec(
         name=str(config.get("_name_or_path") or config.get("model_type") or "deepseek_v4"),
-        hidden=int(config["hidden_size"]),
-        heads=int(config["num_attention_heads"]),
+        hidden=_whole(config["hidden_size"]),
+        heads=_whole(config["num_attention_heads"]),
         head_dim=head_dim,
-        rope_dim=int(rope_dim),
-        index_heads=int(config["index_n_heads"]),
-        index_dim=int(config["index_head_dim"]),
-        index_topk=int(config["index_topk"]),
-        window=int(config["sliding_window"]),
-        max_context=int(config["max_position_embeddings"]),
+        rope_dim=_whole(rope_dim),
+        index_heads=_whole(config["index_n_heads"]),
+        index_dim=_whole(config["index_head_dim"]),
+        index_topk=_whole(config["index_topk"]),
+        window=_whole(config["sliding_window"]),
+        max_context=_whole(config["max_position_embeddings"]),
         rms_eps=float(config.get("rms_norm_eps", _rms_eps(sources))),
         rope=_rope_of_transformers(config),
         **_layers(
@@ -393,7 +399,7 @@ def _sources(config: Mapping[str, Any], *names: str) -> tuple[list[int], list[in
     v41 = config.get("model_type") in _V41_TYPES
     if not v41 and not any(config.get(name) is not None for name in names):
         return None
-    entries, selections = ([int(layer) for layer in config[name]] for name in names)
+    entries, selections = ([_whole(layer) for layer in config[name]] for name in names)
     return entries, selections
 
 
@@ -415,12 +421,20 @@ def _layers(
             index_sources=sources[1],
             candidate_source=candidate_source,
         ),
-        "candidate_blocks": int(config.get("candidate_topk_blocks") or 0),
-        "candidate_block_entries": int(_given(config, "candidate_block_size", 8)),
-        "draft_block": int(config.get("dspark_block_size") or 0),
+        "candidate_blocks": _whole(config.get("candidate_topk_blocks") or 0),
+        "candidate_block_entries": _whole(_given(config, "candidate_block_size", 8)),
+        "draft_block": _whole(config.get("dspark_block_size") or 0),
         "entry_format": "v41_fp4",
         "window_format": "v41_fp8",
     }
+
+
+def _whole(value: Any) -> int:
+    """A whole number of a config; 8.0 is one. Raises ConfigError."""
+    number = int(value)
+    if isinstance(value, bool) or number != value:
+        raise ConfigError(f"the config has {value!r} where a whole number is needed")
+    return number
 
 
 def _given(config: Mapping[str, Any], name: str, default: Any) -> Any:
@@ -439,7 +453,7 @@ def _ratios_of_layer_types(config: Mapping[str, Any]) -> list[int]:
     unknown = sorted(set(config["layer_types"]) - set(_LAYER_TYPES))
     if unknown:
         raise ConfigError(f"unknown layer_types {unknown}: expected {sorted(_LAYER_TYPES)}")
-    ratios = [int(rates[kind]) for kind in config["layer_types"]]
+    ratios = [_whole(rates[kind]) for kind in config["layer_types"]]
     for kind, ratio in zip(config["layer_types"], ratios, strict=True):
         csa = kind == "compressed_sparse_attention"
         if csa != (ratio == _CSA_RATIO) or (kind == "sliding_attention") != (ratio == 0):
@@ -462,7 +476,7 @@ def _rope_of_transformers(config: Mapping[str, Any]) -> RopeSpec:
             or config.get("compress_rope_theta", base.compress_theta)
         ),
         yarn_factor=float(long.get("factor", base.yarn_factor)) if kind == "yarn" else 1.0,
-        yarn_original_tokens=int(
+        yarn_original_tokens=_whole(
             long.get("original_max_position_embeddings", base.yarn_original_tokens)
         ),
         yarn_beta_fast=float(long.get("beta_fast", base.yarn_beta_fast)),
@@ -471,7 +485,7 @@ def _rope_of_transformers(config: Mapping[str, Any]) -> RopeSpec:
 
 
 def _from_inference(config: Mapping[str, Any]) -> ModelSpec:
-    backbone = int(config["n_layers"])
+    backbone = _whole(config["n_layers"])
     if config.get("compress_ratios") is None:
         raise ConfigError(
             "the config has no compress_ratios: take DeepSeek's inference/config.json"
@@ -479,20 +493,20 @@ def _from_inference(config: Mapping[str, Any]) -> ModelSpec:
     sources = _sources(config, "kv_source_layers", "index_source_layers")
     ratios = list(config["compress_ratios"])
     if len(ratios) == backbone:
-        ratios += [0] * int(config.get("n_mtp_layers", 0))
+        ratios += [0] * _whole(config.get("n_mtp_layers", 0))
     base = RopeSpec()
-    original_tokens = int(config.get("original_seq_len", base.yarn_original_tokens))
+    original_tokens = _whole(config.get("original_seq_len", base.yarn_original_tokens))
     return ModelSpec(
         name="deepseek_v4" if sources is None else "deepseek_v41",
-        hidden=int(config["dim"]),
-        heads=int(config["n_heads"]),
-        head_dim=int(config.get("head_dim", 512)),
-        rope_dim=int(config.get("rope_head_dim", 64)),
-        index_heads=int(config.get("index_n_heads", 64)),
-        index_dim=int(config.get("index_head_dim", 128)),
-        index_topk=int(config.get("index_topk", 512)),
-        window=int(config.get("window_size", 128)),
-        max_context=int(config.get("max_seq_len", 1_048_576)),
+        hidden=_whole(config["dim"]),
+        heads=_whole(config["n_heads"]),
+        head_dim=_whole(config.get("head_dim", 512)),
+        rope_dim=_whole(config.get("rope_head_dim", 64)),
+        index_heads=_whole(config.get("index_n_heads", 64)),
+        index_dim=_whole(config.get("index_head_dim", 128)),
+        index_topk=_whole(config.get("index_topk", 512)),
+        window=_whole(config.get("window_size", 128)),
+        max_context=_whole(config.get("max_seq_len", 1_048_576)),
         rms_eps=float(config.get("norm_eps", _rms_eps(sources))),
         rope=RopeSpec(
             theta=float(config.get("rope_theta", base.theta)),

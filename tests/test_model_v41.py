@@ -134,12 +134,21 @@ def test_v4_layers_select_for_themselves() -> None:
         ({"compress_ratios": [*RATIOS, 1]}, "draft layer 40"),
         ({"candidate_topk_blocks": -1}, "candidate_blocks=-1"),
         ({"candidate_block_size": 0}, "candidate_block_entries=0"),
+        ({"candidate_block_size": 8.5}, "8.5 where a whole number"),
+        ({"kv_source_layer_ids": [2, 8, 14.5, 20]}, "14.5 where a whole number"),
+        ({"dspark_block_size": True}, "True where a whole number"),
     ],
     ids=str,
 )
 def test_configs_that_name_no_source_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelSpec.from_config(config(**changes))
+
+
+@pytest.mark.parametrize("given", [None, 5, [], b"config.json"], ids=str)
+def test_what_is_no_config_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="give a path"):
+        ModelSpec.from_config(given)
 
 
 def test_what_a_config_leaves_out_is_the_released_model_s() -> None:
