@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from dsv4.errors import InvalidInput
 from tests.integrations.fast_v4 import assert_close, counted, fast, manager_of, plain_model
@@ -44,11 +45,34 @@ def test_what_generate_can_have(row: list[int], chunk: int | None) -> None:
     ids, mask = prompt(6, rows=2), torch.tensor([row, WHOLE])
     greedy: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
     with fast(plain_model()) as model:
-        found = model.generate(ids, attention_mask=mask, prefill_chunk_size=chunk, **greedy)
+        config = GenerationConfig(prefill_chunk_size=chunk, **greedy)
+        found = model.generate(ids, config, attention_mask=mask)
     for nth in range(2):
         alone = ids[nth][mask[nth].bool()][None]
         expected = plain_model().generate(alone, **greedy)[0, -3:]
         assert found[nth, -3:].tolist() == expected.tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("column", [0, 3])
+def test_padding_that_has_run_stays_where_it_is(column: int) -> None:
+    """A mask that hides tokens of the past, or shows padding: refused in a forward; generate with
+    all ids goes back to where it begins."""
+    ids, first = prompt(12, rows=2), torch.tensor([LEFT, WHOLE])
+    mask = torch.cat((first, torch.ones(2, 6, dtype=torch.int64)), dim=1)
+    mask[int(column > 0), column] ^= 1
+    greedy: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    with fast(plain_model(), max_draft_tokens=8) as model:
+        past = model(ids[:, :6], attention_mask=first).past_key_values
+        before = manager_state(past)
+        back = "crop.3" if column else "reset"
+        with pytest.raises(InvalidInput, match=f"column {column}, which was .*{back}"):
+            model(ids[:, 6:], attention_mask=mask, past_key_values=past)
+        assert manager_state(past) == before
+        found = model.generate(ids, attention_mask=mask, past_key_values=past, **greedy)
+    for nth in range(2):
+        alone = plain_model().generate(ids[nth][mask[nth].bool()][None], **greedy)
+        assert found[nth, -3:].tolist() == alone[0, -3:].tolist()
 
 
 @torch.no_grad()

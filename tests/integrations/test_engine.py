@@ -194,6 +194,10 @@ def test_generate_beside_an_engine() -> None:
         engine.run()
         for job in jobs:
             check(job)
+        job = engine.submit(text(20, 6), NEW_TOKENS)
+        engine.step()
+        engine.cancel(job)  # and nobody steps
+        assert pool.submit(model.generate, ids, **greedy).result(TIMEOUT_S).tolist() == alone
         started = threading.Event()
 
         def hold(*_: Any) -> None:

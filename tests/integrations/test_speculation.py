@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from dsv4.errors import InvalidInput
 from dsv4.integrations.transformers import accelerate, restore, speculation
@@ -151,6 +151,8 @@ def test_an_early_exit_is_refused() -> None:
     with fast(plain_model()) as model:
         with pytest.raises(InvalidInput, match="assistant_early_exit"):
             greedy(model, prompt(20), assistant_early_exit=2)
+        with pytest.raises(InvalidInput, match="assistant_early_exit"):
+            model.generate(prompt(20), GenerationConfig(assistant_early_exit=2))
         assert model.config.num_hidden_layers == len(model.model.layers)
 
 

@@ -207,9 +207,10 @@ class Engine:
             return bool(self.jobs)
 
     def help(self) -> bool:
-        """A step of the jobs that have rows, for a call of generate that waits for these; whether
-        there was one."""
-        self._end_jobs()
+        """A step of the jobs that have rows, for who waits for these, or rows back of those that
+        are over; whether there was either."""
+        if self._end_jobs():
+            return True
         shares = self._shares()
         if shares:
             self._run(shares)
@@ -231,14 +232,15 @@ class Engine:
         end = self.model.generation_config.eos_token_id
         return {token for token in ([end] if isinstance(end, int) else end or ()) if token >= 0}
 
-    def _end_jobs(self) -> None:
-        """What is over leaves its row for a prompt that goes on from it."""
+    def _end_jobs(self) -> bool:
+        """What is over leaves its row for a prompt that goes on from it; whether anything is."""
         over = [job for job in self.jobs if job.is_over]
         for job in over:
             self._leave(job)
         if over:
             self.jobs[:] = [job for job in self.jobs if not job.is_over]
             self._turn.notify_all()
+        return bool(over)
 
     def _leave(self, job: Job) -> None:
         request, job.request = job.request, None

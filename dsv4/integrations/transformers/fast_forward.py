@@ -123,7 +123,9 @@ class FastForward:
         packing = read_packing(
             batch=rows,
             columns=columns,
-            past_columns=0 if begun is None else begun.columns,
+            past=None if begun is None else begun.history_mask,
+            # generate itself shows what it has run, from its second step on
+            is_known=begun is not None and self.caches.is_used(begun),
             lengths=lengths,
             attention_mask=attention_mask,
             position_ids=position_ids,

@@ -27,7 +27,8 @@ class FastGenerate:
         mask = options.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2:
             _check_padding(mask)
-        asked = options.get("generation_config") or self.model.generation_config
+        given = options.get("generation_config", args[1] if len(args) > 1 else None)
+        asked = given or self.model.generation_config
         if options.get("assistant_early_exit") or getattr(asked, "assistant_early_exit", None):
             raise InvalidInput(
                 "assistant_early_exit drafts with the first layers of the model, but the rows of a "
@@ -42,8 +43,8 @@ class FastGenerate:
 
     def _crop_what_differs(self, given: Any, ids: Any, mask: Any) -> None:
         """transformers leaves out as many columns as the cache has, whatever is in them. Where all
-        ids of a conversation come with a cache that has said something else, the cache goes back to
-        where they part; the last column always runs."""
+        ids of a conversation come with a cache that has said something else, or was padded
+        elsewhere, the cache goes back to where they part; the last column always runs."""
         with self.caches.turn:
             cache = self.caches.cache_of(given)
         if cache is None or not isinstance(ids, Tensor) or ids.dim() != 2:
@@ -54,9 +55,10 @@ class FastGenerate:
         if not columns or len(ids) != len(history) or bool((history == UNKNOWN_ID).any()):
             return
         common = min(columns, ids.shape[1])
-        differs = (history[:, :common] != ids[:, :common].to(history.device)) & (
-            cache.history_mask[:, :common]
-        )
+        shown = cache.history_mask[:, :common]
+        differs = (history[:, :common] != ids[:, :common].to(history.device)) & shown
+        if isinstance(mask, Tensor):
+            differs |= mask[:, :common].to(history.device).bool() != shown
         parted = differs.any(dim=0).nonzero()
         if len(parted):
             common = int(parted[0, 0])

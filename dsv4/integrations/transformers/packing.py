@@ -77,18 +77,23 @@ def read_packing(
     *,
     batch: int,
     columns: int,
-    past_columns: int,
+    past: Tensor | None,
+    is_known: bool,
     lengths: Sequence[int],
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     device: torch.device,
 ) -> Packing:
-    """The packing of a step behind `past_columns` columns, in which row r has `lengths[r]` tokens.
+    """The packing of a step behind columns that have run, in which row r has `lengths[r]` tokens.
 
-    `attention_mask` is transformers' 2D one over past and new columns. Positions count tokens
-    alone, so `position_ids`, where given, must do so too at every token. Raises InvalidInput.
+    `attention_mask` is transformers' 2D one over past and new columns, which shows of the past
+    ones what `past` does, bool [batch, past columns]; looked at unless that `is_known`. Positions
+    count tokens alone, so `position_ids`, where given, must do so too at every token. Raises
+    InvalidInput.
     """
-    mask = _new_columns(attention_mask, batch, columns, past_columns)
+    mask = _new_columns(attention_mask, batch, columns, 0 if past is None else past.shape[1])
+    if past is not None and attention_mask is not None and not is_known:
+        _check_past(attention_mask, past)
     if not mask.any():
         raise InvalidInput("attention_mask hides every new column: there is no token to run")
     if position_ids is not None:
@@ -136,6 +141,19 @@ def _new_columns(
             f"one column for each of the {past_columns} processed and {columns} new ones"
         )
     return np.asarray(mask[:, past_columns:].bool().cpu())
+
+
+def _check_past(mask: Tensor, past: Tensor) -> None:
+    wrong = mask[:, : past.shape[1]].to(past.device).bool() != past
+    if not bool(wrong.any()):
+        return
+    row, column = wrong.nonzero()[0].tolist()
+    back = f"crop({column})" if column else "reset()"
+    was, shown = ("a token", "hides") if past[row, column] else ("padding", "shows")
+    raise InvalidInput(
+        f"attention_mask {shown} row {row}, column {column}, which was {was} when it ran: what the "
+        f"cache holds stays as it is; cache.{back} and run the columns behind it again"
+    )
 
 
 def _positions(position_ids: Tensor, batch: int, columns: int) -> NDArray[np.int64]:
