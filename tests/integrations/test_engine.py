@@ -296,14 +296,35 @@ def test_engines_that_are_forgotten_leave_their_rows() -> None:
         assert found[0, 7:].tolist() == expected(tuple(ids[0].tolist()), 2)
 
 
+def test_a_row_that_an_interrupt_lost_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came when the job had let its row go, and nobody had taken it."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with fast(plain_model(), max_batch=1) as model:
+        engine = Engine(model=model)
+        first = engine.submit(text(20, 1), NEW_TOKENS)
+        with monkeypatch.context() as patch:
+            patch.setattr(vars(model.model)["forward"].caches.idle, "keep", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.run()
+        check(first)
+        second = engine.submit(text(20, 2), NEW_TOKENS)
+        for _ in range(NEW_TOKENS + 1):
+            engine.step()
+        check(second)
+
+
 def test_two_engines_share_the_rows() -> None:
     """Who waits for rows of the other's jobs runs these; a job stays with the engine it has."""
-    with fast(plain_model(), max_batch=1) as model, ThreadPoolExecutor(1) as pool:
+    with fast(plain_model(), max_batch=1) as model:
         first, second = Engine(model=model), Engine(model=model)
         theirs = first.submit(text(20, 1), NEW_TOKENS)
         first.step()
         mine = second.submit(text(9, 2), NEW_TOKENS)
-        pool.submit(second.run).result(TIMEOUT_S)
+        for _ in range(2 * NEW_TOKENS + 1):
+            second.step()
         check(mine)
         check(theirs)
         later = first.submit(text(8, 3), NEW_TOKENS)

@@ -257,11 +257,11 @@ class FastCaches:
     def make_room(self, rows: int) -> bool:
         """Whether so many rows are free or idle, after closing caches that nobody is using."""
         unused = sorted(self._unused(), key=self._last_use.__getitem__)
-        free = self._manager.stats().slots_free + self.idle.count
-        if rows > free + sum(len(cache.requests) for cache in unused):
+        lacking = rows - sum(len(cache.requests) for cache in unused)
+        if lacking > self._free_rows() and not self._reclaim(lacking):
             return False
         for cache in unused:
-            if self._manager.stats().slots_free + self.idle.count >= rows:
+            if self._free_rows() >= rows:
                 break
             cache.rows.let_go()
             self.close(
@@ -271,6 +271,22 @@ class FastCaches:
                 f"keep several batches alive",
             )
         return True
+
+    def _free_rows(self) -> int:
+        return self._manager.stats().slots_free + self.idle.count
+
+    def _reclaim(self, rows: int) -> bool:
+        """Releases rows that nobody has: an interrupt came between two who would. Whether so many
+        are free or idle then."""
+        held = {row.request for row in self.idle.rows}
+        for cache in (*self._last_use, *(cache for call in self._calls for cache in call.caches)):
+            held.update(cache.requests)
+        for engine in self.engines:
+            held.update(job.request for job in engine.jobs if job.request is not None)
+        for request in self._manager.requests:
+            if request not in held:
+                self._manager.release_request(request)
+        return self._free_rows() >= rows
 
     def _make_room(self, rows: int) -> None:
         """The same; waits for running calls. Raises RequestError in one that would wait for itself,

@@ -82,10 +82,14 @@ class IdleRows:
         self._arrived.append((requests, history))
 
     @property
-    def count(self) -> int:
-        """Rows that are kept."""
+    def rows(self) -> list[KnownRow]:
+        """Those that are kept, the oldest first."""
         self._collect()
-        return len(self._rows)
+        return self._rows
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
 
     def evict(self, rows: int) -> None:
         """Gives the oldest back until so many rows of the manager are free, or none is left."""
