@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import copy
 import logging
+from functools import wraps
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from dsv4.errors import InvalidInput
@@ -127,17 +129,40 @@ def test_prompt_lookup_with_an_unmodified_model(drafts: int) -> None:
         greedy(model, ids, **options)
 
 
-@pytest.mark.parametrize("kind", ["DynamicCache", pytest.param("ours", marks=pytest.mark.nightly)])
-def test_one_cache_passed_each_turn_with_drafts(kind: str) -> None:
+def with_positions(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 5.22 calls a model: no mask where it would hide nothing, but positions."""
+    prepare = model.prepare_inputs_for_generation
+
+    @wraps(prepare)  # whose arguments transformers looks at
+    def prepared(ids: Tensor, **options: Any) -> dict[str, Any]:
+        given: dict[str, Any] = prepare(ids, **options)
+        columns = given.pop("attention_mask").shape[1]
+        new = given["input_ids"].shape[1]
+        return given | {"position_ids": torch.arange(columns)[None, columns - new :]}
+
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", prepared)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("DynamicCache", marks=pytest.mark.nightly),
+        "DynamicCache, positions",
+        pytest.param("ours", marks=pytest.mark.nightly),
+    ],
+)
+def test_one_cache_passed_each_turn_with_drafts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers gives all ids then, whatever the cache has; what is new runs."""
     plain, text = plain_model(), repeating(40)
-    past = DynamicCache(config=plain.config) if kind == "DynamicCache" else None
+    past = None if kind == "ours" else DynamicCache(config=plain.config)
+    if kind == "DynamicCache, positions":
+        with_positions(plain, monkeypatch)
     with fast(plain, max_batch=1, max_draft_tokens=DRAFTS) as model, counted(model) as runs:
         for turn in range(3):
             del runs[:]
             given = {"past_key_values": past, "return_dict_in_generate": True}
             found = greedy(model, text, prompt_lookup_num_tokens=DRAFTS, **given)
-            past = past if kind == "DynamicCache" else found.past_key_values
+            past = found.past_key_values if kind == "ours" else past
             said, text = text.shape[1], found.sequences
             with torch.no_grad():
                 likeliest = plain(text, use_cache=False).logits.argmax(dim=-1)

@@ -254,7 +254,7 @@ class CacheRows:
                 raise InvalidInput(
                     f"position_ids are not {self.columns} to {self.columns + columns - 1} in each "
                     f"row: the cache holds {self.columns} columns, and the next ones stand behind "
-                    f"them; leave position_ids out"
+                    f"them; leave position_ids out" + _hint(not bool(positions[..., 0].any()))
                 )
 
     def begin_step(self, batch: int, columns: int) -> None:
@@ -309,14 +309,20 @@ class CacheRows:
 def _check_mask(mask: Tensor, batch: int, past_columns: int, columns: int) -> None:
     """Raises InvalidInput for a mask of another shape, or with padding."""
     if mask.shape != (batch, past_columns + columns):
-        hint = "; to run a text from its first id, as generate does with drafts, reset() the cache"
         raise InvalidInput(
             f"attention_mask is {list(mask.shape)}, expected [{batch}, {past_columns + columns}]: "
             f"one column for each of the {past_columns} processed and {columns} new ones"
-            + (hint if mask.shape == (batch, columns) else "")
+            + _hint(mask.shape == (batch, columns))
         )
     if not bool(mask.all()):
         raise InvalidInput(
             "the attention mask has padding, which transformers' own V4 attention cannot place in "
             "a cache: run rows of one length, or dsv4.integrations.transformers.accelerate"
         )
+
+
+def _hint(is_whole: bool) -> str:
+    """For a call that gives a text from its first id to a cache that has some of it."""
+    if not is_whole:
+        return ""
+    return "; to run a text from its first id, as generate does with drafts, reset() the cache"

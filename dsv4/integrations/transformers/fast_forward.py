@@ -116,7 +116,7 @@ class FastForward:
         keep = use_cache or past_key_values is not None
         rows, columns = given.shape[:2]
         found = self.caches.find(past_key_values, rows=rows)
-        if found is not None and self._is_all(found, attention_mask, rows, columns):
+        if found is not None and self._is_all(found, attention_mask, position_ids, rows, columns):
             found.rows.let_go()
         begun = found if found is not None and found.requests else None
         lengths = [0] * rows if begun is None else begun.rows.lengths
@@ -156,12 +156,16 @@ class FastForward:
         _put(result, "past_key_values", cache if keep else None)
         return result if return_dict else MoeModelOutputWithPast(**result).to_tuple()
 
-    def _is_all(self, cache: PagedCache, mask: Any, rows: int, columns: int) -> bool:
+    def _is_all(
+        self, cache: PagedCache, mask: Any, positions: Any, rows: int, columns: int
+    ) -> bool:
         """Whether generate begins with all ids of a conversation although the cache has some: with
         drafts transformers leaves none out. The rows go on as those of any next turn do."""
         call = self.caches.call
         if call is None or not cache.columns or self.caches.is_used(cache):
             return False
+        if mask is None:  # newer ones leave out a mask that hides nothing, and give positions
+            return isinstance(positions, Tensor) and not bool(positions[..., 0].any())
         return isinstance(mask, Tensor) and tuple(mask.shape) == (rows, columns)
 
     def _prompts(
