@@ -19,7 +19,7 @@ from dsv4.cache.prepare_forward import ENTRIES, TAILS, WINDOW, ForwardPlan
 from dsv4.cache.repeats import Repeats
 from dsv4.cache.views import ClassicalView, IndexerView, SWAView
 from dsv4.cache.workspace import Workspace
-from dsv4.errors import InvalidInput, PlanError, SchemaMismatch, require_count
+from dsv4.errors import InvalidInput, PlanError, SchemaMismatch, require_count, require_flag
 from dsv4.model import AttentionType
 from dsv4.ops.backend import Backend
 from dsv4.ops.calls import (
@@ -473,6 +473,8 @@ class LayerCacheHandle(Uncopied):
                 known.run(places, tensors)
                 return out
         device, rows = self._slot_arena.device, plan.padded_tokens
+        require_flag("prepared", prepared)
+        require_flag("round_bf16", round_bf16)
         count = self._model.index_topk if top_k is None else require_count("top_k", top_k)
         checks.heads("q", q, rows, self._model.index_dim, self._index_dtype, device)
         if q.shape[1] != self._model.index_heads:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dsv4.cache.pages import CompressorLayout, Page
+from dsv4.errors import require_type
 
 # ---- what engines hand over ------------------------------------------------------------------
 
@@ -36,6 +37,7 @@ class LayerWeights:
     `rope` is the table of dsv4.rope for this layer (`LayerSpec.yarn`). With `kv_norm` fp32
     [head_dim] the layer hands over raw KV projections; without, KV after norm and RoPE.
     `index_projection` is for layers whose index keys come from the latent (V4.1).
+    Raises InvalidInput for weights of another kind; `append` checks the tensors.
     """
 
     rope: Tensor
@@ -43,6 +45,19 @@ class LayerWeights:
     index_compressor: CompressorWeights | None = None
     index_projection: KeyProjection | None = None
     kv_norm: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            if value is not None:
+                require_type(name, value, kind)
+
+
+_KINDS: dict[str, type] = {
+    "compressor": CompressorWeights,
+    "index_compressor": CompressorWeights,
+    "index_projection": KeyProjection,
+}
 
 
 # ---- where a step starts ---------------------------------------------------------------------

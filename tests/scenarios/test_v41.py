@@ -236,6 +236,9 @@ def test_candidates_of_another_size_and_too_many_entries_are_refused():
     lists = torch.zeros((4, 4), dtype=torch.int32)
     with pytest.raises(InvalidInput, match="only 25 are visible for certain"):
         handle.select(*queries(), rope=rope, candidates=lists, top_k=26)
+    for flag in ("prepared", "round_bf16"):
+        with pytest.raises(InvalidInput, match=flag):
+            handle.select(*queries(), rope=rope, candidates=lists, **{flag: lists})
 
 
 def test_projections_of_a_layer_are_its_own():
@@ -252,6 +255,9 @@ def test_projections_of_a_layer_are_its_own():
     without = replace(stack.weights[SINGLES], index_projection=None)
     with pytest.raises(InvalidInput, match=r"needs weights\.index_projection"):
         singles.append(kv, kv, weights=without)
+    for given in ({"index_projection": rows}, {"compressor": without.compressor.norm}):
+        with pytest.raises(InvalidInput, match="is Tensor"):
+            replace(without, **given)
     pairs = stack.manager.acquire(PAIRS, plan)
     with pytest.raises(SchemaMismatch, match="close in append"):
         pairs.write_tail(rows, rows, weights=stack.weights[PAIRS])
