@@ -120,12 +120,14 @@ class FastForward:
             found.rows.let_go()
         begun = found if found is not None and found.requests else None
         lengths = [0] * rows if begun is None else begun.rows.lengths
+        past_mask = None
+        if begun is not None and attention_mask is not None and not self.caches.is_used(begun):
+            past_mask = begun.history_mask  # generate shows what it has run from its second step on
         packing = read_packing(
             batch=rows,
             columns=columns,
-            past=None if begun is None else begun.history_mask,
-            # generate itself shows what it has run, from its second step on
-            is_known=begun is not None and self.caches.is_used(begun),
+            past_columns=0 if begun is None else begun.columns,
+            past_mask=past_mask,
             lengths=lengths,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -296,7 +298,8 @@ class FastForward:
         """A plan that is committed at the end. After a failure it is abandoned, so that lengths
         stay; if that is too late they move, which tells that the rows are lost."""
         manager = self.step.manager
-        self.check_restored()
+        if self.is_restored:
+            self.check_restored()
         self.step.plan = plan = manager.prepare_forward(
             steps, pad_tokens=pad_tokens, pad_requests=pad_requests
         )

@@ -77,23 +77,22 @@ def read_packing(
     *,
     batch: int,
     columns: int,
-    past: Tensor | None,
-    is_known: bool,
+    past_columns: int,
+    past_mask: Tensor | None,
     lengths: Sequence[int],
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     device: torch.device,
 ) -> Packing:
-    """The packing of a step behind columns that have run, in which row r has `lengths[r]` tokens.
+    """The packing of a step behind `past_columns` columns, in which row r has `lengths[r]` tokens.
 
-    `attention_mask` is transformers' 2D one over past and new columns, which shows of the past
-    ones what `past` does, bool [batch, past columns]; looked at unless that `is_known`. Positions
-    count tokens alone, so `position_ids`, where given, must do so too at every token. Raises
-    InvalidInput.
+    `attention_mask` is transformers' 2D one over past and new columns; of the past ones it shows
+    what `past_mask` does, where that is given. Positions count tokens alone, so `position_ids`,
+    where given, must do so too at every token. Raises InvalidInput.
     """
-    mask = _new_columns(attention_mask, batch, columns, 0 if past is None else past.shape[1])
-    if past is not None and attention_mask is not None and not is_known:
-        _check_past(attention_mask, past)
+    mask = _new_columns(attention_mask, batch, columns, past_columns)
+    if past_mask is not None and attention_mask is not None:
+        _check_past(attention_mask, past_mask)
     if not mask.any():
         raise InvalidInput("attention_mask hides every new column: there is no token to run")
     if position_ids is not None:
