@@ -218,7 +218,13 @@ def test_a_reset_cache_starts_over() -> None:
         past.reset()
         found = model(ids, past_key_values=past)
         assert found.past_key_values is past
-    assert_close(found.logits, plain(ids).logits, TOLERANCE)
+        assert_close(found.logits, plain(ids).logits, TOLERANCE)
+        model(prompt(9, seed=4))
+        with pytest.raises(RequestError, match="closed"):
+            model(ids[:, :1], past_key_values=past)
+        past.reset()
+        found = model(ids, past_key_values=past)
+        assert_close(found.logits, plain(ids).logits, TOLERANCE)
 
 
 def wrong_positions() -> torch.Tensor:

@@ -195,6 +195,10 @@ class FastCaches:
         self._last_use.pop(cache, None)
         self._why_closed[cache] = why
 
+    def reopen(self, cache: PagedCache) -> None:
+        """A cache that has been reset is as good as new."""
+        self._why_closed.pop(cache, None)
+
     def note_copy(self, original: PagedCache, copy: PagedCache) -> None:
         """A cache is about to be copied: idle rows make room, and the copy counts as used now. That
         of a closed one is closed."""

@@ -158,9 +158,11 @@ class PagedCache(Cache):
     # ---- transformers' verbs ---------------------------------------------------------------
 
     def reset(self) -> None:
-        """Gives all rows back. The next forward starts from nothing."""
+        """Gives all rows back. The next forward starts from nothing, in a closed cache too."""
         with self._turn:
             self.rows.release()
+            if self._caches is not None:
+                self._caches.reopen(self)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest -n columns for a negative n, all behind the first n for a positive.
