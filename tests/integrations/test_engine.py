@@ -326,6 +326,19 @@ def test_two_engines_share_the_rows() -> None:
         for _ in range(2 * NEW_TOKENS + 1):
             second.step()
         check(mine)
+        made: list[Engine] = []
+
+        def make_another(logits: Tensor, jobs: Any) -> Tensor:
+            made.append(Engine(model=model))
+            return greedy(logits, jobs)
+
+        first.choose = make_another
+        job = first.submit(text(8, 4), NEW_TOKENS)
+        first.step()
+        model.generate(prompt(7), max_new_tokens=1)  # which runs the job for its row
+        check(job)
+        assert len(made) == NEW_TOKENS
+        first.choose = greedy
         check(theirs)
         later = first.submit(text(8, 3), NEW_TOKENS)
         for call in (second.cancel, lambda job: next(second.stream(job))):

@@ -100,8 +100,6 @@ class Engine:
         if not isinstance(forward, FastForward):
             raise InvalidInput("the model is not accelerated: call accelerate(model, …) first")
         self._forward = forward
-        forward.caches.engines.add(self)
-        weakref.finalize(self, _let_go, forward, self.jobs)
         most = forward.step.manager.max_step_tokens
         if self.step_tokens is None:
             self.step_tokens = most
@@ -111,6 +109,9 @@ class Engine:
                 f"step_tokens={self.step_tokens}, but the model was accelerated for "
                 f"max_step_tokens={most}: give at most that"
             )
+        weakref.finalize(self, _let_go, forward, self.jobs)
+        with self._turn:
+            forward.caches.engines.add(self)
 
     def submit(
         self,

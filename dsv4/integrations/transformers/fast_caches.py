@@ -309,7 +309,7 @@ class FastCaches:
         self._waiting.append(ticket)
         try:
             while self._waiting[0] is not ticket or not self.make_room(rows):
-                helped = [engine.help() for engine in self.engines]
+                helped = [engine.help() for engine in [*self.engines]]  # a step may make another
                 if not any(helped):
                     self.turn.wait()
         finally:
