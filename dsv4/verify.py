@@ -160,16 +160,55 @@ def _load(golden: str | Path | None) -> _Golden:
     except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
         raise InvalidInput(f"{path} is not a golden file (.npz): {error}") from error
     kinds = tuple(k for k in V41_LAYERS if f"{k}/kv" in raw) if "full1/kv" in raw else KINDS
-    missing = [n for n in ("meta", *(f"{k}/kv" for k in kinds)) if n not in raw]
+    needed = ["meta", *(f"{kind}/kv" for kind in kinds)]
+    if kinds != KINDS:
+        owned = ("C", "norm", "index_wk", "index_norm")
+        owners = [k for k in kinds if k in V41_LAYERS and V41_LAYERS[k][1] == k]
+        needed += ["swa/kv", *(f"{kind}/{name}" for kind in owners for name in owned)]
+    for kind in kinds:
+        for name, others in _BESIDE.items():
+            if f"{kind}/{name}" in raw:
+                needed += [f"{kind}/{other}" for other in others]
+    if "dspark/draft_q" in raw:
+        needed += [f"dspark/{name}" for name in ("kv", "draft_kv", "draft_out", "sink")]
+    missing = [name for name in needed if name not in raw]
     if missing:
         raise InvalidInput(f"{path} has no {missing}: not a golden file of `dsv4 verify`")
+    wrong = [
+        name for name, value in raw.items() if value.dtype.kind not in "biuf" or not value.ndim
+    ]
+    if wrong:
+        raise InvalidInput(f"{path} has {wrong} that are no arrays of numbers")
     arrays = {}
     for name, value in raw.items():
         tensor = torch.from_numpy(value.view(np.int16) if value.dtype == np.uint16 else value)
         arrays[name] = tensor.view(torch.bfloat16) if value.dtype == np.uint16 else tensor
     v41 = kinds != KINDS
+    if len(arrays["meta"]) != (9 if v41 else 6):
+        raise InvalidInput(f"{path} has {len(arrays['meta'])} numbers in meta")
     model = _v41_model(arrays, kinds) if v41 else _v4_model(arrays)
-    return _Golden(arrays=arrays, kinds=kinds, model=model, exact=v41)
+    found = _Golden(arrays=arrays, kinds=kinds, model=model, exact=v41)
+    _check_lengths(path, found)
+    return found
+
+
+def _check_lengths(path: Path, file: _Golden) -> None:
+    """InvalidInput unless inputs have a row per token, and queries one per position in `rows`."""
+    rows = file.rows
+    if bool(((rows < 0) | (rows >= file.tokens)).any()):
+        raise InvalidInput(f"{path} has rows that are no positions of {file.tokens} tokens")
+    for kind in file.kinds:
+        for name in (*_PER_TOKEN, "q", "out"):
+            array = file.arrays.get(f"{kind}/{name}")
+            count = file.tokens if name in _PER_TOKEN else len(rows)
+            if array is not None and (array.dim() < 2 or array.shape[0] != count):
+                raise InvalidInput(
+                    f"{path}: {kind}/{name} has shape {list(array.shape)}, must have {count} rows"
+                )
+
+
+_BESIDE = {"q": ("out", "sink"), "index_q": ("index_weights", "index_scores", "indices")}
+_PER_TOKEN = ("kv", "C", "Z", "index_C", "index_Z", "index_q", "index_weights", "indices")
 
 
 def _v4_model(arrays: dict[str, Tensor]) -> ModelSpec:

@@ -92,11 +92,32 @@ def test_too_few_candidates_are_refused(tmp_path: Path) -> None:
         verify(tmp_path / "changed.npz")
 
 
-def test_a_file_without_its_arrays_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("array", "value", "message"),
+    [
+        ("meta", None, "has no .*meta"),
+        ("meta", np.arange(6), "6 numbers in meta"),
+        ("swa/kv", None, "has no .*swa/kv"),
+        ("full2a/norm", None, "has no .*full2a/norm"),
+        ("dspark/kv", None, "has no .*dspark/kv"),
+        ("full2a/out", None, "has no .*full2a/out"),
+        ("reindex1/index_weights", None, "has no .*reindex1/index_weights"),
+        ("full1/C", np.array(3), "full1/C.* no arrays of numbers"),
+        ("full1/C", np.array(["a"]), "full1/C.* no arrays of numbers"),
+        ("full2a/Z", np.zeros((69, 512), np.float32), "full2a/Z .*must have 70 rows"),
+        ("rows", np.array([0, 70], np.int32), "no positions of 70 tokens"),
+        ("rows", None, "q has shape .*must have 70 rows"),
+    ],
+)
+def test_a_file_whose_arrays_do_not_fit_is_refused(
+    tmp_path: Path, array: str, value: np.ndarray | None, message: str
+) -> None:
     with np.load(GOLDEN) as file:
-        arrays = {name: file[name] for name in file.files if name != "meta"}
+        arrays = {name: file[name] for name in file.files if name != array}
+    if value is not None:
+        arrays[array] = value
     np.savez(tmp_path / "changed.npz", **arrays)
-    with pytest.raises(InvalidInput, match="meta"):
+    with pytest.raises(InvalidInput, match=message):
         verify(tmp_path / "changed.npz")
 
 
