@@ -223,6 +223,11 @@ def test_a_reset_cache_starts_over() -> None:
         with pytest.raises(RequestError, match="closed"):
             model(ids[:, :1], past_key_values=past)
         past.reset()
+        for wrong in (ids[0], ids[:, :0], ids[:0]):
+            with pytest.raises(InvalidInput, match=r"input_ids is .*give \[batch, columns\]"):
+                model(wrong, past_key_values=past)
+        with pytest.raises(InvalidInput, match="position_ids is list"):
+            model(ids, position_ids=[0])
         found = model(ids, past_key_values=past)
         assert_close(found.logits, plain(ids).logits, TOLERANCE)
 

@@ -210,6 +210,11 @@ class FastForward:
             )
         given = inputs_embeds if input_ids is None else input_ids
         assert given is not None
+        if given.ndim != (3 if input_ids is None else 2) or not given.numel():
+            name = "inputs_embeds" if input_ids is None else "input_ids"
+            raise InvalidInput(
+                f"{name} is {list(given.shape)}: give [batch, columns], with a token at least"
+            )
         rows, most = given.shape[0], self.step.manager.max_requests
         if rows > most:
             raise InvalidInput(

@@ -156,9 +156,11 @@ def _check_past(mask: Tensor, past: Tensor) -> None:
 
 
 def _positions(position_ids: Tensor, batch: int, columns: int) -> NDArray[np.int64]:
-    if position_ids.dim() != 2 or tuple(position_ids.shape) not in ((1, columns), (batch, columns)):
+    is_tensor = isinstance(position_ids, Tensor)
+    if not is_tensor or tuple(position_ids.shape) not in ((1, columns), (batch, columns)):
+        found = list(position_ids.shape) if is_tensor else type(position_ids).__name__
         raise InvalidInput(
-            f"position_ids is {list(position_ids.shape)}, expected [{batch}, {columns}]: one "
-            f"position for each new column"
+            f"position_ids is {found}, expected [{batch}, {columns}]: one position for each new "
+            f"column"
         )
     return np.asarray(position_ids.expand(batch, columns).cpu())
