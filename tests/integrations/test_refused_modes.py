@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsv4.errors import InvalidInput
-from dsv4.integrations.transformers import PagedCache, accelerate
+from dsv4.integrations.transformers import Engine, PagedCache, accelerate
 from tests.integrations.fast_v4 import assert_close, fast, plain_model
 from tests.integrations.tiny_v4 import paged, prompt, tiny_model
 
@@ -77,6 +77,27 @@ def test_caches_are_not_pickled(kind: str) -> None:
     else:
         with fast(plain_model()) as model:
             check(model(prompt(9)).past_key_values)
+
+
+@torch.no_grad()
+def test_steps_know_no_autocast() -> None:
+    """The reference's sums would be rounded, or fail."""
+    plain, ids = plain_model(), prompt(80)
+    expected = plain.model(ids).last_hidden_state
+    with fast(plain) as model:
+        engine = Engine(model=model)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model.model(ids[:, :79])
+            past = output.past_key_values
+            last = model.model(ids[:, 79:], past_key_values=past).last_hidden_state
+            past.crop(20)
+            again = model.model(ids[:, 20:], past_key_values=past).last_hidden_state
+            job = engine.submit(ids[0], 2)
+            engine.run()
+        assert_close(torch.cat((output.last_hidden_state, last), dim=1), expected, 1e-4)
+        assert_close(again, expected[:, 20:], 1e-4)
+    alone = plain.generate(ids, max_new_tokens=2, do_sample=False)
+    assert job.tokens == alone[0].tolist()
 
 
 def test_a_compiled_model_runs_its_steps_uncompiled() -> None:

@@ -47,6 +47,7 @@ class FastForward:
         if step.ranks is None:  # where a rewind goes on from may differ between ranks
             caches.rerun = self.rerun
         self.max_step_tokens = step.manager.max_step_tokens
+        self._device_type: str = step.manager.device.type
         self.own_forward: Callable[..., Any] = model.forward
         self._bare_forward = _without_recording(model)
         self._uncompiled = torch.compiler.disable(
@@ -301,8 +302,16 @@ class FastForward:
         pad_requests: int | None = None,
     ) -> Iterator[ForwardPlan]:
         """A plan that is committed at the end. After a failure it is abandoned, so that lengths
-        stay; if that is too late they move, which tells that the rows are lost."""
+        stay; if that is too late they move, which tells that the rows are lost. Inside, there is no
+        autocast: layers and cache compute in the types that they have."""
         manager = self.step.manager
+        if torch.is_autocast_enabled(self._device_type):
+            with (
+                torch.autocast(self._device_type, enabled=False),
+                self._planned(steps, ids, pad_tokens=pad_tokens, pad_requests=pad_requests) as plan,
+            ):
+                yield plan
+            return
         if self.is_restored:
             self.check_restored()
         self.step.plan = plan = manager.prepare_forward(
