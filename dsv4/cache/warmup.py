@@ -229,7 +229,7 @@ class Warmup:
             for ratio in buffers.ratios
         }
         nothing = np.zeros(0, dtype=np.int64)
-        return ForwardPlan(
+        plan = ForwardPlan(
             shape=replace(StepShape.build([], []), num_tokens=tokens, most_tokens=most_tokens),
             starts=nothing,
             ends=nothing,
@@ -245,6 +245,8 @@ class Warmup:
             draft_layers=self._schema.draft_layers,
             backbone_layers=self._schema.backbone_layers,
         )
+        plan.stored_layers.update(range(len(self._handles)))  # what other layers' readers read
+        return plan
 
     def _layer_weights(self, handle: LayerCacheHandle) -> LayerWeights:
         def of(layout: CompressorLayout | None) -> CompressorWeights | None:
