@@ -535,7 +535,9 @@ def _park(acc, queries, out, share, live, ROLE: gl.constexpr, A: gl.constexpr):
     row = _powers(_part(out.parts, share.split, A), 2 * share.nth_slice + ROLE)
     gl.store(row + head, bits.to(gl.float32, bitcast=True), mask=live & _real(head, out, A))
     inverse = (0x7F000000 - bits).to(gl.float32, bitcast=True)
-    staged = reinterpret(queries.halves.index(ROLE), gl.float16, [_HEADS, COLUMNS], OPERAND)
+    SLICES: gl.constexpr = A.SLICES  # Triton 3.8 wants a shape for all that is there
+    half = queries.halves.index(ROLE)
+    staged = reinterpret(half, gl.float16, [SLICES, _HEADS, COLUMNS], OPERAND).index(0)
     staged.store((acc * inverse[:, None]).to(gl.float16))
     return staged
 
