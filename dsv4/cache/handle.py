@@ -452,15 +452,7 @@ class LayerCacheHandle(Uncopied):
             raise SchemaMismatch(
                 f"layer {self.layer} has no indexer: it reads what layer {spec.selector} selected"
             )
-        plan = self.plan
-        if (
-            plan is None
-            or plan.done
-            or plan.whole
-            or plan.last_appended != self.layer
-            or self._owner not in plan.stored_layers
-        ):
-            plan = self._readable_plan()
+        plan = self._readable_plan()
         told = ("select", plan.sizes, prepared, round_bf16, repr(top_k))  # True is no 1 here
         key, known = self._repeats.find(told, (q, index_weights, out, rope, candidates))
         if known is not None:
@@ -578,15 +570,7 @@ class LayerCacheHandle(Uncopied):
         Raises PlanError before `append`, its own or that of the layer whose entries it reads,
         InvalidInput.
         """
-        plan = self.plan
-        if (
-            plan is None
-            or plan.done
-            or plan.whole
-            or plan.last_appended != self.layer
-            or self._owner not in plan.stored_layers
-        ):
-            plan = self._readable_plan()
+        plan = self._readable_plan()
         given = (q, sink, indices, out, lse, inverse_rope)
         key, known = self._repeats.find(("attend", plan.sizes), given)
         if known is not None:
@@ -775,7 +759,16 @@ class LayerCacheHandle(Uncopied):
 
     def _readable_plan(self) -> ForwardPlan:
         """A written plan in which the entries that this layer reads are stored too."""
-        plan, owner = self._written_plan(), self._owner
+        plan, owner = self.plan, self._owner
+        if (  # how it is in every step, without further calls
+            plan is not None
+            and not plan.done
+            and not plan.whole
+            and plan.last_appended == self.layer
+            and owner in plan.stored_layers
+        ):
+            return plan
+        plan = self._written_plan()
         if owner != self.layer and owner not in plan.stored_layers:
             raise PlanError(
                 f"layer {self.layer} reads the entries of layer {owner}, which has not appended "

@@ -69,7 +69,7 @@ def compile_job(job: Job) -> str | None:
     target = TARGETS[job.target]
     driver.set_active(NoDevice(target.triton_target))
     kernel = getattr(import_module(job.module), job.name)
-    cache_key(kernel)
+    cache_key(kernel)  # before Triton makes it
     options = known_options(target.backend, job.options)
     arguments = [a.descriptor() if isinstance(a, Tiles) else a for a in job.arguments]
     binary = kernel.warmup(*arguments, grid=(1,), **job.constants, **options)

@@ -95,7 +95,7 @@ class Launch(NamedTuple):
 
 def compiled(launch: Launch) -> Any:
     """Triton's binary of a launch, which is not started."""
-    cache_key(launch.kernel)
+    cache_key(launch.kernel)  # before Triton makes it
     options = known_options(BACKEND, launch.options)
     return launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.constants, **options)
 
