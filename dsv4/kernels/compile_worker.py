@@ -18,7 +18,7 @@ from triton.runtime import driver
 from triton.runtime.jit import MockTensor
 
 from dsv4.kernels.cache_key import cache_key
-from dsv4.kernels.target import LAUNCHERS_ARE_COMPILED, TARGETS, known_options
+from dsv4.kernels.target import LAUNCHERS_ARE_COMPILED, TARGETS
 
 
 class Tiles(NamedTuple):
@@ -70,7 +70,7 @@ def compile_job(job: Job) -> str | None:
     driver.set_active(NoDevice(target.triton_target))
     kernel = getattr(import_module(job.module), job.name)
     cache_key(kernel)  # before Triton makes it
-    options = known_options(target.backend, job.options)
+    options = target.options(**job.options)
     arguments = [a.descriptor() if isinstance(a, Tiles) else a for a in job.arguments]
     binary = kernel.warmup(*arguments, grid=(1,), **job.constants, **options)
     if LAUNCHERS_ARE_COMPILED and target.backend == "cuda":

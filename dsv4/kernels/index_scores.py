@@ -34,6 +34,7 @@ from dsv4.kernels.target import (
     speaks_ptx,
     target_of,
 )
+from dsv4.kernels.overlap import begin_kernel
 from dsv4.ops.calls import Candidates, EntrySource, Scoring
 from dsv4.ops.constants import MIN_HEADS
 
@@ -310,6 +311,7 @@ def _index_scores_kernel(
     candidates_stride,
     S: tl.constexpr,
 ):
+    begin_kernel()
     tokens = _Tokens(ptr=tokens_ptr, rows=rows, columns=columns, skip_visible=skip_visible)
     queries = _Queries(
         q=q_ptr,

@@ -23,7 +23,7 @@ from triton.runtime import driver
 
 from dsv4.kernels.cache_key import cache_key
 from dsv4.kernels.numerics import INTERPRETED
-from dsv4.kernels.target import BACKEND, known_options
+from dsv4.kernels.target import compiled_for
 
 _INT32_MAX = 2**31 - 1
 # what Triton compiled for a kind of launch, and its constants in the order of the arguments
@@ -96,7 +96,7 @@ class Launch(NamedTuple):
 def compiled(launch: Launch) -> Any:
     """Triton's binary of a launch, which is not started."""
     cache_key(launch.kernel)  # before Triton makes it
-    options = known_options(BACKEND, launch.options)
+    options = compiled_for().options(**launch.options)
     return launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.constants, **options)
 
 

@@ -72,18 +72,25 @@ class Target:
         return self.products == "wgmma"
 
     @property
+    def launches_early(self) -> bool:
+        """Whether a launch may begin before the one in front of it has ended. Later architectures
+        can too; whether it pays was measured on an H200."""
+        return self.is_hopper
+
+    @property
     def triton_target(self) -> GPUTarget:
         return GPUTarget(self.backend, self.arch, self.wave)
 
     def options(self, **asked: Any) -> dict[str, Any]:
-        """Options of a launch, less those that Triton does not know for this target."""
-        return known_options(self.backend, asked)
-
-
-def known_options(backend: str, asked: dict[str, Any]) -> dict[str, Any]:
-    if backend == "cuda":
+        """Options of a launch, less those that Triton does not know for this target. A launch may
+        begin early (kernels/overlap.py) unless it asks not to."""
+        if not self.launches_early:
+            asked.pop("launch_pdl", None)
+        elif "launch_pdl" not in asked:
+            asked["launch_pdl"] = True
+        if self.backend == "hip":
+            asked.pop("maxnreg", None)
         return asked
-    return {name: value for name, value in asked.items() if name != "maxnreg"}
 
 
 def _cuda(
@@ -269,7 +276,7 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _compiled_for() -> Target:
+def compiled_for() -> Target:
     """What Triton compiles for at this moment."""
     if _asked_for:
         return _asked_for[-1]
@@ -281,7 +288,7 @@ def _compiled_for() -> Target:
 
 
 def _bf16_products(ptx: str) -> str:
-    if _compiled_for().multiplies_bf16:
+    if compiled_for().multiplies_bf16:
         return ptx
     fused = r"{.reg .b32 none; mov.b32 none, 0x80008000; fma\1, none;}"
     return re.sub(r"mul(\.rn\.bf16x2 [^;]*);", fused, ptx)
@@ -289,20 +296,26 @@ def _bf16_products(ptx: str) -> str:
 
 # Triton looks through the functions below for what a kernel depends on, but not through its own:
 # the target is part of a compiled kernel's key already.
-_compiled_for.__triton_builtin__ = True  # type: ignore[attr-defined]
+compiled_for.__triton_builtin__ = True  # type: ignore[attr-defined]
 _bf16_products.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 
 @triton.constexpr_function
 def speaks_ptx():
     """Whether kernels may contain PTX."""
-    return _compiled_for().speaks_ptx
+    return compiled_for().speaks_ptx
+
+
+@triton.constexpr_function
+def launches_early():
+    """Whether a kernel says when the next one may begin, and waits for the one before."""
+    return compiled_for().launches_early and not triton.knobs.runtime.interpret
 
 
 @triton.constexpr_function
 def converts_e4m3():
     """Whether fp32 ↔ E4M3 is an instruction with the reference's results."""
-    return _compiled_for().converts_e4m3
+    return compiled_for().converts_e4m3
 
 
 @triton.constexpr_function

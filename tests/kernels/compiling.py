@@ -39,6 +39,8 @@ _ROOT = Path(__file__).parents[2]
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 _SASS = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)([^;]*);")
 _PRODUCT = re.compile("MMA|mfma|mma")
+_BEGIN = {"ACQBULK", "griddepcontrol.wait"}
+_GLOBAL = re.compile(r"LDG|STG|LD$|ST$|ATOM|RED|UBLK|UTMA|(ld|st|atom|red|cp)\.(?!param)")
 _PTX = re.compile(r"^\s+(?:@!?%p\d+\s+)?([a-z][\w.:]*)[ ;]", re.MULTILINE)
 _GCN_LABEL = re.compile(r"^(\.L\w+):")
 _GCN = re.compile(r"^\s+([a-z]\w+)(.*)")
@@ -64,6 +66,9 @@ class Compiled:
     sass: str
     opcodes: Counter[str]
     loops: tuple[Loop, ...]
+    # instructions that touch memory before the one that waits for the launch in front; None: none
+    # waits
+    before_begin: int | None
 
     @property
     def ptx(self) -> str:
@@ -151,6 +156,7 @@ def _of_nvidia(binary: Any) -> Compiled:
         sass=sass,
         opcodes=opcodes,
         loops=_loops([opcode for _, opcode, _ in lines], backward),
+        before_begin=_before_begin([o for _, o, _ in lines] or _PTX.findall(binary.asm["ptx"])),
     )
 
 
@@ -184,7 +190,15 @@ def _of_amd(binary: Any) -> Compiled:
         sass="",
         opcodes=Counter(opcode for opcode, _ in lines),
         loops=_loops([opcode for opcode, _ in lines], backward),
+        before_begin=None,
     )
+
+
+def _before_begin(opcodes: list[str]) -> int | None:
+    begin = next((nth for nth, opcode in enumerate(opcodes) if opcode in _BEGIN), None)
+    if begin is None:
+        return None
+    return sum(bool(_GLOBAL.match(opcode)) for opcode in opcodes[:begin])
 
 
 def _loops(opcodes: list[str], backward: list[tuple[int, int]]) -> tuple[Loop, ...]:

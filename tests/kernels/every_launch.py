@@ -66,6 +66,8 @@ def rows(target: Target, wanted: list[str]) -> dict[str, dict[str, Any]]:
             "spills_in_loops": [loop.spills for loop in made.loops if loop.products],
             "instructions": made.instructions,
             "products": made.products,
+            "begins_early": target.options(**launch.options).get("launch_pdl", False),
+            "before_begin": made.before_begin,
             "loops": [loop.instructions for loop in made.loops if loop.products],
         }
     return found

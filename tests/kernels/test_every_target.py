@@ -57,6 +57,10 @@ def check(target: Target, found: dict[str, dict[str, Any]]) -> None:
         assert row["registers"] <= target.registers, told
         if target.backend == "cuda":
             assert row["registers"] * row["threads"] <= REGISTERS, told
+        if row["begins_early"]:
+            assert row["before_begin"] == 0, told
+        else:
+            assert target.launches_early or row["before_begin"] is None, told
         most = SPILLS_OF_3_9.get(name, 0) if TRITON == (3, 9) else 0
         for spills, instructions in zip(row["spills_in_loops"], row["loops"], strict=True):
             long = instructions > LONG_LOOP

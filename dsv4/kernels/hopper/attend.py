@@ -59,6 +59,7 @@ from dsv4.kernels.launch import Launch
 from dsv4.kernels.record_store import record_constants
 from dsv4.kernels.rows import token_at
 from dsv4.kernels.target import processors
+from dsv4.kernels.overlap import begin_kernel
 from dsv4.ops.calls import Attention
 
 HEADS_PER_PROGRAM = 64
@@ -317,6 +318,7 @@ def attend_launch(call: Attention, *, programs: int) -> Launch:
     options = {
         "num_warps": WARPS_PER_ROLE,
         "launch_cooperative_grid": splits > 1,
+        "launch_pdl": False,  # a program wants a processor: waiting for one beside others is slower
         "enable_fp_fusion": True,
     }
     grid = (items, splits, slices)
@@ -725,6 +727,7 @@ def _attend_hopper_kernel(
     entry_scale,
     A: gl.constexpr,
 ):
+    begin_kernel()
     BLOCKS: gl.constexpr = (A.HEADS + _HEADS - 1) // _HEADS
     item = gl.program_id(0)
     split = gl.program_id(1)

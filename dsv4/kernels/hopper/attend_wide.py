@@ -54,6 +54,7 @@ from dsv4.kernels.hopper.attend_keys import BARRIER, HALF, OPERAND, VECTOR, next
 from dsv4.kernels.hopper.dialect import async_load, bulk_load
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.rows import load_request, load_token, request_at, staged_row, token_at
+from dsv4.kernels.overlap import begin_kernel
 from dsv4.ops.calls import Attention
 
 # Decoding pays for requests with many tokens, and with entries that are not too many for them.
@@ -191,7 +192,7 @@ def attend_launch(call: Attention) -> Launch:
         first_entry(call),
         entries_apart(call),
     )
-    options = {"num_warps": WARPS_PER_ROLE, "enable_fp_fusion": True}
+    options = {"num_warps": WARPS_PER_ROLE, "launch_pdl": False, "enable_fp_fusion": True}
     grid = (call.q.shape[0] * head_blocks(heads),)
     return Launch(_attend_wide_kernel, grid, arguments, {"A": constants}, options)
 
@@ -420,6 +421,7 @@ def _attend_wide_kernel(
     apart,
     A: gl.constexpr,
 ):
+    begin_kernel()
     BLOCKS: gl.constexpr = (A.HEADS + _HEADS - 1) // _HEADS
     item = gl.program_id(0)
     head = item % BLOCKS * _HEADS

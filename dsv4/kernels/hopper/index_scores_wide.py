@@ -62,6 +62,7 @@ from dsv4.kernels.hopper.index_scores import (
 )
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.rows import load_token, token_at
+from dsv4.kernels.overlap import begin_kernel
 from dsv4.ops.calls import Scoring
 
 MIN_TOKENS = 64  # of one request, from which on this kernel is the faster one
@@ -338,7 +339,7 @@ def score_launch(call: Scoring, queries: Tensor, weights: Tensor, lengths: Tenso
         grid,
         arguments,
         constants,
-        {"num_warps": NUM_WARPS, "enable_fp_fusion": True},
+        {"num_warps": NUM_WARPS, "launch_pdl": False, "enable_fp_fusion": True},
     )
 
 
@@ -366,6 +367,7 @@ def _prepare_kernel(
     HEADS: gl.constexpr,
 ):
     """One token: each head's largest value from 256 to 384, as in index_scores.py."""
+    begin_kernel()
     row = gl.program_id(0).to(gl.int64)
     head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, _QUERY))
     channel = gl.arange(0, _SPAN, layout=gl.SliceLayout(0, _QUERY))[None, :]
@@ -794,6 +796,7 @@ def _score_wide_kernel(
     PAGE_ROWS: gl.constexpr,
     HEADS: gl.constexpr,
 ):
+    begin_kernel()
     tokens = _Tokens(
         ptr=tokens_ptr,
         rows=rows,

@@ -1,0 +1,38 @@
+"""Every kernel waits for the launch before it first of all: launches overlap where a GPU lets them.
+What was compiled is looked at in test_every_target.py."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+from importlib import import_module
+from pathlib import Path
+
+import dsv4.kernels
+from dsv4.kernels.target import TARGETS
+
+
+def kernels() -> dict[str, ast.FunctionDef]:
+    found = {}
+    for module in pkgutil.walk_packages(dsv4.kernels.__path__, "dsv4.kernels."):
+        path = Path(str(import_module(module.name).__file__))
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                found[f"{module.name}.{node.name}"] = node
+    return found
+
+
+def test_every_kernel_begins_with_it() -> None:
+    found = kernels()
+    assert len(found) > 15
+    for name, kernel in found.items():
+        body = kernel.body[1:] if ast.get_docstring(kernel) else kernel.body
+        assert ast.unparse(body[0]) == "begin_kernel()", name
+
+
+def test_launches_begin_early_where_a_gpu_lets_them() -> None:
+    assert TARGETS["sm_90"].options(num_warps=4) == {"num_warps": 4, "launch_pdl": True}
+    whole = {"num_warps": 4, "launch_pdl": False}
+    assert TARGETS["sm_90"].options(**whole) == whole
+    for name in ("sm_80", "sm_89", "gfx942"):
+        assert TARGETS[name].options(**whole) == {"num_warps": 4}
