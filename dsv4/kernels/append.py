@@ -26,9 +26,9 @@ from dsv4.kernels.compress import (
 )
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import load_rope, rms_norm, rotate
+from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.record_store import RecordConstants, record_constants, store_records
 from dsv4.kernels.rows import load_request, load_token, request_at, staged_row, token_at
-from dsv4.kernels.overlap import begin_kernel
 from dsv4.ops.calls import CompressorWrite, StepTensors, WindowWrite
 
 NUM_WARPS = 4
@@ -228,7 +228,7 @@ def _append_kernel(
 ):  # fmt: skip
     """Takes the fields of Step, Window and two Compressors one by one: the host's cost of nested
     arguments is not known."""
-    begin_kernel()
+    begin_program()
     step = Step(
         block_arena, slot_arena, block_table, batch, tokens, rope, block_bytes, slot_bytes,
         table_stride, eps,

@@ -28,11 +28,11 @@ from dsv4.errors import InvalidInput, SchemaError
 from dsv4.kernels.dot import as_operand, dot, load_bf16
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import INTERPRETED, bf16_bits, round_bf16
+from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.record_load import load_record_span
 from dsv4.kernels.record_store import RecordConstants, record_constants
 from dsv4.kernels.rows import load_request, load_token, request_at, staged_row, token_at
 from dsv4.kernels.target import AttentionTiles, attention_tiles, heads_per_program, target_of
-from dsv4.kernels.overlap import begin_kernel
 from dsv4.ops.calls import Attention, EntrySource, WindowSource
 
 # Heads per program at most, on any GPU; target.py says how many, and how many keys a tile has.
@@ -371,7 +371,7 @@ def _attend_kernel(
     parallel,
     A: tl.constexpr,
 ):
-    begin_kernel()
+    begin_program()
     BLOCK_H: tl.constexpr = A.BLOCK_H
     SPANS: tl.constexpr = A.SPANS
     SPLITS: tl.constexpr = A.SPLITS

@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.kernels.launch import Launch
+from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.rows import load_token, token_at
-from dsv4.kernels.overlap import begin_kernel
 
 # Blocks of one program of the first kernel; the second has all columns of a row.
 BLOCKS_AT_ONCE = 256
@@ -48,7 +48,7 @@ def _block_scores_kernel(
     scores_ptr, tokens_ptr, out_ptr, columns, blocks, scores_stride, out_stride,
     RATIO: tl.constexpr, SPAN: tl.constexpr, SPAN_PADDED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    begin_kernel()
+    begin_program()
     nth = tl.program_id(0).to(tl.int64)
     token = load_token(token_at(tokens_ptr, nth))
     visible = tl.minimum((token.position + 1) // RATIO, columns)
@@ -72,7 +72,7 @@ def _entries_of_columns_kernel(
     out_ptr, tokens_ptr, blocks_ptr, out_stride, blocks_stride,
     K: tl.constexpr, K_PADDED: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    begin_kernel()
+    begin_program()
     nth = tl.program_id(0).to(tl.int64)
     token = load_token(token_at(tokens_ptr, nth))
     if token.slot >= 0:

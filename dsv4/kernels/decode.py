@@ -14,10 +14,10 @@ from torch import Tensor
 from dsv4.kernels.attend import entries_or_window
 from dsv4.kernels.gather import BLOCK_KEYS, OPTIONS, store_rows
 from dsv4.kernels.launch import Launch
+from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.record_load import load_record_rows
 from dsv4.kernels.record_store import record_constants
 from dsv4.kernels.rows import load_request, request_at
-from dsv4.kernels.overlap import begin_kernel
 from dsv4.ops.calls import Attention
 
 
@@ -93,7 +93,7 @@ def _decode_kernel(
     RATIO: tl.constexpr, PAGE_ROWS: tl.constexpr, WIDTH: tl.constexpr,
     WINDOW_RECORD: tl.constexpr, ENTRY_RECORD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    begin_kernel()
+    begin_program()
     first = tl.program_id(0) * BLOCK
     nth = tl.arange(0, BLOCK)  # [keys]
     window_end = (rows + BLOCK - 1) // BLOCK * BLOCK

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from dsv4.kernels.launch import Launch
+from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.rows import item_at, load_request, request_at, token_at
-from dsv4.kernels.overlap import begin_kernel
 from dsv4.ops.calls import Following
 from dsv4.ops.columns import FOLLOW_COLUMNS
 
@@ -63,7 +63,7 @@ def follow_launch(call: Following) -> Launch:
 
 @triton.jit
 def _follow_kernel(follows, batch, tokens, batch_before, accepted, FOLLOW: tl.constexpr):
-    begin_kernel()
+    begin_program()
     at = follows + tl.program_id(0) * FOLLOW.COLUMNS
     batch_row = tl.load(at)
     row_before = tl.load(at + 1)

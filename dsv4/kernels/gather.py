@@ -8,10 +8,10 @@ from torch import Tensor
 
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import INTERPRETED, bf16_bits
+from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.record_load import load_record_rows
 from dsv4.kernels.record_store import record_constants
 from dsv4.kernels.rows import load_request, request_at, staged_row
-from dsv4.kernels.overlap import begin_kernel
 from dsv4.ops.calls import EntrySource, WindowSource
 
 # keys that one program decodes
@@ -127,7 +127,7 @@ def _gather_entries_kernel(
     RATIO: tl.constexpr, PAGE_ROWS: tl.constexpr, ALL: tl.constexpr, WIDTH: tl.constexpr,
     RECORD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    begin_kernel()
+    begin_program()
     row = tl.program_id(0).to(tl.int64)
     key = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [keys]
     slot = tl.load(slot_ptr + row * slot_stride).to(tl.int64)
@@ -164,7 +164,7 @@ def _gather_window_kernel(
     WINDOW: tl.constexpr, RING: tl.constexpr, STAGED: tl.constexpr, WIDTH: tl.constexpr,
     RECORD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    begin_kernel()
+    begin_program()
     row = tl.program_id(0).to(tl.int64)
     key = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [keys]
     batch_row = tl.load(batch_row_ptr + row * batch_row_stride)

@@ -10,9 +10,9 @@ from dsv4.cache.records import RecordFormat
 from dsv4.kernels.codes import round_trip
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import bf16_bits, hadamard, load_rope, rotate
+from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.record_store import record_constants
 from dsv4.kernels.rows import load_token, token_at
-from dsv4.kernels.overlap import begin_kernel
 
 # Of one program: a warp's 32 lanes then hold 16 channels each, and no barrier has a second warp.
 HEADS = 4
@@ -75,7 +75,7 @@ def _index_query_kernel(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, RECORD: tl.constexpr,
     TRANSFORM: tl.constexpr,
 ):  # fmt: skip
-    begin_kernel()
+    begin_program()
     nth = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     channel = tl.arange(0, WIDTH)[None, :]

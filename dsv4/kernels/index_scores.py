@@ -23,6 +23,7 @@ from dsv4.kernels.codes import bf16_power_of_two, e2m1_value, e4m3_value, power_
 from dsv4.kernels.dot import as_operand, dot, load_bf16
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import INTERPRETED, round_bf16
+from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.record_store import RecordConstants, record_constants
 from dsv4.kernels.rows import load_token, score_columns, token_at
 from dsv4.kernels.target import (
@@ -34,7 +35,6 @@ from dsv4.kernels.target import (
     speaks_ptx,
     target_of,
 )
-from dsv4.kernels.overlap import begin_kernel
 from dsv4.ops.calls import Candidates, EntrySource, Scoring
 from dsv4.ops.constants import MIN_HEADS
 
@@ -311,7 +311,7 @@ def _index_scores_kernel(
     candidates_stride,
     S: tl.constexpr,
 ):
-    begin_kernel()
+    begin_program()
     tokens = _Tokens(ptr=tokens_ptr, rows=rows, columns=columns, skip_visible=skip_visible)
     queries = _Queries(
         q=q_ptr,

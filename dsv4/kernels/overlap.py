@@ -11,7 +11,7 @@ from dsv4.kernels.target import launches_early
 
 
 @triton.jit
-def begin_kernel():
+def begin_program():
     """Waits until the launch before has ended and what it wrote can be read; until then a kernel
     touches no memory. Then lets programs of the next launch take places that are free: before the
     wait it would let them all in, one launch after the other, to sit there and wait."""

@@ -40,8 +40,8 @@ from torch import Tensor
 
 from dsv4.errors import InvalidInput
 from dsv4.kernels.launch import Launch
+from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.rows import load_token, score_columns, token_at
-from dsv4.kernels.overlap import begin_kernel
 
 BINS = 2048
 LIST = 2048
@@ -259,7 +259,7 @@ def _one_tile_kernel(
     T: tl.constexpr,
 ):  # fmt: skip
     """A whole row."""
-    begin_kernel()
+    begin_program()
     K: tl.constexpr = T.K
     TILE: tl.constexpr = T.TILE
     BINS: tl.constexpr = T.BINS
@@ -290,7 +290,7 @@ def _bin_maxima_kernel(
     T: tl.constexpr,
 ):  # fmt: skip
     """WIDTH bins."""
-    begin_kernel()
+    begin_program()
     BINS: tl.constexpr = T.BINS
     WIDTH: tl.constexpr = T.WIDTH
     nth = tl.program_id(0).to(tl.int64)
@@ -327,7 +327,7 @@ def _long_row_kernel(
     T: tl.constexpr,
 ):  # fmt: skip
     """A whole row that registers cannot hold: its bins, its list, and the result from that."""
-    begin_kernel()
+    begin_program()
     K: tl.constexpr = T.K
     LIST: tl.constexpr = T.LIST
     TILE: tl.constexpr = T.TILE
@@ -366,7 +366,7 @@ def _list_kernel(
     out_stride, T: tl.constexpr,
 ):  # fmt: skip
     """Lists what of one slice reaches the bound; the last program of a row writes the result."""
-    begin_kernel()
+    begin_program()
     K: tl.constexpr = T.K
     BINS: tl.constexpr = T.BINS
     TILE: tl.constexpr = T.TILE

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from dsv4.cache.pages import Page
 from dsv4.kernels.launch import Launch
+from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.record_store import record_constants, store_records
-from dsv4.kernels.overlap import begin_kernel
 
 
 def write_records(
@@ -41,7 +41,7 @@ def _write_records_kernel(
     arena, arena_row_ptr, page_row_ptr, rows_ptr, row_bytes, rows_stride,
     data_offset, scale_offset, WIDTH: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
-    begin_kernel()
+    begin_program()
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     arena_row = tl.load(arena_row_ptr + row).to(tl.int64)
     page_row = tl.load(page_row_ptr + row).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Launches that overlap (kernels/overlap.py): with others of their stream, and beside other streams."""
+"""Launches that overlap (kernels/overlap.py), in a stream and beside other streams."""
 
 from __future__ import annotations
 

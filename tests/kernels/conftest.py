@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,17 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreted kernel that leaves the memory of its tensors ends the process."""
+    from dsv4.kernels.numerics import INTERPRETED  # reads the flag above
+
+    if INTERPRETED.value and sys.platform == "linux":
+        from tests.support.guarded import guard_launches
+
+        guard_launches(monkeypatch)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

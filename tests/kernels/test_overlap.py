@@ -27,7 +27,7 @@ def test_every_kernel_begins_with_it() -> None:
     assert len(found) > 15
     for name, kernel in found.items():
         body = kernel.body[1:] if ast.get_docstring(kernel) else kernel.body
-        assert ast.unparse(body[0]) == "begin_kernel()", name
+        assert ast.unparse(body[0]) == "begin_program()", name
 
 
 def test_launches_begin_early_where_a_gpu_lets_them() -> None:

@@ -56,10 +56,10 @@ from dsv4.kernels.hopper.attend_keys import (
 )
 from dsv4.kernels.hopper.dialect import reinterpret, thread_barrier
 from dsv4.kernels.launch import Launch
+from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.record_store import record_constants
 from dsv4.kernels.rows import token_at
 from dsv4.kernels.target import processors
-from dsv4.kernels.overlap import begin_kernel
 from dsv4.ops.calls import Attention
 
 HEADS_PER_PROGRAM = 64
@@ -727,7 +727,7 @@ def _attend_hopper_kernel(
     entry_scale,
     A: gl.constexpr,
 ):
-    begin_kernel()
+    begin_program()
     BLOCKS: gl.constexpr = (A.HEADS + _HEADS - 1) // _HEADS
     item = gl.program_id(0)
     split = gl.program_id(1)

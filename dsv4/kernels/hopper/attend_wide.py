@@ -53,8 +53,8 @@ from dsv4.kernels.hopper.attend import (
 from dsv4.kernels.hopper.attend_keys import BARRIER, HALF, OPERAND, VECTOR, next_stage
 from dsv4.kernels.hopper.dialect import async_load, bulk_load
 from dsv4.kernels.launch import Launch
+from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.rows import load_request, load_token, request_at, staged_row, token_at
-from dsv4.kernels.overlap import begin_kernel
 from dsv4.ops.calls import Attention
 
 # Decoding pays for requests with many tokens, and with entries that are not too many for them.
@@ -421,7 +421,7 @@ def _attend_wide_kernel(
     apart,
     A: gl.constexpr,
 ):
-    begin_kernel()
+    begin_program()
     BLOCKS: gl.constexpr = (A.HEADS + _HEADS - 1) // _HEADS
     item = gl.program_id(0)
     head = item % BLOCKS * _HEADS

@@ -36,10 +36,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dsv4.kernels.index_scores import pieces, run_time_arguments
 from dsv4.kernels.launch import Launch
+from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.record_store import record_constants
 from dsv4.kernels.rows import load_token, token_at
 from dsv4.kernels.target import processors
-from dsv4.kernels.overlap import begin_kernel
 from dsv4.ops.calls import Scoring
 
 HEADS, WIDTH, SPAN = 64, 128, 32
@@ -534,7 +534,7 @@ def _index_scores_hopper_kernel(
     PAGE_ROWS: gl.constexpr,
     HEADS: gl.constexpr,
 ):
-    begin_kernel()
+    begin_program()
     # every warp knows all tokens
     LINE: gl.constexpr = gl.SliceLayout(
         1, gl.BlockedLayout([TOKENS // 32, 1], [32, 1], [1, 4], [0, 1])

@@ -61,8 +61,8 @@ from dsv4.kernels.hopper.index_scores import (
     _scaled,
 )
 from dsv4.kernels.launch import Launch
+from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.rows import load_token, token_at
-from dsv4.kernels.overlap import begin_kernel
 from dsv4.ops.calls import Scoring
 
 MIN_TOKENS = 64  # of one request, from which on this kernel is the faster one
@@ -367,7 +367,7 @@ def _prepare_kernel(
     HEADS: gl.constexpr,
 ):
     """One token: each head's largest value from 256 to 384, as in index_scores.py."""
-    begin_kernel()
+    begin_program()
     row = gl.program_id(0).to(gl.int64)
     head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, _QUERY))
     channel = gl.arange(0, _SPAN, layout=gl.SliceLayout(0, _QUERY))[None, :]
@@ -796,7 +796,7 @@ def _score_wide_kernel(
     PAGE_ROWS: gl.constexpr,
     HEADS: gl.constexpr,
 ):
-    begin_kernel()
+    begin_program()
     tokens = _Tokens(
         ptr=tokens_ptr,
         rows=rows,
