@@ -84,10 +84,10 @@ class Target:
     def options(self, **asked: Any) -> dict[str, Any]:
         """Options of a launch, less those that Triton does not know for this target. A launch may
         begin early (kernels/overlap.py) unless it asks not to."""
-        if not self.launches_early:
+        if self.launches_early:
+            asked.setdefault("launch_pdl", True)
+        else:
             asked.pop("launch_pdl", None)
-        elif "launch_pdl" not in asked:
-            asked["launch_pdl"] = True
         if self.backend == "hip":
             asked.pop("maxnreg", None)
         return asked

@@ -16,14 +16,14 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
-def _guards(monkeypatch: pytest.MonkeyPatch) -> None:
+def _walls(monkeypatch: pytest.MonkeyPatch) -> None:
     """An interpreted kernel that leaves the memory of its tensors ends the process."""
     from dsv4.kernels.numerics import INTERPRETED  # reads the flag above
 
     if INTERPRETED.value and sys.platform == "linux":
-        from tests.support.guarded import guard_launches
+        from tests.support.walled import wall_launches
 
-        guard_launches(monkeypatch)
+        wall_launches(monkeypatch)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

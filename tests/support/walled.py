@@ -29,7 +29,7 @@ _NOTHING, _READ_AND_WRITE, _PRIVATE_ANONYMOUS = 0, 3, 0x22
 _ALIGNMENT = 16  # of a tensor's first byte, as kernels are told
 
 
-class _Guarded:
+class _Walled:
     """A copy of a storage that ends where nobody may read, or begins there."""
 
     def __init__(self, storage: torch.UntypedStorage, *, at_the_end: bool) -> None:
@@ -58,15 +58,15 @@ class _Guarded:
 
 
 @contextmanager
-def _guarded(launch: Launch, *, at_the_end: bool) -> Iterator[Launch]:
-    copies: dict[int, _Guarded] = {}
+def _walled(launch: Launch, *, at_the_end: bool) -> Iterator[Launch]:
+    copies: dict[int, _Walled] = {}
     arguments = []
     for argument in launch.arguments:
         if isinstance(argument, Tensor) and argument.numel():
             storage = argument.untyped_storage()
             copy = copies.get(storage.data_ptr())
             if copy is None:
-                copy = _Guarded(storage, at_the_end=at_the_end)
+                copy = _Walled(storage, at_the_end=at_the_end)
                 copies[storage.data_ptr()] = copy
             argument = copy.view_like(argument)
         arguments.append(argument)
@@ -77,16 +77,16 @@ def _guarded(launch: Launch, *, at_the_end: bool) -> Iterator[Launch]:
             copy.close()
 
 
-def guard_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on every other interpreted launch has its guards behind its tensors, the others
+def wall_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on every other interpreted launch has walls behind its tensors, the others
     before them."""
     run, sides = Launch._run, itertools.cycle((True, False))
 
-    def guarded(launch: Launch) -> None:
+    def walled(launch: Launch) -> None:
         if not launching.INTERPRETED.value:
             run(launch)
             return
-        with _guarded(launch, at_the_end=next(sides)) as moved:
+        with _walled(launch, at_the_end=next(sides)) as moved:
             run(moved)
 
-    monkeypatch.setattr(Launch, "_run", guarded)
+    monkeypatch.setattr(Launch, "_run", walled)
