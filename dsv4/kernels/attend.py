@@ -149,8 +149,13 @@ def attend_launch(call: Attention) -> Launch:
     splits = split_count(window.window, call.max_entries)
     window_record = record_constants(window.page.format)
     entry_record = record_constants(source.page.format)
-    four_bits = "e2m1" in (window_record.ELEMENT, entry_record.ELEMENT)
-    tiles = attention_tiles(target_of(call.q.device), heads, four_bits=four_bits)
+    coded = [each for each in (window_record, entry_record) if each.CODED]
+    tiles = attention_tiles(
+        target_of(call.q.device),
+        heads,
+        crowded=any(each.ELEMENT == "e2m1" or each.TILE < 64 for each in coded),
+        fp32_scales=any(each.SCALE == "fp32" for each in coded),
+    )
     block = heads_per_program(heads, tiles.heads)
     items = count * -(-heads // block)
     parallel = splits > 1 and items * splits <= PLACES
@@ -373,7 +378,6 @@ def _attend_kernel(
 ):
     begin_program()
     BLOCK_H: tl.constexpr = A.BLOCK_H
-    SPANS: tl.constexpr = A.SPANS
     SPLITS: tl.constexpr = A.SPLITS
     HEAD_BLOCKS: tl.constexpr = (A.HEADS + BLOCK_H - 1) // BLOCK_H
     WINDOW_TILES: tl.constexpr = (A.WINDOW + A.BLOCK_N - 1) // A.BLOCK_N
@@ -441,12 +445,11 @@ def _attend_kernel(
                 rope_row=rope_ptr + position.to(tl.int64) * A.ROPE,
                 head=head,
             )
-            if splits == 1:
-                inverse = _close(sums.top, sums.total, out, A)
-                for span in tl.static_range(0, SPANS):
-                    _store(sums.acc[span] * inverse[:, None], span, out, A)
-                _turn_back(out, A)
-            elif SPLITS > 1:
+            # where SPLITS is 1 no branch stands around the end: Triton 3.6 fails on one without an
+            # else behind products in tensor memory
+            if SPLITS == 1 or splits == 1:
+                _finish(sums, out, A)
+            else:
                 places = workspace_ptr + A.COUNTERS
                 if parallel != 0:
                     _park(unit, sums, places, A)
@@ -638,6 +641,16 @@ def _weights(top, other):
     common = tl.maximum(top, other)
     base = tl.where(common == float("-inf"), 0.0, common)
     return common, tl.exp2(top - base), tl.exp2(other - base)
+
+
+@triton.jit
+def _finish(sums, out, A: tl.constexpr):
+    """The result of a query that is one split."""
+    SPANS: tl.constexpr = A.SPANS
+    inverse = _close(sums.top, sums.total, out, A)
+    for span in tl.static_range(0, SPANS):
+        _store(sums.acc[span] * inverse[:, None], span, out, A)
+    _turn_back(out, A)
 
 
 @triton.jit

@@ -93,11 +93,23 @@ class Launch(NamedTuple):
         )
 
 
+class CompilationFailed(TritonError):  # type: ignore[misc]
+    """A pass of Triton's compiler has failed, which Triton itself tells as a RuntimeError."""
+
+
 def compiled(launch: Launch) -> Any:
-    """Triton's binary of a launch, which is not started."""
+    """Triton's binary of a launch, which is not started. Raises TritonError if there is none."""
     cache_key(launch.kernel)  # before Triton makes it
     options = compiled_for().options(**launch.options)
-    return launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.constants, **options)
+    arguments, constants = launch.arguments, launch.constants
+    try:
+        return launch.kernel.warmup(*arguments, grid=launch.grid, **constants, **options)
+    except RuntimeError as error:
+        # what the device or its driver raises is none of the compiler's
+        if isinstance(error, torch.AcceleratorError) or "[CUDA]" in str(error):
+            raise
+        name, target = launch.kernel.fn.__name__, compiled_for().name
+        raise CompilationFailed(f"{name} cannot be compiled for {target}: {error}") from error
 
 
 _LONG = 4  # forms of numbers that need more than 32 bits begin here

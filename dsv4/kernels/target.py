@@ -193,21 +193,26 @@ def heads_per_program(heads: int, most: int) -> int:
     return min(most, max(MIN_HEADS, 1 << (heads - 1).bit_length()))
 
 
-def attention_tiles(target: Target, heads: int, *, four_bits: bool) -> AttentionTiles:
-    """The tiles of queries with so many heads, over records some of which have 4-bit codes or none
-    has."""
+def attention_tiles(
+    target: Target, heads: int, *, crowded: bool, fp32_scales: bool
+) -> AttentionTiles:
+    """The tiles of queries with so many heads. `crowded`: some records have 4-bit codes, or more
+    than one scale for 64 channels; `fp32_scales`: some have such scales. Both are decoded in more
+    registers than FP8 codes with a power of two."""
     rows = heads_per_program(heads, 64)
     if target.products == "wgmma":
-        return _ON_HOPPER[rows]
+        tiles = _ON_HOPPER[rows]
+        return replace(tiles, span=min(tiles.span, 128)) if fp32_scales else tiles
     # tensor memory is for 64 rows or more
     if target.products == "tcgen05" and rows == 64:
-        return _TENSOR_MEMORY
+        # scales of fp32 would not fit into shared memory beside 64 keys
+        return replace(_TENSOR_MEMORY, keys=32) if fp32_scales else _TENSOR_MEMORY
     tiles = _WAVE if target.products == "mfma" else _WARP
-    # 4-bit codes are decoded in more registers: with two tiles under way they spill in the loop
-    crowded = four_bits and target.products in ("mma", "mfma")
+    # with two tiles under way such records spill in the loop
+    crowded = (crowded or fp32_scales) and target.products in ("mma", "mfma")
     if crowded or (target.backend == "cuda" and target.shared_bytes < 128 * KIB):
-        return replace(tiles, coded_buffers=1)
-    return tiles
+        tiles = replace(tiles, coded_buffers=1)
+    return replace(tiles, span=64) if fp32_scales else tiles
 
 
 def score_tile(target: Target, band: int) -> int:

@@ -54,7 +54,7 @@ def names(target: Target) -> list[str]:
 def rows(target: Target, wanted: list[str]) -> dict[str, dict[str, Any]]:
     """What comes of these launches on a target."""
     found = {}
-    for name, launch in _launches(target, wanted):
+    for name, launch in launches(target, wanted):
         with contextlib.redirect_stdout(sys.stderr):  # ptxas prints there what it refuses
             made = compiling.compiled(launch, target)
         found[name] = {
@@ -64,6 +64,7 @@ def rows(target: Target, wanted: list[str]) -> dict[str, dict[str, Any]]:
             "tensor_columns": made.tensor_columns,
             "spill_bytes": made.spill_bytes,
             "spills_in_loops": [loop.spills for loop in made.loops if loop.products],
+            "spills_in_plain_loops": [] if made.products else [loop.spills for loop in made.loops],
             "instructions": made.instructions,
             "products": made.products,
             "begins_early": target.options(**launch.options).get("launch_pdl", False),
@@ -80,6 +81,8 @@ def _makers(target: Target) -> dict[str, Callable[[], Launch]]:
             found[f"hopper attend {case}"] = partial(test_attend_hopper_sm90.launch, case)
         for case in test_attend_wide_sm90.CASES if WIDE_ATTENTION_FITS else ():
             found[f"hopper attend wide {case}"] = partial(test_attend_wide_sm90.launch, case)
+        for case in ("flash csa", "flash hca", "window"):
+            found[f"decode {case}"] = partial(test_attend_wide_sm90.decode_launch, case)
         found["hopper scores"] = test_index_scores_hopper_sm90.launch
         found["hopper scores v41"] = partial(test_index_scores_hopper_sm90.launch, heads=32)
         for case in test_index_scores_wide_sm90.CASES if WIDE_SCORES_FIT else ():
@@ -95,6 +98,21 @@ def _makers(target: Target) -> dict[str, Callable[[], Launch]]:
                     found[name] = partial(
                         test_attend_sm90.attend_launch, model, heads, layer, entries, chunk
                     )
+    window = test_attend_sm90.WINDOW_LAYER
+    attend = test_attend_sm90.attend_launch
+    for model, heads in (("v4-flash", 8), ("v4-flash", 32), ("v4-flash", 64), ("v41-flash", 64)):
+        found[f"attend {model} window {heads}"] = partial(attend, model, heads, window, None, False)
+    found["attend v4-flash window 64 chunk"] = partial(attend, "v4-flash", 64, window, None, True)
+    # one split: as a window's is, and the queries of a draft step over one window
+    found["attend v4-flash hca 64 at 8k"] = partial(
+        attend, "v4-flash", 64, hca, None, False, max_context=8_192
+    )
+    found["attend v41 draft"] = partial(attend, "v41-flash", 64, window, None, True, joint=True)
+    for record in ("fp8_row", "bf16"):
+        for chunk in (False, True):
+            found[f"attend {record} csa 64" + (" chunk" if chunk else "")] = partial(
+                attend, "v4-flash", 64, csa, 512, chunk, entry_format=record
+            )
     for case in ("v41", "v41 chunk"):
         shape = test_attend_sm90.CASES[case]
         found[f"attend {case}"] = partial(test_attend_sm90.attend_launch, *shape)
@@ -112,10 +130,11 @@ def _makers(target: Target) -> dict[str, Callable[[], Launch]]:
         found[f"scores {case}"] = partial(test_index_scores_sm90.launch, *scored)
     for case, listed_rows in test_top_k_sm90.CASES.items():
         found[f"top-k {case}"] = partial(test_top_k_sm90.launch, *listed_rows)
+    found["top-k columns"] = test_top_k_sm90.columns_launch
     return found
 
 
-def _launches(target: Target, wanted: list[str]) -> Iterator[tuple[str, Launch]]:
+def launches(target: Target, wanted: list[str]) -> Iterator[tuple[str, Launch]]:
     makers = _makers(target)
     with compiling_for(target):
         for name in wanted:

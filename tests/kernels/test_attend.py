@@ -49,8 +49,8 @@ def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
 def many_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tiles, one a split: even short lists of keys are merged from several programs."""
 
-    def small(target: Target, heads: int, *, four_bits: bool) -> AttentionTiles:
-        return replace(attention_tiles(target, heads, four_bits=four_bits), keys=16)
+    def small(target: Target, heads: int, **records: bool) -> AttentionTiles:
+        return replace(attention_tiles(target, heads, **records), keys=16)
 
     monkeypatch.setattr(kernel, "attention_tiles", small)
     monkeypatch.setattr(kernel, "UNIT_KEYS", 16)

@@ -15,7 +15,7 @@ from dsv4.ops.calls import Attention, EntrySource, WindowSource
 from tests.kernels import sm90
 from tests.kernels.sm90 import empty, run_apart
 
-CSA_LAYER, HCA_LAYER = 2, 3
+WINDOW_LAYER, CSA_LAYER, HCA_LAYER = 0, 2, 3
 # name -> (model, heads, layer, entries listed or None for all, whether a chunk)
 CASES: dict[str, tuple[str, int, int, int | None, bool]] = {
     "flash csa": ("v4-flash", 64, CSA_LAYER, 512, False),
@@ -55,18 +55,29 @@ def test_matrix_products_run_on_wgmma(case: str, compiled: dict[str, dict[str, A
 
 
 def attend_launch(
-    model: str, heads: int, layer: int, listed: int | None, chunk: bool, *, cut: bool = False
+    model: str,
+    heads: int,
+    layer: int,
+    listed: int | None,
+    chunk: bool,
+    *,
+    cut: bool = False,
+    joint: bool = False,
+    max_context: int | None = None,
+    entry_format: str | None = None,
 ) -> Launch:
+    """A layer without entries attends to its window."""
     from dsv4.kernels import attend as kernel
 
-    schema = CacheSchema.build(ModelSpec.preset(model))
+    schema = CacheSchema.build(
+        ModelSpec.preset(model), max_context=max_context, entry_format=entry_format
+    )
     tokens, width = 4, schema.model.head_dim
 
     window_page, entry_page = schema.page("window", layer), schema.page("entries", layer)
     assert window_page is not None
-    assert entry_page is not None
     blocks = schema.max_blocks_per_request
-    entries = EntrySource(
+    entries = entry_page and EntrySource(
         arena=empty(8, schema.block_bytes, dtype=torch.uint8),
         page=entry_page,
         block_table=empty(8, blocks, dtype=torch.int32),
@@ -78,7 +89,8 @@ def attend_launch(
         window=schema.model.window,
         staged=chunk,
     )
-    splits = kernel.split_count(window.window, listed or blocks * entry_page.rows)
+    most = listed or (blocks * entry_page.rows if entry_page else 0)
+    splits = kernel.split_count(window.window, most)
     return kernel.attend_launch(
         Attention(
             q=empty(tokens, heads, width, dtype=torch.bfloat16),
@@ -92,6 +104,7 @@ def attend_launch(
             lse=empty(tokens, heads),
             inverse_rope=empty(schema.max_context, schema.model.rope_dim),
             workspace=empty(kernel.workspace_elements(tokens, heads, width, splits)),
+            joint=joint,
             window_cut=cut,
         )
     )

@@ -107,6 +107,13 @@ def launch(case: str) -> Launch:
     return attend_wide.attend_launch(call(case))
 
 
+def decode_launch(case: str) -> Launch:
+    """What it reads is decoded by."""
+    from dsv4.kernels import decode
+
+    return decode.decode_launch(call(case))
+
+
 def compile_attend(case: str) -> dict[str, Any]:
     made = compiled(launch(case))
     return {

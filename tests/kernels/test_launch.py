@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from triton.errors import TritonError
 
-from dsv4.kernels import attend, index_scores
+from dsv4.kernels import attend, backend, index_scores, launch
 from dsv4.kernels.attend import AttendArguments
 from dsv4.kernels.hopper import attend as hopper_attend
 from dsv4.kernels.hopper import index_scores as hopper_scores
@@ -72,3 +76,57 @@ def test_portable_and_hopper_kernels_begin_with_the_same_arguments() -> None:
     ):
         for kernel in kernels:
             assert tuple(kernel.arg_names)[: len(arguments._fields)] == arguments._fields
+
+
+class Uncompilable:
+    """Stands for a kernel that Triton's compiler, or the device, refuses."""
+
+    def __init__(self, error: Exception) -> None:
+        self.fn, self.error = Uncompilable, error
+
+    def warmup(self, *_: object, **__: object) -> None:
+        raise self.error
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], Launch]:
+    monkeypatch.setattr(launch, "cache_key", lambda kernel: "")
+    return lambda error: Launch(Uncompilable(error), (1,), (), {}, {})
+
+
+def test_a_failed_pass_of_the_compiler_is_an_error_of_triton(
+    told: Callable[[Exception], Launch],
+) -> None:
+    failed = told(RuntimeError("PassManager::run failed"))
+    with pytest.raises(TritonError, match=r"Uncompilable cannot be compiled .* PassManager"):
+        launch.compiled(failed)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+    ],
+    ids=["torch", "driver"],
+)
+def test_what_a_device_raises_is_no_error_of_the_compiler(
+    error: RuntimeError, told: Callable[[Exception], Launch]
+) -> None:
+    with pytest.raises(RuntimeError) as found:
+        launch.compiled(told(error))
+    assert found.value is error
+
+
+def test_another_kernel_runs_where_hoppers_cannot_be_compiled(
+    told: Callable[[Exception], Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = told(RuntimeError("PassManager::run failed"))
+    own = backend._Own("attend")
+    assert own.module is not None
+    module = SimpleNamespace(supports=lambda call: True, attend=lambda call: launch.compiled(call))
+    monkeypatch.setattr(own, "module", module)
+    calls: list[Launch] = []
+    with pytest.warns(RuntimeWarning, match="the portable one runs instead"):
+        backend._run(failed, own, calls.append)
+    assert calls == [failed]

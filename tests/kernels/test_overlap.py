@@ -10,6 +10,7 @@ from pathlib import Path
 
 import dsv4.kernels
 from dsv4.kernels.target import TARGETS
+from tests.kernels import every_launch
 
 
 def kernels() -> dict[str, ast.FunctionDef]:
@@ -28,6 +29,13 @@ def test_every_kernel_begins_with_it() -> None:
     for name, kernel in found.items():
         body = kernel.body[1:] if ast.get_docstring(kernel) else kernel.body
         assert ast.unparse(body[0]) == "begin_program()", name
+
+
+def test_every_kernel_is_compiled_by_tests() -> None:
+    hopper = TARGETS["sm_90"]
+    launches = every_launch.launches(hopper, every_launch.names(hopper))
+    listed = {launch.kernel.fn.__name__ for _, launch in launches}
+    assert listed == {name.rpartition(".")[2] for name in kernels()}
 
 
 def test_launches_begin_early_where_a_gpu_lets_them() -> None:

@@ -138,7 +138,7 @@ def test_the_docs_list_every_target():
     for one in TARGETS.values():
         shared = one.shared_bytes // 1024
         e4m3 = "instructions" if one.converts_e4m3 else "integer arithmetic"
-        tiles = attention_tiles(one, 64, four_bits=False)
+        tiles = attention_tiles(one, 64, crowded=False, fp32_scales=False)
         row = f"| {one.name} | {one.gpus} | {shared} KB | {one.products} | {e4m3} | "
         assert f"{row}{tiles.heads} \u00d7 {tiles.keys}" in text
 

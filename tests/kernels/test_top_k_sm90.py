@@ -29,6 +29,7 @@ CASES = {
     for kind in (("bf16", "fp32") if k < 2048 else ("bf16",))  # candidates' are bf16 numbers
     for nth in range(launches)
 } | {"blocks": (1, 1_048_576, 2048, True, None)}
+CANDIDATES, SPAN = 1024, 8  # of V4.1
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +75,26 @@ def test_it_loads_16_bytes_per_thread_and_leaves_room_for_two_programs(
 
 
 def launch(rows: int, columns: int, k: int, bf16_scores: bool, nth: int | None) -> Launch:
-    """The nth launch of top-k, or that of the scores of blocks of 8."""
+    """The nth launch of top-k, or that of the scores of blocks."""
     from dsv4.kernels.candidates import block_scores_launch
 
     if nth is not None:
         return launches(rows, columns, k, bf16_scores)[nth]
     scores, tokens = empty(rows, columns), empty(rows, 4, dtype=torch.int32)
     return block_scores_launch(
-        scores, tokens=tokens, ratio=1, span=8, out=empty(rows, columns // 8)
+        scores, tokens=tokens, ratio=1, span=SPAN, out=empty(rows, columns // SPAN)
+    )
+
+
+def columns_launch() -> Launch:
+    """From columns of candidate blocks back to entries."""
+    from dsv4.kernels.candidates import entries_of_columns_launch
+
+    return entries_of_columns_launch(
+        empty(64, 512, dtype=torch.int32),
+        tokens=empty(64, 4, dtype=torch.int32),
+        blocks=empty(64, CANDIDATES, dtype=torch.int32),
+        span=SPAN,
     )
 
 

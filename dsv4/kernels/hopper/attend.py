@@ -514,7 +514,7 @@ def end_right(acc, queries, weights, out, share, extent, A: gl.constexpr):
         staged = reinterpret(queries.halves.index(1), gl.bfloat16, [_HEADS, COLUMNS], OPERAND)
         low, high = _halves(acc)
         middle, turned = _halves(high)
-        position = gl.where(extent.slot >= 0, extent.position, 0)  # padding's is -1
+        position = extent.position - (extent.position >> 31)  # padding's is -1: 0
         turned = _turn_back(turned, out.rope + position.to(gl.int64) * A.ROPE, A)
         staged.slice(0, 128, dim=1).store(low.to(gl.bfloat16))
         staged.slice(128, 64, dim=1).store(middle.to(gl.bfloat16))
