@@ -1,5 +1,6 @@
 """`python -m benchmarks.run [name] [--only writes,attention,…]`: GPU benchmarks; results are
-written under benchmarks/results/, case by case. Lines of suites that do not run stay there."""
+written under benchmarks/results/, case by case. Lines of suites that do not run stay there. Without
+--only, suites whose packages are not installed are left out."""
 
 from __future__ import annotations
 
@@ -38,6 +39,8 @@ def main() -> int:
     suites = arguments.only.split(",") if arguments.only else list(SUITES)
     if unknown := [suite for suite in suites if suite not in SUITES]:
         parser.error(f"no suite {unknown[0]!r}: choose of {', '.join(SUITES)}")
+    if not arguments.only:
+        suites = [suite for suite in suites if can_run(suite)]
     if not torch.cuda.is_available():
         print("no CUDA device here: benchmarks need one", file=sys.stderr)
         return 1
@@ -62,6 +65,16 @@ def main() -> int:
         write_results(path, merged(path, results, suite))
     print(f"\nwritten to {path}")
     return 0
+
+
+def can_run(suite: str) -> bool:
+    """Whether what the suite needs is installed; prints what is not."""
+    try:
+        SUITES[suite]()
+    except ImportError as error:
+        print(f"left out: suite {suite} ({error})", flush=True)
+        return False
+    return True
 
 
 def compile_kernels(cases: Iterable[Case]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import benchmarks
 from benchmarks import append, attend, candidates, laptop, report, run, timing
 from benchmarks.case import Case, Measurement, sets_to_outgrow_l2
 from benchmarks.decode_step import PARTS, DecodeStep
@@ -22,6 +24,7 @@ from tests.support.no_gpu import no_gpu
 from tests.support.results import BASE
 
 TINY, TINY_V41 = ModelSpec.preset("tiny"), ModelSpec.preset("v41-tiny")
+WITH_EXTRAS = ("dsv4.tiers.record", "benchmarks.tiers", "benchmarks.transformers_decode")
 
 
 # ---- the registry -------------------------------------------------------------------------------
@@ -36,6 +39,19 @@ def test_every_case_is_registered_once_and_under_its_suite() -> None:
         assert len(set(points)) == len(points), "two points of one line at the same batch"
         names += [case.name for case in listed]
     assert len(set(names)) == len(names)
+
+
+def test_suites_whose_packages_are_missing_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in ("xxhash", "transformers"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for module in [name for name in sys.modules if name.startswith(WITH_EXTRAS)]:
+        monkeypatch.delitem(sys.modules, module)
+    for module in ("tiers", "transformers_decode"):
+        monkeypatch.delattr(benchmarks, module, raising=False)
+    assert [suite for suite in SUITES if not run.can_run(suite)] == ["tiers", "transformers"]
+    assert "left out: suite tiers (tiers need xxhash" in capsys.readouterr().out
 
 
 def test_the_cases_span_what_the_models_do() -> None:
