@@ -28,9 +28,15 @@ test: lint                ## lint, then every test that needs no GPU, in paralle
 # A GPU machine has its own torch and triton, made for its driver: nothing is installed there.
 # Test files run beside each other, for most of their time goes into compiling kernels.
 GPU_TEST_JOBS ?= 8
-gpu-test:                 ## GPU tests, then benchmarks; results under benchmarks/results/
-	ls tests/gpu/test_*.py | PYTHONPATH=. xargs -P $(GPU_TEST_JOBS) -I {} $(PYTHON) -m pytest -m gpu {}
-	PYTHONPATH=. $(PYTHON) -m benchmarks.run $(if $(COMMIT),--commit $(COMMIT))
+# Benchmarks run behind failed tests too, and the target fails if either does. A file of which pytest
+# collects nothing (its exit code 5) is no failure.
+gpu-test:                 ## GPU tests, then benchmarks in any case; results under benchmarks/results/
+	@tests=passed; benchmarks=passed; export PYTHONPATH=.; \
+	ls tests/gpu/test_*.py | xargs -P $(GPU_TEST_JOBS) -I {} \
+		sh -c '$(PYTHON) -m pytest -m gpu "$$1" || test $$? -eq 5' gpu-test {} || tests=FAILED; \
+	$(PYTHON) -m benchmarks.run $(if $(COMMIT),--commit $(COMMIT)) || benchmarks=FAILED; \
+	echo "GPU tests $$tests, benchmarks $$benchmarks"; \
+	test $$tests = passed && test $$benchmarks = passed
 
 # torch, triton and numpy stay as pinned: it is transformers that moves.
 test-newest-transformers: ## the integration's tests on the newest transformers, in .venv-newest

@@ -22,7 +22,7 @@ from dsv4.reference import attend as reference
 from tests.reference.test_attend import POISON, Step, check, make_step
 from tests.support.numbers import Numbers
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
 DEVICE = torch.device("cuda")
 PROCESSORS = 132

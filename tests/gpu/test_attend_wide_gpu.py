@@ -16,7 +16,7 @@ from dsv4.ops.calls import Attention
 from tests.gpu.test_attend_hopper_gpu import assert_near, assert_right, make, run, same
 from tests.reference.test_attend import Step
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
 DEVICE = torch.device("cuda")
 GUARD = 0x5A

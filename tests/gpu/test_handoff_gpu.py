@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from dsv4.errors import MissingExtra
 
-try:
-    from dsv4.cache.handoff.link import load_nixl
+with suppress(MissingExtra):  # then every test is skipped
     from tests.handoff.test_processes import Remote, outcome, remote
     from tests.support.handoff import assert_nothing_left, close, side
     from tests.support.stack import Stack
 
-    load_nixl()
-except MissingExtra as missing:
-    pytest.skip(f"{missing}; nothing is installed on this machine", allow_module_level=True)
-
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.extra("nixl")]
 
 
 @pytest.fixture(scope="module")

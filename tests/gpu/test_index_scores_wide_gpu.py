@@ -16,13 +16,7 @@ from dsv4.reference import index_scores as reference
 from tests.oracles.indexer import UNTOUCHED, make_keys, make_tokens, round_trip, same_bits
 from tests.support.numbers import Numbers
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-        reason="needs a Hopper GPU",
-    ),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
 RECORD = records.index_format("mxfp4", index_dim=wide.WIDTH)
 GUARD = 0xA5

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from dsv4.cache.prefix.options import full
-from dsv4.tiers.disk import DiskTier
-from dsv4.tiers.host import HostTier
-from dsv4.tiers.tier import Tier
+from dsv4.errors import MissingExtra
 from tests.support.lives import ColdRun, Text, run_to
-from tests.support.tiered import BLOCK, TIMEOUT_S, options, stack_with
 
-pytestmark = pytest.mark.gpu
+with suppress(MissingExtra):  # then every test is skipped
+    from dsv4.tiers.disk import DiskTier
+    from dsv4.tiers.host import HostTier
+    from dsv4.tiers.tier import Tier
+    from tests.support.tiered import BLOCK, TIMEOUT_S, options, stack_with
+
+pytestmark = [pytest.mark.gpu, pytest.mark.extra("tiers")]
 DEVICE = "cuda"
 
 

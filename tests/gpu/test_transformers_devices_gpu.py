@@ -5,20 +5,24 @@ model is taken apart by hand here, with hooks that move what crosses the border.
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from transformers import DeepseekV4ForCausalLM
 
-from dsv4.integrations.transformers.accelerate import accelerate
-from dsv4.integrations.transformers.split_manager import SplitManager
 from tests.gpu.test_transformers_gpu import DEVICE, VOCABULARY, plain_model
 from tests.support.numbers import Numbers
 
-pytestmark = pytest.mark.gpu
+with suppress(ImportError):  # then every test is skipped
+    from transformers import DeepseekV4ForCausalLM
+
+    from dsv4.integrations.transformers.accelerate import accelerate
+    from dsv4.integrations.transformers.split_manager import SplitManager
+
+pytestmark = [pytest.mark.gpu, pytest.mark.extra("transformers")]
 
 BORDER, OTHER = 2, "cpu"
 
