@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+import reprlib
 from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from dsv4.errors import InvalidInput
+
+# A measured time is within these; ratios of such times are finite.
+LEAST_US, MOST_US = 1e-6, 1e15
 
 Verdict = Literal["target", "first step", "miss", "no target"]
 
@@ -146,7 +151,7 @@ def compare(a: Iterable[BenchResult], b: Iterable[BenchResult]) -> Comparison:
 def _parsed(line: str, *, where: str) -> BenchResult:
     try:
         found = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{where} is not JSON ({error}): it was cut short or edited") from error
     if not isinstance(found, dict):
         raise InvalidInput(f"{where} is a JSON {type(found).__name__}, expected an object")
@@ -160,9 +165,12 @@ def _parsed(line: str, *, where: str) -> BenchResult:
             continue
         value = found[item.name]
         if not _fits(str(item.type), value):
-            raise InvalidInput(f"{where} has {item.name}={value!r}, expected {item.type}")
+            raise InvalidInput(
+                f"{where} has {item.name}={reprlib.repr(value)}, expected {item.type}, all numbers "
+                f"finite"
+            )
         values[item.name] = value
-    if values["microseconds"] <= 0:
+    if not LEAST_US <= values["microseconds"] <= MOST_US:
         raise InvalidInput(f"{where} has microseconds={values['microseconds']}: no time is that")
     return BenchResult(**values)
 
@@ -176,4 +184,9 @@ def _fits(wanted: str, value: object) -> bool:
     if wanted == "str":
         return isinstance(value, str)
     accepted = (int, float) if wanted == "float" else (int,)
-    return isinstance(value, accepted) and not isinstance(value, bool)
+    if not isinstance(value, accepted) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

@@ -21,6 +21,9 @@ from dsv4.plots.results import SUITES, plot_results
 
 # differences below this are not coloured
 NOISE = 0.03
+# of the names of cases at least, in columns of a narrow terminal
+CASE_WIDTH = 16
+WIDEST = 10_000
 
 
 def bench_command(
@@ -50,6 +53,11 @@ def bench_command(
         if compare is not None:
             a, b = (read_results(path) for path in compare)
             found = compare_results(a, b)
+            if not found.cases:
+                raise InvalidInput(
+                    f"no case is in both files: {compare[0]} has {_holds(a)}; {compare[1]} has "
+                    f"{_holds(b)}: compare results of the same suites"
+                )
             if as_json:
                 files = {
                     name: {"path": str(path), **_origin(results)}
@@ -68,6 +76,11 @@ def _origin(results: list[BenchResult]) -> dict[str, list[str]]:
     }
 
 
+def _holds(results: list[BenchResult]) -> str:
+    suites = ", ".join(dict.fromkeys(r.suite for r in results))
+    return f"{len(results)} of {suites}, the first {results[0].case!r}"
+
+
 def _print(
     found: Comparison, paths: tuple[Path, Path], a: list[BenchResult], b: list[BenchResult]
 ) -> None:
@@ -78,8 +91,9 @@ def _print(
         text += f"commit {', '.join(origin['commits'])}"
         console.print(Text.assemble((f"{name}  ", "bold"), text), soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD)
-    for column in ("case", "µs A", "µs B", "B / A"):
-        table.add_column(column, justify="left" if column == "case" else "right", no_wrap=True)
+    table.add_column("case", overflow="fold", min_width=CASE_WIDTH)
+    for column in ("µs A", "µs B", "B / A"):
+        table.add_column(column, justify="right", no_wrap=True)
     for case in found.cases:
         style = ""
         if case.ratio < 1 - NOISE:
@@ -88,6 +102,11 @@ def _print(
             style = "red"
         ratio = Text(f"{case.ratio:.2f}", style=style)
         table.add_row(Text(case.case), f"{case.a_us:.2f}", f"{case.b_us:.2f}", ratio)
+    width = console.measure(table, options=console.options.update(max_width=WIDEST))
+    if console.is_terminal:  # names of cases are folded, numbers are not
+        console.width = max(console.width, width.minimum)
+    else:
+        console.width = width.maximum
     console.print(table)
     for name, alone in (("A", found.only_a), ("B", found.only_b)):
         for missing in alone:

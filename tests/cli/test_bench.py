@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -72,6 +73,56 @@ def test_compare_names_the_gpus_and_tritons_of_both(tmp_path: Path) -> None:
     found = json.loads(run("--compare", ours, sent, "--json").stdout)
     assert (found["a"]["gpus"], found["b"]["gpus"]) == (["NVIDIA H200"], ["NVIDIA B200"])
     assert (found["a"]["tritons"], found["b"]["tritons"]) == (["3.6.0"], ["3.9.0"])
+
+
+LONG = "index scores v41-flash batch 64 at 1,048,576 tokens with candidates of two layers"
+
+
+@pytest.mark.parametrize("columns", [None, 200, 80, 30, 1])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_numbers_are_whole_at_any_width(
+    tmp_path: Path, terminal: bool, columns: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(variable, raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
+    files = tmp_path / "a", tmp_path / "b"
+    for path, time_us in zip(files, (148_123.456, 296_246.912), strict=True):
+        write_results(path, results(**{LONG: time_us, "short": 1.5}))
+    result = run("--compare", *files)
+    assert result.exit_code == 0, result.output
+    plain = re.sub("\x1b\\[[0-9;]*m", "", result.stdout)
+    assert ("\x1b" in result.stdout) == terminal
+    table = [line.split() for line in plain.splitlines()]
+    assert ["case", "µs", "A", "µs", "B", "B", "/", "A"] in table
+    assert ["short", "1.50", "1.50", "1.00"] in table
+    (first,) = (words for words in table if words[-1:] == ["2.00"])
+    assert first[-3:] == ["148123.46", "296246.91", "2.00"]
+    if not terminal:
+        assert first[:-3] == LONG.split()
+    else:  # the name goes on below
+        rows = table[table.index(first) : table.index(["short", "1.50", "1.50", "1.00"])]
+        assert [*first[:-3], *(word for row in rows[1:] for word in row)] == LONG.split()
+
+
+def test_files_without_a_common_case_say_what_they_have(tmp_path: Path) -> None:
+    files = tmp_path / "a", tmp_path / "b"
+    write_results(files[0], points("writes", "v4-flash", (1, 64)))
+    write_results(files[1], points("gather", "v4-pro", (1,)))
+    result = run("--compare", *files)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"InvalidInput: no case is in both files: {files[0]} has 2 of writes, the first "
+        f"'writes v4-flash 1'; {files[1]} has 1 of gather, the first 'gather v4-pro 1': compare "
+        f"results of the same suites\n"
+    )
+    as_json = run("--compare", *files, "--json")
+    assert as_json.exit_code == 2
+    assert "no case is in both files" in json.loads(as_json.stdout)["error"]
 
 
 def test_errors_are_one_line(two_files: tuple[Path, Path], tmp_path: Path) -> None:
