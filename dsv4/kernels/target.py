@@ -299,8 +299,8 @@ def _bf16_products(ptx: str) -> str:
     return re.sub(r"mul(\.rn\.bf16x2 [^;]*);", fused, ptx)
 
 
-# Triton looks through the functions below for what a kernel depends on, but not through its own:
-# the target is part of a compiled kernel's key already.
+# Triton looks through the functions below for what a kernel depends on, but not through its own.
+# cache_key.py makes this file and the facts of all targets a part of the keys.
 compiled_for.__triton_builtin__ = True  # type: ignore[attr-defined]
 _bf16_products.__triton_builtin__ = True  # type: ignore[attr-defined]
 

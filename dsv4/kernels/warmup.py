@@ -28,7 +28,7 @@ from triton.errors import TritonError
 from dsv4.kernels.cache_key import cache_key
 from dsv4.kernels.compile_worker import Job, Tiles
 from dsv4.kernels.launch import Collection, Launch, is_descriptor
-from dsv4.kernels.target import target_of
+from dsv4.kernels.target import TARGETS, target_of
 
 Progress = Callable[[int, int], None]
 
@@ -180,7 +180,9 @@ def note_path(launch: Launch, job: Job) -> Path:
     """Where it is noted that a job has been done: a name for all that its binary depends on."""
     settings = [item for item in sorted(os.environ.items()) if item[0].startswith("TRITON_")]
     key = cache_key(launch.kernel)
-    told = (triton.__version__, key, launch.kind()[2:], job.target, settings)
+    target = TARGETS[job.target]
+    named = sorted(job.constants.items()), sorted(target.options(**job.options).items())
+    told = (triton.__version__, key, launch.kind()[4:], named, target, settings)
     text = repr(told)
     return Path(knobs.cache.dir) / "dsv4" / hashlib.sha256(text.encode()).hexdigest()
 

@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from dsv4.kernels.cache_key import cache_key
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.target import Target, compiling_for
 
@@ -115,6 +116,7 @@ def compiled(launch: Launch, target: Target) -> Compiled:
             if argument % 16 == 0:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     language = GluonASTSource if kernel.is_gluon() else ASTSource
+    cache_key(kernel)  # before Triton makes it
     source = language(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
     with compiling_for(target):
         binary = triton.compile(
