@@ -150,8 +150,17 @@ def main(arguments: list[str]) -> None:
         kept = table.setdefault(target, {})
         for name, row in found.items():
             kept[name] = {key: row[key] for key in ("instructions", "loops")}
-        TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+        TABLE.write_text(_lines(table))
     print(json.dumps(found))
+
+
+def _lines(table: dict[str, dict[str, Any]]) -> str:
+    """JSON with a line per launch."""
+    targets = []
+    for target, kept in sorted(table.items()):
+        launched = [f"  {json.dumps(name)}: {json.dumps(kept[name])}" for name in sorted(kept)]
+        targets.append(f" {json.dumps(target)}: {{\n" + ",\n".join(launched) + "\n }")
+    return "{\n" + ",\n".join(targets) + "\n}\n"
 
 
 if __name__ == "__main__":
