@@ -5,6 +5,10 @@
 prints, as JSON, a row per launch; TRITON_INTERPRET is unset. With --write in front the rows go into
 the table of instruction counts (instructions.json) too: rewrite it when a kernel was changed on
 purpose.
+
+    python -m tests.kernels.every_launch --warmup sm_100 v41-flash 64
+
+does it for one launch of each kind that a manager of that model can make, with so many heads.
 """
 
 from __future__ import annotations
@@ -12,11 +16,14 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.schema import CacheSchema
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.target import (
     TARGETS,
@@ -25,6 +32,7 @@ from dsv4.kernels.target import (
     Target,
     compiling_for,
 )
+from dsv4.model import ModelSpec
 from tests.kernels import (
     compiling,
     test_append_sm90,
@@ -41,6 +49,7 @@ from tests.kernels import (
     test_write_records_sm90,
 )
 from tests.support.formats import BF16_INDEX_FORMATS
+from tests.support.no_gpu import no_gpu
 
 TABLE = Path(__file__).parent / "instructions.json"
 HEADS = (4, 8, 16, 32, 64, 128)
@@ -53,8 +62,12 @@ def names(target: Target) -> list[str]:
 
 def rows(target: Target, wanted: list[str]) -> dict[str, dict[str, Any]]:
     """What comes of these launches on a target."""
+    return compiled(target, launches(target, wanted))
+
+
+def compiled(target: Target, launched: Iterable[tuple[str, Launch]]) -> dict[str, dict[str, Any]]:
     found = {}
-    for name, launch in launches(target, wanted):
+    for name, launch in launched:
         with contextlib.redirect_stdout(sys.stderr):  # ptxas prints there what it refuses
             made = compiling.compiled(launch, target)
         found[name] = {
@@ -141,7 +154,27 @@ def launches(target: Target, wanted: list[str]) -> Iterator[tuple[str, Launch]]:
             yield name, makers[name]()
 
 
+def warmup_launches(target: Target, model: str, heads: int) -> list[tuple[str, Launch]]:
+    """One of each kind that a manager can make of its model on a GPU of this target."""
+    with no_gpu(hopper=target.is_hopper) as gpu, compiling_for(target):
+        schema = CacheSchema.build(ModelSpec.preset(model), max_context=131_072)
+        manager = KVCacheManager(schema, num_blocks=8, max_requests=8, max_step_tokens=1024)
+        manager.warmup(heads=heads, workers=1, progress=False)
+    numbers = Counter[str]()
+    found = []
+    for launch in gpu.asked:
+        kernel = launch.kernel.fn.__name__.strip("_").removesuffix("_kernel")
+        numbers[kernel] += 1
+        found.append((f"warmup {model} {heads}: {kernel} {numbers[kernel]}", launch))
+    return found
+
+
 def main(arguments: list[str]) -> None:
+    if arguments[0] == "--warmup":
+        target, model, heads = arguments[1:]
+        kinds = warmup_launches(TARGETS[target], model, int(heads))
+        print(json.dumps(compiled(TARGETS[target], kinds)))
+        return
     write = arguments[0] == "--write"
     target, *wanted = arguments[write:]
     found = rows(TARGETS[target], wanted or names(TARGETS[target]))

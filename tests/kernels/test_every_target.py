@@ -69,7 +69,7 @@ def check(target: Target, found: dict[str, dict[str, Any]]) -> None:
         assert not any(row["spills_in_plain_loops"]), told
         if name.startswith(("attend", "scores")):
             assert row["products"] > 0, f"no matrix instructions: {told}"
-        if TRITON == (3, 6):
+        if TRITON == (3, 6) and not name.startswith("warmup"):
             counted = table[name]["loops"]
             assert len(row["loops"]) == len(counted), f"{told}; in the table {counted}"
             for now, before in zip(row["loops"], counted, strict=True):
@@ -94,3 +94,13 @@ def test_the_table_has_every_launch():
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_launch_compiles_and_fits(name: str):
     check(TARGETS[name], compiled(name, every_launch.names(TARGETS[name])))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("model", ["v4-flash", "v41-flash"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_whatever_a_manager_can_launch_compiles_and_fits(name: str, model: str):
+    found = run_apart("tests.kernels.every_launch", "--warmup", name, model, "64")
+    assert len(found) > 20
+    check(TARGETS[name], found)
