@@ -29,6 +29,7 @@ from dsv4.kernels.numerics import load_rope, rms_norm, rotate
 from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.record_store import RecordConstants, record_constants, store_records
 from dsv4.kernels.rows import load_request, load_token, request_at, staged_row, token_at
+from dsv4.kernels.target import Target, bounded_registers, target_of
 from dsv4.ops.calls import CompressorWrite, StepTensors, WindowWrite
 
 NUM_WARPS = 4
@@ -150,7 +151,7 @@ def append_launch(
             *index.arguments[:-KEY_FIELDS],
         ),
         constants,
-        _options(constants),
+        _options(constants, target_of(step.batch.device)),
     )
 
 
@@ -159,7 +160,7 @@ def _of_kind(compressors: Sequence[CompressorWrite], *, hadamard: bool) -> Compr
     return next((write for write in compressors if write.layout.hadamard == hadamard), None)
 
 
-def _options(constants: dict[str, Any]) -> dict[str, Any]:
+def _options(constants: dict[str, Any], target: Target) -> dict[str, Any]:
     """Warps and the bound on registers. Sums must round as the reference's: nothing is fused."""
     window, main, index = (constants[name] for name in ("WINDOW", "MAIN", "INDEX"))
     warps, registers = NUM_WARPS, MAX_REGISTERS
@@ -168,7 +169,7 @@ def _options(constants: dict[str, Any]) -> dict[str, Any]:
     elif main is not None and main.WIDE:
         registers = MAX_FOLD_REGISTERS if main.STATE_ROWS else MAX_CHUNK_REGISTERS
     elif main is not None and main.SPLITS > 1:
-        registers = MAX_SPLIT_REGISTERS
+        registers = bounded_registers(target, MAX_SPLIT_REGISTERS)
     elif main is not None and main.KEY_WIDTH:
         registers = MAX_PROJECTION_REGISTERS
     return {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": False}

@@ -231,6 +231,12 @@ def score_registers(target: Target, band: int, *, powers: bool) -> int | None:
     return None
 
 
+def bounded_registers(target: Target, bound: int) -> int:
+    """Registers per thread at most, for more programs on a processor: a bound that was found on
+    Hopper. Other assemblers spill in loops under it, and get room."""
+    return bound if target.is_hopper else max(bound, 168)
+
+
 _asked_for: list[Target] = []
 
 
