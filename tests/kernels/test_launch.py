@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +16,7 @@ from dsv4.kernels.hopper import attend as hopper_attend
 from dsv4.kernels.hopper import index_scores as hopper_scores
 from dsv4.kernels.index_scores import ScoreArguments
 from dsv4.kernels.launch import Launch
+from dsv4.kernels.target import TARGETS, compiling_for
 
 
 @pytest.fixture(autouse=True)
@@ -89,9 +90,10 @@ class Uncompilable:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], Launch]:
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Exception], Launch]]:
     monkeypatch.setattr(launch, "cache_key", lambda kernel: "")
-    return lambda error: Launch(Uncompilable(error), (1,), (), {}, {})
+    with compiling_for(TARGETS["sm_90"]):
+        yield lambda error: Launch(Uncompilable(error), (1,), (), {}, {})
 
 
 def test_a_failed_pass_of_the_compiler_is_an_error_of_triton(
