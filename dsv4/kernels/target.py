@@ -36,8 +36,6 @@ WIDE_ATTENTION_FITS = TRITON < (3, 9)
 LAUNCHERS_ARE_COMPILED = TRITON < (3, 7)
 
 KIB = 1024
-# Of the GPUs that this torch is built for.
-BACKEND = "cuda" if torch.version.hip is None else "hip"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.needs import interpreted
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -18,10 +20,8 @@ HERE = Path(__file__).parent
 @pytest.fixture(autouse=True)
 def _walls(monkeypatch: pytest.MonkeyPatch) -> None:
     """An interpreted kernel that leaves the memory of its tensors ends the process."""
-    from dsv4.kernels.numerics import INTERPRETED  # reads the flag above
-
-    if INTERPRETED.value and sys.platform == "linux":
-        from tests.support.walled import wall_launches
+    if sys.platform == "linux":
+        from tests.support.walled import wall_launches  # kernels are decorated by the flag above
 
         wall_launches(monkeypatch)
 
@@ -29,7 +29,7 @@ def _walls(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where a GPU is present kernels are compiled, and only TRITON_INTERPRET=1 brings these back;
     tests named *_sm90 and *_every_target compile in a process of their own and always run."""
-    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+    if interpreted():
         return
     compiled = pytest.mark.skip(reason="kernels are compiled here: set TRITON_INTERPRET=1")
     apart = ("_sm90", "_every_target")

@@ -45,11 +45,11 @@ class _Walled:
             self.first += (room - self.size) // _ALIGNMENT * _ALIGNMENT
         ctypes.memmove(self.first, storage.data_ptr(), self.size)
         buffer = (ctypes.c_uint8 * self.size).from_address(self.first)
-        self.copy = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+        self._copy = torch.frombuffer(buffer, dtype=torch.uint8)
 
     def view_like(self, view: Tensor) -> Tensor:
-        empty = torch.empty(0, dtype=view.dtype)
-        return empty.set_(self.copy, view.storage_offset(), view.shape, view.stride())
+        behind = view.data_ptr() - self.storage.data_ptr()
+        return launching._view_like(view, self._copy, behind)
 
     def close(self) -> None:
         """What was written goes where it belongs."""
