@@ -311,9 +311,8 @@ class Shared:
         rows = torch.arange(batch, dtype=torch.int32, device=device)
         last = torch.full_like(rows, row.context - 1)
         backend = load_backend("triton", torch.device(device))
-        needed = backend.attend_workspace_bytes(
-            batch, model=model, max_entries=row.listed or visible
-        )
+        sized = load_backend("triton", torch.device(device), batch_invariant=row.whole)
+        needed = sized.attend_workspace_bytes(batch, model=model, max_entries=row.listed or visible)
         return cls(
             backend=backend,
             schema=schema,

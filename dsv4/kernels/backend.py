@@ -58,6 +58,7 @@ class TritonBackend:
         self._device, self._batch_invariant = device, batch_invariant
         hopper = target_of(device).is_hopper and device.type == "cuda"
         self._attend = _Own("attend") if hopper else None
+        self._whole_attend = _Own("attend", "attend_whole") if hopper else None
         wide = hopper and WIDE_ATTENTION_FITS
         self._wide_attend = _Own("attend", "attend_wide") if wide else None
         self._index_scores = _Own("index_scores") if hopper else None
@@ -124,6 +125,9 @@ class TritonBackend:
         _run(call, self._wide_attend, self._narrow_attend)
 
     def _narrow_attend(self, call: Attention) -> None:
+        _run(call, self._whole_attend, self._single_attend)
+
+    def _single_attend(self, call: Attention) -> None:
         _run(call, self._attend, attend.attend)
 
     def attend_workspace_bytes(self, tokens: int, *, model: ModelSpec, max_entries: int) -> int:
@@ -132,6 +136,9 @@ class TritonBackend:
         own = self._attend.module if self._attend else None
         if own is not None:
             elements = max(elements, own.workspace_elements(self._device))
+        whole = self._whole_attend.module if self._whole_attend else None
+        if whole is not None and self._batch_invariant:
+            elements = max(elements, whole.workspace_elements())
         return 4 * elements
 
 

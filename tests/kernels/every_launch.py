@@ -38,6 +38,7 @@ from tests.kernels import (
     test_append_sm90,
     test_attend_hopper_sm90,
     test_attend_sm90,
+    test_attend_whole_sm90,
     test_attend_wide_sm90,
     test_follow_sm90,
     test_gather_sm90,
@@ -92,6 +93,8 @@ def _makers(target: Target) -> dict[str, Callable[[], Launch]]:
     if target.is_hopper:
         for case in test_attend_hopper_sm90.CASES:
             found[f"hopper attend {case}"] = partial(test_attend_hopper_sm90.launch, case)
+        for case in test_attend_whole_sm90.CASES:
+            found[f"hopper attend whole {case}"] = partial(test_attend_whole_sm90.launch, case)
         for case in test_attend_wide_sm90.CASES if WIDE_ATTENTION_FITS else ():
             found[f"hopper attend wide {case}"] = partial(test_attend_wide_sm90.launch, case)
         for case in ("flash csa", "flash hca", "window"):

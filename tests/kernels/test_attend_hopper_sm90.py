@@ -99,8 +99,21 @@ def test_each_role_sets_its_registers(attend: dict[str, Any]) -> None:
 def launch(case: str) -> Launch:
     from dsv4.kernels.hopper import attend as kernel
 
-    model, heads, layer, tokens, chunk = CASES[case]
-    schema = CacheSchema.build(ModelSpec.preset(model))
+    return kernel.attend_launch(call(*CASES[case]), programs=PROCESSORS)
+
+
+def call(
+    model: str,
+    heads: int,
+    layer: int | None,
+    tokens: int,
+    chunk: bool,
+    *,
+    max_context: int | None = None,
+) -> Attention:
+    from dsv4.kernels.hopper import attend as kernel
+
+    schema = CacheSchema.build(ModelSpec.preset(model), max_context=max_context)
     width = schema.model.head_dim
     window_page = schema.page("window", CSA_LAYER)
     assert window_page is not None
@@ -123,7 +136,7 @@ def launch(case: str) -> Launch:
         staged=chunk,
     )
     q = empty(tokens, heads, width, dtype=torch.bfloat16)
-    call = Attention(
+    made = Attention(
         q=q,
         sink=empty(heads),
         tokens=empty(tokens, 4, dtype=torch.int32),
@@ -136,8 +149,8 @@ def launch(case: str) -> Launch:
         inverse_rope=empty(schema.max_context, schema.model.rope_dim),
         workspace=empty(kernel.PARTS_START + PROCESSORS * kernel.PART_ELEMENTS),
     )
-    assert kernel.supports(call)
-    return kernel.attend_launch(call, programs=PROCESSORS)
+    assert kernel.supports(made)
+    return made
 
 
 def compile_attend(case: str) -> dict[str, Any]:

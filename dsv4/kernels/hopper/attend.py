@@ -111,8 +111,8 @@ there:
 @dataclass(frozen=True, slots=True)
 class HopperConstants:
     """A launch as compile-time constants. ALL: every visible entry, not a list. V41: which records;
-    KEY_UNIT: decoded keys times this are the numbers. PARTS and HEADS_PER_THREAD: see
-    combine_shape."""
+    KEY_UNIT: decoded keys times this are the numbers. WHOLE: the softmax of queries that are never
+    cut. PARTS and HEADS_PER_THREAD: see combine_shape."""
 
     HEADS: int
     WIDTH: int
@@ -130,6 +130,7 @@ class HopperConstants:
     DATA_BYTES: int
     SCALE_BYTES: int
     ROPE: int
+    WHOLE: bool
     SPLIT: bool
     SLICES: int
     PARTS: int
@@ -189,11 +190,12 @@ def supports(call: Attention) -> bool:
         and call.window.window % TILE_KEYS == 0
         and not call.joint
         and not call.window_cut
-        and not (call.whole and _tiles(call.window.window, call.max_entries) > WHOLE_TILES)
+        and not (call.whole and tiles_of(call.window.window, call.max_entries) > WHOLE_TILES)
     )
 
 
-def _tiles(window: int, max_entries: int) -> int:
+def tiles_of(window: int, max_entries: int) -> int:
+    """Tiles that a query can have."""
     return -(-window // int(TILE_KEYS)) - (-max_entries // int(TILE_KEYS))
 
 
@@ -244,7 +246,7 @@ def shares(
     """Into how many splits of its keys and slices of its channels a query is cut, so that at most
     `programs` of them run at once. Follows from shapes alone: the same launch cuts the same way
     whatever the lengths are."""
-    tiles = _tiles(window, max_entries)
+    tiles = tiles_of(window, max_entries)
     items = max(1, tokens * head_blocks(heads))
     best, least = (1, 1), float(tiles)
     for slices, cost in PARTS_COST_TILES.items():
@@ -279,11 +281,10 @@ def attend(call: Attention) -> None:
 def attend_launch(call: Attention, *, programs: int) -> Launch:
     """A grid of queries and blocks of heads × splits × slices, `programs` of them at most where a
     query is split. Raises InvalidInput for a workspace that is too small."""
-    count, heads, width = call.q.shape
-    window, source = call.window, entries_or_window(call)
+    count, heads, _ = call.q.shape
     splits, slices = 1, 1
     if not call.whole:
-        splits, slices = shares(count, heads, window.window, call.max_entries, programs)
+        splits, slices = shares(count, heads, call.window.window, call.max_entries, programs)
     items = count * head_blocks(heads)
     needed = PARTS_START + items * splits * PART_ELEMENTS if splits > 1 else 0
     given = 0 if call.workspace is None else call.workspace.numel()
@@ -292,10 +293,24 @@ def attend_launch(call: Attention, *, programs: int) -> Launch:
             f"attention of {count} tokens with {heads} heads in {splits} splits needs a workspace "
             f"of {needed} fp32 elements, got {given}: size it with workspace_elements"
         )
+    constants = constants_of(call, splits=splits, slices=slices)
+    options = {
+        "num_warps": WARPS_PER_ROLE,
+        "launch_cooperative_grid": splits > 1,
+        "launch_pdl": False,  # a program wants a processor: waiting for one beside others is slower
+        "enable_fp_fusion": True,
+    }
+    grid = (items, splits, slices)
+    arguments = run_time_arguments(call)
+    return Launch(_attend_hopper_kernel, grid, arguments, {"A": constants}, options)
+
+
+def constants_of(call: Attention, *, splits: int = 1, slices: int = 1) -> HopperConstants:
+    window, source = call.window, entries_or_window(call)
     parts, heads_per_thread = combine_shape(splits, slices)
-    constants = HopperConstants(
-        HEADS=heads,
-        WIDTH=width,
+    return HopperConstants(
+        HEADS=call.q.shape[1],
+        WIDTH=call.q.shape[2],
         WINDOW=window.window,
         WINDOW_ROWS=window.page.rows,
         STAGED=window.staged,
@@ -310,20 +325,12 @@ def attend_launch(call: Attention, *, programs: int) -> Launch:
         DATA_BYTES=source.page.format.data_row_bytes,
         SCALE_BYTES=source.page.format.scale_row_bytes,
         ROPE=0 if call.inverse_rope is None else call.inverse_rope.shape[1],
+        WHOLE=call.whole,
         SPLIT=splits > 1,
         SLICES=slices,
         PARTS=parts,
         HEADS_PER_THREAD=heads_per_thread,
     )
-    options = {
-        "num_warps": WARPS_PER_ROLE,
-        "launch_cooperative_grid": splits > 1,
-        "launch_pdl": False,  # a program wants a processor: waiting for one beside others is slower
-        "enable_fp_fusion": True,
-    }
-    grid = (items, splits, slices)
-    arguments = run_time_arguments(call)
-    return Launch(_attend_hopper_kernel, grid, arguments, {"A": constants}, options)
 
 
 @gluon.jit
@@ -341,7 +348,7 @@ def load_queries(queries, NTH: gl.constexpr, A: gl.constexpr):
 
 
 @gluon.jit
-def _logits(queries, keys, stage, phase):
+def logits_of(queries, keys, stage, phase):
     """Starts the logits [heads, keys] of a tile, once its keys are there."""
     mbarrier.wait(keys.ready.index(stage), phase)
     none = gl.full([_HEADS, TILE], 0.0, gl.float32, _LOGITS)
@@ -376,19 +383,50 @@ def softmax(logits, sums, bias, nth, weights, A: gl.constexpr):
     """A tile's probabilities into shared memory, and the sums brought to the new maximum."""
     SCALE: gl.constexpr = A.KEY_UNIT * A.WIDTH**-0.5 * _LOG2_E
     place = nth % _WEIGHT_STAGES
-    x = logits * SCALE + bias[None, :]  # [heads, keys]
-    highest = gl.maximum(sums.top, gl.max(x, axis=1))  # [heads]
-    base = gl.where(highest == float("-inf"), 0.0, highest)  # no key yet
-    alpha = gl.exp2(sums.top - base)
-    weight = gl.exp2(x - base[:, None])
-    total = sums.total * alpha + gl.sum(weight, axis=1)
+    if A.WHOLE:
+        weight, sum_of_tile, level = weigh(logits, bias, A)
+        highest = gl.maximum(sums.top, level)
+        alpha = power(sums.top, highest)
+        factor = power(level, highest)
+        total = sums.total * alpha + sum_of_tile * factor
+        probabilities = weight * factor.to(gl.bfloat16)[:, None]
+    else:
+        x = logits * SCALE + bias[None, :]  # [heads, keys]
+        highest = gl.maximum(sums.top, gl.max(x, axis=1))  # [heads]
+        base = gl.where(highest == float("-inf"), 0.0, highest)  # no key yet
+        alpha = gl.exp2(sums.top - base)
+        weight = gl.exp2(x - base[:, None])
+        total = sums.total * alpha + gl.sum(weight, axis=1)
+        probabilities = weight.to(gl.bfloat16)
     mbarrier.wait(weights.free.index(place), (nth // _WEIGHT_STAGES) % 2 ^ 1)
-    weights.probabilities.index(place).store(weight.to(gl.bfloat16))
+    weights.probabilities.index(place).store(probabilities)
     weights.factors.index(place).store(alpha)
     fence_async_shared()
     mbarrier.arrive(weights.ready.index(place), count=1)
     acc = sums.acc * gl.convert_layout(alpha, gl.SliceLayout(1, sums.acc.type.layout))[:, None]
     return Sums(top=highest, total=total, acc=acc)
+
+
+@gluon.jit
+def weigh(logits, bias, A: gl.constexpr):
+    """Weights of a tile's keys [heads, keys], bf16, their sums and their level [heads]: a weight is
+    2^(logit - level), and levels are whole numbers. So bringing weights and sums to another level
+    changes no bit of them, and it is the same who does it and when."""
+    SCALE: gl.constexpr = A.KEY_UNIT * A.WIDTH**-0.5 * _LOG2_E
+    x = logits * SCALE + bias[None, :]
+    level = gl.ceil(gl.max(x, axis=1))
+    base = gl.where(level == float("-inf"), 0.0, level)  # no key
+    weight = gl.exp2(x - base[:, None])
+    return weight.to(gl.bfloat16), gl.sum(weight, axis=1), level
+
+
+@gluon.jit
+def power(level, highest):
+    """2^(level - highest) of whole numbers, the second not below the first: exact, and 0 where the
+    first is -inf."""
+    base = gl.where(highest == float("-inf"), 0.0, highest)
+    exponent = gl.maximum(level - base, -127.0).to(gl.int32)
+    return ((exponent + 127) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -411,7 +449,7 @@ def _left(queries, keys, weights, out, share, A: gl.constexpr):
     if tiles > 0:
         stage = gl.to_tensor(0)
         phase = gl.to_tensor(0)
-        logits = warpgroup_mma_wait(0, deps=[_logits(queries, keys, stage, phase)])
+        logits = warpgroup_mma_wait(0, deps=[logits_of(queries, keys, stage, phase)])
         for nth in range(0, tiles - 1):
             sums = softmax(logits, sums, keys.bias.index(stage).load(KEY), nth, weights, A)
             running = warpgroup_mma(
@@ -422,7 +460,7 @@ def _left(queries, keys, weights, out, share, A: gl.constexpr):
             )
             used = stage
             stage, phase = next_stage(stage, phase, KEY_STAGES)
-            next_logits = _logits(queries, keys, stage, phase)
+            next_logits = logits_of(queries, keys, stage, phase)
             acc, logits = warpgroup_mma_wait(0, deps=[running, next_logits])
             sums = Sums(top=sums.top, total=sums.total, acc=acc)
             mbarrier.arrive(keys.free.index(used), count=1)
@@ -439,6 +477,22 @@ def _left(queries, keys, weights, out, share, A: gl.constexpr):
 
 
 @gluon.jit
+def with_sink(total, sink, top):
+    """The weight of all keys and of the sink."""
+    base = gl.where(top == float("-inf"), 0.0, top)
+    return total + gl.where(total > 0, gl.exp2(sink * _LOG2_E - base), 0.0)
+
+
+@gluon.jit
+def normaliser(total, A: gl.constexpr):
+    """What sums are multiplied by in the end."""
+    inverse = gl.where(total > 0, 1.0 / total, 0.0)
+    if A.KEY_UNIT != 1.0:
+        inverse *= A.KEY_UNIT
+    return inverse
+
+
+@gluon.jit
 def end_left(sums, queries, weights, out, share, extent, A: gl.constexpr):
     """What left does behind its last tile: the log-sum-exp, the factor that normalises, and its
     channels on their way."""
@@ -449,17 +503,13 @@ def end_left(sums, queries, weights, out, share, extent, A: gl.constexpr):
     top, total = sums.top, sums.total
     head = gl.arange(0, _HEADS, layout=LINE)
     lse = top + gl.log2(total)
-    base = gl.where(top == float("-inf"), 0.0, top)
     real = _real(head, out, A)
     if A.SPLIT:
         gl.store(_part(out.parts, share.split, A) + head, lse, mask=live & real)
     else:
         gl.store(out.lse_row + head, lse * _LN_2, mask=live & real)
-        sink = gl.load(out.sink_row + head, mask=real, other=0.0)
-        total += gl.where(total > 0, gl.exp2(sink * _LOG2_E - base), 0.0)
-    inverse = gl.where(total > 0, 1.0 / total, 0.0)
-    if A.KEY_UNIT != 1.0:
-        inverse *= A.KEY_UNIT
+        total = with_sink(total, gl.load(out.sink_row + head, mask=real, other=0.0), top)
+    inverse = normaliser(total, A)
     weights.factors.index(_WEIGHT_STAGES).store(inverse)  # right may still read the others
     mbarrier.arrive(weights.closed, count=1)
     acc = sums.acc * gl.convert_layout(inverse, gl.SliceLayout(1, SUMS))[:, None]
@@ -695,8 +745,14 @@ def _turn_back(x, rope_row, A: gl.constexpr):
     pair -= (COLUMNS - A.ROPE) // 2
     cos = gl.load(rope_row + pair, mask=pair >= 0, other=1.0)[None, :]
     sin = gl.load(rope_row + A.ROPE // 2 + pair, mask=pair >= 0, other=0.0)[None, :]
-    both = gl.join(even * cos + odd * sin, odd * cos - even * sin)
-    return gl.reshape(both, [_HEADS, COLUMNS])
+    first, second = rotated(even, odd, cos, sin)
+    return gl.reshape(gl.join(first, second), [_HEADS, COLUMNS])
+
+
+@gluon.jit
+def rotated(even, odd, cos, sin):
+    """Pairs of channels turned back. Which product is rounded is not left to the compiler."""
+    return gl.fma(even, cos, odd * sin), gl.fma(odd, cos, -(even * sin))
 
 
 @gluon.jit

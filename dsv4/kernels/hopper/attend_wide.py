@@ -87,6 +87,7 @@ class WideConstants:
     RATIO: int
     ROPE: int
     KEY_UNIT: float = 1.0
+    WHOLE: bool = False
     SPLIT: bool = False
     SLICES: int = 1
 

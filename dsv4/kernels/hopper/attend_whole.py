@@ -1,0 +1,506 @@
+"""Attention of few queries whose result must not depend on how few they are, for Hopper.
+
+attend.py cuts a query's keys into parts for many processors, rounds the parts and adds them: how a
+query was cut is in the last bits of its result. One program per query would leave processors idle.
+So there are two launches, and nothing is rounded between them:
+
+    weigh    programs of a query take some of its tiles: they decode the keys, and store them
+             with the weights that the keys have for all heads
+    add      programs of a query take some of its channels, and add up all keys in their order
+
+Together they do, operation for operation, what one program of attend.py does with a query that is
+`WHOLE`: weights are multiples of whole powers of two (`weigh` in attend.py), so that bringing them
+to a common one changes no bit. Compiled only; tested on GPUs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dsv4.kernels.attend import _LN_2, run_time_arguments
+from dsv4.kernels.hopper import attend as narrow
+from dsv4.kernels.hopper import attend_keys_v41 as v41
+from dsv4.kernels.hopper.attend import (
+    _HEADS,
+    _LOGITS,
+    _PARTS_START,
+    HEADS_PER_PROGRAM,
+    PARTS_START,
+    PRODUCER_REGISTERS,
+    RIGHT_REGISTERS,
+    TILE_KEYS,
+    WARPS_PER_ROLE,
+    Queries,
+    constants_of,
+    head_blocks,
+    load_queries,
+    logits_of,
+    normaliser,
+    power,
+    rotated,
+    tiles_of,
+    weigh,
+    with_sink,
+)
+from dsv4.kernels.hopper.attend_keys import (
+    BARRIER,
+    HALF,
+    KEY_STAGES,
+    OPERAND,
+    TILE,
+    VECTOR,
+    Share,
+    Where,
+    extent_of,
+    new_keys,
+    new_records,
+    next_stage,
+    produce,
+)
+from dsv4.kernels.hopper.dialect import async_load
+from dsv4.kernels.launch import Launch
+from dsv4.kernels.overlap import begin_program
+from dsv4.kernels.rows import load_token, token_at
+from dsv4.kernels.target import processors
+from dsv4.ops.calls import Attention
+
+WIDTH = 2 * HALF.value
+# A stored tile, in fp32 elements: decoded keys and the weights of 64 heads in bf16, then the level
+# and the sum of each head's weights.
+KEY_ELEMENTS = TILE_KEYS * WIDTH // 2
+WEIGHT_ELEMENTS = HEADS_PER_PROGRAM * TILE_KEYS // 2
+TILE_ELEMENTS = KEY_ELEMENTS + WEIGHT_ELEMENTS + 2 * HEADS_PER_PROGRAM
+# So many tiles are stored at most, which bounds the workspace: 44 MB, which the L2 holds.
+MAX_TILES = 1188
+# What the second launch and storing tiles cost, in the time that a tile takes in the first one.
+COST_TILES = 3.0
+# The second launch sends for so many tiles at once, and for several of these ahead: what other
+# processors have just written comes late. By the number of channels of a program.
+TOGETHER = 4
+AHEAD = {32: 5, 64: 5, 128: 4}
+
+_KEY_ELEMENTS = gl.constexpr(KEY_ELEMENTS)
+_WEIGHT_ELEMENTS = gl.constexpr(WEIGHT_ELEMENTS)
+_TILE_ELEMENTS = gl.constexpr(TILE_ELEMENTS)
+_WEIGHT = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
+_TOGETHER = gl.constexpr(TOGETHER)
+_COPY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+
+
+@dataclass(frozen=True, slots=True)
+class AddConstants:
+    """The second launch as compile-time constants, as in attend.py. COLUMNS: channels of a
+    program. STAGES: of shared memory, with TOGETHER tiles each."""
+
+    HEADS: int
+    WIDTH: int
+    WINDOW: int
+    ENTRIES: bool
+    ALL: bool
+    RATIO: int
+    KEY_UNIT: float
+    ROPE: int
+    COLUMNS: int
+    STAGES: int
+
+
+class Tiles(NamedTuple):
+    """Stored tiles, and those that are under way in shared memory."""
+
+    stored: gl.tensor
+    channels: gl.shared_memory_descriptor
+    weights: gl.shared_memory_descriptor
+    levels: gl.shared_memory_descriptor
+
+
+def workspace_elements() -> int:
+    """fp32 elements that any launch needs at most."""
+    return int(PARTS_START + MAX_TILES * TILE_ELEMENTS)
+
+
+def programs_per_query(
+    tokens: int, heads: int, window: int, max_entries: int, programs: int
+) -> int:
+    """Among how many programs the tiles of a query are shared out so that at most `programs` run
+    at once; 1 where a single launch is faster. No bit depends on it."""
+    tiles = tiles_of(window, max_entries)
+    items = tokens * head_blocks(heads)
+    if not 0 < items * tiles <= MAX_TILES or items * (WIDTH // max(AHEAD)) > programs:
+        return 1
+    shared = min(tiles, programs // items)
+    return shared if shared > 1 and -(-tiles // shared) + COST_TILES < tiles else 1
+
+
+def columns_per_program(items: int, programs: int) -> int:
+    """The fewest channels with which all programs of the second launch run at once."""
+    return min(columns for columns in AHEAD if items * (WIDTH // columns) <= programs)
+
+
+def supports(call: Attention) -> bool:
+    """Whether these are queries that attend.py would not cut, and two launches are faster. Where
+    the workspace has no place for their tiles, one does it."""
+    count, heads, _ = call.q.shape
+    if not call.whole or not narrow.supports(call):
+        return False
+    window, entries = call.window.window, call.max_entries
+    needed = PARTS_START + count * head_blocks(heads) * tiles_of(window, entries) * TILE_ELEMENTS
+    if call.workspace is None or needed > call.workspace.numel():
+        return False
+    programs = processors(call.q.device)
+    return programs_per_query(count, heads, window, entries, programs) > 1
+
+
+def attend(call: Attention) -> None:
+    """Two launches; the bits of the one that attend.py makes of it."""
+    for launch in attend_launches(call, programs=processors(call.q.device)):
+        launch.run()
+
+
+def attend_launches(call: Attention, *, programs: int) -> tuple[Launch, Launch]:
+    count, heads, _ = call.q.shape
+    window = call.window.window
+    items = count * head_blocks(heads)
+    tiles = tiles_of(window, call.max_entries)
+    shared = programs_per_query(count, heads, window, call.max_entries, programs)
+    columns = columns_per_program(items, programs)
+    constants = constants_of(call)
+    options = {"num_warps": WARPS_PER_ROLE, "launch_pdl": False, "enable_fp_fusion": True}
+    given = run_time_arguments(call)
+    first = Launch(_weigh_kernel, (items, shared), (*given, tiles), {"A": constants}, options)
+    add = AddConstants(
+        HEADS=heads,
+        WIDTH=constants.WIDTH,
+        WINDOW=constants.WINDOW,
+        ENTRIES=constants.ENTRIES,
+        ALL=constants.ALL,
+        RATIO=constants.RATIO,
+        KEY_UNIT=constants.KEY_UNIT,
+        ROPE=constants.ROPE,
+        COLUMNS=columns,
+        STAGES=AHEAD[columns],
+    )
+    arguments = (
+        given.sink_ptr,
+        given.tokens_ptr,
+        given.workspace_ptr,
+        given.out_ptr,
+        given.lse_ptr,
+        given.rope_ptr,
+        given.out_stride,
+        given.lse_stride,
+        given.indices_count,
+        tiles,
+    )
+    second = Launch(
+        _add_kernel,
+        (items, WIDTH // add.COLUMNS),
+        arguments,
+        {"A": add},
+        {"num_warps": WARPS_PER_ROLE, "enable_fp_fusion": True},
+    )
+    return first, second
+
+
+@gluon.jit
+def _stored(workspace, item, max_tiles):
+    """Where the tiles of a query's block of heads are stored."""
+    return workspace + _PARTS_START + item * max_tiles * _TILE_ELEMENTS
+
+
+@gluon.jit
+def _store_weights(queries, keys, stored, share, A: gl.constexpr):
+    """Left: the weights of tile after tile."""
+    KEY: gl.constexpr = gl.SliceLayout(0, _LOGITS)
+    LINE: gl.constexpr = gl.SliceLayout(1, _LOGITS)
+    extent = extent_of(share, A)
+    load_queries(queries, 0, A)
+    mbarrier.arrive(queries.ready, count=1)
+    mbarrier.wait(queries.ready, 0)
+    head = gl.arange(0, _HEADS, layout=LINE)
+    key = gl.arange(0, TILE, layout=KEY)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for tile in range(extent.first, extent.last):
+        logits = logits_of(queries, keys, stage, phase)
+        bias = keys.bias.index(stage).load(KEY)
+        logits = warpgroup_mma_wait(0, deps=[logits])
+        mbarrier.arrive(keys.free.index(stage), count=1)
+        weight, total, level = weigh(logits, bias, A)
+        at = stored + tile * _TILE_ELEMENTS + _KEY_ELEMENTS
+        row = at.to(gl.pointer_type(gl.bfloat16))
+        gl.store(row + head[:, None] * TILE + key[None, :], weight)
+        gl.store(at + _WEIGHT_ELEMENTS + head, level)
+        gl.store(at + _WEIGHT_ELEMENTS + _HEADS + head, total)
+        stage, phase = next_stage(stage, phase, KEY_STAGES)
+
+
+@gluon.jit
+def _store_keys(queries, keys, stored, share, A: gl.constexpr):
+    """Right: the decoded keys."""
+    extent = extent_of(share, A)
+    load_queries(queries, 1, A)
+    mbarrier.arrive(queries.ready, count=1)
+    key = gl.arange(0, TILE, layout=gl.SliceLayout(1, _COPY))[:, None]
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, _COPY))[None, :]
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for tile in range(extent.first, extent.last):
+        at = (stored + tile * _TILE_ELEMENTS).to(gl.pointer_type(gl.bfloat16))
+        mbarrier.wait(keys.ready.index(stage), phase)
+        first = keys.halves.index(stage).load(_COPY)
+        second = keys.halves.index(KEY_STAGES + stage).load(_COPY)
+        mbarrier.arrive(keys.free.index(stage), count=1)
+        gl.store(at + key * A.WIDTH + column, first)
+        gl.store(at + key * A.WIDTH + HALF + column, second)
+        stage, phase = next_stage(stage, phase, KEY_STAGES)
+
+
+@gluon.jit(do_not_specialize=["max_tiles"])
+def _weigh_kernel(
+    q_ptr,
+    sink_ptr,
+    tokens_ptr,
+    batch_ptr,
+    window_arena,
+    entry_arena,
+    table_ptr,
+    indices_ptr,
+    out_ptr,
+    lse_ptr,
+    rope_ptr,
+    workspace_ptr,
+    q_stride,
+    out_stride,
+    lse_stride,
+    indices_stride,
+    indices_count,
+    table_stride,
+    window_bytes,
+    window_data,
+    window_scale,
+    entry_bytes,
+    entry_data,
+    entry_scale,
+    max_tiles,
+    A: gl.constexpr,
+):
+    begin_program()
+    BLOCKS: gl.constexpr = (A.HEADS + _HEADS - 1) // _HEADS
+    item = gl.program_id(0)
+    head = item % BLOCKS * _HEADS
+    token = item // BLOCKS
+    tokens_row = token_at(tokens_ptr, token)
+    token = token.to(gl.int64)
+    queries = Queries(
+        halves=gl.allocate_shared_memory(gl.bfloat16, [2, _HEADS, HALF], OPERAND),
+        ready=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        row=q_ptr + token * q_stride + head * A.WIDTH,
+        heads=gl.minimum(A.HEADS - head, _HEADS),
+    )
+    keys = new_keys()
+    records = v41.new_records() if A.V41 else new_records()
+    mbarrier.init(queries.ready, count=2)
+    for stage in gl.static_range(KEY_STAGES):
+        mbarrier.init(keys.ready.index(stage), count=1)
+        mbarrier.init(keys.free.index(stage), count=2)
+    fence_async_shared()
+    where = Where(
+        arena=entry_arena,
+        window_row=window_arena.to(gl.int64) - entry_arena.to(gl.int64),
+        window_bytes=window_bytes,
+        window_data=window_data,
+        window_scale=window_scale,
+        entry_data=entry_data,
+        entry_scale=entry_scale,
+        entry_bytes=entry_bytes,
+        table=table_ptr,
+        table_stride=table_stride,
+        indices_row=indices_ptr + token * indices_stride,
+        batch=batch_ptr,
+    )
+    share = Share(
+        tokens_row=tokens_row,
+        indices_count=indices_count,
+        split=gl.program_id(1),
+        splits=gl.num_programs(1),
+        nth_slice=gl.to_tensor(0),
+    )
+    stored = _stored(workspace_ptr, item, max_tiles)
+    gl.warp_specialize(
+        [
+            (_store_weights, (queries, keys, stored, share, A)),
+            (_store_keys, (queries, keys, stored, share, A)),
+            (v41.produce if A.V41 else produce, (keys, records, where, share, A)),
+        ],
+        [4, 4],
+        [RIGHT_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _fetch(tiles, place, tile, count, columns, A: gl.constexpr):
+    """Sends for the next tiles: a program's channels of their keys, the weights, and their levels
+    and sums. What is not there becomes zeros."""
+    C: gl.constexpr = A.COLUMNS
+    CHANNELS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
+    WEIGHTS: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    LEVELS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    at = tiles.stored + tile * _TILE_ELEMENTS
+    row = gl.arange(0, _TOGETHER * TILE, layout=gl.SliceLayout(1, CHANNELS))[:, None]
+    column = gl.arange(0, C, layout=gl.SliceLayout(0, CHANNELS))[None, :]
+    offset = row // TILE * (2 * _TILE_ELEMENTS) + row % TILE * A.WIDTH + columns
+    first = at.to(gl.pointer_type(gl.bfloat16))
+    async_load(
+        tiles.channels.index(place),
+        gl.multiple_of(first + offset, [16, 16]) + column,
+        mask=tile + row // TILE < count,
+    )
+    row = gl.arange(0, _TOGETHER * _HEADS, layout=gl.SliceLayout(1, WEIGHTS))[:, None]
+    key = gl.arange(0, TILE, layout=gl.SliceLayout(0, WEIGHTS))[None, :]
+    offset = row // _HEADS * (2 * _TILE_ELEMENTS) + row % _HEADS * TILE + 2 * _KEY_ELEMENTS
+    async_load(
+        tiles.weights.index(place),
+        gl.multiple_of(first + offset, [16, 16]) + key,
+        mask=tile + row // _HEADS < count,
+    )
+    row = gl.arange(0, _TOGETHER * 2 * _HEADS, layout=LEVELS)
+    offset = row // (2 * _HEADS) * _TILE_ELEMENTS + row % (2 * _HEADS)
+    async_load(
+        tiles.levels.index(place),
+        at + (_KEY_ELEMENTS + _WEIGHT_ELEMENTS) + offset,
+        mask=tile + row // (2 * _HEADS) < count,
+    )
+
+
+@gluon.jit
+def _scaled(tiles, place, NTH: gl.constexpr, there, top, total, A: gl.constexpr):
+    """The weights of a tile brought to the highest level so far, what brings the sums there, that
+    level, and the weight of all keys so far."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, top.type.layout.parent, 2)
+    weight = tiles.weights.index(place).slice(NTH * _HEADS, _HEADS).load(OPERAND)
+    levels = tiles.levels.index(place)
+    level = levels.slice(2 * NTH * _HEADS, _HEADS).load(top.type.layout)
+    sum_of_tile = levels.slice((2 * NTH + 1) * _HEADS, _HEADS).load(top.type.layout)
+    level = gl.where(there, level, float("-inf"))
+    highest = gl.maximum(top, level)
+    alpha = power(top, highest)
+    factor = power(level, highest)
+    total = total * alpha + sum_of_tile * factor
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, OPERAND), assert_trivial=True)
+    return weight * factor.to(gl.bfloat16)[:, None], alpha, highest, total
+
+
+@gluon.jit
+def _plus(acc, alpha, weight, tiles, place, NTH: gl.constexpr):
+    """The sums with a tile more."""
+    channels = tiles.channels.index(place).slice(NTH * TILE, TILE)
+    acc = warpgroup_mma(weight, channels, acc * alpha[:, None], is_async=True)
+    return warpgroup_mma_wait(0, deps=[acc])
+
+
+@gluon.jit(do_not_specialize=["max_tiles"])
+def _add_kernel(
+    sink_ptr,
+    tokens_ptr,
+    workspace_ptr,
+    out_ptr,
+    lse_ptr,
+    rope_ptr,
+    out_stride,
+    lse_stride,
+    indices_count,
+    max_tiles,
+    A: gl.constexpr,
+):
+    """Some channels of one query and block of heads: what left and right of attend.py do with the
+    weights, and how they end."""
+    begin_program()
+    BLOCKS: gl.constexpr = (A.HEADS + _HEADS - 1) // _HEADS
+    C: gl.constexpr = A.COLUMNS
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    LINE: gl.constexpr = gl.SliceLayout(1, SUMS)
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
+    SWIZZLE: gl.constexpr = 128 if C >= 64 else 2 * C
+    STAGES: gl.constexpr = A.STAGES
+    item = gl.program_id(0)
+    columns = gl.program_id(1) * C
+    first_head = item % BLOCKS * _HEADS
+    token = item // BLOCKS
+    query = load_token(token_at(tokens_ptr, token))
+    token = token.to(gl.int64)
+    live = query.slot >= 0
+    count = gl.to_tensor(A.WINDOW // TILE)
+    if A.ENTRIES:
+        if A.ALL:
+            count += ((query.position + 1) // A.RATIO + TILE - 1) // TILE
+        else:
+            count += (indices_count + TILE - 1) // TILE
+    count = gl.where(live, count, 0)
+    tiles = Tiles(
+        stored=_stored(workspace_ptr, item, max_tiles),
+        channels=gl.allocate_shared_memory(
+            gl.bfloat16, [STAGES, _TOGETHER * TILE, C], gl.NVMMASharedLayout(SWIZZLE, 16, rank=2)
+        ),
+        weights=gl.allocate_shared_memory(gl.bfloat16, [STAGES, _TOGETHER * _HEADS, TILE], _WEIGHT),
+        levels=gl.allocate_shared_memory(gl.float32, [STAGES, _TOGETHER * 2 * _HEADS], VECTOR),
+    )
+    for nth in gl.static_range(STAGES):
+        _fetch(tiles, nth, nth * _TOGETHER, count, columns, A)
+        async_copy.commit_group()
+    top = gl.full([_HEADS], float("-inf"), gl.float32, LINE)
+    total = gl.full([_HEADS], 0.0, gl.float32, LINE)
+    acc = gl.full([_HEADS, C], 0.0, gl.float32, SUMS)
+    place = gl.to_tensor(0)
+    for tile in range(0, count, _TOGETHER):
+        async_copy.wait_group(STAGES - 1)
+        fence_async_shared()
+        w_0, alpha_0, top, total = _scaled(tiles, place, 0, tile < count, top, total, A)
+        w_1, alpha_1, top, total = _scaled(tiles, place, 1, tile + 1 < count, top, total, A)
+        w_2, alpha_2, top, total = _scaled(tiles, place, 2, tile + 2 < count, top, total, A)
+        w_3, alpha_3, top, total = _scaled(tiles, place, 3, tile + 3 < count, top, total, A)
+        acc = _plus(acc, alpha_0, w_0, tiles, place, 0)
+        acc = _plus(acc, alpha_1, w_1, tiles, place, 1)
+        acc = _plus(acc, alpha_2, w_2, tiles, place, 2)
+        acc = _plus(acc, alpha_3, w_3, tiles, place, 3)
+        later = tile + STAGES * _TOGETHER
+        if later < count:
+            _fetch(tiles, place, later, count, columns, A)
+        async_copy.commit_group()
+        place = gl.where(place == STAGES - 1, 0, place + 1)
+    head = gl.arange(0, _HEADS, layout=LINE)
+    real = live & (first_head + head < A.HEADS)
+    lse_row = lse_ptr + token * lse_stride + first_head
+    logarithm = (top + gl.log2(total)) * _LN_2
+    gl.store(lse_row + head, logarithm, mask=real & (columns == 0))
+    sink = gl.load(sink_ptr + first_head + head, mask=real, other=0.0)
+    inverse = normaliser(with_sink(total, sink, top), A)
+    result = (acc * inverse[:, None]).to(gl.bfloat16)
+    if A.ROPE > 0:
+        even, odd = gl.split(gl.reshape(result.to(gl.float32), [_HEADS, C // 2, 2]))
+        pair = gl.arange(0, C // 2, layout=gl.SliceLayout(0, even.type.layout))
+        pair += (columns - (A.WIDTH - A.ROPE)) // 2
+        position = query.position - (query.position >> 31)  # padding's is -1: 0
+        rope_row = rope_ptr + position.to(gl.int64) * A.ROPE
+        turned = pair >= 0
+        cos = gl.load(rope_row + pair, mask=turned, other=1.0)[None, :]
+        sin = gl.load(rope_row + A.ROPE // 2 + pair, mask=turned, other=0.0)[None, :]
+        first, second = rotated(even, odd, cos, sin)
+        first = gl.where(turned[None, :], first, even)
+        second = gl.where(turned[None, :], second, odd)
+        result = gl.reshape(gl.join(first, second), [_HEADS, C]).to(gl.bfloat16)
+    result = gl.convert_layout(result, OUT)
+    head = first_head + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, OUT))[:, None]
+    column = columns + gl.arange(0, C, layout=gl.SliceLayout(0, OUT))[None, :]
+    at = out_ptr + token * out_stride + head * A.WIDTH + column
+    gl.store(at, result, mask=live & (head < A.HEADS) & (column >= 0))

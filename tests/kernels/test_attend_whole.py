@@ -1,0 +1,76 @@
+"""How Hopper's attention of whole queries is shared out: by two launches for few, one for many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsv4.kernels.hopper import attend as narrow
+from dsv4.kernels.hopper import attend_whole as kernel
+from dsv4.ops.calls import Attention
+from tests.kernels.test_attend_hopper import PROCESSORS, v4_step
+
+CSA, HCA = (128, 512), (128, 1024)
+
+
+@pytest.fixture(autouse=True)
+def _processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (narrow, kernel):
+        monkeypatch.setattr(module, "processors", lambda _: PROCESSORS)
+
+
+def shared(tokens: int, heads: int = 64, keys: tuple[int, int] = CSA) -> int:
+    return kernel.programs_per_query(tokens, heads, *keys, PROCESSORS)
+
+
+def whole(tokens: int, **shape: int) -> Attention:
+    step = v4_step(tokens, **shape)
+    workspace = torch.empty(kernel.workspace_elements(), device="meta")
+    return replace(step.call(out=step.q, lse=step.q), whole=True, workspace=workspace)
+
+
+def test_few_queries_are_shared_out_and_many_are_not() -> None:
+    assert [shared(tokens) for tokens in (0, 1, 4, 8, 16, 32, 34, 64, 8192)] == (
+        [1, 20, 20, 16, 8, 4, 1, 1, 1]
+    )
+    assert [shared(tokens, keys=HCA) for tokens in (1, 4, 16, 33, 34)] == [36, 33, 8, 4, 1]
+    assert [shared(tokens, 128, HCA) for tokens in (1, 16, 17)] == [36, 4, 1]
+    assert shared(1, keys=(128, 0)) == 1  # four tiles
+
+
+def test_no_program_waits_for_a_processor_and_tiles_fit_the_workspace() -> None:
+    for tokens in range(1, 140):
+        for heads in (1, 64, 96, 128):
+            for keys in (CSA, HCA, (128, 32), (128, 1920)):
+                programs = shared(tokens, heads, keys)
+                items = tokens * narrow.head_blocks(heads)
+                if programs > 1:
+                    assert items * programs <= PROCESSORS
+                    assert items * narrow.tiles_of(*keys) <= kernel.MAX_TILES
+                    columns = kernel.columns_per_program(items, PROCESSORS)
+                    assert items * (512 // columns) <= PROCESSORS
+    needed = kernel.PARTS_START + kernel.MAX_TILES * kernel.TILE_ELEMENTS
+    assert kernel.workspace_elements() == needed
+    assert 4 * needed <= 45e6
+
+
+def test_two_launches_for_few_whole_queries() -> None:
+    call = whole(4)
+    assert kernel.supports(call)
+    weights, sums = kernel.attend_launches(call, programs=PROCESSORS)
+    assert (weights.grid, sums.grid) == ((4, 20), (4, 16))
+    assert kernel.attend_launches(whole(16), programs=PROCESSORS)[1].grid == (16, 8)
+    assert kernel.attend_launches(whole(32), programs=PROCESSORS)[1].grid == (32, 4)
+    assert not kernel.supports(replace(call, whole=False))
+    assert not kernel.supports(whole(64))
+    assert not kernel.supports(whole(4, width=256))
+
+
+def test_a_workspace_without_their_place_makes_it_one_launch() -> None:
+    call = whole(4)
+    needed = kernel.PARTS_START + 4 * 20 * kernel.TILE_ELEMENTS
+    assert kernel.supports(replace(call, workspace=torch.empty(needed, device="meta")))
+    assert not kernel.supports(replace(call, workspace=torch.empty(needed - 1, device="meta")))
+    assert not kernel.supports(replace(call, workspace=None))
