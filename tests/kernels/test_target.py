@@ -77,6 +77,7 @@ class CannotCompile(TritonError):
     ("operation", "own_kernel"),
     [
         ("attend", "_attend"),
+        ("attend", "_whole_attend"),
         ("index_scores", "_index_scores"),
         *[("index_scores", "_wide_scores")] * target.WIDE_SCORES_FIT,
     ],
@@ -90,6 +91,7 @@ def test_a_kernel_that_cannot_be_compiled_is_replaced_with_one_warning(
     for other in (
         made._attend,
         made._wide_attend,
+        made._whole_attend,
         made._index_scores,
         made._wide_scores,
     ):

@@ -152,11 +152,20 @@ def random_steps(manager: KVCacheManager, run: Callable[[ForwardPlan], None], se
 
 
 @pytest.mark.parametrize(
-    ("model", "heads"), [("tiny", 4), ("v41-tiny", 2), ("v4-flash", 64), ("v4-pro", 16)]
+    ("model", "heads", "options"),
+    [
+        ("tiny", 4, {}),
+        ("v41-tiny", 2, {}),
+        ("v4-flash", 64, {}),
+        ("v4-flash", 64, {"batch_invariant": True}),
+        ("v4-pro", 16, {}),
+    ],
 )
-def test_no_step_compiles_anything_after_warmup(model: str, heads: int) -> None:
+def test_no_step_compiles_anything_after_warmup(
+    model: str, heads: int, options: dict[str, bool]
+) -> None:
     with no_gpu(hopper="tiny" not in model) as gpu:
-        manager = new_manager(model)
+        manager = new_manager(model, **options)
         ready = manager.warmup(heads=heads, workers=1)
         assert ready == len(gpu.asked) > 0
         assert not gpu.started
@@ -168,6 +177,8 @@ def test_no_step_compiles_anything_after_warmup(model: str, heads: int) -> None:
         asked = {(each.kernel.fn.__name__, each.kind()[2:]) for each in gpu.asked}
     assert not asked
     assert len(gpu.started) > 500
+    names = {each.kernel for each in gpu.started}
+    assert ({"_weigh_kernel", "_add_kernel"} <= names) == ("batch_invariant" in options)
 
 
 def test_without_warmup_steps_do_compile() -> None:
@@ -195,10 +206,8 @@ def test_binaries_are_few() -> None:
     assert counts["_attend_hopper_kernel"] <= 50
 
 
-def test_a_kernel_that_cannot_be_compiled_is_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with no_gpu(hopper=True) as gpu:
+def test_a_kernel_that_cannot_be_compiled_is_replaced() -> None:
+    with no_gpu(hopper=True) as gpu, pytest.MonkeyPatch.context() as patch:
         compiled = gpu.compiled
 
         def refusing(asked: launch.Launch) -> Any:
@@ -206,7 +215,7 @@ def test_a_kernel_that_cannot_be_compiled_is_replaced(
                 raise TritonError("not in this Triton")
             return compiled(asked)
 
-        monkeypatch.setattr(launch, "compiled", refusing)
+        patch.setattr(launch, "compiled", refusing)
         manager = new_manager("v4-flash")
         with pytest.warns(RuntimeWarning, match="the portable one runs instead"):
             ready = manager.warmup(workers=1)
@@ -217,14 +226,14 @@ def test_a_kernel_that_cannot_be_compiled_is_replaced(
         assert len(gpu.asked) == asked  # the kernels in their place are there
 
 
-def test_an_error_of_the_last_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    with no_gpu():
+def test_an_error_of_the_last_kernel_is_told() -> None:
+    with no_gpu(), pytest.MonkeyPatch.context() as patch:
         manager = new_manager("tiny")
 
         def refusing(asked: launch.Launch) -> Any:
             raise TritonError("no compiler")
 
-        monkeypatch.setattr(launch, "compiled", refusing)
+        patch.setattr(launch, "compiled", refusing)
         with pytest.raises(TritonError, match="no compiler"):
             manager.warmup(workers=1)
 

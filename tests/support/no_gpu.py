@@ -74,11 +74,12 @@ class Binary:
         return start
 
 
-def _backend(device: torch.device, *, hopper: bool) -> TritonBackend:
-    found = TritonBackend(device)
+def _backend(device: torch.device, *, hopper: bool, batch_invariant: bool) -> TritonBackend:
+    found = TritonBackend(device, batch_invariant=batch_invariant)
     if hopper:
         found._attend, found._index_scores = backend._Own("attend"), backend._Own("index_scores")
         found._wide_attend = backend._Own("attend", "attend_wide")
+        found._whole_attend = backend._Own("attend", "attend_whole")
         found._wide_scores = backend._Own("index_scores", "index_scores_wide")
     return found
 
@@ -100,7 +101,9 @@ def no_gpu(*, hopper: bool = False) -> Iterator[NoGpu]:
         patch.setattr(torch.cuda, "current_device", gpu.get_current_device)
         patch.setattr(index_scores, "_programs", lambda device: 4 * PROCESSORS)
         patch.setattr(
-            manager, "load_backend", lambda name, device, **options: _backend(device, hopper=hopper)
+            manager,
+            "load_backend",
+            lambda name, device, **options: _backend(device, hopper=hopper, **options),
         )
         yield gpu
     processors.cache_clear()
