@@ -108,9 +108,14 @@ WHOLE = tuple(
         row,
         name=f"{row.name} batch-invariant",
         whole=True,
+        batches=batches,
         flash_mla_us={},
     )
-    for row in (ROWS[0], ROWS[2])
+    for row, batches in (
+        (ROWS[0], ROWS[0].batches),
+        (ROWS[2], ROWS[2].batches),
+        (ROWS[3], (1, 16, 64)),  # by the portable kernel
+    )
 )
 
 # The ranks of a tensor-parallel group have fewer heads; peers pad them to 64. Ours with all heads,

@@ -208,9 +208,10 @@ def attention_tiles(
     tiles = _WAVE if target.products == "mfma" else _WARP
     # with two tiles under way such records spill in the loop
     crowded = (crowded or fp32_scales) and target.products in ("mma", "mfma")
-    if crowded or (target.backend == "cuda" and target.shared_bytes < 128 * KIB):
+    little_memory = target.backend == "cuda" and target.shared_bytes < 128 * KIB
+    if crowded or little_memory:
         tiles = replace(tiles, coded_buffers=1)
-    return replace(tiles, span=64) if fp32_scales else tiles
+    return replace(tiles, span=64) if fp32_scales or (crowded and little_memory) else tiles
 
 
 def score_tile(target: Target, band: int) -> int:
