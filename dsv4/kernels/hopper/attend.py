@@ -384,12 +384,11 @@ def softmax(logits, sums, bias, nth, weights, A: gl.constexpr):
     SCALE: gl.constexpr = A.KEY_UNIT * A.WIDTH**-0.5 * _LOG2_E
     place = nth % _WEIGHT_STAGES
     if A.WHOLE:
-        weight, sum_of_tile, level = weigh(logits, bias, A)
-        highest = gl.maximum(sums.top, level)
-        alpha = power(sums.top, highest)
-        factor = power(level, highest)
-        total = sums.total * alpha + sum_of_tile * factor
-        probabilities = weight * factor.to(gl.bfloat16)[:, None]
+        weight, tile_total, tile_top = weigh(logits, bias, A)
+        highest = gl.maximum(sums.top, tile_top)
+        alpha, factor = factors(sums.top, tile_top, highest)
+        total = gl.fma(sums.total, alpha, tile_total * factor)
+        probabilities = scaled(weight, factor)
     else:
         x = logits * SCALE + bias[None, :]  # [heads, keys]
         highest = gl.maximum(sums.top, gl.max(x, axis=1))  # [heads]
@@ -409,24 +408,28 @@ def softmax(logits, sums, bias, nth, weights, A: gl.constexpr):
 
 @gluon.jit
 def weigh(logits, bias, A: gl.constexpr):
-    """Weights of a tile's keys [heads, keys], bf16, their sums and their level [heads]: a weight is
-    2^(logit - level), and levels are whole numbers. So bringing weights and sums to another level
-    changes no bit of them, and it is the same who does it and when."""
+    """What a tile of a whole query gives by itself: the weights of its keys [heads, keys] under its
+    own highest logit, fp16, which has three bits more than they are multiplied with; their sums and
+    that logit [heads]."""
     SCALE: gl.constexpr = A.KEY_UNIT * A.WIDTH**-0.5 * _LOG2_E
     x = logits * SCALE + bias[None, :]
-    level = gl.ceil(gl.max(x, axis=1))
-    base = gl.where(level == float("-inf"), 0.0, level)  # no key
+    top = gl.max(x, axis=1)
+    base = gl.where(top == float("-inf"), 0.0, top)  # no key
     weight = gl.exp2(x - base[:, None])
-    return weight.to(gl.bfloat16), gl.sum(weight, axis=1), level
+    return weight.to(gl.float16), gl.sum(weight, axis=1), top
 
 
 @gluon.jit
-def power(level, highest):
-    """2^(level - highest) of whole numbers, the second not below the first: exact, and 0 where the
-    first is -inf."""
+def factors(top, tile_top, highest):
+    """What brings the sums so far, and a tile's weights, to the highest logit of both."""
     base = gl.where(highest == float("-inf"), 0.0, highest)
-    exponent = gl.maximum(level - base, -127.0).to(gl.int32)
-    return ((exponent + 127) << 23).to(gl.float32, bitcast=True)
+    return gl.exp2(top - base), gl.exp2(tile_top - base)
+
+
+@gluon.jit
+def scaled(weight, factor):
+    """A tile's weights as they are multiplied with its keys."""
+    return (weight.to(gl.float32) * factor[:, None]).to(gl.bfloat16)
 
 
 @gluon.jit

@@ -9,8 +9,9 @@ So there are two launches, and nothing is rounded between them:
     add      programs of a query take some of its channels, and add up all keys in their order
 
 Together they do, operation for operation, what one program of attend.py does with a query that is
-`WHOLE`: weights are multiples of whole powers of two (`weigh` in attend.py), so that bringing them
-to a common one changes no bit. Compiled only; tested on GPUs.
+`WHOLE`: a tile's weights are computed under its own highest logit (`weigh` in attend.py), whoever
+has the tile, and are brought to the highest so far where they are added. Compiled only; tested on
+GPUs.
 """
 
 from __future__ import annotations
@@ -42,13 +43,15 @@ from dsv4.kernels.hopper.attend import (
     TILE_KEYS,
     WARPS_PER_ROLE,
     Queries,
+    Sums,
     constants_of,
+    factors,
     head_blocks,
     load_queries,
     logits_of,
     normaliser,
-    power,
     rotated,
+    scaled,
     tiles_of,
     weigh,
     with_sink,
@@ -76,11 +79,12 @@ from dsv4.kernels.target import processors
 from dsv4.ops.calls import Attention
 
 WIDTH = 2 * HALF.value
-# A stored tile, in fp32 elements: decoded keys and the weights of 64 heads in bf16, then the level
-# and the sum of each head's weights.
+# A stored tile, in fp32 elements: decoded keys in bf16, the weights of 64 heads in fp16, then the
+# highest logit and the sum of weights of each head.
 KEY_ELEMENTS = TILE_KEYS * WIDTH // 2
 WEIGHT_ELEMENTS = HEADS_PER_PROGRAM * TILE_KEYS // 2
-TILE_ELEMENTS = KEY_ELEMENTS + WEIGHT_ELEMENTS + 2 * HEADS_PER_PROGRAM
+LINES = 2
+TILE_ELEMENTS = KEY_ELEMENTS + WEIGHT_ELEMENTS + LINES * HEADS_PER_PROGRAM
 # So many tiles are stored at most, which bounds the workspace: 44 MB, which the L2 holds.
 MAX_TILES = 1188
 # What the second launch and storing tiles cost, in the time that a tile takes in the first one.
@@ -93,6 +97,7 @@ AHEAD = {32: 5, 64: 5, 128: 4}
 _KEY_ELEMENTS = gl.constexpr(KEY_ELEMENTS)
 _WEIGHT_ELEMENTS = gl.constexpr(WEIGHT_ELEMENTS)
 _TILE_ELEMENTS = gl.constexpr(TILE_ELEMENTS)
+_LINES = gl.constexpr(LINES * HEADS_PER_PROGRAM)
 _WEIGHT = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
 _TOGETHER = gl.constexpr(TOGETHER)
 _COPY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
@@ -121,7 +126,7 @@ class Tiles(NamedTuple):
     stored: gl.tensor
     channels: gl.shared_memory_descriptor
     weights: gl.shared_memory_descriptor
-    levels: gl.shared_memory_descriptor
+    lines: gl.shared_memory_descriptor
 
 
 def workspace_elements() -> int:
@@ -236,12 +241,13 @@ def _store_weights(queries, keys, stored, share, A: gl.constexpr):
         bias = keys.bias.index(stage).load(KEY)
         logits = warpgroup_mma_wait(0, deps=[logits])
         mbarrier.arrive(keys.free.index(stage), count=1)
-        weight, total, level = weigh(logits, bias, A)
+        weight, total, top = weigh(logits, bias, A)
         at = stored + tile * _TILE_ELEMENTS + _KEY_ELEMENTS
-        row = at.to(gl.pointer_type(gl.bfloat16))
+        row = at.to(gl.pointer_type(gl.float16))
         gl.store(row + head[:, None] * TILE + key[None, :], weight)
-        gl.store(at + _WEIGHT_ELEMENTS + head, level)
-        gl.store(at + _WEIGHT_ELEMENTS + _HEADS + head, total)
+        line = at + _WEIGHT_ELEMENTS + head
+        gl.store(line, top)
+        gl.store(line + _HEADS, total)
         stage, phase = next_stage(stage, phase, KEY_STAGES)
 
 
@@ -350,12 +356,12 @@ def _weigh_kernel(
 
 @gluon.jit
 def _fetch(tiles, place, tile, count, columns, A: gl.constexpr):
-    """Sends for the next tiles: a program's channels of their keys, the weights, and their levels
-    and sums. What is not there becomes zeros."""
+    """Sends for the next tiles: a program's channels of their keys, the weights, and the lines
+    behind them. What is not there becomes zeros."""
     C: gl.constexpr = A.COLUMNS
     CHANNELS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
     WEIGHTS: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-    LEVELS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    LINES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     at = tiles.stored + tile * _TILE_ELEMENTS
     row = gl.arange(0, _TOGETHER * TILE, layout=gl.SliceLayout(1, CHANNELS))[:, None]
     column = gl.arange(0, C, layout=gl.SliceLayout(0, CHANNELS))[None, :]
@@ -371,34 +377,35 @@ def _fetch(tiles, place, tile, count, columns, A: gl.constexpr):
     offset = row // _HEADS * (2 * _TILE_ELEMENTS) + row % _HEADS * TILE + 2 * _KEY_ELEMENTS
     async_load(
         tiles.weights.index(place),
-        gl.multiple_of(first + offset, [16, 16]) + key,
+        gl.multiple_of(at.to(gl.pointer_type(gl.float16)) + offset, [16, 16]) + key,
         mask=tile + row // _HEADS < count,
     )
-    row = gl.arange(0, _TOGETHER * 2 * _HEADS, layout=LEVELS)
-    offset = row // (2 * _HEADS) * _TILE_ELEMENTS + row % (2 * _HEADS)
+    row = gl.arange(0, _TOGETHER * _LINES, layout=LINES)
+    offset = row // _LINES * _TILE_ELEMENTS + row % _LINES
     async_load(
-        tiles.levels.index(place),
+        tiles.lines.index(place),
         at + (_KEY_ELEMENTS + _WEIGHT_ELEMENTS) + offset,
-        mask=tile + row // (2 * _HEADS) < count,
+        mask=tile + row // _LINES < count,
     )
 
 
 @gluon.jit
-def _scaled(tiles, place, NTH: gl.constexpr, there, top, total, A: gl.constexpr):
-    """The weights of a tile brought to the highest level so far, what brings the sums there, that
-    level, and the weight of all keys so far."""
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, top.type.layout.parent, 2)
+def _scaled(tiles, place, NTH: gl.constexpr, there, sums, A: gl.constexpr):
+    """The weights of a tile brought to the highest logit so far, what brings the sums there, and
+    these but for the channels."""
+    LINE: gl.constexpr = sums.top.type.layout
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LINE.parent, 2)
     weight = tiles.weights.index(place).slice(NTH * _HEADS, _HEADS).load(OPERAND)
-    levels = tiles.levels.index(place)
-    level = levels.slice(2 * NTH * _HEADS, _HEADS).load(top.type.layout)
-    sum_of_tile = levels.slice((2 * NTH + 1) * _HEADS, _HEADS).load(top.type.layout)
-    level = gl.where(there, level, float("-inf"))
-    highest = gl.maximum(top, level)
-    alpha = power(top, highest)
-    factor = power(level, highest)
-    total = total * alpha + sum_of_tile * factor
+    lines = tiles.lines.index(place)
+    top = lines.slice(NTH * _LINES, _HEADS).load(LINE)
+    total = lines.slice(NTH * _LINES + _HEADS, _HEADS).load(LINE)
+    top = gl.where(there, top, float("-inf"))
+    highest = gl.maximum(sums.top, top)
+    alpha, factor = factors(sums.top, top, highest)
+    total = gl.fma(sums.total, alpha, total * factor)
+    sums = Sums(top=highest, total=total, acc=sums.acc)
     factor = gl.convert_layout(factor, gl.SliceLayout(1, OPERAND), assert_trivial=True)
-    return weight * factor.to(gl.bfloat16)[:, None], alpha, highest, total
+    return scaled(weight, factor), alpha, sums
 
 
 @gluon.jit
@@ -453,26 +460,29 @@ def _add_kernel(
             gl.bfloat16, [STAGES, _TOGETHER * TILE, C], gl.NVMMASharedLayout(SWIZZLE, 16, rank=2)
         ),
         weights=gl.allocate_shared_memory(gl.bfloat16, [STAGES, _TOGETHER * _HEADS, TILE], _WEIGHT),
-        levels=gl.allocate_shared_memory(gl.float32, [STAGES, _TOGETHER * 2 * _HEADS], VECTOR),
+        lines=gl.allocate_shared_memory(gl.float32, [STAGES, _TOGETHER * _LINES], VECTOR),
     )
     for nth in gl.static_range(STAGES):
         _fetch(tiles, nth, nth * _TOGETHER, count, columns, A)
         async_copy.commit_group()
-    top = gl.full([_HEADS], float("-inf"), gl.float32, LINE)
-    total = gl.full([_HEADS], 0.0, gl.float32, LINE)
-    acc = gl.full([_HEADS, C], 0.0, gl.float32, SUMS)
+    sums = Sums(
+        top=gl.full([_HEADS], float("-inf"), gl.float32, LINE),
+        total=gl.full([_HEADS], 0.0, gl.float32, LINE),
+        acc=gl.full([_HEADS, C], 0.0, gl.float32, SUMS),
+    )
     place = gl.to_tensor(0)
     for tile in range(0, count, _TOGETHER):
         async_copy.wait_group(STAGES - 1)
         fence_async_shared()
-        w_0, alpha_0, top, total = _scaled(tiles, place, 0, tile < count, top, total, A)
-        w_1, alpha_1, top, total = _scaled(tiles, place, 1, tile + 1 < count, top, total, A)
-        w_2, alpha_2, top, total = _scaled(tiles, place, 2, tile + 2 < count, top, total, A)
-        w_3, alpha_3, top, total = _scaled(tiles, place, 3, tile + 3 < count, top, total, A)
-        acc = _plus(acc, alpha_0, w_0, tiles, place, 0)
+        w_0, alpha_0, sums = _scaled(tiles, place, 0, tile < count, sums, A)
+        w_1, alpha_1, sums = _scaled(tiles, place, 1, tile + 1 < count, sums, A)
+        w_2, alpha_2, sums = _scaled(tiles, place, 2, tile + 2 < count, sums, A)
+        w_3, alpha_3, sums = _scaled(tiles, place, 3, tile + 3 < count, sums, A)
+        acc = _plus(sums.acc, alpha_0, w_0, tiles, place, 0)
         acc = _plus(acc, alpha_1, w_1, tiles, place, 1)
         acc = _plus(acc, alpha_2, w_2, tiles, place, 2)
         acc = _plus(acc, alpha_3, w_3, tiles, place, 3)
+        sums = Sums(top=sums.top, total=sums.total, acc=acc)
         later = tile + STAGES * _TOGETHER
         if later < count:
             _fetch(tiles, place, later, count, columns, A)
@@ -481,11 +491,11 @@ def _add_kernel(
     head = gl.arange(0, _HEADS, layout=LINE)
     real = live & (first_head + head < A.HEADS)
     lse_row = lse_ptr + token * lse_stride + first_head
-    logarithm = (top + gl.log2(total)) * _LN_2
+    logarithm = (sums.top + gl.log2(sums.total)) * _LN_2
     gl.store(lse_row + head, logarithm, mask=real & (columns == 0))
     sink = gl.load(sink_ptr + first_head + head, mask=real, other=0.0)
-    inverse = normaliser(with_sink(total, sink, top), A)
-    result = (acc * inverse[:, None]).to(gl.bfloat16)
+    inverse = normaliser(with_sink(sums.total, sink, sums.top), A)
+    result = (sums.acc * inverse[:, None]).to(gl.bfloat16)
     if A.ROPE > 0:
         even, odd = gl.split(gl.reshape(result.to(gl.float32), [_HEADS, C // 2, 2]))
         pair = gl.arange(0, C // 2, layout=gl.SliceLayout(0, even.type.layout))
