@@ -459,7 +459,7 @@ def _add_kernel(
         channels=gl.allocate_shared_memory(
             gl.bfloat16, [STAGES, _TOGETHER * TILE, C], gl.NVMMASharedLayout(SWIZZLE, 16, rank=2)
         ),
-        weights=gl.allocate_shared_memory(gl.bfloat16, [STAGES, _TOGETHER * _HEADS, TILE], _WEIGHT),
+        weights=gl.allocate_shared_memory(gl.float16, [STAGES, _TOGETHER * _HEADS, TILE], _WEIGHT),
         lines=gl.allocate_shared_memory(gl.float32, [STAGES, _TOGETHER * _LINES], VECTOR),
     )
     for nth in gl.static_range(STAGES):
