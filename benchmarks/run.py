@@ -1,28 +1,35 @@
 """`python -m benchmarks.run [name] [--only writes,attention,…]`: GPU benchmarks; results are
 written under benchmarks/results/, case by case. Lines of suites that do not run stay there. Without
---only, suites whose packages are not installed are left out."""
+--only, suites whose packages are not installed are left out. So are cases that need more memory
+than the GPU has. A case that fails is told, and those behind it run all the same."""
 
 from __future__ import annotations
 
 import argparse
 import gc
 import platform
+import re
 import subprocess
 import sys
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 import triton
 
-from benchmarks.case import Case, Measurement
+from benchmarks.case import ANCHORS_ARE_OF, Case, Measurement
 from benchmarks.registry import SUITES
 from benchmarks.timing import Ceilings, compiling, measure_ceilings
 from dsv4.bench import BenchResult, read_results, write_results
 from dsv4.cache.warmup import available_processors, progress_bar
+from dsv4.errors import Dsv4Error, InvalidInput
+from dsv4.kernels.target import target_of
 from dsv4.kernels.warmup import compile_jobs, missing_jobs
 
 RESULTS = Path(__file__).parent / "results"
+MAKERS = ("nvidia", "amd")
 KERNEL_SUITES = ("writes", "gather", "indexer", "attention", "ranks", "v41")
 HEADER = (
     f"{'case':44} {'µs':>9} {'launches':>8} {'MB':>9} {'GB/s':>6} {'%floor':>6} {'target':>8}"
@@ -44,27 +51,70 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device here: benchmarks need one", file=sys.stderr)
         return 1
+    environment = _environment(arguments.commit)
+    gpu = environment["gpu"]
+    path = RESULTS / f"{arguments.name or file_name(gpu)}.jsonl"
+    try:
+        target_of(torch.device("cuda", torch.cuda.current_device()))
+        check_gpu(path, gpu)
+    except Dsv4Error as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
     ceilings = measure_ceilings()
     print(
-        f"{torch.cuda.get_device_name()}: copy {ceilings.copy_bytes_per_us / 1e6:.2f} TB/s, "
+        f"{gpu}: copy {ceilings.copy_bytes_per_us / 1e6:.2f} TB/s, "
         f"empty kernel {ceilings.empty_launch_us:.2f} µs\n{HEADER}"
     )
-    environment = _environment(arguments.commit)
-    device = torch.cuda.get_device_name().split()[-1].lower()
+    failed: list[str] = []
     compile_kernels(case for suite in suites for case in SUITES[suite]())
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{arguments.name or device}.jsonl"
     for suite in suites:
-        results = []
-        for case in SUITES[suite]():
-            results.append(make_result(case, case.measure(), ceilings, environment))
+        results: list[BenchResult] = []
+        for case, found in measured(SUITES[suite](), failed):
+            results.append(make_result(case, found, ceilings, environment))
             print(line(results[-1]), flush=True)
             # a run that ends early leaves what it has measured
             write_results(path, merged(path, results, suite, whole=False))
-            _free_memory()
-        write_results(path, merged(path, results, suite))
-    print(f"\nwritten to {path}")
-    return 0
+        if results:
+            write_results(path, merged(path, results, suite))
+    if failed:
+        print(f"\n{len(failed)} cases failed: {', '.join(failed)}", file=sys.stderr)
+    print(f"\nwritten to {path}" if path.exists() else "\nnothing was measured")
+    return 1 if failed or not path.exists() else 0
+
+
+def file_name(gpu: str) -> str:
+    """Of a GPU's results: all of its name but the maker's. NVIDIA H200 → h200."""
+    words = re.sub(r"[^a-z0-9]+", " ", gpu.lower()).split()
+    return "-".join(word for word in words if word not in MAKERS) or "gpu"
+
+
+def check_gpu(path: Path, gpu: str) -> None:
+    """Raises InvalidInput where a file has results of another GPU, which would stay there."""
+    if path.exists() and (others := {r.gpu for r in read_results(path)} - {gpu}):
+        raise InvalidInput(
+            f"{path} has results of {', '.join(sorted(others))}, and this is {gpu}: give another "
+            f"name for the file"
+        )
+
+
+def measured(cases: Iterable[Case], failed: list[str]) -> Iterator[tuple[Case, Measurement]]:
+    """Cases and what they took. Leaves out those that do not fit into the GPU's memory, and those
+    that fail, whose names go to `failed`. Behind an error of the device nothing can run: it is
+    raised."""
+    for case in cases:
+        try:
+            found = case.measure()
+        except torch.OutOfMemoryError:
+            print(f"left out: {case.name} (the GPU has not enough memory)", flush=True)
+        except torch.AcceleratorError:
+            raise
+        except Exception:
+            failed.append(case.name)
+            print(f"FAILED: {case.name}\n{traceback.format_exc()}", flush=True)
+        else:
+            yield case, found
+        _free_memory()
 
 
 def can_run(suite: str) -> bool:
@@ -84,7 +134,7 @@ def compile_kernels(cases: Iterable[Case]) -> None:
     device, jobs = torch.device("cuda", torch.cuda.current_device()), {}
     for case in cases:
         if case.suite in KERNEL_SUITES and not case.name.startswith(("step ", "chunk ")):
-            with compiling() as found:
+            with compiling() as found, suppress(Exception):  # told where it is measured
                 case.measure()
             jobs.update(missing_jobs(found.launches.values(), device))
             del found
@@ -101,6 +151,7 @@ def _free_memory() -> None:
 def make_result(
     case: Case, found: Measurement, ceilings: Ceilings, environment: dict[str, str]
 ) -> BenchResult:
+    anchored = environment["gpu"] == ANCHORS_ARE_OF
     return BenchResult(
         case=case.name,
         suite=case.suite,
@@ -114,10 +165,10 @@ def make_result(
         floor_us=ceilings.floor_us(found.must_move_bytes),
         copy_bytes_per_us=ceilings.copy_bytes_per_us,
         empty_launch_us=ceilings.empty_launch_us,
-        target_us=case.target_us,
-        first_step_us=case.first_step_us,
+        target_us=case.target_us if anchored else None,
+        first_step_us=case.first_step_us if anchored else None,
         peers_us=found.peers_us,
-        anchors_us=case.anchors_us,
+        anchors_us=case.anchors_us if anchored else {},
         parts_us=found.parts_us,
         parts_launches=found.parts_launches,
         cache_bytes=found.cache_bytes,

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,21 +115,32 @@ def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
 
 def launches(graph: torch.cuda.CUDAGraph) -> int:
     """Kernels, copies and fills in a kept graph, as the driver counts them."""
-    driver = ctypes.CDLL("libcuda.so.1")
+    get_nodes, get_type = _graph_calls()
     handle, count, kind = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t(), ctypes.c_int()
-    _ask(driver.cuGraphGetNodes, handle, None, ctypes.byref(count))
+    _ask(get_nodes, handle, None, ctypes.byref(count))
     nodes = (ctypes.c_void_p * count.value)()
-    _ask(driver.cuGraphGetNodes, handle, nodes, ctypes.byref(count))
+    _ask(get_nodes, handle, nodes, ctypes.byref(count))
     total = 0
     for node in nodes:
-        _ask(driver.cuGraphNodeGetType, ctypes.c_void_p(node), ctypes.byref(kind))
+        _ask(get_type, ctypes.c_void_p(node), ctypes.byref(kind))
         total += kind.value in LAUNCHING_NODES
     return total
 
 
+def _graph_calls() -> tuple[Any, Any]:
+    """The driver's. AMD's have the arguments and the kinds of nodes of NVIDIA's; their library is
+    the one that torch has loaded, wherever it lies."""
+    loaded = Path("/proc/self/maps").read_text().split()
+    if amd := next((path for path in loaded if "/libamdhip64.so" in path), None):
+        driver = ctypes.CDLL(amd)
+        return driver.hipGraphGetNodes, driver.hipGraphNodeGetType
+    driver = ctypes.CDLL("libcuda.so.1")
+    return driver.cuGraphGetNodes, driver.cuGraphNodeGetType
+
+
 def _ask(function: Any, *arguments: object) -> None:
     if error := function(*arguments):
-        raise RuntimeError(f"the CUDA driver answered {function.__name__} with error {error}")
+        raise RuntimeError(f"the GPU's driver answered {function.__name__} with error {error}")
 
 
 @triton.jit

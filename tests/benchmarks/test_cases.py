@@ -6,9 +6,11 @@ import ctypes
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 import benchmarks
 from benchmarks import append, attend, candidates, laptop, report, run, timing
@@ -339,6 +341,93 @@ def test_launches_are_the_working_nodes_of_a_graph(monkeypatch: pytest.MonkeyPat
         timing.launches(Graph())  # type: ignore[arg-type]
 
 
+def test_launches_on_amd_are_counted_by_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    maps = "7f00-7f01 r-xp 0 00:00 1  /opt/venv/torch/lib/libamdhip64.so.7\n7f01-7f02 rw-p 0 0 0\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: maps)
+    asked = []
+
+    class Driver:
+        hipGraphGetNodes, hipGraphNodeGetType = "nodes", "type"
+
+        def __init__(self, name: str) -> None:
+            asked.append(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", Driver)
+    assert timing._graph_calls() == ("nodes", "type")
+    assert asked == ["/opt/venv/torch/lib/libamdhip64.so.7"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada-generation"),
+        ("AMD Instinct MI300X", "instinct-mi300x"),
+    ],
+)
+def test_results_files_are_named_after_the_whole_gpu(gpu: str, name: str) -> None:
+    assert run.file_name(gpu) == name
+
+
+def test_results_of_two_gpus_are_not_mixed(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    run.check_gpu(path, "NVIDIA B200")
+    write_results(path, [BASE])
+    run.check_gpu(path, BASE.gpu)
+    with pytest.raises(InvalidInput, match="results of NVIDIA H200, and this is NVIDIA B200"):
+        run.check_gpu(path, "NVIDIA B200")
+
+
+def test_cases_that_do_not_fit_or_fail_do_not_end_a_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Measurement(microseconds=1.0, launches=1, must_move_bytes=1)
+
+    def case(name: str, error: Exception | None = None) -> Case:
+        def measure() -> Measurement:
+            if error is not None:
+                raise error
+            return found
+
+        return Case(name=name, suite="host", series="s", model="m", batch=1, measure=measure)
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    failed: list[str] = []
+    cases = [
+        case("large", torch.OutOfMemoryError("CUDA out of memory")),
+        case("broken", OutOfResources(232_448, 101_376, "shared memory")),
+        case("fine"),
+    ]
+    assert [(case.name, m) for case, m in run.measured(cases, failed)] == [("fine", found)]
+    assert failed == ["broken"]
+    told = capsys.readouterr().out
+    assert "left out: large (the GPU has not enough memory)" in told
+    assert "FAILED: broken" in told
+    assert "shared memory" in told
+    with pytest.raises(torch.AcceleratorError):
+        list(run.measured([case("lost", torch.AcceleratorError("illegal access"))], failed))
+
+
+def test_an_unsupported_gpu_has_no_benchmarks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    v100 = SimpleNamespace(name="Tesla V100", major=7, minor=0)
+    monkeypatch.setattr(sys, "argv", ["run", "--only", "host"])
+    for name, value in (
+        ("is_available", True), ("current_device", 7), ("get_device_name", v100.name),
+        ("get_device_properties", v100),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    assert run.main() == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("UnsupportedGpu: ")
+    assert "Tesla V100 is sm_70" in told.err
+
+
 def result(case: str, suite: str, **fields: object) -> BenchResult:
     return replace(BASE, case=case, suite=suite, **fields)  # type: ignore[arg-type]
 
@@ -365,8 +454,13 @@ def test_a_result_has_the_case_the_measurement_and_the_floor() -> None:
         parts_us={"append": 1.0}, parts_launches={"append": 2}, note="shared",
     )  # fmt: skip
     ceilings = timing.Ceilings(copy_bytes_per_us=4e6, empty_launch_us=0.5)
-    environment = dict.fromkeys(("commit", "gpu", "torch", "triton", "python"), "?")
+    environment = dict.fromkeys(("commit", "torch", "triton", "python"), "?")
+    elsewhere = run.make_result(case, found, ceilings, {**environment, "gpu": "NVIDIA B200"})
+    assert (elsewhere.target_us, elsewhere.first_step_us, elsewhere.anchors_us) == (None, None, {})
+    assert (elsewhere.peers_us, elsewhere.verdict) == ({"FlashMLA": 4.0}, "no target")
+    environment["gpu"] = "NVIDIA H200"
     made = run.make_result(case, case.measure(), ceilings, environment)
+    assert (made.target_us, made.first_step_us) == (5.0, 6.0)
     assert made.floor_us == 2.5
     assert made.percent_of_floor == 25
     text = run.line(made)
