@@ -132,12 +132,20 @@ def check_pages(name: str, pages: Tensor) -> None:
             f"{RECORD_BYTES} bytes (head_dim {HEAD_DIM}, 64 of them rotated), so build the schema "
             f"with entry_format='fp8_ds' for such a model, or use handle.attend"
         )
-    sm100 = pages.is_cuda and torch.cuda.get_device_capability(pages.device)[0] >= 10
-    if sm100 and pages.stride(0) % SM100_STRIDE_BYTES:
+    if _is_sm100(pages.device) and pages.stride(0) % SM100_STRIDE_BYTES:
         raise SchemaMismatch(
             f"{name} pages are {pages.stride(0)} bytes apart, and on SM100 FlashMLA asks for a "
             f"multiple of {SM100_STRIDE_BYTES}: build the schema with align_bytes=576"
         )
+
+
+def _is_sm100(device: torch.device) -> bool:
+    """Of the GPUs that FlashMLA has kernels for, those with tensor memory."""
+    if device.type != "cuda":
+        return False
+    from dsv4.kernels.target import target_of  # needs Triton
+
+    return target_of(device).products == "tcgen05"
 
 
 def _padded(indices: Tensor) -> Tensor:

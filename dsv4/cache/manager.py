@@ -1498,12 +1498,10 @@ def _is_wide_half(plan: object) -> bool:
 
 
 def _device(named: object) -> torch.device:
-    """A device that memory can be taken on. InvalidInput."""
+    """A device that memory can be taken on: cuda:0 where cuda is named. InvalidInput."""
     if not isinstance(named, str | int | torch.device) or isinstance(named, bool):
         raise InvalidInput(f"device={named!r}: must be a torch.device or its name")
     try:
-        place = torch.device(named)
-        torch.empty(0, device=place)
+        return torch.empty(0, device=torch.device(named)).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InvalidInput(f"device={named!r} cannot be used: {error}") from error
-    return place

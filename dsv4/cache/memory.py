@@ -66,7 +66,6 @@ class CacheMemory:
         device: torch.device,
         max_open_plans: int = 1,
     ) -> None:
-        device = torch.empty(0, device=device).device  # cuda:0 where cuda was given, as tensors say
         self.schema, self.device = schema, device
         self.block_arena = Arena(schema, "block", num_blocks, device)
         self.slot_arena = Arena(schema, "slot", max_requests, device)

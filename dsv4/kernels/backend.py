@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import triton
@@ -39,6 +39,8 @@ from dsv4.ops.calls import Attention, EntrySource, Scoring, Selection
 
 LOGGER = logging.getLogger("dsv4")
 Call = TypeVar("Call", Attention, Scoring)
+Sort = Literal["wide", "whole"]
+_FOR: dict[Sort, str] = {"wide": "in chunks", "whole": "of few whole queries"}
 
 
 class TritonBackend:
@@ -56,14 +58,12 @@ class TritonBackend:
 
     def __init__(self, device: torch.device, *, batch_invariant: bool = False) -> None:
         self._device, self._batch_invariant = device, batch_invariant
-        hopper = target_of(device).is_hopper and device.type == "cuda"
-        self._attend = _Own("attend") if hopper else None
-        self._whole_attend = _Own("attend", "attend_whole") if hopper else None
-        wide = hopper and WIDE_ATTENTION_FITS
-        self._wide_attend = _Own("attend", "attend_wide") if wide else None
-        self._index_scores = _Own("index_scores") if hopper else None
-        wide = hopper and WIDE_SCORES_FIT
-        self._wide_scores = _Own("index_scores", "index_scores_wide") if wide else None
+        hopper = target_of(device).is_hopper and device.type == "cuda" and not INTERPRETED.value
+        self._attend = _own("attend", hopper)
+        self._wide_attend = _own("attend", WIDE_ATTENTION_FITS, "wide", beside=self._attend)
+        self._whole_attend = _own("attend", hopper, "whole", beside=self._attend)
+        self._index_scores = _own("index_scores", hopper)
+        self._wide_scores = _own("index_scores", WIDE_SCORES_FIT, "wide", beside=self._index_scores)
 
     def warm_up(
         self, calls: Callable[[], None], *, workers: int, progress: Callable[[int, int], None]
@@ -143,28 +143,47 @@ class TritonBackend:
 
 
 class _Own:
-    """An operation's kernel for one architecture. It is written in Gluon, which changes with every
-    Triton: `module` is None once it could not be imported or compiled."""
+    """An operation's kernel for one architecture, or one of its sorts beside it: `wide` for chunks,
+    `whole` for few whole queries. It is written in Gluon, which changes with every Triton: `module`
+    is None once it could not be imported or compiled."""
 
-    def __init__(self, operation: str, module: str | None = None) -> None:
-        self.operation = operation
+    def __init__(self, operation: str, sort: Sort | None = None) -> None:
+        self.operation, self.sort = operation, sort
         self.module: ModuleType | None = None
         try:
-            self.module = import_module(f"dsv4.kernels.hopper.{module or operation}")
-        except (ImportError, AttributeError) as error:
+            name = f"{operation}_{sort}" if sort else operation
+            self.module = import_module(f"dsv4.kernels.hopper.{name}")
+        except Exception as error:  # whatever a new Gluon does to decorators
             self.leave(error)
 
     def leave(self, error: Exception) -> None:
-        """From now on the portable kernel runs. It computes the same; it is slower here."""
+        """From now on another kernel runs. It computes the same; it is slower here."""
         self.module = None
-        LOGGER.warning("the portable kernel of %s runs: %s", self.operation, error)
+        LOGGER.info("Hopper's kernel of %s cannot be compiled", self.operation, exc_info=error)
+        what, instead = self.operation, "the portable one"
+        if self.sort:
+            what, instead = (
+                f"{what} {_FOR[self.sort]}",
+                "the one of other steps, or the portable one,",
+            )
         warnings.warn(
-            f"Triton {triton.__version__} cannot compile Hopper's kernel of {self.operation} "
-            f"({type(error).__name__}): the portable one runs instead, which is slower. Triton 3.6 "
-            f"to 3.9 can",
+            f"Triton {triton.__version__} cannot compile Hopper's kernel of {what} "
+            f"({type(error).__name__}): {instead} runs instead, which is slower. Hopper's "
+            f"kernels are made for Triton 3.6 to 3.9 (docs/gpus.md); the logger dsv4 has the whole "
+            f"error at INFO",
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def _own(
+    operation: str, wanted: bool, sort: Sort | None = None, *, beside: _Own | None = None
+) -> _Own | None:
+    """An operation's kernel, or with a sort the one `beside` it: where Gluon lacks what that needs to
+    be imported, this is not tried."""
+    if sort and (beside is None or beside.module is None):
+        return None
+    return _Own(operation, sort) if wanted else None
 
 
 def _run(call: Call, own: _Own | None, portable: Callable[[Call], None]) -> None:

@@ -24,6 +24,7 @@ from triton.runtime import driver
 from dsv4.kernels.cache_key import cache_key
 from dsv4.kernels.numerics import INTERPRETED
 from dsv4.kernels.target import compiled_for
+from dsv4.ops.device import on_device
 
 _INT32_MAX = 2**31 - 1
 # what Triton compiled for a kind of launch, and its constants in the order of the arguments
@@ -41,7 +42,8 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     def run(self) -> None:
-        """Launches on the current stream; a grid without programs launches nothing."""
+        """Launches on the current stream of the tensors' device, whichever device is current; a
+        grid without programs launches nothing."""
         if not all(self.grid):
             return
         heard = _listening.heard
@@ -57,7 +59,8 @@ class Launch(NamedTuple):
     def _run(self) -> None:
         if INTERPRETED.value:
             self.kernel[self.grid](*self.arguments, **self.constants, **self.options)
-        else:
+            return
+        with on_device(next(a.device for a in self.arguments if isinstance(a, Tensor))):
             binary, constants = self.binary()
             binary[self.whole_grid](*self.arguments, *constants)
 
@@ -94,7 +97,12 @@ class Launch(NamedTuple):
 
 
 class CompilationFailed(TritonError):  # type: ignore[misc]
-    """A pass of Triton's compiler has failed, which Triton itself tells as a RuntimeError."""
+    """A pass of Triton's compiler has failed, which Triton itself tells as what the C++ inside it
+    has thrown becomes in Python."""
+
+
+# what pybind makes of C++: out_of_range is an IndexError, invalid_argument a ValueError
+_COMPILER_ERRORS = (RuntimeError, IndexError, ValueError, AssertionError)
 
 
 def compiled(launch: Launch) -> Any:
@@ -104,9 +112,10 @@ def compiled(launch: Launch) -> Any:
     arguments, constants = launch.arguments, launch.constants
     try:
         return launch.kernel.warmup(*arguments, grid=launch.grid, **constants, **options)
-    except RuntimeError as error:
+    except _COMPILER_ERRORS as error:
         # what the device or its driver raises is none of the compiler's
-        if isinstance(error, torch.AcceleratorError) or "[CUDA]" in str(error):
+        told = str(error)
+        if isinstance(error, torch.AcceleratorError) or "[CUDA]" in told or "[HIP]" in told:
             raise
         name, target = launch.kernel.fn.__name__, compiled_for().name
         raise CompilationFailed(f"{name} cannot be compiled for {target}: {error}") from error
@@ -229,10 +238,18 @@ def repeatable(
 ) -> Repetition | None:
     """Makes `call` and returns how to launch the same again with others in the place of `tensors`.
     None where that is not all: the call did more with tensors than to look at parts of them, or
-    some of `tensors` share memory with the `fixed`, which are always the same."""
+    some of `tensors` share memory with the `fixed`, which are always the same. Another device than
+    theirs may be current, here; then no launch is repeated."""
     if isinstance(_listening.heard, Collection):
         call()
         return None
+    with on_device(fixed[0].device):
+        return _repeatable(call, tensors, fixed)
+
+
+def _repeatable(
+    call: Callable[[], None], tensors: Sequence[Tensor], fixed: Sequence[Tensor]
+) -> Repetition | None:
     heard = _Heard()
     before, _listening.heard = _listening.heard, heard
     try:

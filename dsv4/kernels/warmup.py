@@ -29,6 +29,7 @@ from dsv4.kernels.cache_key import cache_key
 from dsv4.kernels.compile_worker import Job, Tiles
 from dsv4.kernels.launch import Collection, Launch, is_descriptor
 from dsv4.kernels.target import TARGETS, target_of
+from dsv4.ops.device import on_device
 
 Progress = Callable[[int, int], None]
 
@@ -46,6 +47,13 @@ def warm_up(
     Kernels that cannot be compiled are refused as they would be at their launch: another one takes
     their place, which is compiled then, or the error is raised.
     """
+    with on_device(device):
+        return _warm_up(calls, device, workers, progress)
+
+
+def _warm_up(
+    calls: Callable[[], None], device: torch.device, workers: int, progress: Progress
+) -> int:
     found = Collection()
     while True:
         found.launches.clear()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.integrations.transformers import fast_forward
 from dsv4.integrations.transformers.decode_graph import DecodeGraphs, can_capture
 from tests.integrations.fast_v4 import assert_close, fast, generate, manager_of, plain_model
 from tests.integrations.tiny_v4 import prompt
@@ -90,3 +91,13 @@ def test_only_experts_that_look_at_no_value_are_captured() -> None:
     assert not can_capture(model("grouped_mm", torch.float32))
     assert not can_capture(model("eager", torch.bfloat16))
     assert not can_capture(model("grouped_mm", torch.bfloat16, "cpu"))
+
+
+def test_the_reference_is_never_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks at values of the device, wherever that is."""
+    monkeypatch.setattr(fast_forward, "can_capture", lambda model: True)
+    for backend in (None, "reference"):  # of a CPU that is the same
+        with fast(plain_model(), backend=backend) as model:
+            assert vars(model.model)["forward"].graphs is None
+    with fast(plain_model(), backend="triton", records="fp8_ds") as model:  # interpreted
+        assert vars(model.model)["forward"].graphs is not None

@@ -96,12 +96,21 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Exception], Laun
         yield lambda error: Launch(Uncompilable(error), (1,), (), {}, {})
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("PassManager::run failed"),
+        IndexError("map::at"),
+        ValueError("invalid layout"),
+        AssertionError("no such layout"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 def test_a_failed_pass_of_the_compiler_is_an_error_of_triton(
-    told: Callable[[Exception], Launch],
+    error: Exception, told: Callable[[Exception], Launch]
 ) -> None:
-    failed = told(RuntimeError("PassManager::run failed"))
-    with pytest.raises(TritonError, match=r"Uncompilable cannot be compiled .* PassManager"):
-        launch.compiled(failed)
+    with pytest.raises(TritonError, match=rf"Uncompilable cannot be compiled .* {error}"):
+        launch.compiled(told(error))
 
 
 @pytest.mark.parametrize(
@@ -109,8 +118,9 @@ def test_a_failed_pass_of_the_compiler_is_an_error_of_triton(
     [
         torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+        RuntimeError("Triton Error [HIP]:  Code: 209, Messsage: no kernel image is available"),
     ],
-    ids=["torch", "driver"],
+    ids=["torch", "driver", "amd's driver"],
 )
 def test_what_a_device_raises_is_no_error_of_the_compiler(
     error: RuntimeError, told: Callable[[Exception], Launch]

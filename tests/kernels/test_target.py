@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from triton.errors import TritonError
 
+from dsv4.backends import load_backend
 from dsv4.errors import UnsupportedGpu
 from dsv4.kernels import backend, target
 from dsv4.kernels.backend import TritonBackend
@@ -25,8 +27,10 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def a_gpu(monkeypatch: pytest.MonkeyPatch, **properties: object) -> None:
+    """Which kernels are compiled for."""
     found = SimpleNamespace(**properties)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    monkeypatch.setattr(backend, "INTERPRETED", tl.constexpr(False))
     target._target_of.cache_clear()
 
 
@@ -40,6 +44,45 @@ def test_an_unknown_gpu_is_refused_when_the_backend_is_made(monkeypatch: pytest.
     a_gpu(monkeypatch, name="Tesla V100", major=7, minor=0)
     with pytest.raises(UnsupportedGpu, match=r"Tesla V100 is sm_70: use backend='reference'"):
         TritonBackend(GPU)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "arch"),
+    [
+        ("Tesla T4", (7, 5)),
+        ("Orin", (8, 7)),
+        ("NVIDIA Thor", (11, 0)),
+        ("NVIDIA GB10", (12, 1)),
+        ("AMD Instinct MI250X", "gfx90a:sramecc+:xnack-"),
+        ("AMD Radeon RX 7900 XTX", "gfx1100"),
+    ],
+)
+def test_whatever_gpu_is_not_listed_is_named_with_what_to_use_instead(
+    gpu: str, arch: tuple[int, int] | str, monkeypatch: pytest.MonkeyPatch
+):
+    if isinstance(arch, str):
+        monkeypatch.setattr(torch.version, "hip", "7.0")
+        a_gpu(monkeypatch, name=gpu, gcnArchName=arch, major=9, minor=0)
+        name = arch.partition(":")[0]
+    else:
+        a_gpu(monkeypatch, name=gpu, major=arch[0], minor=arch[1])
+        name = f"sm_{arch[0]}{arch[1]}"
+    for asked in (None, "triton"):
+        with pytest.raises(UnsupportedGpu, match=f"{gpu} is {name}: use backend='reference'"):
+            load_backend(asked, GPU)  # type: ignore[arg-type]
+    assert load_backend("reference", GPU).name == "reference"
+
+
+def test_two_gpus_have_a_target_each(monkeypatch: pytest.MonkeyPatch):
+    a_gpu(monkeypatch, name="", major=0, minor=0)
+    found = [
+        SimpleNamespace(name="A100", major=8, minor=0),
+        SimpleNamespace(name="T4", major=7, minor=5),
+    ]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found[device.index])
+    assert TritonBackend(torch.device("cuda:0"))._attend is None
+    with pytest.raises(UnsupportedGpu, match="T4 is sm_75"):
+        TritonBackend(torch.device("cuda:1"))
 
 
 @pytest.mark.parametrize("name", [n for n in TARGETS if n.startswith("sm_")])
@@ -78,12 +121,16 @@ class CannotCompile(TritonError):
     [
         ("attend", "_attend"),
         ("attend", "_whole_attend"),
+        *[("attend", "_wide_attend")] * target.WIDE_ATTENTION_FITS,
         ("index_scores", "_index_scores"),
         *[("index_scores", "_wide_scores")] * target.WIDE_SCORES_FIT,
     ],
 )
 def test_a_kernel_that_cannot_be_compiled_is_replaced_with_one_warning(
-    operation: str, own_kernel: str, monkeypatch: pytest.MonkeyPatch
+    operation: str,
+    own_kernel: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ):
     a_gpu(monkeypatch, name="H200", major=9, minor=0)
     made = TritonBackend(GPU)
@@ -109,10 +156,36 @@ def test_a_kernel_that_cannot_be_compiled_is_replaced_with_one_warning(
     with pytest.warns(RuntimeWarning, match=f"Hopper's kernel of {operation}") as warned:
         getattr(made, operation)(None)
     assert len(warned) == 1
+    assert not caplog.records  # which would be a second warning, where nobody has set up logging
+    told = str(warned[0].message)
+    wide = "wide" in own_kernel
+    assert (f"of {operation} in chunks (CannotCompile)" in told) == wide
+    assert ("the one of small steps, or the portable one, runs instead" in told) == wide
+    assert ("(CannotCompile): the portable one runs instead" in told) != wide
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         getattr(made, operation)(None)
     assert calls == ["own", "portable", "portable"]
+
+
+@pytest.mark.parametrize("error", [ImportError, AttributeError, TypeError])
+def test_an_operation_whose_gluon_is_gone_warns_once(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+):
+    a_gpu(monkeypatch, name="H200", major=9, minor=0)
+    asked = []
+
+    def gone(name: str) -> None:
+        asked.append(name.removeprefix("dsv4.kernels.hopper."))
+        raise error("a name is gone")
+
+    monkeypatch.setattr(backend, "import_module", gone)
+    with pytest.warns(RuntimeWarning) as warned:
+        made = TritonBackend(GPU)
+    assert asked == ["attend", "index_scores"]
+    assert len(warned) == 2
+    assert made._attend is not None
+    assert made._attend.module is made._wide_attend is made._wide_scores is None
 
 
 def test_a_batch_invariant_backend_asks_for_whole_queries(monkeypatch: pytest.MonkeyPatch):
@@ -135,6 +208,13 @@ def test_interpreted_kernels_are_the_portable_ones():
     assert made._index_scores is None
 
 
+def test_interpreted_kernels_are_the_portable_ones_on_an_h200_too(monkeypatch: pytest.MonkeyPatch):
+    a_gpu(monkeypatch, name="H200", major=9, minor=0)
+    monkeypatch.setattr(backend, "INTERPRETED", tl.constexpr(True))
+    made = TritonBackend(GPU)
+    assert made._attend is made._wide_attend is made._index_scores is made._wide_scores is None
+
+
 def test_the_docs_list_every_target():
     text = (Path(__file__).parents[2] / "docs/gpus.md").read_text()
     for one in TARGETS.values():
@@ -145,12 +225,15 @@ def test_the_docs_list_every_target():
         assert f"{row}{tiles.heads} \u00d7 {tiles.keys}" in text
 
 
-# How a program finds out what it runs on. `__version__` may be told, but not compared.
+# How a program finds out what it runs on. A version and the name of a GPU may be told, but not
+# compared.
+TOLD = {"__version__", "get_device_name"}
 ASKS = {
-    *("get_device_capability", "get_device_properties", "get_device_name", "gcnArchName"),
+    *("get_device_capability", "get_device_properties", "gcnArchName"),
     *("get_arch_list", "cuda_capability_geq", "cuda_capability", "is_hip", "is_cuda_backend"),
     *("current_target", "get_current_target", "arch", "hip"),
 }
+FOLDERS = ("dsv4/**/*.py", "tests/gpu/*.py", "examples/*.py", "benchmarks/*.py", "tools/*.py")
 ARCHITECTURE = re.compile(r"(sm_?|gfx|compute_)\d\d")
 
 
@@ -167,9 +250,7 @@ def asks_for_a_target(tree: ast.AST) -> Iterator[str]:
                 yield name
         if isinstance(node, ast.Compare | ast.match_case | ast.Subscript):
             inside = list(ast.walk(node))
-            yield from (
-                n.attr for n in inside if isinstance(n, ast.Attribute) and n.attr == "__version__"
-            )
+            yield from (n.attr for n in inside if isinstance(n, ast.Attribute) and n.attr in TOLD)
             yield from (
                 n.value
                 for n in inside
@@ -187,6 +268,7 @@ def asks_for_a_target(tree: ast.AST) -> Iterator[str]:
         "wide = target.arch == 90",
         "new = triton.__version__ >= '3.7'",
         "if name == 'sm_100': pass",
+        "wide = 'H200' in torch.cuda.get_device_name()",
         "tiles = TILES['gfx942']",
         "found = driver.active.get_current_target()",
         "from dsv4.kernels.target import TRITON",
@@ -201,7 +283,7 @@ def test_nothing_else_tests_for_an_architecture_or_a_version():
     tests = (root / "tests/conftest.py", root / "tests/support/needs.py")
     found = {
         str(path.relative_to(root)): told
-        for path in (*root.glob("dsv4/**/*.py"), *root.glob("tests/gpu/*.py"), *tests)
+        for path in (*(path for folder in FOLDERS for path in root.glob(folder)), *tests)
         if path != Path(target.__file__)
         and (told := sorted(asks_for_a_target(ast.parse(path.read_text(encoding="utf-8")))))
     }

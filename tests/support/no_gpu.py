@@ -78,9 +78,9 @@ def _backend(device: torch.device, *, hopper: bool, batch_invariant: bool) -> Tr
     found = TritonBackend(device, batch_invariant=batch_invariant)
     if hopper:
         found._attend, found._index_scores = backend._Own("attend"), backend._Own("index_scores")
-        found._wide_attend = backend._Own("attend", "attend_wide")
-        found._whole_attend = backend._Own("attend", "attend_whole")
-        found._wide_scores = backend._Own("index_scores", "index_scores_wide")
+        found._wide_attend = backend._Own("attend", "wide")
+        found._whole_attend = backend._Own("attend", "whole")
+        found._wide_scores = backend._Own("index_scores", "wide")
     return found
 
 

@@ -203,7 +203,7 @@ class StepBuffers:
         """The one host-to-device copy of a step."""
         if self._copied is not None:
             self.device_buffer.copy_(self.host_buffer, non_blocking=True)
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self.device_buffer.device))
 
 
 def _named_rows(buffer: Tensor, sizes: Sequence[tuple[str, int, int]]) -> dict[str, Tensor]:

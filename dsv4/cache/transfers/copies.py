@@ -37,9 +37,10 @@ class Mark:
             self._event.synchronize()
 
     def hold_back(self) -> None:
-        """What is launched on the current stream from now on waits for it; the host does not."""
+        """What is launched on its device's current stream from now on waits for it; the host does
+        not."""
         if self._event is not None and not self.passed:
-            torch.cuda.current_stream().wait_event(self._event)
+            torch.cuda.current_stream(self._event.device).wait_event(self._event)
 
 
 class Copies:

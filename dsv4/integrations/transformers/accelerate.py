@@ -28,6 +28,7 @@ from dsv4.integrations.transformers.model_check import cache_schema, require_typ
 from dsv4.integrations.transformers.paged_cache import FETCH_TIMEOUT_S
 from dsv4.integrations.transformers.ranks import read_ranks
 from dsv4.integrations.transformers.split_manager import SplitManager, places
+from dsv4.ops.backend import BackendName
 
 if TYPE_CHECKING:
     from dsv4.tiers.tier import Tier
@@ -50,6 +51,7 @@ def accelerate(
     warmup: bool = False,
     tiers: Sequence[Tier] = (),
     fetch_timeout_s: float = FETCH_TIMEOUT_S,
+    backend: BackendName | None = None,
 ) -> None:
     """Replaces the attention of every layer of a DeepseekV4ForCausalLM, in place, for inference.
 
@@ -79,7 +81,10 @@ def accelerate(
     at most. `prefix` must have a `model_id` then, which names the weights. Rows that are given back
     leave where they were in the tiers; `restore` and the end of the process wait for that.
 
-    Raises InvalidInput, ConfigError or SchemaError, and the model is unchanged.
+    `backend` computes the cache's part: "triton" (default on a GPU) or "reference" (default
+    elsewhere), which runs on GPUs that there are no kernels for and is never captured.
+
+    Raises InvalidInput, ConfigError, SchemaError or UnsupportedGpu, and the model is unchanged.
     """
     require_v4(model)
     if is_accelerated(model):
@@ -108,6 +113,7 @@ def accelerate(
             "max_requests": max_batch,
             "max_step_tokens": max_step_tokens,
             "prefix": _default_prefix(schema) if prefix is PREFIX else prefix,
+            "backend": backend,
         }
         manager = (
             SplitManager(schema, found, **sizes)
@@ -124,8 +130,9 @@ def accelerate(
             manager.warmup(kv_norm=False, round_bf16=rounds_scores(schema))
     step = RunningStep(manager=manager, rope_tables=tables, ranks=ranks)
     caches = FastCaches(manager, model, fetch_timeout_s=fetch_timeout_s, ranks=ranks)
-    is_one = ranks is None and len(found) == 1  # graphs are of one device and one process
-    forward = FastForward(model.model, step, caches, capture=capture and is_one)
+    # graphs are of one device and one process, and the reference looks at the device's values
+    capture = capture and ranks is None and len(found) == 1 and manager.backend.name == "triton"
+    forward = FastForward(model.model, step, caches, capture=capture)
     attention = FastAttention if len(found) == 1 else SplitAttention
     for layer in model.model.layers:
         _replace(layer.self_attn, "forward", attention(layer.self_attn, step))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -22,6 +22,8 @@ from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.stats import MemoryBytes
 from dsv4.errors import InvalidInput, RecoveryNeeded
+from dsv4.ops.backend import BackendName
+from dsv4.ops.device import on_device
 
 Place = tuple[torch.device, list[int]]  # a device, and the layers that are there
 
@@ -54,6 +56,7 @@ class SplitManager(KVCacheManager):
         max_requests: int,
         max_step_tokens: int,
         prefix: PrefixOptions | None,
+        backend: BackendName | None = None,
     ) -> None:
         """`schema` is the whole model's. Raises InvalidInput for a place without compressed layers,
         whose manager would have no blocks to share."""
@@ -69,6 +72,7 @@ class SplitManager(KVCacheManager):
             "max_requests": max_requests,
             "max_step_tokens": max_step_tokens,
             "prefix": prefix,
+            "backend": backend,
         }
         super().__init__(parts[0], device=places[0][0], **options)
         self.others = tuple(
@@ -290,11 +294,6 @@ class SplitManager(KVCacheManager):
                 twin = self._twin(request, nth)
                 assert (twin.slot, twin.length) == (request.slot, request.length)
                 assert twin.block_ids == request.block_ids
-
-
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside, kernels are launched on a device, and events are recorded there."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _part(prompt: Any, nth: int) -> Any:
