@@ -109,12 +109,12 @@ def read_results(path: str | Path) -> list[BenchResult]:
     """The cases of a results file, in its order. Raises InvalidInput for a file that is missing,
     empty or not one, with the line that is wrong."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # an editor may have put a mark in front
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"cannot read results from {path}: {error}") from error
     results: list[BenchResult] = []
     line_of: dict[str, int] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # texts may have other line ends
         if not line.strip():
             continue
         result = _parsed(line, where=f"line {number} of {path}")

@@ -31,10 +31,13 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
         peers_us={"FlashMLA": 12.5},
         parts_us={"append": 1.5},
         parts_launches={"append": 43},
-        note="1 block, µ",
+        note="1 block, µ, \u2028 \x85",
     )
-    write_results(tmp_path / "r.jsonl", [BASE, full])
-    assert read_results(tmp_path / "r.jsonl") == [BASE, full]
+    path = tmp_path / "r.jsonl"
+    write_results(path, [BASE, full])
+    assert read_results(path) == [BASE, full]
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))  # by an editor
+    assert read_results(path) == [BASE, full]
 
 
 def test_figures_that_follow_from_a_measurement() -> None:
