@@ -206,16 +206,16 @@ class Repetition:
         for nth, home, distance in self._tied:
             if places[nth] - places[home] != distance:
                 return None
-        if self._device is not None and (
-            driver.active.get_current_device() != self._device or _is_watched()
-        ):
-            return None
-        return places
+        return None if self._device is not None and _is_watched() else places
 
     def run(self, places: list[int], tensors: Sequence[Tensor]) -> None:
-        """Launches on the current stream what `places` has accepted."""
+        """Launches on the current stream of its device what `places` has accepted."""
         if self._device is None:
             self._interpret(tensors)
+            return
+        if driver.active.get_current_device() != self._device:
+            with torch.cuda.device(self._device):
+                self.run(places, tensors)
             return
         stream = driver.active.get_current_stream(self._device)
         for _, run, grid, function, metadata, arguments, moved in self._starts:
@@ -238,8 +238,8 @@ def repeatable(
 ) -> Repetition | None:
     """Makes `call` and returns how to launch the same again with others in the place of `tensors`.
     None where that is not all: the call did more with tensors than to look at parts of them, or
-    some of `tensors` share memory with the `fixed`, which are always the same. Another device than
-    theirs may be current, here; then no launch is repeated."""
+    some of `tensors` share memory with the `fixed`, which are always the same. All of them are on
+    one device, which need not be the current one, here or later."""
     if isinstance(_listening.heard, Collection):
         call()
         return None

@@ -29,8 +29,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[NoGpu]:
     current."""
 
     @contextmanager
-    def switched(device: torch.device) -> Iterator[None]:
-        before, found.device = found.device, device.index
+    def switched(device: torch.device | int) -> Iterator[None]:
+        before, found.device = found.device, device if isinstance(device, int) else device.index
         yield
         found.device = before
 
@@ -49,29 +49,30 @@ def a_launch(*tensors: torch.Tensor) -> Launch:
 def test_a_launch_goes_to_the_device_of_its_tensors(
     gpu: NoGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NoGpu compares the stream with the current device's."""
     asked: list[int] = []
 
     def compiled(given: Launch) -> Any:
         asked.append(gpu.device)
         return gpu.compiled(given)
 
-    monkeypatch.setattr(launch, "compiled", compiled)
-    a_launch(torch.zeros(4)).run()
-    assert (asked, gpu.device, len(gpu.started)) == ([1], 0, 1)
+    with monkeypatch.context() as patch:  # undone before what `gpu` has patched
+        patch.setattr(launch, "compiled", compiled)
+        a_launch(torch.zeros(4)).run()
+    assert (asked, gpu.device) == ([1], 0)
+    assert [each.stream for each in gpu.started] == [gpu.get_current_stream(1)]
 
 
 def test_what_is_repeated_later_is_of_the_device_of_its_tensors(gpu: NoGpu) -> None:
     given, fixed = torch.zeros(4), torch.zeros(4)
     found = launch.repeatable(a_launch(given, fixed).run, [given], [fixed])
     assert found is not None
-    assert gpu.device == 0
-    assert found.places([given]) is None  # not here: the checked way finds the device
-    gpu.device = 1
-    places = found.places([given])
-    assert places is not None
-    found.run(places, [given])
-    assert len(gpu.started) == 2
+    for current in (0, 1):
+        gpu.device = current
+        places = found.places([given])
+        assert places is not None
+        found.run(places, [given])
+        assert gpu.device == current
+    assert [each.stream for each in gpu.started] == [gpu.get_current_stream(1)] * 3
 
 
 def test_warming_up_compiles_for_its_device(gpu: NoGpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ class Started(NamedTuple):
     kernel: str
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
+    stream: int
 
 
 class NoGpu:
@@ -62,7 +63,7 @@ class Binary:
         assert stream == self._gpu.get_current_stream(self._gpu.device)
         assert (function, metadata) == (self.function, self.packed_metadata)
         assert enter is leave is None
-        self._gpu.started.append(Started(self.name, (x, y, z), tuple(arguments)))
+        self._gpu.started.append(Started(self.name, (x, y, z), tuple(arguments), stream))
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         stream = self._gpu.get_current_stream(self._gpu.device)
