@@ -1,52 +1,38 @@
 """The Hopper attention kernel against the float64 formula, the reference and the portable kernel,
 on arenas where every row that no query may read is NaN.
 
-`make_step` brings blocks in random order, block ids of 2**30 behind the used ones, wild indices and
-a ring longer than the window. Shapes are few: each new set of constants is compiled.
+Shapes are few: each new set of constants is compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dsv4.kernels import attend as portable
 from dsv4.kernels.hopper import attend as hopper
 from dsv4.ops.calls import Attention
 from dsv4.reference import attend as reference
-from tests.reference.test_attend import POISON, Step, check, make_step
+from tests.reference.test_attend import POISON, Step
+from tests.support.gpu_steps import (
+    DEVICE,
+    RAGGED,
+    V41_SHAPES,
+    assert_near,
+    assert_right,
+    make,
+    max_entries,
+    run_portable,
+    same,
+)
 from tests.support.numbers import Numbers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
-DEVICE = torch.device("cuda")
 PROCESSORS = 132
 GUARD = 7.0
-# 521 indices: not a multiple of a tile, of 16 or of 4
-SHAPES: dict[str, dict[str, int]] = {
-    "swa": {},
-    "csa": {"ratio": 4, "page_rows": 32, "top_k": 521, "max_entries": 2_560},
-    "hca": {"ratio": 128, "page_rows": 1, "max_entries": 2_112},
-}
-# DeepSeek-V4.1: windows of FP8, entries of FP4; two tokens to an entry, or one
-V41: dict[str, Any] = {"record": "v41_fp4", "window_record": "v41_fp8"}
-V41_SHAPES: dict[str, dict[str, Any]] = {
-    "window": {"kind": "swa", "record": "v41_fp8"},
-    "pairs": {"kind": "csa", "ratio": 2, "page_rows": 64, "max_entries": 4_608, **V41},
-    "singles": {"kind": "csa", "ratio": 1, "page_rows": 128, "max_entries": 9_216, **V41},
-    "all": {"kind": "hca", "ratio": 2, "page_rows": 64, "max_entries": 4_608, **V41},
-}
-# (start, tokens): around one key, the window, and 127, 128 and 129 entries; up to thousands
-RAGGED: dict[str, list[tuple[int, int]]] = {
-    "swa": [(0, 1), (1, 2), (126, 3), (500, 4), (9_001, 4)],
-    "csa": [(0, 1), (2, 2), (126, 3), (506, 2), (511, 1), (515, 1), (2_083, 2), (9_001, 4)],
-    "hca": [(0, 1), (126, 2), (16_255, 1), (16_382, 2), (16_511, 1), (268_805, 3)],
-}
 
 
 @pytest.fixture(autouse=True)
@@ -57,36 +43,6 @@ def _processors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def set_processors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(hopper, "processors", lambda _: count)
-
-
-def make(requests: Sequence[tuple[int, int]], kind: str, *, heads: int = 64, **more: Any) -> Step:
-    """A step at V4's shapes on the device."""
-    shape = {**SHAPES[kind], **more}
-    step = make_step(requests, kind=kind, heads=heads, width=512, window=128, **shape)
-    entries = step.entries and replace(
-        step.entries,
-        arena=step.entries.arena.to(DEVICE),
-        block_table=step.entries.block_table.to(DEVICE),
-    )
-    return Step(
-        q=step.q.to(DEVICE),
-        sink=step.sink.to(DEVICE),
-        tokens=step.tokens.to(DEVICE),
-        batch=step.batch.to(DEVICE),
-        window=replace(step.window, arena=step.window.arena.to(DEVICE)),
-        entries=entries,
-        indices=None if step.indices is None else step.indices.to(DEVICE),
-        keys=[None if keys is None else keys.to(DEVICE) for keys in step.keys],
-        rope=step.rope.to(DEVICE),
-    )
-
-
-def max_entries(step: Step) -> int:
-    if step.entries is None:
-        return 0
-    if step.indices is not None:
-        return step.indices.shape[1]
-    return step.entries.block_table.shape[1] * step.entries.page.rows
 
 
 def shares_of(step: Step) -> tuple[int, int]:
@@ -106,31 +62,6 @@ def run(step: Step, *, turn: bool = True) -> tuple[Tensor, Tensor]:
     assert (workspace[: hopper.PARTS_START].view(torch.int32) == 0).all(), "counters"
     assert (workspace[end:] == GUARD).all()
     return found
-
-
-def run_portable(step: Step, *, turn: bool = True) -> tuple[Tensor, Tensor]:
-    splits = portable.split_count(step.window.window, max_entries(step))
-    workspace = torch.zeros(portable.workspace_elements(*step.q.shape, splits), device=DEVICE)
-    return step.run(portable.attend, turn=turn, workspace=workspace)
-
-
-def assert_near(step: Step, found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
-    live = step.tokens[:, 0] >= 0
-    out, out_wanted = found[0][live].double(), wanted[0][live].double()
-    error = (out - out_wanted).norm(dim=(1, 2)) / out_wanted.norm(dim=(1, 2))
-    assert error.max() <= 4e-3, error
-    assert (found[1][live] - wanted[1][live]).abs().max() <= 1e-3
-
-
-def assert_right(step: Step, found: tuple[Tensor, Tensor], *, turn: bool = True) -> None:
-    check(step, found, turn=turn)
-    assert_near(step, found, step.run(reference.attend, turn=turn))
-
-
-def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
-    return all(
-        torch.equal(x.view(torch.int16), y.view(torch.int16)) for x, y in zip(a, b, strict=True)
-    )
 
 
 @pytest.mark.parametrize("kind", ["swa", "csa", "hca"])

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from dsv4.kernels.hopper import attend_wide as wide
 from dsv4.ops.calls import Attention
-from tests.gpu.test_attend_hopper_gpu import assert_near, assert_right, make, run, same
+from tests.gpu.test_attend_hopper_gpu import run
 from tests.reference.test_attend import Step
+from tests.support.gpu_steps import assert_near, assert_right, make, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
