@@ -179,8 +179,8 @@ class _Own:
 def _own(
     operation: str, wanted: bool, sort: Sort | None = None, *, beside: _Own | None = None
 ) -> _Own | None:
-    """An operation's kernel, or with a sort the one `beside` it: where Gluon lacks what that needs to
-    be imported, this is not tried."""
+    """An operation's kernel, or with a sort the one `beside` it: where Gluon lacks what that needs
+    to be imported, this is not tried."""
     if sort and (beside is None or beside.module is None):
         return None
     return _Own(operation, sort) if wanted else None
