@@ -211,7 +211,9 @@ def attention_tiles(
     little_memory = target.backend == "cuda" and target.shared_bytes < 128 * KIB
     if crowded or little_memory:
         tiles = replace(tiles, coded_buffers=1)
-    return replace(tiles, span=64) if fp32_scales or (crowded and little_memory) else tiles
+    # nor would a draft step's sums stay in registers where scales are multiplied one by one
+    short = fp32_scales or (crowded and little_memory and not target.multiplies_bf16)
+    return replace(tiles, span=64) if short else tiles
 
 
 def score_tile(target: Target, band: int) -> int:

@@ -16,20 +16,14 @@ from torch import Tensor
 from dsv4.kernels.hopper import attend as hopper
 from dsv4.kernels.hopper import attend_whole
 from dsv4.ops.calls import Attention
-from tests.gpu.test_attend_hopper_gpu import (
-    DEVICE,
-    GUARD,
-    PROCESSORS,
-    RAGGED,
-    V41_SHAPES,
-    assert_right,
-    make,
-    same,
-)
 from tests.reference.test_attend import Step
+from tests.support.gpu_steps import DEVICE, RAGGED, V41_SHAPES, assert_right, make, same
 from tests.support.numbers import Numbers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
+
+PROCESSORS = 132
+GUARD = 7.0
 
 # at most 64 tiles: longer queries are the portable kernel's
 HCA: dict[str, Any] = {"ratio": 128, "page_rows": 1, "max_entries": 1_920}
