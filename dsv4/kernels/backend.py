@@ -31,7 +31,7 @@ from dsv4.kernels import (
 )
 from dsv4.kernels.launch import Repetition, repeatable
 from dsv4.kernels.numerics import INTERPRETED
-from dsv4.kernels.target import WIDE_ATTENTION_FITS, WIDE_SCORES_FIT, target_of
+from dsv4.kernels.target import WIDE_ATTENTION_FITS, WIDE_SCORES_FIT, processors, target_of
 from dsv4.kernels.warmup import warm_up
 from dsv4.model import ModelSpec
 from dsv4.ops.backend import BackendName
@@ -138,7 +138,8 @@ class TritonBackend:
             elements = max(elements, own.workspace_elements(self._device))
         whole = self._whole_attend.module if self._whole_attend else None
         if whole is not None and self._batch_invariant:
-            elements = max(elements, whole.workspace_elements())
+            shape = tokens, model.heads, model.window, max_entries
+            elements = max(elements, whole.workspace_elements(*shape, processors(self._device)))
         return 4 * elements
 
 

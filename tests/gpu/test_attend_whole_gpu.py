@@ -17,7 +17,15 @@ from dsv4.kernels.hopper import attend as hopper
 from dsv4.kernels.hopper import attend_whole
 from dsv4.ops.calls import Attention
 from tests.reference.test_attend import Step
-from tests.support.gpu_steps import DEVICE, RAGGED, V41_SHAPES, assert_right, make, same
+from tests.support.gpu_steps import (
+    DEVICE,
+    RAGGED,
+    V41_SHAPES,
+    assert_right,
+    make,
+    max_entries,
+    same,
+)
 from tests.support.numbers import Numbers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
@@ -25,9 +33,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 PROCESSORS = 132
 GUARD = 7.0
 
-# at most 64 tiles: longer queries are the portable kernel's
-HCA: dict[str, Any] = {"ratio": 128, "page_rows": 1, "max_entries": 1_920}
-LENGTHS = {**RAGGED, "hca": [(0, 1), (126, 2), (16_255, 1), (16_382, 2), (16_511, 1), (240_005, 3)]}
+HCA: dict[str, Any] = {"ratio": 128, "page_rows": 1, "max_entries": 8_192}
+LENGTHS = {**RAGGED, "hca": [(0, 1), (126, 2), (16_255, 1), (16_382, 2), (16_511, 1), (600_005, 3)]}
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +47,14 @@ def make_whole(kind: str, **more: Any) -> Step:
     return make(LENGTHS[kind], kind, **{**(HCA if kind == "hca" else {}), **more})
 
 
+def elements(step: Step) -> int:
+    count, heads, _ = step.q.shape
+    shape = count, heads, step.window.window, max_entries(step)
+    return attend_whole.workspace_elements(*shape, PROCESSORS)
+
+
 def whole_call(step: Step) -> Attention:
-    workspace = torch.empty(attend_whole.workspace_elements(), device="meta")
+    workspace = torch.empty(elements(step), device="meta")
     return replace(step.call(out=step.q, lse=step.q), whole=True, workspace=workspace)
 
 
@@ -56,7 +69,7 @@ def one(step: Step, *, turn: bool = True) -> tuple[Tensor, Tensor]:
 
 def two(step: Step, *, turn: bool = True) -> tuple[Tensor, Tensor]:
     """Two launches; what lies around their workspace must stay."""
-    end = attend_whole.workspace_elements()
+    end = elements(step)
     workspace = torch.full((end + 1024,), torch.nan, device=DEVICE)
     workspace[: hopper.PARTS_START] = 0
     workspace[end:] = GUARD
@@ -145,7 +158,7 @@ def test_tokens_may_lie_apart() -> None:
     q[:, :64] = step.q
     out = torch.full_like(q, GUARD)
     lse = torch.full((tokens, 128), GUARD, device=DEVICE)
-    workspace = torch.full((attend_whole.workspace_elements(),), torch.nan, device=DEVICE)
+    workspace = torch.full((elements(step),), torch.nan, device=DEVICE)
     call = replace(
         step.call(out=out[:, :64], lse=lse[:, :64]),
         q=q[:, :64],
@@ -170,7 +183,7 @@ def test_a_replayed_graph_gives_the_bits_of_an_eager_launch() -> None:
         q=torch.zeros_like(step.q),
         tokens=torch.full_like(step.tokens, -1),
     )
-    workspace = torch.zeros(attend_whole.workspace_elements(), device=DEVICE)
+    workspace = torch.zeros(elements(step), device=DEVICE)
 
     def attend(call: Attention) -> None:
         attend_whole.attend(replace(call, whole=True))

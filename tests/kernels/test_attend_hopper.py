@@ -137,18 +137,14 @@ def test_it_takes_v4_and_v41_and_leaves_the_rest_to_the_portable_kernel() -> Non
 
 
 def test_whole_queries_are_not_cut() -> None:
-    """So no bit depends on how many there are; long ones are the portable kernel's, which cuts them
-    by capacity alone."""
-    for tokens in (1, 16, 64):
-        step = v4_step(tokens)
+    """So no bit depends on how many there are."""
+    long = {"kind": "hca", "ratio": 128, "page_rows": 1, "max_entries": 8_192}
+    for tokens, shape in ((1, {}), (16, {}), (64, {}), (1, long), (64, long)):
+        step = v4_step(tokens, **shape)
         call = replace(step.call(out=step.q, lse=step.q), whole=True)
         assert kernel.supports(call)
         assert kernel.attend_launch(call, programs=PROCESSORS).grid == (tokens, 1, 1)
         assert not wide.supports(replace(call, tokens_per_request=64))
-    long = v4_step(kind="hca", ratio=128, page_rows=1, max_entries=8_192)
-    call = long.call(out=long.q, lse=long.q)
-    assert kernel.supports(call)
-    assert not kernel.supports(replace(call, whole=True))
 
 
 def test_windows_of_cut_replays_are_the_portable_kernel_s() -> None:

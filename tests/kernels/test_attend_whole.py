@@ -12,7 +12,7 @@ from dsv4.kernels.hopper import attend_whole as kernel
 from dsv4.ops.calls import Attention
 from tests.kernels.test_attend_hopper import PROCESSORS, v4_step
 
-CSA, HCA = (128, 512), (128, 1024)
+CSA, HCA, LONG = (128, 512), (128, 1024), (128, 8192)
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,8 @@ def shared(tokens: int, heads: int = 64, keys: tuple[int, int] = CSA) -> int:
 
 def whole(tokens: int, **shape: int) -> Attention:
     step = v4_step(tokens, **shape)
-    workspace = torch.empty(kernel.workspace_elements(), device="meta")
+    elements = kernel.workspace_elements(tokens, 64, *CSA, PROCESSORS)
+    workspace = torch.empty(elements, device="meta")
     return replace(step.call(out=step.q, lse=step.q), whole=True, workspace=workspace)
 
 
@@ -37,23 +38,26 @@ def test_few_queries_are_shared_out_and_many_are_not() -> None:
     )
     assert [shared(tokens, keys=HCA) for tokens in (1, 4, 16, 33, 34)] == [36, 33, 8, 4, 1]
     assert [shared(tokens, 128, HCA) for tokens in (1, 16, 17)] == [36, 4, 1]
+    assert [shared(tokens, keys=LONG) for tokens in (1, 16, 17)] == [132, 8, 1]
     assert shared(1, keys=(128, 0)) == 1  # four tiles
 
 
 def test_no_program_waits_for_a_processor_and_tiles_fit_the_workspace() -> None:
     for tokens in range(1, 140):
         for heads in (1, 64, 96, 128):
-            for keys in (CSA, HCA, (128, 32), (128, 1920)):
+            for keys in (CSA, HCA, LONG, (128, 32)):
                 programs = shared(tokens, heads, keys)
                 items = tokens * narrow.head_blocks(heads)
                 if programs > 1:
                     assert items * programs <= PROCESSORS
-                    assert items * narrow.tiles_of(*keys) <= kernel.MAX_TILES
+                    elements = items * narrow.tiles_of(*keys) * kernel.TILE_ELEMENTS
+                    for most in (tokens, tokens + 1, 8192):
+                        given = kernel.workspace_elements(most, heads, *keys, PROCESSORS)
+                        assert kernel.PARTS_START + elements <= given
                     columns = kernel.columns_per_program(items, PROCESSORS)
                     assert items * (512 // columns) <= PROCESSORS
-    needed = kernel.PARTS_START + kernel.MAX_TILES * kernel.TILE_ELEMENTS
-    assert kernel.workspace_elements() == needed
-    assert 4 * needed <= 45e6
+    most = kernel.workspace_elements(8192, 128, *LONG, PROCESSORS)
+    assert 150e6 <= 4 * most <= 160e6
 
 
 def test_two_launches_for_few_whole_queries() -> None:

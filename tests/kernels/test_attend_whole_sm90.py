@@ -18,7 +18,7 @@ from tests.kernels.sm90 import compiled, empty, ptxas_messages, run_apart
 
 CSA_LAYER, HCA_LAYER, SINGLES_LAYER = hopper.CSA_LAYER, hopper.HCA_LAYER, hopper.SINGLES_LAYER
 PROCESSORS, MAX_SHARED_BYTES = hopper.PROCESSORS, hopper.MAX_SHARED_BYTES
-MAX_CONTEXT = 131_072  # longer ones are the portable kernel's
+MAX_CONTEXT = 131_072
 # what is launched, and (model, heads, layer, tokens, chunk)
 CASES: dict[str, tuple[str, tuple[str, int, int, int, bool]]] = {
     "flash csa": ("one", ("v4-flash", 64, CSA_LAYER, 64, False)),
@@ -68,7 +68,8 @@ def call(model: str, heads: int, layer: int, tokens: int, chunk: bool) -> Attent
     from dsv4.kernels.hopper import attend_whole as kernel
 
     made = hopper.call(model, heads, layer, tokens, chunk, max_context=MAX_CONTEXT)
-    workspace = empty(kernel.workspace_elements())
+    shape = tokens, heads, made.window.window, made.max_entries
+    workspace = empty(kernel.workspace_elements(*shape, PROCESSORS))
     return replace(made, whole=True, workspace=workspace)
 
 

@@ -68,8 +68,6 @@ SCALE_WORD_BYTES = 8
 WARPS_PER_ROLE = 4
 # A processor has 504 registers for a thread of each role: left gets what these two leave.
 RIGHT_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(168), gl.constexpr(104)
-# A query that must not be split has at most so many tiles: for more, the portable kernel is faster.
-WHOLE_TILES = 64
 # More parts than this cost more to combine than they save.
 MAX_SPLITS = 66
 # What writing and adding parts costs, in the time that a tile takes, by the number of slices.
@@ -190,7 +188,6 @@ def supports(call: Attention) -> bool:
         and call.window.window % TILE_KEYS == 0
         and not call.joint
         and not call.window_cut
-        and not (call.whole and tiles_of(call.window.window, call.max_entries) > WHOLE_TILES)
     )
 
 

@@ -85,8 +85,8 @@ KEY_ELEMENTS = TILE_KEYS * WIDTH // 2
 WEIGHT_ELEMENTS = HEADS_PER_PROGRAM * TILE_KEYS // 2
 LINES = 2
 TILE_ELEMENTS = KEY_ELEMENTS + WEIGHT_ELEMENTS + LINES * HEADS_PER_PROGRAM
-# So many tiles are stored at most, which bounds the workspace: 44 MB, which the L2 holds.
-MAX_TILES = 1188
+# So many tiles are stored at most, which bounds the workspace: 158 MB, for 16 queries of 1M tokens.
+MAX_TILES = 4224
 # What the second launch and storing tiles cost, in the time that a tile takes in the first one.
 COST_TILES = 3.0
 # The second launch sends for so many tiles at once, and for several of these ahead: what other
@@ -129,9 +129,18 @@ class Tiles(NamedTuple):
     lines: gl.shared_memory_descriptor
 
 
-def workspace_elements() -> int:
-    """fp32 elements that any launch needs at most."""
-    return int(PARTS_START + MAX_TILES * TILE_ELEMENTS)
+def workspace_elements(
+    tokens: int, heads: int, window: int, max_entries: int, programs: int
+) -> int:
+    """fp32 elements that launches of up to so many tokens need at most."""
+    tiles = tiles_of(window, max_entries)
+    items = min(tokens * head_blocks(heads), _most_items(programs), MAX_TILES // tiles)
+    return int(PARTS_START + items * tiles * TILE_ELEMENTS)
+
+
+def _most_items(programs: int) -> int:
+    """Queries and blocks of heads for which all programs of the second launch run at once."""
+    return programs * max(AHEAD) // int(WIDTH)
 
 
 def programs_per_query(
@@ -141,7 +150,7 @@ def programs_per_query(
     at once; 1 where a single launch is faster. No bit depends on it."""
     tiles = tiles_of(window, max_entries)
     items = tokens * head_blocks(heads)
-    if not 0 < items * tiles <= MAX_TILES or items * (WIDTH // max(AHEAD)) > programs:
+    if not 0 < items <= min(_most_items(programs), MAX_TILES // tiles):
         return 1
     shared = min(tiles, programs // items)
     return shared if shared > 1 and -(-tiles // shared) + COST_TILES < tiles else 1
