@@ -79,8 +79,8 @@ class KVCacheManager(Uncopied):
 
     With `batch_invariant` no bit that a token reads, scores, selection, attention, depends on what
     else is in its step or on how its request was cut into steps. Without, the last bits of
-    attention may, where a GPU has a kernel of its own. It costs time where requests are few
-    (docs/exactness.md).
+    attention may, where a GPU has a kernel of its own. It costs time where requests are few, and
+    workspace (docs/exactness.md).
 
     Threads: calls that change the manager come one at a time, from whatever thread; one that comes
     while another runs raises ThreadError. `stats`, `memory_bytes` and metrics may be asked at any
@@ -177,6 +177,7 @@ class KVCacheManager(Uncopied):
             backend=backend,
             prefix=prefix,
             max_open_plans=max_open_plans,
+            batch_invariant=batch_invariant,
         )
         if other_bytes != budget.other_bytes:
             raise InvalidInput(
@@ -228,6 +229,7 @@ class KVCacheManager(Uncopied):
             backend=backend,
             prefix=prefix,
             max_open_plans=max_open_plans,
+            batch_invariant=batch_invariant,
         )
         budget = compute_block_budget(
             schema,
@@ -260,14 +262,16 @@ class KVCacheManager(Uncopied):
         backend: BackendName | None = None,
         prefix: PrefixOptions | None = None,
         max_open_plans: int = 1,
+        batch_invariant: bool = False,
     ) -> int:
         """Bytes that a manager of these options allocates besides blocks, slots and block table:
         step buffers, workspace, snapshots. Allocates nothing there."""
         require_type("schema", schema, CacheSchema)
+        require_flag("batch_invariant", batch_invariant)
         place, nowhere = _device(device), torch.device("meta")
         memory = CacheMemory(
             schema,
-            load_backend(backend, place),
+            load_backend(backend, place, batch_invariant=batch_invariant),
             num_blocks=0,
             max_requests=require_count("max_requests", max_requests),
             max_step_tokens=require_count("max_step_tokens", max_step_tokens),
@@ -1498,7 +1502,8 @@ def _is_wide_half(plan: object) -> bool:
 
 
 def _device(named: object) -> torch.device:
-    """A device that memory can be taken on: cuda:0 where cuda is named. InvalidInput."""
+    """A device that memory can be taken on, with its number: the current one where "cuda" is
+    named. InvalidInput."""
     if not isinstance(named, str | int | torch.device) or isinstance(named, bool):
         raise InvalidInput(f"device={named!r}: must be a torch.device or its name")
     try:

@@ -73,6 +73,12 @@ def plan_command(
         int, typer.Option(help="Snapshots of the prefix cache; with --step-tokens.")
     ] = 0,
     open_plans: Annotated[int, typer.Option(help="Plans open at once; with --step-tokens.")] = 1,
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant", help="As the manager's option; with --step-tokens and --device."
+        ),
+    ] = False,
     device: Annotated[
         str, typer.Option(help="Where the manager will be: workspaces depend on the GPU.")
     ] = "cpu",
@@ -127,7 +133,7 @@ def plan_command(
             requests=requests,
             other_bytes=None
             if step_tokens is None
-            else _other_bytes(schema, step_tokens, snapshots, open_plans, device),
+            else _other_bytes(schema, step_tokens, snapshots, open_plans, device, batch_invariant),
         )
         if plot is not None:
             curves = requests_to_draw(found.requests)
@@ -167,7 +173,12 @@ def _model(name: str) -> ModelSpec:
 
 
 def _other_bytes(
-    schema: CacheSchema, step_tokens: int, snapshots: int, open_plans: int, device: str
+    schema: CacheSchema,
+    step_tokens: int,
+    snapshots: int,
+    open_plans: int,
+    device: str,
+    batch_invariant: bool,
 ) -> OtherBytes:
     """What a manager of these options needs besides. Loads torch."""
     from dsv4.cache.manager import KVCacheManager
@@ -183,6 +194,7 @@ def _other_bytes(
             device=device,
             prefix=prefix,
             max_open_plans=open_plans,
+            batch_invariant=batch_invariant,
         )
 
     return other_bytes

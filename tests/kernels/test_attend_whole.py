@@ -7,10 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.schema import CacheSchema
+from dsv4.errors import InvalidInput
+from dsv4.kernels import attend as portable
 from dsv4.kernels.hopper import attend as narrow
 from dsv4.kernels.hopper import attend_whole as kernel
+from dsv4.model import ModelSpec
 from dsv4.ops.calls import Attention
 from tests.kernels.test_attend_hopper import PROCESSORS, v4_step
+from tests.support.no_gpu import no_gpu
+from tests.support.owned import owned_bytes
 
 CSA, HCA, LONG = (128, 512), (128, 1024), (128, 8192)
 
@@ -78,3 +85,26 @@ def test_a_workspace_without_their_place_makes_it_one_launch() -> None:
     assert kernel.supports(replace(call, workspace=torch.empty(needed, device="meta")))
     assert not kernel.supports(replace(call, workspace=torch.empty(needed - 1, device="meta")))
     assert not kernel.supports(replace(call, workspace=None))
+
+
+def test_a_budget_counts_their_workspace() -> None:
+    """Of every plan that may be open: no manager allocates more than it was given."""
+    flash = ModelSpec.preset("v4-flash")
+    schema = CacheSchema.build(replace(flash, layers=flash.layers[:4]), max_context=2048)
+    sizes = {"max_requests": 4, "max_step_tokens": 40, "max_open_plans": 2}
+    with no_gpu(hopper=True):
+        cut, whole = (
+            KVCacheManager.other_bytes(schema, batch_invariant=wanted, **sizes)
+            for wanted in (False, True)
+        )
+        asked = whole + (64 << 20)
+        made = KVCacheManager.from_memory(schema, memory_bytes=asked, batch_invariant=True, **sizes)
+        total = made.memory_bytes().total
+        assert owned_bytes(made) == total
+        assert asked - schema.block_bytes < total <= asked
+        with pytest.raises(InvalidInput, match="batch_invariant=1"):
+            KVCacheManager.other_bytes(schema, batch_invariant=1, **sizes)  # type: ignore[arg-type]
+    parts = portable.workspace_elements(40, 64, 512, portable.split_count(*CSA))
+    assert parts > narrow.workspace_elements(torch.device("cpu"))
+    tiles = kernel.workspace_elements(40, 64, *CSA, PROCESSORS)
+    assert whole - cut == 2 * 4 * (tiles - parts) > 0
