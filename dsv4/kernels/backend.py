@@ -125,7 +125,9 @@ class TritonBackend:
         _run(call, self._wide_attend, self._narrow_attend)
 
     def _narrow_attend(self, call: Attention) -> None:
-        _run(call, self._whole_attend, self._single_attend)
+        # few whole queries have the bits of many only where both are Hopper's
+        alike = self._attend is not None and self._attend.module is not None
+        _run(call, self._whole_attend if alike else None, self._single_attend)
 
     def _single_attend(self, call: Attention) -> None:
         _run(call, self._attend, attend.attend)
@@ -188,7 +190,8 @@ def _own(
 
 
 def _run(call: Call, own: _Own | None, portable: Callable[[Call], None]) -> None:
-    """A kernel is compiled before it is launched, so one that cannot be has written nothing."""
+    """A kernel is compiled before it is launched, so one that cannot be has written nothing, and
+    the one in front of it workspace alone."""
     if own is not None and own.module is not None and own.module.supports(call):
         try:
             getattr(own.module, own.operation)(call)

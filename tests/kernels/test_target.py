@@ -6,6 +6,7 @@ import ast
 import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,7 +144,7 @@ def test_a_kernel_that_cannot_be_compiled_is_replaced_with_one_warning(
         made._wide_scores,
     ):
         if other is not None:
-            other.module = None
+            other.module = SimpleNamespace(supports=lambda _: False)
     calls: list[str] = []
 
     def fails(_: object) -> None:
@@ -199,6 +200,32 @@ def test_a_batch_invariant_backend_asks_for_whole_queries(monkeypatch: pytest.Mo
         made._attend.module, made._wide_attend = kernel, None
         made.attend(call)
     assert seen == [False, True]
+
+
+def test_few_whole_queries_are_not_hopper_s_where_many_are_not(monkeypatch: pytest.MonkeyPatch):
+    """The portable kernel has other bits."""
+    a_gpu(monkeypatch, name="H200", major=9, minor=0)
+    step = make_step([(8, 1)], kind="swa")
+    few = step.call(out=step.q, lse=step.q)
+    many = replace(few, tokens_per_request=2)
+    made = TritonBackend(GPU, batch_invariant=True)
+    ran: list[str] = []
+
+    def fails(_: object) -> None:
+        raise CannotCompile("too many registers")
+
+    assert made._attend is not None
+    assert made._whole_attend is not None
+    made._attend.module = SimpleNamespace(supports=lambda _: True, attend=fails)
+    made._whole_attend.module = SimpleNamespace(
+        supports=lambda call: call.tokens_per_request == 1, attend=lambda _: ran.append("whole")
+    )
+    monkeypatch.setattr(backend.attend, "attend", lambda _: ran.append("portable"))
+    made.attend(few)
+    with pytest.warns(RuntimeWarning, match="Hopper's kernel of attend"):
+        made.attend(many)
+    made.attend(few)
+    assert ran == ["whole", "portable", "portable"]
 
 
 def test_interpreted_kernels_are_the_portable_ones():
