@@ -136,6 +136,19 @@ def test_it_takes_v4_and_v41_and_leaves_the_rest_to_the_portable_kernel() -> Non
     assert not accepted(v4_step(window=100, **V41))
 
 
+def test_outputs_are_turned_back_by_kernels_that_turn_all_of_their_channels() -> None:
+    """V4.1's records, and those that are decoded before, do not tell how wide RoPE is."""
+    for rope_dim, turned in ((64, True), (32, False), (128, False)):
+        step = v4_step(64, rope_dim=rope_dim, chunk=True, max_entries=64, **V41)
+        call = step.call(out=step.q, lse=step.sink)
+        decoded = torch.empty(1 << 20, dtype=torch.uint8, device="meta")
+        chunk = replace(call, tokens_per_request=64, max_visible=2, decoded=decoded)
+        assert kernel.supports(call)
+        assert wide.supports(chunk)
+        assert kernel.supports(replace(call, inverse_rope=step.rope)) == turned
+        assert wide.supports(replace(chunk, inverse_rope=step.rope)) == turned
+
+
 def test_whole_queries_are_not_cut() -> None:
     """So no bit depends on how many there are."""
     long = {"kind": "hca", "ratio": 128, "page_rows": 1, "max_entries": 8_192}

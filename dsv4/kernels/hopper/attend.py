@@ -186,9 +186,15 @@ def supports(call: Attention) -> bool:
         call.q.shape[2] == 2 * HALF.value
         and (_is_v4(call) or _is_v41(call))
         and call.window.window % TILE_KEYS == 0
+        and turns_back(call)
         and not call.joint
         and not call.window_cut
     )
+
+
+def turns_back(call: Attention) -> bool:
+    """Whether the output stays as it is or the channels that end_right turns are all of RoPE's."""
+    return call.inverse_rope is None or call.inverse_rope.shape[1] == SPAN.value
 
 
 def tiles_of(window: int, max_entries: int) -> int:

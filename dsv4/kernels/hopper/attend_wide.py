@@ -49,6 +49,7 @@ from dsv4.kernels.hopper.attend import (
     head_blocks,
     load_queries,
     softmax,
+    turns_back,
 )
 from dsv4.kernels.hopper.attend_keys import BARRIER, HALF, OPERAND, VECTOR, next_stage
 from dsv4.kernels.hopper.dialect import async_load, bulk_load
@@ -145,6 +146,7 @@ def supports(call: Attention) -> bool:
         or call.tokens_per_request < MIN_TOKENS
         or call.q.shape[2] != WIDTH
         or call.window.window % TILE_KEYS
+        or not turns_back(call)
         or call.decoded is None
         or (call.entries is not None and call.max_visible is None)
     ):
