@@ -86,6 +86,23 @@ def test_with_step_tokens_all_is_counted_that_a_manager_allocates() -> None:
     assert "step buffers, workspace, snapshots" in shown
 
 
+def test_a_batch_invariant_manager_is_asked_for_its_own_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[object] = []
+
+    def other_bytes(_: object, *, batch_invariant: bool, **__: object) -> int:
+        asked.append(batch_invariant)
+        return 1 << 20
+
+    monkeypatch.setattr(KVCacheManager, "other_bytes", other_bytes)
+    question = ("tiny", "--memory", "16MiB", "--context", "1k", "--step-tokens", "64")
+    for options in ((), ("--batch-invariant",)):
+        asked.clear()
+        run_json(*question, *options)
+        assert set(asked) == {bool(options)}
+
+
 def test_a_link_carries_so_many_tokens() -> None:
     found = run_json("v4-flash", "--link", "400Gb", "--context", "128k")["link"]
     (request,) = found["handoffs"]

@@ -79,6 +79,19 @@ def test_two_launches_for_few_whole_queries() -> None:
     assert not kernel.supports(whole(4, width=256))
 
 
+def test_the_second_launch_gets_its_arguments_under_their_names() -> None:
+    call, rope = whole(4), torch.empty(9, 64)
+    call = replace(call, out=call.q.clone(), lse=torch.empty(4, 64), inverse_rope=rope)
+    second = kernel.attend_launches(call, programs=PROCESSORS)[1]
+    given = portable.run_time_arguments(call)._asdict()
+    *names, tiles = second.kernel.arg_names[: len(second.arguments)]
+    assert tiles == "max_tiles"
+    assert second.arguments[-1] == narrow.tiles_of(*CSA)
+    for name, argument in zip(names, second.arguments[:-1], strict=True):
+        assert argument is given[name] or type(argument) is int, name
+        assert isinstance(argument, torch.Tensor) or argument == given[name], name
+
+
 def test_a_workspace_without_their_place_makes_it_one_launch() -> None:
     call = whole(4)
     needed = kernel.PARTS_START + 4 * 20 * kernel.TILE_ELEMENTS

@@ -13,6 +13,7 @@ from triton.errors import TritonError
 from dsv4.kernels import attend, backend, index_scores, launch
 from dsv4.kernels.attend import AttendArguments
 from dsv4.kernels.hopper import attend as hopper_attend
+from dsv4.kernels.hopper import attend_whole as hopper_whole
 from dsv4.kernels.hopper import index_scores as hopper_scores
 from dsv4.kernels.index_scores import ScoreArguments
 from dsv4.kernels.launch import Launch
@@ -69,7 +70,14 @@ def test_devices_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_portable_and_hopper_kernels_begin_with_the_same_arguments() -> None:
     """Triton reads a signature from the kernel's own source: it stands in each, under one list."""
     for arguments, kernels in (
-        (AttendArguments, (attend._attend_kernel, hopper_attend._attend_hopper_kernel)),
+        (
+            AttendArguments,
+            (
+                attend._attend_kernel,
+                hopper_attend._attend_hopper_kernel,
+                hopper_whole._weigh_kernel,
+            ),
+        ),
         (
             ScoreArguments,
             (index_scores._index_scores_kernel, hopper_scores._index_scores_hopper_kernel),
