@@ -4,6 +4,7 @@ step reads must be in the static tensors, as in a real graph. tests/gpu has the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4.integrations.transformers import fast_forward
-from dsv4.integrations.transformers.decode_graph import DecodeGraphs, can_capture
+from dsv4.integrations.transformers.decode_graph import CudaCapture, DecodeGraphs, can_capture
 from tests.integrations.fast_v4 import assert_close, fast, generate, manager_of, plain_model
 from tests.integrations.tiny_v4 import prompt
 
@@ -78,6 +79,40 @@ def test_sizes_are_powers_of_two_up_to_the_batch() -> None:
         lambda ids, plan: ids, max_rows=6, device=torch.device("cpu"), capture=Recording()
     )
     assert [graphs.padded(rows) for rows in range(1, 7)] == [1, 2, 4, 4, 6, 6]
+
+
+def test_a_capture_is_on_a_stream_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another model has captured on another GPU before: torch would take its stream again."""
+    current = [0]
+    captured: list[tuple[Any, Any]] = []
+
+    class Stream:
+        def __init__(self) -> None:
+            self.device = current[0]
+
+        def wait_stream(self, other: Any) -> None:
+            assert other.device == self.device
+
+    def graph(found: Any, *, pool: Any, stream: Any = None) -> Any:
+        captured.append((pool, stream))
+        return nullcontext()
+
+    graphs = SimpleNamespace(pool=lambda: f"pool of {current[0]}", replay=None)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graphs)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    for device in (0, 1):
+        current[0] = device
+        captured.clear()
+        capture = CudaCapture()
+        for _ in range(2):
+            capture(lambda: torch.zeros(1))
+        (first, stream), (second, again) = captured
+        assert (first, second) == (None, f"pool of {device}")
+        assert stream is again  # what memory of a pool is shared by
+        assert stream.device == device
 
 
 def test_only_experts_that_look_at_no_value_are_captured() -> None:

@@ -57,10 +57,13 @@ class DecodeGraphs:
 
 class CudaCapture:
     """Runs a step once, so that its kernels are compiled, and captures it. The step is narrow, so
-    running it again changes nothing. All graphs share one memory pool: they never overlap."""
+    running it again changes nothing. All graphs share one memory pool: they never overlap. The
+    device is the current one, in every call the same. torch's own stream for captures is of
+    whichever device was the first to capture in this process, and would make that one current."""
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._stream: Any = None
 
     def __call__(self, step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         side = torch.cuda.Stream()
@@ -68,8 +71,9 @@ class CudaCapture:
         with torch.cuda.stream(side):
             step()
         torch.cuda.current_stream().wait_stream(side)
+        self._stream = self._stream or torch.cuda.Stream()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             hidden = step()
         self._pool = graph.pool()
         return hidden, graph.replay
