@@ -58,7 +58,7 @@ def test_nothing_spills_and_it_fits(attend: dict[str, Any]) -> None:
 def test_products_run_on_wgmma_and_what_is_copied_is_16_bytes_a_thread(
     attend: dict[str, Any],
 ) -> None:
-    """But for scales, levels, entries and block ids: a word per row."""
+    """But for scales, entries, block ids, highest logits and sums: a word per row."""
     assert attend["wgmma"] > 0
     assert attend["other_products"] == 0
     assert set(attend["async_copies"]) == {"LDGSTS.E.BYPASS.128", "LDGSTS.E"}
