@@ -103,7 +103,11 @@ def refreshed(readme: str, results: Sequence[BenchResult]) -> str:
 
     pattern = r"^(?P<what>\| [^|]+ )\|[^|]+\|(?P<others>.*<!-- case: (?P<case>.+?) --> \|)$"
     readme = re.sub(pattern, row, readme, flags=re.MULTILINE)
-    return re.sub(r"(?<=one H200 at )[^;]+", f"commit {', '.join(commits)}", readme)
+    return re.sub(r"(?<=one H200 at )[^;]+", _at(commits), readme)
+
+
+def _at(commits: Sequence[str]) -> str:
+    return f"commit {commits[0]}" if len(commits) == 1 else f"commits {' and '.join(commits)}"
 
 
 def tables(results: Sequence[BenchResult]) -> str:
@@ -172,7 +176,8 @@ def _conditions(results: Sequence[BenchResult]) -> str:
     copies = [result.copy_bytes_per_us / 1e6 for result in results]
     empties = [result.empty_launch_us for result in results]
     return (
-        f"{of('gpu')}; torch {of('torch')}, triton {of('triton')}; commit {of('commit')}. Copy "
+        f"{of('gpu')}; torch {of('torch')}, triton {of('triton')}; "
+        f"{_at(sorted({result.commit for result in results}))}. Copy "
         f"{_range(copies, 2)} TB/s, an empty kernel in a graph {_range(empties, 2)} µs."
     )
 
