@@ -11,8 +11,11 @@ import torch
 _HERE: AbstractContextManager[Any] = nullcontext()
 
 
+def is_current(device: torch.device) -> bool:
+    """Whether kernels that are launched now go to a device; where nothing is launched they do."""
+    return device.type != "cuda" or device.index in (None, torch.cuda.current_device())
+
+
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Inside, kernels are launched on a device, and events are recorded there."""
-    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
-        return _HERE
-    return torch.cuda.device(device)
+    return _HERE if is_current(device) else torch.cuda.device(device)

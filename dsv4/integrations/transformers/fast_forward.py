@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from threading import local
 from types import MethodType
@@ -26,7 +26,7 @@ from dsv4.integrations.transformers.fast_generate import wrong_padding
 from dsv4.integrations.transformers.no_gradients import no_gradients
 from dsv4.integrations.transformers.packing import Packing, beside, make_packing, read_packing
 from dsv4.integrations.transformers.paged_cache import PagedCache
-from dsv4.ops.device import on_device
+from dsv4.ops.device import is_current, on_device
 
 # transformers builds a dense mask unless it is given a dictionary of finished ones
 _NO_MASK = {"packed": None}
@@ -48,7 +48,7 @@ class FastForward:
         if step.ranks is None:  # where a rewind goes on from may differ between ranks
             caches.rerun = self.rerun
         self.max_step_tokens = step.manager.max_step_tokens
-        self._device_type: str = step.manager.device.type
+        self._place = step.manager.device
         self.own_forward: Callable[..., Any] = model.forward
         self._bare_forward = _without_recording(model)
         self._uncompiled = torch.compiler.disable(
@@ -306,28 +306,31 @@ class FastForward:
         stay; if that is too late they move, which tells that the rows are lost. Inside, there is no
         autocast: layers and cache compute in the types that they have. The cache's device is the
         current one, which graphs and kernels are launched on."""
-        manager, kind = self.step.manager, self._device_type
-        cast = torch.is_autocast_enabled(kind)
-        with (
-            on_device(manager.device),
-            torch.autocast(kind, enabled=False) if cast else nullcontext(),
-        ):
-            if self.is_restored:
-                self.check_restored()
-            self.step.plan = plan = manager.prepare_forward(
-                steps, pad_tokens=pad_tokens, pad_requests=pad_requests
-            )
-            try:
+        manager, place = self.step.manager, self._place
+        if torch.is_autocast_enabled(place.type) or not is_current(place):
+            with (
+                on_device(place),
+                torch.autocast(place.type, enabled=False),
+                self._planned(steps, ids, pad_tokens=pad_tokens, pad_requests=pad_requests) as plan,
+            ):
                 yield plan
-            except BaseException:
-                if plan.narrow or not plan.appended_layers:
-                    manager.abandon(plan)
-                else:
-                    manager.commit(plan)
-                raise
-            finally:
-                self.step.plan = None
-            manager.commit(plan, ids=ids)
+            return
+        if self.is_restored:
+            self.check_restored()
+        self.step.plan = plan = manager.prepare_forward(
+            steps, pad_tokens=pad_tokens, pad_requests=pad_requests
+        )
+        try:
+            yield plan
+        except BaseException:
+            if plan.narrow or not plan.appended_layers:
+                manager.abandon(plan)
+            else:
+                manager.commit(plan)
+            raise
+        finally:
+            self.step.plan = None
+        manager.commit(plan, ids=ids)
 
     def check_restored(self) -> None:
         """Raises InvalidInput where the layers attend by themselves again, whose rows are gone."""

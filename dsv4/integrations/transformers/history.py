@@ -31,7 +31,9 @@ class History:
     def add(self, ids: Tensor | None, mask: Tensor) -> None:
         """Columns [rows, n]: their ids, if known, and which are real."""
         first, self.columns = self.columns, self.columns + mask.shape[1]
-        self._grow(mask.device if ids is None else ids.device)
+        device = mask.device if ids is None else ids.device
+        if self.columns > self._ids.shape[1] or self._ids.device != device:
+            self._grow(device)
         span = slice(first, self.columns)
         self._mask[:, span] = mask.to(self._mask.device)
         if ids is None:
@@ -53,8 +55,6 @@ class History:
     @torch.inference_mode(False)
     def _grow(self, device: torch.device) -> None:
         rows, room = self._ids.shape
-        if self.columns <= room and self._ids.device == device:
-            return
         room = max(room, _FIRST_COLUMNS)
         while room < self.columns:
             room *= 2
