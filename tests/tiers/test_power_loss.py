@@ -38,11 +38,12 @@ class Event:
 
 @dataclass
 class Recorder(Calls):
-    """Does what it is asked, and writes it down."""
+    """Does what it is asked, and writes it down in the order in which it happens, whichever threads
+    ask. A sync stands where it begins: what others do meanwhile is not synced by it."""
 
     root: Path
     events: list[Event] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def _path(self, fd: int, name: str = "") -> str:
         return os.path.relpath(Path(os.readlink(f"/proc/self/fd/{fd}")) / name, self.root)
@@ -52,30 +53,35 @@ class Recorder(Calls):
             self.events.append(event)
 
     def mkdir(self, name: str, *, dir_fd: int) -> None:
-        super().mkdir(name, dir_fd=dir_fd)
-        self._note(Event("mkdir", self._path(dir_fd, name)))
+        with self._lock:
+            super().mkdir(name, dir_fd=dir_fd)
+            self._note(Event("mkdir", self._path(dir_fd, name)))
 
     def create(self, name: str, *, flags: int, dir_fd: int) -> int:
-        fd = super().create(name, flags=flags, dir_fd=dir_fd)
-        self._note(Event("create", self._path(dir_fd, name)))
+        with self._lock:
+            fd = super().create(name, flags=flags, dir_fd=dir_fd)
+            self._note(Event("create", self._path(dir_fd, name)))
         return fd
 
     def writev(self, fd: int, pieces: Sequence[memoryview]) -> int:
-        count = super().writev(fd, pieces)
-        self._note(Event("write", self._path(fd), data=b"".join(map(bytes, pieces))[:count]))
+        with self._lock:
+            count = super().writev(fd, pieces)
+            self._note(Event("write", self._path(fd), data=b"".join(map(bytes, pieces))[:count]))
         return count
 
     def sync(self, fd: int) -> None:
-        super().sync(fd)
         self._note(Event("sync", self._path(fd)))
+        super().sync(fd)
 
     def rename(self, name: str, new: str, *, dir_fd: int) -> None:
-        super().rename(name, new, dir_fd=dir_fd)
-        self._note(Event("rename", self._path(dir_fd, name), self._path(dir_fd, new)))
+        with self._lock:
+            super().rename(name, new, dir_fd=dir_fd)
+            self._note(Event("rename", self._path(dir_fd, name), self._path(dir_fd, new)))
 
     def unlink(self, name: str, *, dir_fd: int) -> None:
-        super().unlink(name, dir_fd=dir_fd)
-        self._note(Event("unlink", self._path(dir_fd, name)))
+        with self._lock:
+            super().unlink(name, dir_fd=dir_fd)
+            self._note(Event("unlink", self._path(dir_fd, name)))
 
 
 LABELS = [
