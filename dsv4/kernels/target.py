@@ -207,13 +207,13 @@ def attention_tiles(
         return replace(_TENSOR_MEMORY, keys=32) if fp32_scales else _TENSOR_MEMORY
     tiles = _WAVE if target.products == "mfma" else _WARP
     # with two tiles under way such records spill in the loop
-    crowded = (crowded or fp32_scales) and target.products in ("mma", "mfma")
-    little_memory = target.backend == "cuda" and target.shared_bytes < 128 * KIB
-    if crowded or little_memory:
+    crowded = crowded or fp32_scales
+    if crowded or (target.backend == "cuda" and target.shared_bytes < 128 * KIB):
         tiles = replace(tiles, coded_buffers=1)
-    # nor would a draft step's sums stay in registers where scales are multiplied one by one
-    short = fp32_scales or (crowded and little_memory and not target.multiplies_bf16)
-    return replace(tiles, span=64) if short else tiles
+    if fp32_scales:
+        return replace(tiles, span=64)
+    # in shorter spans some kinds of launches spill all the same
+    return replace(tiles, span=256) if crowded and target.backend == "cuda" else tiles
 
 
 def score_tile(target: Target, band: int) -> int:
