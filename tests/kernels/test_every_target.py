@@ -98,9 +98,10 @@ def test_every_launch_compiles_and_fits(name: str):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
+@pytest.mark.parametrize("heads", [64, 32, 16])
 @pytest.mark.parametrize("model", ["v4-flash", "v41-flash"])
 @pytest.mark.parametrize("name", TARGETS)
-def test_whatever_a_manager_can_launch_compiles_and_fits(name: str, model: str):
-    found = run_apart("tests.kernels.every_launch", "--warmup", name, model, "64")
+def test_whatever_a_manager_can_launch_compiles_and_fits(name: str, model: str, heads: int):
+    found = run_apart("tests.kernels.every_launch", "--warmup", name, model, str(heads))
     assert len(found) > 20
     check(TARGETS[name], found)
