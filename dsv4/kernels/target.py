@@ -187,6 +187,14 @@ _ON_HOPPER = {
 }
 
 
+# Records that take more registers to decode, 32 heads per program, on tensor-memory targets (whose
+# products of so few rows are a warp's): what some Tritons spill in the loop is cut in another way.
+_CROWDED_32 = {
+    (3, 7): replace(_WARP, coded_buffers=1, span=64),
+    (3, 9): replace(_WARP, coded_buffers=1, keys=16, span=512),
+}
+
+
 def heads_per_program(heads: int, most: int) -> int:
     return min(most, max(MIN_HEADS, 1 << (heads - 1).bit_length()))
 
@@ -212,6 +220,8 @@ def attention_tiles(
         tiles = replace(tiles, coded_buffers=1)
     if fp32_scales:
         return replace(tiles, span=64)
+    if crowded and target.products == "tcgen05" and rows == 32 and TRITON in _CROWDED_32:
+        return _CROWDED_32[TRITON]
     # in shorter spans some kinds of launches spill all the same
     return replace(tiles, span=256) if crowded and target.backend == "cuda" else tiles
 
