@@ -31,7 +31,7 @@ from dsv4.kernels import (
 )
 from dsv4.kernels.launch import Repetition, repeatable
 from dsv4.kernels.numerics import INTERPRETED
-from dsv4.kernels.target import WIDE_ATTENTION_FITS, WIDE_SCORES_FIT, processors, target_of
+from dsv4.kernels.target import WIDE_SCORES_FIT, processors, target_of
 from dsv4.kernels.warmup import warm_up
 from dsv4.model import ModelSpec
 from dsv4.ops.backend import BackendName
@@ -60,7 +60,7 @@ class TritonBackend:
         self._device, self._batch_invariant = device, batch_invariant
         hopper = target_of(device).is_hopper and device.type == "cuda" and not INTERPRETED.value
         self._attend = _own("attend", hopper)
-        self._wide_attend = _own("attend", WIDE_ATTENTION_FITS, "wide", beside=self._attend)
+        self._wide_attend = _own("attend", hopper, "wide", beside=self._attend)
         self._whole_attend = _own("attend", hopper, "whole", beside=self._attend)
         self._index_scores = _own("index_scores", hopper)
         self._wide_scores = _own("index_scores", WIDE_SCORES_FIT, "wide", beside=self._index_scores)

@@ -29,8 +29,6 @@ GLUON_BULK_LOAD = "async_load" if TRITON >= (3, 8) else "async_copy_global_to_sh
 GLUON_BARRIER = "barrier" if TRITON >= (3, 7) else "thread_barrier"
 # hopper/index_scores_wide.py keeps its loops in registers; from 3.8 on it does not.
 WIDE_SCORES_FIT = TRITON < (3, 8)
-# The same of hopper/attend_wide.py, from 3.9 on.
-WIDE_ATTENTION_FITS = TRITON < (3, 9)
 
 # Whether Triton compiles a C function for each signature of a kernel, to launch it.
 LAUNCHERS_ARE_COMPILED = TRITON < (3, 7)

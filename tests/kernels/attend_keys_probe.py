@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from dsv4.kernels.hopper.attend_keys import (
     HALF,
@@ -32,8 +32,6 @@ def attend_keys_probe(
 ):
     records = new_records()
     keys = new_keys()
-    for stage in gl.static_range(KEY_STAGES):
-        mbarrier.init(keys.free.index(stage), count=2)
     halves = reinterpret(keys.halves, gl.uint32, [2 * KEY_STAGES, TILE, HALF // 2], OPERAND_WORDS)
     nth = gl.arange(0, TILE, layout=RECORD_ROW)
     live = nth < LIVE

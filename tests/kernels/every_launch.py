@@ -27,7 +27,6 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.target import (
     TARGETS,
-    WIDE_ATTENTION_FITS,
     WIDE_SCORES_FIT,
     Target,
     compiling_for,
@@ -95,7 +94,7 @@ def _makers(target: Target) -> dict[str, Callable[[], Launch]]:
             found[f"hopper attend {case}"] = partial(test_attend_hopper_sm90.launch, case)
         for case in test_attend_whole_sm90.CASES:
             found[f"hopper attend whole {case}"] = partial(test_attend_whole_sm90.launch, case)
-        for case in test_attend_wide_sm90.CASES if WIDE_ATTENTION_FITS else ():
+        for case in test_attend_wide_sm90.CASES:
             found[f"hopper attend wide {case}"] = partial(test_attend_wide_sm90.launch, case)
         for case in ("flash csa", "flash hca", "window"):
             found[f"decode {case}"] = partial(test_attend_wide_sm90.decode_launch, case)

@@ -18,6 +18,7 @@ from dsv4.ops.calls import Attention, EntrySource, WindowSource
 from tests.kernels.sm90 import compiled, empty, ptxas_messages, run_apart
 
 CSA_LAYER, HCA_LAYER = 2, 3
+PROCESSORS = 132
 TOKENS, REQUESTS = 1024, 2
 MAX_SHARED_BYTES = 232_448
 # name -> (model, heads, layer or None for a window alone)
@@ -104,7 +105,7 @@ def launch(case: str) -> Launch:
 
     assert attend_wide.supports(call(case))
     assert not attend_wide.supports(replace(call(case), window_cut=True))
-    return attend_wide.attend_launch(call(case))
+    return attend_wide.attend_launch(call(case), programs=PROCESSORS)
 
 
 def decode_launch(case: str) -> Launch:

@@ -122,7 +122,7 @@ class CannotCompile(TritonError):
     [
         ("attend", "_attend"),
         ("attend", "_whole_attend"),
-        *[("attend", "_wide_attend")] * target.WIDE_ATTENTION_FITS,
+        ("attend", "_wide_attend"),
         ("index_scores", "_index_scores"),
         *[("index_scores", "_wide_scores")] * target.WIDE_SCORES_FIT,
     ],

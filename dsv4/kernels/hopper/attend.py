@@ -88,6 +88,7 @@ _WEIGHT_STAGES = gl.constexpr(2)
 _QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 _LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.value, 16]))
 _WEIGHT = gl.constexpr(gl.NVMMASharedLayout(64, 16, rank=2))
+_ANGLES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 # The first thread of a warpgroup waits until the highest bit of a counter ($1) is set.
 _UNTIL_ALL = gl.constexpr("""{
@@ -158,14 +159,15 @@ class Weights(NamedTuple):
 
 class Out(NamedTuple):
     """Where the result of a program's heads goes, how many they are, and what it takes from outside
-    the keys. Where a query is split its parts are parked, and `counter` is where its programs
-    meet."""
+    the keys: `angles` are those of the query in shared memory. Where a query is split its parts are
+    parked, and `counter` is where its programs meet."""
 
     heads: gl.tensor
     sink_row: gl.tensor
     row: gl.tensor
     lse_row: gl.tensor
     rope: gl.tensor
+    angles: gl.shared_memory_descriptor
     parts: gl.tensor
     counter: gl.tensor
 
@@ -193,7 +195,7 @@ def supports(call: Attention) -> bool:
 
 
 def turns_back(call: Attention) -> bool:
-    """Whether the output stays as it is or the channels that end_right turns are all of RoPE's."""
+    """Whether the output stays as it is or the channels that right turns are all of RoPE's."""
     return call.inverse_rope is None or call.inverse_rope.shape[1] == SPAN.value
 
 
@@ -337,6 +339,38 @@ def constants_of(call: Attention, *, splits: int = 1, slices: int = 1) -> Hopper
 
 
 @gluon.jit
+def new_queries(q_ptr, q_stride, token, head, A: gl.constexpr):
+    """Of the program that begins with this head."""
+    queries = Queries(
+        halves=gl.allocate_shared_memory(gl.bfloat16, [2, _HEADS, HALF], OPERAND),
+        ready=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        row=q_ptr + token * q_stride + head * A.WIDTH,
+        heads=gl.minimum(A.HEADS - head, _HEADS),
+    )
+    mbarrier.init(queries.ready, count=2)
+    return queries
+
+
+@gluon.jit
+def new_weights(KEYS: gl.constexpr, LAYOUT: gl.constexpr):
+    """For tiles of so many keys."""
+    weights = Weights(
+        probabilities=gl.allocate_shared_memory(
+            gl.bfloat16, [_WEIGHT_STAGES, _HEADS, KEYS], LAYOUT
+        ),
+        factors=gl.allocate_shared_memory(gl.float32, [_WEIGHT_STAGES + 1, _HEADS], VECTOR),
+        ready=gl.allocate_shared_memory(gl.int64, [_WEIGHT_STAGES, 1], BARRIER),
+        free=gl.allocate_shared_memory(gl.int64, [_WEIGHT_STAGES, 1], BARRIER),
+        closed=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+    )
+    mbarrier.init(weights.closed, count=1)
+    for place in gl.static_range(_WEIGHT_STAGES):
+        mbarrier.init(weights.ready.index(place), count=1)
+        mbarrier.init(weights.free.index(place), count=1)
+    return weights
+
+
+@gluon.jit
 def load_queries(queries, NTH: gl.constexpr, A: gl.constexpr):
     """One half of the channels of the program's heads into shared memory."""
     head = gl.arange(0, _HEADS, layout=gl.SliceLayout(1, _QUERY))[:, None]
@@ -384,7 +418,6 @@ def _values(keys, stage, nth_slice, ROLE: gl.constexpr, A: gl.constexpr):
 @gluon.jit
 def softmax(logits, sums, bias, nth, weights, A: gl.constexpr):
     """A tile's probabilities into shared memory, and the sums brought to the new maximum."""
-    SCALE: gl.constexpr = A.KEY_UNIT * A.WIDTH**-0.5 * _LOG2_E
     place = nth % _WEIGHT_STAGES
     if A.WHOLE:
         weight, tile_total, tile_top = weigh(logits, bias, A)
@@ -393,7 +426,7 @@ def softmax(logits, sums, bias, nth, weights, A: gl.constexpr):
         total = gl.fma(sums.total, alpha, tile_total * factor)
         probabilities = scaled(weight, factor)
     else:
-        x = logits * SCALE + bias[None, :]  # [heads, keys]
+        x = _biased(logits, bias, A)
         highest = gl.maximum(sums.top, gl.max(x, axis=1))  # [heads]
         base = gl.where(highest == float("-inf"), 0.0, highest)  # no key yet
         alpha = gl.exp2(sums.top - base)
@@ -410,12 +443,18 @@ def softmax(logits, sums, bias, nth, weights, A: gl.constexpr):
 
 
 @gluon.jit
+def _biased(logits, bias, A: gl.constexpr):
+    """Logits of seen keys, base 2: [heads, keys]."""
+    SCALE: gl.constexpr = A.KEY_UNIT * A.WIDTH**-0.5 * _LOG2_E
+    return logits * SCALE + bias[None, :]
+
+
+@gluon.jit
 def weigh(logits, bias, A: gl.constexpr):
     """What a tile of a whole query gives by itself: the weights of its keys [heads, keys] under its
     own highest logit, fp16, which has three bits more than they are multiplied with; their sums and
     that logit [heads]."""
-    SCALE: gl.constexpr = A.KEY_UNIT * A.WIDTH**-0.5 * _LOG2_E
-    x = logits * SCALE + bias[None, :]
+    x = _biased(logits, bias, A)
     top = gl.max(x, axis=1)
     base = gl.where(top == float("-inf"), 0.0, top)  # no key
     weight = gl.exp2(x - base[:, None])
@@ -445,6 +484,7 @@ def _left(queries, keys, weights, out, share, A: gl.constexpr):
     extent = extent_of(share, A)
     load_queries(queries, 0, A)
     mbarrier.arrive(queries.ready, count=1)
+    sink = load_sink(out, LINE, A)
     mbarrier.wait(queries.ready, 0)
     sums = Sums(
         top=gl.full([_HEADS], float("-inf"), gl.float32, LINE),
@@ -479,7 +519,18 @@ def _left(queries, keys, weights, out, share, A: gl.constexpr):
         )
         acc = warpgroup_mma_wait(0, deps=[running])
         sums = Sums(top=sums.top, total=sums.total, acc=acc)
-    end_left(sums, queries, weights, out, share, extent, A)
+    _end_left(sums, sink, queries, weights, out, share, extent, A)
+
+
+@gluon.jit
+def load_sink(out, LINE: gl.constexpr, A: gl.constexpr):
+    """The sinks of a program's heads, long before they are used; whoever adds up the parts of a
+    split query has others."""
+    head = gl.arange(0, _HEADS, layout=LINE)
+    if A.SPLIT:
+        return head
+    else:
+        return gl.load(out.sink_row + head, mask=_real(head, out, A), other=0.0)
 
 
 @gluon.jit
@@ -499,12 +550,20 @@ def normaliser(total, A: gl.constexpr):
 
 
 @gluon.jit
-def end_left(sums, queries, weights, out, share, extent, A: gl.constexpr):
-    """What left does behind its last tile: the log-sum-exp, the factor that normalises, and its
-    channels on their way."""
+def normalised(acc, inverse, A: gl.constexpr):
+    """Where queries are whole, -0 becomes 0: some ways to it add tiles of zeros."""
+    if A.WHOLE:
+        inverse, acc = gl.broadcast(inverse[:, None], acc)
+        return gl.fma(acc, inverse, gl.full(acc.shape, 0.0, gl.float32, acc.type.layout))
+    else:
+        return acc * inverse[:, None]
+
+
+@gluon.jit
+def close(sums, sink, weights, out, share, extent, A: gl.constexpr):
+    """What left does first behind its last tile: the log-sum-exp, and the factor that normalises,
+    for right too."""
     LINE: gl.constexpr = sums.top.type.layout
-    SUMS: gl.constexpr = sums.acc.type.layout
-    COLUMNS: gl.constexpr = HALF // A.SLICES
     live = extent.slot >= 0
     top, total = sums.top, sums.total
     head = gl.arange(0, _HEADS, layout=LINE)
@@ -514,13 +573,20 @@ def end_left(sums, queries, weights, out, share, extent, A: gl.constexpr):
         gl.store(_part(out.parts, share.split, A) + head, lse, mask=live & real)
     else:
         gl.store(out.lse_row + head, lse * _LN_2, mask=live & real)
-        total = with_sink(total, gl.load(out.sink_row + head, mask=real, other=0.0), top)
+        total = with_sink(total, sink, top)
     inverse = normaliser(total, A)
     weights.factors.index(_WEIGHT_STAGES).store(inverse)  # right may still read the others
     mbarrier.arrive(weights.closed, count=1)
-    acc = sums.acc * gl.convert_layout(inverse, gl.SliceLayout(1, SUMS))[:, None]
+    return gl.convert_layout(inverse, gl.SliceLayout(1, sums.acc.type.layout))
+
+
+@gluon.jit
+def _end_left(sums, sink, queries, weights, out, share, extent, A: gl.constexpr):
+    COLUMNS: gl.constexpr = HALF // A.SLICES
+    inverse = close(sums, sink, weights, out, share, extent, A)
+    acc = normalised(sums.acc, inverse, A)
     if A.SPLIT:
-        staged = _park(acc, queries, out, share, live, 0, A)
+        staged = _park(acc, queries, out, share, extent.slot >= 0, 0, A)
     else:
         staged = reinterpret(queries.halves.index(0), gl.bfloat16, [_HEADS, COLUMNS], OPERAND)
         staged.store(acc.to(gl.bfloat16))
@@ -535,6 +601,7 @@ def _right(queries, keys, weights, out, share, A: gl.constexpr):
     extent = extent_of(share, A)
     load_queries(queries, 1, A)
     mbarrier.arrive(queries.ready, count=1)
+    load_angles(out, extent.position, A)
     acc = gl.full([_HEADS, COLUMNS], 0.0, gl.float32, SUMS)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -554,24 +621,33 @@ def _right(queries, keys, weights, out, share, A: gl.constexpr):
         mbarrier.arrive(weights.free.index(place), count=1)
         mbarrier.arrive(keys.free.index(stage), count=1)
         stage, phase = next_stage(stage, phase, KEY_STAGES)
-    end_right(acc, queries, weights, out, share, extent, A)
+    _end_right(acc, queries, weights, out, share, extent, A)
 
 
 @gluon.jit
-def end_right(acc, queries, weights, out, share, extent, A: gl.constexpr):
+def load_angles(out, position, A: gl.constexpr):
+    """Cosines and sines of right's last channels, long before they are used. Those of a split
+    query are for whoever adds up its parts."""
+    if A.ROPE > 0 and not A.SPLIT:
+        position = position - (position >> 31)  # padding's is -1: 0
+        nth = gl.arange(0, A.ROPE, layout=_ANGLES)
+        out.angles.store(gl.load(out.rope + position.to(gl.int64) * A.ROPE + nth))
+
+
+@gluon.jit
+def _end_right(acc, queries, weights, out, share, extent, A: gl.constexpr):
     """What right does behind its last tile, with the factor that left has found."""
     SUMS: gl.constexpr = acc.type.layout
     COLUMNS: gl.constexpr = HALF // A.SLICES
     mbarrier.wait(weights.closed, 0)
-    acc = acc * weights.factors.index(_WEIGHT_STAGES).load(gl.SliceLayout(1, SUMS))[:, None]
+    acc = normalised(acc, weights.factors.index(_WEIGHT_STAGES).load(gl.SliceLayout(1, SUMS)), A)
     if A.SPLIT:
         staged = _park(acc, queries, out, share, extent.slot >= 0, 1, A)
     elif A.ROPE > 0:
         staged = reinterpret(queries.halves.index(1), gl.bfloat16, [_HEADS, COLUMNS], OPERAND)
-        low, high = _halves(acc)
-        middle, turned = _halves(high)
-        position = extent.position - (extent.position >> 31)  # padding's is -1: 0
-        turned = _turn_back(turned, out.rope + position.to(gl.int64) * A.ROPE, A)
+        low, high = split_columns(acc)
+        middle, turned = split_columns(high)
+        turned = turn_back(turned, out.angles, A)
         staged.slice(0, 128, dim=1).store(low.to(gl.bfloat16))
         staged.slice(128, 64, dim=1).store(middle.to(gl.bfloat16))
         staged.slice(192, 64, dim=1).store(turned.to(gl.bfloat16))
@@ -608,12 +684,12 @@ def _finish(staged, out, share, extent, ROLE: gl.constexpr, A: gl.constexpr):
     live = extent.slot >= 0
     channel = (2 * share.nth_slice + ROLE) * (HALF // A.SLICES)
     if A.SPLIT:
-        _store(staged, _sums(_part(out.parts, share.split, A)) + channel, live, out, A)
+        store_heads(staged, _sums(_part(out.parts, share.split, A)) + channel, live, out, A)
         if live:
             _meet(out.counter, share, ROLE)
             _combine(out, share, channel, extent.position, A)
     else:
-        _store(staged, out.row + channel, live, out, A)
+        store_heads(staged, out.row + channel, live, out, A)
 
 
 @gluon.jit
@@ -710,7 +786,7 @@ def _combine(out, share, channel, position, A: gl.constexpr):
         inverse = gl.where(total > 0, 1.0 / total, 0.0)
         result = (acc * inverse[:, None]).to(gl.bfloat16)
         if A.ROPE > 0:
-            even, odd = gl.split(gl.reshape(result.to(gl.float32), [HEADS, COLUMNS // 2, 2]))
+            even, odd = pairs(result.to(gl.float32))
             pair = gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, even.type.layout))
             pair += (channel - (A.WIDTH - A.ROPE)) // 2
             rope_row = out.rope + position.to(gl.int64) * A.ROPE
@@ -723,7 +799,13 @@ def _combine(out, share, channel, position, A: gl.constexpr):
 
 
 @gluon.jit
-def _halves(x):
+def pairs(x):
+    """Even and odd columns, which RoPE turns together."""
+    return gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@gluon.jit
+def split_columns(x):
     """The left and the right half of the columns; they lie in different registers."""
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
@@ -731,7 +813,7 @@ def _halves(x):
 
 
 @gluon.jit
-def _store(staged, row, live, out, A: gl.constexpr):
+def store_heads(staged, row, live, out, A: gl.constexpr):
     """A consumer's channels from shared memory to where they go, 16 bytes per thread."""
     COLUMNS: gl.constexpr = staged.shape[1]
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
@@ -742,15 +824,14 @@ def _store(staged, row, live, out, A: gl.constexpr):
 
 
 @gluon.jit
-def _turn_back(x, rope_row, A: gl.constexpr):
+def turn_back(x, angles, A: gl.constexpr):
     """Inverse RoPE of the last channels, rounded to bf16 before as DeepSeek's code does."""
     COLUMNS: gl.constexpr = x.shape[1]
     rounded = x.to(gl.bfloat16).to(gl.float32)
-    even, odd = gl.split(gl.reshape(rounded, [_HEADS, COLUMNS // 2, 2]))
-    pair = gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, even.type.layout))
-    pair -= (COLUMNS - A.ROPE) // 2
-    cos = gl.load(rope_row + pair, mask=pair >= 0, other=1.0)[None, :]
-    sin = gl.load(rope_row + A.ROPE // 2 + pair, mask=pair >= 0, other=0.0)[None, :]
+    even, odd = pairs(rounded)
+    PAIR: gl.constexpr = gl.SliceLayout(0, even.type.layout)
+    cos = angles.slice(0, COLUMNS // 2).load(PAIR)[None, :]
+    sin = angles.slice(COLUMNS // 2, COLUMNS // 2).load(PAIR)[None, :]
     first, second = rotated(even, odd, cos, sin)
     return gl.reshape(gl.join(first, second), [_HEADS, COLUMNS])
 
@@ -800,38 +881,16 @@ def _attend_hopper_kernel(
     tokens_row = token_at(tokens_ptr, token)
     token = token.to(gl.int64)
     head = block * _HEADS
-    q_row = q_ptr + token * q_stride + head * A.WIDTH
     out_row = out_ptr + token * out_stride + head * A.WIDTH
     lse_row = lse_ptr + token * lse_stride + head
     counter = workspace_ptr.to(gl.pointer_type(gl.int32))
     counter += (item * A.SLICES + nth_slice) * _COUNTER_STRIDE
     parts = _part(workspace_ptr + _PARTS_START, (item * splits).to(gl.int64), A)
 
-    queries = Queries(
-        halves=gl.allocate_shared_memory(gl.bfloat16, [2, _HEADS, HALF], OPERAND),
-        ready=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
-        row=q_row,
-        heads=gl.minimum(A.HEADS - head, _HEADS),
-    )
+    queries = new_queries(q_ptr, q_stride, token, head, A)
     keys = new_keys()
-    weights = Weights(
-        probabilities=gl.allocate_shared_memory(
-            gl.bfloat16, [_WEIGHT_STAGES, _HEADS, TILE], _WEIGHT
-        ),
-        factors=gl.allocate_shared_memory(gl.float32, [_WEIGHT_STAGES + 1, _HEADS], VECTOR),
-        ready=gl.allocate_shared_memory(gl.int64, [_WEIGHT_STAGES, 1], BARRIER),
-        free=gl.allocate_shared_memory(gl.int64, [_WEIGHT_STAGES, 1], BARRIER),
-        closed=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
-    )
+    weights = new_weights(TILE, _WEIGHT)
     records = v41.new_records() if A.V41 else new_records()
-    mbarrier.init(queries.ready, count=2)
-    for stage in gl.static_range(KEY_STAGES):
-        mbarrier.init(keys.ready.index(stage), count=1)
-        mbarrier.init(keys.free.index(stage), count=2)
-    mbarrier.init(weights.closed, count=1)
-    for place in gl.static_range(_WEIGHT_STAGES):
-        mbarrier.init(weights.ready.index(place), count=1)
-        mbarrier.init(weights.free.index(place), count=1)
     fence_async_shared()
     where = Where(
         arena=entry_arena,
@@ -853,6 +912,7 @@ def _attend_hopper_kernel(
         row=out_row,
         lse_row=lse_row,
         rope=rope_ptr,
+        angles=gl.allocate_shared_memory(gl.float32, [SPAN], VECTOR),
         parts=parts,
         counter=counter,
     )

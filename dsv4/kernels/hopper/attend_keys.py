@@ -129,12 +129,16 @@ class _Source(NamedTuple):
 
 @gluon.jit
 def new_keys():
-    return Keys(
+    keys = Keys(
         halves=gl.allocate_shared_memory(gl.bfloat16, [2 * KEY_STAGES, TILE, HALF], OPERAND),
         bias=gl.allocate_shared_memory(gl.float32, [KEY_STAGES, TILE], VECTOR),
         ready=gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], BARRIER),
         free=gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], BARRIER),
     )
+    for stage in gl.static_range(KEY_STAGES):
+        mbarrier.init(keys.ready.index(stage), count=1)
+        mbarrier.init(keys.free.index(stage), count=2)
+    return keys
 
 
 @gluon.jit

@@ -42,14 +42,16 @@ from dsv4.kernels.hopper.attend import (
     RIGHT_REGISTERS,
     TILE_KEYS,
     WARPS_PER_ROLE,
-    Queries,
     Sums,
     constants_of,
     factors,
     head_blocks,
     load_queries,
     logits_of,
+    new_queries,
+    normalised,
     normaliser,
+    pairs,
     rotated,
     scaled,
     tiles_of,
@@ -57,10 +59,8 @@ from dsv4.kernels.hopper.attend import (
     with_sink,
 )
 from dsv4.kernels.hopper.attend_keys import (
-    BARRIER,
     HALF,
     KEY_STAGES,
-    OPERAND,
     TILE,
     VECTOR,
     Share,
@@ -118,6 +118,7 @@ class AddConstants:
     ROPE: int
     COLUMNS: int
     STAGES: int
+    WHOLE: bool = True
 
 
 class Tiles(NamedTuple):
@@ -317,18 +318,9 @@ def _weigh_kernel(
     token = item // BLOCKS
     tokens_row = token_at(tokens_ptr, token)
     token = token.to(gl.int64)
-    queries = Queries(
-        halves=gl.allocate_shared_memory(gl.bfloat16, [2, _HEADS, HALF], OPERAND),
-        ready=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
-        row=q_ptr + token * q_stride + head * A.WIDTH,
-        heads=gl.minimum(A.HEADS - head, _HEADS),
-    )
+    queries = new_queries(q_ptr, q_stride, token, head, A)
     keys = new_keys()
     records = v41.new_records() if A.V41 else new_records()
-    mbarrier.init(queries.ready, count=2)
-    for stage in gl.static_range(KEY_STAGES):
-        mbarrier.init(keys.ready.index(stage), count=1)
-        mbarrier.init(keys.free.index(stage), count=2)
     fence_async_shared()
     where = Where(
         arena=entry_arena,
@@ -399,7 +391,7 @@ def _fetch(tiles, place, tile, count, columns, A: gl.constexpr):
 
 
 @gluon.jit
-def _scaled(tiles, place, NTH: gl.constexpr, there, sums, A: gl.constexpr):
+def _scaled(tiles, place, NTH: gl.constexpr, there, sums):
     """The weights of a tile brought to the highest logit so far, what brings the sums there, and
     these but for the channels."""
     LINE: gl.constexpr = sums.top.type.layout
@@ -483,10 +475,10 @@ def _add_kernel(
     for tile in range(0, count, _TOGETHER):
         async_copy.wait_group(STAGES - 1)
         fence_async_shared()
-        w_0, alpha_0, sums = _scaled(tiles, place, 0, tile < count, sums, A)
-        w_1, alpha_1, sums = _scaled(tiles, place, 1, tile + 1 < count, sums, A)
-        w_2, alpha_2, sums = _scaled(tiles, place, 2, tile + 2 < count, sums, A)
-        w_3, alpha_3, sums = _scaled(tiles, place, 3, tile + 3 < count, sums, A)
+        w_0, alpha_0, sums = _scaled(tiles, place, 0, tile < count, sums)
+        w_1, alpha_1, sums = _scaled(tiles, place, 1, tile + 1 < count, sums)
+        w_2, alpha_2, sums = _scaled(tiles, place, 2, tile + 2 < count, sums)
+        w_3, alpha_3, sums = _scaled(tiles, place, 3, tile + 3 < count, sums)
         acc = _plus(sums.acc, alpha_0, w_0, tiles, place, 0)
         acc = _plus(acc, alpha_1, w_1, tiles, place, 1)
         acc = _plus(acc, alpha_2, w_2, tiles, place, 2)
@@ -504,9 +496,9 @@ def _add_kernel(
     gl.store(lse_row + head, logarithm, mask=real & (columns == 0))
     sink = gl.load(sink_ptr + first_head + head, mask=real, other=0.0)
     inverse = normaliser(with_sink(sums.total, sink, sums.top), A)
-    result = (sums.acc * inverse[:, None]).to(gl.bfloat16)
+    result = normalised(sums.acc, inverse, A).to(gl.bfloat16)
     if A.ROPE > 0:
-        even, odd = gl.split(gl.reshape(result.to(gl.float32), [_HEADS, C // 2, 2]))
+        even, odd = pairs(result.to(gl.float32))
         pair = gl.arange(0, C // 2, layout=gl.SliceLayout(0, even.type.layout))
         pair += (columns - (A.WIDTH - A.ROPE)) // 2
         position = query.position - (query.position >> 31)  # padding's is -1: 0

@@ -2,20 +2,24 @@
 
 Two launches: kernels/decode.py decodes the step's window rows and its requests' entries, then one
 program per query and block of heads attends to the decoded rows. It has the roles of attend.py, the
-same softmax and the same end, with 64 keys a tile and another producer:
+same softmax and the same end, with 64 keys a tile and the channels in quarters: left sums the first
+one, right the others. Left's softmax leaves the matrix units idle, so right multiplies then, by the
+weights of the tile before. A quarter of a tile is free again as soon as its products are done, and
+what is copied into it arrives while the others are in use. The producer is another one:
 
-    whole tiles    64 neighbouring rows, all of them seen: two bulk copies, one per half of channels
+    whole tiles    64 neighbouring rows, all of them seen: a bulk copy per quarter
     other tiles    entries of a list, and tiles with keys that are not seen: row by row. A key that
                    is not seen stands for the query's own window row, and its weight is 0: what
                    other requests have stored, NaNs too, is never multiplied
 
-A half of a tile is free again as soon as its products are done. Compiled only; tested on GPUs.
+A program has a processor for itself, so nothing fills the wait for its first loads: sinks, angles
+and the queries of a later program are sent for early. Compiled only; tested on GPUs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -41,21 +45,27 @@ from dsv4.kernels.hopper.attend import (
     _WEIGHT_STAGES,
     WARPS_PER_ROLE,
     Out,
-    Queries,
     Sums,
-    Weights,
-    end_left,
-    end_right,
+    close,
     head_blocks,
+    load_angles,
     load_queries,
+    load_sink,
+    new_queries,
+    new_weights,
+    normalised,
     softmax,
+    split_columns,
+    store_heads,
+    turn_back,
     turns_back,
 )
-from dsv4.kernels.hopper.attend_keys import BARRIER, HALF, OPERAND, VECTOR, next_stage
-from dsv4.kernels.hopper.dialect import async_load, bulk_load
+from dsv4.kernels.hopper.attend_keys import BARRIER, OPERAND, SPAN, VECTOR, next_stage
+from dsv4.kernels.hopper.dialect import async_load, bulk_load, reinterpret
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.rows import load_request, load_token, request_at, staged_row, token_at
+from dsv4.kernels.target import processors
 from dsv4.ops.calls import Attention
 
 # Decoding pays for requests with many tokens, and with entries that are not too many for them.
@@ -64,16 +74,36 @@ ROWS_PER_TOKEN = 64
 TILE_KEYS = 64
 STAGES = 2
 WIDTH = 512
-RIGHT_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(168), gl.constexpr(96)
+RIGHT_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(232), gl.constexpr(72)
 
 _TILE = gl.constexpr(TILE_KEYS)
 _STAGES = gl.constexpr(STAGES)
 _PRODUCERS = gl.constexpr(32 * WARPS_PER_ROLE)  # threads
+_QUARTERS = gl.constexpr(4)
+_QUARTER = gl.constexpr(WIDTH // 4)  # channels
+# Quarters of the next logits that are under way when right may multiply: with 2 it delays them,
+# with 4 it begins late (8,192 tokens over HCA at 128k: 2,200 and 2,090 us, with 3 2,040).
+_TURN = gl.constexpr(3)
 _LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_KEYS, 16]))
-_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF.value, 16]))
+_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _QUARTER.value, 16]))
 _WEIGHT = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
-_COPY = gl.constexpr(gl.BlockedLayout([16, 8], [1, 32], [4, 1], [1, 0]))
+_COPY = gl.constexpr(gl.BlockedLayout([8, 8], [2, 16], [4, 1], [1, 0]))
 _LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+# Bytes ($2) from an address ($1) on into the L2; one thread of a warpgroup asks for them.
+_PREFETCH = gl.constexpr("""{
+    .reg .pred asks;
+    .reg .b32 thread;
+    .reg .b64 address;
+    mov.u32 thread, %tid.x;
+    and.b32 thread, thread, 127;
+    setp.eq.u32 asks, thread, 0;
+    setp.ne.and.u32 asks, $2, 0, asks;
+    and.b64 address, $1, -16;
+    @asks cp.async.bulk.prefetch.L2.global [address], $2;
+    mov.b32 $0, 0;
+}""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +120,20 @@ class WideConstants:
     KEY_UNIT: float = 1.0
     WHOLE: bool = False
     SPLIT: bool = False
-    SLICES: int = 1
 
 
 class _Keys(NamedTuple):
-    """Tiles in shared memory: the first half of the channels of all stages, then the second; each
-    half becomes ready and free by itself. `bias` is -inf where a key is not seen, and there with
-    the first half. `offsets` are those of a tile's rows."""
+    """Tiles in shared memory: the first quarter of the channels of all stages, then the second and
+    so on; each becomes ready and free by itself. `bias` is -inf where a key is not seen, and there
+    with the first quarter. `offsets` are those of a tile's rows. `turn` is when right multiplies,
+    as often as there are weights at a time."""
 
-    halves: gl.shared_memory_descriptor
+    quarters: gl.shared_memory_descriptor
     bias: gl.shared_memory_descriptor
     ready: gl.shared_memory_descriptor
     free: gl.shared_memory_descriptor
     offsets: gl.shared_memory_descriptor
+    turn: gl.shared_memory_descriptor
 
 
 class _Source(NamedTuple):
@@ -118,6 +149,14 @@ class _Source(NamedTuple):
     indices_count: gl.tensor
 
 
+class _Later(NamedTuple):
+    """All queries, and the program whose processor this one's gets, or another that begins then."""
+
+    q: gl.tensor
+    q_stride: gl.tensor
+    item: gl.tensor
+
+
 class _Extent(NamedTuple):
     """A query and its tiles: none for padding. `count` keys behind the window, of `visible`
     entries."""
@@ -127,13 +166,6 @@ class _Extent(NamedTuple):
     tiles: gl.tensor
     count: gl.tensor
     visible: gl.tensor
-
-
-class _NoShare(NamedTuple):
-    """A program does all of its heads' work."""
-
-    split: Any
-    nth_slice: Any
 
 
 def supports(call: Attention) -> bool:
@@ -160,10 +192,11 @@ def attend(call: Attention) -> None:
     """Two launches. As the reference, up to the order of fp32 sums. Deterministic; a query's result
     does not depend on what else is in the step."""
     decode_launch(call).run()
-    attend_launch(call).run()
+    attend_launch(call, programs=processors(call.q.device)).run()
 
 
-def attend_launch(call: Attention) -> Launch:
+def attend_launch(call: Attention, *, programs: int) -> Launch:
+    """A program for each query and block of heads, `programs` of them at once."""
     heads = call.q.shape[1]
     given = run_time_arguments(call)
     rows = decoded(call)
@@ -182,7 +215,7 @@ def attend_launch(call: Attention) -> Launch:
         given.tokens_ptr,
         given.batch_ptr,
         rows,
-        TensorDescriptor.from_tensor(rows, [TILE_KEYS, HALF.value], OPERAND.value),
+        TensorDescriptor.from_tensor(rows, [TILE_KEYS, _QUARTER.value], OPERAND.value),
         given.indices_ptr,
         given.out_ptr,
         given.lse_ptr,
@@ -194,6 +227,7 @@ def attend_launch(call: Attention) -> Launch:
         given.indices_count,
         first_entry(call),
         entries_apart(call),
+        programs,
     )
     options = {"num_warps": WARPS_PER_ROLE, "launch_pdl": False, "enable_fp_fusion": True}
     grid = (call.q.shape[0] * head_blocks(heads),)
@@ -210,6 +244,8 @@ def _extent_of(source, A: gl.constexpr):
         visible = (token.position + 1) // A.RATIO
         count = visible if A.ALL else source.indices_count
         tiles += (count + _TILE - 1) // _TILE
+    else:  # unrolled loops would make ptxas run products in turn
+        tiles = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tiles], gl.int32, False, 1)
     return _Extent(
         slot=token.slot,
         position=token.position,
@@ -245,7 +281,7 @@ def _listed(key, source, extent, A: gl.constexpr):
 def _produce(keys, source, A: gl.constexpr):
     """Brings tile after tile. Entries of a list are sent for one tile ahead."""
     WINDOW_TILES: gl.constexpr = A.WINDOW // _TILE
-    HALF_BYTES: gl.constexpr = _TILE * HALF * 2
+    QUARTER_BYTES: gl.constexpr = _TILE * _QUARTER * 2
     extent = _extent_of(source, A)
     token = load_token(source.tokens_row)
     request = load_request(request_at(source.batch, token.batch_row), extent.slot >= 0, 0)
@@ -254,126 +290,155 @@ def _produce(keys, source, A: gl.constexpr):
     oldest = own - (A.WINDOW - 1)
     entries = source.first_entry + token.batch_row * source.entries_apart
     nth = gl.arange(0, _TILE, layout=_LINE)
-    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, _COPY))[None, :]
+    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, _COPY))[None, :]
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     entry = _listed(nth - A.WINDOW, source, extent, A)
     for tile in range(0, extent.tiles):
-        first = keys.ready.index(stage)
-        second = keys.ready.index(_STAGES + stage)
         if _is_whole(tile, extent, A):
             begin = gl.where(tile < WINDOW_TILES, oldest, entries - A.WINDOW) + tile * _TILE
-            mbarrier.wait(keys.free.index(stage), phase)
-            keys.bias.index(stage).store(gl.full([_TILE], 0.0, gl.float32, _LINE))
-            mbarrier.expect(first, HALF_BYTES)
-            bulk_load(source.tiles, [begin, 0], first, keys.halves.index(stage))
-            mbarrier.arrive(first, count=_PRODUCERS)
-            mbarrier.wait(keys.free.index(_STAGES + stage), phase)
-            mbarrier.expect(second, HALF_BYTES)
-            bulk_load(source.tiles, [begin, HALF], second, keys.halves.index(_STAGES + stage))
-            mbarrier.arrive(second, count=_PRODUCERS)
+            for quarter in gl.static_range(_QUARTERS):
+                place = quarter * _STAGES + stage
+                ready = keys.ready.index(place)
+                mbarrier.wait(keys.free.index(place), phase)
+                if quarter == 0:
+                    keys.bias.index(stage).store(gl.full([_TILE], 0.0, gl.float32, _LINE))
+                mbarrier.expect(ready, QUARTER_BYTES)
+                bulk_load(
+                    source.tiles, [begin, quarter * _QUARTER], ready, keys.quarters.index(place)
+                )
+                mbarrier.arrive(ready, count=_PRODUCERS)
             entry = _listed((tile + 1 - WINDOW_TILES) * _TILE + nth, source, extent, A)
         else:
-            place = tile * _TILE + nth
-            in_window = place < A.WINDOW
+            key = tile * _TILE + nth
+            in_window = key < A.WINDOW
             seen = gl.where(
                 in_window,
-                extent.position - (A.WINDOW - 1) + place >= 0,
+                extent.position - (A.WINDOW - 1) + key >= 0,
                 (entry >= 0) & (entry < extent.visible),
             )
-            row = gl.where(seen, gl.where(in_window, oldest + place, entries + entry), own)
+            row = gl.where(seen, gl.where(in_window, oldest + key, entries + entry), own)
             keys.offsets.index(tile % 2).store(row * A.WIDTH)
             entry = _listed((tile + 1 - WINDOW_TILES) * _TILE + nth, source, extent, A)
             offset = keys.offsets.index(tile % 2).load(gl.SliceLayout(1, _COPY))
             at = gl.multiple_of((source.rows + offset)[:, None], [16, 16]) + column
-            mbarrier.wait(keys.free.index(stage), phase)
-            keys.bias.index(stage).store(gl.where(seen, 0.0, float("-inf")))
-            async_load(keys.halves.index(stage), at)
-            async_copy.mbarrier_arrive(first, increment_count=False)
-            mbarrier.arrive(first, count=1)
-            mbarrier.wait(keys.free.index(_STAGES + stage), phase)
-            async_load(keys.halves.index(_STAGES + stage), at + HALF)
-            async_copy.mbarrier_arrive(second, increment_count=False)
-            mbarrier.arrive(second, count=1)
+            for quarter in gl.static_range(_QUARTERS):
+                place = quarter * _STAGES + stage
+                ready = keys.ready.index(place)
+                mbarrier.wait(keys.free.index(place), phase)
+                if quarter == 0:
+                    keys.bias.index(stage).store(gl.where(seen, 0.0, float("-inf")))
+                async_load(keys.quarters.index(place), at + quarter * _QUARTER)
+                async_copy.mbarrier_arrive(ready, increment_count=False)
+                mbarrier.arrive(ready, count=1)
         stage, phase = next_stage(stage, phase, _STAGES)
 
 
 @gluon.jit
-def _wait_for(half, phase, tile, keys, extent, A: gl.constexpr):
+def _wait_for(place, phase, tile, keys, extent, A: gl.constexpr):
     """Rows that were copied one by one must be shown to the matrix instructions, which read them
     past the ordinary way."""
-    mbarrier.wait(keys.ready.index(half), phase)
+    mbarrier.wait(keys.ready.index(place), phase)
     if not _is_whole(tile, extent, A):
         fence_async_shared()
 
 
 @gluon.jit
-def _logits(queries, keys, stage, phase, tile, extent, A: gl.constexpr):
-    """Starts the logits [heads, keys] of a tile, half by half as its keys are there."""
-    none = gl.full([_HEADS, _TILE], 0.0, gl.float32, _LOGITS)
-    _wait_for(stage, phase, tile, keys, extent, A)
-    logits = warpgroup_mma(
-        queries.halves.index(0),
-        keys.halves.index(stage).permute((1, 0)),
-        none,
-        use_acc=False,
-        is_async=True,
-    )
-    _wait_for(_STAGES + stage, phase, tile, keys, extent, A)
-    return warpgroup_mma(
-        queries.halves.index(1),
-        keys.halves.index(_STAGES + stage).permute((1, 0)),
-        logits,
-        is_async=True,
-    )
+def _add_logits(
+    logits,
+    queries,
+    keys,
+    stage,
+    phase,
+    tile,
+    extent,
+    FIRST: gl.constexpr,
+    LAST: gl.constexpr,
+    A: gl.constexpr,
+):
+    """Starts what quarters [FIRST, LAST) give to the logits [heads, keys] of a tile, one by one as
+    its keys are there."""
+    columns = reinterpret(queries.halves, gl.bfloat16, [_QUARTERS, _HEADS, _QUARTER], OPERAND)
+    for quarter in gl.static_range(FIRST, LAST):
+        place = quarter * _STAGES + stage
+        _wait_for(place, phase, tile, keys, extent, A)
+        logits = warpgroup_mma(
+            columns.index(quarter),
+            keys.quarters.index(place).permute((1, 0)),
+            logits,
+            use_acc=quarter > 0,
+            is_async=True,
+        )
+    return logits
 
 
 @gluon.jit
-def _left(queries, keys, weights, out, source, A: gl.constexpr):
+def _send_for(later, A: gl.constexpr):
+    BLOCKS: gl.constexpr = (A.HEADS + _HEADS - 1) // _HEADS
+    head = later.item % BLOCKS * _HEADS
+    row = later.q + (later.item // BLOCKS).to(gl.int64) * later.q_stride + head * A.WIDTH
+    size = gl.minimum(A.HEADS - head, _HEADS) * (2 * A.WIDTH)
+    size = gl.where(later.item < gl.num_programs(0), size, 0)
+    gl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [row.to(gl.int64), size], gl.int32, False, 1)
+
+
+@gluon.jit
+def _left(queries, keys, weights, out, source, later, A: gl.constexpr):
     LINE: gl.constexpr = gl.SliceLayout(1, _LOGITS)
     KEY: gl.constexpr = gl.SliceLayout(0, _LOGITS)
     extent = _extent_of(source, A)
     load_queries(queries, 0, A)
     mbarrier.arrive(queries.ready, count=1)
+    sink = load_sink(out, LINE, A)
     mbarrier.wait(queries.ready, 0)
     sums = Sums(
         top=gl.full([_HEADS], float("-inf"), gl.float32, LINE),
         total=gl.full([_HEADS], 0.0, gl.float32, LINE),
-        acc=gl.full([_HEADS, HALF], 0.0, gl.float32, _SUMS),
+        acc=gl.full([_HEADS, _QUARTER], 0.0, gl.float32, _SUMS),
     )
     if extent.tiles > 0:
         last = extent.tiles - 1
         stage = gl.to_tensor(0)
         phase = gl.to_tensor(0)
-        logits = _logits(queries, keys, stage, phase, 0, extent, A)
+        none = gl.full([_HEADS, _TILE], 0.0, gl.float32, _LOGITS)
+        logits = _add_logits(none, queries, keys, stage, phase, 0, extent, 0, _QUARTERS, A)
         logits = warpgroup_mma_wait(0, deps=[logits])
-        mbarrier.arrive(keys.free.index(_STAGES + stage), count=1)
         for nth in range(0, last):
             sums = softmax(logits, sums, keys.bias.index(stage).load(KEY), nth, weights, A)
             running = warpgroup_mma(
                 weights.probabilities.index(nth % _WEIGHT_STAGES),
-                keys.halves.index(stage),
+                keys.quarters.index(stage),
                 sums.acc,
                 is_async=True,
             )
             used = stage
             stage, phase = next_stage(stage, phase, _STAGES)
-            next_logits = _logits(queries, keys, stage, phase, nth + 1, extent, A)
-            running, next_logits = warpgroup_mma_wait(1, deps=[running, next_logits])
+            coming = _add_logits(none, queries, keys, stage, phase, nth + 1, extent, 0, 1, A)
+            running, coming = warpgroup_mma_wait(1, deps=[running, coming])
             mbarrier.arrive(keys.free.index(used), count=1)
-            acc, logits = warpgroup_mma_wait(0, deps=[running, next_logits])
-            mbarrier.arrive(keys.free.index(_STAGES + stage), count=1)
+            coming = _add_logits(coming, queries, keys, stage, phase, nth + 1, extent, 1, _TURN, A)
+            mbarrier.arrive(keys.turn.index(nth % _WEIGHT_STAGES), count=1)
+            coming = _add_logits(
+                coming, queries, keys, stage, phase, nth + 1, extent, _TURN, _QUARTERS, A
+            )
+            acc, logits = warpgroup_mma_wait(0, deps=[running, coming])
             sums = Sums(top=sums.top, total=sums.total, acc=acc)
+        _send_for(later, A)
         sums = softmax(logits, sums, keys.bias.index(stage).load(KEY), last, weights, A)
         running = warpgroup_mma(
             weights.probabilities.index(last % _WEIGHT_STAGES),
-            keys.halves.index(stage),
+            keys.quarters.index(stage),
             sums.acc,
             is_async=True,
         )
+        mbarrier.arrive(keys.turn.index(last % _WEIGHT_STAGES), count=1)
         acc = warpgroup_mma_wait(0, deps=[running])
         sums = Sums(top=sums.top, total=sums.total, acc=acc)
-    end_left(sums, queries, weights, out, _NoShare(split=0, nth_slice=0), extent, A)
+    inverse = close(sums, sink, weights, out, None, extent, A)
+    first = normalised(sums.acc, inverse, A)
+    columns = reinterpret(queries.halves, gl.bfloat16, [_QUARTERS, _HEADS, _QUARTER], OPERAND)
+    columns.index(0).store(first.to(gl.bfloat16))
+    store_heads(columns.index(0), out.row, extent.slot >= 0, out, A)
 
 
 @gluon.jit
@@ -381,29 +446,62 @@ def _right(queries, keys, weights, out, source, A: gl.constexpr):
     extent = _extent_of(source, A)
     load_queries(queries, 1, A)
     mbarrier.arrive(queries.ready, count=1)
-    acc = gl.full([_HEADS, HALF], 0.0, gl.float32, _SUMS)
+    load_angles(out, extent.position, A)
+    second = gl.full([_HEADS, _QUARTER], 0.0, gl.float32, _SUMS)
+    third = gl.full([_HEADS, _QUARTER], 0.0, gl.float32, _SUMS)
+    fourth = gl.full([_HEADS, _QUARTER], 0.0, gl.float32, _SUMS)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for nth in range(0, extent.tiles):
         place = nth % _WEIGHT_STAGES
-        _wait_for(_STAGES + stage, phase, nth, keys, extent, A)
-        mbarrier.wait(weights.ready.index(place), (nth // _WEIGHT_STAGES) % 2)
-        alpha = weights.factors.index(place).load(gl.SliceLayout(1, _SUMS))  # [heads]
-        acc = acc * alpha[:, None]
-        acc = warpgroup_mma(
-            weights.probabilities.index(place),
-            keys.halves.index(_STAGES + stage),
-            acc,
-            is_async=True,
-        )
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(weights.free.index(place), count=1)
+        place_phase = (nth // _WEIGHT_STAGES) % 2
+        mbarrier.wait(weights.ready.index(place), place_phase)
+        alpha = weights.factors.index(place).load(gl.SliceLayout(1, _SUMS))[:, None]
+        second = second * alpha
+        third = third * alpha
+        fourth = fourth * alpha
+        mbarrier.wait(keys.turn.index(place), place_phase)
+        # all that branches comes first: between products it would make ptxas run them in turn
+        mbarrier.wait(keys.ready.index(_STAGES + stage), phase)
+        mbarrier.wait(keys.ready.index(2 * _STAGES + stage), phase)
+        _wait_for(3 * _STAGES + stage, phase, nth, keys, extent, A)
+        probabilities = weights.probabilities.index(place)
+        second = _multiply(probabilities, keys, 1, stage, second)
+        third = _multiply(probabilities, keys, 2, stage, third)
+        fourth = _multiply(probabilities, keys, 3, stage, fourth)
+        second, third, fourth = warpgroup_mma_wait(2, deps=[second, third, fourth])
         mbarrier.arrive(keys.free.index(_STAGES + stage), count=1)
+        second, third, fourth = warpgroup_mma_wait(1, deps=[second, third, fourth])
+        mbarrier.arrive(keys.free.index(2 * _STAGES + stage), count=1)
+        second, third, fourth = warpgroup_mma_wait(0, deps=[second, third, fourth])
+        mbarrier.arrive(keys.free.index(3 * _STAGES + stage), count=1)
+        mbarrier.arrive(weights.free.index(place), count=1)
         stage, phase = next_stage(stage, phase, _STAGES)
-    end_right(acc, queries, weights, out, _NoShare(split=0, nth_slice=0), extent, A)
+    mbarrier.wait(weights.closed, 0)
+    inverse = weights.factors.index(_WEIGHT_STAGES).load(gl.SliceLayout(1, _SUMS))
+    columns = reinterpret(queries.halves, gl.bfloat16, [_QUARTERS, _HEADS, _QUARTER], OPERAND)
+    columns.index(1).store(normalised(second, inverse, A).to(gl.bfloat16))
+    columns.index(2).store(normalised(third, inverse, A).to(gl.bfloat16))
+    fourth = normalised(fourth, inverse, A)
+    if A.ROPE > 0:
+        straight, turned = split_columns(fourth)
+        turned = turn_back(turned, out.angles, A)
+        columns.index(3).slice(0, 64, dim=1).store(straight.to(gl.bfloat16))
+        columns.index(3).slice(64, 64, dim=1).store(turned.to(gl.bfloat16))
+    else:
+        columns.index(3).store(fourth.to(gl.bfloat16))
+    for quarter in gl.static_range(1, _QUARTERS):
+        row = out.row + quarter * _QUARTER
+        store_heads(columns.index(quarter), row, extent.slot >= 0, out, A)
 
 
-@gluon.jit(do_not_specialize=["first_row", "apart"])
+@gluon.jit
+def _multiply(probabilities, keys, QUARTER: gl.constexpr, stage, acc):
+    values = keys.quarters.index(QUARTER * _STAGES + stage)
+    return warpgroup_mma(probabilities, values, acc, is_async=True)
+
+
+@gluon.jit(do_not_specialize=["first_row", "apart", "at_once"])
 def _attend_wide_kernel(
     q_ptr,
     sink_ptr,
@@ -422,6 +520,7 @@ def _attend_wide_kernel(
     indices_count,
     first_row,
     apart,
+    at_once,
     A: gl.constexpr,
 ):
     begin_program()
@@ -429,40 +528,24 @@ def _attend_wide_kernel(
     item = gl.program_id(0)
     head = item % BLOCKS * _HEADS
     token = (item // BLOCKS).to(gl.int64)
-    heads = gl.minimum(A.HEADS - head, _HEADS)
-    queries = Queries(
-        halves=gl.allocate_shared_memory(gl.bfloat16, [2, _HEADS, HALF], OPERAND),
-        ready=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
-        row=q_ptr + token * q_stride + head * A.WIDTH,
-        heads=heads,
-    )
+    queries = new_queries(q_ptr, q_stride, token, head, A)
     keys = _Keys(
-        halves=gl.allocate_shared_memory(gl.bfloat16, [2 * _STAGES, _TILE, HALF], OPERAND),
-        bias=gl.allocate_shared_memory(gl.float32, [_STAGES, _TILE], VECTOR),
-        ready=gl.allocate_shared_memory(gl.int64, [2 * _STAGES, 1], BARRIER),
-        free=gl.allocate_shared_memory(gl.int64, [2 * _STAGES, 1], BARRIER),
-        offsets=gl.allocate_shared_memory(gl.int32, [2, _TILE], VECTOR),
-    )
-    weights = Weights(
-        probabilities=gl.allocate_shared_memory(
-            gl.bfloat16, [_WEIGHT_STAGES, _HEADS, _TILE], _WEIGHT
+        quarters=gl.allocate_shared_memory(
+            gl.bfloat16, [_QUARTERS * _STAGES, _TILE, _QUARTER], OPERAND
         ),
-        factors=gl.allocate_shared_memory(gl.float32, [_WEIGHT_STAGES + 1, _HEADS], VECTOR),
-        ready=gl.allocate_shared_memory(gl.int64, [_WEIGHT_STAGES, 1], BARRIER),
-        free=gl.allocate_shared_memory(gl.int64, [_WEIGHT_STAGES, 1], BARRIER),
-        closed=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
+        bias=gl.allocate_shared_memory(gl.float32, [_STAGES, _TILE], VECTOR),
+        ready=gl.allocate_shared_memory(gl.int64, [_QUARTERS * _STAGES, 1], BARRIER),
+        free=gl.allocate_shared_memory(gl.int64, [_QUARTERS * _STAGES, 1], BARRIER),
+        offsets=gl.allocate_shared_memory(gl.int32, [2, _TILE], VECTOR),
+        turn=gl.allocate_shared_memory(gl.int64, [_WEIGHT_STAGES, 1], BARRIER),
     )
-    mbarrier.init(queries.ready, count=2)
-    for stage in gl.static_range(_STAGES):
-        # one arrival of the bulk copy or of the role, one per thread or as many at once
-        mbarrier.init(keys.ready.index(stage), count=1 + _PRODUCERS)
-        mbarrier.init(keys.ready.index(_STAGES + stage), count=1 + _PRODUCERS)
-        mbarrier.init(keys.free.index(stage), count=1)  # only left reads the first half
-        mbarrier.init(keys.free.index(_STAGES + stage), count=2)
-    mbarrier.init(weights.closed, count=1)
+    weights = new_weights(_TILE, _WEIGHT)
     for place in gl.static_range(_WEIGHT_STAGES):
-        mbarrier.init(weights.ready.index(place), count=1)
-        mbarrier.init(weights.free.index(place), count=1)
+        mbarrier.init(keys.turn.index(place), count=1)
+    for nth in gl.static_range(_QUARTERS * _STAGES):
+        # one arrival of the bulk copy or of the role, one per thread or as many at once
+        mbarrier.init(keys.ready.index(nth), count=1 + _PRODUCERS)
+        mbarrier.init(keys.free.index(nth), count=1)
     fence_async_shared()
     source = _Source(
         rows=rows_ptr,
@@ -475,17 +558,19 @@ def _attend_wide_kernel(
         indices_count=indices_count,
     )
     out = Out(
-        heads=heads,
+        heads=gl.minimum(A.HEADS - head, _HEADS),
         sink_row=sink_ptr + head,
         row=out_ptr + token * out_stride + head * A.WIDTH,
         lse_row=lse_ptr + token * lse_stride + head,
         rope=rope_ptr,
+        angles=gl.allocate_shared_memory(gl.float32, [SPAN], VECTOR),
         parts=rope_ptr,
         counter=rope_ptr,
     )
+    later = _Later(q=q_ptr, q_stride=q_stride, item=item + at_once)
     gl.warp_specialize(
         [
-            (_left, (queries, keys, weights, out, source, A)),
+            (_left, (queries, keys, weights, out, source, later, A)),
             (_right, (queries, keys, weights, out, source, A)),
             (_produce, (keys, source, A)),
         ],
