@@ -29,7 +29,7 @@ from dsv4.kernels.numerics import load_rope, rms_norm, rotate
 from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.record_store import RecordConstants, record_constants, store_records
 from dsv4.kernels.rows import load_request, load_token, request_at, staged_row, token_at
-from dsv4.kernels.target import Target, bounded_registers, target_of
+from dsv4.kernels.target import OVERLAPPING_CHUNK_REGISTERS, Target, bounded_registers, target_of
 from dsv4.ops.calls import CompressorWrite, StepTensors, WindowWrite
 
 NUM_WARPS = 4
@@ -167,7 +167,8 @@ def _options(constants: dict[str, Any], target: Target) -> dict[str, Any]:
     if main is None and index is None and window is not None and window.WIDE:
         warps = CHUNK_WINDOW_WARPS
     elif main is not None and main.WIDE:
-        registers = MAX_FOLD_REGISTERS if main.STATE_ROWS else MAX_CHUNK_REGISTERS
+        of_chunk = OVERLAPPING_CHUNK_REGISTERS if main.OVERLAP else MAX_CHUNK_REGISTERS
+        registers = MAX_FOLD_REGISTERS if main.STATE_ROWS else of_chunk
     elif main is not None and main.SPLITS > 1:
         registers = bounded_registers(target, MAX_SPLIT_REGISTERS)
     elif main is not None and main.KEY_WIDTH:

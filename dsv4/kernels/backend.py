@@ -31,7 +31,7 @@ from dsv4.kernels import (
 )
 from dsv4.kernels.launch import Repetition, repeatable
 from dsv4.kernels.numerics import INTERPRETED
-from dsv4.kernels.target import WIDE_SCORES_FIT, processors, target_of
+from dsv4.kernels.target import processors, target_of
 from dsv4.kernels.warmup import warm_up
 from dsv4.model import ModelSpec
 from dsv4.ops.backend import BackendName
@@ -63,7 +63,7 @@ class TritonBackend:
         self._wide_attend = _own("attend", hopper, "wide", beside=self._attend)
         self._whole_attend = _own("attend", hopper, "whole", beside=self._attend)
         self._index_scores = _own("index_scores", hopper)
-        self._wide_scores = _own("index_scores", WIDE_SCORES_FIT, "wide", beside=self._index_scores)
+        self._wide_scores = _own("index_scores", hopper, "wide", beside=self._index_scores)
 
     def warm_up(
         self, calls: Callable[[], None], *, workers: int, progress: Callable[[int, int], None]

@@ -27,8 +27,9 @@ GLUON_REINTERPRET = "reinterpret" if TRITON >= (3, 9) else "_reinterpret"
 GLUON_ASYNC_LOAD = "async_load" if TRITON >= (3, 9) else "async_copy_global_to_shared"
 GLUON_BULK_LOAD = "async_load" if TRITON >= (3, 8) else "async_copy_global_to_shared"
 GLUON_BARRIER = "barrier" if TRITON >= (3, 7) else "thread_barrier"
-# hopper/index_scores_wide.py keeps its loops in registers; from 3.8 on it does not.
-WIDE_SCORES_FIT = TRITON < (3, 8)
+# Registers per thread with which loops do not spill: later Tritons keep more in them.
+OVERLAPPING_CHUNK_REGISTERS = 168 if TRITON < (3, 7) else 232
+LONG_ROW_REGISTERS = 128 if TRITON < (3, 9) else 136
 
 # Whether Triton compiles a C function for each signature of a kernel, to launch it.
 LAUNCHERS_ARE_COMPILED = TRITON < (3, 7)
@@ -244,6 +245,12 @@ def bounded_registers(target: Target, bound: int) -> int:
     """Registers per thread at most, for more programs on a processor: a bound that was found on
     Hopper. Other assemblers spill in loops under it, and get room."""
     return bound if target.is_hopper else max(bound, 168)
+
+
+def row_warps(target: Target, scores: int) -> int:
+    """Warps of a program that holds a row of so many scores in registers; with 4 later Tritons
+    spill in loops where the row is long."""
+    return 8 if scores > 4096 and TRITON >= (3, 8) and not target.is_hopper else 4
 
 
 _asked_for: list[Target] = []

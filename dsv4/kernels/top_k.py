@@ -42,7 +42,7 @@ from dsv4.errors import InvalidInput
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.rows import load_token, score_columns, token_at
-from dsv4.kernels.target import bounded_registers, target_of
+from dsv4.kernels.target import LONG_ROW_REGISTERS, bounded_registers, row_warps, target_of
 
 BINS = 2048
 LIST = 2048
@@ -204,12 +204,14 @@ def top_k_launches(
         )
     }
     options = {"num_warps": 4, "enable_fp_fusion": True}
+    target = target_of(out.device)
     if one_tile:
         arguments = (*scored, out, out.stride(0))
+        options = {**options, "num_warps": row_warps(target, tile)}
         return [Launch(_one_tile_kernel, (rows, 1), arguments, constants, options)]
     if alone:
         of_row = (*scored, work, out, out.stride(0))
-        registers = bounded_registers(target_of(out.device), 128)
+        registers = bounded_registers(target, LONG_ROW_REGISTERS)
         options = {**options, "num_warps": LONG_WARPS, "maxnreg": registers}
         return [Launch(_long_row_kernel, (rows, 1), of_row, constants, options)]
     worked = (*scored, work, _row_words(slices, k))

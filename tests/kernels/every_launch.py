@@ -25,12 +25,7 @@ from typing import Any
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import CacheSchema
 from dsv4.kernels.launch import Launch
-from dsv4.kernels.target import (
-    TARGETS,
-    WIDE_SCORES_FIT,
-    Target,
-    compiling_for,
-)
+from dsv4.kernels.target import TARGETS, Target, compiling_for
 from dsv4.model import ModelSpec
 from tests.kernels import (
     compiling,
@@ -100,7 +95,7 @@ def _makers(target: Target) -> dict[str, Callable[[], Launch]]:
             found[f"decode {case}"] = partial(test_attend_wide_sm90.decode_launch, case)
         found["hopper scores"] = test_index_scores_hopper_sm90.launch
         found["hopper scores v41"] = partial(test_index_scores_hopper_sm90.launch, heads=32)
-        for case in test_index_scores_wide_sm90.CASES if WIDE_SCORES_FIT else ():
+        for case in test_index_scores_wide_sm90.CASES:
             found[f"hopper scores {case}"] = partial(test_index_scores_wide_sm90.launch, case)
     for case, shape in test_append_sm90.CASES.items():
         found[f"append {case}"] = partial(test_append_sm90.launch, *shape)

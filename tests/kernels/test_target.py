@@ -124,7 +124,7 @@ class CannotCompile(TritonError):
         ("attend", "_whole_attend"),
         ("attend", "_wide_attend"),
         ("index_scores", "_index_scores"),
-        *[("index_scores", "_wide_scores")] * target.WIDE_SCORES_FIT,
+        ("index_scores", "_wide_scores"),
     ],
 )
 def test_a_kernel_that_cannot_be_compiled_is_replaced_with_one_warning(

@@ -524,8 +524,8 @@ def _left(queries, keys, weights, out, share, A: gl.constexpr):
 
 @gluon.jit
 def load_sink(out, LINE: gl.constexpr, A: gl.constexpr):
-    """The sinks of a program's heads, long before they are used; whoever adds up the parts of a
-    split query has others."""
+    """The sinks of a program's heads, long before they are used. Where a query is split something
+    that nobody reads: whoever adds up its parts loads sinks then."""
     head = gl.arange(0, _HEADS, layout=LINE)
     if A.SPLIT:
         return head

@@ -2,10 +2,11 @@
 
 Two launches: kernels/decode.py decodes the step's window rows and its requests' entries, then one
 program per query and block of heads attends to the decoded rows. It has the roles of attend.py, the
-same softmax and the same end, with 64 keys a tile and the channels in quarters: left sums the first
-one, right the others. Left's softmax leaves the matrix units idle, so right multiplies then, by the
-weights of the tile before. A quarter of a tile is free again as soon as its products are done, and
-what is copied into it arrives while the others are in use. The producer is another one:
+same softmax and the same arithmetic at the end, with 64 keys a tile and the channels in quarters:
+left sums the first one, right the others. Left's softmax leaves the matrix units idle, so right
+multiplies then, by the weights of the tile before. A quarter of a tile is free again as soon as its
+products are done, and what is copied into it arrives while the others are in use. The producer is
+another one:
 
     whole tiles    64 neighbouring rows, all of them seen: a bulk copy per quarter
     other tiles    entries of a list, and tiles with keys that are not seen: row by row. A key that
@@ -74,6 +75,7 @@ ROWS_PER_TOKEN = 64
 TILE_KEYS = 64
 STAGES = 2
 WIDTH = 512
+# A thread's, of 504 in all: left has the other 200. With 176 Triton 3.9 spills in its loop.
 RIGHT_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(232), gl.constexpr(72)
 
 _TILE = gl.constexpr(TILE_KEYS)
@@ -83,7 +85,7 @@ _QUARTERS = gl.constexpr(4)
 _QUARTER = gl.constexpr(WIDTH // 4)  # channels
 # Quarters of the next logits that are under way when right may multiply: with 2 it delays them,
 # with 4 it begins late (8,192 tokens over HCA at 128k: 2,200 and 2,090 us, with 3 2,040).
-_TURN = gl.constexpr(3)
+_GO = gl.constexpr(3)
 _LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_KEYS, 16]))
 _SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _QUARTER.value, 16]))
 _WEIGHT = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
@@ -125,15 +127,15 @@ class WideConstants:
 class _Keys(NamedTuple):
     """Tiles in shared memory: the first quarter of the channels of all stages, then the second and
     so on; each becomes ready and free by itself. `bias` is -inf where a key is not seen, and there
-    with the first quarter. `offsets` are those of a tile's rows. `turn` is when right multiplies,
-    as often as there are weights at a time."""
+    with the first quarter. `offsets` are those of a tile's rows. `go` tells right to multiply: one
+    for each of the weights that there are at a time."""
 
     quarters: gl.shared_memory_descriptor
     bias: gl.shared_memory_descriptor
     ready: gl.shared_memory_descriptor
     free: gl.shared_memory_descriptor
     offsets: gl.shared_memory_descriptor
-    turn: gl.shared_memory_descriptor
+    go: gl.shared_memory_descriptor
 
 
 class _Source(NamedTuple):
@@ -150,7 +152,7 @@ class _Source(NamedTuple):
 
 
 class _Later(NamedTuple):
-    """All queries, and the program whose processor this one's gets, or another that begins then."""
+    """All queries, and the program that probably follows on this processor."""
 
     q: gl.tensor
     q_stride: gl.tensor
@@ -244,7 +246,7 @@ def _extent_of(source, A: gl.constexpr):
         visible = (token.position + 1) // A.RATIO
         count = visible if A.ALL else source.indices_count
         tiles += (count + _TILE - 1) // _TILE
-    else:  # unrolled loops would make ptxas run products in turn
+    else:  # unrolled loops would make ptxas serialise products
         tiles = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tiles], gl.int32, False, 1)
     return _Extent(
         slot=token.slot,
@@ -344,6 +346,13 @@ def _wait_for(place, phase, tile, keys, extent, A: gl.constexpr):
 
 
 @gluon.jit
+def _columns(queries):
+    """The memory of the queries in quarters of channels. The output is put there behind the last
+    logits; right knows of that by `closed`."""
+    return reinterpret(queries.halves, gl.bfloat16, [_QUARTERS, _HEADS, _QUARTER], OPERAND)
+
+
+@gluon.jit
 def _add_logits(
     logits,
     queries,
@@ -358,7 +367,7 @@ def _add_logits(
 ):
     """Starts what quarters [FIRST, LAST) give to the logits [heads, keys] of a tile, one by one as
     its keys are there."""
-    columns = reinterpret(queries.halves, gl.bfloat16, [_QUARTERS, _HEADS, _QUARTER], OPERAND)
+    columns = _columns(queries)
     for quarter in gl.static_range(FIRST, LAST):
         place = quarter * _STAGES + stage
         _wait_for(place, phase, tile, keys, extent, A)
@@ -416,10 +425,10 @@ def _left(queries, keys, weights, out, source, later, A: gl.constexpr):
             coming = _add_logits(none, queries, keys, stage, phase, nth + 1, extent, 0, 1, A)
             running, coming = warpgroup_mma_wait(1, deps=[running, coming])
             mbarrier.arrive(keys.free.index(used), count=1)
-            coming = _add_logits(coming, queries, keys, stage, phase, nth + 1, extent, 1, _TURN, A)
-            mbarrier.arrive(keys.turn.index(nth % _WEIGHT_STAGES), count=1)
+            coming = _add_logits(coming, queries, keys, stage, phase, nth + 1, extent, 1, _GO, A)
+            mbarrier.arrive(keys.go.index(nth % _WEIGHT_STAGES), count=1)
             coming = _add_logits(
-                coming, queries, keys, stage, phase, nth + 1, extent, _TURN, _QUARTERS, A
+                coming, queries, keys, stage, phase, nth + 1, extent, _GO, _QUARTERS, A
             )
             acc, logits = warpgroup_mma_wait(0, deps=[running, coming])
             sums = Sums(top=sums.top, total=sums.total, acc=acc)
@@ -431,12 +440,12 @@ def _left(queries, keys, weights, out, source, later, A: gl.constexpr):
             sums.acc,
             is_async=True,
         )
-        mbarrier.arrive(keys.turn.index(last % _WEIGHT_STAGES), count=1)
+        mbarrier.arrive(keys.go.index(last % _WEIGHT_STAGES), count=1)
         acc = warpgroup_mma_wait(0, deps=[running])
         sums = Sums(top=sums.top, total=sums.total, acc=acc)
     inverse = close(sums, sink, weights, out, None, extent, A)
     first = normalised(sums.acc, inverse, A)
-    columns = reinterpret(queries.halves, gl.bfloat16, [_QUARTERS, _HEADS, _QUARTER], OPERAND)
+    columns = _columns(queries)
     columns.index(0).store(first.to(gl.bfloat16))
     store_heads(columns.index(0), out.row, extent.slot >= 0, out, A)
 
@@ -460,8 +469,8 @@ def _right(queries, keys, weights, out, source, A: gl.constexpr):
         second = second * alpha
         third = third * alpha
         fourth = fourth * alpha
-        mbarrier.wait(keys.turn.index(place), place_phase)
-        # all that branches comes first: between products it would make ptxas run them in turn
+        mbarrier.wait(keys.go.index(place), place_phase)
+        # all that branches comes first: between products it would make ptxas serialise them
         mbarrier.wait(keys.ready.index(_STAGES + stage), phase)
         mbarrier.wait(keys.ready.index(2 * _STAGES + stage), phase)
         _wait_for(3 * _STAGES + stage, phase, nth, keys, extent, A)
@@ -479,7 +488,7 @@ def _right(queries, keys, weights, out, source, A: gl.constexpr):
         stage, phase = next_stage(stage, phase, _STAGES)
     mbarrier.wait(weights.closed, 0)
     inverse = weights.factors.index(_WEIGHT_STAGES).load(gl.SliceLayout(1, _SUMS))
-    columns = reinterpret(queries.halves, gl.bfloat16, [_QUARTERS, _HEADS, _QUARTER], OPERAND)
+    columns = _columns(queries)
     columns.index(1).store(normalised(second, inverse, A).to(gl.bfloat16))
     columns.index(2).store(normalised(third, inverse, A).to(gl.bfloat16))
     fourth = normalised(fourth, inverse, A)
@@ -537,11 +546,11 @@ def _attend_wide_kernel(
         ready=gl.allocate_shared_memory(gl.int64, [_QUARTERS * _STAGES, 1], BARRIER),
         free=gl.allocate_shared_memory(gl.int64, [_QUARTERS * _STAGES, 1], BARRIER),
         offsets=gl.allocate_shared_memory(gl.int32, [2, _TILE], VECTOR),
-        turn=gl.allocate_shared_memory(gl.int64, [_WEIGHT_STAGES, 1], BARRIER),
+        go=gl.allocate_shared_memory(gl.int64, [_WEIGHT_STAGES, 1], BARRIER),
     )
     weights = new_weights(_TILE, _WEIGHT)
     for place in gl.static_range(_WEIGHT_STAGES):
-        mbarrier.init(keys.turn.index(place), count=1)
+        mbarrier.init(keys.go.index(place), count=1)
     for nth in gl.static_range(_QUARTERS * _STAGES):
         # one arrival of the bulk copy or of the role, one per thread or as many at once
         mbarrier.init(keys.ready.index(nth), count=1 + _PRODUCERS)
