@@ -468,13 +468,6 @@ class LayerCacheHandle(Uncopied):
         require_flag("prepared", prepared)
         require_flag("round_bf16", round_bf16)
         count = self._model.index_topk if top_k is None else require_count("top_k", top_k)
-        entries = self._max_context // view.source.ratio
-        most = max(entries, self._model.index_topk)
-        if count > most:
-            raise InvalidInput(
-                f"top_k={count}: a request of {self._max_context:,} tokens has {entries:,} entries "
-                f"on layer {self.layer}; give at most {most:,}"
-            )
         checks.heads("q", q, rows, self._model.index_dim, self._index_dtype, device)
         if q.shape[1] != self._model.index_heads:
             raise InvalidInput(
