@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import linecache
+import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,6 +20,7 @@ from dsv4.cache.manager import KVCacheManager
 # what the cache does on its device, on a CPU too
 TENSOR_CALLS = ("copy_", "index_copy_", "zero_", "clone", "to", "__setitem__")
 TORCH_CALLS = ("index_select", "arange", "tensor")
+LOCKED = re.compile(r"with [\w.]*lock:")
 
 
 class DeviceFault(RuntimeError):
@@ -92,10 +96,14 @@ def _bytes(row: Tensor) -> bytes:
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt at the n-th line that a call runs in these files."""
+    """Raises KeyboardInterrupt at the n-th line that a call runs in these files. Not at the end of
+    `with …lock:`, whose line is traced again: Python handles no signal between what is in there and
+    the release of the lock, unless that is written in Python (`python_locks`)."""
 
     def __init__(self, at: int | None = None, files: tuple[str, ...] = ("/dsv4/cache/",)) -> None:
         self.at, self.count, self.files = at, 0, files
+        self.python_locks: set[str] = set()
+        self._last_lines: dict[FrameType, int] = {}
 
     @contextmanager
     def injected(self) -> Iterator[None]:
@@ -104,13 +112,27 @@ class Interrupts:
             yield
         finally:
             sys.settrace(None)
+            self._last_lines.clear()
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        name = frame.f_code.co_filename
-        if not any(part in name for part in self.files):
+        name, caller = frame.f_code.co_filename, frame.f_back
+        if not self._is_ours(name):
+            locks = name == threading.__file__ and frame.f_code.co_name in ("__enter__", "__exit__")
+            if locks and caller is not None and self._is_ours(caller.f_code.co_filename):
+                self.python_locks.add(f"{caller.f_code.co_filename}:{caller.f_lineno}")
             return None
         if event == "line":
+            before = self._last_lines.get(frame, 0)
+            self._last_lines[frame] = frame.f_lineno
+            line = linecache.getline(name, frame.f_lineno).lstrip()
+            if before > frame.f_lineno and LOCKED.match(line):
+                return self._trace
             self.count += 1
             if self.count - 1 == self.at:
                 raise KeyboardInterrupt
+        elif event == "return":
+            self._last_lines.pop(frame, None)
         return self._trace
+
+    def _is_ours(self, name: str) -> bool:
+        return any(part in name for part in self.files)

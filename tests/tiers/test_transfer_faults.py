@@ -142,6 +142,7 @@ def test_an_interrupt_is_recovered_from(call: Callable[[Scene], Request | None],
     with counted.injected():
         result = call(made)
     made.go_on(result)
+    assert not counted.python_locks
     hits = 0
     for nth in range(4):
         tiers: list[Tier] = [HostTier(8 << 20), disk(tmp_path / str(nth))]

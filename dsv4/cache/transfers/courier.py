@@ -47,7 +47,9 @@ class Courier:
 
     def __init__(self, host: HostTier, below: Sequence[Tier], *, keeps: bool) -> None:
         self._host, self._below, self._keeps = host, tuple(below), keeps
-        self._wake = threading.Condition()
+        # Held by itself, not as the condition, whose end is Python: an interrupt there keeps it.
+        self._lock = threading.RLock()
+        self._wake = threading.Condition(self._lock)
         self._parcels: deque[Parcel] = deque()
         self._checks: deque[Checked] = deque()
         self._sent: list[_Batch] = []
@@ -58,20 +60,20 @@ class Courier:
         self.dropped = 0
 
     def send(self, parcels: Sequence[Parcel]) -> None:
-        with self._wake:
+        with self._lock:
             self._parcels.extend(parcels)
             self._start()
 
     def check(self, rows: Sequence[HostRow]) -> Checked:
         job = Checked(rows)
-        with self._wake:
+        with self._lock:
             self._checks.append(job)
             self._start()
         return job
 
     @property
     def idle(self) -> bool:
-        with self._wake:
+        with self._lock:
             if not (self._parcels or self._checks or self._sent or self._busy):
                 return True
             self._start()  # an interrupt may have come before the thread was told
@@ -79,12 +81,12 @@ class Courier:
 
     @property
     def waiting(self) -> int:
-        with self._wake:
+        with self._lock:
             return len(self._parcels) + sum(len(batch.parcels) for batch in self._sent)
 
     def close(self) -> None:
         """The thread ends. Rows that it still has stay held: tiers may be reading them."""
-        with self._wake:
+        with self._lock:
             self._closed = True
             self._wake.notify()
         if self._thread is not None:
@@ -98,7 +100,7 @@ class Courier:
 
     def _run(self) -> None:
         while True:
-            with self._wake:
+            with self._lock:
                 self._busy = False
                 while not (self._parcels or self._checks or self._sent or self._closed):
                     self._wake.wait()
@@ -118,7 +120,7 @@ class Courier:
         """Whether there were any to check. Somebody waits for them."""
         checked = False
         while True:
-            with self._wake:
+            with self._lock:
                 if not self._checks:
                     return checked
                 job = self._checks.popleft()
@@ -153,7 +155,7 @@ class Courier:
             for parcel in sealed:
                 parcel.stored, self.dropped = False, self.dropped + 1
             return
-        with self._wake:
+        with self._lock:
             self._sent.append(_Batch(sealed, tickets))
 
     def _poll(self) -> None:
@@ -164,7 +166,7 @@ class Courier:
             if len(progress) < len(asked):  # rows stay held: some tier may have them
                 for parcel in batch.parcels:
                     parcel.stored, self.dropped = False, self.dropped + 1
-                with self._wake:
+                with self._lock:
                     self._sent.remove(batch)
                 continue
             if not all(each.finished and each.settled for each in progress):
@@ -174,7 +176,7 @@ class Courier:
                 for nth in range(len(batch.parcels))
             ]
             self._end(batch.parcels, stored)
-            with self._wake:
+            with self._lock:
                 self._sent.remove(batch)
 
     def _end(self, parcels: Sequence[Parcel], stored: Sequence[bool]) -> None:

@@ -55,7 +55,8 @@ class FastCaches:
     ) -> None:
         self._manager, self._model, self._ranks = manager, model, ranks
         self._fetch_timeout_s = fetch_timeout_s
-        self.turn = Condition(RLock())
+        self.turn = RLock()  # a condition's own end is Python: an interrupt there keeps it
+        self._left = Condition(self.turn)
         self.idle = IdleRows(manager)
         self.rerun: Rerun | None = None
         self.engines: WeakSet[Engine] = WeakSet()  # whose jobs have rows
@@ -83,7 +84,7 @@ class FastCaches:
             here.remove(call)
             with self.turn:
                 self._calls.remove(call)
-                self.turn.notify_all()
+                self._left.notify_all()
 
     @property
     def call(self) -> RunningCall | None:
@@ -311,10 +312,10 @@ class FastCaches:
             while self._waiting[0] is not ticket or not self.make_room(rows):
                 helped = [engine.help() for engine in [*self.engines]]  # a step may make another
                 if not any(helped):
-                    self.turn.wait()
+                    self._left.wait()
         finally:
             self._waiting.remove(ticket)
-            self.turn.notify_all()
+            self._left.notify_all()
 
     def _unused(self) -> list[PagedCache]:
         """Caches with rows that no running call uses."""
