@@ -51,13 +51,13 @@ def test_a_new_call_waits_for_rows_that_a_running_one_uses() -> None:
 
         def start() -> None:
             caches = vars(model.model)["forward"].caches
-            own_wait = caches.turn.wait
+            own_wait = caches.changed.wait
 
             def wait(*arguments: Any) -> Any:
                 waits.set()
                 return own_wait(*arguments)
 
-            caches.turn.wait = wait
+            caches.changed.wait = wait
             later.append(pool.submit(generate, model, second, NEW_TOKENS))
             assert waits.wait(TIMEOUT_S)
 

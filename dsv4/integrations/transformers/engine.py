@@ -147,7 +147,7 @@ class Engine:
         )
         with self._turn:
             self.jobs.append(job)
-            self._turn.notify_all()
+            self._changed.notify_all()
         return job
 
     def cancel(self, job: Job) -> None:
@@ -155,7 +155,7 @@ class Engine:
         with self._turn:
             self._check_mine(job)
             job.cancelled = True
-            self._turn.notify_all()
+            self._changed.notify_all()
 
     def stream(self, job: Job) -> Iterator[int]:
         """The tokens of a job as they come. Whoever waits for one runs the steps, of all jobs, so
@@ -228,6 +228,10 @@ class Engine:
     def _turn(self) -> Any:
         return self._forward.caches.turn
 
+    @property
+    def _changed(self) -> Any:
+        return self._forward.caches.changed
+
     def _end_tokens(self) -> Set[int]:
         """Those of the model; a number below 0 stands for none."""
         end = self.model.generation_config.eos_token_id
@@ -240,7 +244,7 @@ class Engine:
             self._leave(job)
         if over:
             self.jobs[:] = [job for job in self.jobs if not job.is_over]
-            self._turn.notify_all()
+            self._changed.notify_all()
         return bool(over)
 
     def _leave(self, job: Job) -> None:
@@ -349,7 +353,7 @@ class Engine:
                 f"the engine elsewhere, or accelerate with more than max_batch="
                 f"{self._manager.max_requests}"
             )
-        self._turn.wait(WAIT_S)
+        self._changed.wait(WAIT_S)
 
 
 def _let_go(forward: FastForward, jobs: list[Job]) -> None:

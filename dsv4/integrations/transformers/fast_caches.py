@@ -56,7 +56,7 @@ class FastCaches:
         self._manager, self._model, self._ranks = manager, model, ranks
         self._fetch_timeout_s = fetch_timeout_s
         self.turn = RLock()  # a condition's own end is Python: an interrupt there keeps it
-        self._left = Condition(self.turn)
+        self.changed = Condition(self.turn)
         self.idle = IdleRows(manager)
         self.rerun: Rerun | None = None
         self.engines: WeakSet[Engine] = WeakSet()  # whose jobs have rows
@@ -84,7 +84,7 @@ class FastCaches:
             here.remove(call)
             with self.turn:
                 self._calls.remove(call)
-                self._left.notify_all()
+                self.changed.notify_all()
 
     @property
     def call(self) -> RunningCall | None:
@@ -312,10 +312,10 @@ class FastCaches:
             while self._waiting[0] is not ticket or not self.make_room(rows):
                 helped = [engine.help() for engine in [*self.engines]]  # a step may make another
                 if not any(helped):
-                    self._left.wait()
+                    self.changed.wait()
         finally:
             self._waiting.remove(ticket)
-            self._left.notify_all()
+            self.changed.notify_all()
 
     def _unused(self) -> list[PagedCache]:
         """Caches with rows that no running call uses."""
