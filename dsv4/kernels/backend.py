@@ -59,11 +59,11 @@ class TritonBackend:
     def __init__(self, device: torch.device, *, batch_invariant: bool = False) -> None:
         self._device, self._batch_invariant = device, batch_invariant
         hopper = target_of(device).is_hopper and device.type == "cuda" and not INTERPRETED.value
-        self._attend = _own("attend", hopper)
-        self._wide_attend = _own("attend", hopper, "wide", beside=self._attend)
-        self._whole_attend = _own("attend", hopper, "whole", beside=self._attend)
-        self._index_scores = _own("index_scores", hopper)
-        self._wide_scores = _own("index_scores", hopper, "wide", beside=self._index_scores)
+        self._attend = _Own("attend") if hopper else None
+        self._wide_attend = _beside(self._attend, "wide")
+        self._whole_attend = _beside(self._attend, "whole")
+        self._index_scores = _Own("index_scores") if hopper else None
+        self._wide_scores = _beside(self._index_scores, "wide")
 
     def warm_up(
         self, calls: Callable[[], None], *, workers: int, progress: Callable[[int, int], None]
@@ -179,14 +179,10 @@ class _Own:
         )
 
 
-def _own(
-    operation: str, wanted: bool, sort: Sort | None = None, *, beside: _Own | None = None
-) -> _Own | None:
-    """An operation's kernel, or with a sort the one `beside` it: where Gluon lacks what that needs
-    to be imported, this is not tried."""
-    if sort and (beside is None or beside.module is None):
-        return None
-    return _Own(operation, sort) if wanted else None
+def _beside(own: _Own | None, sort: Sort) -> _Own | None:
+    """The kernel of a sort beside an operation's own: where Gluon lacks what that needs to be
+    imported, this is not tried."""
+    return None if own is None or own.module is None else _Own(own.operation, sort)
 
 
 def _run(call: Call, own: _Own | None, portable: Callable[[Call], None]) -> None:

@@ -51,6 +51,7 @@ def test_a_new_call_waits_for_rows_that_a_running_one_uses() -> None:
 
         def start() -> None:
             caches = vars(model.model)["forward"].caches
+            assert isinstance(caches.turn, type(threading.RLock()))  # its end is not Python
             own_wait = caches.changed.wait
 
             def wait(*arguments: Any) -> Any:
