@@ -2,17 +2,21 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
+# Of the version of Python: `make demo PYTHON=python3.12` makes the environment anew where it is 3.11's.
+STAMP  := $(VENV)/.installed-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 NEWEST := .venv-newest
 OLDEST := .venv-oldest
 # Every minor version that pyproject.toml allows, unpacked apart: .venv-triton-3.6.0 and so on.
 TRITONS := 3.6.0 3.7.1 3.8.0 3.9.0
 
-.PHONY: demo test lint gpu-test test-gpus test-tritons test-oldest test-newest test-newest-transformers \
+.PHONY: help demo test lint gpu-test test-gpus test-tritons test-oldest test-newest test-newest-transformers \
 	test-transformers-own clean
 
+help:                     ## what can be made
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 28
+
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 

@@ -1,6 +1,7 @@
 """Compiles launches for any target without its GPU, and reports what the assembler made of them.
 
-Works in a process where TRITON_INTERPRET is unset: `run_apart` starts one.
+Works in a process where TRITON_INTERPRET is unset: `run_apart` starts one. A Triton that is
+unpacked in the folder $DSV4_COMPILING_TRITON compiles there: CI has that of the GPU machine.
 """
 
 from __future__ import annotations
@@ -238,6 +239,8 @@ def _run_apart(module: str, *case: str) -> tuple[int, str, str]:
     # torch sets the last one itself, sooner or later
     left_out = ("TRITON_INTERPRET", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
     environment = {k: v for k, v in os.environ.items() if k not in left_out}
+    if other := environment.get("DSV4_COMPILING_TRITON"):
+        environment["PYTHONPATH"] = os.pathsep.join([other, os.environ.get("PYTHONPATH", "")])
     if "RECORD_PTX" in environment:  # tools/record_ptx.py runs in the place of `python`
         command = [sys.executable, "-m", module, *case]
         done = subprocess.run(

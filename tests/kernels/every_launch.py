@@ -25,7 +25,7 @@ from typing import Any
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import CacheSchema
 from dsv4.kernels.launch import Launch
-from dsv4.kernels.target import TARGETS, Target, compiling_for
+from dsv4.kernels.target import TARGETS, TRITON, Target, compiling_for
 from dsv4.model import ModelSpec
 from tests.kernels import (
     compiling,
@@ -66,6 +66,7 @@ def compiled(target: Target, launched: Iterable[tuple[str, Launch]]) -> dict[str
         with contextlib.redirect_stdout(sys.stderr):  # ptxas prints there what it refuses
             made = compiling.compiled(launch, target)
         found[name] = {
+            "triton": TRITON,
             "registers": made.registers,
             "threads": target.wave * launch.options["num_warps"],
             "shared_bytes": made.dynamic_shared_bytes,
