@@ -30,6 +30,11 @@ PLOTS = {
     "steps.png": ("decode_step",),
     "transformers.png": ("transformers",),
 }
+OTHERS_NOTE = "\n".join(
+    f"{' and '.join(SOURCES[key].names)}: measured by us on an H200 apart from this run, "
+    f"{SOURCES[key].date}, version {SOURCES[key].version}"
+    for key in ("attention", "writes")
+)
 BEGIN, END = "<!-- tables: written by python -m benchmarks.report -->", "<!-- end of tables -->"
 TITLES = {
     "writes": "Cache writes of one layer",
@@ -73,7 +78,8 @@ def main() -> int:
             document.write_text(text, encoding="utf-8")
         PLOT_FOLDER.mkdir(exist_ok=True)
         for name, suites in PLOTS.items():
-            plot_results(drawn(results, name), PLOT_FOLDER / name, suites=suites)
+            note = OTHERS_NOTE if name == "kernels.png" else ""
+            plot_results(drawn(results, name), PLOT_FOLDER / name, suites=suites, note=note)
     except Dsv4Error as error:
         print(error, file=sys.stderr)
         return 2
