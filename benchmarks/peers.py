@@ -68,7 +68,7 @@ SOURCES = {
     "chunks": Source(
         names=("peers composed",),
         of="a chunk of 8,192 tokens",
-        version=f"FlashMLA of April 2026, DeepGEMM of June 2026; vLLM: {_UNKNOWN}",
+        version=f"FlashMLA of April 2026; DeepGEMM and vLLM: {_UNKNOWN}",
         date="2026-11-15",
         measured="composed, not run: vLLM's writes, DeepGEMM's logits and FlashMLA's sparse "
         "prefill (without its gather), each measured by us on one H200, times the layers of "
