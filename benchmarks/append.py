@@ -1,5 +1,5 @@
 """The write path of one layer: decode steps where every request or none completes a group, and one
-prefill chunk. Targets and anchors: the project's for one H200. Calls rotate over the layers of the
+prefill chunk. Targets: the project's for one H200. Calls rotate over the layers of the
 kind, as a step does; their rings and tails lie apart."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.case import Call, Case, Measurement, Work, sets_to_outgrow_l2
 from benchmarks.lengths import set_length
+from benchmarks.peers import CHUNK_WRITES_US, WRITES_US
 from benchmarks.timing import measure
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.pages import CompressorLayout
@@ -19,24 +20,14 @@ from dsv4.model import ModelSpec
 from dsv4.ops.calls import CompressorWeights, KeyProjection, LayerWeights
 from dsv4.rope import rope_table
 
-# (layer kind, mode) -> batch -> (target, SGLang, vLLM), µs; measured at V4-Flash's shapes
-ANCHORS: dict[tuple[str, str], dict[int, tuple[float, float, float]]] = {
-    ("csa", "flush"): {
-        1: (3.3, 6.7, 16.6),
-        8: (3.5, 7.3, 17.2),
-        64: (3.7, 7.7, 17.7),
-        256: (4.2, 8.4, 19.2),
-    },
-    ("csa", "idle"): {1: (2.2, 4.6, 10.5), 64: (2.5, 5.3, 11.3), 256: (2.9, 5.9, 11.9)},
-    ("hca", "flush"): {
-        1: (3.3, 4.4, 12.4),
-        8: (3.5, 5.0, 13.4),
-        64: (7.0, 10.5, 23.9),
-        256: (33.0, 38.7, 55.0),
-    },
-    ("hca", "idle"): {1: (2.0, 3.1, 8.8), 64: (2.2, 4.1, 10.0), 256: (2.6, 7.7, 12.3)},
+# (layer kind, mode) -> batch -> target, µs; at V4-Flash's shapes
+TARGETS_US: dict[tuple[str, str], dict[int, float]] = {
+    ("csa", "flush"): {1: 3.3, 8: 3.5, 64: 3.7, 256: 4.2},
+    ("csa", "idle"): {1: 2.2, 64: 2.5, 256: 2.9},
+    ("hca", "flush"): {1: 3.3, 8: 3.5, 64: 7.0, 256: 33.0},
+    ("hca", "idle"): {1: 2.0, 64: 2.2, 256: 2.6},
 }
-PREFILL_ANCHORS = {"csa": (30.0, 118.0), "hca": (14.0, 145.0)}
+CHUNK_TARGETS_US = {"csa": 30.0, "hca": 14.0}
 CHUNK_TOKENS = 8192
 BATCHES = {"v4-flash": (1, 8, 64, 256), "v4-pro": (1, 64, 256)}
 # series -> layer kind, how its unfinished groups are kept
@@ -57,7 +48,7 @@ def cases() -> Iterator[Case]:
             ratio = _layers(schema, kind)[0][1]
             for mode, start in (("flush", 4 * ratio - 1), ("idle", 4 * ratio + ratio // 2 - 1)):
                 for batch in batches:
-                    anchor = ANCHORS[kind, mode].get(batch) if model == "v4-flash" else None
+                    others = WRITES_US[kind, mode].get(batch) if model == "v4-flash" else None
                     yield Case(
                         name=f"append {short} {series} {mode} batch {batch}",
                         suite="writes",
@@ -65,10 +56,9 @@ def cases() -> Iterator[Case]:
                         model=model,
                         batch=batch,
                         measure=partial(_measure, schema, kind, batch=batch, start=start, tokens=1),
-                        target_us=anchor[0] if anchor else None,
-                        anchors_us={"SGLang": anchor[1], "vLLM": anchor[2]} if anchor else {},
+                        target_us=TARGETS_US[kind, mode][batch] if others else None,
+                        anchors_us={"SGLang": others[0], "vLLM": others[1]} if others else {},
                     )
-            target, vllm = PREFILL_ANCHORS[kind]
             yield Case(
                 name=f"append {short} {series} prefill {CHUNK_TOKENS}",
                 suite="writes",
@@ -77,8 +67,8 @@ def cases() -> Iterator[Case]:
                 batch=1,
                 context=CHUNK_TOKENS,
                 measure=partial(_measure, schema, kind, batch=1, start=0, tokens=CHUNK_TOKENS),
-                target_us=target if model == "v4-flash" else None,
-                anchors_us={"vLLM": vllm} if model == "v4-flash" else {},
+                target_us=CHUNK_TARGETS_US[kind] if model == "v4-flash" else None,
+                anchors_us={"vLLM": CHUNK_WRITES_US[kind]} if model == "v4-flash" else {},
             )
 
 

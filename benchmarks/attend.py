@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Call, Case, Measurement, Work, sets_to_outgrow_l2
-from benchmarks.peers import flash_mla_call, flash_mla_modules
+from benchmarks.peers import ALL_HEADS_US, ATTENTION_US, flash_mla_call, flash_mla_modules
 from benchmarks.timing import measure
 from dsv4.backends import load_backend
 from dsv4.cache.pages import Page
@@ -41,15 +41,13 @@ BATCHES = (1, 4, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A row of the anchors: `listed` entries a query, or all of `context` tokens' if None.
-    `flash_mla_us` by batch."""
+    """`listed` entries a query, or all of `context` tokens' if None."""
 
     name: str
     model: str
     layer: int
     context: int
     listed: int | None
-    flash_mla_us: dict[int, float] = field(default_factory=dict)
     batches: tuple[int, ...] = BATCHES
     heads: int | None = None  # of a tensor-parallel rank; all of the model's if None
     all_heads_us: dict[int, float] = field(default_factory=dict)
@@ -67,7 +65,6 @@ ROWS = (
         layer=CSA_LAYER,
         context=131_072,
         listed=512,
-        flash_mla_us={1: 12.3, 4: 12.5, 16: 15.7, 32: 21.6, 64: 43.5, 128: 44.8, 256: 87.9},
     ),
     Row(
         name="pro csa 128+1024",
@@ -75,7 +72,6 @@ ROWS = (
         layer=CSA_LAYER,
         context=131_072,
         listed=1024,
-        flash_mla_us={1: 14.1, 4: 15.2, 16: 27.0, 32: 45.7, 64: 54.5, 128: 106.5, 256: 208.7},
     ),
     Row(
         name="flash hca 128k 128+1024",
@@ -83,7 +79,6 @@ ROWS = (
         layer=HCA_LAYER,
         context=131_072,
         listed=None,
-        flash_mla_us={1: 13.9, 4: 14.9, 16: 19.9, 32: 32.5, 64: 60.6, 128: 73.4, 256: 143.7},
     ),
     Row(
         name="flash hca 1M 128+8192",
@@ -91,7 +86,6 @@ ROWS = (
         layer=HCA_LAYER,
         context=1_048_576,
         listed=None,
-        flash_mla_us={1: 27.2, 4: 31.0, 16: 83.3, 32: 133.9, 64: 248.5, 128: 462.3, 256: 934.5},
     ),
     Row(
         name="pro hca 128k 128+1024",
@@ -110,7 +104,6 @@ WHOLE = tuple(
         name=f"{row.name} batch-invariant",
         whole=True,
         batches=batches,
-        flash_mla_us={},
     )
     for row, batches in (
         (ROWS[0], ROWS[0].batches),
@@ -130,13 +123,9 @@ RANKS = tuple(
         name=f"{row.name} {heads} heads",
         heads=heads,
         batches=RANK_BATCHES,
-        flash_mla_us={},
-        all_heads_us=all_heads_us,
+        all_heads_us=ALL_HEADS_US[row.name],
     )
-    for row, all_heads_us in (
-        (ROWS[0], {1: 8.5, 16: 15.6, 64: 28.3, 256: 73.3}),
-        (ROWS[2], {1: 10.4, 16: 18.6, 64: 39.2, 256: 119.5}),
-    )
+    for row in (ROWS[0], ROWS[2])
     for heads in RANK_HEADS
 )
 
@@ -149,7 +138,7 @@ V41 = Row(
     layer=CSA_LAYER,
     context=131_072,
     listed=512,
-    all_heads_us={1: 8.5, 4: 12.0, 16: 15.6, 32: 19.7, 64: 28.3, 128: 38.6, 256: 73.3},
+    all_heads_us=ALL_HEADS_US["flash csa 128+512"],
 )
 V41_SHARE = 0.8
 
@@ -168,7 +157,7 @@ def v41_cases() -> Iterator[Case]:
 def cases() -> Iterator[Case]:
     for row in (*ROWS, *WHOLE):
         for batch in row.batches:
-            peer = row.flash_mla_us.get(batch)
+            peer = ATTENTION_US.get(row.name, {}).get(batch)
             yield _case(
                 row,
                 batch,
@@ -181,7 +170,8 @@ def cases() -> Iterator[Case]:
 
 def rank_cases() -> Iterator[Case]:
     for row in RANKS:
-        for batch, limit in row.all_heads_us.items():
+        for batch in row.batches:
+            limit = row.all_heads_us[batch]
             assert row.heads is not None
             share = RANK_SHARE.get(row.heads, 1.0) if batch >= 64 else 1.0
             yield _case(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Call, Case, Measurement, Work, sets_to_outgrow_l2
+from benchmarks.peers import GATHER_TB_PER_S
 from benchmarks.timing import measure
 from dsv4.cache.pages import Page
 from dsv4.cache.schema import CacheSchema
@@ -20,8 +21,6 @@ from dsv4.ops.calls import EntrySource
 CSA_LAYER = 2
 RATIO = 4
 TOP_K = 512
-# (requests, entries) -> vLLM's rate
-ANCHORS_TB_PER_S = {(1, 262_144): 0.05, (16, 16_384): 0.77}
 TARGET_BYTES_PER_US = 3.4e6
 
 
@@ -29,7 +28,7 @@ def cases() -> Iterator[Case]:
     schema = CacheSchema.build(ModelSpec.preset("v4-flash"))
     page = schema.page("entries", CSA_LAYER)
     assert page is not None
-    for (rows, entries), rate in ANCHORS_TB_PER_S.items():
+    for (rows, entries), rate in GATHER_TB_PER_S.items():
         moved = rows * entries * _moved_per_entry(page)
         yield Case(
             name=f"gather all {rows} x {entries}",

@@ -1,5 +1,4 @@
-"""Index scores of one CSA layer. Targets and anchors: the project's for one H200. V4-Pro's are the
-same."""
+"""Index scores of one CSA layer. Targets: the project's for one H200. V4-Pro's are the same."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ from functools import partial
 import torch
 
 from benchmarks.case import Call, Case, Measurement, Work, sets_to_outgrow_l2
+from benchmarks.peers import INDEX_SCORES_US
 from benchmarks.step_tokens import step_tokens
 from benchmarks.timing import measure
 from dsv4.backends import load_backend
@@ -18,18 +18,7 @@ from dsv4.ops.calls import EntrySource, Scoring
 
 CSA_LAYER = 2
 RATIO = 4
-# (requests, entries) -> DeepGEMM with 132-byte FP8 keys, µs: the first step; the target is 0.7 of
-# that
-ANCHORS = {
-    (1, 2_048): 3.4,
-    (1, 32_768): 4.1,
-    (1, 262_144): 8.5,
-    (8, 262_144): 73.6,
-    (16, 32_768): 21.8,
-    (64, 32_768): 73.1,
-    (256, 2_048): 22.5,
-    (256, 8_192): 73.8,
-}
+# DeepGEMM's time is the first step
 TARGET_OF_DEEPGEMM = 0.7
 DRAFT_STEP = (16, 32_768, 4)  # requests, entries, tokens of each
 MAX_SETS = 8
@@ -37,7 +26,7 @@ MAX_SETS = 8
 
 def cases() -> Iterator[Case]:
     schema = CacheSchema.build(ModelSpec.preset("v4-flash"))
-    for (requests, entries), deepgemm in ANCHORS.items():
+    for (requests, entries), deepgemm in INDEX_SCORES_US.items():
         yield Case(
             name=f"index scores {requests} x {entries}",
             suite="indexer",

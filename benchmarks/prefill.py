@@ -1,8 +1,8 @@
 """One chunk of a prompt: append → select → attend of every backbone layer, launched one by one.
 
 Queries and projections are preset, so the time is the cache's alone, host time included: a chunk is
-not captured. `parts_us` has one layer of each kind by itself. Anchors are the kernels of others
-composed: vLLM's writes, DeepGEMM's logits, a top-k and FlashMLA.
+not captured. `parts_us` has one layer of each kind by itself. Beside it stand the kernels
+of others, composed.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ import torch
 
 from benchmarks.case import Case, Measurement
 from benchmarks.decode_step import PARTS, DecodeStep
+from benchmarks.peers import COMPOSED_CHUNK_US
 from benchmarks.timing import count_launches
 from dsv4.model import ModelSpec
 from dsv4.units import format_tokens
 
-# (model, requests, tokens of each, start) -> first step, target, peers composed, in ms
-CASES: dict[tuple[str, int, int, int], tuple[float, float, float] | None] = {
+# (model, requests, tokens of each, start) -> first step, target, in ms
+CASES: dict[tuple[str, int, int, int], tuple[float, float] | None] = {
     ("v4-flash", 1, 512, 0): None,
     ("v4-flash", 1, 512, 130_560): None,
     ("v4-flash", 1, 2_048, 0): None,
     ("v4-flash", 1, 2_048, 129_024): None,
-    ("v4-flash", 1, 8_192, 0): (55, 45, 60),
-    ("v4-flash", 1, 8_192, 122_880): (170, 135, 174),
-    ("v4-flash", 1, 8_192, 1_040_384): (1_060, 850, 1_076),
+    ("v4-flash", 1, 8_192, 0): (55, 45),
+    ("v4-flash", 1, 8_192, 122_880): (170, 135),
+    ("v4-flash", 1, 8_192, 1_040_384): (1_060, 850),
     ("v4-flash", 4, 2_048, 129_024): None,
     ("v4-pro", 1, 8_192, 0): None,
     ("v4-pro", 1, 8_192, 122_880): None,
 }
-V41_CASES: dict[tuple[str, int, int, int], tuple[float, float, float] | None] = {
+V41_CASES: dict[tuple[str, int, int, int], tuple[float, float] | None] = {
     ("v41-flash", 1, 8_192, 0): None,
     ("v41-flash", 1, 8_192, 122_880): None,
 }
@@ -59,11 +60,12 @@ def v41_cases() -> Iterator[Case]:
 
 
 def _cases(
-    listed: dict[tuple[str, int, int, int], tuple[float, float, float] | None], suite: str
+    listed: dict[tuple[str, int, int, int], tuple[float, float] | None], suite: str
 ) -> Iterator[Case]:
     for (model, requests, chunk, start), goals in listed.items():
         several = f"{requests} x " if requests > 1 else ""
-        first_step, target, peers = goals or (None, None, None)
+        first_step, target = goals or (None, None)
+        composed = COMPOSED_CHUNK_US.get((chunk, start)) if goals else None
         yield Case(
             name=f"chunk {model} {several}{chunk} from {format_tokens(start)}",
             suite=suite,
@@ -73,7 +75,7 @@ def _cases(
             context=start + chunk,
             first_step_us=first_step and 1e3 * first_step,
             target_us=target and 1e3 * target,
-            anchors_us={"peers composed": 1e3 * peers} if peers else {},
+            anchors_us={"peers composed": composed} if composed else {},
             measure=partial(_measure, ModelSpec.preset(model), requests, chunk, start + chunk),
         )
 

@@ -1,27 +1,27 @@
 """`python -m benchmarks.report [results.jsonl]`: writes the tables of docs/performance.md, every
-registered case beside its target, those of docs/v41.md, the plots under docs/plots/ and the
-README's figures, from a results file."""
+registered case beside its target, those of docs/v41.md, the plots under docs/plots/ and every
+figure of README and docs that has a mark (benchmarks/figures.py), from a results file. Targets and
+times of others in that file are the registry's as it is now."""
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.case import Case
+from benchmarks.case import ANCHORS_ARE_OF, Case
+from benchmarks.figures import PAGES, ROOT, rewritten
+from benchmarks.peers import MEMORY, SOURCES, WRITE_LAUNCHES
 from benchmarks.registry import SUITES
-from dsv4.bench import BenchResult, read_results
+from dsv4.bench import BenchResult, read_results, write_results
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import Dsv4Error, InvalidInput
 from dsv4.model import ModelSpec
 from dsv4.plots.results import plot_results
 
-ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "performance.md"
-V41_DOCUMENT = ROOT / "docs" / "v41.md"
-README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results" / "h200.jsonl"
 PLOT_FOLDER = ROOT / "docs" / "plots"
 # file name -> suites it shows
@@ -30,6 +30,11 @@ PLOTS = {
     "steps.png": ("decode_step",),
     "transformers.png": ("transformers",),
 }
+OTHERS_NOTE = "\n".join(
+    f"{' and '.join(SOURCES[key].names)}: measured by us on an H200 apart from this run, "
+    f"{SOURCES[key].date}, version {SOURCES[key].version}"
+    for key in ("attention", "writes")
+)
 BEGIN, END = "<!-- tables: written by python -m benchmarks.report -->", "<!-- end of tables -->"
 TITLES = {
     "writes": "Cache writes of one layer",
@@ -42,7 +47,6 @@ TITLES = {
     "prefix": "Prefix hits, host time",
 }
 # launches of cache writes in a decode step of V4-Flash
-WRITE_LAUNCHES = {"vLLM": "187", "SGLang": "about 230"}
 WRITE_LAUNCHES_TARGET = 43
 # how a case of V4.1 begins -> how that of V4-Flash does that stands beside it
 V41_BESIDE = {
@@ -53,26 +57,29 @@ V41_BESIDE = {
     "append v41 pairs prefill": "append flash csa prefill",
     "index scores v41": "index scores",
 }
-# V4-Flash: (what, DeepSeek's papers, vLLM, SGLang, target in bytes)
-MEMORY = (
-    ("bytes a token", "3,514.25", "3,915", "7,033 to 7,705", 3_550),
-    ("bytes a request, at any length", "15.4 MB", "26.1 MB", "+ 10 MiB of HCA ring", 15_600_000),
-    ("the same, online HCA state, without the draft layer's window", "4.6 MB", "", "", 4_800_000),
-)
+# V4-Flash, bytes
+MEMORY_TARGETS = {
+    "bytes a token": 3_550,
+    "bytes a request, at any length": 15_600_000,
+    "the same, online HCA state, without the draft layer's window": 4_800_000,
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
+    path = parser.parse_args().results
     try:
-        results = read_results(parser.parse_args().results)
-        for document, made in ((DOCUMENT, tables(results)), (V41_DOCUMENT, v41_table(results))):
-            text = updated(document.read_text(encoding="utf-8"), made)
+        results = held_against(read_results(path))
+        write_results(path, results)
+        for page in PAGES:
+            document = ROOT / page
+            text = page_text(page, document.read_text(encoding="utf-8"), results)
             document.write_text(text, encoding="utf-8")
-        README.write_text(refreshed(README.read_text(encoding="utf-8"), results), encoding="utf-8")
         PLOT_FOLDER.mkdir(exist_ok=True)
         for name, suites in PLOTS.items():
-            plot_results(results, PLOT_FOLDER / name, suites=suites)
+            note = OTHERS_NOTE if name == "kernels.png" else ""
+            plot_results(drawn(results, name), PLOT_FOLDER / name, suites=suites, note=note)
     except Dsv4Error as error:
         print(error, file=sys.stderr)
         return 2
@@ -89,21 +96,37 @@ def updated(document: str, made: str) -> str:
     return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
 
 
-def refreshed(readme: str, results: Sequence[BenchResult]) -> str:
-    """The README with new figures in rows that end with their case, and with their commits."""
-    measured = {result.case: result for result in results}
-    commits: list[str] = []
+def page_text(page: str, text: str, results: Sequence[BenchResult]) -> str:
+    """A page of README and docs with all that is written from results."""
+    if page == "docs/performance.md":
+        text = updated(text, tables(results))
+    if page == "docs/v41.md":
+        text = updated(text, v41_table(results))
+    return rewritten(text, results, page=page)
 
-    def row(found: re.Match[str]) -> str:
-        result = measured[found["case"]]
-        if result.commit not in commits:
-            commits.append(result.commit)
-        ours = f"{result.microseconds:,.{0 if result.microseconds >= 100 else 1}f}"
-        return f"{found['what']}| {ours} |{found['others']}"
 
-    pattern = r"^(?P<what>\| [^|]+ )\|[^|]+\|(?P<others>.*<!-- case: (?P<case>.+?) --> \|)$"
-    readme = re.sub(pattern, row, readme, flags=re.MULTILINE)
-    return re.sub(r"(?<=one H200 at )[^;]+", _at(commits), readme)
+def held_against(results: Sequence[BenchResult]) -> list[BenchResult]:
+    """Results with the targets and the times of others that the registry has now: they were not
+    measured in the run."""
+    cases = {case.name: case for listed in SUITES.values() for case in listed()}
+    return [
+        replace(
+            result,
+            target_us=cases[result.case].target_us,
+            first_step_us=cases[result.case].first_step_us,
+            anchors_us=cases[result.case].anchors_us,
+        )
+        if result.case in cases and result.gpu == ANCHORS_ARE_OF
+        else result
+        for result in results
+    ]
+
+
+def drawn(results: Sequence[BenchResult], name: str) -> list[BenchResult]:
+    """What a picture shows: of writes the model that others were measured with."""
+    if name != "kernels.png":
+        return list(results)
+    return [r for r in results if r.suite != "writes" or r.model == "v4-flash"]
 
 
 def _at(commits: Sequence[str]) -> str:
@@ -119,6 +142,7 @@ def tables(results: Sequence[BenchResult]) -> str:
     decoding = _decoding_table(SUITES["transformers"](), measured)
     sections += ["## Decoding with transformers, five layers", decoding]
     sections += ["## Memory, V4-Flash", _memory_table()]
+    sections += ["## Others: versions, dates, machines", _sources_table()]
     return "\n\n".join(sections)
 
 
@@ -206,7 +230,15 @@ def _cases_table(cases: Iterable[Case], measured: dict[str, BenchResult]) -> str
             left_out += 1
             continue
         rows.append((case.name, _times(case.anchors_us), *ours))
-    header = ("case, µs", "published", "peer, same run", "target", "ours", "launches", "of floor")
+    header = (
+        "case, µs",
+        "others, measured apart",
+        "peer, same run",
+        "target",
+        "ours",
+        "launches",
+        "of floor",
+    )
     return _table((*header, ""), rows) + _left_out(left_out)
 
 
@@ -281,10 +313,21 @@ def _memory_table() -> str:
             f"{found:,.0f}",
             "reached" if found <= target else f"**miss** ({found / target:.2f} x)",
         )
-        for (what, paper, vllm, sglang, target), found in zip(MEMORY, ours, strict=True)
+        for (what, (paper, vllm, sglang)), target, found in zip(
+            MEMORY.items(), MEMORY_TARGETS.values(), ours, strict=True
+        )
     ]
     header = ("", "DeepSeek's papers", "vLLM", "SGLang", "target", "ours", "")
     return _table(header, rows)
+
+
+def _sources_table() -> str:
+    rows = [
+        (", ".join(source.names), source.of, source.version, source.date, source.measured)
+        for source in SOURCES.values()
+    ]
+    lines = [("whose", "what", "version", "date", "where and how"), ["---"] * 5, *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _times(times_us: dict[str, float]) -> str:

@@ -33,7 +33,7 @@ MAKERS = ("nvidia", "amd")
 KERNEL_SUITES = ("writes", "gather", "indexer", "attention", "ranks", "v41")
 HEADER = (
     f"{'case':44} {'µs':>9} {'launches':>8} {'MB':>9} {'GB/s':>6} {'%floor':>6} {'target':>8}"
-    "  peers, measured | published"
+    "  peers, this run | apart"
 )
 
 

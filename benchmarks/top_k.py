@@ -1,5 +1,5 @@
-"""Exact top-k of index scores. Targets and anchors: the project's for one H200. V4-Flash and V4-Pro
-differ in k."""
+"""Exact top-k of index scores. Targets: the project's for one H200. V4-Flash and V4-Pro differ in
+k."""
 
 from __future__ import annotations
 
@@ -9,27 +9,21 @@ from functools import partial
 import torch
 
 from benchmarks.case import Case, Measurement, Work
-from benchmarks.peers import torch_top_k_call
+from benchmarks.peers import TOP_K_US, torch_top_k_call
 from benchmarks.step_tokens import step_tokens
 from benchmarks.timing import measure
 from dsv4.kernels.top_k import top_k, top_k_workspace_bytes
 from dsv4.model import ModelSpec
 
 RATIO = 4
-# (rows, scores) -> target, SGLang, torch.topk, µs; k = 512
-ANCHORS: dict[tuple[int, int], tuple[float, float, float | None]] = {
-    (1, 262_144): (12.0, 14.7, 80.0),
-    (8, 262_144): (13.0, 14.9, None),
-    (32, 32_768): (10.0, 12.2, 78.0),
-    (256, 8_192): (9.0, 9.3, 88.0),
-}
+# (rows, scores) -> target, µs; k = 512
+TARGETS_US = {(1, 262_144): 12.0, (8, 262_144): 13.0, (32, 32_768): 10.0, (256, 8_192): 9.0}
 
 
 def cases() -> Iterator[Case]:
     for model in ("v4-flash", "v4-pro"):
         count = ModelSpec.preset(model).index_topk
-        for (rows, columns), (target, sglang, torch_topk) in ANCHORS.items():
-            anchors = {"SGLang": sglang} | ({"torch.topk": torch_topk} if torch_topk else {})
+        for (rows, columns), target in TARGETS_US.items():
             yield Case(
                 name=f"top-k {count} of {rows} x {columns}",
                 suite="indexer",
@@ -39,7 +33,7 @@ def cases() -> Iterator[Case]:
                 context=columns * RATIO,
                 measure=partial(_measure, rows, columns, count),
                 target_us=target if model == "v4-flash" else None,
-                anchors_us=anchors if model == "v4-flash" else {},
+                anchors_us=TOP_K_US[rows, columns] if model == "v4-flash" else {},
             )
 
 

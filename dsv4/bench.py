@@ -24,8 +24,8 @@ class BenchResult:
 
     `must_move_bytes` counts each byte once that has to move; `floor_us` is the time of a copy of as
     many bytes plus that of an empty kernel, both measured in the same run. `peers_us` are other
-    libraries in that run too, `anchors_us` their published times on the same GPU. `parts_us` and
-    `parts_launches` split a step by operation. `cache_bytes` is what the cache of each library
+    libraries in that run too, `anchors_us` what they took on such a GPU apart from it. `parts_us`
+    and `parts_launches` split a step by operation. `cache_bytes` is what the cache of each library
     holds, `step_bytes` what a step of it allocates besides, at its peak.
     """
 

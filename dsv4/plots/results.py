@@ -13,70 +13,100 @@ from dsv4.errors import InvalidInput
 from dsv4.plots.style import INK, MUTED, dress_axes, new_figure, save_figure
 from dsv4.units import format_tokens
 
-# drawn against the batch, a row of panels each; a column for each model
-BY_BATCH = {
+# drawn against the batch, a panel for each series, beside what others take
+BY_SERIES = {
     "writes": "cache writes of one layer, a decode step",
     "attention": "attention of one layer, a decode step",
-    "decode_step": "a whole decode step, all layers",
 }
+# drawn against the batch, all series of a model in one panel
+BY_MODEL = {"decode_step": "a whole decode step, all layers"}
 # drawn against the context, beside the peer of the same run: time and bytes
 BY_CONTEXT = "transformers"
-SUITES = (*BY_BATCH, BY_CONTEXT)
+SUITES = (*BY_SERIES, *BY_MODEL, BY_CONTEXT)
+# a series of this name stands in the panel of the one without the word
+VARIANTS = ("online", "batch-invariant")
 _COLORS = ("#0b5cad", "#c2410c", "#15803d", "#7e22ce", "#be185d", "#0891b2")
-_OTHERS = ((0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
-_PANEL_INCHES = (6.4, 4.4)
+_OTHERS_COLORS = ("#c2410c", "#15803d", "#be185d")
+_VARIANT_COLORS = dict(zip(VARIANTS, ("#7e22ce", "#0891b2"), strict=True))
+_APART = (0, (5, 2))
+_PANEL_INCHES = (5.2, 3.7)
 _BAR = 0.38
+_MS_FROM_US = 10_000  # a panel that reaches this far is in ms
 
 Lines = dict[str, list[BenchResult]]
-Panel = Callable[[Any], None]
+Legend = dict[str, Any]
+Panel = Callable[[Any, Legend], None]
 
 
 def plot_results(
-    results: Sequence[BenchResult], path: str | Path, *, suites: Sequence[str] = SUITES
+    results: Sequence[BenchResult],
+    path: str | Path,
+    *,
+    suites: Sequence[str] = SUITES,
+    note: str = "",
 ) -> None:
-    """Draws a row of panels for each of `suites` that the results have, and saves it.
+    """Draws panels for each of `suites` that the results have, and saves them.
 
-    Against the batch: µs, one line per series, others dashed beside it; series with a single batch
-    (a prefill chunk) are left out. Raises MissingExtra without matplotlib, and InvalidInput for an
+    Against the batch: ours solid, others thin beside it, those that were not in this run dashed;
+    series with a single batch (a prefill chunk) are left out. A colour is a library. `note` stands
+    under the name of the GPU. Raises MissingExtra without matplotlib, and InvalidInput for an
     unknown suite, where nothing can be drawn, or where the file cannot be written.
     """
     if unknown := [suite for suite in suites if suite not in SUITES]:
         raise InvalidInput(f"cannot draw suite {unknown[0]!r}: choose of {', '.join(SUITES)}")
     drawn = [result for result in results if result.suite in suites]
-    models = [m for m in sorted({r.model for r in drawn}) if any(_panels(drawn, m).values())]
-    by_batch = [_panels(drawn, model) for model in models]
-    rows = [
-        row
+    panels = [
+        panel
         for suite in suites
-        if any(row := _by_context(drawn) if suite == BY_CONTEXT else [p[suite] for p in by_batch])
+        for panel in (_by_context(drawn) if suite == BY_CONTEXT else _by_batch(drawn, suite))
     ]
-    if not rows:
+    if not panels:
         raise InvalidInput(
             f"nothing to draw: no series of {', '.join(suites)} has two points; run the whole "
             f"suite with python -m benchmarks.run"
         )
-    columns = max(map(len, rows))
-    figure = new_figure(_PANEL_INCHES[0] * columns, _PANEL_INCHES[1] * len(rows))
-    for nth, row in enumerate(rows):
-        for column, panel in enumerate(row, start=1):
-            if panel is not None:
-                panel(figure.add_subplot(len(rows), columns, nth * columns + column))
+    columns = 2 if len(panels) in (2, 4) else min(len(panels), 3)
+    rows = -(-len(panels) // columns)
+    figure = new_figure(_PANEL_INCHES[0] * columns, _PANEL_INCHES[1] * rows + 0.6)
+    legend: Legend = {}
+    for nth, panel in enumerate(panels, start=1):
+        panel(figure.add_subplot(rows, columns, nth), legend)
+    if legend:
+        ours_first = sorted(legend, key=lambda name: not name.startswith("dsv4"))
+        figure.legend(
+            [legend[name] for name in ours_first],
+            ours_first,
+            loc="outside lower center",
+            ncols=len(legend) if columns > 1 else 1,
+            frameon=False,
+            fontsize=10,
+            labelcolor=INK,
+        )
     commits = ", ".join(sorted({r.commit for r in drawn}))
     gpus = ", ".join(sorted({r.gpu for r in drawn}))
-    figure.suptitle(f"{gpus}, commit {commits}", color=MUTED, fontsize=9, x=0.01, ha="left")
+    told = "\n".join(filter(None, (f"{gpus}, commit {commits}", note)))
+    figure.suptitle(told, color=MUTED, fontsize=10, x=0.01, ha="left")
     save_figure(figure, path)
 
 
 # ---- against the batch ---------------------------------------------------------------------------
 
 
-def _panels(results: Sequence[BenchResult], model: str) -> dict[str, Panel | None]:
-    """By suite; None where the model has no line of it."""
-    found = {suite: _lines(results, suite, model) for suite in BY_BATCH}
-    return {
-        suite: partial(_draw, suite=suite, model=model, lines=lines) if lines else None
-        for suite, lines in found.items()
-    }
+def _by_batch(results: Sequence[BenchResult], suite: str) -> list[Panel]:
+    panels: list[Panel] = []
+    for model in sorted({r.model for r in results if r.suite == suite}):
+        lines = _lines(results, suite, model)
+        if suite in BY_MODEL:
+            if lines:
+                panels.append(
+                    partial(_draw_model, title=f"{model}: {BY_MODEL[suite]}", lines=lines)
+                )
+            continue
+        for family in dict.fromkeys(_family(series) for series in lines):
+            title = f"{model}: {family.removeprefix(model.removeprefix('v4-') + ' ')}\n"
+            own = {series: line for series, line in lines.items() if _family(series) == family}
+            panels.append(partial(_draw_series, title=title + BY_SERIES[suite], lines=own))
+    return panels
 
 
 def _lines(results: Sequence[BenchResult], suite: str, model: str) -> Lines:
@@ -88,45 +118,81 @@ def _lines(results: Sequence[BenchResult], suite: str, model: str) -> Lines:
     return {name: line for name, line in ordered.items() if line[0].batch < line[-1].batch}
 
 
-def _draw(axes: Any, *, suite: str, model: str, lines: Lines) -> None:
-    batches = sorted({r.batch for line in lines.values() for r in line})
-    styles: dict[str, Any] = {}
+def _variant(series: str) -> str | None:
+    return next((word for word in VARIANTS if word in series.split()), None)
+
+
+def _family(series: str) -> str:
+    return " ".join(word for word in series.split() if word not in VARIANTS)
+
+
+def _draw_series(axes: Any, legend: Legend, *, title: str, lines: Lines) -> None:
+    """Ours and its variants, and others once: beside a variant they would be the same again."""
+    family = _family(next(iter(lines)))
+    for series, line in lines.items():
+        variant = _variant(series)
+        name = "dsv4" if variant is None else f"dsv4, {variant}"
+        color = _COLORS[0] if variant is None else _VARIANT_COLORS[variant]
+        legend.setdefault(name, _own_line(axes, line, color))
+        if variant is not None and family in lines:
+            continue
+        for other, (points, style) in _others(line).items():
+            known = legend.get(other)
+            others = sum(name.partition(",")[0] != "dsv4" for name in legend)
+            color = known.get_color() if known else _OTHERS_COLORS[others % len(_OTHERS_COLORS)]
+            (drawn,) = axes.plot(
+                *zip(*points, strict=True), color=color, linewidth=1.3, linestyle=style, marker="o",
+                markersize=2.5,
+            )  # fmt: skip
+            legend.setdefault(other, drawn)
+    _dress(axes, title, lines)
+
+
+def _draw_model(axes: Any, legend: Legend, *, title: str, lines: Lines) -> None:
+    """A line for each series, named where it ends."""
     for rank, (series, line) in enumerate(lines.items()):
         color = _COLORS[rank % len(_COLORS)]
-        axes.plot(
-            [r.batch for r in line],
-            [r.microseconds for r in line],
-            color=color,
-            linewidth=2,
-            marker="o",
-            markersize=3.5,
-            label=series,
-        )
-        for name, points in _others(line).items():
-            style = styles.setdefault(name, _OTHERS[len(styles) % len(_OTHERS)])
-            axes.plot(*zip(*points, strict=True), color=color, linewidth=1, linestyle=style)
-    for name, style in styles.items():
-        axes.plot([], [], color=MUTED, linewidth=1, linestyle=style, label=name)
+        _own_line(axes, line, color)
+        end = (line[-1].batch, line[-1].microseconds)
+        axes.annotate(
+            series, end, xytext=(5, 0), textcoords="offset points", color=color, fontsize=9,
+            va="center",
+        )  # fmt: skip
+    axes.margins(x=0.18)
+    _dress(axes, title, lines)
+
+
+def _own_line(axes: Any, line: list[BenchResult], color: str) -> Any:
+    batches, times = [r.batch for r in line], [r.microseconds for r in line]
+    (drawn,) = axes.plot(batches, times, color=color, linewidth=2.2, marker="o", markersize=4)
+    return drawn
+
+
+def _dress(axes: Any, title: str, lines: Lines) -> None:
+    batches = sorted({r.batch for line in lines.values() for r in line})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(batches, [str(batch) for batch in batches])
-    ticks = _ticks_us(*axes.get_ylim())
-    axes.set_yticks(ticks, [f"{tick:,g}" for tick in ticks])
+    low, high = axes.get_ylim()
+    unit, factor = ("ms", 1e3) if high >= _MS_FROM_US else ("µs", 1.0)
+    ticks = _ticks_us(low, high)
+    axes.set_yticks(ticks, [f"{tick / factor:,g}" for tick in ticks])
     dress_axes(axes)
     axes.set_xlabel("requests", color=INK)
-    axes.set_ylabel("µs", color=INK)
-    axes.set_title(f"{model}: {BY_BATCH[suite]}", loc="left", color=INK, fontsize=10)
-    axes.legend(frameon=False, fontsize=7.5, labelcolor=INK)
+    axes.set_ylabel(unit, color=INK)
+    axes.set_title(title, loc="left", color=INK, fontsize=10)
 
 
-def _others(line: list[BenchResult]) -> dict[str, list[tuple[int, float]]]:
-    """Other libraries along a series: measured beside it, and as published."""
-    points: dict[str, list[tuple[int, float]]] = {}
+def _others(line: list[BenchResult]) -> dict[str, tuple[list[tuple[int, float]], Any]]:
+    """Other libraries along a series and how they are drawn: measured in the same run, and apart
+    from it."""
+    points: dict[str, tuple[list[tuple[int, float]], Any]] = {}
     for result in line:
         for name, time_us in result.peers_us.items():
-            points.setdefault(name, []).append((result.batch, time_us))
+            points.setdefault(name, ([], "-"))[0].append((result.batch, time_us))
         for name, time_us in result.anchors_us.items():
-            points.setdefault(f"{name}, published", []).append((result.batch, time_us))
+            apart = f"{name}, measured apart"
+            points.setdefault(apart, ([], _APART))[0].append((result.batch, time_us))
     return points
 
 
@@ -139,7 +205,7 @@ def _ticks_us(low: float, high: float) -> list[float]:
 # ---- against the context -------------------------------------------------------------------------
 
 
-def _by_context(results: Sequence[BenchResult]) -> list[Panel | None]:
+def _by_context(results: Sequence[BenchResult]) -> list[Panel]:
     found = [r for r in results if r.suite == BY_CONTEXT and r.context is not None]
     found.sort(key=lambda r: r.context or 0)
     if len(found) < 2:
@@ -170,6 +236,7 @@ def _milliseconds(result: BenchResult) -> dict[str, float]:
 
 def _bars(
     axes: Any,
+    legend: Legend,
     *,
     title: str,
     unit: str,
@@ -177,7 +244,8 @@ def _bars(
     values: list[dict[str, float]],
     more: list[dict[str, float]],
 ) -> None:
-    """A group of bars for each label, one bar per library; `more` is stacked on top."""
+    """A group of bars for each label, one bar per library; `more` is stacked on top. The legend is
+    the panel's own: its colours are others."""
     for rank, name in enumerate(values[0]):
         places = [at + (rank - (len(values[0]) - 1) / 2) * _BAR for at in range(len(labels))]
         heights = [value[name] for value in values]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def test_plot_shows_what_is_in_the_file(tmp_path: Path) -> None:
     with mpl.rc_context({"svg.fonttype": "none"}):
         plot_results(drawn, tmp_path / "r.svg")
     text = (tmp_path / "r.svg").read_text(encoding="utf-8")
-    for word in ("v4-pro: attention", "csa flush", "FlashMLA", "SGLang, published", "abc1234"):
+    for word in ("v4-pro: csa flush", "attention", "FlashMLA", "SGLang, measured apart", "abc1234"):
         assert word in text
     assert "v4-flash" not in text, "a single point is no line"
 
@@ -52,3 +53,34 @@ def test_nothing_to_draw_and_nowhere_to_write_are_refused(tmp_path: Path) -> Non
         plot_results(points("writes", "v4-flash", (1, 8)), tmp_path / "x.png", suites=["gather"])
     with pytest.raises(InvalidInput, match="cannot write the plot"):
         plot_results(points("writes", "v4-flash", (1, 8)), tmp_path / "x.nonsense")
+
+
+def test_a_variant_stands_beside_its_series_and_others_stand_there_once(tmp_path: Path) -> None:
+    lines = [
+        replace(point, case=f"{series} {point.batch}", series=series)
+        for series in ("hca flush", "hca online flush")
+        for point in points("writes", "v4-flash", (1, 8))
+    ]
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        plot_results(lines, tmp_path / "r.svg", note="where from")
+    text = (tmp_path / "r.svg").read_text(encoding="utf-8")
+    for word in ("v4-flash: hca flush", "dsv4, online", "SGLang, measured apart", "where from"):
+        assert text.count(f">{word}<") == 1, word
+    dashed = re.findall(r'<path d="[^"]*"[^>]*stroke-dasharray', text)
+    assert len(dashed) == 2, "a line and its mark in the legend"
+
+
+def test_whole_steps_are_in_ms_and_name_their_lines(tmp_path: Path) -> None:
+    steps = [
+        replace(
+            point, case=f"{series} {point.batch}", series=series, microseconds=9e3 * point.batch
+        )
+        for series in ("at 8k", "at 1M")
+        for point in points("decode_step", "v4-flash", (1, 8))
+    ]
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        plot_results(steps, tmp_path / "r.svg")
+    text = (tmp_path / "r.svg").read_text(encoding="utf-8")
+    for word in ("at 8k", "at 1M", "ms", "50"):
+        assert f">{word}<" in text, word
+    assert ">µs<" not in text
