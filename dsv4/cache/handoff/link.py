@@ -297,7 +297,8 @@ class Link:
                 self._release(handle)
         if not read.handles and time.monotonic() >= read.settles_at:
             self._reads.remove(read)
-            if read.error is not None and not read.given_up and not read.refused:
+            failed = read.error is not None and not read.given_up and not read.refused
+            if failed and self._peers.get(read.peer) == _digest(read.metadata):
                 self._part(read.peer)
             read.settled = True
             read.settling()
@@ -329,16 +330,16 @@ class Link:
             LOGGER.info("%s: NIXL keeps a handle: %s", self.name, error)
 
     def _meet(self, read: Read) -> bool:
-        """Whether NIXL knows the peer. If it does not, a probe must have read from it first."""
-        metadata = hashlib.blake2b(read.metadata, digest_size=32).digest()
+        """Whether NIXL knows the peer. It is told of it after a probe has read from it."""
+        metadata = _digest(read.metadata)
         if self._peers.get(read.peer) == metadata:
             return True
         if not self._is_proven(read, metadata):
             return False
-        if read.peer in self._peers:  # by another offer, which says otherwise
-            self._part(read.peer, met=read)
-            if read.peer in self._peers:
-                raise ValueError("another offer that is being read has other metadata of it")
+        if read.peer in self._peers:  # by other metadata: one of two offers is not the peer's
+            self._part(read.peer)
+            if read.peer in self._peers:  # until nobody reads with that
+                return False
         found = self._nixl.add_remote_agent(read.metadata)
         found = found.decode() if isinstance(found, bytes) else found
         self._peers[found] = metadata
@@ -369,12 +370,16 @@ class Link:
         probe, read.probe = read.probe, None
         return None if probe is None else probe.close()
 
-    def _part(self, peer: str, *, met: Read | None = None) -> None:
+    def _part(self, peer: str) -> None:
         """A peer that failed is met anew next time, if nobody reads from it now."""
-        if any(read.peer == peer and read is not met and read.stage for read in self._reads):
+        if any(read.peer == peer and read.stage for read in self._reads):
             return
         if self._peers.pop(peer, None) is not None:
             try:
                 self._nixl.remove_remote_agent(peer)
             except Exception as error:
                 LOGGER.info("%s: NIXL keeps %s: %s", self.name, peer, error)
+
+
+def _digest(metadata: bytes) -> bytes:
+    return hashlib.blake2b(metadata, digest_size=32).digest()
