@@ -23,7 +23,7 @@ _TAKEN_WORD = b"taken\0\0\2"
 @dataclass(slots=True, eq=False, kw_only=True)
 class Lease:
     """One offer of this manager: what it holds, for how long, for how many takers. Its name is
-    known to those who have the offer, and lies in no memory that others may read."""
+    known to those who have the offer, and lies in no memory that is registered for others."""
 
     name: bytes
     cell: int

@@ -7,32 +7,27 @@ the handle has come to an end, or NIXL reported an error a while ago.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import import_module
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 import numpy as np
 
+from dsv4.cache.handoff.agent import make_agent, meet
 from dsv4.cache.handoff.probe import Probe
-from dsv4.errors import MissingExtra, OfferError
+from dsv4.errors import OfferError
 
 LOGGER = logging.getLogger("dsv4.handoff")
-MODULES = ("nixl_cu13", "nixl_cu12")
 _READING_S = 0.0003  # between looks at a read
 _SERVING_S = 0.003  # between looks for what takers tell, while somebody may
 _IDLE_S = 0.1  # the same while nobody should: NIXL keeps in memory what nobody has read
 _PROBES = 4  # processes at once
 _PROVEN = 4096  # whose metadata is known to be good, of the last peers
-_PROGRESS_US = 500  # NIXL's own thread looks so often, if no event wakes it
 _SETTLE_S = 1.0  # behind an error: what was under way then is over
 Where = Literal["DRAM", "VRAM"]
 
@@ -86,49 +81,8 @@ class Read:
     settles_at: float = 0.0
 
 
-def load_nixl() -> Any:
-    """NIXL's Python side, whichever build of it is installed. Raises MissingExtra."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")  # the link says what went wrong
-    # UCX loads RDMA drivers of the system, and those the system's libibverbs. Loaded after the one
-    # in NIXL's wheel, its libnl binds to the wheel's, and the process ends with SIGSEGV; loaded
-    # before, it has its own.
-    with suppress(OSError):
-        ctypes.CDLL("libibverbs.so.1")
-    errors = []
-    for module in MODULES:
-        logging.getLogger(module).setLevel(logging.ERROR)
-        try:
-            return import_module(f"{module}._api")
-        except ImportError as error:
-            errors.append(str(error))
-    raise MissingExtra(
-        f"the hand-off needs NIXL ({'; '.join(errors)}): install it with pip install 'dsv4[nixl]'"
-    )
-
-
-_MAKING = threading.Lock()
 _LOST: list[Read] = []
 _KEPT: list[Link] = []  # closed while NIXL may write to their memory
-
-
-def make_agent(name: str) -> Any:
-    """NIXL's agent of one process. Its thread, which answers reads over TCP, spins on a core of its
-    own with the delay that the Python side sets, 0; with another one it waits for events."""
-    nixl = load_nixl()
-    bindings = nixl.nixlBind
-    plain = bindings.nixlAgentConfig
-
-    class Config(plain):  # type: ignore[misc, valid-type]
-        def __setattr__(self, field: str, value: object) -> None:
-            super().__setattr__(field, _PROGRESS_US if field == "pthrDelay" else value)
-
-    with _MAKING:
-        bindings.nixlAgentConfig = Config
-        try:
-            return nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
-        finally:
-            bindings.nixlAgentConfig = plain
 
 
 class Link:
@@ -340,11 +294,8 @@ class Link:
             self._part(read.peer)
             if read.peer in self._peers:  # until nobody reads with that
                 return False
-        found = self._nixl.add_remote_agent(read.metadata)
-        found = found.decode() if isinstance(found, bytes) else found
-        self._peers[found] = metadata
-        if found != read.peer:
-            raise ValueError(f"the offer names {read.peer}, its metadata {found}")
+        self._peers[read.peer] = metadata
+        meet(self._nixl, read.peer, read.metadata)
         return True
 
     def _is_proven(self, read: Read, metadata: bytes) -> bool:

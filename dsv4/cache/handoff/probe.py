@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+import time
+from multiprocessing.spawn import get_executable
 from typing import Any
 
+import numpy as np
+
+from dsv4.cache.handoff.agent import make_agent, meet
 from dsv4.cache.handoff.offer import PLEDGE_BYTES
 
 PROBE_S = 30  # then the process ends itself, whoever has forgotten it
@@ -36,7 +42,7 @@ class Probe:
             given.write(job)
             given.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-S", "-c", _CODE, json.dumps(sys.path)],
+                [get_executable(), "-S", "-c", _CODE, json.dumps(sys.path)],
                 stdin=given,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -66,9 +72,9 @@ def _fate(status: int) -> str:
 
 
 def main() -> None:
-    """Of the process: reads, and says so."""
-    import resource
-
+    """Of the process: reads, and says so where UCX and NIXL, which log to stdout, say nothing."""
+    where = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     signal.alarm(PROBE_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
@@ -77,25 +83,16 @@ def main() -> None:
         answer = _ANSWER
     except BaseException as error:
         answer = f"{type(error).__name__}: {error}".encode()[:_ERROR_BYTES]
-    os.write(1, answer)
+    os.write(where, answer)
     os._exit(0)
 
 
 def _read(peer: str, metadata: bytes, pledge_at: int) -> None:
-    import time
-
-    import numpy as np
-
-    from dsv4.cache.handoff.link import make_agent
-
     agent: Any = make_agent(f"probe-{os.urandom(16).hex()}")
     here = np.zeros(PLEDGE_BYTES, np.uint8)
     own = [(here.ctypes.data, PLEDGE_BYTES, 0)]
     agent.register_memory([(*own[0], "")], "DRAM", backends=["UCX"])
-    found = agent.add_remote_agent(metadata)
-    found = found.decode() if isinstance(found, bytes) else found
-    if found != peer:
-        raise ValueError(f"the offer names {peer}, its metadata {found}")
+    meet(agent, peer, metadata)
     descriptors = [
         agent.get_xfer_descs(each, "DRAM") for each in (own, [(pledge_at, PLEDGE_BYTES, 0)])
     ]
