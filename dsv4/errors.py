@@ -135,6 +135,7 @@ class OfferError(Dsv4Error):
 
     "damaged"  no offer, or not as it was made
     "version"  of another version of this library
+    "untrusted"  its signature is not one that this manager accepts
     "schema"   the owner's blocks or states are not laid out like this manager's
     "model"    of other weights, or of another pipeline stage
     "busy"     too many offers or arrivals are open: ask again later

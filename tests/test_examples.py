@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dsv4.cache.handoff.link import load_nixl
+from dsv4.cache.handoff.agent import load_nixl
 from dsv4.errors import MissingExtra
 from examples import decode_loop, disaggregated, transformers_generate
 from tests.support.numbers import Numbers

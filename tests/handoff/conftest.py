@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from dsv4.cache.handoff.link import load_nixl
+from dsv4.cache.handoff.agent import load_nixl
 from dsv4.errors import MissingExtra
 from tests.support.tiers import unavailable
 

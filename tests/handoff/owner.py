@@ -38,7 +38,7 @@ class Owner:
         """All that was offered is gone, and its memory is full of something else."""
         leases = handing(self.stack).leases
         for lease in tuple(leases.standing.values()):
-            leases.withdraw(leases.epoch, lease.number)
+            leases.withdraw(lease.name)
         for request in self.manager.requests:
             self.manager.release_request(request)
         tidy(self.manager)

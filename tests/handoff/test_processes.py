@@ -95,8 +95,11 @@ def remote(
 
 
 @pytest.fixture(scope="module")
-def owner() -> Iterator[Remote]:
+def owner(taker: Stack) -> Iterator[Remote]:
+    """They have met: a probe needs an owner that does not stand still."""
     with remote() as started:
+        assert outcome(taker, taker.manager.accept(started.offer(0, 60)), 0) == "here"
+        taker.manager.evict()
         yield started
 
 

@@ -81,7 +81,7 @@ def assert_nothing_left(*stacks: Stack) -> None:
         for request in manager.requests:
             manager.release_request(request)
         for lease in tuple(handoff.leases.standing.values()):
-            handoff.leases.withdraw(handoff.leases.epoch, lease.number)
+            handoff.leases.withdraw(lease.name)
 
         def is_empty(manager: KVCacheManager = manager, handoff: Handoff = handoff) -> bool:
             return not (handoff.open or handoff.leases.held)

@@ -45,7 +45,7 @@ def _why_not_hopper() -> str | None:
 
 
 def _load_nixl() -> None:
-    import_module("dsv4.cache.handoff.link").load_nixl()
+    import_module("dsv4.cache.handoff.agent").load_nixl()
     _load_tiers()
 
 

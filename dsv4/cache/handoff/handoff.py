@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4.cache.guard import LOGGER
 from dsv4.cache.handoff.arrival import Arrival
-from dsv4.cache.handoff.lease import Lease, Leases, taken_note
+from dsv4.cache.handoff.lease import Lease, Leases, new_name, taken_note
 from dsv4.cache.handoff.link import Link, Memory, Read, Spans, Where
 from dsv4.cache.handoff.offer import PLEDGE_BYTES, Offer, model_hash
 from dsv4.cache.handoff.options import HandoffOptions, require_seconds
@@ -90,7 +90,7 @@ class Handoff:
         where: Where = "DRAM" if self._gpu is None else "VRAM"
         self._blocks_at = (where, self._gpu or 0)
         self.link = Link(
-            f"{options.name}-{self.leases.epoch.hex()}",
+            f"{options.name}-{os.urandom(16).hex()}",
             [
                 Memory(
                     address=block_arena.data_ptr(),
@@ -121,8 +121,8 @@ class Handoff:
         takers, length = require_count("takers", takers), request.length
         trail = request.trail
         ids = None if trail is None or len(trail.ids) < length else trail.ids[:length].copy()
-        number = self.leases.next_number()
-        label = self._state_label(None if ids is None else trail, length, number)
+        name = new_name()
+        label = self._state_label(None if ids is None else trail, length, name)
         cell = self._pledges.take()
         row = None
         try:
@@ -135,7 +135,7 @@ class Handoff:
                 sums = tuple(payload_sum([self._block_bytes(b)]) for b in block_ids)
             generations = tuple(map(self._table.allocator.generation, block_ids))
             lease = Lease(
-                number=number,
+                name=name,
                 cell=cell,
                 row=row,
                 block_ids=block_ids,
@@ -143,10 +143,9 @@ class Handoff:
                 expires=time.monotonic() + seconds,
                 takers=takers,
             )
-            pledge = _pledge(self.leases.epoch, lease)
+            pledge = os.urandom(PLEDGE_BYTES)  # that no other offer has
             offer = Offer(
-                epoch=self.leases.epoch,
-                number=number,
+                name=name,
                 tokens=length,
                 prompt_tokens=None if trail is None else trail.prompt_tokens,
                 fingerprint=label.fingerprint,
@@ -167,11 +166,11 @@ class Handoff:
                 metadata=self.link.metadata,
                 words=_words(self._schema),
                 ids=ids,
-            ).pack()
+            ).pack(self.options.sign)
             self.link.begin_serving()
-            self.leases.held[number] = lease
+            self.leases.held[name] = lease
         except BaseException:
-            if number not in self.leases.held:
+            if name not in self.leases.held:
                 if row is not None:
                     self._rows.give_back(row.number)
                 self._pledges.give_back(cell)
@@ -184,8 +183,7 @@ class Handoff:
 
     def withdraw(self, packed: bytes) -> bool:
         """Whether the offer stood until now."""
-        offer = Offer.unpack(packed)
-        return self.leases.withdraw(offer.epoch, offer.number)
+        return self.leases.withdraw(Offer.unpack(packed).name)
 
     def _gather(self, request: Request, row: StateRow, length: int, written: int) -> None:
         schema, layout = self._schema, self.layout
@@ -205,7 +203,7 @@ class Handoff:
 
     def read_offer(self, packed: bytes) -> Offer:
         """An offer that this manager can take. Raises OfferError."""
-        offer, schema = Offer.unpack(packed), self._schema
+        offer, schema = Offer.unpack(packed, self.options.verify), self._schema
         label = self.labels.make(Kind.STATE, offer.state_digest, offer.state_parent, 1)
         whole = offer.tokens // schema.block_tokens if schema.block_bytes else 0
         if offer.fingerprint != label.fingerprint:
@@ -296,7 +294,7 @@ class Handoff:
             metadata=offer.metadata,
             spans=(blocks, state),
             last=Spans(rows=[(self._pledges.at(cell), offer.pledge_at, PLEDGE_BYTES)]),
-            note=taken_note(offer.epoch, offer.number),
+            note=taken_note(offer.name),
             check=wrong,
             ready=lambda: mark.passed,
             settling=settled,
@@ -399,7 +397,7 @@ class Handoff:
     def let_go(self, item: object) -> None:
         """What `waiting` was told."""
         if isinstance(item, Lease):
-            if item.number in self.leases.held:
+            if item.name in self.leases.held:
                 self._table.let_go(item)
                 self._rows.give_back(item.row.number)
                 self.leases.forget(item)
@@ -423,7 +421,7 @@ class Handoff:
                 with suppress(OfferError):  # closed: the memory stays taken
                     self.link.read(read)  # should it not have been told
         for lease in tuple(self.leases.held.values()):
-            if lease.number not in self.leases.standing:
+            if lease.name not in self.leases.standing:
                 self.leases.finish(lease)
         landings, leases = [each.landing for each in self.open], self.leases.held.values()
         cells = {*(each.cell for each in landings), *(each.cell for each in leases)}
@@ -458,15 +456,13 @@ class Handoff:
         """Ends all offers and reads no more, for good. Memory that is being written to stays taken.
         A manager that is no longer used closes by itself."""
         for lease in tuple(self.leases.standing.values()):
-            self.leases.withdraw(self.leases.epoch, lease.number)
+            self.leases.withdraw(lease.name)
         self.link.close()
 
-    def _state_label(self, trail: TokenTrail | None, length: int, number: int) -> Label:
+    def _state_label(self, trail: TokenTrail | None, length: int, name: bytes) -> Label:
         if trail is not None:
             return self.labels.of_state(trail, length)
-        unnamed = hashlib.blake2b(
-            self.leases.epoch + number.to_bytes(8, "little"), digest_size=DIGEST_BYTES
-        ).digest()
+        unnamed = hashlib.blake2b(name, digest_size=DIGEST_BYTES).digest()
         return self.labels.make(Kind.STATE, unnamed, bytes(DIGEST_BYTES), length)
 
     def _block_bytes(self, block_id: int) -> memoryview:
@@ -478,13 +474,6 @@ class Handoff:
         return self._block_arena.data_ptr() + block_id * self._schema.block_bytes
 
 
-def _pledge(epoch: bytes, lease: Lease) -> bytes:
-    """64 bytes that no other offer has."""
-    rows = np.array([lease.block_ids, lease.generations], dtype="<u8").tobytes()
-    head = epoch + lease.number.to_bytes(8, "little") + os.urandom(8)
-    return head + hashlib.blake2b(rows, digest_size=PLEDGE_BYTES - len(head), key=epoch).digest()
-
-
 def _paired(parts: Parts, theirs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Pieces of one record here and there, which may be cut elsewhere, as pieces of equal length.
     OfferError if they have not the same length in all."""
@@ -492,14 +481,16 @@ def _paired(parts: Parts, theirs: Sequence[tuple[int, int]]) -> list[tuple[int, 
     left, rows = [(start, span) for start, span in theirs if span], []
     if sum(span for _, span in own) != sum(span for _, span in left):
         raise OfferError("damaged", "the state that is offered has another length than it says")
+    own.reverse()
+    left.reverse()
     while own and left:
-        (mine, here), (other, there) = own.pop(0), left.pop(0)
+        (mine, here), (other, there) = own.pop(), left.pop()
         span = min(here, there)
         rows.append((mine, other, span))
         if here > span:
-            own.insert(0, (mine + span, here - span))
+            own.append((mine + span, here - span))
         if there > span:
-            left.insert(0, (other + span, there - span))
+            left.append((other + span, there - span))
     return rows
 
 

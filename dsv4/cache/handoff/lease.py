@@ -13,18 +13,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dsv4.cache.handoff.offer import EPOCH_BYTES
+from dsv4.cache.handoff.offer import NAME_BYTES
 from dsv4.cache.handoff.rows import Pledges, StateRow
 
-_TAKEN = struct.Struct(f"<8s{EPOCH_BYTES}sQ")
-_TAKEN_WORD = b"taken\0\0\1"
+_TAKEN = struct.Struct(f"<8s{NAME_BYTES}s")
+_TAKEN_WORD = b"taken\0\0\2"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Lease:
-    """One offer of this manager: what it holds, for how long, for how many takers."""
+    """One offer of this manager: what it holds, for how long, for how many takers. Its name is
+    known to those who have the offer, and lies in no memory that is registered for others."""
 
-    number: int
+    name: bytes
     cell: int
     row: StateRow
     block_ids: list[int]
@@ -42,24 +43,18 @@ class Leases:
     """
 
     def __init__(self, pledges: Pledges, ended: Callable[[Lease], None]) -> None:
-        self.epoch = os.urandom(EPOCH_BYTES)
         self._pledges, self._ended = pledges, ended
-        self._next = 0
-        self.standing: dict[int, Lease] = {}
-        self.held: dict[int, Lease] = {}  # with memory that has not been let go
+        self.standing: dict[bytes, Lease] = {}
+        self.held: dict[bytes, Lease] = {}  # with memory that has not been let go
         self.taken = self.expired = self.withdrawn = 0
-
-    def next_number(self) -> int:
-        self._next += 1
-        return self._next
 
     def stand(self, lease: Lease, pledge: bytes) -> None:
         """Takers may come from now on."""
         self._pledges.put(lease.cell, pledge)
-        self.standing[lease.number] = lease
+        self.standing[lease.name] = lease
 
-    def withdraw(self, epoch: bytes, number: int) -> bool:
-        if epoch != self.epoch or not self._end(number):
+    def withdraw(self, name: bytes) -> bool:
+        if not self._end(name):
             return False
         self.withdrawn += 1
         return True
@@ -70,25 +65,25 @@ class Leases:
             self._note_taken(note)
         now = time.monotonic()
         for lease in tuple(self.standing.values()):
-            if now >= lease.expires and self._end(lease.number):
+            if now >= lease.expires and self._end(lease.name):
                 self.expired += 1
         return bool(self.standing)
 
     def _note_taken(self, note: bytes) -> None:
         if len(note) != _TAKEN.size:
             return
-        word, epoch, number = _TAKEN.unpack(note)
-        lease = self.standing.get(number)
-        if word != _TAKEN_WORD or epoch != self.epoch or lease is None:
+        word, name = _TAKEN.unpack(note)
+        lease = self.standing.get(name)
+        if word != _TAKEN_WORD or lease is None:
             return
         self.taken += 1
         lease.takers -= 1
         if lease.takers <= 0:
-            self._end(number)
+            self._end(name)
 
-    def _end(self, number: int) -> bool:
+    def _end(self, name: bytes) -> bool:
         """Whether it stood until now."""
-        lease = self.standing.pop(number, None)
+        lease = self.standing.pop(name, None)
         if lease is None:
             return False
         self.finish(lease)
@@ -102,10 +97,15 @@ class Leases:
 
     def forget(self, lease: Lease) -> None:
         """Its memory has been let go."""
-        if self.held.pop(lease.number, None) is not None:
+        if self.held.pop(lease.name, None) is not None:
             self._pledges.give_back(lease.cell)
 
 
-def taken_note(epoch: bytes, number: int) -> bytes:
-    """What a taker tells the owner behind its last byte."""
-    return _TAKEN.pack(_TAKEN_WORD, epoch, number)
+def new_name() -> bytes:
+    """Of an offer: nobody guesses it, and no other offer has it."""
+    return os.urandom(NAME_BYTES)
+
+
+def taken_note(name: bytes) -> bytes:
+    """What a taker tells the owner after its last byte."""
+    return _TAKEN.pack(_TAKEN_WORD, name)

@@ -7,25 +7,27 @@ the handle has come to an end, or NIXL reported an error a while ago.
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 import numpy as np
 
-from dsv4.errors import MissingExtra, OfferError
+from dsv4.cache.handoff.agent import make_agent, meet
+from dsv4.cache.handoff.probe import Probe
+from dsv4.errors import OfferError
 
 LOGGER = logging.getLogger("dsv4.handoff")
-MODULES = ("nixl_cu13", "nixl_cu12")
 _READING_S = 0.0003  # between looks at a read
 _SERVING_S = 0.003  # between looks for what takers tell, while somebody may
-_PROGRESS_US = 500  # NIXL's own thread looks so often, if no event wakes it
+_IDLE_S = 0.1  # the same while nobody should: NIXL keeps in memory what nobody has read
+_PROBES = 4  # processes at once
+_PROVEN = 4096  # whose metadata is known to be good, of the last peers
 _SETTLE_S = 1.0  # behind an error: what was under way then is over
 Where = Literal["DRAM", "VRAM"]
 
@@ -75,47 +77,12 @@ class Read:
     given_up: bool = False  # nobody waits for it: no new read is begun for it
     handles: list[Any] = field(default_factory=list)
     stage: int = 0  # waits, reads, reads the last, is over
+    probe: Probe | None = None
     settles_at: float = 0.0
 
 
-def load_nixl() -> Any:
-    """NIXL's Python side, whichever build of it is installed. Raises MissingExtra."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")  # the link says what went wrong
-    errors = []
-    for module in MODULES:
-        logging.getLogger(module).setLevel(logging.ERROR)
-        try:
-            return import_module(f"{module}._api")
-        except ImportError as error:
-            errors.append(str(error))
-    raise MissingExtra(
-        f"the hand-off needs NIXL ({'; '.join(errors)}): install it with pip install 'dsv4[nixl]'"
-    )
-
-
-_MAKING = threading.Lock()
 _LOST: list[Read] = []
 _KEPT: list[Link] = []  # closed while NIXL may write to their memory
-
-
-def make_agent(name: str) -> Any:
-    """NIXL's agent of one process. Its thread, which answers reads over TCP, spins on a core of its
-    own with the delay that the Python side sets, 0; with another one it waits for events."""
-    nixl = load_nixl()
-    bindings = nixl.nixlBind
-    plain = bindings.nixlAgentConfig
-
-    class Config(plain):  # type: ignore[misc, valid-type]
-        def __setattr__(self, field: str, value: object) -> None:
-            super().__setattr__(field, _PROGRESS_US if field == "pthrDelay" else value)
-
-    with _MAKING:
-        bindings.nixlAgentConfig = Config
-        try:
-            return nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
-        finally:
-            bindings.nixlAgentConfig = plain
 
 
 class Link:
@@ -141,9 +108,11 @@ class Link:
         # no lock: whoever is interrupted would keep it
         self._asked: SimpleQueue[Read | None] = SimpleQueue()  # None wakes
         self._reads: list[Read] = []
-        self._peers: dict[str, bool] = {}  # those that NIXL knows
+        self._peers: dict[str, bytes] = {}  # those that NIXL knows, and by which metadata
+        self._proven: dict[bytes, bool] = {}  # metadata with which a probe has read
         self._serving = self._closed = False
         self._thread: threading.Thread | None = None
+        self._start()
 
     def read(self, read: Read) -> None:
         """Starts it, as soon as it is ready. One that it knows already is left alone. Raises
@@ -185,6 +154,8 @@ class Link:
         while True:
             self._take_asked(self._pause())
             if self._closed:
+                for read in self._reads:
+                    self._end_probe(read)
                 return
             for read in tuple(self._reads):
                 try:
@@ -193,8 +164,7 @@ class Link:
                     LOGGER.exception("%s: a read from %s: a bug", self.name, read.peer)
                     self._reads.remove(read)
                     _LOST.append(read)
-            if self._serving:
-                self._serve_takers()
+            self._serve_takers()
 
     def _take_asked(self, pause: float | None) -> None:
         """All that was asked for, waited for at most so long."""
@@ -207,10 +177,10 @@ class Link:
         except Empty:
             pass
 
-    def _pause(self) -> float | None:
-        if any(not read.given_up for read in self._reads):
+    def _pause(self) -> float:
+        if any(not read.given_up and read.probe is None for read in self._reads):
             return _READING_S
-        return _SERVING_S if self._reads or self._serving else None
+        return _SERVING_S if self._reads or self._serving else _IDLE_S
 
     def _serve_takers(self) -> None:
         try:
@@ -233,12 +203,11 @@ class Link:
             return
         try:
             if read.stage == 0:
-                if not read.given_up and not read.ready():
-                    return
                 if read.given_up:
                     self._end(read, "given up")
                     return
-                self._meet(read)
+                if not self._meet(read) or not read.ready():
+                    return
                 for spans in read.spans:
                     self._transfer(read, spans, b"")
                 read.stage = 1
@@ -268,6 +237,7 @@ class Link:
     def _end(self, read: Read, error: str | None, *, failed: bool = False) -> None:
         if failed:
             LOGGER.info("%s: a read from %s failed: %s", self.name, read.peer, error)
+        self._end_probe(read)
         read.error, read.stage = error, 3
         read.settles_at = time.monotonic() + (_SETTLE_S if read.handles else 0.0)
         self._settle(read)
@@ -281,7 +251,8 @@ class Link:
                 self._release(handle)
         if not read.handles and time.monotonic() >= read.settles_at:
             self._reads.remove(read)
-            if read.error is not None and not read.given_up and not read.refused:
+            failed = read.error is not None and not read.given_up and not read.refused
+            if failed and self._peers.get(read.peer) == _digest(read.metadata):
                 self._part(read.peer)
             read.settled = True
             read.settling()
@@ -312,20 +283,54 @@ class Link:
         except Exception as error:
             LOGGER.info("%s: NIXL keeps a handle: %s", self.name, error)
 
-    def _meet(self, read: Read) -> None:
-        if read.peer not in self._peers:
-            found = self._nixl.add_remote_agent(read.metadata)
-            found = found.decode() if isinstance(found, bytes) else found
-            self._peers[found] = True
-            if found != read.peer:
-                raise ValueError(f"the offer names {read.peer}, its metadata {found}")
+    def _meet(self, read: Read) -> bool:
+        """Whether NIXL knows the peer. It is told of it after a probe has read from it."""
+        metadata = _digest(read.metadata)
+        if self._peers.get(read.peer) == metadata:
+            return True
+        if not self._is_proven(read, metadata):
+            return False
+        if read.peer in self._peers:  # by other metadata: one of two offers is not the peer's
+            self._part(read.peer)
+            if read.peer in self._peers:  # until nobody reads with that
+                return False
+        self._peers[read.peer] = metadata
+        meet(self._nixl, read.peer, read.metadata)
+        return True
+
+    def _is_proven(self, read: Read, metadata: bytes) -> bool:
+        if metadata in self._proven:
+            self._end_probe(read)
+            return True
+        if read.probe is None:
+            if sum(each.probe is not None for each in self._reads) < _PROBES:
+                ((_, pledge_at, _),) = read.last.rows
+                read.probe = Probe(read.peer, read.metadata, pledge_at)
+            return False
+        if not read.probe.over:
+            return False
+        wrong = self._end_probe(read)
+        if wrong is not None:
+            raise ValueError(wrong)
+        self._proven[metadata] = True
+        if len(self._proven) > _PROVEN:
+            del self._proven[next(iter(self._proven))]
+        return True
+
+    def _end_probe(self, read: Read) -> str | None:
+        probe, read.probe = read.probe, None
+        return None if probe is None else probe.close()
 
     def _part(self, peer: str) -> None:
         """A peer that failed is met anew next time, if nobody reads from it now."""
-        if any(read.peer == peer for read in self._reads):
+        if any(read.peer == peer and read.stage for read in self._reads):
             return
-        if self._peers.pop(peer, False):
+        if self._peers.pop(peer, None) is not None:
             try:
                 self._nixl.remove_remote_agent(peer)
             except Exception as error:
                 LOGGER.info("%s: NIXL keeps %s: %s", self.name, peer, error)
+
+
+def _digest(metadata: bytes) -> bytes:
+    return hashlib.blake2b(metadata, digest_size=32).digest()

@@ -1,29 +1,34 @@
 """What an owner tells about a request: where its bytes lie, and what they are. Torch-free.
 
     offset  bytes  field                     offset  bytes  field
-         0      8  magic                        136     32  root of the digests
-         8      2  version                      168     32  digest of the state
-        10      2  flags                        200     32  its parent: the last whole block's
-        12      4  GPU of the blocks            232     64  pledge
-        16      8  bytes of the offer           296      8  where the pledge lies
-        24     16  epoch                        304      8  bytes of a block
-        40      8  number of the offer          312      8  bytes of the state's payload
+         0      8  magic                        168     32  digest of the state
+         8      2  version                      200     32  its parent: the last whole block's
+        10      2  flags                        232     64  pledge
+        12      4  GPU of the blocks            296      8  where the pledge lies
+        16      8  bytes up to the signature    304      8  bytes of a block
+        24     24  name of the offer            312      8  bytes of the state's payload
         48      8  tokens                       320   6·4   how many: blocks, pieces of the state,
-        56      8  tokens of the prompt                     bytes of name, metadata, words, ids
+        56      8  tokens of the prompt                     bytes of link, metadata, words, ids
         64     32  content fingerprint          344         the lists
-        96     32  hash of the model_id         end-16  16  xxh3-128 of all before
-       128      8  zeros
+        96     32  hash of the model_id                     the signature, if there is one
+       128      8  zeros                        end-16  16  xxh3-128 of all before
+       136     32  root of the digests
 
 The lists, one after the other: per block its address (8 bytes) and its generation (8), the sums of
 the blocks (16 each, if flag 2 is set), address and length of each piece of the state's record, the
 link's name and metadata, words about the schema, and the token ids (4 each, if flag 1 is set).
 Numbers are little-endian.
+
+The name is a secret: whoever knows it may say that the offer was taken. Version 1 had an epoch and
+a count there, which could be guessed, and no signature. The sum finds accidents; who made an offer
+is what a signature tells (`HandoffOptions.sign`), over all that comes before it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,14 +37,23 @@ from numpy.typing import NDArray
 from dsv4.errors import OfferError
 from dsv4.tiers.record import DIGEST_BYTES, payload_sum
 
-OFFER_VERSION = 1
+OFFER_VERSION = 2
 MAGIC = b"\x89DSV4\r\n\1"
 PLEDGE_BYTES = 64
-EPOCH_BYTES = 16
+NAME_BYTES = 24
 SUM_BYTES = 16
+# more than any owner says; NIXL and the taker's loops see nothing larger
+MOST_BYTES = 1 << 27
+MOST_TOKENS = 1 << 24
+MOST_BLOCKS = 1 << 17
+MOST_PIECES = 16
+MOST_LINK_BYTES = 1024
+MOST_METADATA_BYTES = 1 << 20
+MOST_WORDS_BYTES = 4096
+MOST_SIGNATURE_BYTES = 4096
 _HAS_IDS, _HAS_SUMS, _ON_GPU = 1, 2, 4
 _START = struct.Struct("<8sHHIQ")
-_FIELDS = struct.Struct("<8sHHIQ16sQQQ32s32s8x32s32s32s64sQQQ6I")
+_FIELDS = struct.Struct(f"<8sHHIQ{NAME_BYTES}sQQ32s32s8x32s32s32s64sQQQ6I")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +62,7 @@ class Offer:
     are None where the owner does not know the ids of its tokens; `sums` where the blocks are on a
     GPU, number `gpu`."""
 
-    epoch: bytes
-    number: int
+    name: bytes
     tokens: int
     prompt_tokens: int | None
     fingerprint: bytes
@@ -71,58 +84,81 @@ class Offer:
     words: str
     ids: NDArray[np.int32] | None
 
-    def pack(self) -> bytes:
-        name, words = self.link.encode(), self.words.encode()
+    def pack(self, sign: Callable[[bytes], bytes] | None = None) -> bytes:
+        """Its bytes, with what `sign` makes of those before the signature."""
+        link, words = self.link.encode(), self.words.encode()
         ids = b"" if self.ids is None else self.ids.astype("<i4").tobytes()
         lists = b"".join(
             (
                 np.array([self.rows, self.generations], dtype="<u8").tobytes(),
                 b"".join(self.sums or ()),
                 np.array(self.state_pieces, dtype="<u8").tobytes(),
-                *(name, self.metadata, words, ids),
+                *(link, self.metadata, words, ids),
             )
         )
         flags = _HAS_IDS * (self.ids is not None) | _HAS_SUMS * (self.sums is not None)
         flags |= _ON_GPU * (self.gpu is not None)
-        counts = (len(self.rows), len(self.state_pieces), len(name), len(self.metadata))
+        counts = (len(self.rows), len(self.state_pieces), len(link), len(self.metadata))
         fields = _FIELDS.pack(
             *(MAGIC, OFFER_VERSION, flags, self.gpu or 0),
-            *(_FIELDS.size + len(lists) + SUM_BYTES, self.epoch, self.number, self.tokens),
+            *(_FIELDS.size + len(lists), self.name, self.tokens),
             *(self.prompt_tokens or 0, self.fingerprint, self.model),
             *(self.root or bytes(DIGEST_BYTES), self.state_digest, self.state_parent),
             *(self.pledge, self.pledge_at, self.block_bytes, self.state_bytes),
             *(*counts, len(words), len(ids)),
         )
         packed = fields + lists
+        if sign is not None:
+            packed += sign(packed)
         return packed + payload_sum([memoryview(packed)])
 
     @staticmethod
-    def unpack(packed: bytes) -> Offer:
-        """Raises OfferError for anything but an offer of this version, whole and as it was made."""
+    def unpack(packed: bytes, verify: Callable[[bytes, bytes], bool] | None = None) -> Offer:
+        """Raises OfferError for anything but an offer of this version, whole and as it was made;
+        and, of those, for one whose signature is not what `verify` wants."""
         if not isinstance(packed, bytes | bytearray | memoryview):
             raise OfferError("damaged", f"an offer is bytes, not {type(packed).__name__}")
+        if len(packed) > MOST_BYTES:
+            raise OfferError("damaged", f"{len(packed)} bytes, no offer has more than {MOST_BYTES}")
         packed = bytes(packed)
         if len(packed) < _FIELDS.size + SUM_BYTES or not packed.startswith(MAGIC):
             raise OfferError("damaged", f"these {len(packed)} bytes are not an offer, or cut short")
-        _, version, flags, gpu, total = _START.unpack_from(packed)
+        _, version, flags, gpu, signed = _START.unpack_from(packed)
         if version != OFFER_VERSION:
             raise OfferError(
                 "version",
                 f"the offer is of version {version}, this library reads {OFFER_VERSION}: run the "
                 f"same version of dsv4 on both sides",
             )
-        if total != len(packed):
-            raise OfferError("damaged", f"{len(packed)} bytes of an offer of {total}")
+        signature_bytes = len(packed) - SUM_BYTES - signed
+        if not 0 <= signature_bytes <= MOST_SIGNATURE_BYTES:
+            raise OfferError("damaged", f"{len(packed)} bytes of an offer that says {signed}")
         if packed[-SUM_BYTES:] != payload_sum([memoryview(packed)[:-SUM_BYTES]]):
             raise OfferError("damaged", "the sum of the offer is wrong: it was changed on its way")
+        if verify is not None and not verify(packed[:signed], packed[signed:-SUM_BYTES]):
+            raise OfferError(
+                "untrusted",
+                f"HandoffOptions.verify does not accept the offer's signature of "
+                f"{signature_bytes} bytes: its owner must sign with the key that this side knows",
+            )
         fields = _FIELDS.unpack_from(packed)
-        epoch, number, tokens, prompt_tokens, fingerprint, model, root = fields[5:12]
-        digest, parent, pledge, pledge_at, block_bytes, state_bytes = fields[12:18]
-        blocks, pieces, name_bytes, metadata_bytes, word_bytes, id_bytes = fields[18:]
+        name, tokens, prompt_tokens, fingerprint, model, root = fields[5:11]
+        digest, parent, pledge, pledge_at, block_bytes, state_bytes = fields[11:17]
+        blocks, pieces, link_bytes, metadata_bytes, word_bytes, id_bytes = fields[17:]
+        for what, count, most in (
+            ("tokens", tokens, MOST_TOKENS),
+            ("blocks", blocks, MOST_BLOCKS),
+            ("pieces of the state", pieces, MOST_PIECES),
+            ("bytes of the link's name", link_bytes, MOST_LINK_BYTES),
+            ("bytes of metadata", metadata_bytes, MOST_METADATA_BYTES),
+            ("bytes of words", word_bytes, MOST_WORDS_BYTES),
+        ):
+            if count > most:
+                raise OfferError("damaged", f"{count} {what} in an offer, at most {most} are read")
         has_sums, has_ids = bool(flags & _HAS_SUMS), bool(flags & _HAS_IDS)
         spans = [8 * blocks, 8 * blocks, SUM_BYTES * blocks * has_sums, 16 * pieces]
-        spans += [name_bytes, metadata_bytes, word_bytes, id_bytes]
-        if _FIELDS.size + sum(spans) + SUM_BYTES != total or id_bytes != 4 * tokens * has_ids:
+        spans += [link_bytes, metadata_bytes, word_bytes, id_bytes]
+        if _FIELDS.size + sum(spans) != signed or id_bytes != 4 * tokens * has_ids:
             raise OfferError("damaged", "the lists of the offer do not add up to its length")
         cut, at = [], _FIELDS.size
         for span in spans:
@@ -130,8 +166,7 @@ class Offer:
             at += span
         listed = np.frombuffer(cut[3], "<u8").reshape(-1, 2)
         return Offer(
-            epoch=epoch,
-            number=number,
+            name=name,
             tokens=tokens,
             prompt_tokens=prompt_tokens if has_ids else None,
             fingerprint=fingerprint,
@@ -150,11 +185,16 @@ class Offer:
             if has_sums
             else None,
             state_pieces=tuple((start, span) for start, span in listed.tolist()),
-            link=cut[4].decode(errors="replace"),
+            link=_printable(cut[4]),
             metadata=cut[5],
-            words=cut[6].decode(errors="replace"),
+            words=_printable(cut[6]),
             ids=np.frombuffer(cut[7], "<i4").astype(np.int32) if has_ids else None,
         )
+
+
+def _printable(text: bytes) -> str:
+    """For logs and errors: no line that somebody else wrote."""
+    return "".join(c if c.isprintable() else "?" for c in text.decode(errors="replace"))
 
 
 def model_hash(model_id: str) -> bytes:

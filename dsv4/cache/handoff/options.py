@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dsv4.errors import InvalidInput, require_count
+
+MOST_NAME = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +19,10 @@ class HandoffOptions:
     `deadline_s` is given up. Up to `offers` offers and arrivals may be open at once; `states` of
     them have their states in host memory at once. With `sums` blocks in host memory are summed by
     the owner and checked by the taker; blocks on a GPU are not.
+
+    `sign` makes a signature of an offer's bytes, on the owner's side; `verify` says of bytes and
+    signature whether this side takes the offer, before anything else of it is believed. Without
+    `verify` whoever can hand an offer to this manager is trusted.
     """
 
     name: str
@@ -25,6 +32,8 @@ class HandoffOptions:
     offers: int = 256
     states: int = 16
     sums: bool = True
+    sign: Callable[[bytes], bytes] | None = None
+    verify: Callable[[bytes, bytes], bool] | None = None
 
     def __post_init__(self) -> None:
         for field in ("name", "model_id"):
@@ -32,6 +41,14 @@ class HandoffOptions:
                 raise InvalidInput(f"{field}={getattr(self, field)!r}: must be a string")
         if not self.name:
             raise InvalidInput("name='': give one that people know this process by")
+        if len(self.name) > MOST_NAME or not self.name.isprintable():
+            raise InvalidInput(
+                f"name={self.name[:MOST_NAME]!r}: must be printable and have at most {MOST_NAME} "
+                f"characters, for it stands in logs"
+            )
+        for field in ("sign", "verify"):
+            if getattr(self, field) is not None and not callable(getattr(self, field)):
+                raise InvalidInput(f"{field}={getattr(self, field)!r}: must be a function or None")
         require_count("offers", self.offers)
         require_count("states", self.states)
         for field in ("lease_s", "deadline_s"):

@@ -1,0 +1,105 @@
+"""Whether NIXL survives what an offer says of its owner, tried in a process of its own. Torch-free.
+
+NIXL and UCX end the process at metadata that is not what they wrote: one changed byte is enough,
+and nobody else can check it, for its bytes are theirs alone. So a link meets a peer only after
+another process, with the same libraries and settings, has read 64 bytes from it, the pledge. If
+that process dies, or is never through, its answer is not there, and the peer is not met.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.spawn import get_executable
+from typing import Any
+
+import numpy as np
+
+from dsv4.cache.handoff.agent import make_agent, meet
+from dsv4.cache.handoff.offer import PLEDGE_BYTES
+
+PROBE_S = 30  # then the process ends itself, whoever has forgotten it
+_ANSWER = b"read"
+_ERROR_BYTES = 300
+_CODE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from dsv4.cache.handoff.probe import main; main()"
+)
+
+
+class Probe:
+    """A process that reads an owner's pledge. Raises OSError where none can be started."""
+
+    def __init__(self, peer: str, metadata: bytes, pledge_at: int) -> None:
+        job = json.dumps([peer, metadata.hex(), pledge_at]).encode()
+        # not a pipe: nobody waits until it has been read
+        with open(os.memfd_create("dsv4-probe"), "r+b") as given:
+            given.write(job)
+            given.seek(0)
+            self._process = subprocess.Popen(
+                [get_executable(), "-S", "-c", _CODE, json.dumps(sys.path)],
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "UCX_HANDLE_ERRORS": "none"},
+            )
+
+    @property
+    def over(self) -> bool:
+        return self._process.poll() is not None
+
+    def close(self) -> str | None:
+        """Ends it, if it is not over. Why the peer is not to be met, or None."""
+        with self._process as process:
+            process.kill()
+            assert process.stdout is not None
+            answer: bytes = process.stdout.read(_ERROR_BYTES)
+        if answer == _ANSWER:  # the exit status may be lost, where somebody else reaps children
+            return None
+        said = "".join(c if c.isprintable() else "?" for c in answer.decode(errors="replace"))
+        return f"NIXL cannot read with its metadata: {said or _fate(self._process.returncode)}"
+
+
+def _fate(status: int) -> str:
+    if status >= 0:
+        return f"the process that tried it exited with {status}"
+    return f"the process that tried it ended with signal {-status}"
+
+
+def main() -> None:
+    """Of the process: reads, and says so where UCX and NIXL, which log to stdout, say nothing."""
+    where = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    signal.alarm(PROBE_S)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        peer, metadata, pledge_at = json.load(sys.stdin)
+        _read(peer, bytes.fromhex(metadata), pledge_at)
+        answer = _ANSWER
+    except BaseException as error:
+        answer = f"{type(error).__name__}: {error}".encode()[:_ERROR_BYTES]
+    os.write(where, answer)
+    os._exit(0)
+
+
+def _read(peer: str, metadata: bytes, pledge_at: int) -> None:
+    agent: Any = make_agent(f"probe-{os.urandom(16).hex()}")
+    here = np.zeros(PLEDGE_BYTES, np.uint8)
+    own = [(here.ctypes.data, PLEDGE_BYTES, 0)]
+    agent.register_memory([(*own[0], "")], "DRAM", backends=["UCX"])
+    meet(agent, peer, metadata)
+    descriptors = [
+        agent.get_xfer_descs(each, "DRAM") for each in (own, [(pledge_at, PLEDGE_BYTES, 0)])
+    ]
+    handle = agent.initialize_xfer("READ", *descriptors, peer, b"")
+    state = agent.transfer(handle)
+    while state == "PROC":
+        time.sleep(0.0005)
+        state = agent.check_xfer_state(handle)
+    if state != "DONE":
+        raise ValueError("NIXL reports an error")
