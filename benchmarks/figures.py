@@ -52,6 +52,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "| V4-Flash | bytes | 25 Gb/s | 100 Gb/s | 400 Gb/s |": "rates of links; rows have marks",
         "At 20,000 and 3,000 tokens a second": _CHOSEN,
         "of 400 Gb/s": _CHOSEN,
+        "ends after 30 s": "PROBE_S of dsv4/cache/handoff/probe.py",
     },
     "docs/gpus.md": {
         **dict.fromkeys(("3.6", "3.7", "3.8", "3.9"), _TRITON),
