@@ -33,7 +33,7 @@ def test_a_decode_step_that_some_layers_appended_is_not_cached():
     run_to(stack, request, text, 127)
     plan = manager.prepare_forward([(request, 1)])
     stack.write(plan, [text.stream], layers=TINY_LAYERS[:2])
-    manager.commit(plan, ids=text.ids[127:128])
+    manager.commit(plan, ids=text.ids[127:128], partial=True)
     run_to(stack, request, text, 300)
     manager.release_request(request)
     assert reused(stack, text.ids[:300]) == 0
@@ -47,7 +47,7 @@ def test_a_step_of_draft_layers_alone_is_not_cached_until_the_real_one_is():
     run_to(stack, request, text, 127)
     plan = manager.prepare_forward([(request, 1)])
     stack.write(plan, [text.stream], layers=DRAFT_LAYERS)
-    manager.commit(plan, ids=text.ids[127:128])
+    manager.commit(plan, ids=text.ids[127:128], partial=True)
     assert manager.prefix is not None
     assert len(manager.prefix.index) == 0
     manager.rewind(request, 127)
@@ -67,7 +67,7 @@ def test_a_rewind_into_a_torn_chunk_reuses_none_of_it():
     run_to(stack, request, text, 256)
     plan = manager.prepare_forward([(request, 500)])
     stack.write(plan, [text.stream], layers=TINY_LAYERS[:2])
-    manager.commit(plan)
+    manager.commit(plan, partial=True)
     resume = manager.rewind(request, 700)
     assert resume.reused_tokens <= 256
     run_to(stack, request, text, 700)
@@ -89,7 +89,7 @@ def by_hand(stack: Stack, request: Request, text: Text, *, flush: bool) -> None:
         if flush:
             close = maybe_flush_csa if attention is AttentionType.CSA else maybe_flush_hca
             close(handle, stack.weights[layer])
-    stack.manager.commit(plan, ids=text.ids[start : start + 1])
+    stack.manager.commit(plan, ids=text.ids[start : start + 1], partial=not flush)
 
 
 @pytest.mark.parametrize("flush", [True, False])
