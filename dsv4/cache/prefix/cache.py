@@ -494,10 +494,10 @@ class PrefixCache:
             request = plan.requests[batch_row]
             reached = plan.starts[batch_row] + kept[batch_row]
             trail, node = request.trail, None
-            if complete and capture.boundary <= reached and trail is not None:
-                if capture.boundary <= trail.take_recent():
-                    block = capture.boundary // self.schema.block_tokens - 1
-                    node = self.index.get(trail.digest(block))
+            known = 0 if trail is None else min(reached, trail.take_recent())
+            if complete and trail is not None and capture.boundary <= known:
+                block = capture.boundary // self.schema.block_tokens - 1
+                node = self.index.get(trail.digest(block))
             if node is None or node.snapshot is not None:
                 self._free_rows.append(capture.row)
             else:

@@ -193,16 +193,16 @@ def _rows_taken_whole(follower: ForwardPlan) -> I64:
 
 
 def may_have_run(plan: ForwardPlan) -> NDArray[np.bool_]:
-    """Of which requests a plan that has not ended may have written something. A replayed graph does
-    not tell, so narrow steps may have; of chunks the handles know, and what is behind one that has
-    not run has not run."""
-    parts = [
-        np.full(len(half.requests), half.narrow or half.touched) for half in plan.halves or (plan,)
-    ]
-    ran: NDArray[np.bool_] = np.concatenate(parts)
+    """Of which requests a plan that has not ended may have written something. A chunk's handles
+    know. A replayed graph does not tell, so a narrow step may have, but for requests whose chunk
+    in front of it has not run."""
+    halves = plan.halves or (plan,)
+    touched = np.concatenate([np.full(len(half.requests), half.touched) for half in halves])
+    replayed = np.concatenate([np.full(len(half.requests), half.narrow) for half in halves])
     if plan.behind is not None and len(plan.behind.requests):
         assert plan.rows_before is not None
-        ran &= (plan.rows_before < 0) | may_have_run(plan.behind)[plan.rows_before]
+        replayed &= (plan.rows_before < 0) | may_have_run(plan.behind)[plan.rows_before]
+    ran: NDArray[np.bool_] = touched | replayed
     return ran
 
 
