@@ -84,7 +84,9 @@ class Life:
         rng, first = self.rng, 0
         parts = [part for part in plan.halves or (plan,) if part.num_tokens]
         left_out = is_faulty and rng.random() < 0.4
-        faults = {(rng.randrange(len(parts)), layer) for layer in rng.sample(BACKBONE, 1 + left_out)}
+        faults = {
+            (rng.randrange(len(parts)), layer) for layer in rng.sample(BACKBONE, 1 + left_out)
+        }
         for nth, part in enumerate(parts):
             streams = [job.text.stream for job in jobs[first : first + len(part.requests)]]
             first += len(part.requests)
