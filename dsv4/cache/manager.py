@@ -1310,7 +1310,8 @@ class KVCacheManager(Uncopied):
 
     @changes
     def abandon(self, plan: ForwardPlan) -> None:
-        """The step did not happen and no layer appended it; lengths stay."""
+        """The step did not happen; lengths stay. For a plan that never ran, or whose few tokens can
+        be undone: after an error call `fail`. Raises PlanError."""
         self._require_turn(plan, "abandon")
         overlap.require_last(plan, self.open_plans)
         chunks = plan.wide_half or plan

@@ -194,7 +194,9 @@ def test_partial_is_a_flag(partial: Any):
 
 
 @pytest.mark.parametrize("prefix", [None, PrefixOptions(policy=full())], ids=["plain", "prefix"])
-def test_who_commits_a_part_of_a_step_has_an_incomplete_request(prefix: PrefixOptions | None):
+def test_who_commits_a_part_of_a_step_has_an_incomplete_request(
+    prefix: PrefixOptions | None, monkeypatch: pytest.MonkeyPatch
+):
     stack = tiny_stack(drafts=3, prefix=prefix)
     manager, text = stack.manager, Text.random(stack, 0, 400)
     request = manager.admit_request(text.ids[:300])
@@ -207,6 +209,10 @@ def test_who_commits_a_part_of_a_step_has_an_incomplete_request(prefix: PrefixOp
     (fork,) = manager.fork(request, 1)
     manager.rewind(request, 131)
     assert (fork.torn_from, request.torn_from) == (130, 130)
+    monkeypatch.setattr(manager, "_handing_over", lambda: None)  # asked before anybody has it
+    for each in (fork, request):
+        with nothing_changes(manager), pytest.raises(RequestError, match="not all layers"):
+            manager.offer(each)
     for each in (fork, request):
         manager.rewind(each, 130)
         assert each.torn_from is None
