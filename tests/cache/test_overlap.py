@@ -390,6 +390,19 @@ def test_a_plan_whose_tokens_were_taken_for_accepted_rejects_none():
     engine.finish()
 
 
+@pytest.mark.parametrize("counts", [None, torch.zeros(0, dtype=torch.int32)], ids=["all", "none"])
+def test_a_plan_behind_one_without_requests(counts: Tensor | None):
+    engine = Engine(ahead=1)
+    manager, request = engine.manager, engine.requests[0]
+    empty = manager.prepare_forward([])
+    plan = manager.prepare_forward([(request, 3)], behind=empty, accepted=counts)
+    assert (plan.starts.tolist(), plan.unknown_starts) == ([0], None)
+    manager.commit(empty)
+    engine.run(plan, [0], [0], [3])
+    manager.commit(plan)
+    assert request.length == 3
+
+
 def three_open() -> tuple[Engine, list[ForwardPlan]]:
     """The device counts what the first keeps; of the second all tokens are taken for kept."""
     engine = Engine(ahead=3)

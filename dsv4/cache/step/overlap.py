@@ -8,6 +8,7 @@ at most, and takes blocks for that; where the step really starts, the device fil
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,7 +53,7 @@ def read_before(
     rows = row_of_slot[shape.slots]
     counted = np.zeros(len(rows), dtype=np.bool_)
     if accepted is not None:  # a chunk is kept whole
-        counted = (rows >= 0) & (behind.counts <= schema.max_narrow_tokens)[rows]
+        counted = _of_rows(behind.counts <= schema.max_narrow_tokens, rows, counted)
     unknown = _unknown_starts(rows, counted, behind)
     is_chunk = shape.counts > schema.max_narrow_tokens
     if unknown is not None and (unknown & is_chunk).any():
@@ -67,7 +68,7 @@ def read_before(
 
 def latest_starts(before: Before, lengths: I64) -> I64:
     """Where the requests of a step start at the latest; `lengths` are those of the last commit."""
-    return np.where(before.rows >= 0, before.plan.ends[before.rows], lengths)
+    return _of_rows(before.plan.ends, before.rows, lengths)
 
 
 def window_lost(schema: CacheSchema, plan: ForwardPlan, lengths: I64, written: I64) -> bool:
@@ -75,9 +76,8 @@ def window_lost(schema: CacheSchema, plan: ForwardPlan, lengths: I64, written: I
     `lengths` are those of the last commit, `written` the ends of what was written by then."""
     earliest = plan.starts
     if plan.behind is not None and plan.rows_before is not None:
-        follows = plan.rows_before >= 0
-        ends = plan.behind.latest_ends[plan.rows_before]
-        written = np.where(follows, np.maximum(written, ends), written)
+        ends = _of_rows(plan.behind.latest_ends, plan.rows_before, written)
+        written = np.maximum(written, ends)
         if plan.unknown_starts is not None:
             earliest = np.where(plan.unknown_starts, lengths, earliest)
     return bool((written - earliest > schema.ring_rows - schema.model.window).any())
@@ -159,7 +159,7 @@ def _start_at(
         assert follower.counted_rows is not None
         rows = follower.rows_before
         still = _unknown_starts(rows, follower.counted_rows, plan)
-        follows = np.where(rows >= 0, plan.ends[rows], follower.starts)
+        follows = _of_rows(plan.ends, rows, follower.starts)
         _start_at(follower, follows, still, open_plans)
 
 
@@ -171,8 +171,16 @@ def _unknown_starts(
     none."""
     unknown = counted
     if before.unknown_starts is not None:
-        unknown = unknown | ((rows >= 0) & before.unknown_starts[rows])
+        unknown = unknown | _of_rows(before.unknown_starts, rows, counted)
     return unknown if unknown.any() else None
+
+
+def _of_rows(values: NDArray[Any], rows: I64, otherwise: NDArray[Any]) -> NDArray[Any]:
+    """What requests have in the plan before, of which `rows` are their rows there; `otherwise`
+    where they have none."""
+    found, taken = rows >= 0, otherwise.copy()
+    taken[found] = values[rows[found]]
+    return taken
 
 
 def _followers(plan: ForwardPlan, open_plans: Sequence[ForwardPlan]) -> list[ForwardPlan]:
@@ -199,9 +207,9 @@ def may_have_run(plan: ForwardPlan) -> NDArray[np.bool_]:
     halves = plan.halves or (plan,)
     touched = np.concatenate([np.full(len(half.requests), half.touched) for half in halves])
     replayed = np.concatenate([np.full(len(half.requests), half.narrow) for half in halves])
-    if plan.behind is not None and len(plan.behind.requests):
+    if plan.behind is not None:
         assert plan.rows_before is not None
-        replayed &= (plan.rows_before < 0) | may_have_run(plan.behind)[plan.rows_before]
+        replayed &= _of_rows(may_have_run(plan.behind), plan.rows_before, replayed)
     ran: NDArray[np.bool_] = touched | replayed
     return ran
 
