@@ -117,7 +117,8 @@ class LayerCacheHandle(Uncopied):
         [previous | current] where groups overlap; `index_c`, `index_z` the indexer's. A layer of
         ratio 1 takes `c` of the type of `kv` and no `z`.
         Window rows go to the ring, projections to the tails, closed groups to their blocks.
-        Raises InvalidInput or PlanError before anything is launched.
+        Raises InvalidInput or PlanError before anything is launched. After any other error the step
+        is for `fail`: of a chunk no layer appends again, as after a success.
         """
         plan = self.plan
         if (
