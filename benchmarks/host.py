@@ -114,6 +114,7 @@ def _measure_all(device: str) -> dict[int, Measurement]:
         for context, (manager, requests) in made.items():
             begin = time.perf_counter()
             plan = manager.prepare_forward([(request, 1) for request in requests])
+            plan.mark_appended()
             manager.commit(plan)
             times[context].append((time.perf_counter() - begin) * 1e6)
     if device == "cuda":

@@ -195,7 +195,9 @@ def filled_paged_cache(model: Any, context: int) -> PagedCache:
     (request,) = cache.open_rows(1)
     for first in range(0, context, STEP_TOKENS):
         count = min(STEP_TOKENS, context - first)
-        manager.commit(manager.prepare_forward([(request, count)]))
+        plan = manager.prepare_forward([(request, count)])
+        plan.mark_appended()  # its records are made below
+        manager.commit(plan)
     ids = torch.zeros((1, context), dtype=torch.int64, device=manager.device)
     cache.note_columns(ids, torch.ones((1, context), dtype=torch.bool))
     # bytes that are small numbers in every element format, and scales between 1/128 and 1

@@ -110,7 +110,7 @@ class ContextOverflow(Dsv4Error):
 
 
 class PlanError(Dsv4Error):
-    """A forward plan that is over, foreign, or does not fit what is asked of it."""
+    """A forward plan that is over, foreign, incomplete, or does not fit what is asked of it."""
 
 
 class RequestError(Dsv4Error):

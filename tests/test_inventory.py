@@ -175,7 +175,7 @@ def append(
     handle = stack.manager.acquire(layer, plan)
     kv, _ = stack.inputs(plan, [stream for _, stream, _ in work], layer)
     append_swa(handle, kv, stack.weights[layer])
-    stack.manager.commit(plan)
+    stack.manager.commit(plan, partial=True)
     return handle, plan
 
 

@@ -63,6 +63,7 @@ def flush_write_csa(
     assert handle.index_compressor is not None
     for layout, rows in ((handle.compressor, entries), (handle.index_compressor, keys)):
         _check_flush(handle, layout, rows, valid_mask)
+    handle.begin_entries()
     _flush_write(handle, handle.compressor, entries, valid_mask)
     _flush_write(handle, handle.index_compressor, keys, valid_mask)
     handle.note_entries()
@@ -73,6 +74,7 @@ def flush_write_hca(handle: LayerCacheHandle, entries: Tensor, valid_mask: Tenso
     _require(handle, AttentionType.HCA)
     assert handle.compressor is not None
     _check_flush(handle, handle.compressor, entries, valid_mask)
+    handle.begin_entries()
     _flush_write(handle, handle.compressor, entries, valid_mask)
     handle.note_entries()
 

@@ -15,6 +15,7 @@ from dsv4.cache import checks
 from dsv4.cache.guard import Uncopied, in_turn
 from dsv4.cache.memory import LayerMemory
 from dsv4.cache.pages import CompressorLayout
+from dsv4.cache.prefix.snapshots import WideCaptures
 from dsv4.cache.prepare_forward import ENTRIES, TAILS, WINDOW, ForwardPlan
 from dsv4.cache.repeats import Repeats
 from dsv4.cache.views import ClassicalView, IndexerView, SWAView
@@ -116,10 +117,17 @@ class LayerCacheHandle(Uncopied):
         [previous | current] where groups overlap; `index_c`, `index_z` the indexer's. A layer of
         ratio 1 takes `c` of the type of `kv` and no `z`.
         Window rows go to the ring, projections to the tails, closed groups to their blocks.
-        Raises InvalidInput or PlanError before anything is launched.
+        Raises InvalidInput or PlanError before anything is launched. After any other error the step
+        is for `fail`: of a chunk no layer appends again, as after a success.
         """
         plan = self.plan
-        if plan is None or plan.done or plan.whole or self.layer in plan.appended_layers:
+        if (
+            plan is None
+            or plan.done
+            or plan.whole
+            or plan.unfinished_layers
+            or self.layer in plan.appended_layers
+        ):
             plan = self._unwritten_plan()
         if type(weights) is not LayerWeights:
             checks.layer_weights(weights)
@@ -129,19 +137,20 @@ class LayerCacheHandle(Uncopied):
         if known is not None and plan.captures is None:
             places = known.places(tensors)
             if places is not None:
-                plan.touched = True
+                plan.begin_append(self.layer)
                 known.run(places, tensors)
                 plan.note_append(self.layer)
                 return
         window = self._window_write(plan, kv, weights)
         writes = self._compressor_writes(plan, weights, c, z, index_c, index_z)
         step = self.step_tensors(plan, weights)
-        plan.touched = True
+        plan.begin_append(self.layer)
         if plan.captures is not None:
             plan.captures.take_tails(self.layer, self._slot_arena, writes)
         calls = [partial(self.backend.append, step, window, writes)]
         self._repeats.make(key, tensors, calls, plan.tokens)
-        self._note_window(plan)
+        if plan.captures is not None:
+            self._take_window(plan.captures)
         plan.note_append(self.layer)
 
     @in_turn
@@ -151,9 +160,10 @@ class LayerCacheHandle(Uncopied):
         checks.layer_weights(weights)
         window = self._window_write(plan, kv, weights)
         step = self.step_tensors(plan, weights)
-        plan.touched = True
+        plan.begin_append(self.layer)
         self.backend.append(step, window, ())
-        self._note_window(plan)
+        if plan.captures is not None and self._parts == WINDOW:
+            self._take_window(plan.captures)
         plan.note_part(self.layer, WINDOW, self._parts)
 
     @in_turn
@@ -175,7 +185,7 @@ class LayerCacheHandle(Uncopied):
         checks.layer_weights(weights)
         writes = self._compressor_writes(plan, weights, c, z, index_c, index_z, compress=False)
         step = self.step_tensors(plan, weights)
-        plan.touched = True
+        plan.begin_append(self.layer)
         self.backend.append(step, None, writes)
         plan.note_part(self.layer, TAILS, self._parts)
 
@@ -197,7 +207,7 @@ class LayerCacheHandle(Uncopied):
             if layout is not None
         ]
         step = self.step_tensors(plan, weights)
-        plan.touched = True
+        plan.begin_append(self.layer)
         self.backend.append(step, None, writes)
         self.note_entries()
 
@@ -239,15 +249,17 @@ class LayerCacheHandle(Uncopied):
             arrived=self._workspace.arrived,
         )
 
+    def begin_entries(self) -> None:
+        """Entries of the bound plan's step are about to be written."""
+        self.open_plan().begin_append(self.layer)
+
     def note_entries(self) -> None:
         """The groups that close in the bound plan's step are in their blocks."""
         self.open_plan().note_part(self.layer, ENTRIES, self._parts)
 
-    def _note_window(self, plan: ForwardPlan) -> None:
-        if plan.captures is not None:
-            plan.captures.take_window(
-                self.layer, self._workspace.staging, self._workspace.staging_page
-            )
+    def _take_window(self, captures: WideCaptures) -> None:
+        """The last of what a layer gives to a chunk's snapshots: then they have its part."""
+        captures.take_window(self.layer, self._workspace.staging, self._workspace.staging_page)
 
     def _compressor_writes(
         self,
@@ -733,10 +745,16 @@ class LayerCacheHandle(Uncopied):
         return plan
 
     def _unwritten_plan(self) -> ForwardPlan:
-        """A wide step overwrites the rows it has staged, so each layer writes it once."""
+        """A wide step overwrites the rows it has staged, and rings that its own writes are made
+        from, so each layer writes it once, whatever came of it."""
         plan = self.plan
         if plan is None or plan.done or plan.whole is not None:
             plan = self.open_plan()
+        if plan.unfinished_layers and not plan.narrow:
+            raise PlanError(
+                f"an append of layer {min(plan.unfinished_layers)} to this plan raised, and a wide "
+                f"step is not repeatable: call fail(plan)"
+            )
         if self.layer in plan.appended_layers and not plan.narrow:
             raise PlanError(
                 f"layer {self.layer} has appended this plan already: a wide step is not repeatable"

@@ -1266,6 +1266,7 @@ class KVCacheManager(Uncopied):
         accepted: Sequence[int] | None = None,
         *,
         ids: TokenIds | None = None,
+        partial: bool = False,
     ) -> None:
         """The step happened: lengths move by `accepted` tokens per request (default: all).
 
@@ -1273,8 +1274,15 @@ class KVCacheManager(Uncopied):
         `schema.max_narrow_tokens` of a request may be rejected. Of plans behind each other the
         first is committed first, with the counts that the device had. `ids` are those of the
         step's tokens in the plan's order: with them the prefix cache keeps what requests admitted
-        with ids generate; without one they are ignored. Raises PlanError, InvalidInput.
+        with ids generate; without one they are ignored.
+
+        Every layer, draft layers excepted, must have appended what is kept; the replay of a
+        captured graph is told by `plan.mark_appended`. With `partial` layers may lack the step:
+        its requests are then known to be incomplete from `request.torn_from` on, and nothing from
+        there on is cached, offered or continued until a rewind takes it back. A step in which an
+        append raised cannot be committed at all: `fail` it. Raises PlanError, InvalidInput.
         """
+        require_flag("partial", partial)
         self._require_turn(plan, "commit")
         overlap.require_first(plan)
         kept = step_checks.accepted(self.schema, plan, accepted)
@@ -1285,8 +1293,9 @@ class KVCacheManager(Uncopied):
         learned: LearnedIds | None = None
         if self.prefix is not None and ids is not None:
             learned = self.prefix.read_ids(plan, kept, ends, token_ids(ids), self.table.recent)
-        if self.prefix is not None and not plan.is_stored:
-            self.prefix.note_torn(plan, kept)
+        if not step_checks.every_layer(plan, kept, partial=partial):
+            for row in kept.nonzero()[0].tolist():
+                plan.requests[row].note_torn(int(plan.starts[row]))
         if accepted is not None:  # what was rejected is written all the same
             self.table.note_written(plan.slots, plan.latest_ends)
         self.table.move(plan.slots, ends)
@@ -1301,14 +1310,15 @@ class KVCacheManager(Uncopied):
 
     @changes
     def abandon(self, plan: ForwardPlan) -> None:
-        """The step did not happen and no layer appended it; lengths stay."""
+        """The step did not happen; lengths stay. For a plan that never ran, or whose few tokens can
+        be undone: after an error call `fail`. Raises PlanError."""
         self._require_turn(plan, "abandon")
         overlap.require_last(plan, self.open_plans)
         chunks = plan.wide_half or plan
         if not chunks.narrow and (chunks.touched or chunks.appended_layers):
             raise PlanError(
-                f"layers {sorted(chunks.appended_layers)[:4]} already wrote "
-                f"{plan.shape.most_tokens} tokens of a request, more than the "
+                f"layers {sorted(chunks.appended_layers | chunks.unfinished_layers)[:4]} already "
+                f"wrote {plan.shape.most_tokens} tokens of a request, more than the "
                 f"{self.schema.max_narrow_tokens} that can be undone: call fail(plan); "
                 f"nothing of it is cached"
             )
@@ -1345,10 +1355,9 @@ class KVCacheManager(Uncopied):
         self.memory.lanes[plan.lane].workspace.turn.require_free(call)
 
     def _note_unkept(self, plan: ForwardPlan) -> None:
-        """What a step that did not happen may have written: a replayed graph does not tell."""
-        for half in plan.halves or (plan,):
-            if half.narrow or half.touched:
-                self.table.note_written(half.slots, half.latest_ends)
+        """What a step that did not happen may have written."""
+        ran = overlap.may_have_run(plan)
+        self.table.note_written(plan.slots[ran], plan.latest_ends[ran])
 
     def _close(self, plan: ForwardPlan) -> None:
         plan.done = True

@@ -44,7 +44,8 @@ class ForwardPlan(Uncopied):
     A plan that is `behind` another one goes on where that one's requests will be, `rows_before`
     being their rows there. Where `unknown_starts` is true only the device knows the start until the
     plan before is committed: `starts` and `ends` are then the latest that can be. `latest_ends`
-    stay what `ends` were at first.
+    stay what `ends` were at first. Where `counted_rows` is true the device reads how many tokens
+    the plan before keeps; elsewhere all are taken for kept.
 
     `draft_steps` are for draft layers alone: the nth has one row per request, for the nth of its
     tokens. A plan with chunks apart has a `narrow_half` and, if there are chunks, a `wide_half`.
@@ -74,6 +75,7 @@ class ForwardPlan(Uncopied):
     behind: ForwardPlan | None = None
     rows_before: I64 | None = None
     unknown_starts: NDArray[np.bool_] | None = None
+    counted_rows: NDArray[np.bool_] | None = None
     draft_steps: tuple[ForwardPlan, ...] = ()
     narrow_half: ForwardPlan | None = None
     wide_half: ForwardPlan | None = None
@@ -87,13 +89,14 @@ class ForwardPlan(Uncopied):
     appended_layers: set[int] = field(default_factory=set)
     stored_layers: set[int] = field(default_factory=set)
     last_appended: int | None = None
+    unfinished_layers: set[int] = field(default_factory=set)
     _parts: dict[int, int] = field(default_factory=dict)
     _instead: ClassVar[str] = "prepare_forward makes a plan for each step"
 
     def mark_appended(self, layers: Iterable[int] | None = None) -> None:
-        """A captured graph has appended the step in these layers (default: all but those that
-        draft). Python does not see what a graph runs, and only a step that every layer has stored
-        is cached. Raises PlanError, InvalidInput."""
+        """What Python does not see, the replay of a captured graph or a kernel of the engine's own,
+        has appended the step in these layers (default: all but those that draft): `commit` refuses
+        a step that a layer lacks. Raises PlanError, InvalidInput."""
         if self.is_over:
             raise PlanError("this plan is over: mark it before commit")
         if self.halves:
@@ -106,32 +109,38 @@ class ForwardPlan(Uncopied):
         if chosen:
             self.appended_layers.update(chosen)
             self.stored_layers.update(chosen)
-            self.note_append(chosen[-1])
+            self.touched, self.last_appended = True, chosen[-1]
+
+    def begin_append(self, layer: int) -> None:
+        """A layer is about to write. Until it has, and for good if an error or an interrupt comes
+        in between, nobody knows what is there."""
+        self.touched, self.last_appended = True, None
+        self.unfinished_layers.add(layer)
 
     def note_append(self, layer: int) -> None:
         """A layer has written this step; a chunk's staged rows are now that layer's."""
-        self.touched = True
         self.appended_layers.add(layer)
         self.stored_layers.add(layer)
         self.last_appended = layer
+        self.unfinished_layers.discard(layer)
 
     def note_part(self, layer: int, part: int, needed: int) -> None:
         """A layer has written one of WINDOW, TAILS and ENTRIES. With all of `needed` it has stored
         the step."""
-        self.touched = True
         if part & WINDOW:
             self.appended_layers.add(layer)
             self.last_appended = layer
         parts = self._parts[layer] = self._parts.get(layer, 0) | part
         if parts & needed == needed:
             self.stored_layers.add(layer)
+        self.unfinished_layers.discard(layer)
 
     @property
     def is_stored(self) -> bool:
         """Whether every layer, but for those that draft, has stored the step."""
         if self.halves:
             return all(half.is_stored for half in self.halves)
-        return self.stored_layers.issuperset(self.backbone_layers)
+        return self.stored_layers.issuperset(self.backbone_layers) or not self.num_tokens
 
     @property
     def halves(self) -> tuple[ForwardPlan, ...]:
@@ -199,16 +208,23 @@ class ForwardPlan(Uncopied):
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Before:
     """The plan that a new one is behind: `rows` are its requests' rows there, or -1;
-    `unknown_starts` says of which of them only the device knows the length, None if of none."""
+    `counted_rows` says of which of them the device reads how many tokens are kept there,
+    `unknown_starts` of which only the device knows the length, None if of none."""
 
     plan: ForwardPlan
     rows: I64
+    counted_rows: NDArray[np.bool_]
     unknown_starts: NDArray[np.bool_] | None
 
     def first(self, count: int) -> Before:
         """The same of so many requests, the first."""
         unknown = None if self.unknown_starts is None else self.unknown_starts[:count]
-        return Before(plan=self.plan, rows=self.rows[:count], unknown_starts=unknown)
+        return Before(
+            plan=self.plan,
+            rows=self.rows[:count],
+            counted_rows=self.counted_rows[:count],
+            unknown_starts=unknown,
+        )
 
 
 def require_layers(layers: object, num_layers: int) -> list[int]:
@@ -269,6 +285,7 @@ def make_plan(
         behind=None if before is None else before.plan,
         rows_before=None if before is None else before.rows,
         unknown_starts=None if before is None else before.unknown_starts,
+        counted_rows=None if before is None else before.counted_rows,
         narrow=narrow,
         reaches=reaches,
         batch=buffers.cut("batch", batch_rows),
@@ -367,6 +384,7 @@ def make_halves(
         behind=None if before is None else before.plan,
         rows_before=None if before is None else before.rows,
         unknown_starts=None if before is None else before.unknown_starts,
+        counted_rows=None if before is None else before.counted_rows,
         narrow=wide_half is None,
         reaches=None,
         batch=buffers.cut("batch", 0),

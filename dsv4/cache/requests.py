@@ -167,8 +167,9 @@ class Request(Uncopied):
             )
 
     def note_torn(self, tokens: int) -> None:
-        """Not all layers have stored what lies behind so many tokens: it is never cached, unless a
-        rewind takes it back. Their ids are forgotten, and behind a gap none are learned."""
+        """Not all layers have stored what comes after so many tokens: it is never cached, offered
+        or continued, unless a rewind takes it back. Their ids are forgotten, and after a gap none
+        are learned."""
         if self.torn_from is None or tokens < self.torn_from:
             self.torn_from = tokens
             if self.trail is not None:

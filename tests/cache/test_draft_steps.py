@@ -94,7 +94,7 @@ def test_draft_steps_show_what_a_step_of_their_own_would():
                 handle = manager.acquire(DRAFT_LAYER, plan)
                 handle.append(kv[:, nth].contiguous(), weights=weights)
                 found.append(handle.gather_swa_kv())
-                manager.commit(plan)
+                manager.commit(plan, partial=True)
             for request in requests:
                 manager.rewind(request, 140)
         assert [r.length for r in requests] == [140, 140]
@@ -182,7 +182,7 @@ def test_what_is_refused():
         with nothing_changes(manager), pytest.raises(PlanError, match="belongs to a plan"):
             end(step)
     handle = manager.acquire(DRAFT_LAYER, step)
-    manager.commit(plan)
+    manager.commit(plan, partial=True)
     with pytest.raises(PlanError, match="over"):
         handle.append(torch.zeros(1, TINY.head_dim).bfloat16(), weights=stack.weights[DRAFT_LAYER])
     assert (manager.slot_arena.bytes == POISON).all()

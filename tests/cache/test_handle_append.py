@@ -239,6 +239,7 @@ def test_a_narrow_plan_can_be_appended_again(layer: int, state: HcaState):
 @pytest.mark.parametrize("end", ["commit", "abandon"])
 def test_a_plan_that_is_over(end: str):
     call = good_call(CSA)
+    call.plan.mark_appended(call.plan.backbone_layers if end == "commit" else [])
     getattr(call.stack.manager, end)(call.plan)
     refuse(call, PlanError, "this plan is over")
 
@@ -248,7 +249,7 @@ def test_a_plan_whose_request_is_released():
     manager = call.stack.manager
     with pytest.raises(RequestError, match="plan that is still open"):
         manager.release_request(call.request)
-    manager.commit(call.plan)
+    manager.commit(call.plan, partial=True)
     manager.release_request(call.request)
     refuse(call, PlanError, "this plan is over")
 
@@ -321,7 +322,7 @@ def test_a_wide_write_swa_is_not_repeatable_and_cannot_be_abandoned():
     refuse(call, PlanError, "appended this plan already")
     with pytest.raises(PlanError, match="more than the"):
         call.stack.manager.abandon(call.plan)
-    call.stack.manager.commit(call.plan)
+    call.stack.manager.commit(call.plan, partial=True)
 
 
 @pytest.mark.parametrize("steps", [[None], [()], [("r",)], [(1, 2, 3, 4)]])

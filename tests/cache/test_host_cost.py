@@ -43,7 +43,9 @@ def calls_of_decode_steps(context: int) -> Counter[str]:
 
     def steps() -> None:
         for _ in range(STEPS):
-            manager.commit(manager.prepare_forward([(request, 1) for request in requests]))
+            manager.commit(
+                manager.prepare_forward([(request, 1) for request in requests]), partial=True
+            )
 
     return calls_of(steps)
 

@@ -47,7 +47,9 @@ def grow(manager: KVCacheManager, request: Request, tokens: int) -> None:
     """Lets a request compute so many tokens."""
     while tokens:
         step = min(tokens, manager.memory.buffers.max_tokens)
-        manager.commit(manager.prepare_forward([(request, step)]))
+        plan = manager.prepare_forward([(request, step)])
+        plan.mark_appended()  # as if
+        manager.commit(plan)
         tokens -= step
 
 
@@ -255,7 +257,7 @@ def test_a_window_only_model_needs_no_blocks():
     )
     assert manager.table.allocator.total == 0
     request = manager.admit_request(512)
-    manager.commit(manager.prepare_forward([(request, 5)]))
+    manager.commit(manager.prepare_forward([(request, 5)]), partial=True)
     manager.check_invariants()
     manager.release_request(request)
 
@@ -284,7 +286,7 @@ def test_a_manager_without_owners_gives_its_memory_back_at_once():
         prefix=PrefixOptions(),
     )
     request = manager.admit_request(5)
-    manager.commit(manager.prepare_forward([(request, 5)]))
+    manager.commit(manager.prepare_forward([(request, 5)]), partial=True)
     gone = weakref.ref(manager.block_arena)
     gc.collect()
     gc.disable()
@@ -509,7 +511,7 @@ def test_a_request_in_an_open_plan_cannot_end_or_start_over(call: str):
     with nothing_changes(manager), pytest.raises(RequestError, match=r"plan that is still open"):
         CALLS[call](manager, request)
     CALLS[call](manager, other)
-    manager.commit(plan)
+    manager.commit(plan, partial=True)
     assert request.length == 3
     CALLS[call](manager, request)
 

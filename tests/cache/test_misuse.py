@@ -86,7 +86,7 @@ def test_numpy_integers_are_whole_numbers(kind: type):
         [(request, kind(2), kind(19)), (fork, one)], pad_tokens=kind(8), pad_requests=kind(3)
     )
     manager.acquire(one, plan)
-    manager.commit(plan, [one, one], ids=[kind(1), kind(2), kind(3)])
+    manager.commit(plan, [one, one], ids=[kind(1), kind(2), kind(3)], partial=True)
     assert (request.length, fork.length) == (20, 21)
     manager.release_request(manager.admit_request(kind(9)))
     KVCacheManager(stack.schema, num_blocks=kind(2), max_requests=one, max_step_tokens=kind(9))
@@ -115,9 +115,9 @@ def test_what_is_no_acceptance_and_no_ids():
         *(torch.ones(1, dtype=torch.bfloat16), torch.ones(1, device="meta")),
     ):
         with pytest.raises(PlanError):
-            manager.commit(plan, odd)
+            manager.commit(plan, odd, partial=True)
         with pytest.raises(InvalidInput):
-            manager.commit(plan, ids=odd)
+            manager.commit(plan, ids=odd, partial=True)
     assert everything(manager) == before
     assert not plan.done
     manager.abandon(plan)

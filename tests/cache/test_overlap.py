@@ -390,6 +390,62 @@ def test_a_plan_whose_tokens_were_taken_for_accepted_rejects_none():
     engine.finish()
 
 
+@pytest.mark.parametrize("counts", [None, torch.zeros(0, dtype=torch.int32)], ids=["all", "none"])
+def test_a_plan_behind_one_without_requests(counts: Tensor | None):
+    engine = Engine(ahead=1)
+    manager, request = engine.manager, engine.requests[0]
+    empty = manager.prepare_forward([])
+    plan = manager.prepare_forward([(request, 3)], behind=empty, accepted=counts)
+    assert (plan.starts.tolist(), plan.unknown_starts) == ([0], None)
+    manager.commit(empty)
+    engine.run(plan, [0], [0], [3])
+    manager.commit(plan)
+    assert request.length == 3
+
+
+def three_open() -> tuple[Engine, list[ForwardPlan]]:
+    """The device counts what the first keeps; of the second all tokens are taken for kept."""
+    engine = Engine(ahead=3)
+    engine.step([0, 1], [4, 4], [2, 4])
+    engine.step([0, 1], [4, 2], [4, 2], device_counts=False)
+    engine.step([0, 1], [4, 4], [4, 1])
+    return engine, [plan for plan, *_ in engine.open]
+
+
+def test_what_a_plan_two_deep_has_taken_for_kept_is_kept():
+    """Its start is known only to the device, which has counted on it all the same."""
+    engine, (first, second, third) = three_open()
+    assert third.unknown_starts is not None
+    manager = engine.manager
+    manager.commit(first, [2, 4])
+    for kept in ([3, 2], [4, 1], [0, 0]):
+        with nothing_changes(manager), pytest.raises(PlanError, match="as if all"):
+            manager.commit(second, kept)
+    manager.commit(second, [4, 2])
+    manager.commit(third, [4, 1])
+    engine.open = []
+    engine.step([0, 1], [4, 4], [4, 4])
+    engine.finish()
+    for request, text in zip(engine.requests[:2], engine.texts, strict=False):
+        assert_cold(engine.stack, request, text.stream)
+
+
+def test_a_start_two_deep_is_known_again_once_the_first_is_committed():
+    engine, (_, second, third) = three_open()
+    for plan in (second, third):
+        assert plan.unknown_starts is not None
+    engine.finish(2)
+    assert third.starts.tolist() == [6, 6]
+    engine.accepted = None
+    engine.open[-1] = (third, *engine.open[-1][1:3], [4, 4])
+    engine.lengths[:2] = [10, 10]
+    engine.step([0, 1], [40, 3], [40, 3], device_counts=False)  # a chunk
+    assert second.unknown_starts is third.unknown_starts is None
+    engine.finish()
+    for each, text in zip(engine.requests[:2], engine.texts, strict=False):
+        assert_cold(engine.stack, each, text.stream)
+
+
 @pytest.mark.parametrize("drafts", [0, 1, 4])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_rings_are_long_enough_and_the_planner_knows(drafts: int, ahead: int):

@@ -63,7 +63,7 @@ def build(
 
 def grow(manager: KVCacheManager, request: Request, tokens: int) -> None:
     if tokens:
-        manager.commit(manager.prepare_forward([(request, tokens)]))
+        manager.commit(manager.prepare_forward([(request, tokens)]), partial=True)
 
 
 # ---- what a plan writes -------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_buffers_hold_ragged_steps_token_by_token(name: str, seed: int):
         for cut, whole in zip(plan_tensors, tensors, strict=True):
             assert not len(cut) or cut.data_ptr() == whole.data_ptr()
         addresses = pointers
-        manager.commit(plan)
+        manager.commit(plan, partial=True)
         manager.check_invariants()
 
 
@@ -177,9 +177,9 @@ def test_an_empty_step_is_all_padding():
     assert plan.narrow
     assert set(launch_sizes(plan).values()) == {0}
     check_buffers(manager, [], MODELS["v4"][1])
-    manager.commit(plan)
+    manager.commit(plan, partial=True)
     plan = manager.prepare_forward([])
-    manager.commit(plan, [])
+    manager.commit(plan, [], partial=True)
 
 
 def test_a_request_without_new_tokens_keeps_a_row_of_the_batch():
@@ -191,14 +191,14 @@ def test_a_request_without_new_tokens_keeps_a_row_of_the_batch():
     assert buffers["batch"][:3].tolist() == [[a.slot, 5, 0, 0], [b.slot, 0, 2, 0], [-1] * 4]
     assert buffers["tokens"][:2, :3].tolist() == [[b.slot, 0, 1], [b.slot, 1, 1]]
     check_buffers(manager, [(a, 5, 0), (b, 0, 2)], MODELS["v4"][1])
-    manager.commit(plan)
+    manager.commit(plan, partial=True)
     assert (a.length, b.length) == (5, 2)
 
 
 def test_rows_of_an_earlier_larger_step_become_padding():
     manager = build()
     a, b = manager.admit_request(), manager.admit_request()
-    manager.commit(manager.prepare_forward([(a, 200), (b, 150)]))
+    manager.commit(manager.prepare_forward([(a, 200), (b, 150)]), partial=True)
     manager.prepare_forward([(b, 1)])
     check_buffers(manager, [(b, 150, 1)], MODELS["v4"][1])
 
@@ -212,14 +212,14 @@ def test_steps_of_one_shape_one_after_the_other_differ_in_their_positions():
             expected = [(request, request.length, count) for request, count in steps]
             plan = manager.prepare_forward(steps)
             check_buffers(manager, expected, MODELS["v4"][1])
-            manager.commit(plan)
+            manager.commit(plan, partial=True)
 
 
 def test_a_request_released_between_equal_steps_is_refused():
     manager = build()
     a, b = manager.admit_request(), manager.admit_request()
     grow(manager, a, 3)
-    manager.commit(manager.prepare_forward([(a, 1), (b, 1)]))
+    manager.commit(manager.prepare_forward([(a, 1), (b, 1)]), partial=True)
     manager.release_request(b)
     with pytest.raises(RequestError, match="released"), nothing_changes(manager):
         manager.prepare_forward([(a, 1), (b, 1)])
@@ -236,11 +236,11 @@ def test_padding_sets_the_launch_sizes_and_leaves_the_rows_empty():
     for ratio, rows in plan.items.items():
         assert items[ratio] <= len(rows) <= len(manager.memory.buffers.on_device[f"items_{ratio}"])
     # the sizes depend on the padding alone, so a captured graph fits every smaller step
-    manager.commit(plan)
+    manager.commit(plan, partial=True)
     for steps in ([(a, 8), (b, 8)], [(b, 1)], []):
         plan = manager.prepare_forward(steps, pad_tokens=64, pad_requests=4)
         assert launch_sizes(plan) == sizes
-        manager.commit(plan)
+        manager.commit(plan, partial=True)
 
 
 def test_one_kind_of_padding_leaves_the_other_as_it_is():
@@ -249,7 +249,7 @@ def test_one_kind_of_padding_leaves_the_other_as_it_is():
     for padding, expected in (({"pad_tokens": 9}, (9, 1)), ({"pad_requests": 3}, (1, 3))):
         plan = manager.prepare_forward([(request, 1)], **padding)
         assert (len(plan.tokens), len(plan.batch)) == expected
-        manager.commit(plan)
+        manager.commit(plan, partial=True)
 
 
 @pytest.mark.parametrize("padding", [{"pad_tokens": 64}, {"pad_requests": 4}])
@@ -261,7 +261,7 @@ def test_a_wide_step_is_not_padded(padding: dict[str, int]):
         pytest.raises(PlanError, match=r"4 tokens of one request cannot be padded: .* at most 3"),
     ):
         manager.prepare_forward([(a, 1), (b, 4)], **padding)
-    manager.commit(manager.prepare_forward([(a, 1), (b, 3)], **padding))
+    manager.commit(manager.prepare_forward([(a, 1), (b, 3)], **padding), partial=True)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -295,8 +295,8 @@ def test_a_step_takes_the_blocks_it_needs_and_enters_them_in_the_table():
     assert (a.block_ids, b.block_ids) == ([2, 3], [0, 1])
     assert manager.block_table[a.slot].tolist() == [2, 3] + [-1] * 6
     assert manager.block_table[b.slot].tolist() == [0] + [-1] * 7  # the second is not reached yet
-    manager.commit(plan)
-    manager.commit(manager.prepare_forward([(b, 128)]))
+    manager.commit(plan, partial=True)
+    manager.commit(manager.prepare_forward([(b, 128)]), partial=True)
     assert manager.block_table[b.slot].tolist() == [0, 1] + [-1] * 6
 
 
@@ -322,7 +322,7 @@ def test_blocks_of_an_abandoned_plan_stay_with_the_request():
     again = manager.prepare_forward([(request, 200)])
     assert request.block_ids == [0, 1]
     assert manager.block_table[request.slot, :2].tolist() == [0, 1]
-    manager.commit(again)
+    manager.commit(again, partial=True)
     assert request.length == 200
 
 
@@ -336,7 +336,7 @@ def test_a_device_error_takes_no_blocks_and_publishes_none(monkeypatch: pytest.M
             manager.prepare_forward([(a, 200), (b, 10)])
     assert snapshot(manager) | {"step": None} == before | {"step": None}
     manager.check_invariants()
-    manager.commit(manager.prepare_forward([(a, 200), (b, 10)]))
+    manager.commit(manager.prepare_forward([(a, 200), (b, 10)]), partial=True)
     for request in (a, b):
         held = len(request.block_ids)
         assert manager.block_table[request.slot, :held].tolist() == request.block_ids
@@ -345,7 +345,7 @@ def test_a_device_error_takes_no_blocks_and_publishes_none(monkeypatch: pytest.M
 def test_nothing_of_a_step_keeps_a_released_request_alive():
     manager = build()
     request = manager.admit_request()
-    manager.commit(manager.prepare_forward([(request, 3)]))
+    manager.commit(manager.prepare_forward([(request, 3)]), partial=True)
     manager.release_request(request)
     gone = weakref.ref(request)
     del request
@@ -370,7 +370,7 @@ def test_out_of_blocks_takes_nothing_from_any_request_of_the_step():
     assert (caught.value.needed, caught.value.free, caught.value.total) == (3, 2, 5)
     assert not caught.value.never
     manager.release_request(c)
-    manager.commit(manager.prepare_forward([(a, 29), (b, 129)]))
+    manager.commit(manager.prepare_forward([(a, 29), (b, 129)]), partial=True)
     assert (a.length, b.length) == (129, 129)
 
 
@@ -405,7 +405,7 @@ def test_a_start_that_skips_or_repeats(start: int):
         pytest.raises(PlanError, match=f"position {start} would skip or repeat .* has 5"),
     ):
         manager.prepare_forward([(request, 1, start)])
-    manager.commit(manager.prepare_forward([(request, 1, 5)]))
+    manager.commit(manager.prepare_forward([(request, 1, 5)]), partial=True)
 
 
 NO_COUNTS = [
@@ -427,7 +427,7 @@ def test_a_count_that_is_no_count(count: object, after_an_equal_step: bool):
     manager = build()
     a, b = manager.admit_request(), manager.admit_request()
     if after_an_equal_step:
-        manager.commit(manager.prepare_forward([(a, 200), (b, 1)]))
+        manager.commit(manager.prepare_forward([(a, 200), (b, 1)]), partial=True)
     with nothing_changes(manager), pytest.raises(PlanError, match="count of 0 or more"):
         manager.prepare_forward([(a, 200), (b, count)])  # type: ignore[list-item]
 
@@ -438,7 +438,7 @@ def test_integers_of_numpy_are_counts():
     plan = manager.prepare_forward([(request, np.int32(1))], pad_tokens=np.uint8(4))
     assert plan.counts.tolist() == [1]
     assert plan.padded_tokens == 4
-    manager.commit(plan)
+    manager.commit(plan, partial=True)
     assert manager.extend(request, np.int64(200)) == request.block_ids[1:]
     assert manager.rewind(request, np.int64(0)).start == 0
     assert request.length == 0
@@ -459,7 +459,7 @@ def test_more_tokens_than_the_buffers_hold():
     a, b = manager.admit_request(), manager.admit_request()
     with nothing_changes(manager), pytest.raises(PlanError, match=r"65 tokens .* built for 64"):
         manager.prepare_forward([(a, 60), (b, 5)])
-    manager.commit(manager.prepare_forward([(a, 60), (b, 4)]))
+    manager.commit(manager.prepare_forward([(a, 60), (b, 4)]), partial=True)
 
 
 def test_more_tokens_than_the_context():
@@ -505,8 +505,8 @@ def test_a_second_plan_while_one_is_open():
     plan = manager.prepare_forward([(a, 1)])
     with nothing_changes(manager), pytest.raises(PlanError, match="still open"):
         manager.prepare_forward([(b, 1)])
-    manager.commit(plan)
-    manager.commit(manager.prepare_forward([(b, 1)]))
+    manager.commit(plan, partial=True)
+    manager.commit(manager.prepare_forward([(b, 1)]), partial=True)
 
 
 # ---- plans that are over or foreign -------------------------------------------------------------
@@ -517,7 +517,7 @@ def test_a_plan_that_is_over(end: str):
     manager = build()
     request = manager.admit_request()
     plan = manager.prepare_forward([(request, 3)])
-    getattr(manager, end)(plan)
+    getattr(manager, end)(plan, **({"partial": True} if end == "commit" else {}))
     length = request.length
     for call in (
         lambda: manager.commit(plan),
@@ -544,8 +544,8 @@ def test_a_plan_of_another_manager():
             pytest.raises(PlanError, match="another manager"),
         ):
             call()
-    manager.commit(mine)
-    stranger.commit(foreign)
+    manager.commit(mine, partial=True)
+    stranger.commit(foreign, partial=True)
 
 
 def test_a_failed_release_leaves_the_plan_usable():
@@ -556,7 +556,7 @@ def test_a_failed_release_leaves_the_plan_usable():
         with nothing_changes(manager), pytest.raises(RequestError, match="still open"):
             manager.release_request(request)
     assert manager.acquire(1, plan).plan is plan
-    manager.commit(plan)
+    manager.commit(plan, partial=True)
     manager.release_request(a)
     assert b.length == 2
 
@@ -594,7 +594,7 @@ def test_accepted_numbers_that_do_not_fit_the_plan(accepted: object):
     plan = manager.prepare_forward([(a, 3), (b, 2)])
     with nothing_changes(manager), pytest.raises(PlanError):
         manager.commit(plan, accepted)  # type: ignore[arg-type]
-    manager.commit(plan, [1, 2])
+    manager.commit(plan, [1, 2], partial=True)
     assert (a.length, b.length) == (1, 2)
 
 
@@ -612,16 +612,16 @@ def test_no_more_tokens_are_rejected_than_the_rings_survive(max_draft_tokens: in
         ),
     ):
         manager.commit(plan, [1, 1])
-    manager.commit(plan, [0, 2])
+    manager.commit(plan, [0, 2], partial=True)
     assert (a.length, b.length) == (0, 2)
 
 
 def test_commit_moves_lengths_by_what_was_accepted():
     manager = build(max_draft_tokens=3)
     a, b, c = (manager.admit_request() for _ in range(3))
-    manager.commit(manager.prepare_forward([(a, 4), (b, 4), (c, 0)]), [4, 1, 0])
+    manager.commit(manager.prepare_forward([(a, 4), (b, 4), (c, 0)]), [4, 1, 0], partial=True)
     assert (a.length, b.length, c.length) == (4, 1, 0)
-    manager.commit(manager.prepare_forward([(b, 4, 1), (a, 1, 4)]), np.array([0, 1]))
+    manager.commit(manager.prepare_forward([(b, 4, 1), (a, 1, 4)]), np.array([0, 1]), partial=True)
     assert (a.length, b.length) == (5, 1)
     manager.check_invariants()
 
@@ -630,7 +630,7 @@ def test_rejected_positions_are_planned_again():
     manager = build(max_draft_tokens=4)
     request = manager.admit_request()
     grow(manager, request, 126)
-    manager.commit(manager.prepare_forward([(request, 5)]), [1])
+    manager.commit(manager.prepare_forward([(request, 5)]), [1], partial=True)
     assert (request.length, len(request.block_ids)) == (127, 2)
     blocks = list(request.block_ids)
     manager.prepare_forward([(request, 5)])
@@ -656,7 +656,7 @@ def test_a_step_that_was_written_wider_than_can_be_undone_is_not_abandoned():
     plan.appended_layers.add(2)
     with nothing_changes(manager), pytest.raises(PlanError, match=r"\[2\] already wrote 3 tokens"):
         manager.abandon(plan)
-    manager.commit(plan)
+    manager.commit(plan, partial=True)
     plan = manager.prepare_forward([(request, 2)])
     plan.appended_layers.add(2)
     manager.abandon(plan)

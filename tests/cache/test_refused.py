@@ -197,6 +197,7 @@ def test_a_call_while_another_thread_is_inside_one_is_refused(monkeypatch: pytes
     assert plan.requests == (a,)
     other = in_thread(lambda: manager.prepare_forward([(b, 1)]))
     assert isinstance(other, PlanError)
+    plan.mark_appended()
     assert in_thread(lambda: manager.commit(plan)) is None  # another thread may go on
     manager.check_invariants()
 
@@ -314,7 +315,7 @@ def test_a_finalizer_in_the_middle_of_a_call_releases_later(monkeypatch: pytest.
     monkeypatch.setattr(manager.memory, "send", collecting)
     plan = manager.prepare_forward([(busy, 1)])
     assert not going.released
-    manager.commit(plan)
+    manager.commit(plan, partial=True)
     assert (going.released, busy.released) == (True, False)
     manager.release_later(gone)
     assert busy.released

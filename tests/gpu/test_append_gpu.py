@@ -168,6 +168,7 @@ class Captured:
                 for static, fresh in zip(tensors, (kv, *projections), strict=True):
                     static.copy_(fresh)
         self.graph.replay()
+        plan.mark_appended()
         self.stack.manager.commit(plan, accepted)
 
 

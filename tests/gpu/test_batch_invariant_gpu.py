@@ -69,7 +69,7 @@ def life(stack: Stack, cut: str, *, last: bool = False) -> list[Tensor]:
             found.setdefault((layer, "lse"), []).append(lse[rows])
             if chosen is not None:
                 found.setdefault((layer, "chosen"), []).append(chosen[rows])
-        manager.commit(plan)
+        manager.commit(plan, partial=True)  # a layer of each kind
     for request in requests:
         manager.release_request(request)
     return [torch.cat(pieces) for pieces in found.values()]

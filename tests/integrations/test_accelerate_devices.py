@@ -8,12 +8,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from dsv4.errors import InvalidInput, RecoveryNeeded
+from dsv4.errors import InvalidInput, PlanError, RecoveryNeeded
 from dsv4.integrations.transformers import Engine, accelerate
 from dsv4.integrations.transformers.split_manager import SplitManager, places
 from tests.integrations.fast_v4 import assert_close, fast, generate, manager_of, plain_model
 from tests.integrations.second_device import HERE, THERE, second_device, watched
 from tests.integrations.tiny_v4 import prompt
+from tests.support.lives import tiny_stack
 
 BORDER = 2
 
@@ -102,6 +103,28 @@ def test_a_failure_on_one_device_is_told_of(monkeypatch: pytest.MonkeyPatch) -> 
             model(ids)
         manager.abandon = lambda plan: None  # type: ignore[method-assign]
         del past
+
+
+def test_a_step_that_lacks_a_layer_on_one_device_is_committed_on_none() -> None:
+    stack, cpu = tiny_stack(), torch.device("cpu")
+    stack.manager = manager = SplitManager(
+        stack.schema,
+        [(cpu, [0, 1]), (cpu, [2, 3, 4])],
+        num_blocks=8,
+        max_requests=1,
+        max_step_tokens=64,
+        prefix=None,
+    )
+    request, stream = manager.admit_request(60), stack.stream(0, 60)
+    plan = manager.prepare_forward([(request, 50)])
+    stack.write(plan, [stream], layers=[0, 1, 2])
+    with pytest.raises(PlanError, match="from 0: this step lacks the append of layer 1,"):
+        manager.commit(plan)
+    assert request.length == 0
+    stack.write(plan, [stream], layers=[3])
+    manager.commit(plan)
+    manager.check_invariants()
+    assert request.length == 50
 
 
 def test_what_does_not_go_together_is_refused() -> None:

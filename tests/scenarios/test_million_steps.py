@@ -189,7 +189,7 @@ class Life:
             self.manager.abandon(plan)
         else:
             accepted = [n - self.rng.randrange(min(n, 1 + DRAFTS) + 1) for n in counts]
-            self.manager.commit(plan, accepted)
+            self.manager.commit(plan, accepted, partial=True)
             for request, count in zip(batch, accepted, strict=True):
                 self.lengths[request] += count
                 assert request.length == self.lengths[request]

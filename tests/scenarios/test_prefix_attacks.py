@@ -1,6 +1,6 @@
 """Random calls as in test_prefix_random, and what no engine should do but every engine will: steps
-that fail half way, are committed half-run, or are told their ids late; errors of the device and
-interrupts in the middle of any call; twins in one step."""
+that fail half way, in a layer or between two, are committed without some layers, or are told their
+ids late; errors of the device and interrupts in the middle of any call; twins in one step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from dsv4.cache.prefix.options import SnapshotPolicy, full, periodic, zero
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import HcaState
-from dsv4.errors import ContextOverflow, InvalidInput, OutOfBlocks, OutOfSlots
+from dsv4.errors import ContextOverflow, InvalidInput, OutOfBlocks, OutOfSlots, PlanError
+from tests.oracles.bookkeeping import nothing_changes
 from tests.scenarios.test_prefix_random import BLOCKS, CONTEXT, MODEL, Life, World
 from tests.support.faults import DeviceFault, Faults, Interrupts
 
@@ -22,17 +23,34 @@ CHECK_EVERY = 40
 
 
 class Attack(World):
-    """Some layers of a step may stay unwritten: `layers_left` says how many more are written."""
+    """Some layers of a step may stay unwritten: `layers_left` says how many more are written,
+    `pieces_left` how many pieces of the one after them, of which a piece raises."""
 
     layers_left: int | None = None
+    pieces_left: int | None = None
 
-    def write_window(self, plan: ForwardPlan, *given: object) -> None:
-        if self.layers_left == 0:
+    def begin(self, plan: ForwardPlan, layer: int) -> None:
+        if self.layers_left == 0 and self.pieces_left is None:
             raise HalfRun
         if self.layers_left is not None:
             self.layers_left -= 1
-        plan.touched = True
+        super().begin(plan, layer)
+
+    def write_window(self, plan: ForwardPlan, *given: object) -> None:
+        self.next_piece()
         super().write_window(plan, *given)  # type: ignore[arg-type]
+
+    def write_tails(self, plan: ForwardPlan, *given: object) -> None:
+        self.next_piece()
+        super().write_tails(plan, *given)  # type: ignore[arg-type]
+        self.next_piece()
+
+    def next_piece(self) -> None:
+        if self.layers_left is None or self.layers_left >= 0 or self.pieces_left is None:
+            return
+        self.pieces_left -= 1
+        if self.pieces_left < 0:
+            raise HalfRun
 
     def planned(self, *, wide: bool) -> ForwardPlan:
         """A step of some requests, with ids for all its tokens."""
@@ -60,6 +78,14 @@ class Attack(World):
             pass
         finally:
             self.layers_left = None
+
+    def write_into(self, plan: ForwardPlan) -> None:
+        """The first few layers of a step, and a part of one after them."""
+        self.pieces_left = self.rng.randrange(3)
+        try:
+            self.write_some(plan)
+        finally:
+            self.pieces_left = None
 
     def mend(self, request: Request, length: int) -> None:
         """Back to where it is whole, or away."""
@@ -114,8 +140,16 @@ class Attack(World):
         assert self.manager.evict() == evictable
 
     def fail(self) -> None:
+        """What a layer has begun cannot be committed, whatever is said, nor be tried again."""
         plan = self.planned(wide=self.rng.random() < 0.6)
-        self.write_some(plan)
+        if self.rng.random() < 0.5:
+            self.write_some(plan)
+        else:
+            self.write_into(plan)
+        for partial in (False, True)[: 1 + bool(plan.unfinished_layers)]:
+            if not plan.is_stored:
+                with nothing_changes(self.manager), pytest.raises(PlanError):
+                    self.manager.commit(plan, ids=self.ids_of(plan), partial=partial)
         self.manager.fail(plan)
         for request in plan.requests:
             if request.is_torn:
@@ -127,7 +161,8 @@ class Attack(World):
         plan = self.planned(wide=self.rng.random() < 0.4)
         before = [request.length for request in plan.requests]
         self.write_some(plan)
-        self.manager.commit(plan, ids=self.ids_of(plan) if self.rng.random() < 0.8 else None)
+        ids = self.ids_of(plan) if self.rng.random() < 0.8 else None
+        self.manager.commit(plan, ids=ids, partial=True)
         for request, length in zip(plan.requests, before, strict=True):
             assert request.torn_from == length
             self.mend(request, length)

@@ -140,6 +140,7 @@ class World:
         stamps = np.array([s for r, a, n in spans for s in self.lives[r].stamps[a : a + n]])
         for layer, spec in enumerate(MODEL.layers):
             written = self.inexact(stamps, spans, layer)
+            self.begin(plan, layer)
             self.write_window(plan, spans, layer, written)
             if spec.ratio:
                 self.write_tails(plan, spans, layer, written)
@@ -148,6 +149,9 @@ class World:
                 workspace = self.manager.memory.workspace
                 plan.captures.take_window(layer, workspace.staging, workspace.staging_page)
             plan.note_append(layer)
+
+    def begin(self, plan: ForwardPlan, layer: int) -> None:
+        plan.begin_append(layer)
 
     def inexact(self, stamps: Stamps, spans: list, layer: int) -> Stamps:
         """A replay from a zeroed slot is wrong for a window longer in each layer."""

@@ -31,7 +31,7 @@ def run(chunks: list[int]) -> dict[int, tuple[Tensor, Tensor, Tensor | None]]:
         for layer in stack.layers:
             stack.write(plan, [stream], layers=[layer])
             pieces[layer].append(read(stack, plan, layer, [asked]))
-        stack.manager.commit(plan)
+        stack.manager.commit(plan, partial=True)
     return {
         layer: tuple(
             None if p[0][i] is None else torch.cat([piece[i] for piece in p]) for i in range(3)
@@ -69,7 +69,7 @@ def test_a_rejected_draft_leaves_no_trace_in_what_is_read(token_by_token) -> Non
             for layer in stack.layers:
                 stack.write(plan, [other], layers=[layer])
                 read(stack, plan, layer, [other_asked])
-            stack.manager.commit(plan, [0])
+            stack.manager.commit(plan, [0], partial=True)
         count = min(40 if at < 120 else 1, TOKENS - at)
         plan = stack.manager.prepare_forward([(request, count)])
         for layer in stack.layers:
@@ -81,7 +81,7 @@ def test_a_rejected_draft_leaves_no_trace_in_what_is_read(token_by_token) -> Non
             assert error < 1e-3 * wanted_out[span].double().norm(), (layer, at)
             if selection is not None and wanted_selection is not None:
                 assert torch.equal(selection, wanted_selection[span])
-        stack.manager.commit(plan)
+        stack.manager.commit(plan, partial=True)
         at += count
 
 
@@ -101,7 +101,7 @@ def test_a_ragged_batch_equals_solo_runs() -> None:
         for layer in alone.layers:
             alone.write(plan, [streams[i]], layers=[layer])
             solo_outputs[i, layer] = read(alone, plan, layer, [asked[i]])[0]
-        alone.manager.commit(plan)
+        alone.manager.commit(plan, partial=True)
     stack.step([(r, s, n - 1) for r, s, n in zip(requests, streams, lengths, strict=True)])
     order = (2, 0, 1)
     plan = stack.manager.prepare_forward(

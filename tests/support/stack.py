@@ -143,7 +143,10 @@ class Stack:
         streams: Sequence[Stream],
         layers: Sequence[int] | None = None,
     ) -> None:
-        """Appends the plan's tokens on every layer; padding rows are NaN."""
+        """Appends the plan's tokens on every layer; padding rows are NaN. Layers that the stack
+        leaves out are as if they had appended too."""
+        if layers is None:
+            plan.mark_appended(set(plan.backbone_layers).difference(self.layers))
         for layer in self.layers if layers is None else layers:
             kv, projections = self.inputs(plan, streams, layer)
             handle = self.manager.acquire(layer, plan)

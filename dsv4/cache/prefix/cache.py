@@ -332,11 +332,6 @@ class PrefixCache:
         new = (starts <= known) & (known < ends)
         return LearnedIds(None, [_told(plan, kept, ids, r) for r in new.nonzero()[0].tolist()])
 
-    def note_torn(self, plan: ForwardPlan, kept: I64) -> None:
-        """Some layers lack the step: nothing of it may be found again."""
-        for row in kept.nonzero()[0].tolist():
-            plan.requests[row].note_torn(int(plan.starts[row]))
-
     def note_commit(
         self,
         plan: ForwardPlan,
@@ -489,24 +484,26 @@ class PrefixCache:
             self.outbox.append(Fresh(node, is_snapshot, parent, tokens))
 
     def _finish_captures(self, plan: ForwardPlan, kept: I64) -> None:
-        """A snapshot is valid once its step has happened and every layer has given its part."""
+        """A snapshot is valid once its step has happened, every layer has stored it and given its
+        part, and the tokens up to it are known: a step in front may have torn the request."""
         assert plan.captures is not None
-        complete = self._is_complete(plan.captures.layers)
+        complete = plan.is_stored and self._is_complete(plan.captures.layers)
         narrow = 0 if plan.narrow_half is None else len(plan.narrow_half.requests)
         for capture in plan.captures.captures:
             batch_row = capture.batch_row + narrow  # its row in the whole plan
             request = plan.requests[batch_row]
             reached = plan.starts[batch_row] + kept[batch_row]
-            node = None
-            if complete and capture.boundary <= reached and request.trail is not None:
+            trail, node = request.trail, None
+            known = 0 if trail is None else min(reached, trail.take_recent())
+            if complete and trail is not None and capture.boundary <= known:
                 block = capture.boundary // self.schema.block_tokens - 1
-                node = self.index.get(request.trail.digest(block))
+                node = self.index.get(trail.digest(block))
             if node is None or node.snapshot is not None:
                 self._free_rows.append(capture.row)
             else:
-                assert request.trail is not None
+                assert trail is not None
                 self._attach(node, capture.row)
-                self._note_fresh(node, request.trail, capture.boundary, is_snapshot=True)
+                self._note_fresh(node, trail, capture.boundary, is_snapshot=True)
 
     def _is_complete(self, layers: set[int]) -> bool:
         """Whether these are all layers but those that draft, which not every engine runs."""

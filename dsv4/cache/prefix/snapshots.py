@@ -194,7 +194,6 @@ class WideCaptures:
 
     def take_tails(self, layer: int, slot_arena: Tensor, writes: Sequence[CompressorWrite]) -> None:
         """The previous stream of the last group of each boundary; before the tails are written."""
-        self.layers.add(layer)
         for write in writes:
             if write.layout.overlap:
                 kinds = TAIL_SLICES["index" if write.layout.hadamard else "main"]
@@ -202,13 +201,14 @@ class WideCaptures:
                     self._store(self._pool.layout.ring_slice(layer, kind), rows)
 
     def take_window(self, layer: int, staging: Tensor, page: Page) -> None:
-        """The window rows of each boundary, from the staging; after the window is written."""
-        self.layers.add(layer)
+        """The window rows of each boundary, from the staging; after the window is written. With
+        them a layer has given all that it gives."""
         for kind, width, offset in window_slices(page):
             part = self._pool.layout.ring_slice(layer, kind)
             if part is not None:
                 rows = staging.as_strided((page.rows, width), (width, 1), offset)
                 self._store(part, rows[self._staged_rows])
+        self.layers.add(layer)
 
     def _last_groups(self, slot_arena: Tensor, write: CompressorWrite) -> tuple[Tensor, Tensor]:
         """Values and biased gates fp32 [captures, ratio, width]: what the tails would hold."""

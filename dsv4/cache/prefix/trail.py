@@ -175,7 +175,8 @@ class TokenTrail:
     def hash_blocks(self, blocks: int) -> None:
         """Makes the digests of the first so many blocks, whose tokens are all known."""
         if blocks * self.block_tokens > self._known:
-            self.take_recent()
+            known = self.take_recent()
+            assert blocks * self.block_tokens <= known, "a digest of tokens that are not known"
         chain, ids, block_tokens = self.chain, self._ids.data, self.block_tokens
         digest, blake2b = chain[-1] if chain else self.root, hashlib.blake2b
         for at in range(len(chain) * block_tokens, blocks * block_tokens, block_tokens):

@@ -253,6 +253,45 @@ def accepted(schema: CacheSchema, plan: ForwardPlan, accepted: Sequence[int] | N
     )
 
 
+def every_layer(plan: ForwardPlan, kept: I64, *, partial: bool) -> bool:
+    """Whether every layer has stored the step, but for those that draft. PlanError if an append of
+    one raised, or if one lacks tokens that are kept and the step is not meant to be `partial`."""
+    parts = plan.halves or (plan,)
+    for part in parts:
+        if part.unfinished_layers:
+            raise PlanError(
+                f"an append of layer {min(part.unfinished_layers)} raised, so what the step has "
+                f"left there is unknown: call fail(plan)"
+            )
+    if plan.is_stored:
+        return True
+    if not partial and kept.any():
+        told = [
+            _missing_layers(part) + of_half
+            for part, of_half in zip(parts, _names(plan), strict=True)
+            if not part.is_stored
+        ]
+        raise PlanError(
+            f"this step lacks the append of {' and of '.join(told)}, and the next one would read "
+            f"what was left out: run it, or call fail(plan). After the replay of a captured graph "
+            f"say plan.mark_appended(); commit(plan, partial=True) keeps a step that lacks layers"
+        )
+    return False
+
+
+def _names(plan: ForwardPlan) -> tuple[str, ...]:
+    return (" of plan.narrow_half", " of plan.wide_half")[: len(plan.halves)] or ("",)
+
+
+def _missing_layers(plan: ForwardPlan) -> str:
+    """By number, the first few of many."""
+    layers = sorted(set(plan.backbone_layers).difference(plan.stored_layers))
+    shown = ", ".join(map(str, layers[:8]))
+    if len(layers) > 8:
+        shown += f" and {len(layers) - 8} more"
+    return f"layer{'s' if len(layers) > 1 else ''} {shown}"
+
+
 def rewind_length(request: Request, length: object) -> int:
     """A length that the request has had. InvalidInput."""
     tokens = require_count("length", length, at_least=0)

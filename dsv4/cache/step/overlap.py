@@ -8,9 +8,11 @@ at most, and takes blocks for that; where the step really starts, the device fil
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.prepare_forward import Before, ForwardPlan
@@ -49,25 +51,24 @@ def read_before(
     row_of_slot = np.full(table.max_requests, -1, dtype=np.int64)
     row_of_slot[behind.slots] = np.arange(len(behind.slots))
     rows = row_of_slot[shape.slots]
-    unknown = np.zeros(len(rows), dtype=np.bool_)
+    counted = np.zeros(len(rows), dtype=np.bool_)
     if accepted is not None:  # a chunk is kept whole
-        unknown = (rows >= 0) & (behind.counts <= schema.max_narrow_tokens)[rows]
-    if behind.unknown_starts is not None:
-        unknown = unknown | ((rows >= 0) & behind.unknown_starts[rows])
-    wrong = unknown & (shape.counts > schema.max_narrow_tokens)
-    if wrong.any():
-        row = int(wrong.argmax())
+        counted = _of_rows(behind.counts <= schema.max_narrow_tokens, rows, counted)
+    unknown = _unknown_starts(rows, counted, behind)
+    is_chunk = shape.counts > schema.max_narrow_tokens
+    if unknown is not None and (unknown & is_chunk).any():
+        row = int((unknown & is_chunk).argmax())
         raise PlanError(
             f"{shape.counts[row]} tokens of request {shape.requests[row].serial} cannot be planned "
             f"before it is known how many of its last step are kept: at most "
             f"{schema.max_narrow_tokens} can, or commit that step first"
         )
-    return Before(plan=behind, rows=rows, unknown_starts=unknown if unknown.any() else None)
+    return Before(plan=behind, rows=rows, counted_rows=counted, unknown_starts=unknown)
 
 
 def latest_starts(before: Before, lengths: I64) -> I64:
     """Where the requests of a step start at the latest; `lengths` are those of the last commit."""
-    return np.where(before.rows >= 0, before.plan.ends[before.rows], lengths)
+    return _of_rows(before.plan.ends, before.rows, lengths)
 
 
 def window_lost(schema: CacheSchema, plan: ForwardPlan, lengths: I64, written: I64) -> bool:
@@ -75,9 +76,8 @@ def window_lost(schema: CacheSchema, plan: ForwardPlan, lengths: I64, written: I
     `lengths` are those of the last commit, `written` the ends of what was written by then."""
     earliest = plan.starts
     if plan.behind is not None and plan.rows_before is not None:
-        follows = plan.rows_before >= 0
-        ends = plan.behind.latest_ends[plan.rows_before]
-        written = np.where(follows, np.maximum(written, ends), written)
+        ends = _of_rows(plan.behind.latest_ends, plan.rows_before, written)
+        written = np.maximum(written, ends)
         if plan.unknown_starts is not None:
             earliest = np.where(plan.unknown_starts, lengths, earliest)
     return bool((written - earliest > schema.ring_rows - schema.model.window).any())
@@ -101,7 +101,7 @@ def require_last(plan: ForwardPlan, open_plans: Sequence[ForwardPlan]) -> None:
 def require_kept(plan: ForwardPlan, kept: I64, open_plans: Sequence[ForwardPlan]) -> None:
     """PlanError for a plan that rejects tokens behind which another one was planned."""
     for follower in _followers(plan, open_plans):
-        rows = _known_rows(follower)
+        rows = _rows_taken_whole(follower)
         wrong = rows[kept[rows] != plan.counts[rows]]
         if wrong.size:
             raise PlanError(
@@ -132,26 +132,55 @@ def last_first(plan: ForwardPlan, open_plans: Sequence[ForwardPlan]) -> list[For
 
 def move_up(plan: ForwardPlan, table: RequestTable, open_plans: Sequence[ForwardPlan]) -> None:
     """A plan is committed and the lengths have moved: where those behind it start is known, and
-    of those behind these the latest is earlier."""
+    of those behind these the latest is earlier, or known too."""
     for follower in _followers(plan, open_plans):
-        _start_at(follower, table.numbers[LENGTH, follower.slots], open_plans)
-        follower.unknown_starts = None
+        _start_at(follower, table.numbers[LENGTH, follower.slots], None, open_plans)
         follower.behind = None
 
 
-def _start_at(plan: ForwardPlan, starts: I64, open_plans: Sequence[ForwardPlan]) -> None:
-    plan.starts, plan.ends = starts, starts + plan.counts
+def _start_at(
+    plan: ForwardPlan,
+    starts: I64,
+    unknown: NDArray[np.bool_] | None,
+    open_plans: Sequence[ForwardPlan],
+) -> None:
+    plan.starts, plan.ends, plan.unknown_starts = starts, starts + plan.counts, unknown
     first = 0
     for half in plan.halves:
         last = first + len(half.requests)
-        half.starts, half.ends, first = starts[first:last], plan.ends[first:last], last
+        half.starts, half.ends = starts[first:last], plan.ends[first:last]
+        half.unknown_starts = None if unknown is None else unknown[first:last]
+        first = last
     for nth, step in enumerate(plan.draft_steps):
         step.starts = starts[: len(step.requests)] + nth
         step.ends = step.starts + 1
     for follower in _followers(plan, open_plans):
         assert follower.rows_before is not None
+        assert follower.counted_rows is not None
         rows = follower.rows_before
-        _start_at(follower, np.where(rows >= 0, plan.ends[rows], follower.starts), open_plans)
+        still = _unknown_starts(rows, follower.counted_rows, plan)
+        follows = _of_rows(plan.ends, rows, follower.starts)
+        _start_at(follower, follows, still, open_plans)
+
+
+def _unknown_starts(
+    rows: I64, counted: NDArray[np.bool_], before: ForwardPlan
+) -> NDArray[np.bool_] | None:
+    """Of which requests only the device knows the start: those of which it reads how many tokens
+    the plan before keeps, and those of which it alone knows where that one starts. None if of
+    none."""
+    unknown = counted
+    if before.unknown_starts is not None:
+        unknown = unknown | _of_rows(before.unknown_starts, rows, counted)
+    return unknown if unknown.any() else None
+
+
+def _of_rows(values: NDArray[Any], rows: I64, otherwise: NDArray[Any]) -> NDArray[Any]:
+    """What requests have in the plan before, of which `rows` are their rows there; `otherwise`
+    where they have none."""
+    found, taken = rows >= 0, otherwise.copy()
+    taken[found] = values[rows[found]]
+    return taken
 
 
 def _followers(plan: ForwardPlan, open_plans: Sequence[ForwardPlan]) -> list[ForwardPlan]:
@@ -164,13 +193,25 @@ def _plans_ahead(plan: ForwardPlan) -> int:
     return 0 if plan.behind is None else 1 + _plans_ahead(plan.behind)
 
 
-def _known_rows(follower: ForwardPlan) -> I64:
-    """Rows of the plan before whose tokens were taken for accepted."""
+def _rows_taken_whole(follower: ForwardPlan) -> I64:
+    """Rows of the plan before all of whose tokens were taken for kept, wherever they start."""
     assert follower.rows_before is not None
-    known = follower.rows_before >= 0
-    if follower.unknown_starts is not None:
-        known &= ~follower.unknown_starts
-    return follower.rows_before[known]
+    assert follower.counted_rows is not None
+    return follower.rows_before[(follower.rows_before >= 0) & ~follower.counted_rows]
+
+
+def may_have_run(plan: ForwardPlan) -> NDArray[np.bool_]:
+    """Of which requests a plan that has not ended may have written something. A chunk's handles
+    know. A replayed graph does not tell, so a narrow step may have, but for requests whose chunk
+    in front of it has not run."""
+    halves = plan.halves or (plan,)
+    touched = np.concatenate([np.full(len(half.requests), half.touched) for half in halves])
+    replayed = np.concatenate([np.full(len(half.requests), half.narrow) for half in halves])
+    if plan.behind is not None:
+        assert plan.rows_before is not None
+        replayed &= _of_rows(may_have_run(plan.behind), plan.rows_before, replayed)
+    ran: NDArray[np.bool_] = touched | replayed
+    return ran
 
 
 def _check_accepted(accepted: object, behind: ForwardPlan, device: torch.device) -> None:

@@ -297,12 +297,13 @@ class CacheRows:
         self.note_columns(ids, torch.ones((batch, columns), dtype=torch.bool, device=device))
 
     def _take_blocks(self, columns: int) -> None:
-        """Plans of at most a step buffer each: layers here write through plane views, so a plan
-        only takes blocks, tells the block table and moves the lengths."""
+        """Plans of at most a step buffer each: layers here write through plane views, of which the
+        plan sees nothing, so it only takes blocks, tells the block table and moves the lengths."""
         piece = max(1, self.manager.max_step_tokens // len(self.requests))
         for first in range(0, columns, piece):
             count = min(piece, columns - first)
             plan = self.manager.prepare_forward([(request, count) for request in self.requests])
+            plan.mark_appended()
             self.manager.commit(plan)
 
 

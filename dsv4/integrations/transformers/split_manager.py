@@ -21,7 +21,8 @@ from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.stats import MemoryBytes
-from dsv4.errors import InvalidInput, RecoveryNeeded
+from dsv4.cache.step import checks as step_checks
+from dsv4.errors import InvalidInput, PlanError, RecoveryNeeded
 from dsv4.ops.backend import BackendName
 from dsv4.ops.device import on_device
 
@@ -254,6 +255,15 @@ class SplitManager(KVCacheManager):
 
     def commit(self, plan: ForwardPlan, *args: Any, **options: Any) -> None:
         with self._in_step():
+            partial = options.get("partial", False)
+            of_others = zip(self.others, self._plans.get(id(plan), ()), strict=False)
+            for other, each in of_others:  # before any of them has moved
+                try:
+                    step_checks.every_layer(each, each.counts, partial=partial)
+                except PlanError as error:
+                    raise PlanError(
+                        f"on {other.device}, whose layers count from 0: {error}"
+                    ) from None
             super().commit(plan, *args, **options)
             theirs = self._plans.pop(id(plan))
             self._others_do(lambda other, nth: other.commit(theirs[nth], *args, **options))
