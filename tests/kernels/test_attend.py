@@ -13,7 +13,7 @@ from dsv4.cache.records import nvfp4
 from dsv4.errors import InvalidInput, SchemaError
 from dsv4.kernels import attend as kernel
 from dsv4.kernels.target import TARGETS, AttentionTiles, Target, attention_tiles, compiling_for
-from tests.reference.test_attend import Step, check, make_step
+from tests.reference.test_attend import Step, check, make_step, with_nan
 
 
 def workspace_of(step: Step) -> Tensor | None:
@@ -148,6 +148,19 @@ def test_sinks_at_the_ends() -> None:
     assert out[:, 2].abs().max() < 1e-20
     assert torch.isfinite(out).all()
     assert torch.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("record", ["fp8_ds", "fp8_row", "bf16", "v41"])
+@pytest.mark.parametrize("entry", [False, True], ids=["window", "entry"])
+def test_a_nan_in_a_key_makes_its_queries_nan_and_no_others(record: str, entry: bool) -> None:
+    names = {"window_record": "v41_fp8", "record": "v41_fp4"} if record == "v41" else {}
+    step = make_step([(40, 2), (29, 1)], kind="csa", **(names or {"record": record}))
+    before = run(step)
+    hurt = torch.tensor(with_nan(step, 1, entry=entry))
+    out, lse = run(step)
+    assert out[hurt].isnan().all()
+    assert lse[hurt].isnan().all()
+    assert same((out[~hurt], lse[~hurt]), (before[0][~hurt], before[1][~hurt]))
 
 
 def test_nothing_selected_leaves_the_window() -> None:

@@ -6,7 +6,7 @@ a ring longer than the window; every row that no query may read is NaN.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsv4.kernels import attend as portable
 from dsv4.reference import attend as reference
-from tests.reference.test_attend import Step, check, make_step
+from tests.reference.test_attend import Step, check, make_step, with_nan
 
 DEVICE = torch.device("cuda")
 # 521 indices: not a multiple of a tile, of 16 or of 4
@@ -98,3 +98,16 @@ def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
     return all(
         torch.equal(x.view(torch.int16), y.view(torch.int16)) for x, y in zip(a, b, strict=True)
     )
+
+
+def assert_nan_is_read(
+    step: Step, run: Callable[[Step], tuple[Tensor, Tensor]], token: int, *, entry: bool
+) -> None:
+    """A NaN in a key makes every output of the queries that read it NaN, and changes no other."""
+    before = run(step)
+    hurt = torch.tensor(with_nan(step, token, entry=entry), device=DEVICE)
+    assert hurt.any()
+    out, lse = run(step)
+    assert out[hurt].isnan().all()
+    assert lse[hurt].isnan().all()
+    assert same((out[~hurt], lse[~hurt]), (before[0][~hurt], before[1][~hurt]))
