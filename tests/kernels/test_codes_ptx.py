@@ -124,7 +124,8 @@ def probe(name: str) -> Launch:
         empty(TILE, WIDTH, dtype=torch.bfloat16),
     )
     constants = {"WINDOW": name == "v41_fp8", "STAGE": 1, "LIVE": LIVE}
-    return Launch(attend_keys_probe, (1,), arguments, constants, {"num_warps": 4})
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    return Launch(attend_keys_probe, (1,), arguments, constants, options)
 
 
 if __name__ == "__main__":
