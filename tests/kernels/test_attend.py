@@ -163,6 +163,23 @@ def test_a_nan_in_a_key_makes_its_queries_nan_and_no_others(record: str, entry: 
     assert same((out[~hurt], lse[~hurt]), (before[0][~hurt], before[1][~hurt]))
 
 
+@pytest.mark.parametrize("record", ["fp8_ds", "bf16"])
+def test_keys_of_logit_minus_infinity_are_none(record: str) -> None:
+    """The output is 0 then, whatever the sink, as for a query without keys."""
+    step = make_step([(0, 1), (9, 1)], kind="swa", record=record)
+    key = step.keys[0]
+    assert key is not None
+    step.q[0, 2:, 5] = -torch.inf * torch.sign(key[0, 5]).float()
+    step.sink = torch.tensor([3e38, 0.0, -torch.inf, 3e38])
+    out, lse = run(step)
+    assert (out[0, 2:] == 0).all()
+    assert (lse[0, 2:] == -torch.inf).all()
+    assert (out[:, 0] == 0).all()  # such a sink leaves nothing to any key
+    assert out[:, 1].isfinite().all()
+    assert not out[1].isnan().any()
+    assert lse[1].isfinite().all()
+
+
 def test_nothing_selected_leaves_the_window() -> None:
     step = make_step([(40, 1)], kind="csa")
     assert step.indices is not None

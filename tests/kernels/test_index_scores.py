@@ -13,7 +13,15 @@ from dsv4.errors import InvalidInput
 from dsv4.kernels import index_scores as kernel
 from dsv4.ops.calls import EntrySource, Scoring
 from dsv4.reference import index_scores as reference
-from tests.oracles.indexer import UNTOUCHED, make_keys, make_tokens, round_trip, same_bits
+from tests.oracles.indexer import (
+    QUERY_POWERS,
+    UNTOUCHED,
+    make_keys,
+    make_tokens,
+    round_trip,
+    same_bits,
+    sizes_far_apart,
+)
 from tests.support.formats import BF16_INDEX_FORMATS
 from tests.support.numbers import Numbers
 
@@ -147,6 +155,15 @@ def test_nan_and_negative_weights():
     assert torch.isnan(found[0, :150]).all()
     assert (found[1, :149] <= 0).all()
     assert same_bits(found[3, :9], torch.zeros(9))
+
+
+@pytest.mark.parametrize("powers", [QUERY_POWERS, (-126, -124, -120)], ids=["far", "denormal"])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_tiny_and_large_queries(name: str, powers: tuple[int, ...]):
+    record = records.index_format(name, index_dim=64)
+    values, q, weights = sizes_far_apart(record, ENTRIES, len(ROWS), 8, 0, powers)
+    found, expected = both(make_keys(record, values), make_tokens(ROWS), q, weights)
+    assert same_bits(found, expected)
 
 
 @pytest.mark.parametrize("name", BF16_INDEX_FORMATS)
