@@ -15,6 +15,7 @@ from tests.support.gpu_steps import (
     DEVICE,
     RAGGED,
     V41_SHAPES,
+    assert_minus_infinity_is_no_key,
     assert_nan_is_read,
     assert_near,
     assert_right,
@@ -88,6 +89,10 @@ def test_a_nan_in_a_key_makes_its_queries_nan_and_no_others(record: str, entry: 
     more = V41_SHAPES["pairs"] if record == "v41" else {"kind": "csa", "record": record}
     for requests in (RAGGED["csa"], [(700, 1)] * 150):
         assert_nan_is_read(make(requests, **more), run_portable, 5, entry=entry)
+
+
+def test_keys_of_logit_minus_infinity_are_none() -> None:
+    assert_minus_infinity_is_no_key(make(RAGGED["csa"], "csa", padding=1), run_portable)
 
 
 @pytest.mark.parametrize("kind", ["csa", "hca"])

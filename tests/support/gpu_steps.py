@@ -111,3 +111,22 @@ def assert_nan_is_read(
     assert out[hurt].isnan().all()
     assert lse[hurt].isnan().all()
     assert same((out[~hurt], lse[~hurt]), (before[0][~hurt], before[1][~hurt]))
+
+
+def assert_minus_infinity_is_no_key(
+    step: Step, run: Callable[[Step], tuple[Tensor, Tensor]]
+) -> None:
+    """The first token sees one key; where its logit is -inf its output is 0."""
+    key = step.keys[0]
+    assert key is not None
+    assert len(key) == 1
+    step.q[0, 1:4, 5] = -torch.inf * torch.sign(key[0, 5]).float()
+    step.sink[:4] = torch.tensor([3e38, 3e38, 0.0, -torch.inf])
+    out, lse = run(step)
+    assert (out[0, 1:4] == 0).all()
+    assert (lse[0, 1:4] == -torch.inf).all()
+    live = step.tokens[:, 0] >= 0
+    assert (out[live, 0] == 0).all()  # such a sink leaves nothing to any key
+    assert not out[live].isnan().any()
+    for found, wanted in zip((out, lse), step.run(reference.attend, turn=True), strict=True):
+        assert torch.equal(found[live].isfinite(), wanted[live].isfinite())
