@@ -60,7 +60,7 @@ def round_trip(record: RecordFormat, x: Tensor) -> Tensor:
     return decode(record, *encode(record, x))
 
 
-QUERY_POWERS, KEY_POWERS = (-100, -60, 0, 20), (-10, 0, 10)
+QUERY_POWERS, KEY_POWERS = (-80, -40, 0, 20), (-10, 0, 10)
 
 
 def sizes_far_apart(
