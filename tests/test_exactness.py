@@ -163,6 +163,15 @@ def forbids_fusion(node: ast.AST) -> bool:
     return False
 
 
+def test_no_kernel_writes_minus_zero_as_a_number():
+    """Triton makes +0 of it: it is written by its bits."""
+    for path in sorted((ROOT / "dsv4/kernels").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            negated = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
+            number = ast.unparse(node.operand) if negated else ""
+            assert number not in ("0.0", "0"), f"{path.name}:{node.lineno}"
+
+
 def test_launches_that_may_fuse_are_on_the_list():
     may_fuse = {file for file, forbidden in launchers() if not forbidden}
     assert may_fuse == {file for file, _ in table("Launches that may fuse")}

@@ -25,7 +25,7 @@ from dsv4.kernels.compress import (
     tail_rank,
 )
 from dsv4.kernels.launch import Launch
-from dsv4.kernels.numerics import load_rope, rms_norm, rotate
+from dsv4.kernels.numerics import load_rope, rms_norm, rotate, wide
 from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.record_store import RecordConstants, record_constants, store_records
 from dsv4.kernels.rows import load_request, load_token, request_at, staged_row, token_at
@@ -311,7 +311,7 @@ def _store_window(x, nth, token, slot_ptr, step, window, W: tl.constexpr):
     """A row [1, WIDTH] into the ring and, in a wide step, into the staging page."""
     WIDTH: tl.constexpr = W.WIDTH
     RECORD: tl.constexpr = W.RECORD
-    x = x.to(tl.float32)
+    x = wide(x)
     one = tl.arange(0, 1)
     if W.NORM:
         x = rms_norm(x, tl.load(window.norm + tl.arange(0, WIDTH))[None, :], step.eps, WIDTH)

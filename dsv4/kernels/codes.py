@@ -118,6 +118,15 @@ def e4m3_value(code):
 
 
 @triton.jit
+def e4m3_or_nan(code):
+    """E4M3 code → fp32. Scales may be NaN, and so are codes under such a scale."""
+    value = e4m3_value(code)
+    if INTERPRETED or not converts_e4m3():
+        value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+    return value
+
+
+@triton.jit
 def e2m1_code(x):
     """fp32 in ±6 → E2M1 code, ties to the even code."""
     a = tl.abs(x)

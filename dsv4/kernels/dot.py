@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4.kernels.numerics import INTERPRETED, round_bf16
+from dsv4.kernels.numerics import INTERPRETED, round_bf16, wide
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def load_bf16(ptrs, mask):
     """bf16 numbers as `dot` takes them; 0 where masked."""
     x = tl.load(ptrs, mask=mask, other=0.0)
     if INTERPRETED:
-        return x.to(tl.float32)
+        return wide(x)
     else:
         return x
 

@@ -101,7 +101,9 @@ def _factors(top, z, c, live):
     rises = (z > top) & live
     shrink = exp_nonpositive(tl.where(z == top, 0.0, -tl.abs(z - top)))
     keep = tl.where(rises, shrink, 1.0)
-    add = tl.where(rises, 1.0, tl.where(live, shrink, -0.0))
+    # by its bits, because Triton makes +0 of the literal -0.0, and -0 + +0 is +0
+    nothing = tl.full(z.shape, 0x80000000, tl.uint32).to(tl.float32, bitcast=True)
+    add = tl.where(rises, 1.0, tl.where(live, shrink, nothing))
     return keep, add, add * c
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4.cache.records import RecordFormat
 from dsv4.kernels.codes import round_trip
 from dsv4.kernels.launch import Launch
-from dsv4.kernels.numerics import bf16_bits, hadamard, load_rope, rotate
+from dsv4.kernels.numerics import bf16_bits, hadamard, load_rope, rotate, wide
 from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.record_store import record_constants
 from dsv4.kernels.rows import load_token, token_at
@@ -80,7 +80,7 @@ def _index_query_kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     channel = tl.arange(0, WIDTH)[None, :]
     q = q_ptr + nth * q_stride + head * q_head_stride + channel
-    x = tl.load(q, mask=head < heads, other=0.0).to(tl.float32)
+    x = wide(tl.load(q, mask=head < heads, other=0.0))
     token = load_token(token_at(tokens_ptr, nth))
     position = token.position.to(tl.int64)
     if token.slot >= 0:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.errors import InvalidInput
-from dsv4.kernels.codes import bf16_power_of_two, e2m1_value, e4m3_value, power_of_two
+from dsv4.kernels.codes import bf16_power_of_two, e2m1_value, e4m3_or_nan, power_of_two
 from dsv4.kernels.dot import as_operand, dot, load_bf16
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import INTERPRETED, round_bf16
@@ -28,7 +28,6 @@ from dsv4.kernels.record_store import RecordConstants, record_constants
 from dsv4.kernels.rows import load_token, score_columns, token_at
 from dsv4.kernels.target import (
     bf16_products,
-    converts_e4m3,
     processors,
     score_registers,
     score_tile,
@@ -474,7 +473,7 @@ def _load_keys(entry, live, keys, table_row, S: tl.constexpr):
             if RECORD.SCALE == "ue8m0":
                 factor = power_of_two(scale.to(tl.int32))
             else:
-                factor = _e4m3_or_nan(scale) * RECORD.GLOBAL_SCALE
+                factor = e4m3_or_nan(scale) * RECORD.GLOBAL_SCALE
             factor = _spread(factor, QUARTER)
             code = words.to(tl.int32)
             k0 = as_operand(e2m1_value(code & 15) * factor)
@@ -485,10 +484,10 @@ def _load_keys(entry, live, keys, table_row, S: tl.constexpr):
         tl.static_assert(RECORD.SCALE == "fp32" and RECORD.TILE == S.WIDTH, "one scale per key")
         factor = tl.load(scale_row.to(tl.pointer_type(tl.float32)), mask=live, other=0.0)[:, None]
         first = data[:, None] + at
-        k0 = as_operand(_e4m3_or_nan(tl.load(first, mask=mask, other=0)) * factor)
-        k1 = as_operand(_e4m3_or_nan(tl.load(first + QUARTER, mask=mask, other=0)) * factor)
-        k2 = as_operand(_e4m3_or_nan(tl.load(first + 2 * QUARTER, mask=mask, other=0)) * factor)
-        k3 = as_operand(_e4m3_or_nan(tl.load(first + 3 * QUARTER, mask=mask, other=0)) * factor)
+        k0 = as_operand(e4m3_or_nan(tl.load(first, mask=mask, other=0)) * factor)
+        k1 = as_operand(e4m3_or_nan(tl.load(first + QUARTER, mask=mask, other=0)) * factor)
+        k2 = as_operand(e4m3_or_nan(tl.load(first + 2 * QUARTER, mask=mask, other=0)) * factor)
+        k3 = as_operand(e4m3_or_nan(tl.load(first + 3 * QUARTER, mask=mask, other=0)) * factor)
     else:
         first = data.to(tl.pointer_type(tl.bfloat16))[:, None] + at
         k0 = load_bf16(first, mask)
@@ -496,14 +495,6 @@ def _load_keys(entry, live, keys, table_row, S: tl.constexpr):
         k2 = load_bf16(first + 2 * QUARTER, mask)
         k3 = load_bf16(first + 3 * QUARTER, mask)
     return k0, k1, k2, k3
-
-
-@triton.jit
-def _e4m3_or_nan(code):
-    value = e4m3_value(code)
-    if INTERPRETED or not converts_e4m3():
-        value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
-    return value
 
 
 @triton.jit

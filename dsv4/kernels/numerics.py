@@ -69,6 +69,17 @@ def round_bf16(x):
 
 
 @triton.jit
+def wide(x):
+    """bf16 numbers as fp32. Triton's interpreter converts subnormal ones wrongly: there by their
+    bits."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def bf16_bits(x):
     """The 16 bits of an fp32 that holds a bf16 value."""
     return (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)

@@ -1,8 +1,8 @@
 """Loading records into registers: the decoder of dsv4/reference/codec.py inside a kernel.
 
 Values are bf16 numbers: in bf16 when compiled, in fp32 when interpreted (kernels/dot.py says why).
-A masked row is not read and gives zeros, whatever its pointers say. NaN codes are the caller's
-concern: records that were written from numbers hold none.
+A masked row is not read and gives zeros, whatever its pointers say. A tile with a NaN has a scale
+that is NaN, and all of it is read as NaN; codes of elements are read as numbers, whatever they are.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dsv4.kernels.codes import (
     E2M1_TIMES_BF16,
     bf16_power_of_two,
     e2m1_value,
+    e4m3_or_nan,
     e4m3_times_bf16,
     e4m3_value,
     power_of_two,
@@ -71,7 +72,7 @@ def load_record_span(
         elif RECORD.SCALE == "e4m3":
             scaled = mask[:, None] & coded[None, :]
             scale = tl.load(scale_ptrs[:, None] + tile, mask=scaled, other=0)
-            scale = e4m3_value(scale) * RECORD.GLOBAL_SCALE
+            scale = e4m3_or_nan(scale) * RECORD.GLOBAL_SCALE
         else:
             at = scale_ptrs.to(tl.pointer_type(tl.float32))[:, None] + tile
             scale = tl.load(at, mask=mask[:, None] & coded[None, :], other=1.0)

@@ -11,7 +11,7 @@ import triton.language as tl
 from dsv4.cache.records import ELEMENT_MAX, RecordFormat
 from dsv4.errors import SchemaError
 from dsv4.kernels.codes import e2m1_code, e4m3_bits, e4m3_value, exponent_at_least
-from dsv4.kernels.numerics import INTERPRETED, bf16_bits, bounded, finite
+from dsv4.kernels.numerics import bf16_bits, bounded, finite
 
 _E4M3_MAX = tl.constexpr(ELEMENT_MAX["e4m3"])
 _E2M1_MAX = tl.constexpr(ELEMENT_MAX["e2m1"])
@@ -83,17 +83,24 @@ def store_records(x, live, data_ptr, scale_ptr, WIDTH: tl.constexpr, R: tl.const
         TILES: tl.constexpr = WIDTH // SPAN
         value = tl.where(channel < CODED, x, 0.0)
         nan = tl.reshape(value != value, [ROWS, TILES, SPAN])
-        # E4M3 has a code for NaN, and a maximum leaves NaN out
-        value = bounded(value) if ELEMENT == "e4m3" else finite(value)
-        tiles = tl.reshape(value, [ROWS, TILES, SPAN])
-        # interpreted, a maximum over two sorts of NaN can be NaN
-        amax = tl.max(tl.abs(tl.where(nan, 0.0, tiles) if INTERPRETED else tiles), axis=2)
-        amax = tl.where(amax > FLOOR, amax, FLOOR)  # a tile of nothing but NaN has none
+        if ELEMENT == "e4m3":
+            tiles = tl.reshape(bounded(value), [ROWS, TILES, SPAN])
+            # as integers, of which a NaN is the largest: then the scale and all codes are NaN too
+            size = tl.max(tl.abs(tiles).to(tl.int32, bitcast=True), axis=2)
+            amax = size.to(tl.float32, bitcast=True)
+            amax = tl.where(amax < FLOOR, FLOOR, amax)
+        else:
+            tiles = tl.reshape(finite(value), [ROWS, TILES, SPAN])
+            amax = tl.max(tl.abs(tiles), axis=2)
+            amax = tl.where(amax > FLOOR, amax, FLOOR)
         tile = tl.arange(0, TILES)[None, :]
         tile_live = (tile * SPAN < CODED) & live
         if SCALE == "ue8m0":
             exponent = exponent_at_least(amax * (1.0 / LARGEST))
             inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+            if ELEMENT == "e4m3":
+                exponent = tl.where(amax != amax, 0xFF, exponent)
+                inverse = tl.where(amax != amax, float("nan"), inverse)
             scaled = tiles * inverse[:, :, None]
             if ELEMENT == "e2m1":
                 tile_nan = tl.max(nan.to(tl.int32), axis=2)
@@ -110,7 +117,7 @@ def store_records(x, live, data_ptr, scale_ptr, WIDTH: tl.constexpr, R: tl.const
                 code = tl.where(tile_nan != 0, 0x7F, code).to(tl.uint8)
             tl.store(scale_ptr + tile, code, mask=tile_live)
         else:
-            ratio = tl.div_rn(amax, LARGEST)
+            ratio = tl.where(amax != amax, float("nan"), tl.div_rn(amax, LARGEST))
             scaled = tl.div_rn(tiles, tl.broadcast_to(ratio[:, :, None], tiles.shape))
             tl.store(scale_ptr.to(tl.pointer_type(tl.float32)) + tile, ratio, mask=tile_live)
         if PAD > 0:

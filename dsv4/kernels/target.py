@@ -78,9 +78,11 @@ class Target:
     def triton_target(self) -> GPUTarget:
         return GPUTarget(self.backend, self.arch, self.wave)
 
-    def options(self, **asked: Any) -> dict[str, Any]:
+    def options(self, *, enable_fp_fusion: bool, **asked: Any) -> dict[str, Any]:
         """Options of a launch, less those that Triton does not know for this target. A launch may
-        begin early (kernels/overlap.py) unless it asks not to."""
+        begin early (kernels/overlap.py) unless it asks not to. Whether products and sums may be
+        fused is always said: Triton's default is a setting, and another one from 3.10 on."""
+        asked["enable_fp_fusion"] = enable_fp_fusion
         if self.launches_early:
             asked.setdefault("launch_pdl", True)
         else:

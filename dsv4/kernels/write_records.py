@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsv4.cache.pages import Page
 from dsv4.kernels.launch import Launch
+from dsv4.kernels.numerics import wide
 from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.record_store import record_constants, store_records
 
@@ -46,7 +47,7 @@ def _write_records_kernel(
     arena_row = tl.load(arena_row_ptr + row).to(tl.int64)
     page_row = tl.load(page_row_ptr + row).to(tl.int64)
     channel = tl.arange(0, WIDTH)[None, :]
-    x = tl.load(rows_ptr + (row * rows_stride)[:, None] + channel).to(tl.float32)
+    x = wide(tl.load(rows_ptr + (row * rows_stride)[:, None] + channel))
     page = arena + arena_row * row_bytes
     store_records(
         x,

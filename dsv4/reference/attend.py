@@ -16,6 +16,8 @@ from dsv4.reference.runs import Runs, runs
 
 # Records that the queries of one request share are read once for so many of them.
 RUN_TOKENS = 64
+# Below every logit that is a number; -inf less it is -inf.
+LOWEST = torch.finfo(torch.float32).min
 # Requests with one query each are read together, about so many records at once.
 MAX_RECORDS = 1 << 13
 
@@ -42,12 +44,14 @@ def attend(call: Attention) -> None:
                 keys = torch.cat((keys, seen))
             logits = (q[nth] @ keys.T).mul_(width**-0.5)
             torch.amax(logits, dim=-1, keepdim=True, out=top[nth])
-            weights = logits.sub_(top[nth]).exp_()
+            # keys that weigh nothing are no keys: weights from 0 on, not from -inf
+            weights = logits.sub_(top[nth].clamp_min(LOWEST)).exp_()
             torch.sum(weights, dim=-1, keepdim=True, out=total[nth])
             torch.mm(weights.to(call.q.dtype).float(), keys, out=summed[nth])
         call.lse[rows] = (top + torch.log(total)).squeeze(-1)
         sinks = torch.exp(call.sink[:, None] - top)
-        result = summed.div_(total + sinks)
+        # without a key the sink takes all
+        result = summed.div_(torch.where(total > 0, total + sinks, torch.inf))
         if call.q.dtype == torch.bfloat16:
             result = to_bf16(result)
         if call.inverse_rope is not None:

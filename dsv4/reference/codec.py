@@ -1,8 +1,8 @@
 """Records in plain PyTorch: vectors to bytes and back, exact by the specification.
 
 What no specification fixes is fixed here: ±inf behaves as the largest bf16 number of its sign. A
-NaN does not disturb its neighbours in an E4M3 tile (its own code is NaN); E2M1 has no NaN, so
-there the scale of the tile becomes NaN.
+NaN makes the scale of its tile NaN, and with it all of the tile, as kernels multiply by scales but
+do not look for codes that are NaN. In E4M3 all codes of the tile become NaN too.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ def decode(record: RecordFormat, data: Tensor, scales: Tensor) -> Tensor:
 def _encode_tiles(code: TileCode, x: Tensor) -> tuple[Tensor, Tensor]:
     tiles = x.float().reshape(*x.shape[:-1], x.shape[-1] // code.tile, code.tile)
     nan = torch.isnan(tiles)
+    tile_nan = nan.any(dim=-1, keepdim=True)
     tiles = torch.where(nan, 0.0, tiles).clamp(-BF16_MAX, BF16_MAX)
     floor = code.amax_floor * code.global_scale
     amax = tiles.abs().amax(dim=-1, keepdim=True).clamp_min(floor)
@@ -113,18 +114,17 @@ def _encode_tiles(code: TileCode, x: Tensor) -> tuple[Tensor, Tensor]:
         scaled = tiles / (rounded.float() * code.global_scale)
         scale = rounded.view(torch.uint8)
     else:
-        ratio = divide(amax, largest)
+        ratio = torch.where(tile_nan, torch.nan, divide(amax, largest))
         scaled = tiles / ratio
         shifts = torch.tensor((0, 8, 16, 24), dtype=torch.int32, device=x.device)
         scale = ((ratio.view(torch.int32) >> shifts) & 0xFF).to(torch.uint8)
+    if code.scale != "fp32":
+        scale = torch.where(tile_nan, UE8M0_NAN if code.scale == "ue8m0" else E4M3_NAN, scale)
     scaled = scaled.clamp(-largest, largest)
     if code.element == "e4m3":
         codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
-        codes = torch.where(nan, E4M3_NAN, codes)
+        codes = torch.where(tile_nan, E4M3_NAN, codes)
         return codes.flatten(-2), scale.flatten(-2)
-    tile_nan = nan.any(dim=-1, keepdim=True)
-    marker = UE8M0_NAN if code.scale == "ue8m0" else E4M3_NAN
-    scale = torch.where(tile_nan, marker, scale)
     codes = _e2m1_codes(scaled).flatten(-2)
     # even channel in the low nibble
     return codes[..., 0::2] | (codes[..., 1::2] << 4), scale.flatten(-2)

@@ -15,6 +15,8 @@ from tests.support.gpu_steps import (
     DEVICE,
     RAGGED,
     V41_SHAPES,
+    assert_minus_infinity_is_no_key,
+    assert_nan_is_read,
     assert_near,
     assert_right,
     make,
@@ -79,6 +81,18 @@ def test_indices_that_are_wild_or_named_twice() -> None:
     found = run_portable(step)
     assert_near(step, found, step.run(reference.attend, turn=True))
     assert torch.isnan(found[0][4]).all()
+
+
+@pytest.mark.parametrize("entry", [False, True], ids=["window", "entry"])
+@pytest.mark.parametrize("record", ["fp8_ds", "fp8_row", "bf16", "v41"])
+def test_a_nan_in_a_key_makes_its_queries_nan_and_no_others(record: str, entry: bool) -> None:
+    more = V41_SHAPES["pairs"] if record == "v41" else {"kind": "csa", "record": record}
+    for requests in (RAGGED["csa"], [(700, 1)] * 150):
+        assert_nan_is_read(make(requests, **more), run_portable, 5, entry=entry)
+
+
+def test_keys_of_logit_minus_infinity_are_none() -> None:
+    assert_minus_infinity_is_no_key(make(RAGGED["csa"], "csa", padding=1), run_portable)
 
 
 @pytest.mark.parametrize("kind", ["csa", "hca"])

@@ -20,6 +20,8 @@ from tests.support.gpu_steps import (
     DEVICE,
     RAGGED,
     V41_SHAPES,
+    assert_minus_infinity_is_no_key,
+    assert_nan_is_read,
     assert_near,
     assert_right,
     make,
@@ -245,6 +247,18 @@ def test_a_query_without_keys_gives_zero(processors: int, monkeypatch: pytest.Mo
     assert (lse[3] == -torch.inf).all()
     others = [row for row in range(16) if row != 3]
     assert same((out[others, 1:], lse[others]), (wanted[0][others, 1:], wanted[1][others]))
+
+
+@pytest.mark.parametrize("entry", [False, True], ids=["window", "entry"])
+@pytest.mark.parametrize("record", ["fp8_ds", "v41"])
+def test_a_nan_in_a_key_makes_its_queries_nan_and_no_others(record: str, entry: bool) -> None:
+    more = V41_SHAPES["pairs"] if record == "v41" else {"kind": "csa", "record": record}
+    for requests in (RAGGED["csa"], [(700, 1)] * 150):
+        assert_nan_is_read(make(requests, **more), run, 5, entry=entry)
+
+
+def test_keys_of_logit_minus_infinity_are_none() -> None:
+    assert_minus_infinity_is_no_key(make(RAGGED["csa"], "csa", padding=1), run)
 
 
 @pytest.mark.parametrize("kind", ["csa", "hca"])

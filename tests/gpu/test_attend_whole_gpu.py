@@ -21,6 +21,7 @@ from tests.support.gpu_steps import (
     DEVICE,
     RAGGED,
     V41_SHAPES,
+    assert_nan_is_read,
     assert_right,
     make,
     max_entries,
@@ -198,6 +199,11 @@ def test_a_replayed_graph_gives_the_bits_of_an_eager_launch() -> None:
     for _ in range(2):
         graph.replay()
         assert same(found, eager)
+
+
+@pytest.mark.parametrize("entry", [False, True], ids=["window", "entry"])
+def test_a_nan_in_a_key_makes_its_queries_nan_and_no_others(entry: bool) -> None:
+    assert_nan_is_read(make_whole("csa"), two, 5, entry=entry)
 
 
 def test_steps_of_padding_touch_nothing() -> None:

@@ -15,7 +15,7 @@ from dsv4.kernels.hopper import attend_wide as wide
 from dsv4.ops.calls import Attention
 from tests.gpu.test_attend_hopper_gpu import run
 from tests.reference.test_attend import Step
-from tests.support.gpu_steps import assert_near, assert_right, make, same
+from tests.support.gpu_steps import assert_nan_is_read, assert_near, assert_right, make, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
@@ -104,6 +104,13 @@ def test_a_request_full_of_nans_harms_nobody_else() -> None:
     others = step.tokens[:, 2] != victim
     assert same((found[0][others], found[1][others]), (clean[0][others], clean[1][others]))
     assert found[0][~others].isnan().any()
+
+
+@pytest.mark.parametrize("entry", [False, True], ids=["window", "entry"])
+def test_a_nan_in_a_key_makes_its_queries_nan_and_no_others(entry: bool) -> None:
+    requests = REQUESTS["csa"]
+    step = make(requests, "csa", chunk=True)
+    assert_nan_is_read(step, lambda given: run_wide(given, requests), 100, entry=entry)
 
 
 def test_few_tokens_or_many_entries_are_left_to_the_other_kernel() -> None:

@@ -33,3 +33,20 @@ def test_index_queries(name: str) -> None:
         q.cuda(), tokens=tokens.cuda(), rope=rope.cuda(), record=record, out=found
     )
     assert same_bits(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("power", [-100, -120, -126, -130, -133])
+@pytest.mark.parametrize("name", BF16_INDEX_FORMATS)
+def test_tiny_queries(name: str, power: int) -> None:
+    """Down to scales and numbers that are denormal."""
+    numbers = Numbers(power)
+    q = (numbers.normal(3, HEADS, WIDTH) * 2.0**power).to(torch.bfloat16)
+    rope = numbers.uniform(POSITIONS, ROPE) * 2 - 1
+    tokens = make_tokens([(0, 0), (1, 17), (2, 39)])
+    record = records.index_format(name, index_dim=WIDTH)
+    expected, found = torch.full_like(q, 7.0), torch.full_like(q, 7.0).cuda()
+    reference_query.prepare_index_queries(q, tokens=tokens, rope=rope, record=record, out=expected)
+    index_query.prepare_index_queries(
+        q.cuda(), tokens=tokens.cuda(), rope=rope.cuda(), record=record, out=found
+    )
+    assert same_bits(found.cpu(), expected)

@@ -13,7 +13,14 @@ from dsv4.cache import records
 from dsv4.kernels import index_scores as kernel
 from dsv4.ops.calls import EntrySource, Scoring
 from dsv4.reference import index_scores as reference
-from tests.oracles.indexer import UNTOUCHED, make_keys, make_tokens, round_trip, same_bits
+from tests.oracles.indexer import (
+    UNTOUCHED,
+    make_keys,
+    make_tokens,
+    round_trip,
+    same_bits,
+    sizes_far_apart,
+)
 from tests.support.numbers import Numbers
 
 pytestmark = pytest.mark.gpu
@@ -79,6 +86,16 @@ def test_four_bit_keys_give_the_bits_of_the_reference(
     name: str, heads: int, tokens_per_request: int
 ) -> None:
     found, expected = both(case(name, heads), tokens_per_request=tokens_per_request)
+    assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("tokens_per_request", [1, 16])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_tiny_and_large_queries(name: str, tokens_per_request: int) -> None:
+    record = records.index_format(name, index_dim=WIDTH)
+    values, q, weights = sizes_far_apart(record, ENTRIES, len(ROWS), 64, 0)
+    given = make_keys(record, values, page_rows=32), make_tokens(ROWS), q, weights
+    found, expected = both(given, tokens_per_request=tokens_per_request)
     assert same_bits(found, expected)
 
 

@@ -12,7 +12,14 @@ from dsv4.cache import records
 from dsv4.kernels.hopper import index_scores as hopper
 from dsv4.ops.calls import EntrySource, Scoring
 from dsv4.reference import index_scores as reference
-from tests.oracles.indexer import UNTOUCHED, make_keys, make_tokens, round_trip, same_bits
+from tests.oracles.indexer import (
+    UNTOUCHED,
+    make_keys,
+    make_tokens,
+    round_trip,
+    same_bits,
+    sizes_far_apart,
+)
 from tests.support.numbers import Numbers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
@@ -91,6 +98,13 @@ def test_ragged_batch_equals_the_reference(heads: int, page_rows: int, skip_visi
     expected = wanted(keys, tokens, q, weights, skip_visible)
     assert torch.isnan(expected[0, 7])
     assert same_bits(found(keys, tokens, q, weights, skip_visible=skip_visible), expected)
+
+
+@pytest.mark.parametrize("heads", hopper.HEAD_COUNTS)
+def test_tiny_and_large_queries(heads: int) -> None:
+    values, q, weights = sizes_far_apart(RECORD, ENTRIES, len(ROWS), heads, 0)
+    given = make_keys(RECORD, values, page_rows=32), make_tokens(ROWS), q, weights
+    assert same_bits(found(*given), wanted(*given))
 
 
 def test_several_tokens_a_request_are_scored_one_by_one() -> None:

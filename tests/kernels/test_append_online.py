@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dsv4.model import ModelSpec, v4_layers
+from dsv4.reference.pages import ring_rows
 from tests.support.both import HCA, Both, two_layers_of_flash
 from tests.support.formats import BF16_ENTRY_FORMATS
 
@@ -92,6 +93,24 @@ def test_nan_and_infinity():
     entry = page[both.lives[1][0].block_ids[0], 0]
     assert entry.isnan().any()
     assert set(entry.view(torch.int16)[entry.isnan()].tolist()) == {0x7FC0}
+
+
+def test_sums_that_are_minus_zero():
+    """What a token that is not there adds is -0, so that even a sum of -0 stays. A sum is -0 where
+    a negative one has shrunk to nothing; tokens come in chunks that do not fill their last load."""
+    both = online(requests=1)
+    c, z = both.streams[0].projections[HCA]
+    z[:, :9] = -8.0 * torch.arange(len(z))[:, None]
+    z[1, :9] = 60.0
+    c[0, :9], c[1:, :9] = -1e-45, -0.0
+    both.skip({0: 1})
+    both.step({0: 18})
+    both.step({0: 3})
+    manager, request = both.stacks[0].manager, both.lives[0][0]
+    state = manager.acquire(HCA).compressor.state
+    rows = ring_rows(manager.slot_arena.bytes, state, 3, both.schema.model.head_dim)
+    products = rows[request.slot, 21 % rows.shape[1], 2, :9]
+    assert (products.view(torch.int32) == -(2**31)).all()
 
 
 def test_window_state_and_flush_one_by_one():

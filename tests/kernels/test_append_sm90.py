@@ -112,6 +112,7 @@ def compile_case(name: str) -> dict[str, Any]:
         "spill_bytes": made.spill_bytes,
         "instructions": sorted(set(instructions)),
         "inexact": inexact_instructions(made.ptx),
+        "selects_minus_zero": bool(re.search(r"\bselp\b.*\b0f80000000\b", made.ptx)),
         "order": re.findall(r"\b(LDG\.E\.128|BAR|MEMBAR)\b", made.sass),
     }
 
@@ -125,6 +126,7 @@ def test_compiled_append(name: str):
     assert any(i.startswith("cvt.rn.satfinite.e4m3x2") for i in instructions)
     assert found["inexact"] == []
     assert {"sqrt.rn.f32", "div.rn.f32"} <= set(instructions)
+    assert found["selects_minus_zero"] == ("online" in name)  # what a token that is not there adds
     if "window" not in name:
         assert any(re.fullmatch(r"ld\.global(\.\w+)*\.v4\.b32", i) for i in instructions)
 

@@ -13,7 +13,7 @@ from dsv4.cache.records import nvfp4
 from dsv4.errors import InvalidInput, SchemaError
 from dsv4.kernels import attend as kernel
 from dsv4.kernels.target import TARGETS, AttentionTiles, Target, attention_tiles, compiling_for
-from tests.reference.test_attend import Step, check, make_step
+from tests.reference.test_attend import Step, check, make_step, with_nan
 
 
 def workspace_of(step: Step) -> Tensor | None:
@@ -148,6 +148,36 @@ def test_sinks_at_the_ends() -> None:
     assert out[:, 2].abs().max() < 1e-20
     assert torch.isfinite(out).all()
     assert torch.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("record", ["fp8_ds", "fp8_row", "bf16", "v41"])
+@pytest.mark.parametrize("entry", [False, True], ids=["window", "entry"])
+def test_a_nan_in_a_key_makes_its_queries_nan_and_no_others(record: str, entry: bool) -> None:
+    names = {"window_record": "v41_fp8", "record": "v41_fp4"} if record == "v41" else {}
+    step = make_step([(40, 2), (29, 1)], kind="csa", **(names or {"record": record}))
+    before = run(step)
+    hurt = torch.tensor(with_nan(step, 1, entry=entry))
+    out, lse = run(step)
+    assert out[hurt].isnan().all()
+    assert lse[hurt].isnan().all()
+    assert same((out[~hurt], lse[~hurt]), (before[0][~hurt], before[1][~hurt]))
+
+
+@pytest.mark.parametrize("record", ["fp8_ds", "bf16"])
+def test_keys_of_logit_minus_infinity_are_none(record: str) -> None:
+    """The output is 0 then, whatever the sink, as for a query without keys."""
+    step = make_step([(0, 1), (9, 1)], kind="swa", record=record)
+    key = step.keys[0]
+    assert key is not None
+    step.q[0, 2:, 5] = -torch.inf * torch.sign(key[0, 5]).float()
+    step.sink = torch.tensor([3e38, 0.0, -torch.inf, 3e38])
+    out, lse = run(step)
+    assert (out[0, 2:] == 0).all()
+    assert (lse[0, 2:] == -torch.inf).all()
+    assert (out[:, 0] == 0).all()  # such a sink leaves nothing to any key
+    assert out[:, 1].isfinite().all()
+    assert not out[1].isnan().any()
+    assert lse[1].isfinite().all()
 
 
 def test_nothing_selected_leaves_the_window() -> None:

@@ -43,3 +43,22 @@ def test_strided_queries():
     kernel.prepare_index_queries(q, tokens=tokens, rope=rope, record=record, out=found)
     reference.prepare_index_queries(q, tokens=tokens, rope=rope, record=record, out=expected)
     assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("transform", [True, False])
+@pytest.mark.parametrize("power", [-100, -120, -126, -130, -133])
+@pytest.mark.parametrize("name", BF16_INDEX_FORMATS)
+def test_tiny_queries(name: str, power: int, transform: bool):
+    """Down to scales and numbers that are denormal."""
+    numbers = Numbers(power)
+    q = (numbers.normal(3, 4, WIDTH) * 2.0**power).to(torch.bfloat16)
+    rope = numbers.uniform(POSITIONS, ROPE) * 2 - 1
+    record = records.index_format(name, index_dim=WIDTH)
+    tokens = make_tokens([(0, 0), (1, 17), (2, POSITIONS - 1)])
+    results = []
+    for backend in (kernel, reference):
+        results.append(torch.full_like(q, 7.0))
+        backend.prepare_index_queries(
+            q, tokens=tokens, rope=rope, record=record, out=results[-1], transform=transform
+        )
+    assert same_bits(*results)

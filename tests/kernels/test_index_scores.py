@@ -13,7 +13,16 @@ from dsv4.errors import InvalidInput
 from dsv4.kernels import index_scores as kernel
 from dsv4.ops.calls import EntrySource, Scoring
 from dsv4.reference import index_scores as reference
-from tests.oracles.indexer import UNTOUCHED, make_keys, make_tokens, round_trip, same_bits
+from tests.oracles.indexer import (
+    QUERY_POWERS,
+    UNTOUCHED,
+    make_keys,
+    make_tokens,
+    round_trip,
+    same_bits,
+    sizes_far_apart,
+)
+from tests.support.formats import BF16_INDEX_FORMATS
 from tests.support.numbers import Numbers
 
 ENTRIES = (150, 0, 40, 9)
@@ -146,6 +155,30 @@ def test_nan_and_negative_weights():
     assert torch.isnan(found[0, :150]).all()
     assert (found[1, :149] <= 0).all()
     assert same_bits(found[3, :9], torch.zeros(9))
+
+
+@pytest.mark.parametrize("powers", [QUERY_POWERS, (-126, -124, -120)], ids=["far", "denormal"])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_tiny_and_large_queries(name: str, powers: tuple[int, ...]):
+    record = records.index_format(name, index_dim=64)
+    values, q, weights = sizes_far_apart(record, ENTRIES, len(ROWS), 8, 0, powers)
+    found, expected = both(make_keys(record, values), make_tokens(ROWS), q, weights)
+    assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("name", BF16_INDEX_FORMATS)
+def test_a_key_with_a_nan_scores_nan(name: str):
+    """And no other key does: it is below every number when entries are selected."""
+    record, numbers = records.index_format(name, index_dim=64), Numbers(3)
+    values = [numbers.normal(n, 64).to(torch.bfloat16) for n in ENTRIES]
+    values[0][5, 40] = torch.nan
+    q = round_trip(record, numbers.normal(len(ROWS), 8, 64).to(torch.bfloat16))
+    weights = numbers.normal(len(ROWS), 8).to(torch.bfloat16)
+    found, expected = both(make_keys(record, values), make_tokens(ROWS), q, weights)
+    assert torch.equal(found.isnan(), expected.isnan())
+    nan = torch.zeros_like(found, dtype=torch.bool)
+    nan[[0, 1, 9], 5] = True  # tokens of the first request
+    assert torch.equal(found.isnan(), nan)
 
 
 def test_many_tokens_take_several_launches(monkeypatch: pytest.MonkeyPatch):

@@ -101,7 +101,7 @@ class Uncompilable:
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Exception], Launch]]:
     monkeypatch.setattr(launch, "cache_key", lambda kernel: "")
     with compiling_for(TARGETS["sm_90"]):
-        yield lambda error: Launch(Uncompilable(error), (1,), (), {}, {})
+        yield lambda error: Launch(Uncompilable(error), (1,), (), {}, {"enable_fp_fusion": False})
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,9 @@ def test_every_kernel_is_compiled_by_tests() -> None:
 
 
 def test_launches_begin_early_where_a_gpu_lets_them() -> None:
-    assert TARGETS["sm_90"].options(num_warps=4) == {"num_warps": 4, "launch_pdl": True}
-    whole = {"num_warps": 4, "launch_pdl": False}
+    asked = {"num_warps": 4, "enable_fp_fusion": False}
+    assert TARGETS["sm_90"].options(**asked) == {**asked, "launch_pdl": True}
+    whole = {**asked, "launch_pdl": False}
     assert TARGETS["sm_90"].options(**whole) == whole
     for name in ("sm_80", "sm_89", "gfx942"):
-        assert TARGETS[name].options(**whole) == {"num_warps": 4}
+        assert TARGETS[name].options(**whole) == asked

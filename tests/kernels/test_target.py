@@ -109,8 +109,10 @@ def test_products_of_bf16_become_fused_where_there_are_none():
 
 
 def test_options_that_only_nvidia_has_are_left_out_for_amd():
-    assert named_target("gfx942", gpu="MI300X").options(num_warps=4, maxnreg=64) == {"num_warps": 4}
-    assert TARGETS["sm_80"].options(num_warps=4, maxnreg=64) == {"num_warps": 4, "maxnreg": 64}
+    asked = {"num_warps": 4, "enable_fp_fusion": True}
+    assert named_target("gfx942", gpu="MI300X").options(**asked, maxnreg=64) == asked
+    bounded = {**asked, "maxnreg": 64}
+    assert TARGETS["sm_80"].options(**bounded) == bounded
 
 
 class CannotCompile(TritonError):

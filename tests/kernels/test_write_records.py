@@ -8,8 +8,11 @@ from torch import Tensor
 
 from dsv4.cache.pages import Page, PageKind
 from dsv4.cache.schema import CacheSchema
+from dsv4.kernels import gather
 from dsv4.kernels.write_records import write_records
 from dsv4.model import ModelSpec
+from dsv4.ops.calls import EntrySource
+from dsv4.reference import gather as reference_gather
 from dsv4.reference.append import write_records as reference_write_records
 from tests.support.formats import BF16_ENTRY_FORMATS, BF16_INDEX_FORMATS
 from tests.support.numbers import Numbers
@@ -64,6 +67,33 @@ def test_every_format(preset: str, kind: PageKind, name: str):
     expected, found = both(page, arena, at, rows)
     assert torch.equal(expected, found)
     assert not torch.equal(found, arena)
+
+
+@pytest.mark.parametrize("name", BF16_ENTRY_FORMATS)
+def test_a_nan_is_gathered_as_nan(name: str):
+    """Whole tiles of it, and bf16 channels alone: as the reference reads them."""
+    page, arena = page_and_arena("tiny", "entries", name)
+    rows = Numbers(1).normal(4, page.format.width).to(torch.bfloat16)
+    rows[1, 3], rows[2, page.format.width - 1] = torch.nan, -torch.nan
+    at = torch.arange(4)
+    write_records(arena, page, at * 0, at, rows)
+    source = EntrySource(arena=arena, page=page, block_table=torch.zeros(1, 1).int(), ratio=1)
+    found = []
+    for backend in (reference_gather, gather):
+        out = torch.zeros(1, 4, page.format.width, dtype=torch.bfloat16)
+        backend.gather_all_entries(
+            source,
+            slot=torch.zeros(1).int(),
+            position=torch.tensor([3]).int(),
+            out=out,
+            lengths=torch.zeros(1).int(),
+        )
+        found.append(out[0])
+    assert torch.equal(found[0].isnan(), found[1].isnan())
+    assert torch.equal(found[0].nan_to_num(), found[1].nan_to_num())
+    assert found[1][1, 3].isnan()
+    assert found[1][2, -1].isnan()
+    assert not found[1][[0, 3]].isnan().any()
 
 
 def test_negative_rows_write_nothing():

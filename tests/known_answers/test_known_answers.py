@@ -48,8 +48,10 @@ def test_the_reference_with_one_thread_and_with_two(capability: str):
     assert report["found"] == {"1": known_digests(), "2": known_digests()}
 
 
-def test_interpreted_kernels():
-    found = run_apart("triton", "1", TRITON_INTERPRET="1")["found"]["1"]
+@pytest.mark.parametrize("fusion", ["0", "1"])
+def test_interpreted_kernels(fusion: str):
+    settings = {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": fusion}
+    found = run_apart("triton", "1", **settings)["found"]["1"]
     names = {name for name, case in CASES.items() if case.interpreted}
     assert found == {name: known_digests()[name] for name in names}
 

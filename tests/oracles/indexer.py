@@ -60,6 +60,34 @@ def round_trip(record: RecordFormat, x: Tensor) -> Tensor:
     return decode(record, *encode(record, x))
 
 
+QUERY_POWERS, KEY_POWERS = (-80, -40, 0, 20), (-10, 0, 10)
+
+
+def sizes_far_apart(
+    record: RecordFormat,
+    entries: Sequence[int],
+    tokens: int,
+    heads: int,
+    seed: int,
+    powers: Sequence[int] = QUERY_POWERS,
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Keys, queries as their format keeps them, and weights, where docs/exactness.md promises that
+    scores are the same everywhere: each query has a size of its own, 2 to one of the `powers`, and
+    each key; tiles of a vector differ by 2^4 or so."""
+    numbers = Numbers(seed)
+
+    def vectors(count: int, powers: Sequence[int]) -> Tensor:
+        power = torch.tensor(powers)[numbers.integers(0, len(powers), count, 1)]
+        power = power + numbers.integers(0, 5, count, 4).repeat_interleave(record.width // 4, 1)
+        sizes = torch.exp2(power.double()).float()
+        return (numbers.normal(count, record.width) * sizes).to(torch.bfloat16)
+
+    keys = [vectors(count, KEY_POWERS) for count in entries]
+    q = vectors(tokens * heads, powers).view(tokens, heads, record.width)
+    weights = numbers.normal(tokens, heads).to(torch.bfloat16)
+    return keys, round_trip(record, q), weights
+
+
 def bf16(x: float) -> float:
     """The nearest bf16 number, by its bits."""
     if math.isnan(x) or math.isinf(x):

@@ -180,10 +180,11 @@ def encode_tile(tiles: Tiles, bits: list[int]) -> tuple[list[int], bytes]:
         scale = fp32(amax / largest)
         scale_bytes = struct.pack("<f", scale)
     codes = [nearest_code(tiles.element, fp32(v / scale)) for v in finite]
-    if tiles.element == "e4m3":
-        codes = [0x7F if nan else code for code, nan in zip(codes, missing, strict=True)]
-    elif any(missing):
-        scale_bytes = {"ue8m0": b"\xff", "e4m3": b"\x7f"}[tiles.scale]
+    if any(missing):
+        nan = {"ue8m0": b"\xff", "e4m3": b"\x7f", "fp32": struct.pack("<I", 0x7FC00000)}
+        scale_bytes = nan[tiles.scale]
+        if tiles.element == "e4m3":
+            codes = [0x7F] * len(codes)
     return codes, scale_bytes
 
 

@@ -79,6 +79,49 @@ class Step:
         )
 
 
+NAN_CHANNEL = 37
+
+
+def with_nan(step: Step, token: int, *, entry: bool) -> list[bool]:
+    """Stores a NaN in one channel of the newest key of a token's window, or in that of the first
+    entry it names (sees); returns which tokens read that key."""
+    slot, position, batch_row = step.tokens[token, :3].tolist()
+    if entry:
+        assert step.entries is not None
+        source, page = step.entries, step.entries.page
+        nth = 0
+        if step.indices is not None:
+            visible = (position + 1) // source.ratio
+            listed = step.indices[token]
+            nth = int(listed[(listed >= 0) & (listed < visible)][0])
+        arena = source.arena
+        arena_row = source.block_table[slot, nth // page.rows].long().reshape(1)
+        page_row = torch.tensor([nth % page.rows], device=arena.device)
+    else:
+        arena, page = step.window.arena, step.window.page
+        arena_row = torch.tensor([0 if step.window.staged else slot], device=arena.device)
+        row = position % page.rows
+        if step.window.staged:
+            _, start, _, first_row = step.batch[batch_row].tolist()
+            row = first_row + (step.window.window - 1) * (batch_row + 1) + position - start
+        page_row = torch.tensor([row], device=arena.device)
+    vector = Numbers(5).normal(1, page.format.width).to(arena.device, torch.bfloat16)
+    vector[0, NAN_CHANNEL] = torch.nan
+    write_records(arena, page, arena_row, page_row, vector)
+    found = []
+    for other, (of, at, _, _) in enumerate(step.tokens.tolist()):
+        seen = of == slot and of >= 0
+        if not entry:
+            found.append(seen and position <= at < position + step.window.window)
+            continue
+        assert step.entries is not None
+        seen = seen and nth < (at + 1) // step.entries.ratio
+        if step.indices is not None:
+            seen = seen and nth in step.indices[other].tolist()
+        found.append(seen)
+    return found
+
+
 def make_step(
     requests: Sequence[tuple[int, int]],
     *,
@@ -304,3 +347,35 @@ def test_no_bit_depends_on_the_neighbours(kind: str, chunk: bool) -> None:
     mixed = step.take(order).run(attend, turn=True)
     for found, expect in zip(mixed, (out, lse), strict=True):
         assert torch.equal(found.nan_to_num(7), expect[order].nan_to_num(7))
+
+
+@pytest.mark.parametrize("record", ["fp8_ds", "fp8_row", "bf16", "v41"])
+@pytest.mark.parametrize("entry", [False, True], ids=["window", "entry"])
+def test_a_nan_in_a_key_makes_its_queries_nan_and_no_others(record: str, entry: bool) -> None:
+    names = {"window_record": "v41_fp8", "record": "v41_fp4"} if record == "v41" else {}
+    step = make_step([(40, 2), (29, 1)], kind="csa", **(names or {"record": record}))
+    before = step.run(attend)
+    hurt = torch.tensor(with_nan(step, 1, entry=entry))
+    out, lse = step.run(attend)
+    assert 0 < hurt.sum() < len(hurt)
+    assert out[hurt].isnan().all()
+    assert lse[hurt].isnan().all()
+    assert torch.equal(out[~hurt], before[0][~hurt])
+    assert torch.equal(lse[~hurt], before[1][~hurt])
+
+
+@pytest.mark.parametrize("record", ["fp8_ds", "bf16"])
+def test_keys_of_logit_minus_infinity_are_none(record: str) -> None:
+    """The output is 0 then, whatever the sink, as for a query without keys."""
+    step = make_step([(0, 1), (9, 1)], kind="swa", record=record)
+    key = step.keys[0]
+    assert key is not None
+    step.q[0, 2:, 5] = -torch.inf * torch.sign(key[0, 5]).float()
+    step.sink = torch.tensor([3e38, 0.0, -torch.inf, 3e38])
+    out, lse = step.run(attend)
+    assert (out[0, 2:] == 0).all()
+    assert (lse[0, 2:] == -torch.inf).all()
+    assert (out[:, 0] == 0).all()  # such a sink leaves nothing to any key
+    assert out[:, 1].isfinite().all()
+    assert not out[1].isnan().any()
+    assert lse[1].isfinite().all()

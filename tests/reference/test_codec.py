@@ -291,44 +291,33 @@ def test_infinity_behaves_as_the_largest_number_of_its_sign(name: str):
         assert torch.equal(found, expected)
 
 
+NAN_SCALES = {"ue8m0": [0xFF], "e4m3": [0x7F], "fp32": [0x00, 0x00, 0xC0, 0x7F]}
+
+
 @pytest.mark.parametrize("nan_bits", [0x7FC0, 0xFFC0, 0x7F81, 0xFFFF])
-@pytest.mark.parametrize(
-    "name", [n for n in CODED if oracle.coded(oracle.LAYOUTS[n])[0].element == "e4m3"]
-)
-def test_nan_in_an_e4m3_tile_leaves_its_neighbours_alone(name: str, nan_bits: int):
-    record = FORMATS[name]
+@pytest.mark.parametrize("name", CODED)
+def test_a_nan_makes_its_tile_nan_and_no_other(name: str, nan_bits: int):
+    """By its scale, which every reader multiplies with; E4M3 codes of the tile are NaN too."""
+    record, tiles = FORMATS[name], oracle.coded(oracle.LAYOUTS[name])[0]
+    nth = tiles.width // tiles.tile - 1
+    tile = slice(nth * tiles.tile, (nth + 1) * tiles.tile)
     bits = random_bits("normal", 4, record.width)
-    bits[:, 7] = 0
-    clean_data, clean_scales = encode(record, tensor_of(bits))
-    bits[:, 7] = nan_bits
+    bits[:, tile.start + 3] = 0
     data, scales = encode(record, tensor_of(bits))
-    assert torch.equal(scales, clean_scales)
-    assert (data[:, 7] == 0x7F).all()
-    data[:, 7] = clean_data[:, 7]
-    assert torch.equal(data, clean_data)
-    data[:, 7] = 0x7F
-    decoded = bits_of(decode(record, data, scales))
-    assert (decoded[:, 7] == 0x7FC0).all()
-    assert not np.isnan(oracle.bf16_values(np.delete(decoded, 7, axis=1))).any()
-
-
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "v41_entry"])
-def test_nan_in_an_e2m1_tile_makes_that_tile_nan_and_no_other(name: str):
-    record = FORMATS[name]
-    tile = oracle.coded(oracle.LAYOUTS[name])[0].tile
-    bits = random_bits("normal", 4, record.width)
-    bits[:, tile + 3] = 0
-    clean_data, clean_scales = encode(record, tensor_of(bits))
-    bits[:, tile + 3] = 0xFFC0
-    data, scales = encode(record, tensor_of(bits))
-    assert torch.equal(data, clean_data)
-    assert (scales[:, 1] == (0xFF if name == "mxfp4" else 0x7F)).all()
-    scales[:, 1] = clean_scales[:, 1]
-    assert torch.equal(scales, clean_scales)
-    scales[:, 1] = 0xFF if name == "mxfp4" else 0x7F
-    decoded = bits_of(decode(record, data, scales))
-    assert (decoded[:, tile : 2 * tile] == 0x7FC0).all()
-    rest = np.delete(decoded, slice(tile, 2 * tile), axis=1)
+    bits[:, tile.start + 3] = nan_bits
+    nan_data, nan_scales = encode(record, tensor_of(bits))
+    marker = NAN_SCALES[tiles.scale]
+    at = slice(nth * len(marker), (nth + 1) * len(marker))
+    assert nan_scales[:, at].tolist() == [marker] * 4
+    decoded = bits_of(decode(record, nan_data, nan_scales))
+    assert (decoded[:, tile] == 0x7FC0).all()
+    scales[:, at] = torch.tensor(marker, dtype=torch.uint8)
+    if tiles.element == "e4m3":
+        assert (nan_data[:, tile] == 0x7F).all()
+        data[:, tile] = 0x7F
+    assert torch.equal(nan_data, data)
+    assert torch.equal(nan_scales, scales)
+    rest = np.delete(decoded, tile, axis=1)
     assert not np.isnan(oracle.bf16_values(rest)).any()
 
 

@@ -6,7 +6,7 @@ a ring longer than the window; every row that no query may read is NaN.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsv4.kernels import attend as portable
 from dsv4.reference import attend as reference
-from tests.reference.test_attend import Step, check, make_step
+from tests.reference.test_attend import Step, check, make_step, with_nan
 
 DEVICE = torch.device("cuda")
 # 521 indices: not a multiple of a tile, of 16 or of 4
@@ -98,3 +98,35 @@ def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
     return all(
         torch.equal(x.view(torch.int16), y.view(torch.int16)) for x, y in zip(a, b, strict=True)
     )
+
+
+def assert_nan_is_read(
+    step: Step, run: Callable[[Step], tuple[Tensor, Tensor]], token: int, *, entry: bool
+) -> None:
+    """A NaN in a key makes every output of the queries that read it NaN, and changes no other."""
+    before = run(step)
+    hurt = torch.tensor(with_nan(step, token, entry=entry), device=DEVICE)
+    assert hurt.any()
+    out, lse = run(step)
+    assert out[hurt].isnan().all()
+    assert lse[hurt].isnan().all()
+    assert same((out[~hurt], lse[~hurt]), (before[0][~hurt], before[1][~hurt]))
+
+
+def assert_minus_infinity_is_no_key(
+    step: Step, run: Callable[[Step], tuple[Tensor, Tensor]]
+) -> None:
+    """The first token sees one key; where its logit is -inf its output is 0."""
+    key = step.keys[0]
+    assert key is not None
+    assert len(key) == 1
+    step.q[0, 1:4, 5] = -torch.inf * torch.sign(key[0, 5]).float()
+    step.sink[:4] = torch.tensor([3e38, 3e38, 0.0, -torch.inf])
+    out, lse = run(step)
+    assert (out[0, 1:4] == 0).all()
+    assert (lse[0, 1:4] == -torch.inf).all()
+    live = step.tokens[:, 0] >= 0
+    assert (out[live, 0] == 0).all()  # such a sink leaves nothing to any key
+    assert not out[live].isnan().any()
+    for found, wanted in zip((out, lse), step.run(reference.attend, turn=True), strict=True):
+        assert torch.equal(found[live].isfinite(), wanted[live].isfinite())

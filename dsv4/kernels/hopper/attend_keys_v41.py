@@ -67,16 +67,19 @@ _V41_E4M3_TIMES_BF16 = gl.constexpr(e4m3_times_bf16("$3", "$3", unit=112))
 _E2M1_TIMES_BF16 = gl.constexpr(e2m1_pairs_times_bf16())
 # Two E4M3 scales in a halfword ($2) to twice the first ($0) and twice the second ($1), as bf16
 # times 2^118: that is 2^126, which E2M1 codes lack, less KEY_UNIT's 2^8. As bf16 their bits lack
-# 2^120.
+# 2^120. The highest code is NaN, and so are bits that are all ones.
 _SCALES_OF = gl.constexpr("""{
-    .reg .b32 both, up;
+    .reg .b32 both, up, nan;
     mov.b32 up, 0x7F007F00;
     prmt.b32 both, $2, 0, 0x1404;
     shr.b32 both, both, 4;
     and.b32 both, both, 0x07F007F0;
+    mov.b32 nan, 0x07F007F0;
+    set.eq.u32.bf16x2 nan, both, nan;
     mul.rn.bf16x2 both, both, up;
     mov.b32 up, 0x77007700;
     mul.rn.bf16x2 both, both, up;
+    or.b32 both, both, nan;
     prmt.b32 $0, both, both, 0x1010;
     prmt.b32 $1, both, both, 0x3232;
 }""")
