@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import NamedTuple, TypeVar
@@ -42,10 +42,12 @@ _HIT_KINDS: dict[StateSource, HitKind] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PinnedPrefix:
-    """The first `tokens` tokens of some prompt, which stay cached until they are unpinned."""
+    """The first `tokens` tokens of some prompt, which stay cached until they are unpinned; a fetch
+    does that when it is over, a pin of the caller's is `lasting`."""
 
     tokens: int
     nodes: tuple[PrefixNode, ...]
+    lasting: bool = True
 
 
 class LearnedIds(NamedTuple):
@@ -591,8 +593,9 @@ class PrefixCache:
                 self._detach(node)
 
     def pinned_blocks(self, besides: Collection[int] = ()) -> int:
-        """Blocks that pins keep, with all before them, but for those named."""
-        return len(self.pinned_ids().difference(besides))
+        """Blocks that lasting pins keep, with all before them, but for those named."""
+        lasting = [pin for pin in tuple(self._pins) if pin.lasting]
+        return len(self._ids_up_to(lasting).difference(besides))
 
     def evictable_blocks(self, besides: Collection[int] = ()) -> int:
         """How many cached blocks could go if these were held. Whoever holds a cached block holds
@@ -603,22 +606,26 @@ class PrefixCache:
         )
 
     def pinned_ids(self) -> frozenset[int]:
+        """Blocks that pins keep, with all before them."""
         if self._pinned_ids is None:
-            kept: set[PrefixNode] = set()
-            for pin in tuple(self._pins):
-                node: PrefixNode | None = pin.nodes[0]
-                while node is not None and node not in kept:
-                    kept.add(node)
-                    node = node.parent
-            self._pinned_ids = frozenset(node.block_id for node in kept)
+            self._pinned_ids = self._ids_up_to(tuple(self._pins))
         return self._pinned_ids
+
+    def _ids_up_to(self, pins: Iterable[PinnedPrefix]) -> frozenset[int]:
+        kept: set[PrefixNode] = set()
+        for pin in pins:
+            node: PrefixNode | None = pin.nodes[0]
+            while node is not None and node not in kept:
+                kept.add(node)
+                node = node.parent
+        return frozenset(node.block_id for node in kept)
 
     def rebuild(self, reserved: Collection[int], lost: Collection[object]) -> None:
         """After an interrupt: pins and snapshots anew, from what the index keeps. `reserved` rows
-        are an open plan's, `lost` pins nobody has."""
+        are an open plan's, `lost` pins nobody has; fetches are over, with what they pinned."""
         self.index.rebuild()
         self._pinned_ids = None
-        self._pins = {pin for pin in self._pins if pin not in lost}
+        self._pins = {pin for pin in self._pins if pin.lasting and pin not in lost}
         for node in self.index.nodes():
             node.pins = 0
         for pin in self._pins:
@@ -632,14 +639,16 @@ class PrefixCache:
         self._free_rows = sorted(rest, reverse=True)
         self.rows_in_flight = set()
 
-    def pin(self, trail: TokenTrail, arriving: list[object]) -> PinnedPrefix:
+    def pin(
+        self, trail: TokenTrail, arriving: list[object], *, lasting: bool = True
+    ) -> PinnedPrefix:
         nodes = self.index.match(trail, len(trail.ids) // self.schema.block_tokens)
         if not nodes:
             raise InvalidInput("nothing of this prefix is cached: run it once before pinning it")
         # the same prompt again resumes one block earlier than one that goes on behind it
         resumed = [node for node in reversed(nodes) if node.snapshot is not None][:2]
         kept = [nodes[-1], *resumed]
-        pin = PinnedPrefix(len(nodes) * self.schema.block_tokens, tuple(kept))
+        pin = PinnedPrefix(len(nodes) * self.schema.block_tokens, tuple(kept), lasting)
         arriving.append(pin)
         for node in kept:
             node.pins += 1
