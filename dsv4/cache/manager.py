@@ -675,13 +675,13 @@ class KVCacheManager(Uncopied):
 
     def release_later(self, request: Request, *, suspend: bool = False) -> None:
         """Releases a request with the next call that is made of the manager, once no open plan has
-        it; with `suspend`, suspends it where it can be. It is not among `requests` any more, its
-        memory comes back with that call. Safe at any time and from any thread, for it only notes
-        what to do: for finalizers, which run wherever a garbage collection starts, in the middle of
-        a call too. Raises InvalidInput for what is no request."""
+        it; with `suspend`, suspends it where it can be. From then on it counts as released. Safe at
+        any time and from any thread, for it only notes what to do: for finalizers, which run
+        wherever a garbage collection starts, in the middle of a call too. Raises InvalidInput for
+        what is no request."""
         require_type("request", request, Request)
-        request.is_leaving = True
         self.guard.leaving.append((request, suspend))
+        request.is_leaving = True
 
     @changes
     def _release_now(self) -> None:
@@ -717,8 +717,15 @@ class KVCacheManager(Uncopied):
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """All live requests, but for those that `release_later` was told of."""
-        return tuple(request for request in tuple(self.table.live.values()) if not request.is_leaving)
+        """All live requests, but for those that go with the next call."""
+        live, going = tuple(self.table.live.values()), self._going()
+        return tuple(request for request in live if request not in going) if going else live
+
+    def _going(self) -> list[Request]:
+        """What `release_later` was told of and no open plan has: the next call begins with it."""
+        going = [request for request in tuple(self.table.live.values()) if request.is_leaving]
+        planned = {request for plan in tuple(self.open_plans) for request in plan.requests}
+        return [request for request in going if request not in planned]
 
     def recover(self) -> None:
         """Puts everything in order after a call was interrupted (RecoveryNeeded says so).
@@ -1406,24 +1413,29 @@ class KVCacheManager(Uncopied):
         )
 
     def stats(self) -> Stats:
-        """Who holds what, now. Safe from any thread; while a call runs elsewhere, partly as before
-        it and partly as after."""
-        allocator, live = self.table.allocator, self.requests
+        """Who holds what, now; what `release_later` was told of has gone. Safe from any thread;
+        while a call runs elsewhere, partly as before it and partly as after."""
+        allocator, live, going = self.table.allocator, self.requests, self._going()
+        free, idle = allocator.left_by([request.block_ids for request in going])
+        pinned: Collection[int] = () if self.prefix is None else self.prefix.pinned_ids()
+        evictable = 0 if self.prefix is None else self.prefix.evictable_blocks()
         return Stats(
             blocks_total=allocator.total,
-            blocks_free=allocator.free,
-            blocks_live=allocator.held,
-            blocks_cached=allocator.idle,
+            blocks_free=allocator.free + len(free),
+            blocks_live=allocator.held - len(free) - len(idle),
+            blocks_cached=allocator.idle + len(idle),
             blocks_in_flight=allocator.in_flight,
-            blocks_evictable=0 if self.prefix is None else self.prefix.evictable_blocks(),
-            blocks_pinned=0 if self.prefix is None else len(self.prefix.pinned_ids()),
+            blocks_evictable=evictable + sum(block_id not in pinned for block_id in idle),
+            blocks_pinned=len(pinned),
             slots_total=self.max_requests,
-            slots_free=len(self.table.free_slots),
+            slots_free=len(self.table.free_slots) + len(going),
             requests_live=len(live),
             tokens_live=sum(request.length for request in live),
-            block_bytes_live=allocator.held * self.schema.block_bytes,
+            block_bytes_live=(allocator.held - len(free) - len(idle)) * self.schema.block_bytes,
             slot_bytes_live=len(live) * self.schema.slot_bytes,
-            prefix=None if self.prefix is None else self.prefix.stats(),
+            prefix=None
+            if self.prefix is None
+            else self.prefix.stats(idle_blocks=allocator.idle + len(idle)),
             transfers=None if self.transfers is None else self.transfers.stats(),
             tiers=() if self.transfers is None else self.transfers.tier_stats(),
             handoff=None if self.handoff is None else self.handoff.stats(),

@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -117,12 +118,12 @@ def test_a_thread_that_stops_anywhere_in_recover_is_inside_or_not(second: str):
         with pytest.raises(KeyboardInterrupt), Interrupts(25).injected():
             manager.fork(request, 1)
         first = Stopped(manager.recover, at)
-        call = {"extend": lambda: manager.extend(request, 0), "recover": manager.recover}[second]
-        error = outcome(call)
+        extend = partial(manager.extend, request, 0)
+        error = outcome({"extend": extend, "recover": manager.recover}[second])
         # before the first one is inside an interrupted call is what there is
         assert error in (None, ThreadError, RecoveryNeeded), at
         assert first.finish() is None, at
-        assert outcome(lambda: manager.extend(request, 0)) is None
+        assert outcome(extend) is None
         manager.check_invariants()
         assert manager.requests == (request,)
         if not first.stopped:
@@ -250,7 +251,7 @@ def test_after_an_interrupt_in_a_handle_another_thread_may_use_the_plan(inside: 
                 handle.append(kv, *projections, weights=stack.weights[0])
         except KeyboardInterrupt:
             caught = True
-        other = Stopped(lambda plan=plan: manager.fail(plan), -1)  # type: ignore[misc]
+        other = Stopped(partial(manager.fail, plan), -1)
         assert other.finish() is None, at
         assert Stopped(manager.recover, -1).finish() is None, at
         manager.release_request(request)
@@ -276,13 +277,13 @@ def test_a_turn_that_many_were_interrupted_in_keeps_nothing_alive():
     gc.collect()
 
 
-def test_to_release_later_never_gets_in_the_way(monkeypatch: pytest.MonkeyPatch):
+def test_to_release_later_never_gets_in_the_way():
     """A finalizer in another thread, stopped wherever it can be, while the engine makes calls."""
     manager = build()
     at = 0
     while True:
         request = manager.admit_request(100)
-        first = Stopped(lambda r=request: manager.release_later(r), at)  # type: ignore[misc]
+        first = Stopped(partial(manager.release_later, request), at)
         assert outcome(lambda: manager.release_request(manager.admit_request(10))) is None, at
         assert first.finish() is None
         assert manager.can_admit(16 * 128)  # what was to go has gone
@@ -294,13 +295,33 @@ def test_to_release_later_never_gets_in_the_way(monkeypatch: pytest.MonkeyPatch)
     manager.check_invariants()
 
 
-def test_what_is_released_later_is_nobody_s_request_any_more():
-    manager = build(num_blocks=4)
-    request = manager.admit_request(4 * 128)
-    assert not manager.can_admit(128)
-    manager.release_later(request)
+def test_what_is_released_later_counts_as_released():
+    """By the statistics too, so that who decides by them waits for nothing."""
+    manager = build(prefix=PrefixOptions())
+    request = manager.admit_request(np.arange(300))
+    plan = manager.prepare_forward([(request, 300)])
+    plan.mark_appended()
+    manager.commit(plan)
+    forks = manager.fork(request, 2)
+    for leaving in ([request], forks[:1], forks[1:]):
+        for each in leaving:
+            manager.release_later(each)
+        before, requests = manager.stats(), manager.requests
+        assert manager.can_admit(1)
+        after = manager.stats()
+        assert all(each.released for each in leaving)
+        assert after == before
+        assert manager.requests == requests
+        manager.check_invariants()
+    assert (manager.requests, manager.stats().blocks_cached) == ((), 2)
+    waiting = manager.admit_request(14 * 128)
+    assert not manager.can_admit(3 * 128)
+    manager.release_later(waiting)
+    assert manager.can_admit(16 * 128)
+    busy = manager.admit_request(100)
+    plan = manager.prepare_forward([(busy, 1)])
+    manager.release_later(busy)
+    assert manager.requests == (busy,)  # until its plan is over
+    manager.abandon(plan)
     assert manager.requests == ()
-    assert manager.stats().requests_live == 0
-    assert manager.can_admit(4 * 128)
-    assert request.released
-    manager.check_invariants()
+    assert manager.stats().slots_free == 4

@@ -699,7 +699,7 @@ class PrefixCache:
         self._free_rows.append(node.snapshot)
         node.snapshot = None
 
-    def stats(self) -> PrefixStats:
+    def stats(self, *, idle_blocks: int) -> PrefixStats:
         return PrefixStats(
             **asdict(self.counters),
             blocks_indexed=len(self.index),
@@ -708,7 +708,7 @@ class PrefixCache:
             snapshots_used=len(self._taken),
             snapshot_bytes=self.pool.layout.row_bytes,
             cached_bytes_by_kind={
-                kind: count * self._allocator.idle for kind, count in self._bytes_by_kind.items()
+                kind: count * idle_blocks for kind, count in self._bytes_by_kind.items()
             },
         )
 
