@@ -76,7 +76,7 @@ def test_blocks_that_a_caller_pins_too_are_not_waited_for():
     tier.is_silent = True
     pinned = manager.pin(text.ids[:128])
     fetch = manager.fetch(text.ids[:400])
-    with pytest.raises(OutOfBlocks, match="1 pinned.*unpin something") as caught:
+    with pytest.raises(OutOfBlocks, match=r"1 pinned.*unpin something") as caught:
         manager.admit_request(4 * 128)
     assert (caught.value.never, caught.value.pinned) == (True, 1)
     fetch.cancel()

@@ -413,7 +413,8 @@ class PrefixCache:
     ) -> None:
         """Of a request's complete blocks, whose tokens are all known, those that are cached, in
         other memory. Never one without those before it: who holds a cached block holds what it
-        hangs on, so that what is idle can be evicted."""
+        hangs on, so that what is idle can be evicted. For the same reason none while the request
+        shares the block after them, with a fork or an offer: that one keeps the old blocks."""
         first = min(first, last)
         while first:
             before = self.index.get(trail.digest(first - 1))
@@ -426,7 +427,8 @@ class PrefixCache:
             if node is None or node.block_id == request.block_ids[block]:
                 break
             cached.append(node.block_id)
-        if cached:
+        after = request.block_ids[first + len(cached) :][:1]
+        if cached and all(self._allocator.references(block_id) == 1 for block_id in after):
             adopt(request, first, cached)
 
     def _capture(
