@@ -122,6 +122,8 @@ class KVCacheManager(Uncopied):
         self.backend = load_backend(backend, place, batch_invariant=batch_invariant)
         for record in (schema.entry_format, schema.window_format, schema.index_format):
             self.backend.check_format(record)
+        for layer in schema.layers:
+            self.backend.check_ratio(layer.spec.layer, layer.spec.ratio)
         self.memory = CacheMemory(
             schema,
             self.backend,

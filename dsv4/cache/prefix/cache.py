@@ -106,6 +106,7 @@ class PrefixCache:
         self._bytes_by_kind = schema.bytes_by_kind()["block"]
         rows = options.rows
         self.pool = SnapshotPool(schema, rows, where=options.where, device=device)
+        self.has_state_bytes = self.pool.layout.row_bytes > 0  # else tiers have none to keep
         self._free_rows = list(range(rows - 1, -1, -1))
         self._taken: OrderedDict[int, PrefixNode] = OrderedDict()  # row -> node, oldest use first
         self._pins: set[PinnedPrefix] = set()
@@ -487,7 +488,7 @@ class PrefixCache:
     def _note_fresh(
         self, node: PrefixNode, trail: TokenTrail, tokens: int, *, is_snapshot: bool = False
     ) -> None:
-        if self.outbox is not None:
+        if self.outbox is not None and not (is_snapshot and not self.has_state_bytes):
             before = tokens // self.schema.block_tokens - 2
             parent = trail.chain[before] if before >= 0 else trail.root
             self.outbox.append(Fresh(node, is_snapshot, parent, tokens))

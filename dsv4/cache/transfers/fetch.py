@@ -473,7 +473,7 @@ class Fetches:
 
     def _wanted_snapshots(self, fetch: Fetch, behind: int) -> list[Label]:
         """Of the boundaries that make a shorter way than a replay and than what is cached."""
-        if not self._prefix.pool.rows:
+        if not self._prefix.pool.rows or not self._prefix.has_state_bytes:
             return []
         trail, labels = fetch.trail, []
         first = replay_start(self._prefix.schema, behind * self._block_tokens)
