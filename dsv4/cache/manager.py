@@ -90,6 +90,7 @@ class KVCacheManager(Uncopied):
 
     _instead = "build another one with the same schema"
 
+    @torch.inference_mode(False)  # its memory is written to with it and without
     def __init__(
         self,
         schema: CacheSchema,
