@@ -738,7 +738,8 @@ class KVCacheManager(Uncopied):
         whose slot was being overwritten `is_torn`. Requests and pins that the interrupted call was
         about to return are gone; so is a plan that was never returned, or whose lengths have moved.
         Fetches and arrivals that are not over are cancelled; offers stand.
-        Does nothing else, and nothing harmful if it was not needed. Raises ThreadError.
+        Does nothing else, and nothing harmful if it was not needed. Raises ThreadError while a call
+        runs, one of a handle too.
         """
         guard = self.guard
         number, interrupted = guard.take_over()
