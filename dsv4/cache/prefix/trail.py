@@ -27,7 +27,10 @@ _UNSIGNED = {size: np.dtype(f"u{size}") for size in (4, 8)}
 def token_ids(given: TokenIds) -> Ids:
     """Token ids as int32, in memory of their own. Raises InvalidInput for anything else."""
     if isinstance(given, str | bytes):
-        raise InvalidInput(f"token ids: got {type(given).__name__}: tokenize it first")
+        raise InvalidInput(
+            f"token ids: got {type(given).__name__}: tokenize it first; a prompt is one row of "
+            f"whole numbers, or a count"
+        )
     try:
         ids: Any = given
         if not isinstance(ids, np.ndarray):
