@@ -52,8 +52,8 @@ class OutOfBlocks(Dsv4Error):
         pinned: int = 0,
     ) -> None:
         """`asker_blocks` is what the request that asks (the largest of them) would hold at last,
-        `cached` how many blocks are cached and held by nobody, `pinned` how many stay because they
-        are pinned, without those that the request shares."""
+        `cached` how many blocks are cached and held by nobody, `pinned` how many stay until they
+        are unpinned, without those that the request shares."""
         self.needed, self.free, self.total = needed, free, total
         self.asker_blocks, self.cached, self.pinned = asker_blocks, cached, pinned
         self.never = asker_blocks > total - pinned
@@ -122,7 +122,7 @@ class CopyError(Dsv4Error, TypeError):
 
 
 class ThreadError(Dsv4Error):
-    """A call came while another thread was inside one: one at a time."""
+    """A call came while another one was running, mostly in another thread: one at a time."""
 
 
 class RecoveryNeeded(Dsv4Error):

@@ -125,6 +125,8 @@ class ModelSpec:
                 f"{self.name}: rope_dim={self.rope_dim} must be even and below "
                 f"head_dim={self.head_dim}"
             )
+        if not self.layers:
+            raise ConfigError(f"{self.name}: a model without layers keeps nothing")
         if [spec.layer for spec in self.layers] != list(range(len(self.layers))):
             raise ConfigError(f"{self.name}: layers must be numbered 0..{len(self.layers) - 1}")
         for spec in self.layers:
@@ -308,6 +310,11 @@ _LAYER_TYPES = {
     "compressed_sparse_attention": 4,
     "heavily_compressed_attention": 128,
 }
+_KNOWN_TYPES = frozenset(map(repr, _LAYER_TYPES))
+_TRANSFORMERS_KEYS = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim", "index_n_heads"),
+    *("index_head_dim", "index_topk", "sliding_window", "max_position_embeddings"),
+)
 
 
 def _from_path(path: Path) -> ModelSpec:
@@ -336,8 +343,6 @@ def _from_mapping(config: Mapping[str, Any]) -> ModelSpec:
         return _from_mapping(config["text_config"])
     try:
         return _from_inference(config) if "n_layers" in config else _from_transformers(config)
-    except KeyError as error:
-        raise ConfigError(f"the config has no {error.args[0]!r}, which the cache needs") from error
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -345,17 +350,18 @@ def _from_mapping(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _from_transformers(config: Mapping[str, Any]) -> ModelSpec:
-    backbone = _whole(config["num_hidden_layers"])
-    sources = _sources(config, "kv_source_layer_ids", "index_source_layer_ids")
+    source_names = _source_names(config, "kv_source_layer_ids", "index_source_layer_ids")
+    _need(config, *_TRANSFORMERS_KEYS, *source_names, one_of=("compress_ratios", "layer_types"))
+    backbone = _whole(config, "num_hidden_layers")
+    sources = _sources(config, source_names)
     if config.get("compress_ratios") is not None:
-        ratios = list(config["compress_ratios"])
+        ratios = list(_list(config, "compress_ratios"))
         if sources is not None and len(ratios) == backbone:  # copies without the draft layers'
-            ratios += [0] * _whole(config.get("num_nextn_predict_layers", 0))
+            ratios += [0] * _whole(config, "num_nextn_predict_layers", 0, least=0)
     elif config.get("layer_types") is not None:
         ratios = _checked_length(_ratios_of_layer_types(config), backbone)
-        ratios += [0] * _whole(
-            config.get("n_mtp_layers", config.get("num_nextn_predict_layers", 0))
-        )
+        drafts = "n_mtp_layers" if "n_mtp_layers" in config else "num_nextn_predict_layers"
+        ratios += [0] * _whole(config, drafts, 0, least=0)
     else:
         raise ConfigError(
             "the config has neither compress_ratios nor layer_types: without them nobody can know "
@@ -367,39 +373,55 @@ def _from_transformers(config: Mapping[str, Any]) -> ModelSpec:
             f"the config has num_key_value_heads={kept_heads!r}: a V4 model has one key for all "
             f"heads, which is the value too"
         )
-    head_dim = _whole(config["head_dim"])
-    rope_dim = config.get("qk_rope_head_dim")
-    if rope_dim is None:
-        rope_dim = round(head_dim * float(config.get("partial_rotary_factor") or 64 / 512))
+    head_dim = _whole(config, "head_dim")
+    if config.get("qk_rope_head_dim") is None:
+        part = _number(config, "partial_rotary_factor", None) or 64 / 512
+        rope_dim = round(head_dim * part)
+    else:
+        rope_dim = _whole(config, "qk_rope_head_dim")
     return ModelSpec(
         name=str(config.get("_name_or_path") or config.get("model_type") or "deepseek_v4"),
-        hidden=_whole(config["hidden_size"]),
-        heads=_whole(config["num_attention_heads"]),
+        hidden=_whole(config, "hidden_size"),
+        heads=_whole(config, "num_attention_heads"),
         head_dim=head_dim,
-        rope_dim=_whole(rope_dim),
-        index_heads=_whole(config["index_n_heads"]),
-        index_dim=_whole(config["index_head_dim"]),
-        index_topk=_whole(config["index_topk"]),
-        window=_whole(config["sliding_window"]),
-        max_context=_whole(config["max_position_embeddings"]),
-        rms_eps=float(config.get("rms_norm_eps", _rms_eps(sources))),
+        rope_dim=rope_dim,
+        index_heads=_whole(config, "index_n_heads"),
+        index_dim=_whole(config, "index_head_dim"),
+        index_topk=_whole(config, "index_topk"),
+        window=_whole(config, "sliding_window"),
+        max_context=_whole(config, "max_position_embeddings"),
+        rms_eps=_number(config, "rms_norm_eps", _rms_eps(sources)),
         rope=_rope_of_transformers(config),
         **_layers(
             config,
             _checked_length(ratios, backbone),
             backbone,
             sources,
-            config.get("candidate_source_layer_id"),
+            "candidate_source_layer_id",
         ),
     )
 
 
-def _sources(config: Mapping[str, Any], *names: str) -> tuple[list[int], list[int]] | None:
-    """The layers that own entries and those that select, of a V4.1 config; None for V4's."""
+def _source_names(config: Mapping[str, Any], *names: str) -> tuple[str, ...]:
+    """The keys of the layers that own entries and of those that select, which a V4.1 config must
+    have; none for V4's."""
     v41 = config.get("model_type") in _V41_TYPES
-    if not v41 and not any(config.get(name) is not None for name in names):
+    return names if v41 or any(config.get(name) is not None for name in names) else ()
+
+
+def _sources(
+    config: Mapping[str, Any], names: tuple[str, ...]
+) -> tuple[list[int], list[int]] | None:
+    """The layers that own entries and those that select, of a V4.1 config; None for V4's."""
+    if not names:
         return None
-    entries, selections = ([_whole(layer) for layer in config[name]] for name in names)
+    entries, selections = (
+        [
+            _as_whole(f"{name}[{nth}]", layer, least=0)
+            for nth, layer in enumerate(_list(config, name))
+        ]
+        for name in names
+    )
     return entries, selections
 
 
@@ -408,7 +430,7 @@ def _layers(
     ratios: Sequence[int],
     backbone: int,
     sources: tuple[list[int], list[int]] | None,
-    candidate_source: int | None,
+    candidate_source: str,
 ) -> dict[str, Any]:
     """The fields of a spec that tell V4.1 from V4; both kinds of config name them alike."""
     if sources is None:
@@ -419,28 +441,78 @@ def _layers(
             backbone=backbone,
             entry_sources=sources[0],
             index_sources=sources[1],
-            candidate_source=candidate_source,
+            candidate_source=_whole(config, candidate_source, -1, least=-1, null=True),
         ),
-        "candidate_blocks": _whole(config.get("candidate_topk_blocks") or 0),
-        "candidate_block_entries": _whole(_given(config, "candidate_block_size", 8)),
-        "draft_block": _whole(config.get("dspark_block_size") or 0),
+        "candidate_blocks": _whole(config, "candidate_topk_blocks", 0, least=0, null=True),
+        "candidate_block_entries": _whole(config, "candidate_block_size", 8, null=True),
+        "draft_block": _whole(config, "dspark_block_size", 0, least=0, null=True),
         "entry_format": "v41_fp4",
         "window_format": "v41_fp8",
     }
 
 
-def _whole(value: Any) -> int:
-    """A whole number of a config; 8.0 is one. Raises ConfigError."""
-    number = int(value)
-    if isinstance(value, bool) or number != value:
-        raise ConfigError(f"the config has {value!r} where a whole number is needed")
-    return number
+def _need(config: Mapping[str, Any], *names: str, one_of: tuple[str, ...] = ()) -> None:
+    """ConfigError that names all that is missing, unless it is `one_of` alone."""
+    missing = [repr(name) for name in names if name not in config]
+    if missing and one_of and not any(name in config for name in one_of):
+        missing.append(" or ".join(map(repr, one_of)))
+    if missing:
+        raise ConfigError(
+            f"the config has no {', '.join(missing)}, which the cache needs: take the config.json "
+            f"of the checkpoint"
+        )
 
 
-def _given(config: Mapping[str, Any], name: str, default: Any) -> Any:
-    """A value of the config; the default where there is none, or null."""
+def _whole(
+    config: Mapping[str, Any],
+    name: str,
+    default: int | None = None,
+    *,
+    least: int = 1,
+    null: bool = False,
+) -> int:
+    """A whole number of a config; 8.0 is one. With `null`, that is the default too. Raises
+    ConfigError."""
+    value = config.get(name, default)
+    return _as_whole(name, default if null and value is None else value, least=least)
+
+
+def _as_whole(name: str, value: object, *, least: int) -> int:
+    if is_number(value) and math.isfinite(value) and int(value) == value and value >= least:
+        return int(value)
+    raise ConfigError(
+        f"the config has {name}={_shown(value)} where a whole number of at least {least} is needed"
+    )
+
+
+def _number(config: Mapping[str, Any], name: str, default: float | None) -> float:
+    """A number of a config; the default where there is none. Raises ConfigError."""
     value = config.get(name)
-    return default if value is None else value
+    if name not in config or (value is None and default is None):
+        return 0.0 if default is None else float(default)
+    if not is_number(value):
+        raise ConfigError(f"the config has {name}={_shown(value)} where a number is needed")
+    return float(value)
+
+
+def _list(config: Mapping[str, Any], name: str) -> Sequence[Any]:
+    value = config[name]
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise ConfigError(f"the config has {name}={_shown(value)} where a list is needed")
+    return value
+
+
+def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Empty where there is none, or null."""
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"the config has {name}={_shown(value)} where an object is needed")
+    return value
+
+
+def _shown(value: object) -> str:
+    """A value as JSON has it."""
+    return "null" if value is None else repr(value)
 
 
 def _rms_eps(sources: object) -> float:
@@ -449,11 +521,16 @@ def _rms_eps(sources: object) -> float:
 
 
 def _ratios_of_layer_types(config: Mapping[str, Any]) -> list[int]:
-    rates = {**_LAYER_TYPES, **(config.get("compress_rates") or {}), "sliding_attention": 0}
-    unknown = sorted(set(config["layer_types"]) - set(_LAYER_TYPES))
+    rates = {**_LAYER_TYPES, **_mapping(config, "compress_rates"), "sliding_attention": 0}
+    unknown = sorted({repr(kind) for kind in _list(config, "layer_types")} - _KNOWN_TYPES)
     if unknown:
-        raise ConfigError(f"unknown layer_types {unknown}: expected {sorted(_LAYER_TYPES)}")
-    ratios = [_whole(rates[kind]) for kind in config["layer_types"]]
+        raise ConfigError(
+            f"unknown layer_types {', '.join(unknown)}: expected {sorted(_LAYER_TYPES)}"
+        )
+    ratios = [
+        _as_whole(f"compress_rates[{kind!r}]", rates[kind], least=0)
+        for kind in config["layer_types"]
+    ]
     for kind, ratio in zip(config["layer_types"], ratios, strict=True):
         csa = kind == "compressed_sparse_attention"
         if csa != (ratio == _CSA_RATIO) or (kind == "sliding_attention") != (ratio == 0):
@@ -465,66 +542,66 @@ def _ratios_of_layer_types(config: Mapping[str, Any]) -> list[int]:
 
 
 def _rope_of_transformers(config: Mapping[str, Any]) -> RopeSpec:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    plain, long = rope.get("main") or {}, rope.get("compress") or rope
+    rope = _mapping(config, "rope_parameters") or _mapping(config, "rope_scaling")
+    plain, compress = _mapping(rope, "main"), _mapping(rope, "compress")
+    long = compress or rope
     kind = long.get("rope_type", long.get("type", "default"))
     base = RopeSpec()
+    theta = _number(config, "rope_theta", base.theta)
+    compress_theta = _number(config, "compress_rope_theta", base.compress_theta)
     return RopeSpec(
-        theta=float(plain.get("rope_theta", config.get("rope_theta", base.theta))),
-        compress_theta=float(
-            (rope.get("compress") or {}).get("rope_theta")
-            or config.get("compress_rope_theta", base.compress_theta)
-        ),
-        yarn_factor=float(long.get("factor", base.yarn_factor)) if kind == "yarn" else 1.0,
+        theta=_number(plain, "rope_theta", theta),
+        compress_theta=_number(compress, "rope_theta", None) or compress_theta,
+        yarn_factor=_number(long, "factor", base.yarn_factor) if kind == "yarn" else 1.0,
         yarn_original_tokens=_whole(
-            long.get("original_max_position_embeddings", base.yarn_original_tokens)
+            long, "original_max_position_embeddings", base.yarn_original_tokens
         ),
-        yarn_beta_fast=float(long.get("beta_fast", base.yarn_beta_fast)),
-        yarn_beta_slow=float(long.get("beta_slow", base.yarn_beta_slow)),
+        yarn_beta_fast=_number(long, "beta_fast", base.yarn_beta_fast),
+        yarn_beta_slow=_number(long, "beta_slow", base.yarn_beta_slow),
     )
 
 
 def _from_inference(config: Mapping[str, Any]) -> ModelSpec:
-    backbone = _whole(config["n_layers"])
+    source_names = _source_names(config, "kv_source_layers", "index_source_layers")
+    _need(config, "n_layers", "dim", "n_heads", *source_names, one_of=("compress_ratios",))
+    backbone = _whole(config, "n_layers")
     if config.get("compress_ratios") is None:
         raise ConfigError(
             "the config has no compress_ratios: take DeepSeek's inference/config.json"
         )
-    sources = _sources(config, "kv_source_layers", "index_source_layers")
-    ratios = list(config["compress_ratios"])
+    sources = _sources(config, source_names)
+    ratios = list(_list(config, "compress_ratios"))
     if len(ratios) == backbone:
-        ratios += [0] * _whole(config.get("n_mtp_layers", 0))
+        ratios += [0] * _whole(config, "n_mtp_layers", 0, least=0)
     base = RopeSpec()
-    original_tokens = _whole(config.get("original_seq_len", base.yarn_original_tokens))
+    original_tokens = _whole(config, "original_seq_len", base.yarn_original_tokens, least=0)
     return ModelSpec(
         name="deepseek_v4" if sources is None else "deepseek_v41",
-        hidden=_whole(config["dim"]),
-        heads=_whole(config["n_heads"]),
-        head_dim=_whole(config.get("head_dim", 512)),
-        rope_dim=_whole(config.get("rope_head_dim", 64)),
-        index_heads=_whole(config.get("index_n_heads", 64)),
-        index_dim=_whole(config.get("index_head_dim", 128)),
-        index_topk=_whole(config.get("index_topk", 512)),
-        window=_whole(config.get("window_size", 128)),
-        max_context=_whole(config.get("max_seq_len", 1_048_576)),
-        rms_eps=float(config.get("norm_eps", _rms_eps(sources))),
+        hidden=_whole(config, "dim"),
+        heads=_whole(config, "n_heads"),
+        head_dim=_whole(config, "head_dim", 512),
+        rope_dim=_whole(config, "rope_head_dim", 64),
+        index_heads=_whole(config, "index_n_heads", 64),
+        index_dim=_whole(config, "index_head_dim", 128),
+        index_topk=_whole(config, "index_topk", 512),
+        window=_whole(config, "window_size", 128),
+        max_context=_whole(config, "max_seq_len", 1_048_576),
+        rms_eps=_number(config, "norm_eps", _rms_eps(sources)),
         rope=RopeSpec(
-            theta=float(config.get("rope_theta", base.theta)),
-            compress_theta=float(config.get("compress_rope_theta", base.compress_theta)),
+            theta=_number(config, "rope_theta", base.theta),
+            compress_theta=_number(config, "compress_rope_theta", base.compress_theta),
             # DeepSeek's code switches YaRN off by original_seq_len = 0
-            yarn_factor=float(config.get("rope_factor", base.yarn_factor))
-            if original_tokens
-            else 1,
+            yarn_factor=_number(config, "rope_factor", base.yarn_factor) if original_tokens else 1,
             yarn_original_tokens=original_tokens or base.yarn_original_tokens,
-            yarn_beta_fast=float(config.get("beta_fast", base.yarn_beta_fast)),
-            yarn_beta_slow=float(config.get("beta_slow", base.yarn_beta_slow)),
+            yarn_beta_fast=_number(config, "beta_fast", base.yarn_beta_fast),
+            yarn_beta_slow=_number(config, "beta_slow", base.yarn_beta_slow),
         ),
         **_layers(
             config,
             _checked_length(ratios, backbone),
             backbone,
             sources,
-            config.get("candidate_source_layer"),
+            "candidate_source_layer",
         ),
     )
 

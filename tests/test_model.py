@@ -289,13 +289,16 @@ def test_every_size_of_the_inference_config_arrives() -> None:
         (transformers_config(compress_ratios=[-4] * 43), "-4"),
         (transformers_config(compress_ratios=[4.0] * 43), r"4\.0"),
         (transformers_config(compress_ratios=[True] * 43), "True"),
-        (transformers_config(compress_ratios=7), "wrong kind"),
+        (transformers_config(compress_ratios=7), "compress_ratios=7 where a list"),
         (transformers_config(compress_ratios=..., layer_types=["full_attention"]), "unknown"),
-        (transformers_config(hidden_size="wide"), "wrong kind"),
-        (transformers_config(hidden_size=None), "wrong kind"),
-        (transformers_config(hidden_size=float("nan")), "wrong kind"),
-        (transformers_config(hidden_size=float("inf")), "wrong kind"),
-        (transformers_config(rope_parameters=["yarn"]), "wrong kind"),
+        (transformers_config(hidden_size="wide"), "hidden_size='wide' where a whole"),
+        (transformers_config(hidden_size=None), "hidden_size=null where a whole number"),
+        (transformers_config(hidden_size=float("nan")), "hidden_size=nan"),
+        (transformers_config(hidden_size=float("inf")), "hidden_size=inf"),
+        (
+            transformers_config(rope_parameters=["yarn"]),
+            r"rope_parameters=\['yarn'\] where an object",
+        ),
         (transformers_config(sliding_window=0), "window=0"),
         (transformers_config(sliding_window=-128), "window=-128"),
         (transformers_config(qk_rope_head_dim=63), "rope_dim=63"),
@@ -310,6 +313,60 @@ def test_every_size_of_the_inference_config_arrives() -> None:
 def test_configs_that_cannot_be_held_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelSpec.from_config(config)
+
+
+COUNTS = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim", "index_n_heads"),
+    *("index_head_dim", "index_topk", "sliding_window", "max_position_embeddings"),
+)
+INFERENCE_COUNTS = (
+    *("n_layers", "dim", "n_heads", "head_dim", "rope_head_dim", "index_n_heads"),
+    *("index_head_dim", "index_topk", "window_size", "max_seq_len"),
+)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, None, "512", 1.5, True, [512], {}, float("nan")], ids=str)
+def test_a_size_of_the_wrong_kind_is_named(wrong: Any) -> None:
+    for make, names in ((transformers_config, COUNTS), (inference_config, INFERENCE_COUNTS)):
+        for name in names:
+            with pytest.raises(ConfigError) as caught:
+                ModelSpec.from_config(make(**{name: wrong}))
+            shown = "null" if wrong is None else repr(wrong)
+            assert f"the config has {name}={shown} where a whole number" in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", ["1e-6", None, [1.0], True])
+@pytest.mark.parametrize("name", ["rms_norm_eps", "rope_theta", "compress_rope_theta"])
+def test_a_number_of_the_wrong_kind_is_named(name: str, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=f"the config has {name}=.* where a number is needed"):
+        ModelSpec.from_config(transformers_config(**{name: wrong}))
+
+
+def test_drafts_below_0_are_named() -> None:
+    kinds = ["compressed_sparse_attention"]
+    config = transformers_config(
+        num_hidden_layers=1, compress_ratios=..., layer_types=kinds, num_nextn_predict_layers=-1
+    )
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers=-1"):
+        ModelSpec.from_config(config)
+
+
+def test_all_that_is_missing_is_listed_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelSpec.from_config({})
+    listed = ", ".join([*map(repr, COUNTS), "'compress_ratios' or 'layer_types'"])
+    assert f"the config has no {listed}, which the cache needs" in str(caught.value)
+    with pytest.raises(ConfigError, match="no 'head_dim', 'sliding_window', which"):
+        ModelSpec.from_config(transformers_config(head_dim=..., sliding_window=...))
+    with pytest.raises(ConfigError, match="no 'dim', 'n_heads', 'compress_ratios', which"):
+        ModelSpec.from_config({"n_layers": 4})
+    with pytest.raises(ConfigError, match="'kv_source_layer_ids', 'index_source_layer_ids'"):
+        ModelSpec.from_config({"model_type": "deepseek_v41"})
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="without layers"):
+        replace(PRESETS["tiny"], layers=())
 
 
 @pytest.mark.parametrize(

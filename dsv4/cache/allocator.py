@@ -119,6 +119,13 @@ class BlockAllocator:
         self._free_again(freed)
         return freed
 
+    def left_by(self, holders: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+        """The blocks that would become free, and those that would become idle, if these holders
+        gave back what they hold."""
+        counts = Counter(block_id for block_ids in holders for block_id in block_ids)
+        left = [b for b, count in counts.items() if self._references[b] == count]
+        return [b for b in left if not self._cached[b]], [b for b in left if self._cached[b]]
+
     def keep(self, block_id: int) -> None:
         """The index keeps a held block: it outlives the requests that hold it."""
         known = 0 <= block_id < self.total

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, ClassVar, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 from dsv4.errors import CopyError, Dsv4Error, RecoveryNeeded, ThreadError
@@ -20,69 +22,147 @@ from dsv4.errors import CopyError, Dsv4Error, RecoveryNeeded, ThreadError
 LOGGER = logging.getLogger("dsv4")
 P = ParamSpec("P")
 R = TypeVar("R")
+# the frame of a call, its name, its thread, and what it is about to hand out
+Visit = tuple[FrameType | None, str, int, list[object]]
+_OVER: Visit = (None, "", 0, [])
 
 
-class Guard:
-    """The door of one manager. `arriving` is what the call inside is about to hand out."""
+def _is_on(visit: Visit) -> bool:
+    """Whether the call still runs, in whatever thread."""
+    frame = visit[0]
+    if frame is None:
+        return False
+    try:
+        frame.clear()
+    except RuntimeError:  # "cannot clear an executing frame"
+        return True
+    return False
+
+
+class Door:
+    """Lets one call in at a time.
+
+    A call puts its visit, with the frame that it runs in, under the door's number if nothing lies
+    there: one operation, so whoever is inside is known from the first moment to the last. A call
+    that leaves takes its visit away. One that was interrupted does not, wherever that was, but its
+    frame is over, and Python says so. Nothing is noted on the way out, so no interrupt can come
+    before the note.
+
+    The visit of an interrupted call stays. Who may come past it puts its own under the next number:
+    of many who try, one succeeds.
+    """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()  # held while a call is inside
-        self._thread: int | None = None
-        self._interrupted = False
-        self.call: str | None = None
-        self.arriving: list[object] = []
-        self.leaving: deque[tuple[object, bool]] = deque()  # what `release_later` was told
-
-    def enter(self, call: str) -> None:
-        """Raises ThreadError or RecoveryNeeded unless nobody is inside."""
-        if not self.lock.acquire(blocking=False):
-            self.refuse(call)
-        self._thread = threading.get_ident()
-        self.call = call
+        self.visits: dict[int, Visit] = {}
+        self.number = 0
 
     def leave(self) -> None:
-        self.arriving = []
-        self.call = self._thread = None
-        self.lock.release()
+        del self.visits[self.number]
+
+    def _come_past(self, visit: Visit) -> tuple[Visit | None, int, list[Visit]]:
+        """Comes in, past calls that were interrupted. Answers with the call that runs inside, if
+        one does and the visit was not put down; else with the number that it is under, and with
+        those that were interrupted."""
+        number, interrupted = self.number, list[Visit]()
+        while (found := self.visits.setdefault(number, visit)) is not visit:
+            if _is_on(found):
+                return found, number, []
+            if self.visits.get(number) is found:  # else it has left, and the number is free
+                interrupted += [found] if found[0] else []
+                number += 1
+        return None, number, interrupted
+
+    def _settle(self, number: int) -> None:
+        """The visit inside is under this number, the next ones too; those before are forgotten,
+        and nobody can put one there."""
+        first, self.number = self.number, number
+        for each in range(first, number):
+            self.visits[each] = _OVER
+
+
+class Guard(Door):
+    """The door of one manager. Nobody but `recover` comes past a call that was interrupted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaving: deque[tuple[object, bool]] = deque()  # what `release_later` was told
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether a call is inside, or was interrupted there."""
+        return self.number in self.visits
+
+    @property
+    def call(self) -> str | None:
+        """What is inside, or was interrupted there."""
+        visit = self.visits.get(self.number)
+        return None if visit is None else visit[1]
+
+    @property
+    def arriving(self) -> list[object]:
+        """What the call inside is about to hand out."""
+        return self.visits[self.number][3]
+
+    def enter(self, call: str) -> None:
+        """Until it leaves, the caller is inside. Raises ThreadError or RecoveryNeeded unless nobody
+        is."""
+        visit: Visit = (sys._getframe(1), call, threading.get_ident(), [])
+        while self.visits.setdefault(self.number, visit) is not visit:
+            self.refuse(call)
 
     def require_free(self, call: str) -> None:
         """For calls that change nothing but read what others change."""
-        if self.lock.locked():
+        if self.number in self.visits:
             self.refuse(call)
 
-    def note_interrupt(self) -> None:
-        self._interrupted = True
-
-    def refuse(self, call: str) -> NoReturn:
-        inside = self.call or "a call"
-        if self._is_running_elsewhere():
-            raise ThreadError(
-                f"{call} came while thread {self._thread} is inside {inside}: calls that change a "
-                f"manager come one at a time, from whatever thread; only stats and memory_bytes "
-                f"may be asked meanwhile"
+    def refuse(self, call: str) -> None:
+        """Raises ThreadError if a call is inside, RecoveryNeeded if one was interrupted there;
+        returns if it has left meanwhile."""
+        first = number = self.number
+        interrupted = None
+        while (found := self.visits.get(number)) is not None:
+            if _is_on(found):
+                _refuse_second(call, found)
+            if self.visits.get(number) is found:
+                interrupted, number = found, number + 1
+        if interrupted is not None and self.number == first:
+            raise RecoveryNeeded(
+                f"{interrupted[1]} was interrupted before it was done: call manager.recover() "
+                f"before {call}"
             )
-        raise RecoveryNeeded(
-            f"{inside} was interrupted before it was done: call manager.recover() before {call}"
-        )
 
-    def take_over(self) -> str | None:
-        """For `recover`: inside, whoever was. Returns the call that was interrupted, if any.
-        Raises ThreadError while another thread is inside."""
-        if not self.lock.acquire(blocking=False) and self._is_running_elsewhere():
-            self.refuse("recover")
-        interrupted, self.call = self.call, "recover"
-        self._thread = threading.get_ident()
-        return interrupted
+    def take_over(self) -> tuple[int, list[Visit]]:
+        """For `recover`: inside, past the calls that were interrupted. Answers with the number of
+        its visit, for `give_way` or `step_back`, and with those calls. Raises ThreadError while a
+        call runs."""
+        visit: Visit = (sys._getframe(1), "recover", threading.get_ident(), [])
+        inside, number, interrupted = self._come_past(visit)
+        if inside is not None:
+            _refuse_second("recover", inside)
+        return number, interrupted
 
-    def give_way(self) -> None:
+    def give_way(self, number: int) -> None:
         """`recover` is done."""
-        self._interrupted = False
+        self._settle(number)
         self.leave()
 
-    def _is_running_elsewhere(self) -> bool:
-        if self._interrupted or self._thread in (None, threading.get_ident()):
-            return False
-        return any(thread.ident == self._thread for thread in threading.enumerate())
+    def step_back(self, number: int) -> None:
+        """`recover` has done nothing."""
+        del self.visits[number]
+
+
+def _refuse_second(call: str, inside: Visit) -> NoReturn:
+    _, name, thread, _ = inside
+    if thread == threading.get_ident():
+        raise ThreadError(
+            f"{call} came from the middle of {name}, in the same thread (from a finalizer, a "
+            f"signal handler or something that {name} calls): call it when {name} has returned; "
+            f"release_later may be called anywhere"
+        )
+    raise ThreadError(
+        f"{call} came while thread {thread} is inside {name}: calls that change a manager come one "
+        f"at a time, from whatever thread; only stats and memory_bytes may be asked meanwhile"
+    )
 
 
 class Guarded(Protocol):
@@ -111,10 +191,7 @@ def changes(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P
             guard.leave()
             log_refusal(name, error)
             raise
-        except BaseException:
-            guard.note_interrupt()
-            raise
-        guard.leave()
+        del guard.visits[guard.number]  # leave, without a call: no signal is handled from here on
         return result
 
     functools.update_wrapper(guarded, method)
@@ -129,20 +206,28 @@ def log_refusal(call: str, error: Exception) -> None:
         LOGGER.warning("%s failed: %s: %s", call, type(error).__name__, error)
 
 
-class Turn:
-    """One thread at a time uses what the handles of a plan share. A thread may enter again, so that
-    one that was interrupted goes on."""
+class Turn(Door):
+    """One call at a time uses what the handles of a plan share. One that was interrupted keeps
+    nobody out: what it has left undone is the plan's."""
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # held by who is inside
+    def enter(self, call: str) -> None:
+        """Until it leaves, the caller is inside. Raises ThreadError while another call is."""
+        visit: Visit = (sys._getframe(1), call, 0, [])
+        if self.visits.setdefault(self.number, visit) is not visit:
+            inside, number, _ = self._come_past(visit)
+            if inside is not None:
+                self._refuse(call)
+            self._settle(number)
 
     def require_free(self, call: str) -> None:
-        """Raises ThreadError while another thread is inside."""
-        if not self.lock.acquire(blocking=False):
-            self.refuse(call)
-        self.lock.release()
+        """Raises ThreadError while a call is inside."""
+        visits, number = self.visits, self.number
+        while (found := visits.get(number)) is not None:
+            if _is_on(found):
+                self._refuse(call)
+            number += visits.get(number) is found
 
-    def refuse(self, call: str) -> NoReturn:
+    def _refuse(self, call: str) -> NoReturn:
         raise ThreadError(
             f"{call} came while another thread is inside a call of the same plan: the handles of "
             f"a plan are used by one thread at a time"
@@ -172,13 +257,12 @@ def in_turn(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P
                 f"{name} came from another thread than the one that acquired this handle: call "
                 f"manager.acquire(layer, plan) in the thread that uses it"
             )
-        lock = self.turn.lock
-        if not lock.acquire(blocking=False):
-            self.turn.refuse(name)
+        turn = self.turn
+        turn.enter(name)
         try:
             return method(self, *args, **options)
         finally:
-            lock.release()
+            del turn.visits[turn.number]
 
     functools.update_wrapper(guarded, method)
     return guarded

@@ -720,11 +720,10 @@ class LayerCacheHandle(Uncopied):
     def bind(self, plan: ForwardPlan | None) -> None:
         """To a plan, for this thread. Raises ThreadError while another thread uses the plan that
         the handle is bound to."""
-        lock = self.turn.lock
-        if not lock.acquire(blocking=False):
-            self.turn.refuse("acquire")
+        turn = self.turn
+        turn.enter("acquire")
         self.plan, self.thread = plan, threading.get_ident()
-        lock.release()
+        turn.leave()
 
     def open_plan(self) -> ForwardPlan:
         """The plan this handle is bound to. Raises PlanError if there is none or it is over."""

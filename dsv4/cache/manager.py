@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4.backends import load_backend
 from dsv4.cache.arena import Arena
-from dsv4.cache.guard import LOGGER, Guard, Uncopied, changes
+from dsv4.cache.guard import LOGGER, Guard, Turn, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
 from dsv4.cache.prefix.cache import LearnedIds, PinnedPrefix, PrefixCache, PrefixMatch
@@ -90,6 +90,7 @@ class KVCacheManager(Uncopied):
 
     _instead = "build another one with the same schema"
 
+    @torch.inference_mode(False)  # its memory is written to with it and without
     def __init__(
         self,
         schema: CacheSchema,
@@ -122,6 +123,8 @@ class KVCacheManager(Uncopied):
         self.backend = load_backend(backend, place, batch_invariant=batch_invariant)
         for record in (schema.entry_format, schema.window_format, schema.index_format):
             self.backend.check_format(record)
+        for layer in schema.layers:
+            self.backend.check_ratio(layer.spec.layer, layer.spec.ratio)
         self.memory = CacheMemory(
             schema,
             self.backend,
@@ -358,7 +361,7 @@ class KVCacheManager(Uncopied):
     def look_up(self, prompt: Prompt) -> Resume:
         """What `admit_request` would find cached of a prompt now, and where it would go on.
         Changes nothing: neither counts nor what is evicted first. Raises InvalidInput."""
-        self.guard.require_free("look_up")
+        self._require_free("look_up")
         count, trail = self._read_prompt(prompt, None)
         if self.prefix is None or trail is None:
             return Resume(start=0, reused_tokens=0, end=count, source="nothing")
@@ -367,14 +370,14 @@ class KVCacheManager(Uncopied):
     def needed_blocks(self, prompt: int | TokenIds | Prompt, salt: str | None = None) -> int:
         """Blocks that `admit_request` would take beyond what is cached. Changes nothing. Raises
         InvalidInput, ContextOverflow."""
-        self.guard.require_free("needed_blocks")
+        self._require_free("needed_blocks")
         count, trail = self._read_prompt(prompt, salt)
         cached = 0 if self.prefix is None or trail is None else self.prefix.cached_blocks(trail)
         return self.schema.blocks_for(count) - cached
 
     def released_blocks(self, request: Request) -> int:
         """Blocks that could be taken, free or evictable, if this request were released."""
-        self.guard.require_free("released_blocks")
+        self._require_free("released_blocks")
         self.table.require_live(request)
         pinned: Collection[int] = () if self.prefix is None else self.prefix.pinned_ids()
         references = self.table.allocator.references
@@ -382,7 +385,7 @@ class KVCacheManager(Uncopied):
 
     def can_admit(self, prompt: int | TokenIds | Prompt, salt: str | None = None) -> bool:
         """Whether `admit_request` would succeed now. Changes nothing."""
-        self.guard.require_free("can_admit")
+        self._require_free("can_admit")
         shared: list[int] = []
         try:
             count, trail = self._read_prompt(prompt, salt)
@@ -674,18 +677,24 @@ class KVCacheManager(Uncopied):
         self._forget_steps()
 
     def release_later(self, request: Request, *, suspend: bool = False) -> None:
-        """Releases a request now, or, while a call runs or an open plan has it, with the next call
-        that changes the manager; with `suspend`, suspends it where it can be. Safe at any time and
-        from any thread: for finalizers, which run wherever a garbage collection starts, in the
-        middle of a call too. Raises InvalidInput for what is no request."""
+        """Releases a request with the next call that is made of the manager, once no open plan has
+        it; with `suspend`, suspends it where it can be. From then on it counts as released. Safe at
+        any time and from any thread, for it only notes what to do: for finalizers, which run
+        wherever a garbage collection starts, in the middle of a call too. Raises InvalidInput for
+        what is no request."""
         require_type("request", request, Request)
         self.guard.leaving.append((request, suspend))
-        with suppress(ThreadError, RecoveryNeeded):
-            self._release_now()
+        request.is_leaving = True
 
     @changes
     def _release_now(self) -> None:
         """Every call that changes something begins with `release_waiting`; this is all it does."""
+
+    def _require_free(self, call: str) -> None:
+        """For calls that change nothing but read what others change. What is to go has gone."""
+        self.guard.require_free(call)
+        if self.guard.leaving:
+            self._release_now()
 
     def release_waiting(self) -> None:
         """What `release_later` was told; each call that changes something begins with it."""
@@ -711,8 +720,15 @@ class KVCacheManager(Uncopied):
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """All live requests."""
-        return tuple(self.table.live.values())
+        """All live requests, but for those that go with the next call."""
+        live, going = tuple(self.table.live.values()), self._going()
+        return tuple(request for request in live if request not in going) if going else live
+
+    def _going(self) -> list[Request]:
+        """What `release_later` was told of and no open plan has: the next call begins with it."""
+        going = [request for request in tuple(self.table.live.values()) if request.is_leaving]
+        planned = {request for plan in tuple(self.open_plans) for request in plan.requests}
+        return [request for request in going if request not in planned]
 
     def recover(self) -> None:
         """Puts everything in order after a call was interrupted (RecoveryNeeded says so).
@@ -722,28 +738,42 @@ class KVCacheManager(Uncopied):
         whose slot was being overwritten `is_torn`. Requests and pins that the interrupted call was
         about to return are gone; so is a plan that was never returned, or whose lengths have moved.
         Fetches and arrivals that are not over are cancelled; offers stand.
-        Does nothing else, and nothing harmful if it was not needed. Raises ThreadError.
+        Does nothing else, and nothing harmful if it was not needed. Raises ThreadError while a call
+        runs, one of a handle too.
         """
         guard = self.guard
-        interrupted = guard.take_over()
+        number, interrupted = guard.take_over()
+        turns = [lane.workspace.turn for lane in self.memory.lanes]
+        entered: list[Turn] = []
+        try:
+            for turn in turns:
+                turn.enter("recover")
+                entered.append(turn)
+        except ThreadError:
+            for turn in entered:
+                turn.leave()
+            guard.step_back(number)
+            raise
+        arriving = [item for visit in interrupted for item in visit[3]]
         still_open = []
         for plan in self.open_plans:
             moved = bool((self.table.numbers[LENGTH, plan.slots] != plan.starts).any())
-            if plan.done or (moved and plan.behind is None) or plan in guard.arriving:
+            if plan.done or (moved and plan.behind is None) or plan in arriving:
                 plan.done = True
                 overlap.move_up(plan, self.table, self.open_plans)
             else:
                 still_open.append(plan)
         self.open_plans = still_open
-        lost = {item for item in guard.arriving if isinstance(item, Request)}
-        fetching = [] if self.transfers is None else self.transfers.rebuild()
+        lost = {item for item in arriving if isinstance(item, Request)}
+        if self.transfers is not None:
+            self.transfers.rebuild()
         if self.handoff is not None:
             self.handoff.rebuild()
         cached: list[int] = []
         if self.prefix is not None:
             taken = [plan.captures.captures for plan in still_open if plan.captures is not None]
             rows = {capture.row for captures in taken for capture in captures}
-            self.prefix.rebuild(rows, [*guard.arriving, *fetching])
+            self.prefix.rebuild(rows, arriving)
             cached = [node.block_id for node in self.prefix.index.nodes()]
         self.table.rebuild(lost, cached)
         self._forget_steps()
@@ -751,12 +781,14 @@ class KVCacheManager(Uncopied):
             if request.published_blocks:
                 ids = request.block_ids[: request.published_blocks]
                 self.memory.publish(request.slot, 0, ids)
-        guard.give_way()
-        if interrupted is not None:
+        for turn in turns:
+            turn.leave()
+        guard.give_way(number)
+        if interrupted:
             torn = sum(request.is_torn for request in self.requests)
             LOGGER.warning(
                 "recovered from an interrupted %s: %d requests live, %d of them torn",
-                *(interrupted, len(self.requests), torn),
+                *(interrupted[0][1], len(self.requests), torn),
             )
 
     # ---- cached prefixes ---------------------------------------------------------------------
@@ -1251,7 +1283,7 @@ class KVCacheManager(Uncopied):
         handles = self._handles[getattr(plan, "lane", 0)][is_part and _is_wide_half(plan)]
         if (type(layer) is not int and not is_whole(layer)) or not 0 <= layer < len(handles):
             raise InvalidInput(f"layer {layer} of a model with {len(handles)} layers")
-        if self.guard.lock.locked():
+        if self.guard.number in self.guard.visits:
             self.guard.refuse("acquire")
         if plan is not None:
             step_checks.bound(layer, plan, self.open_plans)
@@ -1394,24 +1426,29 @@ class KVCacheManager(Uncopied):
         )
 
     def stats(self) -> Stats:
-        """Who holds what, now. Safe from any thread; while a call runs elsewhere, partly as before
-        it and partly as after."""
-        allocator, live = self.table.allocator, self.requests
+        """Who holds what, now; what `release_later` was told of has gone. Safe from any thread;
+        while a call runs elsewhere, partly as before it and partly as after."""
+        allocator, live, going = self.table.allocator, self.requests, self._going()
+        free, idle = allocator.left_by([request.block_ids for request in going])
+        pinned: Collection[int] = () if self.prefix is None else self.prefix.pinned_ids()
+        evictable = 0 if self.prefix is None else self.prefix.evictable_blocks()
         return Stats(
             blocks_total=allocator.total,
-            blocks_free=allocator.free,
-            blocks_live=allocator.held,
-            blocks_cached=allocator.idle,
+            blocks_free=allocator.free + len(free),
+            blocks_live=allocator.held - len(free) - len(idle),
+            blocks_cached=allocator.idle + len(idle),
             blocks_in_flight=allocator.in_flight,
-            blocks_evictable=0 if self.prefix is None else self.prefix.evictable_blocks(),
-            blocks_pinned=0 if self.prefix is None else self.prefix.pinned_blocks(),
+            blocks_evictable=evictable + sum(block_id not in pinned for block_id in idle),
+            blocks_pinned=len(pinned),
             slots_total=self.max_requests,
-            slots_free=len(self.table.free_slots),
+            slots_free=len(self.table.free_slots) + len(going),
             requests_live=len(live),
             tokens_live=sum(request.length for request in live),
-            block_bytes_live=allocator.held * self.schema.block_bytes,
+            block_bytes_live=(allocator.held - len(free) - len(idle)) * self.schema.block_bytes,
             slot_bytes_live=len(live) * self.schema.slot_bytes,
-            prefix=None if self.prefix is None else self.prefix.stats(),
+            prefix=None
+            if self.prefix is None
+            else self.prefix.stats(idle_blocks=allocator.idle + len(idle)),
             transfers=None if self.transfers is None else self.transfers.stats(),
             tiers=() if self.transfers is None else self.transfers.tier_stats(),
             handoff=None if self.handoff is None else self.handoff.stats(),
@@ -1429,7 +1466,7 @@ class KVCacheManager(Uncopied):
     def take_events(self) -> list[BlockEvent]:
         """Which blocks were cached and let go since the last call, in order, for a router that
         knows where prefixes are. Build the manager with PrefixOptions(events=True)."""
-        self.guard.require_free("take_events")
+        self._require_free("take_events")
         index = self._prefix_cache().index
         if index.events is None:
             raise InvalidInput(

@@ -35,7 +35,7 @@ class Reclaimer(Protocol):
     def spare(self, victims: Sequence[PrefixNode]) -> None: ...
 
     def pinned_blocks(self, besides: Collection[int] = ()) -> int:
-        """Blocks that stay whatever happens, but for those named."""
+        """Blocks that stay until somebody unpins them, but for those named."""
 
 
 class Reserved(NamedTuple):
@@ -73,6 +73,7 @@ class Request(Uncopied):
         "block_ids",
         "exact_from",
         "inexact_from",
+        "is_leaving",
         "released",
         "resume",
         "serial",
@@ -93,6 +94,7 @@ class Request(Uncopied):
     ) -> None:
         self.slot, self.serial = slot, serial
         self.released = False
+        self.is_leaving = False  # `release_later` was told
         self._max_rollback_tokens = max_rollback_tokens
         self.resume = resume  # what the caller runs next to get where it wanted to be
         self.exact_from = 0  # below, a replay may have left rings that differ from a cold run's

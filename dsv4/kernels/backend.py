@@ -79,6 +79,13 @@ class TritonBackend:
                 f"{record.value_dtype}: use backend='reference' or another format"
             )
 
+    def check_ratio(self, layer: int, ratio: int) -> None:
+        if ratio & (ratio - 1):
+            raise SchemaError(
+                f"layer {layer} makes one entry of {ratio} tokens, and a tile of the Triton "
+                f"kernels holds a power of two of them: use backend='reference'"
+            )
+
     def repeatable(
         self, calls: Sequence[partial[None]], tensors: Sequence[Tensor], fixed: Sequence[Tensor]
     ) -> Repetition | None:

@@ -51,6 +51,9 @@ class Backend(Protocol):
     def check_format(self, record: RecordFormat) -> None:
         """Raises SchemaError for a record format that this backend has no code for."""
 
+    def check_ratio(self, layer: int, ratio: int) -> None:
+        """Raises SchemaError for a compression ratio that this backend has no code for."""
+
     def repeatable(
         self, calls: Sequence[partial[None]], tensors: Sequence[Tensor], fixed: Sequence[Tensor]
     ) -> Repetition | None:

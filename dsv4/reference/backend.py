@@ -40,5 +40,8 @@ class ReferenceBackend:
     def check_format(self, record: RecordFormat) -> None:
         """Every format."""
 
+    def check_ratio(self, layer: int, ratio: int) -> None:
+        """Every ratio."""
+
     def attend_workspace_bytes(self, tokens: int, *, model: ModelSpec, max_entries: int) -> int:
         return 0

@@ -23,7 +23,7 @@ def prepare_index_queries(
     transform: bool = True,
 ) -> None:
     live = torch.nonzero(tokens[:, 0] >= 0).flatten()
-    at_once = max(1, MAX_CHANNELS // max(q[0].numel(), 1))
+    at_once = max(1, MAX_CHANNELS // max(q.shape[1:].numel(), 1))
     for first in range(0, live.shape[0], at_once):
         rows = live[first : first + at_once]
         table = rope[tokens[rows, 1].long()].unsqueeze(1)

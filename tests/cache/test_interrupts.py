@@ -255,16 +255,20 @@ CALLS: tuple[Callable[[Scene], None], ...] = (
 )
 
 
-def lines_of(call: Callable[[Scene], None]) -> int:
-    made, counted = Scene(call.__name__), Interrupts()
+def lines_of(call: Callable[[Scene], None], *, inside: bool = False) -> int:
+    made, counted = Scene(call.__name__), Interrupts(inside=inside)
     with counted.injected():
         call(made)
     return counted.count
 
 
-def interrupt(call: Callable[[Scene], None], at: int, *, real: bool) -> None:
+def interrupt(
+    call: Callable[[Scene], None], at: int, *, real: bool = False, inside: bool = False
+) -> None:
     made = Scene(call.__name__, real=real)
-    with pytest.raises(KeyboardInterrupt), Interrupts(at).injected():
+    assert made.manager.prefix is not None
+    known = set(made.manager.prefix._pins)
+    with pytest.raises(KeyboardInterrupt), Interrupts(at, inside=inside).injected():
         call(made)
     try:
         made.manager.extend(made.other, 0)
@@ -272,6 +276,7 @@ def interrupt(call: Callable[[Scene], None], at: int, *, real: bool) -> None:
         with pytest.raises(RecoveryNeeded, match=r"call manager\.recover\(\) before acquire"):
             made.manager.acquire(0)
         made.manager.recover()
+    assert made.manager.prefix._pins <= known, "the caller has no other pin"
     made.go_on()
 
 
@@ -280,14 +285,25 @@ def test_an_interrupt_at_any_line_is_recovered_from(call: Callable[[Scene], None
     lines = lines_of(call)
     assert lines > 5
     for at in range(0, lines, 3):
-        interrupt(call, at, real=False)
+        interrupt(call, at)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_an_interrupt_between_two_calls_of_a_line_is_recovered_from(
+    call: Callable[[Scene], None],
+):
+    """Ctrl-C comes wherever Python looks for it; the first and last places are the guard's."""
+    places = lines_of(call, inside=True)
+    for at in {*range(12), *range(12, places - 12, 29), *range(places - 12, places)}:
+        interrupt(call, at, inside=True)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_an_interrupt_at_every_line_is_recovered_from(call: Callable[[Scene], None]):
-    for at in range(lines_of(call)):
-        interrupt(call, at, real=False)
+    for inside in (False, True):
+        for at in range(lines_of(call, inside=inside)):
+            interrupt(call, at, inside=inside)
 
 
 @pytest.mark.nightly

@@ -175,6 +175,15 @@ def test_a_prompt_may_be_too_long_for_another_manager():
     assert manager.needed_blocks(made.prompt(list(range(256)))) == 2
 
 
+def test_who_accepts_too_many_tokens_is_told_how_many_there_are():
+    stack, request = scene()
+    plan = stack.manager.prepare_forward([(request, 3)])
+    for wrong in (5, -1):
+        with pytest.raises(PlanError, match=f"accepts {wrong} of 3 tokens: accept between 0 and 3"):
+            stack.manager.commit(plan, [wrong])
+    stack.manager.abandon(plan)
+
+
 def test_what_cannot_be_released_later():
     stack, request = scene()
     before = everything(stack.manager)

@@ -311,13 +311,15 @@ def test_a_finalizer_in_the_middle_of_a_call_releases_later(monkeypatch: pytest.
         send(*given)
 
     manager.release_later(gone)
-    assert gone.released
+    assert (gone.released, manager.requests) == (False, (going, busy))
     monkeypatch.setattr(manager.memory, "send", collecting)
     plan = manager.prepare_forward([(busy, 1)])
-    assert not going.released
+    assert (gone.released, going.released, manager.requests) == (True, False, (busy,))
     manager.commit(plan, partial=True)
-    assert (going.released, busy.released) == (True, False)
+    assert (going.released, busy.released, manager.requests) == (True, False, ())
     manager.release_later(gone)
+    manager.extend(manager.admit_request(0), 0)
     assert busy.released
+    manager.release_request(manager.requests[0])
     manager.check_invariants()
     assert manager.requests == ()

@@ -17,6 +17,7 @@ import torch
 from dsv4.cache.handoff.offer import Offer
 from dsv4.cache.handoff.options import HandoffOptions
 from dsv4.cache.prefix.options import PrefixOptions, zero
+from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.schema import HcaState
 from dsv4.errors import (
     ContextOverflow,
@@ -346,6 +347,21 @@ def test_ids_that_are_not_those_of_the_digests_are_refused(owner: Stack, taker: 
         ids[at] += 1
         with pytest.raises(OfferError, match="ids"):
             taker.manager.accept(Offer(**{**fields, "ids": ids}).pack())
+
+
+def test_ids_below_0_are_refused_though_they_are_those_of_the_digests(owner: Stack, taker: Stack):
+    offer = Offer.unpack(owner.manager.offer(grown(owner, Text.random(owner, 6, TOKENS), 200)))
+    assert offer.ids is not None
+    assert offer.root is not None
+    fields = {name: getattr(offer, name) for name in Offer.__slots__}
+    ids = offer.ids.copy()
+    ids[7] = -1
+    trail = TokenTrail(offer.root, owner.schema.block_tokens, ids)
+    label = handing(owner).labels.of_state(trail, offer.tokens)
+    fields |= {"ids": ids, "state_digest": label.digest, "state_parent": label.parent}
+    with pytest.raises(OfferError, match="ids below 0") as caught:
+        taker.manager.accept(Offer(**fields).pack())
+    assert caught.value.reason == "damaged"
 
 
 def test_offers_end_by_the_owner_s_clock_by_hand_and_when_taken(owner: Stack, taker: Stack):

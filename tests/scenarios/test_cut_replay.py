@@ -196,6 +196,8 @@ def test_it_is_not_suspended_continued_or_kept_by_tiers():
         with pytest.raises(RequestError, match=r"cut replay.*not continued"):
             runner.manager.continue_request(request, [*runner.prompt, 1])
         runner.manager.release_later(request, suspend=True)
+        assert request not in runner.manager.requests
+        runner.manager.evict(0)
         assert request.released
     assert runner.manager.drain_tiers(TIMEOUT_S)
     assert tier.stats().held_records == kept.held_records == CACHED // BLOCK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import linecache
 import re
 import sys
@@ -21,6 +22,8 @@ from dsv4.cache.manager import KVCacheManager
 TENSOR_CALLS = ("copy_", "index_copy_", "zero_", "clone", "to", "__setitem__")
 TORCH_CALLS = ("index_select", "arange", "tensor")
 LOCKED = re.compile(r"with [\w.]*lock:")
+# behind these Python looks whether a signal has come, and at the beginning of a function
+LOOKING = re.compile(r"RESUME|JUMP_BACKWARD|PRECALL|CALL($|_KW|_FUNCTION)")
 
 
 class DeviceFault(RuntimeError):
@@ -96,14 +99,23 @@ def _bytes(row: Tensor) -> bytes:
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt at the n-th line that a call runs in these files. Not at the end of
+    """Raises KeyboardInterrupt at the n-th line that a call runs in these files; with `inside`, at
+    the n-th place, in lines too, where Python looks for signals. Not at the end of
     `with …lock:`, whose line is traced again: Python handles no signal between what is in there and
-    the release of the lock, unless that is written in Python (`python_locks`)."""
+    the release of the lock, unless that is written in Python (`python_locks`). Nor at the line
+    behind the `del` by which a call leaves its manager: no place of `inside` is there."""
 
-    def __init__(self, at: int | None = None, files: tuple[str, ...] = ("/dsv4/cache/",)) -> None:
-        self.at, self.count, self.files = at, 0, files
+    def __init__(
+        self,
+        at: int | None = None,
+        files: tuple[str, ...] = ("/dsv4/cache/",),
+        *,
+        inside: bool = False,
+    ) -> None:
+        self.at, self.count, self.files, self.inside = at, 0, files, inside
         self.python_locks: set[str] = set()
         self._last_lines: dict[FrameType, int] = {}
+        self._last_ops: dict[FrameType, str] = {}
 
     @contextmanager
     def injected(self) -> Iterator[None]:
@@ -113,6 +125,7 @@ class Interrupts:
         finally:
             sys.settrace(None)
             self._last_lines.clear()
+            self._last_ops.clear()
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
         name, caller = frame.f_code.co_filename, frame.f_back
@@ -121,18 +134,30 @@ class Interrupts:
             if locks and caller is not None and self._is_ours(caller.f_code.co_filename):
                 self.python_locks.add(f"{caller.f_code.co_filename}:{caller.f_lineno}")
             return None
-        if event == "line":
-            before = self._last_lines.get(frame, 0)
+        frame.f_trace_opcodes = self.inside
+        if event == "opcode":
+            before = self._last_ops.get(frame, "")
+            self._last_ops[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            if LOOKING.match(before):
+                self._reach()
+        elif event == "line" and not self.inside:
+            before_line = self._last_lines.get(frame, 0)
             self._last_lines[frame] = frame.f_lineno
             line = linecache.getline(name, frame.f_lineno).lstrip()
-            if before > frame.f_lineno and LOCKED.match(line):
+            if before_line > frame.f_lineno and LOCKED.match(line):
                 return self._trace
-            self.count += 1
-            if self.count - 1 == self.at:
-                raise KeyboardInterrupt
+            if name.endswith("/guard.py") and line == "return result\n":
+                return self._trace
+            self._reach()
         elif event == "return":
             self._last_lines.pop(frame, None)
+            self._last_ops.pop(frame, None)
         return self._trace
+
+    def _reach(self) -> None:
+        self.count += 1
+        if self.count - 1 == self.at:
+            raise KeyboardInterrupt
 
     def _is_ours(self, name: str) -> bool:
         return any(part in name for part in self.files)

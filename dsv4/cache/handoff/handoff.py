@@ -231,6 +231,8 @@ class Handoff:
         that the digests are of."""
         if offer.ids is None or offer.root is None or offer.prompt_tokens is None:
             return None
+        if offer.ids.min(initial=0) < 0:
+            raise OfferError("damaged", "the offer has token ids below 0")
         trail = TokenTrail(offer.root, self._schema.block_tokens, offer.ids)
         label = self.labels.of_state(trail, offer.tokens)
         if (label.digest, label.parent) != (offer.state_digest, offer.state_parent):

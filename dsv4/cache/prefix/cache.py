@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import NamedTuple, TypeVar
@@ -42,10 +42,12 @@ _HIT_KINDS: dict[StateSource, HitKind] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PinnedPrefix:
-    """The first `tokens` tokens of some prompt, which stay cached until they are unpinned."""
+    """The first `tokens` tokens of some prompt, which stay cached until they are unpinned; a fetch
+    does that when it is over, a pin of the caller's is `lasting`."""
 
     tokens: int
     nodes: tuple[PrefixNode, ...]
+    lasting: bool = True
 
 
 class LearnedIds(NamedTuple):
@@ -104,6 +106,7 @@ class PrefixCache:
         self._bytes_by_kind = schema.bytes_by_kind()["block"]
         rows = options.rows
         self.pool = SnapshotPool(schema, rows, where=options.where, device=device)
+        self.has_state_bytes = self.pool.layout.row_bytes > 0  # else tiers have none to keep
         self._free_rows = list(range(rows - 1, -1, -1))
         self._taken: OrderedDict[int, PrefixNode] = OrderedDict()  # row -> node, oldest use first
         self._pins: set[PinnedPrefix] = set()
@@ -406,7 +409,8 @@ class PrefixCache:
     ) -> None:
         """Of a request's complete blocks, whose tokens are all known, those that are cached, in
         other memory. Never one without those before it: who holds a cached block holds what it
-        hangs on, so that what is idle can be evicted."""
+        hangs on, so that what is idle can be evicted. For the same reason none while the request
+        shares the block after them, with a fork or an offer: that one keeps the old blocks."""
         first = min(first, last)
         while first:
             before = self.index.get(trail.digest(first - 1))
@@ -419,7 +423,8 @@ class PrefixCache:
             if node is None or node.block_id == request.block_ids[block]:
                 break
             cached.append(node.block_id)
-        if cached:
+        after = request.block_ids[first + len(cached) :][:1]
+        if cached and all(self._allocator.references(block_id) == 1 for block_id in after):
             adopt(request, first, cached)
 
     def _capture(
@@ -478,7 +483,7 @@ class PrefixCache:
     def _note_fresh(
         self, node: PrefixNode, trail: TokenTrail, tokens: int, *, is_snapshot: bool = False
     ) -> None:
-        if self.outbox is not None:
+        if self.outbox is not None and not (is_snapshot and not self.has_state_bytes):
             before = tokens // self.schema.block_tokens - 2
             parent = trail.chain[before] if before >= 0 else trail.root
             self.outbox.append(Fresh(node, is_snapshot, parent, tokens))
@@ -588,8 +593,9 @@ class PrefixCache:
                 self._detach(node)
 
     def pinned_blocks(self, besides: Collection[int] = ()) -> int:
-        """Blocks that pins keep, with all before them, but for those named."""
-        return len(self.pinned_ids().difference(besides))
+        """Blocks that lasting pins keep, with all before them, but for those named."""
+        lasting = [pin for pin in tuple(self._pins) if pin.lasting]
+        return len(self._ids_up_to(lasting).difference(besides))
 
     def evictable_blocks(self, besides: Collection[int] = ()) -> int:
         """How many cached blocks could go if these were held. Whoever holds a cached block holds
@@ -600,22 +606,26 @@ class PrefixCache:
         )
 
     def pinned_ids(self) -> frozenset[int]:
+        """Blocks that pins keep, with all before them."""
         if self._pinned_ids is None:
-            kept: set[PrefixNode] = set()
-            for pin in tuple(self._pins):
-                node: PrefixNode | None = pin.nodes[0]
-                while node is not None and node not in kept:
-                    kept.add(node)
-                    node = node.parent
-            self._pinned_ids = frozenset(node.block_id for node in kept)
+            self._pinned_ids = self._ids_up_to(tuple(self._pins))
         return self._pinned_ids
+
+    def _ids_up_to(self, pins: Iterable[PinnedPrefix]) -> frozenset[int]:
+        kept: set[PrefixNode] = set()
+        for pin in pins:
+            node: PrefixNode | None = pin.nodes[0]
+            while node is not None and node not in kept:
+                kept.add(node)
+                node = node.parent
+        return frozenset(node.block_id for node in kept)
 
     def rebuild(self, reserved: Collection[int], lost: Collection[object]) -> None:
         """After an interrupt: pins and snapshots anew, from what the index keeps. `reserved` rows
-        are an open plan's, `lost` pins nobody has."""
+        are an open plan's, `lost` pins nobody has; fetches are over, with what they pinned."""
         self.index.rebuild()
         self._pinned_ids = None
-        self._pins = {pin for pin in self._pins if pin not in lost}
+        self._pins = {pin for pin in self._pins if pin.lasting and pin not in lost}
         for node in self.index.nodes():
             node.pins = 0
         for pin in self._pins:
@@ -629,14 +639,16 @@ class PrefixCache:
         self._free_rows = sorted(rest, reverse=True)
         self.rows_in_flight = set()
 
-    def pin(self, trail: TokenTrail, arriving: list[object]) -> PinnedPrefix:
+    def pin(
+        self, trail: TokenTrail, arriving: list[object], *, lasting: bool = True
+    ) -> PinnedPrefix:
         nodes = self.index.match(trail, len(trail.ids) // self.schema.block_tokens)
         if not nodes:
             raise InvalidInput("nothing of this prefix is cached: run it once before pinning it")
         # the same prompt again resumes one block earlier than one that goes on behind it
         resumed = [node for node in reversed(nodes) if node.snapshot is not None][:2]
         kept = [nodes[-1], *resumed]
-        pin = PinnedPrefix(len(nodes) * self.schema.block_tokens, tuple(kept))
+        pin = PinnedPrefix(len(nodes) * self.schema.block_tokens, tuple(kept), lasting)
         arriving.append(pin)
         for node in kept:
             node.pins += 1
@@ -687,7 +699,7 @@ class PrefixCache:
         self._free_rows.append(node.snapshot)
         node.snapshot = None
 
-    def stats(self) -> PrefixStats:
+    def stats(self, *, idle_blocks: int) -> PrefixStats:
         return PrefixStats(
             **asdict(self.counters),
             blocks_indexed=len(self.index),
@@ -696,7 +708,7 @@ class PrefixCache:
             snapshots_used=len(self._taken),
             snapshot_bytes=self.pool.layout.row_bytes,
             cached_bytes_by_kind={
-                kind: count * self._allocator.idle for kind, count in self._bytes_by_kind.items()
+                kind: count * idle_blocks for kind, count in self._bytes_by_kind.items()
             },
         )
 

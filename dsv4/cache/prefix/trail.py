@@ -20,11 +20,17 @@ Ids = NDArray[np.int32]
 TokenIds: TypeAlias = "Sequence[int] | NDArray[np.integer[Any]] | Tensor"
 DIGEST_BYTES = 32
 _LARGEST_ID = np.iinfo(np.int32).max
-_UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+_BOOLEANS = frozenset((bool, np.bool_))
+_UNSIGNED = {size: np.dtype(f"u{size}") for size in (4, 8)}
 
 
 def token_ids(given: TokenIds) -> Ids:
     """Token ids as int32, in memory of their own. Raises InvalidInput for anything else."""
+    if isinstance(given, str | bytes):
+        raise InvalidInput(
+            f"token ids: got {type(given).__name__}: tokenize it first; a prompt is one row of "
+            f"whole numbers, or a count"
+        )
     try:
         ids: Any = given
         if not isinstance(ids, np.ndarray):
@@ -33,13 +39,17 @@ def token_ids(given: TokenIds) -> Ids:
             ids = np.asarray(ids.detach().cpu() if is_tensor else ids)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise InvalidInput(f"token ids are not a list of numbers: {error}") from error
-    if isinstance(given, list | tuple) and bool in set(map(type, given)):
+    if isinstance(given, Sequence) and not _BOOLEANS.isdisjoint(map(type, given)):
         raise InvalidInput("token ids hold True or False: give them as whole numbers")
+    if ids.dtype.kind in "USTO" and any(isinstance(each, str | bytes) for each in ids.flat):
+        raise InvalidInput("token ids hold text: tokenize it first")
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise InvalidInput(
             f"token ids are {ids.dtype} of shape {list(ids.shape)}: give one row of whole numbers; "
             f"a prompt may also be a count"
         )
+    if ids.dtype.byteorder not in "=|" or ids.itemsize < 4:  # read as they are below
+        ids = ids.astype(np.int64)
     # as unsigned numbers negative ids are too large ones: one look at each id finds both
     if ids.size and ids.view(_UNSIGNED[ids.itemsize]).max() > _LARGEST_ID:
         raise InvalidInput(

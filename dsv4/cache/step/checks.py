@@ -244,7 +244,7 @@ def accepted(schema: CacheSchema, plan: ForwardPlan, accepted: Sequence[int] | N
     if wrong.size:
         raise PlanError(
             f"request {wrong[0]} of the plan accepts {kept[wrong[0]]} of "
-            f"{plan.counts[wrong[0]]} tokens: the number must lie between"
+            f"{plan.counts[wrong[0]]} tokens: accept between 0 and {plan.counts[wrong[0]]}"
         )
     row = int((rejected > most).argmax())
     raise PlanError(

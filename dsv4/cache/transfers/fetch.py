@@ -166,7 +166,7 @@ class Fetches:
         self.open.append(fetch)
         self.started += 1
         if nodes:
-            fetch.pin = self._prefix.pin(trail, [])
+            fetch.pin = self._prefix.pin(trail, [], lasting=False)
         fetch.look = self._ask(labels)
         self.advance(fetch)
 
@@ -473,7 +473,7 @@ class Fetches:
 
     def _wanted_snapshots(self, fetch: Fetch, behind: int) -> list[Label]:
         """Of the boundaries that make a shorter way than a replay and than what is cached."""
-        if not self._prefix.pool.rows:
+        if not self._prefix.pool.rows or not self._prefix.has_state_bytes:
             return []
         trail, labels = fetch.trail, []
         first = replay_start(self._prefix.schema, behind * self._block_tokens)
@@ -558,13 +558,10 @@ class Fetches:
         if row is not None:
             self._host.release(row)
 
-    def abandon_all(self) -> list[PinnedPrefix]:
+    def abandon_all(self) -> None:
         """After an interrupt: all that is open ends, whatever was half done. Copies to the device
-        are waited for, so that nothing is in flight. Answers with the pins that go."""
-        pins = []
+        are waited for, so that nothing is in flight. The prefix cache drops what fetches pinned."""
         for fetch in self.open:
-            if fetch.pin is not None:
-                pins.append(fetch.pin)
             self._copies.finish()
             fetch.pin, fetch.block_ids, fetch.snapshot_row = None, [], None
             if not fetch.done:
@@ -578,7 +575,6 @@ class Fetches:
             for item in fetch.all_items:
                 if item.stage is _Stage.COPYING:
                     item.stage = _Stage.LOST
-        return pins
 
 
 def _cancel(tier: Tier, ticket: Ticket) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.guard import LOGGER
-from dsv4.cache.prefix.cache import Fresh, PinnedPrefix, PrefixCache
+from dsv4.cache.prefix.cache import Fresh, PrefixCache
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request, RequestTable
 from dsv4.cache.stats import TransferStats
@@ -335,8 +335,8 @@ class Transfers:
 
     # ---- afterwards ------------------------------------------------------------------------------
 
-    def rebuild(self) -> list[PinnedPrefix]:
-        """After an interrupt: nothing is in flight any more. Answers with pins that go."""
+    def rebuild(self) -> None:
+        """After an interrupt: nothing is in flight any more."""
         self.copies.finish()
         sent = {id(parcel) for going in self._going for parcel in going.parcels}
         for parcel in self._gathering:
@@ -344,7 +344,7 @@ class Transfers:
                 self.host.release(parcel.row)
         self._gathering = []
         self._copying = sum(len(going.parcels) for going in self._going)
-        return self.fetches.abandon_all()
+        self.fetches.abandon_all()
 
     def stats(self) -> TransferStats:
         fetches, courier = self.fetches, self.courier

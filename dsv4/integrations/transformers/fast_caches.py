@@ -111,7 +111,7 @@ class FastCaches:
         """Puts the manager in order, if an interrupt came inside one of its calls or before a plan
         was begun. Who has the turn calls it before anything else."""
         manager = self._manager
-        if manager.guard.lock.locked():
+        if manager.guard.is_shut:
             manager.recover()
         while manager.open_plan is not None:
             manager.fail(manager.open_plan)
