@@ -20,10 +20,12 @@ _POLL_S = 0.0005
 @dataclass(slots=True, eq=False)
 class Parcel:
     """A row of host memory that holds, or will hold, the payload of a record. `fill`, if there is
-    one, makes it; `stored` is None until every tier has answered."""
+    one, makes it; `kept` says that the host tier has it; `stored` is None until every tier has
+    answered."""
 
     row: HostRow
     fill: Callable[[], None] | None = None
+    kept: bool = False
     stored: bool | None = None
 
 
@@ -139,13 +141,12 @@ class Courier:
                 LOGGER.exception("%s is not kept: a bug", parcel.row.label.key)
                 self._end([parcel], [False])
                 continue
-            if self._keeps:
-                self._host.publish(parcel.row)
+            parcel.kept = self._keeps and self._host.publish(parcel.row)
             sealed.append(parcel)
         if not sealed:
             return
         if not self._below:
-            self._end(sealed, [self._keeps] * len(sealed))
+            self._end(sealed, [parcel.kept for parcel in sealed])
             return
         records = [_record(parcel.row) for parcel in sealed]
         try:
@@ -172,8 +173,8 @@ class Courier:
             if not all(each.finished and each.settled for each in progress):
                 continue
             stored = [
-                self._keeps or any(each.outcomes[nth] is DONE for each in progress)
-                for nth in range(len(batch.parcels))
+                parcel.kept or any(each.outcomes[nth] is DONE for each in progress)
+                for nth, parcel in enumerate(batch.parcels)
             ]
             self._end(batch.parcels, stored)
             with self._lock:

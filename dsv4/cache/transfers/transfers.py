@@ -102,6 +102,7 @@ class Transfers:
         if device.type == "cuda":
             self.host.pin()
         below = [tier for tier in self.tiers if tier is not self.host]
+        self._passes = bool(below)  # records that the host tier does not keep are wanted there
         for tier in below:
             tier.register(self.host.region)
         self.copies = Copies(device, self.host.region.memory)
@@ -161,7 +162,7 @@ class Transfers:
                 self._dropped += 1
             else:
                 label = self._label(fresh)
-                row = self.host.take(label)
+                row = self.host.take(label, passing=self._passes)
                 if row is not None:
                     self._gathering.append(Parcel(row))
                     rows.append((source, self._gathering[-1]))
