@@ -1,4 +1,4 @@
-"""Which record of a host tier goes first: one that no other leans on, used longest ago. Torch-free."""
+"""Which record of a host tier goes first: one that none leans on, used longest ago. Torch-free."""
 
 from __future__ import annotations
 

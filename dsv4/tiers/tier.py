@@ -551,8 +551,8 @@ class QueuedTier(ABC):
         assert job.ticket is not None
         match job.ticket.operation:
             case Operation.LOOKUP:
-                found = self._look(job.labels)
-                return [DONE if each else MISSING for _, each in zip(job.labels, found, strict=True)]
+                there = zip(job.labels, self._look(job.labels), strict=True)
+                return [DONE if found else MISSING for _, found in there]
             case Operation.LOAD:
                 return self._load_checked(job.records)
             case Operation.STORE:

@@ -633,7 +633,7 @@ def test_names_and_limits_are_of_their_type(arguments: tuple[Any, Any]) -> None:
         def __init__(self, name: Any, limits: Any) -> None:
             QueuedTier.__init__(self, name, limits)
 
-    with pytest.raises(InvalidInput, match="name is int|limits is"):
+    with pytest.raises(InvalidInput, match=r"name is int|limits is"):
         Named(*arguments)
 
 
