@@ -8,7 +8,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from dsv4.tiers.fork import refuse_after_fork
 from dsv4.tiers.host import HostRow, HostTier
 from dsv4.tiers.record import Key, Record, Refusal, check, seal
 from dsv4.tiers.tier import DONE, Progress, Ticket, Tier
@@ -60,6 +62,10 @@ class Courier:
         self._closed = False
         self.stored: deque[Key] = deque()  # for the owner to read
         self.dropped = 0
+        refuse_after_fork(self)
+
+    def __repr__(self) -> str:
+        return "a manager's way to its tiers"
 
     def send(self, parcels: Sequence[Parcel]) -> None:
         with self._lock:
@@ -190,11 +196,11 @@ class Courier:
                 self.dropped += 1
 
 
-def progress_of(tier: Tier, ticket: Ticket, count: int) -> Progress | None:
+def progress_of(tier: Any, ticket: Any, count: int) -> Progress | None:
     """How far a ticket for so many records is; None, and a line in the log, from a tier that breaks
     its word and raises, or answers for others."""
     try:
-        progress = tier.poll(ticket)
+        progress: Progress = tier.poll(ticket)
         if len(progress.outcomes) == count:
             return progress
     except Exception:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.guard import LOGGER
-from dsv4.cache.prefix.cache import Fresh, PinnedPrefix, PrefixCache
+from dsv4.cache.prefix.cache import Fresh, PinnedPrefix, PrefixCache, PrefixMatch
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request, RequestTable
 from dsv4.cache.stats import TransferStats
+from dsv4.cache.transfers.aside import Aside
 from dsv4.cache.transfers.copies import Copies, Mark
 from dsv4.cache.transfers.courier import Courier, Parcel
 from dsv4.cache.transfers.fetch import Fetch, Fetches
@@ -107,11 +108,15 @@ class Transfers:
             tier.register(self.host.region)
         self.copies = Copies(device, self.host.region.memory)
         self.courier = Courier(self.host, below, keeps=self.keeps)
+        # no call of the owner waits for one of these; host memory answers by itself
+        self._asked: tuple[HostTier | Aside, ...] = tuple(
+            tier if isinstance(tier, HostTier) else Aside(tier) for tier in self.tiers
+        )
         self.fetches = Fetches(
             prefix=prefix,
             table=table,
             labels=self.labels,
-            tiers=self.tiers,
+            tiers=self._asked,
             host=self.host,
             keeps=self.keeps,
             copies=self.copies,
@@ -121,6 +126,7 @@ class Transfers:
         self._outbox: deque[Fresh] = deque()
         prefix.outbox = self._outbox
         prefix.before_reuse = self._before_reuse
+        prefix.on_use = self._on_use
         prefix.index.has_tiers = True
         self._gathering: list[Parcel] = []
         self._going: list[_Going] = []
@@ -230,6 +236,17 @@ class Transfers:
             self._last_down.hold_back()
             if self._last_down.passed:
                 self._last_down = None
+
+    def _on_use(self, match: PrefixMatch, trail: TokenTrail) -> None:
+        """What is used on the device is used below: else it would be the first to go there."""
+        if not match.nodes:
+            return
+        blocks, snapshot = self.labels.of_blocks(trail, len(match.nodes)), None
+        if match.snapshot is not None:
+            block = match.resume.start // self._prefix.schema.block_tokens - 1
+            snapshot = self.labels.of_block(trail, block, Kind.SNAPSHOT)
+        for tier in self._asked:
+            tier.use(blocks, snapshot)
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until all that was cached is kept below, or dropped; whether that is so."""
