@@ -117,7 +117,8 @@ class ObjectTier(QueuedTier):
                 continue
             names = await self._listed(parent)
             if len(names) < MOST_LISTED:  # else there are more, and each is asked for
-                unlisted.update(state for state in states if state.digest.hex() not in names)
+                # the first, which a resumed request asks for, may be older than listings are
+                unlisted.update(each for each in states[1:] if each.digest.hex() not in names)
         return [label for label in labels if label not in unlisted]
 
     async def _listed(self, parent: bytes) -> set[str]:
