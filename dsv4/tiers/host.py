@@ -97,7 +97,7 @@ class HostTier(QueuedTier):
             if self._closed or label.key in self._rows:
                 return None
             units = label.padded_bytes // UNIT_BYTES
-            extents = None if self._is_lost(label) else self._room_beside(units, label)
+            extents = None if self.is_lost(label) else self._room_beside(units, label)
             passes = extents is None
             if passes:
                 self._lose(label.key)
@@ -165,6 +165,14 @@ class HostTier(QueuedTier):
         with self._lock:
             return key in self._rows
 
+    def is_lost(self, label: Label) -> bool:
+        """Whether the block before a record had no room here, so that it could not be reached. A
+        state is kept all the same: its blocks may still be on the device."""
+        with self._lock:
+            before = label.leans_on
+            has_left = before in self._lost and before not in self._rows
+            return has_left and label.kind is not Kind.STATE
+
     def note_loads(self, labels: Sequence[Label], refusals: Sequence[Refusal | None]) -> None:
         """Rows that were held, checked and used where they lie: counted as loads. What was refused
         is forgotten."""
@@ -183,12 +191,6 @@ class HostTier(QueuedTier):
             for label in (last, snapshot):
                 if label is not None:
                     self._rows.touch(label.key)
-
-    def _is_lost(self, label: Label) -> bool:
-        """Whether the block before a record had no room here. A state is kept all the same: its
-        blocks may still be on the device."""
-        before = label.leans_on
-        return label.kind is not Kind.STATE and before in self._lost and before not in self._rows
 
     def _lose(self, key: Key) -> None:
         if key.kind is Kind.BLOCK:

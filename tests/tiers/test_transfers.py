@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -360,6 +361,27 @@ def test_what_is_hit_on_the_device_is_the_last_to_go_below(tmp_path: Path):
     request = run(stack, hot, 500)
     assert (request.resume.source, request.resume.start) == ("snapshot", 3 * BLOCK)
     assert_like_cold(stack, request, hot)
+    host.close(TIMEOUT_S)
+
+
+def test_what_cannot_be_kept_holds_up_nobody():
+    """Blocks behind one that had no room, in front of others that have."""
+    host = HostTier(4 * (SCHEMA.block_bytes + 8192))
+    stack = stack_with([host], num_blocks=20, prefix=options(zero()))
+    manager, text = stack.manager, Text.random(stack, 1, 2000)
+    keep(stack, text, 12 * BLOCK)
+    transfers = manager.transfers
+    assert transfers is not None
+    before = manager.stats().transfers.records_dropped  # type: ignore[union-attr]
+    assert before > 0
+    somebody = SimpleNamespace(done=False)  # holds rows, or may
+    transfers.fetches.open.append(somebody)  # type: ignore[arg-type]
+    request = manager.admit_request(text.ids[: 14 * BLOCK])
+    run_to(stack, request, text, 14 * BLOCK)
+    assert not transfers._outbox
+    assert manager.stats().transfers.records_dropped - before == 2  # type: ignore[union-attr]
+    transfers.fetches.open.remove(somebody)  # type: ignore[arg-type]
+    manager.release_request(request)
     host.close(TIMEOUT_S)
 
 

@@ -175,6 +175,8 @@ class Transfers:
                 elif self.keeps and self.host.holds(label.key):
                     if not fresh.is_snapshot:
                         fresh.node.stored = True
+                elif not self._passes and self.host.is_lost(label):
+                    self._dropped += 1  # nobody wants it, and nobody waits for it
                 elif rows or self._copying or not self.courier.idle or self.fetches.open:
                     break  # there will be room
                 else:
