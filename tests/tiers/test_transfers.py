@@ -5,6 +5,7 @@ nobody wrote is seen."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -37,6 +38,7 @@ from tests.support.tiered import (
     run,
     stack_with,
 )
+from tests.support.tiers import until
 
 
 @pytest.fixture(params=["host", "disk", "host and disk"])
@@ -336,6 +338,20 @@ def test_nobody_waits_for_calls_that_are_slow():
     assert slow.stats().hits > 0
     assert_like_cold(stack, request, text)
     slow.close(TIMEOUT_S)
+
+
+def test_a_manager_that_is_gone_leaves_no_thread_that_asks():
+    tier = HostTier(8 << 20, name="asked")
+    stack = stack_with([Slow(tier)])  # type: ignore[list-item]
+    text = Text.random(stack, 3, 300)
+    keep(stack, text, 300)
+    empty(stack)
+    run(stack, text, 300)
+    assert any(thread.name == "dsv4-slow" for thread in threading.enumerate())
+    del stack
+    gc.collect()
+    until(lambda: not any(thread.name == "dsv4-slow" for thread in threading.enumerate()))
+    tier.close(TIMEOUT_S)
 
 
 def test_what_is_hit_on_the_device_is_the_last_to_go_below(tmp_path: Path):

@@ -39,10 +39,12 @@ class Aside:
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def lookup(self, labels: Sequence[Label]) -> Asked:
-        return self._ask(lambda: self._tier.lookup(labels), len(labels))
+        tier = self._tier  # what waits for a tier keeps nobody who asked
+        return self._ask(lambda: tier.lookup(labels), len(labels))
 
     def load(self, records: Sequence[Record]) -> Asked:
-        return self._ask(lambda: self._tier.load(records), len(records))
+        tier = self._tier
+        return self._ask(lambda: tier.load(records), len(records))
 
     def poll(self, asked: Asked) -> Progress:
         """How far it was a moment ago. Raises what the tier raised."""
@@ -110,6 +112,7 @@ def _work(tier: Tier, jobs: SimpleQueue[Callable[[], Asked | None] | None]) -> N
                 LOGGER.exception("%s raised: a bug", tier.name)
             else:
                 under_way += [] if begun is None else [begun]
+                del begun
             del job
         under_way = [asked for asked in under_way if not _is_over(tier, asked)]
 
