@@ -19,6 +19,7 @@ import pytest
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
+from dsv4.cache.transfers.aside import MOST_ASKED, Aside
 from dsv4.cache.transfers.fetch import Fetch
 from dsv4.errors import CopyError, InvalidInput, ThreadError
 from dsv4.model import ModelSpec
@@ -38,7 +39,7 @@ from tests.support.tiered import (
     run,
     stack_with,
 )
-from tests.support.tiers import until
+from tests.support.tiers import label, until
 
 
 @pytest.fixture(params=["host", "disk", "host and disk"])
@@ -340,18 +341,32 @@ def test_nobody_waits_for_calls_that_are_slow():
     slow.close(TIMEOUT_S)
 
 
-def test_a_manager_that_is_gone_leaves_no_thread_that_asks():
+def test_a_thread_that_asks_ends_with_who_asked():
     tier = HostTier(8 << 20, name="asked")
-    stack = stack_with([Slow(tier)])  # type: ignore[list-item]
-    text = Text.random(stack, 3, 300)
-    keep(stack, text, 300)
-    empty(stack)
-    run(stack, text, 300)
-    assert any(thread.name == "dsv4-slow" for thread in threading.enumerate())
-    del stack
+
+    def ask() -> None:
+        aside = Aside(tier)
+        asked = aside.lookup([label("a")])
+        until(lambda: aside.poll(asked).settled)
+        assert any(thread.name == "dsv4-asked" for thread in threading.enumerate())
+
+    ask()
     gc.collect()
-    until(lambda: not any(thread.name == "dsv4-slow" for thread in threading.enumerate()))
+    until(lambda: not any(thread.name == "dsv4-asked" for thread in threading.enumerate()))
     tier.close(TIMEOUT_S)
+
+
+def test_a_tier_is_asked_for_so_much_at_once():
+    """One that hangs: the rest is missing at once, and what was given up is never asked."""
+    slow = Slow(HostTier(8 << 20))
+    slow.waits_s = 0.5
+    aside = Aside(slow)  # type: ignore[arg-type]
+    asked = [aside.lookup([label(nth)]) for nth in range(MOST_ASKED + 10)]
+    assert sum(aside.poll(each).settled for each in asked) >= 9
+    for each in asked:
+        aside.cancel(each)
+    slow.waits_s = 0.0
+    until(lambda: all(aside.poll(each).settled for each in asked))
 
 
 def test_what_is_hit_on_the_device_is_the_last_to_go_below(tmp_path: Path):
