@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from dsv4.errors import InvalidInput
+from dsv4.errors import InvalidInput, require_count
 from dsv4.tiers.extents import Extent, Extents
-from dsv4.tiers.lru import Lru
-from dsv4.tiers.record import Key, Label, Parts, Record, Refusal, Region
+from dsv4.tiers.leaves import Leaves
+from dsv4.tiers.record import Key, Kind, Label, Parts, Record, Refusal, Region
 from dsv4.tiers.sizes import UNIT_BYTES
 from dsv4.tiers.tier import DONE, DROPPED, MISSING, Limits, Outcome, QueuedTier
+
+MOST_LOST = 65_536  # keys that are remembered because the tier had no room for them
+PASSING = 8  # the part of the memory that records on their way elsewhere may clear
 
 
 @dataclass(slots=True, eq=False)
 class HostRow:
-    """Memory of one record in a host tier. It stays as it is while it is held."""
+    """Memory of one record in a host tier. It stays as it is while it is held. One that is passing
+    is on its way to somewhere else, and is not kept."""
 
     label: Label
     parts: Parts
     extents: tuple[Extent, ...]
     holds: int = 1
     published: bool = False
+    passing: bool = False
+    leans: bool = False  # keeps the block before it, until it does so as a record that is held
 
     @property
     def record(self) -> Record:
@@ -33,27 +40,33 @@ class HostRow:
 
 
 class HostTier(QueuedTier):
-    """Records in one piece of host memory of a fixed size; what was used longest ago makes room.
+    """Records in one piece of host memory of a fixed size. What others lean on stays until they
+    have gone; of the rest what was used longest ago makes room. Of a prompt that is longer than the
+    memory the beginning is kept: what is held can be reached.
 
     Beside the calls of every tier there are rows: `take` one, fill it, `publish` it; `hold` one to
     copy from it or to store it in another tier; `release` each. Rows need no copy in between.
+    Raises InvalidInput for more memory than there is.
     """
 
     chunk = 8
-    keeps_order = True
 
     def __init__(
         self, capacity_bytes: int, *, name: str = "host", limits: Limits | None = None
     ) -> None:
-        units = capacity_bytes // UNIT_BYTES
+        units = require_count("capacity_bytes", capacity_bytes) // UNIT_BYTES
         if units < 1:
             raise InvalidInput(
                 f"capacity_bytes={capacity_bytes}: a host tier needs at least {UNIT_BYTES}"
             )
         super().__init__(name, limits or Limits(threads=1))
-        self._memory = memoryview(mmap.mmap(-1, units * UNIT_BYTES))
+        self._memory = _memory(units * UNIT_BYTES)
         self._extents = Extents(units)
-        self._rows: Lru[HostRow] = Lru()
+        self._rows: Leaves[HostRow] = Leaves()
+        # Blocks that had to go or found no room: what leans on one cannot be reached, and is not
+        # kept until the block is. Oldest first.
+        self._lost: dict[Key, None] = {}
+        self._passing_units = 0
         self._unpin: weakref.finalize[[], HostTier] | None = None
 
     @property
@@ -73,39 +86,58 @@ class HostTier(QueuedTier):
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    def take(self, label: Label) -> HostRow | None:
+    def take(self, label: Label, *, passing: bool = True) -> HostRow | None:
         """A row for a record that is not there yet, held once and seen by nobody. None if the
-        record is there, or everything else is held."""
+        record is there, or everything else is held.
+
+        A block that could not be reached, for the one before it had to go or found no room, is not
+        kept: its row passes, and `publish` does nothing. None where `passing` is not wanted.
+        """
         with self._lock:
             if self._closed or label.key in self._rows:
                 return None
-            extents = self._room(label.padded_bytes // UNIT_BYTES)
+            units = label.padded_bytes // UNIT_BYTES
+            extents = None if self.is_lost(label) else self._room_beside(units, label)
+            passes = extents is None
+            if passes:
+                self._lose(label.key)
+                extents = self._room_to_pass(units) if passing else None
             if extents is None:
                 return None
             whole = [
                 self._memory[first * UNIT_BYTES : (first + count) * UNIT_BYTES]
                 for first, count in extents
             ]
-            return HostRow(label, Parts.of_units(whole, label.payload_bytes), extents)
+            if passes:
+                self._passing_units += units
+            else:
+                self._lost.pop(label.key, None)
+                self._rows.lean(label.leans_on)
+            parts = Parts.of_units(whole, label.payload_bytes)
+            return HostRow(label, parts, extents, passing=passes, leans=not passes)
 
-    def publish(self, row: HostRow) -> None:
-        """Lets a row be found. Its header must be in place. It stays held."""
+    def publish(self, row: HostRow) -> bool:
+        """Lets a row be found, unless it is passing. Its header must be in place. It stays held.
+        Whether its record can be found now."""
         with self._lock:
-            if row.published or row.label.key in self._rows:
-                return  # somebody else was first: this row goes when it is released
-            row.published = True
-            self._rows.add(row.label.key, row.label.padded_bytes, row, row.label)
+            key = row.label.key
+            if not (row.passing or row.published or key in self._rows):
+                row.published = True
+                self._rows.add(row.label, row.label.padded_bytes, row)
+                self._lean_no_more(row)
+            # if somebody else was first, this row goes when it is released
+            return key in self._rows
 
     def hold(self, labels: Sequence[Label]) -> list[HostRow | None]:
         """The rows of records, until they are released; None where there is none. Counts as use."""
         with self._lock:
-            self._rows.touch(labels)
             return [self._hold(label) for label in labels]
 
     def _hold(self, label: Label) -> HostRow | None:
         entry = self._rows.get(label.key)
         if entry is None:
             return None
+        self._rows.touch(label.key)
         entry.value.holds += 1
         return entry.value
 
@@ -113,13 +145,33 @@ class HostTier(QueuedTier):
         """Undoes one `take` or `hold`. Memory of a row that cannot be found is free then."""
         with self._lock:
             row.holds -= 1
-            if not row.holds and not row.published:
-                self._extents.give(row.extents)
+            if row.holds:
+                return
+            if row.published:
+                self._rows.queue(row.label.key)
+                return
+            self._lean_no_more(row)
+            self._extents.give(row.extents)
+            if row.passing:
+                self._passing_units -= row.label.padded_bytes // UNIT_BYTES
+
+    def _lean_no_more(self, row: HostRow) -> None:
+        if row.leans:
+            row.leans = False
+            self._rows.lean_no_more(row.label.leans_on)
 
     def holds(self, key: Key) -> bool:
         """Whether a record can be found."""
         with self._lock:
             return key in self._rows
+
+    def is_lost(self, label: Label) -> bool:
+        """Whether the block before a record had no room here, so that it could not be reached. A
+        state is kept all the same: its blocks may still be on the device."""
+        with self._lock:
+            before = label.leans_on
+            has_left = before in self._lost and before not in self._rows
+            return has_left and label.kind is not Kind.STATE
 
     def note_loads(self, labels: Sequence[Label], refusals: Sequence[Refusal | None]) -> None:
         """Rows that were held, checked and used where they lie: counted as loads. What was refused
@@ -133,27 +185,56 @@ class HostTier(QueuedTier):
                     self._note_refusal(label.key, refusal)
                     self._forget(label.key)
 
+    def use(self, blocks: Sequence[Label], snapshot: Label | None = None) -> None:
+        with self._lock:
+            last = self._last_held(blocks)
+            for label in (last, snapshot):
+                if label is not None:
+                    self._rows.touch(label.key)
+
+    def _lose(self, key: Key) -> None:
+        if key.kind is Kind.BLOCK:
+            self._lost.pop(key, None)
+            self._lost[key] = None
+            if len(self._lost) > MOST_LOST:
+                del self._lost[next(iter(self._lost))]
+
+    def _room_beside(self, units: int, label: Label) -> tuple[Extent, ...] | None:
+        """Room that is not made by removing the block that a record leans on."""
+        self._rows.lean(label.leans_on)
+        try:
+            return self._room(units)
+        finally:
+            self._rows.lean_no_more(label.leans_on)
+
+    def _room_to_pass(self, units: int) -> tuple[Extent, ...] | None:
+        """Free room, or a little that is cleared: what is kept is not given up for what is not."""
+        extents = self._extents.take(units)
+        most = self._memory.nbytes // UNIT_BYTES // PASSING
+        if extents is None and (not self._passing_units or self._passing_units + units <= most):
+            extents = self._room(units)
+        return extents
+
     def _room(self, units: int) -> tuple[Extent, ...] | None:
         if units * UNIT_BYTES > self._memory.nbytes:
             return None
-        extents = self._extents.take(units)
-        if extents is None:
-            for key in self._rows.oldest():
-                entry = self._rows.get(key)
-                if entry is None or entry.value.holds:
-                    continue
-                self._forget(key)
-                extents = self._extents.take(units)
-                if extents is not None:
-                    break
+        while (extents := self._extents.take(units)) is None:
+            entry = self._rows.pop(lambda row: not row.holds)
+            if entry is None:
+                break
+            self._lose(entry.key)
+            self._give_back(entry.value)
         return extents
 
     def _forget(self, key: Key) -> None:
         entry = self._rows.remove(key)
         if entry is not None:
-            entry.value.published = False
-            if not entry.value.holds:
-                self._extents.give(entry.value.extents)
+            self._give_back(entry.value)
+
+    def _give_back(self, row: HostRow) -> None:
+        row.published = False
+        if not row.holds:
+            self._extents.give(row.extents)
 
     # ---- as a tier -------------------------------------------------------------------------------
 
@@ -184,9 +265,9 @@ class HostTier(QueuedTier):
     def _store(self, records: Sequence[Record]) -> Sequence[Outcome]:
         outcomes = []
         for record in records:
-            row = self.take(record.label)
+            row = self.take(record.label, passing=False)
             if row is None:
-                outcomes.append(DONE if record.key in self._rows else DROPPED)
+                outcomes.append(DONE if self.holds(record.key) else DROPPED)
                 continue
             try:
                 outcomes.append(_copied(record.parts, row.parts))
@@ -194,10 +275,6 @@ class HostTier(QueuedTier):
             finally:
                 self.release(row)
         return outcomes
-
-    def _use(self, labels: Sequence[Label]) -> None:
-        with self._lock:
-            self._rows.touch(labels)
 
     def _drop(self, keys: Sequence[Key]) -> None:
         with self._lock:
@@ -208,6 +285,18 @@ class HostTier(QueuedTier):
         if self._unpin is not None:
             self._unpin()
             self._unpin = None
+
+
+def _memory(size_bytes: int) -> memoryview:
+    """One piece of memory, or InvalidInput with what there is."""
+    try:
+        return memoryview(mmap.mmap(-1, size_bytes))
+    except (OSError, OverflowError, ValueError) as error:
+        has_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        raise InvalidInput(
+            f"capacity_bytes={size_bytes:,}: the system gives no such piece of memory ({error}); "
+            f"the machine has {has_bytes:,} bytes: ask for less"
+        ) from error
 
 
 def _copied(source: Parts, target: Parts) -> Outcome:

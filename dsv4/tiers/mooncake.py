@@ -7,19 +7,21 @@ asked for again, and what is loaded is checked as everywhere.
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dsv4.errors import InvalidInput, MissingExtra
+from dsv4.errors import InvalidInput, MissingExtra, require_count, require_type
 from dsv4.tiers.record import Key, Label, Record, Region, address
 from dsv4.tiers.tier import DONE, DROPPED, MISSING, Limits, Outage, Outcome, QueuedTier, wrong_size
 
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore
 
+log = logging.getLogger("dsv4.tiers")
 _RPC_FAILED = -900  # the master does not answer
 _SIZE_DIFFERS = (-600, -800)  # codes for an object of another size, among other troubles
 _LOCAL_BUFFER_BYTES = 16 << 20  # Mooncake's own; records go past it
@@ -29,6 +31,10 @@ class MooncakeTier(QueuedTier):
     """Records in the memory of the machines of one Mooncake master.
 
     `segment_bytes` is the memory that this process gives to the store; with 0 it only uses others'.
+    `host` is the address that others are told to reach this process at. It binds nothing: Mooncake
+    listens on every interface, asks for no password, and has the registered memory, which a warning
+    says when it begins to.
+
     A master that cannot be reached is an outage, at the start too: the tier tries again when it has
     rested. Raises MissingExtra without Mooncake or the two libraries that it is linked to.
     """
@@ -49,7 +55,12 @@ class MooncakeTier(QueuedTier):
     ) -> None:
         super().__init__(name, limits or Limits(threads=3))
         self._client_class = _client_class()
-        if not re.fullmatch(r".+:[0-9]{1,5}", master):
+        for option, value in (("host", host), ("metadata", metadata), ("protocol", protocol)):
+            require_type(option, value, str)
+        require_type("devices", devices, str)
+        segment_bytes = require_count("segment_bytes", segment_bytes, at_least=0)
+        address_of = re.fullmatch(r".+:([0-9]{1,5})", master) if isinstance(master, str) else None
+        if address_of is None or not 0 < int(address_of[1]) < 1 << 16:
             raise InvalidInput(f"master={master!r}: give its address as host:port")
         self._master, buffer = master, _LOCAL_BUFFER_BYTES
         self._setup = (host, metadata, segment_bytes, buffer, protocol, devices, master)
@@ -87,6 +98,12 @@ class MooncakeTier(QueuedTier):
                 if code:
                     raise Outage(f"no Mooncake master at {self._master} (code {code})")
                 self._client, self._known = client, 0
+                log.warning(
+                    "tier %s: Mooncake listens on every interface of this machine, whatever host "
+                    "is, and asks for no password: who reaches its ports can read and write the "
+                    "memory that it knows; let a firewall keep them to machines that you trust",
+                    self.name,
+                )
             while self._known < len(self._spans):
                 start, end = self._spans[self._known]
                 code = self._client.register_buffer(start, end - start)
@@ -98,9 +115,12 @@ class MooncakeTier(QueuedTier):
             self._connecting.release()
 
     def _knock(self) -> None:
-        """Raises OSError if nobody listens at the master's address: Mooncake waits for 90 s."""
+        """Raises Outage if nobody listens at the master's address: Mooncake waits for 90 s."""
         host, _, port = self._master.rpartition(":")
-        socket.create_connection((host, int(port)), self._limits.deadline_s).close()
+        try:
+            socket.create_connection((host, int(port)), self._limits.deadline_s).close()
+        except OSError as error:
+            raise Outage(f"no Mooncake master at {self._master}: {error}") from error
 
     def _look(self, labels: Sequence[Label]) -> Sequence[bool]:
         return self._exist([label.key for label in labels])

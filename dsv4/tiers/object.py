@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 
 from dsv4.errors import InvalidInput, MissingExtra
-from dsv4.tiers.record import Key, Label, Record
-from dsv4.tiers.tier import DONE, MISSING, Limits, Outage, Outcome, QueuedTier, wrong_size
+from dsv4.tiers.record import RECORD_VERSION, Key, Kind, Label, Record
+from dsv4.tiers.tier import DONE, DROPPED, MISSING, Limits, Outcome, QueuedTier, wrong_size
+
+RETRIES = 3  # of a request, with jitter, as long as it can still end with the deadline
+FIRST_ASKED, ASKED_AT_ONCE = 2, 64  # blocks of a prompt: few behind a miss, many along a hit
+MOST_LISTED = 1000  # one answer of S3's
 
 
 class ObjectTier(QueuedTier):
@@ -19,9 +24,16 @@ class ObjectTier(QueuedTier):
 
     `config` is obstore's (endpoint, region, access_key_id, …); what it leaves out comes from the
     environment. An object is never overwritten. There is no capacity: the bucket's lifecycle rules
-    take away what is old. Requests are not repeated and end with the deadline. Raises InvalidInput
-    for a place that obstore does not know, MissingExtra without obstore.
+    take away what is old. A request that the server could not answer is repeated a few times, with
+    jitter, and ends with the deadline all the same. Raises InvalidInput for a place that obstore
+    does not know, MissingExtra without obstore.
+
+    Blocks of a prompt are looked for in growing numbers, up to the first that is missing. Beside a
+    state lies an empty object with the name of the block before it, so that one listing finds what
+    states there are behind a block.
     """
+
+    look_chunk = 1 << 30  # one job
 
     def __init__(
         self,
@@ -35,23 +47,87 @@ class ObjectTier(QueuedTier):
         limits = limits or Limits(threads=8, deadline_s=20.0)
         super().__init__(name, limits)
         self._obstore = obstore = _obstore()
-        deadline = timedelta(seconds=limits.deadline_s)
+        # the last repetition begins after 4 + 1 tenths of the deadline, and takes 5
+        tenth = timedelta(seconds=limits.deadline_s) / 10
         try:
             self._bucket = obstore.store.from_url(
                 url,
                 config=dict(config or {}),
                 client_options={
                     "allow_http": allow_http,
-                    "timeout": deadline,
-                    "connect_timeout": deadline,
+                    "timeout": 5 * tenth,
+                    "connect_timeout": 5 * tenth,
                 },
-                retry_config={"max_retries": 0, "retry_timeout": deadline},
+                retry_config={
+                    "max_retries": RETRIES,
+                    "retry_timeout": 4 * tenth,
+                    "backoff": {
+                        "init_backoff": min(timedelta(milliseconds=50), tenth / 4),
+                        "max_backoff": tenth,
+                        "base": 2,
+                    },
+                },
             )
         except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
             raise InvalidInput(f"{url!r} is no place for objects: {error}") from error
 
     def _look(self, labels: Sequence[Label]) -> Sequence[bool]:
-        return [self._exists(label.key) for label in labels]
+        return asyncio.run(self._look_through(labels))
+
+    async def _look_through(self, labels: Sequence[Label]) -> list[bool]:
+        there: set[Key] = set()
+        prompts = list(_in_order(labels))
+        alone = [blocks[0] for blocks in prompts if len(blocks) == 1]
+        alone = await self._without_unlisted_states(alone)
+        for first in range(0, len(alone), ASKED_AT_ONCE):
+            there |= await self._ask(alone[first : first + ASKED_AT_ONCE])
+        for blocks in prompts:
+            first, count = 0, FIRST_ASKED
+            while len(blocks) > 1 and first < len(blocks):
+                some = blocks[first : first + count]
+                found = await self._ask(some)
+                there |= found
+                if len(found) < len(some):
+                    break
+                first, count = first + count, min(4 * count, ASKED_AT_ONCE)
+        return [label.key in there for label in labels]
+
+    async def _ask(self, labels: Sequence[Label]) -> set[Key]:
+        """Which of these are there. All are asked for at once."""
+        heads = [self._obstore.head_async(self._bucket, str(label.key)) for label in labels]
+        answers = await asyncio.gather(*heads, return_exceptions=True)
+        there = set()
+        for label, answer in zip(labels, answers, strict=True):
+            with self._answering():
+                if not isinstance(answer, BaseException):
+                    there.add(label.key)
+                elif not isinstance(answer, FileNotFoundError):
+                    raise answer
+        return there
+
+    async def _without_unlisted_states(self, labels: Sequence[Label]) -> list[Label]:
+        """Of the states behind one block those whose names a listing has; the rest as it is."""
+        groups: dict[bytes, list[Label]] = {}
+        for label in labels:
+            if label.kind is Kind.STATE:
+                groups.setdefault(label.parent, []).append(label)
+        unlisted: set[Label] = set()
+        for parent, states in groups.items():
+            if len(states) <= FIRST_ASKED:
+                continue
+            names = await self._listed(parent)
+            if len(names) < MOST_LISTED:  # else there are more, and each is asked for
+                # the first, which a resumed request asks for, may be older than listings are
+                unlisted.update(each for each in states[1:] if each.digest.hex() not in names)
+        return [label for label in labels if label not in unlisted]
+
+    async def _listed(self, parent: bytes) -> set[str]:
+        """The first names of states behind a block."""
+        with self._answering():
+            found = self._obstore.list(self._bucket, _behind(parent), chunk_size=MOST_LISTED)
+            async for objects in found:
+                return {each["path"].rpartition("/")[2] for each in objects}
+        return set()
 
     def _exists(self, key: Key) -> bool:
         with self._answering():
@@ -80,11 +156,24 @@ class ObjectTier(QueuedTier):
         return DONE
 
     def _store(self, records: Sequence[Record]) -> Sequence[Outcome]:
-        for record in records:
-            pieces = list(record.parts.pieces)
-            with self._answering(), suppress(self._obstore.exceptions.AlreadyExistsError):
-                self._obstore.put(self._bucket, str(record.key), pieces, mode="create")
-        return [DONE] * len(records)
+        return [self._put(record) for record in records]
+
+    def _put(self, record: Record) -> Outcome:
+        label, pieces = record.label, list(record.parts.pieces)
+        if not self._create(str(label.key), pieces) and not self._exists(label.key):
+            return DROPPED  # S3 says 409 as well while somebody else's request is under way
+        if label.kind is Kind.STATE:
+            self._create(f"{_behind(label.parent)}/{label.digest.hex()}", [])
+        return DONE
+
+    def _create(self, path: str, pieces: list[memoryview]) -> bool:
+        """Whether it was not there. If it was, it may be so only by the store's word."""
+        with self._answering():
+            try:
+                self._obstore.put(self._bucket, path, pieces or b"", mode="create")
+            except self._obstore.exceptions.AlreadyExistsError:
+                return False
+        return True
 
     def _drop(self, keys: Sequence[Key]) -> None:
         with self._answering():
@@ -92,11 +181,29 @@ class ObjectTier(QueuedTier):
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """Whatever obstore raises is an outage, but for what its callers expect."""
+        """Whatever obstore raises is a failure of this request, but for what its callers expect."""
         try:
             yield
         except self._obstore.exceptions.BaseError as error:
-            raise Outage(str(error).partition("\n")[0]) from error
+            raise OSError(str(error).partition("\n")[0]) from error
+
+
+def _in_order(labels: Sequence[Label]) -> Iterator[list[Label]]:
+    """Cut into prompts: blocks that follow each other, and everything else alone."""
+    prompt: list[Label] = []
+    for label in labels:
+        follows = prompt and label.kind is Kind.BLOCK and label.leans_on == prompt[-1].key
+        if prompt and not follows:
+            yield prompt
+            prompt = []
+        prompt.append(label)
+    if prompt:
+        yield prompt
+
+
+def _behind(parent: bytes) -> str:
+    """Where the names of states are that go on from a block."""
+    return f"dsv4/{RECORD_VERSION}/behind/{parent.hex()}"
 
 
 def _obstore() -> Any:

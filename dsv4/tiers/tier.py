@@ -10,17 +10,28 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from dsv4.errors import InvalidInput, require_count
+from dsv4.errors import (
+    InvalidInput,
+    is_number,
+    require_count,
+    require_timeout,
+    require_type,
+)
+from dsv4.tiers.fork import refuse_after_fork
 from dsv4.tiers.record import Key, Label, Reason, Record, Refusal, Region, check, seal
 
 log = logging.getLogger("dsv4.tiers")
-_LOGGED_REFUSALS = 100  # of each tier; the counters go on
+_LOGGED = 100  # refusals, and failures, of each tier; the counters go on
+RECENT = 16  # calls, and failures among them, that say whether a tier works
+FAILURES = 4  # of different records, and half of the recent calls: then a tier rests
+MOST_TIDIED = 4_096  # records whose use, and keys whose removal, may wait to be told
 
 
 class State(StrEnum):
@@ -120,7 +131,10 @@ class TierStats:
 
 
 class Tier(Protocol):
-    """Memory below the device. All calls return at once; none raises for an outage."""
+    """Memory below the device. All calls return at once; none raises for an outage.
+
+    One that evicts may have `use(blocks, snapshot)` too: `QueuedTier` says what that tells it.
+    """
 
     @property
     def name(self) -> str: ...
@@ -129,7 +143,8 @@ class Tier(Protocol):
         """Makes memory known that records of later calls point into."""
 
     def lookup(self, labels: Sequence[Label]) -> Ticket:
-        """Asks which records are there: done or missing. A hint, nothing is checked."""
+        """Asks which records are there: done or missing. A hint, nothing is checked. Of blocks that
+        follow each other, those after one that is missing may be missing without a look."""
 
     def load(self, records: Sequence[Record]) -> Ticket:
         """Fills the memory of each record. Done means that header and payload are checked; after
@@ -147,7 +162,7 @@ class Tier(Protocol):
         returns."""
 
     def drop(self, keys: Sequence[Key]) -> None:
-        """Forgets records, in a while."""
+        """Forgets records, in a while: of many at once those that find room in its queue."""
 
     def stats(self) -> TierStats: ...
 
@@ -156,12 +171,13 @@ class Tier(Protocol):
 
 
 class Outage(Exception):
-    """A tier cannot be reached or cannot work: raised by implementations, ends in the queue."""
+    """A tier cannot be reached or cannot work: raised by implementations, ends in the queue. The
+    tier rests. What only these records met is an OSError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much may wait and how long. Raises InvalidInput for what is not positive."""
+    """How much may wait and how long. Raises InvalidInput for what is no positive number."""
 
     threads: int = 2
     queued_bytes: int = 256 << 20  # of stores
@@ -173,8 +189,9 @@ class Limits:
         for name in ("threads", "queued_bytes", "queued_loads"):
             require_count(name, getattr(self, name))
         for name in ("deadline_s", "rest_s"):
-            if not getattr(self, name) > 0:
-                raise InvalidInput(f"{name}={getattr(self, name)}: must be more than 0 seconds")
+            value = getattr(self, name)
+            if not is_number(value) or not 0 < value <= threading.TIMEOUT_MAX:
+                raise InvalidInput(f"{name}={value!r}: must be a number of seconds, more than 0")
 
 
 @dataclass(slots=True, eq=False)
@@ -212,18 +229,40 @@ class _Counters:
     store: Latency = field(default_factory=Latency)
 
 
+@dataclass(slots=True)
+class _Health:
+    """Whether calls of one sort are answered, by the last ones. What one record meets again and
+    again is one failure."""
+
+    recent: deque[tuple[Operation, Key] | None] = field(
+        default_factory=lambda: deque(maxlen=RECENT)
+    )
+
+    def is_lost(self) -> bool:
+        """Whether several records failed, and half of the calls."""
+        failed = [each for each in self.recent if each is not None]
+        return len(set(failed)) >= FAILURES and 2 * len(failed) >= len(self.recent)
+
+
 class QueuedTier(ABC):
     """A tier whose work is done by threads. An implementation says how with the calls at the end,
-    which run on the threads, may block, and raise Outage or OSError for an outage.
+    which run on the threads and may block. They raise Outage where the tier cannot work, and
+    OSError for what the next record may not meet.
 
-    Loads and lookups go before stores, and one thread is always left to them. A ticket that misses
-    its deadline is over, and the tier rests: for a while nothing is asked of it.
+    Loads and lookups go before stores, and one thread is always left to them. After an outage, a
+    deadline that a call missed, or failures of several records, half of the last calls or more, the
+    tier rests: for a while nothing is asked of it.
+
+    Calls raise CopyError in a process that os.fork made: the threads are not there.
     """
 
     chunk = 1  # records of a job
-    keeps_order = False  # whether `_use` is to be told what was asked for
+    look_chunk = 0  # labels of a lookup's job; 0: as many
+    keeps_order = False  # whether `_use` is to be told what came through
 
     def __init__(self, name: str, limits: Limits) -> None:
+        require_type("name", name, str)
+        require_type("limits", limits, Limits)
         self._name, self._limits = name, limits
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)  # there is work
@@ -237,8 +276,17 @@ class QueuedTier(ABC):
         self._queued_bytes = 0
         self._queued_loads = 0
         self._rests_until = dict.fromkeys(Operation, 0.0)
+        self._health = {stores: _Health() for stores in (False, True)}
+        self._failures = 0
+        self._uses: dict[Key, Label] = {}  # to tell, the latest last
+        self._drops: dict[Key, None] = {}
+        self._tidies = False  # a job for these two waits
         self._closed = False
         self._counters = _Counters()
+        refuse_after_fork(self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} {self._name!r}"
 
     @property
     def name(self) -> str:
@@ -256,10 +304,11 @@ class QueuedTier(ABC):
             for nth, found in enumerate(known):
                 if found is not None:
                     ticket.outcomes[nth] = DONE if found else MISSING
+            chunk = self.look_chunk or self.chunk
             jobs = [
-                _Job(ticket, first, labels=labels[first : first + self.chunk])
-                for first in range(0, len(labels), self.chunk)
-                if None in known[first : first + self.chunk]
+                _Job(ticket, first, labels=labels[first : first + chunk])
+                for first in range(0, len(labels), chunk)
+                if None in known[first : first + chunk]
             ]
             self._enqueue(ticket, jobs)
         return ticket
@@ -285,9 +334,28 @@ class QueuedTier(ABC):
         with self._lock:
             self._end(ticket)
 
+    def use(self, blocks: Sequence[Label], snapshot: Label | None = None) -> None:
+        """The blocks of one prompt from its first on, and a snapshot, were used above this tier:
+        what it has of them is the last to go. Looks at a few of the blocks, whatever their
+        number."""
+        if self.keeps_order:
+            with self._lock:
+                last = self._last_held(blocks)
+                # of one that keeps no index it is not known which ones are held
+                last = blocks[-1] if last is None and blocks else last
+                self._use_later([each for each in (last, snapshot) if each is not None])
+
+    def _last_held(self, blocks: Sequence[Label]) -> Label | None:
+        """A block is held only if all before it are: the last one in a few looks."""
+        held = bisect_left(range(len(blocks)), True, key=lambda n: not self._glance(blocks[n]))
+        return blocks[held - 1] if held else None
+
     def drop(self, keys: Sequence[Key]) -> None:
-        gone = tuple(keys)
-        self._do_later(lambda: self._drop(gone))
+        with self._lock:
+            self._drops.update(dict.fromkeys(keys))
+            while len(self._drops) > MOST_TIDIED:
+                self._drops.popitem()
+            self._tidy_later()
 
     def stats(self) -> TierStats:
         with self._lock:
@@ -314,6 +382,7 @@ class QueuedTier(ABC):
             )
 
     def close(self, timeout_s: float) -> None:
+        timeout_s = min(require_timeout(timeout_s), threading.TIMEOUT_MAX)
         until = time.monotonic() + timeout_s
         with self._lock:
             if self._closed:
@@ -344,9 +413,6 @@ class QueuedTier(ABC):
                 for first in range(0, len(records), self.chunk)
             ]
             self._enqueue(ticket, jobs)
-            if self.keeps_order:
-                labels = [record.label for record in records]
-                self._do_later(lambda: self._use(labels))
         return ticket
 
     def _ticket(self, operation: Operation, count: int) -> Ticket:
@@ -375,7 +441,8 @@ class QueuedTier(ABC):
             # one job always fits, or a tier with a short queue would store nothing
             waiting = self._queued_bytes
             return not waiting or waiting + job.bytes <= self._limits.queued_bytes
-        return self._queued_loads + job.count <= self._limits.queued_loads
+        waiting = self._queued_loads
+        return not waiting or waiting + job.count <= self._limits.queued_loads
 
     def _unqueue(self, job: _Job) -> None:
         if job.ticket is None:
@@ -391,6 +458,31 @@ class QueuedTier(ABC):
                 self._later.append(_Job(None, run=run))
                 self._start_thread()
                 self._wake.notify()
+
+    def _use_later(self, labels: Sequence[Label]) -> None:
+        """A use of the last block of a prompt is one of all before it: only that one waits."""
+        for label in labels:
+            self._uses.pop(label.leans_on, None)
+            self._uses.pop(label.key, None)
+            self._uses[label.key] = label
+        while len(self._uses) > MOST_TIDIED:
+            del self._uses[next(iter(self._uses))]
+        self._tidy_later()
+
+    def _tidy_later(self) -> None:
+        if not self._tidies and not self._closed:
+            self._tidies = True
+            self._do_later(self._tidy)
+
+    def _tidy(self) -> None:
+        with self._lock:
+            self._tidies = False
+            used, self._uses = list(self._uses.values()), {}
+            gone, self._drops = tuple(self._drops), {}
+        if used:
+            self._use(used)
+        if gone:
+            self._drop(gone)
 
     def _start_thread(self) -> None:
         """Threads are started when they are needed: a tier that is only made has none."""
@@ -431,20 +523,20 @@ class QueuedTier(ABC):
                 job.began = time.monotonic()
                 self._running.add(job)
             outcomes: Sequence[Outcome] | None = None
-            trouble: str | None = None
+            trouble, is_out = "", False
             try:
                 outcomes = self._run(job)
-            except (Outage, OSError) as error:
-                trouble = str(error)
-            except Exception:
+            except Outage as error:
+                trouble, is_out = str(error) or "an outage", True
+            except OSError as error:
+                trouble = str(error) or type(error).__name__
+            except BaseException:  # a panic of a library is no Exception; this thread is needed
                 log.exception("tier %s: a bug, taken for an outage", self._name)
                 trouble = "a bug"
             with self._lock:
                 self._storing -= stores
                 self._running.discard(job)
-                if trouble is not None:
-                    self._counters.outages += 1
-                    self._rest(ticket.operation if ticket else Operation.STORE, trouble)
+                self._note_health(job, trouble, is_out=is_out)
                 if ticket is not None:
                     if outcomes is None:
                         self._give_up(job)
@@ -459,7 +551,8 @@ class QueuedTier(ABC):
         assert job.ticket is not None
         match job.ticket.operation:
             case Operation.LOOKUP:
-                return [DONE if found else MISSING for found in self._look(job.labels)]
+                there = zip(job.labels, self._look(job.labels), strict=True)
+                return [DONE if found else MISSING for _, found in there]
             case Operation.LOAD:
                 return self._load_checked(job.records)
             case Operation.STORE:
@@ -508,12 +601,14 @@ class QueuedTier(ABC):
 
     def _end(self, ticket: Ticket) -> None:
         """Ends a ticket: jobs that wait are taken out, those that run have lost their say."""
-        for queue in (self._first, self._later):
-            mine = [job for job in queue if job.ticket is ticket]
-            for job in mine:
-                queue.remove(job)
-                self._unqueue(job)
-                self._give_up(job)
+        if ticket.unsettled:
+            waiting = (*self._first, *self._later)
+            self._first = deque(job for job in self._first if job.ticket is not ticket)
+            self._later = deque(job for job in self._later if job.ticket is not ticket)
+            for job in waiting:
+                if job.ticket is ticket:
+                    self._unqueue(job)
+                    self._give_up(job)
         over = DROPPED if ticket.operation is Operation.STORE else MISSING
         for nth, outcome in enumerate(ticket.outcomes):
             if outcome is PENDING:
@@ -533,6 +628,8 @@ class QueuedTier(ABC):
                 self._count(ticket, outcome, record_bytes)
                 if outcome.refusal is not None:
                     self._note_refusal(job.records[nth].key, outcome.refusal)
+                if self.keeps_order and outcome is DONE and job.records:
+                    self._use_later([job.records[nth].label])
         seconds = time.monotonic() - ticket.started
         if done and ticket.operation is Operation.LOAD:
             self._counters.load = self._counters.load.with_one(seconds, done)
@@ -556,8 +653,26 @@ class QueuedTier(ABC):
     def _note_refusal(self, key: Key, refusal: Refusal) -> None:
         counted = self._counters.refused
         counted[refusal.reason] += 1
-        if counted.total() <= _LOGGED_REFUSALS:
+        if counted.total() <= _LOGGED:
             log.warning("tier %s refuses %s: %s", self._name, key, refusal)
+
+    def _note_health(self, job: _Job, trouble: str, *, is_out: bool) -> None:
+        """What one call says of the tier."""
+        operation = job.ticket.operation if job.ticket else Operation.STORE
+        recent = self._health[operation is Operation.STORE].recent
+        if not trouble:
+            if job.ticket is not None:
+                recent.append(None)
+            return
+        self._counters.outages += 1
+        if job.ticket is not None:
+            asked = job.labels[0] if job.labels else job.records[0].label
+            recent.append((operation, asked.key))
+        if is_out or self._health[operation is Operation.STORE].is_lost():
+            self._rest(operation, trouble)
+        self._failures += 1
+        if self._failures <= _LOGGED:
+            log.warning("tier %s: a call failed: %s", self._name, trouble)
 
     def _rest(self, operation: Operation, why: str) -> None:
         """Closes the tier for a while: what cannot store may still load, not the other way."""
@@ -594,7 +709,8 @@ class QueuedTier(ABC):
     def _store(self, records: Sequence[Record]) -> Sequence[Outcome]: ...
 
     def _use(self, labels: Sequence[Label]) -> None:  # noqa: B027
-        """Records that were asked for, and those that they lean on, are the last to go."""
+        """Records that came through or were used above, and those that they lean on, are the last
+        to go. Of blocks that follow each other only the last is told."""
 
     @abstractmethod
     def _drop(self, keys: Sequence[Key]) -> None: ...

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -272,6 +275,49 @@ def test_memory_that_is_not_registered_is_refused_before_anything_moves(
         assert load(tier, [other.blank(label(digest("none")))]) == [State.MISSING]
 
 
-def test_an_address_without_a_port_is_refused() -> None:
+def test_it_says_that_it_listens_everywhere(
+    memory: Memory, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Mooncake has no option for it. Where this fails because it has learnt to bind to an address,
+    the warning and docs/tiers.md can go."""
+    before = listening()
+    with connected(port, memory, segment_bytes=16 << 20, host="127.0.0.1") as tier:
+        assert "listens on every interface" not in caplog.text
+        assert store(tier, [memory.filled(label("a"))]) == [State.DONE]
+        assert caplog.text.count("Mooncake listens on every interface") == 1
+        assert {address for address, _ in listening() - before} == {"0.0.0.0", "::"}
+
+
+def listening() -> set[tuple[str, str]]:
+    """Addresses that this process listens on, and of which socket."""
+    mine = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            mine.add(os.readlink(f"/proc/self/fd/{fd}"))
+    found = set()
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            address, state, inode = (line.split()[n] for n in (1, 3, 9))
+            if state == "0A" and f"socket:[{inode}]" in mine:
+                words = bytes.fromhex(address.partition(":")[0])
+                data = b"".join(words[n : n + 4][::-1] for n in range(0, len(words), 4))
+                found.add((socket.inet_ntop(family, data), inode))
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"segment_bytes": each} for each in (-1, "1", 1.5, None)),
+        *({"host": 3}, {"protocol": None}, {"devices": 1}, {"metadata": b""}),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match=next(iter(options))):
+        MooncakeTier("127.0.0.1:50051", **options)
+
+
+@pytest.mark.parametrize("master", ["localhost", "localhost:", ":5", "a:65536", "a:0", None, 3])
+def test_an_address_without_a_port_is_refused(master: Any) -> None:
     with pytest.raises(InvalidInput, match="host:port"):
-        MooncakeTier("localhost")
+        MooncakeTier(master)

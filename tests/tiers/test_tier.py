@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import math
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
-from dsv4.errors import InvalidInput
+from dsv4.errors import CopyError, InvalidInput
 from dsv4.tiers.record import Key, Label, Reason, Record, check, seal
-from dsv4.tiers.tier import DONE, MISSING, Limits, Outage, Outcome, QueuedTier, State, Tier
+from dsv4.tiers.tier import (
+    DONE,
+    FAILURES,
+    MISSING,
+    MOST_TIDIED,
+    RECENT,
+    Limits,
+    Outage,
+    Outcome,
+    QueuedTier,
+    State,
+    Tier,
+)
 from tests.support.tiers import (
     Memory,
     chain,
@@ -292,14 +309,9 @@ def test_a_long_queue_is_no_outage(memory: Memory, clock: Clock) -> None:
     tier.close(1.0)
 
 
-@pytest.mark.parametrize("error", [Outage("gone"), OSError(5, "broken"), ZeroDivisionError("bug")])
-def test_an_outage_is_a_miss_a_drop_and_a_rest(
-    tier: Shelf, memory: Memory, clock: Clock, error: Exception
-) -> None:
-    """A bug of a tier too: it is logged, and costs no more than an outage."""
-
+def test_an_outage_is_a_miss_a_drop_and_a_rest(tier: Shelf, memory: Memory, clock: Clock) -> None:
     def fail() -> None:
-        raise error
+        raise Outage("gone")
 
     tier.fault = fail
     assert store(tier, [memory.filled(label("a"))]) == [State.DROPPED]
@@ -313,6 +325,219 @@ def test_an_outage_is_a_miss_a_drop_and_a_rest(
     clock.now += REST_S
     assert not tier.stats().resting
     assert store(tier, [memory.filled(label("a"))]) == [State.DONE]
+
+
+class Panic(BaseException):
+    """What a library in Rust throws is no Exception."""
+
+
+FAULTS = [OSError(5, "broken"), ZeroDivisionError("bug"), Panic("bug"), SystemExit(1)]
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=repr)
+def test_a_failure_is_that_records_and_a_rest_takes_several(
+    tier: Shelf, memory: Memory, clock: Clock, error: BaseException
+) -> None:
+    """A bug of a tier too: it is logged, and costs no more than its record. No thread ends."""
+    labels, fails = chain("a", 2 * FAILURES), set[str]()
+    assert store(tier, [memory.filled(each) for each in labels]) == [State.DONE] * len(labels)
+
+    def fail() -> None:
+        if tier.did[-1][1].digest.hex() in fails:
+            raise error
+
+    tier.fault = fail
+    fails.add(labels[0].digest.hex())
+    for _ in range(3 * RECENT):  # the same one, again and again, and nothing else
+        assert load(tier, [memory.blank(labels[0])]) == [State.MISSING]
+    stats = tier.stats()
+    assert (stats.outages, stats.misses, stats.resting) == (3 * RECENT, 3 * RECENT, False)
+    for each in labels[1:]:
+        assert load(tier, [memory.blank(each)]) == [State.DONE]
+    fails.update(each.digest.hex() for each in labels)
+    for each in labels[:FAILURES]:
+        assert not tier.stats().resting
+        assert load(tier, [memory.blank(each)]) == [State.MISSING]
+    for each in labels[1 : RECENT - FAILURES]:
+        load(tier, [memory.blank(each)])
+    assert tier.stats().resting
+    done = len(tier.did)
+    assert load(tier, [memory.blank(labels[1])]) == [State.MISSING]
+    assert len(tier.did) == done  # nothing is asked of it
+    fails.clear()
+    clock.now += REST_S
+    assert load(tier, [memory.blank(labels[0])]) == [State.DONE]
+    assert store(tier, [memory.filled(label("b"))]) == [State.DONE]
+
+
+def test_a_few_failures_among_many_calls_are_no_outage(tier: Shelf, memory: Memory) -> None:
+    """One call in four, of records that are all different."""
+    labels = chain("a", 80)
+
+    def fail() -> None:
+        if len(tier.did) % 4 == 0:
+            raise OSError(503, "slow down")
+
+    tier.fault = fail
+    for each in labels:
+        store(tier, [memory.filled(each)])
+        assert not tier.stats().resting
+    assert tier.stats().outages == 20
+    assert len(tier.kept) == 60
+
+
+def test_a_tier_that_fails_from_the_start_rests_after_a_few_records(
+    tier: Shelf, memory: Memory, clock: Clock
+) -> None:
+    def fail() -> None:
+        raise OSError(5, "broken")
+
+    tier.fault = fail
+    for nth, each in enumerate(chain("a", 10)):
+        assert tier.stats().resting == (nth >= FAILURES)
+        assert store(tier, [memory.filled(each)]) == [State.DROPPED]
+    assert len(tier.did) == FAILURES
+    clock.now += REST_S
+    for each in chain("b", 3):
+        store(tier, [memory.filled(each)])
+    assert len(tier.did) == FAILURES + 1  # one look, and it rests again
+
+
+class Ordered(Shelf):
+    """Keeps what it is told of uses and removals."""
+
+    keeps_order = True
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self.used: list[list[Label]] = []
+
+    def _use(self, labels: Sequence[Label]) -> None:
+        self.used.append(list(labels))
+
+    def _glance(self, label: Label) -> bool | None:
+        return label.key in self.kept or None
+
+
+def test_a_stored_block_costs_the_same_whatever_was_stored_before_it(memory: Memory) -> None:
+    """A use of the last block is told alone, and what waits to be told is one block of a prompt
+    and bounded over all of them, on a tier that hangs too."""
+    tier = Ordered(Limits(threads=2, queued_bytes=1 << 30))
+    labels = chain("a", 50)
+    for each in labels:
+        assert store(tier, [memory.filled(each)]) == [State.DONE]
+    until(lambda: not tier._uses)
+    assert sum(map(len, tier.used)) <= len(labels)
+    assert tier.used[-1] == [labels[-1]]
+    until(lambda: not tier._later and not tier._running)
+    tier.used.clear()
+    tier.gate.clear()
+    while tier.entered.acquire(blocking=False):
+        pass
+    hangs = tier.store([memory.filled(label("hangs"))])
+    tier.entered.acquire()
+    for nth in range(3 * MOST_TIDIED):
+        tier.use([label(("other", nth))])
+        tier.use(labels)
+        tier.drop([label(("gone", nth)).key])
+    assert len(tier._uses) <= MOST_TIDIED
+    assert len(tier._drops) <= MOST_TIDIED
+    assert len(tier._later) == 1
+    tier.gate.set()
+    wait(tier, hangs)
+    until(lambda: bool(tier.used))
+    assert labels[-1] in tier.used[0]
+    assert labels[-2] not in tier.used[0]
+    tier.close(5.0)
+
+
+def test_a_use_of_a_prompt_is_one_of_the_blocks_that_are_held(memory: Memory) -> None:
+    tier, labels = Ordered(Limits()), chain("a", 9)
+    assert store(tier, [memory.filled(each) for each in labels[:4]]) == [State.DONE] * 4
+    until(lambda: not tier._uses and not tier._later and not tier._running)
+    tier.used.clear()
+    tier.use(labels)
+    until(lambda: bool(tier.used))
+    assert tier.used == [[labels[3]]]
+    tier.close(5.0)
+
+
+def test_an_answer_of_the_wrong_length_costs_no_thread(tier: Shelf, memory: Memory) -> None:
+    tier._look = lambda labels: []  # type: ignore[method-assign]
+    for _ in range(3):
+        assert found(tier, [label("a")]) == [False]
+    assert store(tier, [memory.filled(label("a"))]) == [State.DONE]
+
+
+def test_a_long_ticket_is_cancelled_in_one_pass(memory: Memory) -> None:
+    tier = Shelf(Limits(threads=1))
+    tier.gate.clear()
+    record = memory.blank(label("a"))
+    first = tier.load([record])
+    tier.entered.acquire()
+    other = tier.load([record] * 30_000)
+    ticket = tier.load([record] * 30_000)
+    begin = time.perf_counter()
+    tier.cancel(ticket)
+    assert time.perf_counter() - begin < 1.0  # by pairs it is several
+    assert tier.poll(ticket).settled
+    assert [len(tier._first), tier._queued_loads] == [30_000, 30_000]
+    tier.cancel(other)
+    tier.gate.set()
+    assert states(wait(tier, first)) == [State.MISSING]
+    tier.close(5.0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("is_held", [False, True], ids=["idle", "locked"])
+def test_a_fork_of_the_process_refuses_every_call(
+    tier: Shelf, memory: Memory, is_held: bool
+) -> None:
+    """Its threads are not there, and a lock that another thread had would be waited for."""
+    assert store(tier, [memory.filled(label("a"))]) == [State.DONE]
+    ticket = tier.load([memory.blank(label("a"))])
+    wait(tier, ticket)
+    record = memory.blank(label("b"))
+    calls: list[Callable[[], object]] = [
+        lambda: tier.lookup([label("a")]),
+        lambda: tier.load([record]),
+        lambda: tier.store([record]),
+        lambda: tier.poll(ticket),
+        lambda: tier.cancel(ticket),
+        lambda: tier.drop([record.key]),
+        lambda: tier.stats(),
+        lambda: tier.close(1.0),
+    ]
+    done, entered = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with tier._lock:
+            entered.set()
+            done.wait(30.0)
+
+    holder = threading.Thread(target=hold)
+    if is_held:
+        holder.start()
+        entered.wait()
+    child = os.fork()
+    if not child:
+        refused = 0
+        try:
+            signal.alarm(20)  # a call that waits ends the child
+            for call in calls:
+                try:
+                    call()
+                except CopyError as error:
+                    refused += f"process {os.getppid()}" in str(error)
+        finally:
+            os._exit(refused)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    if is_held:
+        holder.join()
+    assert os.waitstatus_to_exitcode(status) == len(calls)
+    assert load(tier, [memory.blank(label("a"))]) == [State.DONE]  # here nothing has changed
 
 
 def test_cancel_ends_what_waits_and_settles_it(tier: Shelf, memory: Memory) -> None:
@@ -390,8 +615,30 @@ def test_many_threads_may_call(memory: Memory) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("threads", 0), ("queued_bytes", -1), ("deadline_s", 0), ("rest_s", -1.0)]
+    ("field", "value"),
+    [
+        *(("threads", 0), ("threads", 1.5), ("queued_bytes", -1), ("queued_loads", "many")),
+        *(("deadline_s", 0), ("rest_s", -1.0), ("deadline_s", None), ("deadline_s", "5")),
+        *(("rest_s", math.nan), ("deadline_s", math.inf), ("rest_s", True)),
+    ],
 )
-def test_limits_are_positive(field: str, value: float) -> None:
+def test_limits_are_positive_numbers(field: str, value: Any) -> None:
     with pytest.raises(InvalidInput, match=field):
-        Limits(**{field: value})  # type: ignore[arg-type]
+        Limits(**{field: value})
+
+
+@pytest.mark.parametrize("arguments", [("shelf", 3), ("shelf", None), (7, Limits())])
+def test_names_and_limits_are_of_their_type(arguments: tuple[Any, Any]) -> None:
+    class Named(Shelf):
+        def __init__(self, name: Any, limits: Any) -> None:
+            QueuedTier.__init__(self, name, limits)
+
+    with pytest.raises(InvalidInput, match=r"name is int|limits is"):
+        Named(*arguments)
+
+
+def test_the_time_that_close_waits_is_a_number(tier: Shelf) -> None:
+    with pytest.raises(InvalidInput, match="timeout_s=None"):
+        tier.close(None)  # type: ignore[arg-type]
+    tier.close(math.inf)
+    assert tier.ended

@@ -5,19 +5,26 @@ nobody wrote is seen."""
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
+from dsv4.cache.transfers.aside import MOST_ASKED, Aside
 from dsv4.cache.transfers.fetch import Fetch
-from dsv4.errors import InvalidInput, ThreadError
+from dsv4.errors import CopyError, InvalidInput, ThreadError
 from dsv4.model import ModelSpec
 from dsv4.tiers.host import HostTier
+from dsv4.tiers.record import Kind
 from tests.support.lives import Text, run_to
 from tests.support.tiered import (
     BLOCK,
@@ -32,6 +39,7 @@ from tests.support.tiered import (
     run,
     stack_with,
 )
+from tests.support.tiers import label, until
 
 
 @pytest.fixture(params=["host", "disk", "host and disk"])
@@ -269,6 +277,209 @@ def test_a_tier_that_raises_is_a_miss(call: str):
     empty(stack)
     assert manager.admit_fetched(text.ids[:300], timeout_s=TIMEOUT_S).resume.start == 256
     manager.check_invariants()
+
+
+class Slow:
+    """A tier whose calls wait, as behind a lock."""
+
+    def __init__(self, tier: HostTier) -> None:
+        self._tier, self.waits_s, self.name = tier, 0.0, "slow"
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._tier, name)
+
+        def slowly(*arguments: Any) -> Any:
+            time.sleep(self.waits_s)
+            return call(*arguments)
+
+        return slowly if name in ("lookup", "load", "poll", "cancel", "use") else call
+
+
+def test_nobody_waits_for_calls_that_are_slow():
+    """Neither a fetch nor its polls; `admit_fetched` for the time that it was given."""
+    slow = Slow(HostTier(8 << 20))
+    stack = stack_with([HostTier(8 << 20), slow], num_blocks=20)
+    manager, text = stack.manager, Text.random(stack, 3, 900)
+    keep(stack, text, 700)
+    empty(stack)
+    host = manager.transfers.host  # type: ignore[union-attr]
+    host.drop(list(host._rows))
+    while host.stats().held_records:
+        time.sleep(0.001)
+    slow.waits_s = 1.0
+    longest = 0.0
+
+    def timed(call: Callable[[], Any]) -> Any:
+        nonlocal longest
+        begin = time.perf_counter()
+        answer = call()
+        longest = max(longest, time.perf_counter() - begin)
+        return answer
+
+    fetch = timed(lambda: manager.fetch(text.ids[:700]))
+    for _ in range(20):
+        assert not timed(fetch.poll)
+    timed(fetch.cancel)
+    assert longest < 0.5
+    begin = time.perf_counter()
+    request = manager.admit_fetched(text.ids[:700], timeout_s=0.05)
+    assert time.perf_counter() - begin < 0.5
+    assert request.resume.start == 0  # it had no time: computed
+    run_to(stack, request, text, 700)
+    assert_like_cold(stack, request, text)
+    manager.release_request(request)
+    begin = time.perf_counter()
+    manager.release_request(manager.admit_request(text.ids[:700]))  # a use, which tiers are told
+    assert time.perf_counter() - begin < 0.5
+    slow.waits_s = 0.0
+    empty(stack)
+    host.drop(list(host._rows))
+    request = run(stack, text, 700)  # and it has what it had
+    assert request.resume.start == 5 * BLOCK
+    assert slow.stats().hits > 0
+    assert_like_cold(stack, request, text)
+    slow.close(TIMEOUT_S)
+
+
+def test_a_thread_that_asks_ends_with_who_asked():
+    tier = HostTier(8 << 20, name="asked")
+
+    def ask() -> None:
+        aside = Aside(tier)
+        asked = aside.lookup([label("a")])
+        until(lambda: aside.poll(asked).settled)
+        assert any(thread.name == "dsv4-asked" for thread in threading.enumerate())
+
+    ask()
+    gc.collect()
+    until(lambda: not any(thread.name == "dsv4-asked" for thread in threading.enumerate()))
+    tier.close(TIMEOUT_S)
+
+
+def test_a_tier_is_asked_for_so_much_at_once():
+    """One that hangs: the rest is missing at once, and what was given up is never asked."""
+    slow = Slow(HostTier(8 << 20))
+    slow.waits_s = 0.5
+    aside = Aside(slow)  # type: ignore[arg-type]
+    asked = [aside.lookup([label(nth)]) for nth in range(MOST_ASKED + 10)]
+    assert sum(aside.poll(each).settled for each in asked) >= 9
+    for each in asked:
+        aside.cancel(each)
+    slow.waits_s = 0.0
+    until(lambda: all(aside.poll(each).settled for each in asked))
+
+
+def test_what_is_hit_on_the_device_is_the_last_to_go_below(tmp_path: Path):
+    """A prompt that never leaves the device, while others pass through a small host tier."""
+    host = HostTier(9 * (SCHEMA.block_bytes + 8192) + (2 << 20))
+    stack = stack_with([host], num_blocks=40, max_requests=2)
+    manager, hot = stack.manager, Text.random(stack, 1, 600)
+    keep(stack, hot, 500)
+    assert manager.transfers is not None
+    labels = manager.transfers.labels
+    trail = manager.prompt(hot.ids[:500]).trail
+    assert trail is not None
+    for nth in range(2, 14):
+        request = manager.admit_request(hot.ids[:500])
+        assert request.resume.source == "snapshot"
+        manager.release_request(request)
+        keep(stack, Text.random(stack, nth, 300), 300)
+    names = [labels.of_block(trail, n).key for n in range(3)]
+    names.append(labels.of_block(trail, 2, Kind.SNAPSHOT).key)
+    assert [host.holds(key) for key in names] == [True] * 4
+    assert host._lost  # others had to go
+    empty(stack)
+    request = run(stack, hot, 500)
+    assert (request.resume.source, request.resume.start) == ("snapshot", 3 * BLOCK)
+    assert_like_cold(stack, request, hot)
+    host.close(TIMEOUT_S)
+
+
+def test_what_cannot_be_kept_holds_up_nobody():
+    """Blocks behind one that had no room, in front of others that have."""
+    host = HostTier(4 * (SCHEMA.block_bytes + 8192))
+    stack = stack_with([host], num_blocks=20, prefix=options(zero()))
+    manager, text = stack.manager, Text.random(stack, 1, 2000)
+    keep(stack, text, 12 * BLOCK)
+    transfers = manager.transfers
+    assert transfers is not None
+    before = manager.stats().transfers.records_dropped  # type: ignore[union-attr]
+    assert before > 0
+    somebody = SimpleNamespace(done=False)  # holds rows, or may
+    transfers.fetches.open.append(somebody)  # type: ignore[arg-type]
+    request = manager.admit_request(text.ids[: 14 * BLOCK])
+    run_to(stack, request, text, 14 * BLOCK)
+    assert not transfers._outbox
+    assert manager.stats().transfers.records_dropped - before == 2  # type: ignore[union-attr]
+    transfers.fetches.open.remove(somebody)  # type: ignore[arg-type]
+    manager.release_request(request)
+    host.close(TIMEOUT_S)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_of_the_process_does_not_wait_for_threads_that_are_not_there(tmp_path: Path):
+    tier = disk(tmp_path)
+    stack = stack_with([HostTier(8 << 20), tier])
+    manager, text = stack.manager, Text.random(stack, 3, 400)
+    keep(stack, text, 300)
+    courier = manager.transfers.courier  # type: ignore[union-attr]
+    courier._lock.acquire()  # as if its thread had it
+    child = os.fork()
+    if not child:
+        refused = 0
+        try:
+            signal.alarm(30)
+            for call in (
+                lambda: manager.drain_tiers(5.0),
+                manager.stats,
+                lambda: manager.admit_request(text.ids[:300]),  # a use, which tiers are told
+            ):
+                try:
+                    call()
+                except CopyError:
+                    refused += 1
+        finally:
+            os._exit(refused)
+    _, status = os.waitpid(child, 0)
+    courier._lock.release()
+    assert os.waitstatus_to_exitcode(status) == 3
+    assert manager.drain_tiers(TIMEOUT_S)
+    assert_like_cold(stack, run(stack, text, 300), text)
+    tier.close(TIMEOUT_S)
+
+
+def test_labels_of_blocks_are_made_when_they_are_looked_at():
+    stack = stack_with([HostTier(8 << 20)])
+    assert stack.manager.transfers is not None
+    labels = stack.manager.transfers.labels
+    trail = stack.manager.prompt(Text.random(stack, 1, 700).ids).trail
+    assert trail is not None
+    blocks = labels.of_blocks(trail, 4)
+    assert list(blocks) == [labels.of_block(trail, n) for n in range(4)]
+    assert (blocks[-1], blocks[1:3]) == (blocks[3], [blocks[1], blocks[2]])
+    with pytest.raises(IndexError):
+        blocks[4]
+    asked = []
+    made = labels.make
+    labels.make = lambda *label: asked.append(label) or made(*label)  # type: ignore[method-assign,func-returns-value]
+    stack.manager.transfers.host.use(labels.of_blocks(trail, 5))
+    assert len(asked) <= 4
+
+
+def test_a_prompt_that_is_longer_than_host_memory_comes_back_as_far_as_that_goes():
+    """Of 15 blocks in a host tier for 12 none could be used again."""
+    host = HostTier(12 * (SCHEMA.block_bytes + 8192))
+    stack = stack_with([host], num_blocks=18, prefix=options(zero()))
+    text = Text.random(stack, 1, 2000)
+    keep(stack, text, 15 * BLOCK + 1)
+    empty(stack)
+    fetch = stack.manager.fetch(text.ids[: 15 * BLOCK + 1])
+    while not fetch.poll():
+        pass
+    assert fetch.fetched_blocks == host.stats().held_records
+    assert fetch.fetched_blocks >= 11
+    host.close(TIMEOUT_S)
 
 
 def _stay_inside(manager: KVCacheManager, is_over: threading.Event) -> None:

@@ -117,6 +117,7 @@ class PrefixCache:
         self.outbox: deque[Fresh] | None = None
         self.rows_in_flight: set[int] = set()
         self.before_reuse: Callable[[], None] | None = None
+        self.on_use: Callable[[PrefixMatch, TokenTrail], None] | None = None  # of what tiers have
 
     # ---- a request begins --------------------------------------------------------------------
 
@@ -240,6 +241,8 @@ class PrefixCache:
                 self.index.touch(match.nodes[-1])
             if match.snapshot is not None and match.snapshot.snapshot is not None:
                 self._taken.move_to_end(match.snapshot.snapshot)
+            if self.on_use is not None:
+                self.on_use(match, trail)
             return
         reason: MissReason = "not_cached"
         if resume.end <= self.schema.block_tokens:

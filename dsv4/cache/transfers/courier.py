@@ -8,7 +8,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from dsv4.tiers.fork import refuse_after_fork
 from dsv4.tiers.host import HostRow, HostTier
 from dsv4.tiers.record import Key, Record, Refusal, check, seal
 from dsv4.tiers.tier import DONE, Progress, Ticket, Tier
@@ -20,10 +22,12 @@ _POLL_S = 0.0005
 @dataclass(slots=True, eq=False)
 class Parcel:
     """A row of host memory that holds, or will hold, the payload of a record. `fill`, if there is
-    one, makes it; `stored` is None until every tier has answered."""
+    one, makes it; `kept` says that the host tier has it; `stored` is None until every tier has
+    answered."""
 
     row: HostRow
     fill: Callable[[], None] | None = None
+    kept: bool = False
     stored: bool | None = None
 
 
@@ -58,6 +62,10 @@ class Courier:
         self._closed = False
         self.stored: deque[Key] = deque()  # for the owner to read
         self.dropped = 0
+        refuse_after_fork(self)
+
+    def __repr__(self) -> str:
+        return "a manager's way to its tiers"
 
     def send(self, parcels: Sequence[Parcel]) -> None:
         with self._lock:
@@ -139,13 +147,12 @@ class Courier:
                 LOGGER.exception("%s is not kept: a bug", parcel.row.label.key)
                 self._end([parcel], [False])
                 continue
-            if self._keeps:
-                self._host.publish(parcel.row)
+            parcel.kept = self._keeps and self._host.publish(parcel.row)
             sealed.append(parcel)
         if not sealed:
             return
         if not self._below:
-            self._end(sealed, [self._keeps] * len(sealed))
+            self._end(sealed, [parcel.kept for parcel in sealed])
             return
         records = [_record(parcel.row) for parcel in sealed]
         try:
@@ -172,8 +179,8 @@ class Courier:
             if not all(each.finished and each.settled for each in progress):
                 continue
             stored = [
-                self._keeps or any(each.outcomes[nth] is DONE for each in progress)
-                for nth in range(len(batch.parcels))
+                parcel.kept or any(each.outcomes[nth] is DONE for each in progress)
+                for nth, parcel in enumerate(batch.parcels)
             ]
             self._end(batch.parcels, stored)
             with self._lock:
@@ -189,11 +196,11 @@ class Courier:
                 self.dropped += 1
 
 
-def progress_of(tier: Tier, ticket: Ticket, count: int) -> Progress | None:
+def progress_of(tier: Any, ticket: Any, count: int) -> Progress | None:
     """How far a ticket for so many records is; None, and a line in the log, from a tier that breaks
     its word and raises, or answers for others."""
     try:
-        progress = tier.poll(ticket)
+        progress: Progress = tier.poll(ticket)
         if len(progress.outcomes) == count:
             return progress
     except Exception:

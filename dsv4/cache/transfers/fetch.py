@@ -15,23 +15,25 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dsv4.cache.prefix.cache import PinnedPrefix, PrefixCache
 from dsv4.cache.prefix.resume import replay_start
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import RequestTable
+from dsv4.cache.transfers.aside import Aside, Asked
 from dsv4.cache.transfers.copies import Copies, Mark
 from dsv4.cache.transfers.courier import Checked, Courier, progress_of
 from dsv4.cache.transfers.labels import Labels
 from dsv4.tiers.host import HostRow, HostTier
 from dsv4.tiers.record import Kind, Label, Record
-from dsv4.tiers.tier import DONE, State, Ticket, Tier
+from dsv4.tiers.tier import DONE, State, Ticket
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LOGGER = logging.getLogger("dsv4.tiers")
+Source = HostTier | Aside
 CHECKED_AT_ONCE = 64  # rows: those that are checked go up while the next ones are
 
 
@@ -50,7 +52,7 @@ class _Item:
     host."""
 
     label: Label
-    sources: list[Tier]
+    sources: list[Source]
     target: Tensor | None
     stage: _Stage = _Stage.WAITING
     row: HostRow | None = None
@@ -58,8 +60,8 @@ class _Item:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    tier: Tier
-    ticket: Ticket
+    tier: Source
+    ticket: Ticket | Asked
     items: list[_Item]
     rows: list[HostRow] = field(default_factory=list)  # to release when the tier is done with them
 
@@ -69,8 +71,8 @@ class _Look:
     """Labels that tiers were asked for."""
 
     labels: Sequence[Label]
-    tickets: list[tuple[Tier, Ticket]]
-    sources: list[list[Tier]] | None = None  # of each label, once known
+    tickets: list[tuple[Source, Ticket | Asked]]
+    sources: list[list[Source]] | None = None  # of each label, once known
 
 
 class Fetch:
@@ -141,7 +143,7 @@ class Fetches:
         prefix: PrefixCache,
         table: RequestTable,
         labels: Labels,
-        tiers: Sequence[Tier],
+        tiers: Sequence[Source],
         host: HostTier,
         keeps: bool,
         copies: Copies,
@@ -577,7 +579,7 @@ class Fetches:
                     item.stage = _Stage.LOST
 
 
-def _cancel(tier: Tier, ticket: Ticket) -> None:
+def _cancel(tier: Source, ticket: Any) -> None:
     try:
         tier.cancel(ticket)
     except Exception:

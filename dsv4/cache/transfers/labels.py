@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from typing import overload
 
 from dsv4.cache.prefix.snapshot_layout import SnapshotLayout
 from dsv4.cache.prefix.trail import DIGEST_BYTES, TokenTrail
@@ -15,7 +17,7 @@ class Labels:
     """The labels of one schema's records. Model and salt are in the digests of a trail."""
 
     def __init__(self, schema: CacheSchema, state: StateLayout) -> None:
-        self._block_tokens = schema.block_tokens
+        self.block_tokens = schema.block_tokens
         self._bytes = {
             Kind.BLOCK: schema.block_bytes,
             Kind.SNAPSHOT: SnapshotLayout(schema).row_bytes,
@@ -40,15 +42,38 @@ class Labels:
     def of_block(self, trail: TokenTrail, block: int, kind: Kind = Kind.BLOCK) -> Label:
         """A block of a prompt, or the snapshot at its end."""
         parent = trail.digest(block - 1) if block else trail.root
-        return self.make(kind, trail.digest(block), parent, (block + 1) * self._block_tokens)
+        return self.make(kind, trail.digest(block), parent, (block + 1) * self.block_tokens)
+
+    def of_blocks(self, trail: TokenTrail, blocks: int) -> Sequence[Label]:
+        """The labels of a prompt's first blocks, each made when it is looked at."""
+        return _Blocks(self, [trail.root, *trail.chain[:blocks]])
 
     def of_state(self, trail: TokenTrail, tokens: int) -> Label:
         """The state of a request with the trail's first so many tokens, one at least. Its digest is
         a keyed hash over all of them, like a block's, and none of a block's."""
-        whole = tokens // self._block_tokens
+        whole = tokens // self.block_tokens
         parent = trail.digest(whole - 1) if whole else trail.root
-        rest = trail.ids[whole * self._block_tokens : tokens]
+        rest = trail.ids[whole * self.block_tokens : tokens]
         digest = hashlib.blake2b(
             rest.tobytes(), digest_size=DIGEST_BYTES, key=parent, person=b"dsv4 state"
         ).digest()
         return self.make(Kind.STATE, digest, parent, tokens)
+
+
+class _Blocks(Sequence[Label]):
+    def __init__(self, labels: Labels, digests: list[bytes]) -> None:
+        self._labels, self._digests = labels, digests
+
+    def __len__(self) -> int:
+        return len(self._digests) - 1
+
+    @overload
+    def __getitem__(self, at: int) -> Label: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Label]: ...
+    def __getitem__(self, at: int | slice) -> Label | Sequence[Label]:
+        if isinstance(at, slice):
+            return [self[n] for n in range(*at.indices(len(self)))]
+        n = range(len(self))[at]
+        tokens = (n + 1) * self._labels.block_tokens
+        return self._labels.make(Kind.BLOCK, self._digests[n + 1], self._digests[n], tokens)

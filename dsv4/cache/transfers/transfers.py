@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.guard import LOGGER
-from dsv4.cache.prefix.cache import Fresh, PrefixCache
+from dsv4.cache.prefix.cache import Fresh, PrefixCache, PrefixMatch
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request, RequestTable
 from dsv4.cache.stats import TransferStats
+from dsv4.cache.transfers.aside import Aside
 from dsv4.cache.transfers.copies import Copies, Mark
 from dsv4.cache.transfers.courier import Courier, Parcel
 from dsv4.cache.transfers.fetch import Fetch, Fetches
@@ -102,15 +103,20 @@ class Transfers:
         if device.type == "cuda":
             self.host.pin()
         below = [tier for tier in self.tiers if tier is not self.host]
+        self._passes = bool(below)  # records that the host tier does not keep are wanted there
         for tier in below:
             tier.register(self.host.region)
         self.copies = Copies(device, self.host.region.memory)
         self.courier = Courier(self.host, below, keeps=self.keeps)
+        # no call of the owner waits for one of these; host memory answers by itself
+        self._asked: tuple[HostTier | Aside, ...] = tuple(
+            tier if isinstance(tier, HostTier) else Aside(tier) for tier in self.tiers
+        )
         self.fetches = Fetches(
             prefix=prefix,
             table=table,
             labels=self.labels,
-            tiers=self.tiers,
+            tiers=self._asked,
             host=self.host,
             keeps=self.keeps,
             copies=self.copies,
@@ -120,6 +126,7 @@ class Transfers:
         self._outbox: deque[Fresh] = deque()
         prefix.outbox = self._outbox
         prefix.before_reuse = self._before_reuse
+        prefix.on_use = self._on_use
         prefix.index.has_tiers = True
         self._gathering: list[Parcel] = []
         self._going: list[_Going] = []
@@ -161,13 +168,15 @@ class Transfers:
                 self._dropped += 1
             else:
                 label = self._label(fresh)
-                row = self.host.take(label)
+                row = self.host.take(label, passing=self._passes)
                 if row is not None:
                     self._gathering.append(Parcel(row))
                     rows.append((source, self._gathering[-1]))
                 elif self.keeps and self.host.holds(label.key):
                     if not fresh.is_snapshot:
                         fresh.node.stored = True
+                elif not self._passes and self.host.is_lost(label):
+                    self._dropped += 1  # nobody wants it, and nobody waits for it
                 elif rows or self._copying or not self.courier.idle or self.fetches.open:
                     break  # there will be room
                 else:
@@ -229,6 +238,17 @@ class Transfers:
             self._last_down.hold_back()
             if self._last_down.passed:
                 self._last_down = None
+
+    def _on_use(self, match: PrefixMatch, trail: TokenTrail) -> None:
+        """What is used on the device is used below: else it would be the first to go there."""
+        if not match.nodes:
+            return
+        blocks, snapshot = self.labels.of_blocks(trail, len(match.nodes)), None
+        if match.snapshot is not None:
+            block = match.resume.start // self._prefix.schema.block_tokens - 1
+            snapshot = self.labels.of_block(trail, block, Kind.SNAPSHOT)
+        for tier in self._asked:
+            tier.use(blocks, snapshot)
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until all that was cached is kept below, or dropped; whether that is so."""

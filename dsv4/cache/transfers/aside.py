@@ -1,0 +1,127 @@
+"""Tiers are asked from a thread of their own: nobody waits for a call that is slow. Torch-free."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from dsv4.tiers.record import Label, Record
+from dsv4.tiers.tier import MISSING, PENDING, Progress, Ticket, Tier
+
+LOGGER = logging.getLogger("dsv4.tiers")
+_POLL_S = 0.0005
+MOST_ASKED = 1_024  # calls that wait for a tier; it has nothing of what is asked on top
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A call that is made, or will be, and how far its ticket was a moment ago."""
+
+    call: Callable[[], Ticket]
+    progress: Progress
+    ticket: Ticket | None = None
+    is_cancelled: bool = False
+    error: Exception | None = None  # the tier broke its word
+
+
+class Aside:
+    """A tier as a fetch sees it. Calls return at once, whatever the tier's do."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.name, self._tier = tier.name, tier
+        self._jobs: SimpleQueue[Callable[[], Asked | None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._jobs.put, None).atexit = False
+
+    def lookup(self, labels: Sequence[Label]) -> Asked:
+        tier = self._tier  # what waits for a tier keeps nobody who asked
+        return self._ask(lambda: tier.lookup(labels), len(labels))
+
+    def load(self, records: Sequence[Record]) -> Asked:
+        tier = self._tier
+        return self._ask(lambda: tier.load(records), len(records))
+
+    def poll(self, asked: Asked) -> Progress:
+        """How far it was a moment ago. Raises what the tier raised."""
+        if asked.error is not None:
+            raise asked.error
+        return asked.progress
+
+    def cancel(self, asked: Asked) -> None:
+        asked.is_cancelled = True
+        tier = self._tier
+        self._send(lambda: _cancel(tier, asked))
+
+    def use(self, blocks: Sequence[Label], snapshot: Label | None) -> None:
+        """For a tier that wants to know: a use above it. One that comes on top is forgotten."""
+        use = getattr(self._tier, "use", None)
+        if use is not None and self._jobs.qsize() < MOST_ASKED:
+            self._send(lambda: use(blocks, snapshot))
+
+    def _ask(self, call: Callable[[], Ticket], count: int) -> Asked:
+        if self._jobs.qsize() >= MOST_ASKED:
+            return Asked(call, Progress(outcomes=(MISSING,) * count, settled=True))
+        asked = Asked(call, Progress(outcomes=(PENDING,) * count, settled=False))
+        self._send(lambda: _begin(asked))
+        return asked
+
+    def _send(self, job: Callable[[], Asked | None]) -> None:
+        self._jobs.put(job)
+        if self._thread is None or not self._thread.is_alive():
+            thread = threading.Thread(
+                target=_work, args=(self._tier, self._jobs), name=f"dsv4-{self.name}", daemon=True
+            )
+            thread.start()
+            self._thread = thread
+
+
+def _begin(asked: Asked) -> Asked | None:
+    if asked.is_cancelled:
+        count = len(asked.progress.outcomes)
+        asked.progress = Progress(outcomes=(MISSING,) * count, settled=True)
+        return None
+    try:
+        asked.ticket = asked.call()
+    except Exception as error:
+        asked.error = error
+        return None
+    return asked
+
+
+def _cancel(tier: Tier, asked: Asked) -> None:
+    if asked.ticket is not None:
+        tier.cancel(asked.ticket)
+
+
+def _work(tier: Tier, jobs: SimpleQueue[Callable[[], Asked | None] | None]) -> None:
+    """Until the queue says that nobody asks any more."""
+    under_way: list[Asked] = []
+    while True:
+        with suppress(Empty):
+            job = jobs.get(timeout=_POLL_S if under_way else None)
+            if job is None:
+                return
+            try:
+                begun = job()
+            except Exception:
+                LOGGER.exception("%s raised: a bug", tier.name)
+            else:
+                under_way += [] if begun is None else [begun]
+                del begun
+            del job
+        under_way = [asked for asked in under_way if not _is_over(tier, asked)]
+
+
+def _is_over(tier: Tier, asked: Asked) -> bool:
+    assert asked.ticket is not None
+    try:
+        asked.progress = progress = tier.poll(asked.ticket)
+        return progress.finished and progress.settled
+    except Exception as error:
+        asked.error = error
+        return True
