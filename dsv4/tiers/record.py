@@ -236,6 +236,7 @@ class Reason(StrEnum):
     PAYLOAD_BYTES = "payload_bytes"
     PAYLOAD_SUM = "payload_sum"
     FOREIGN = "foreign"  # something else is where a record should be
+    UNREADABLE = "unreadable"  # the system gives an error for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

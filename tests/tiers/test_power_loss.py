@@ -88,7 +88,7 @@ LABELS = [
     *chain("a", 3, payload_bytes=9000),
     label(("a", 2), kind=Kind.SNAPSHOT, payload_bytes=6000),
     *chain("b", 3, payload_bytes=4000),
-    label("s", kind=Kind.STATE, payload_bytes=500),
+    label("s", kind=Kind.STATE, tokens=100, payload_bytes=500),
 ]
 CAPACITY_BYTES = 16 * 4096  # so that some make room for others
 

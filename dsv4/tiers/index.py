@@ -1,0 +1,450 @@
+"""What a disk tier's directory holds, in an SQLite database beside the records. Torch-free.
+
+    ROOT/1/index-1.sqlite   and what SQLite keeps beside it: -wal, -shm
+
+The files are what counts. Whether a record is there is asked from the file system, by name; the
+index knows how many bytes there are, and what goes first. One that is lost, damaged or stale costs
+time: it is made anew from the files, a piece at a time. All processes share it, so that the bytes
+of all of them are counted together. Where SQLite cannot keep it in the directory (file systems
+without its locks, a full disk, one that is read only) it lies in memory, for this process alone.
+
+A record leans on a block (`Label.leans_on`). Only what nothing leans on is given up, the longest
+unused first, and its last use passes to the block that it leaned on. So a use of the end of a
+prompt keeps all that is before it, and costs the same however long the prompt is.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import sqlite3
+import stat
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dsv4.tiers.record import Key, Kind, Label
+from dsv4.tiers.shelves import Shelves
+from dsv4.tiers.tier import Outage
+
+log = logging.getLogger("dsv4.tiers")
+NAME = "index-1.sqlite"  # with the version of its tables
+_BESIDE = (NAME, f"{NAME}-wal", f"{NAME}-shm", f"{NAME}-journal")
+BUSY_S = 1.0  # how long another process may be in there
+_TABLES = """
+CREATE TABLE IF NOT EXISTS state (
+    one INTEGER PRIMARY KEY CHECK (one = 1),
+    records INTEGER NOT NULL, bytes INTEGER NOT NULL,
+    clock INTEGER NOT NULL,     -- of the last use, in ns; it never goes back
+    complete INTEGER NOT NULL,  -- all files were looked at once
+    capacity INTEGER NOT NULL   -- the largest of those that have the directory open
+);
+INSERT OR IGNORE INTO state VALUES (1, 0, 0, 0, 0, 0);
+CREATE TABLE IF NOT EXISTS records (
+    key BLOB PRIMARY KEY,       -- kind, digest
+    leans_on BLOB,
+    bytes INTEGER NOT NULL,     -- 0: not here, and something leans on it
+    used INTEGER NOT NULL,
+    leaning INTEGER NOT NULL    -- how many records here lean on it
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS leaves ON records (used) WHERE leaning = 0 AND bytes > 0;
+CREATE TABLE IF NOT EXISTS others (  -- of other record versions
+    path TEXT PRIMARY KEY, bytes INTEGER NOT NULL, used INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS schemas (
+    fingerprint BLOB PRIMARY KEY, block_tokens INTEGER NOT NULL  -- of its shortest block
+) WITHOUT ROWID;
+"""
+_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
+_PASSING = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+_left: list[sqlite3.Connection] = []  # of a process before the fork: not ours to close
+
+
+class Books:
+    """The index within one transaction."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        row = db.execute("SELECT records, bytes, clock, complete, capacity FROM state").fetchone()
+        self.records: int = row[0]
+        self.bytes: int = row[1]
+        self.clock: int = row[2]
+        self.complete: int = row[3]
+        self.capacity_bytes: int = row[4]
+        self._read = row
+
+    def save(self) -> None:
+        row = (self.records, self.bytes, self.clock, self.complete, self.capacity_bytes)
+        if row != self._read:
+            self._db.execute(
+                "UPDATE state SET records=?, bytes=?, clock=?, complete=?, capacity=?", row
+            )
+
+    def now(self) -> int:
+        """The time, later than every use before. A clock that is set back changes no order."""
+        self.clock = max(self.clock + 1, time.time_ns())
+        return self.clock
+
+    def holds(self, key: Key) -> bool:
+        found = self._db.execute("SELECT bytes FROM records WHERE key=?", (_blob(key),)).fetchone()
+        return found is not None and found[0] > 0
+
+    def put(self, key: Key, leans_on: Key | None, size_bytes: int, used_ns: int) -> None:
+        """A record that is there, or about to be."""
+        own, below = _blob(key), None if leans_on in (None, key) else _blob(leans_on)
+        execute = self._db.execute
+        found = execute("SELECT bytes FROM records WHERE key=?", (own,)).fetchone()
+        if found is not None and found[0]:
+            execute("UPDATE records SET bytes=?, used=? WHERE key=?", (size_bytes, used_ns, own))
+            self.bytes += size_bytes - found[0]
+            return
+        execute(
+            "INSERT INTO records VALUES (?, ?, ?, ?, 0) ON CONFLICT (key) DO UPDATE SET "
+            "leans_on=excluded.leans_on, bytes=excluded.bytes, used=max(used, excluded.used)",
+            (own, below, size_bytes, used_ns),
+        )
+        if below is not None:
+            execute(
+                "INSERT INTO records VALUES (?, NULL, 0, 0, 1) "
+                "ON CONFLICT (key) DO UPDATE SET leaning=leaning+1",
+                (below,),
+            )
+        self.records += 1
+        self.bytes += size_bytes
+
+    def remove(self, key: Key) -> None:
+        """A record that is gone. Its last use is its block's, too."""
+        own, execute = _blob(key), self._db.execute
+        found = execute(
+            "SELECT leans_on, bytes, used, leaning FROM records WHERE key=?", (own,)
+        ).fetchone()
+        if found is None or not found[1]:
+            return
+        below, size_bytes, used_ns, leaning = found
+        if leaning:
+            execute("UPDATE records SET leans_on=NULL, bytes=0 WHERE key=?", (own,))
+        else:
+            execute("DELETE FROM records WHERE key=?", (own,))
+        if below is not None:
+            execute(
+                "UPDATE records SET leaning=leaning-1, used=max(used, ?) WHERE key=?",
+                (used_ns, below),
+            )
+            execute("DELETE FROM records WHERE key=? AND leaning=0 AND bytes=0", (below,))
+        self.records -= 1
+        self.bytes -= size_bytes
+
+    def use(self, label: Label) -> tuple[Key, int] | None:
+        """Marks a record as used now, or the block that it leans on where it is not here itself.
+        Answers with what was marked, and when it was used before."""
+        for key in (label.key, label.leans_on):
+            found = self._db.execute(
+                "SELECT used FROM records WHERE key=? AND bytes>0", (_blob(key),)
+            ).fetchone()
+            if found is not None:
+                self.put_back(key)
+                return key, found[0]
+        return None
+
+    def put_back(self, key: Key) -> None:
+        """It is the last to go, among what nothing leans on."""
+        self._db.execute("UPDATE records SET used=? WHERE key=?", (self.now(), _blob(key)))
+
+    def oldest(self, keep: Key) -> tuple[Key | str, int] | None:
+        """What goes next, and its bytes: records of other versions, which nobody here can read,
+        then what was used longest ago among what nothing leans on, but for one."""
+        found = self._db.execute("SELECT path, bytes FROM others ORDER BY used LIMIT 1").fetchone()
+        if found is not None:
+            return found[0], found[1]
+        found = self._db.execute(
+            "SELECT key, bytes FROM records INDEXED BY leaves "
+            "WHERE leaning=0 AND bytes>0 AND key IS NOT ? ORDER BY used LIMIT 1",
+            (_blob(keep),),
+        ).fetchone()
+        return None if found is None else (_key(found[0]), found[1])
+
+    def learn(self, label: Label) -> None:
+        """How many tokens the blocks of a schema have: as many as its shortest."""
+        if label.kind is Kind.BLOCK:
+            self._db.execute(
+                "INSERT INTO schemas VALUES (?, ?) ON CONFLICT (fingerprint) DO UPDATE "
+                "SET block_tokens=excluded.block_tokens WHERE excluded.block_tokens<block_tokens",
+                (label.fingerprint, label.tokens),
+            )
+
+    def can_be_reached(self, label: Label) -> bool:
+        """Whether the block that a record leans on is here, or it leans on none, as the first block
+        of a prompt."""
+        if self.holds(label.leans_on):
+            return True
+        found = self._db.execute(
+            "SELECT block_tokens FROM schemas WHERE fingerprint=?", (label.fingerprint,)
+        ).fetchone()
+        match label.kind:
+            case Kind.BLOCK:
+                return found is None or label.tokens <= found[0]
+            case Kind.STATE:
+                return found is not None and label.tokens < found[0]
+            case Kind.SNAPSHOT:
+                return False
+
+    # ---- for those that go round the directory ---------------------------------------------------
+
+    def keys_of(self, kind: Kind, byte: int, after: bytes, count: int) -> list[tuple[Key, int]]:
+        """Records of one shelf and their last uses, by name, from behind a digest on."""
+        first = bytes((kind, byte)) if not after else bytes((kind,)) + after
+        last = bytes((kind, byte)) + b"\xff" * 32
+        rows = self._db.execute(
+            "SELECT key, used FROM records WHERE key>? AND key<=? AND bytes>0 ORDER BY key LIMIT ?",
+            (first, last, count),
+        )
+        return [(_key(key), used) for key, used in rows]
+
+    def put_other(self, path: str, size_bytes: int, used_ns: int) -> None:
+        self.remove_other(path)
+        self._db.execute("INSERT INTO others VALUES (?, ?, ?)", (path, size_bytes, used_ns))
+        self.records += 1
+        self.bytes += size_bytes
+
+    def remove_other(self, path: str) -> None:
+        row = self._db.execute("DELETE FROM others WHERE path=? RETURNING bytes", (path,))
+        for (size_bytes,) in row.fetchall():
+            self.records -= 1
+            self.bytes -= size_bytes
+
+    def others(self) -> list[str]:
+        return [path for (path,) in self._db.execute("SELECT path FROM others")]
+
+
+class Index:
+    """The index of one directory, for the threads of one process. Calls may wait for other threads
+    and processes, for BUSY_S at most. They raise OSError or Outage, and have then changed nothing.
+
+    `capacity_bytes`: what this process wants. While others have the directory open, the largest
+    that any of them wanted is everybody's.
+    """
+
+    def __init__(self, shelves: Shelves, capacity_bytes: int) -> None:
+        self._shelves, self._wanted_bytes = shelves, capacity_bytes
+        self._lock = threading.Lock()
+        self._db: sqlite3.Connection | None = None
+        self._own: tuple[object, ...] = ()  # process, directory and file that `_db` is of
+        self._presence = -1  # a descriptor whose lock says that somebody is here
+        self.records = self.bytes = 0  # when it was last looked at
+        self.capacity_bytes = capacity_bytes
+        self.complete = False
+
+    @contextmanager
+    def books(self) -> Iterator[Books]:
+        """A transaction: all of it, or nothing where it raises."""
+        with self._lock:
+            try:
+                db, books = self._begun()
+                try:
+                    yield books
+                    books.save()
+                    db.execute("COMMIT")
+                except BaseException:
+                    with suppress(sqlite3.Error):
+                        db.execute("ROLLBACK")
+                    raise
+            except sqlite3.Error as error:
+                raise self._translated(error) from error
+            self._note(books)
+
+    def _begun(self) -> tuple[sqlite3.Connection, Books]:
+        for again in (True, False):
+            try:
+                db = self._opened()
+                db.execute("BEGIN IMMEDIATE")
+                try:
+                    return db, Books(db)
+                except BaseException:
+                    with suppress(sqlite3.Error):
+                        db.execute("ROLLBACK")
+                    raise
+            except sqlite3.Error as error:
+                if not again or _code(error) not in _DAMAGED:
+                    raise
+                self._set_aside(error)
+        raise AssertionError
+
+    def close(self) -> None:
+        with self._lock:
+            self._shut()
+
+    def _note(self, books: Books) -> None:
+        self.records, self.bytes = books.records, books.bytes
+        self.capacity_bytes, self.complete = books.capacity_bytes, bool(books.complete)
+
+    # ---- the database ----------------------------------------------------------------------------
+
+    def _opened(self) -> sqlite3.Connection:
+        fd = self._shelves.fd
+        place = os.fstat(fd)
+        own: tuple[object, ...] = (os.getpid(), place.st_dev, place.st_ino)
+        if self._db is not None and own == self._own[:3]:
+            if self._own[3] is None or self._file(fd) == self._own[3]:
+                return self._db
+            log.warning("disk tier %s: its index was taken away", self._shelves.root)
+        self._shut()
+        try:
+            found = self._made(fd)
+            path = Path(self._shelves.path) / NAME
+            db = _connected(path)
+            try:
+                if db.execute("PRAGMA journal_mode=WAL").fetchone()[0] != "wal":
+                    raise sqlite3.OperationalError("no write-ahead log here")
+                db.execute("PRAGMA synchronous=NORMAL")  # whole after a power loss, if not the last
+                db.execute("PRAGMA cache_size=-16384")
+                self._prepare(db, fd)
+            except BaseException:
+                db.close()
+                raise
+        except (sqlite3.Error, OSError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise  # it may do the next time
+            if isinstance(error, sqlite3.Error) and _code(error) in _PASSING | _DAMAGED:
+                raise
+            log.warning(
+                "disk tier %s: no index in there (%s); it is kept in memory, and made by reading "
+                "the directory",
+                self._shelves.root,
+                error,
+            )
+            found, db = None, _connection(":memory:")
+            self._prepare(db, fd)
+        self._db, self._own = db, (*own, found)
+        return db
+
+    def _prepare(self, db: sqlite3.Connection, fd: int) -> None:
+        db.executescript(f"BEGIN IMMEDIATE; {_TABLES} COMMIT;")
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            books = Books(db)
+            kept_bytes = 0 if self._enter(fd) else books.capacity_bytes
+            books.capacity_bytes = max(kept_bytes, self._wanted_bytes)
+            books.save()
+            db.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                db.execute("ROLLBACK")
+            raise
+
+    def _enter(self, fd: int) -> bool:
+        """Says that this process is here, until it is closed. Whether it is alone."""
+        if self._presence >= 0:
+            os.close(self._presence)
+        self._presence = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd)
+        try:
+            fcntl.flock(self._presence, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = True
+        except OSError:
+            alone = False
+        with suppress(OSError):
+            fcntl.flock(self._presence, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return alone
+
+    def _made(self, fd: int) -> tuple[int, int]:
+        """The file, private and no link, empty where there was none."""
+        for _ in range(2):
+            with suppress(FileExistsError):
+                create = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+                os.close(os.open(NAME, create, 0o600, dir_fd=fd))
+            found = os.stat(NAME, dir_fd=fd, follow_symlinks=False)
+            private = found.st_uid == os.geteuid() and not found.st_mode & 0o077
+            if stat.S_ISREG(found.st_mode) and private:
+                return found.st_dev, found.st_ino
+            os.unlink(NAME, dir_fd=fd)
+        raise PermissionError(errno.EPERM, f"{NAME} is no private file")
+
+    def _file(self, fd: int) -> tuple[int, int] | None:
+        try:
+            found = os.stat(NAME, dir_fd=fd, follow_symlinks=False)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def _translated(self, error: sqlite3.Error) -> Exception:
+        code = _code(error)
+        if code in _DAMAGED:
+            self._set_aside(error)
+            return Outage(f"the index was damaged: {error}")
+        if code == sqlite3.SQLITE_FULL:
+            return OSError(errno.ENOSPC, f"the index: {error}")
+        if code == sqlite3.SQLITE_READONLY:
+            return OSError(errno.EROFS, f"the index: {error}")
+        if code in _PASSING:
+            return Outage("another process keeps the index")
+        return OSError(errno.EIO, f"the index: {error}")
+
+    def _set_aside(self, error: sqlite3.Error) -> None:
+        log.warning(
+            "disk tier %s: its index is damaged (%s) and made anew", self._shelves.root, error
+        )
+        self._shut()
+        self.complete = False
+        for name in _BESIDE:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=self._shelves.fd)
+
+    def _shut(self) -> None:
+        db, self._db = self._db, None
+        if db is not None:
+            if self._own[0] == os.getpid():
+                with suppress(sqlite3.Error):
+                    db.close()
+            else:  # closing it here would take the parent's log away
+                _left.append(db)
+        if self._presence >= 0:
+            os.close(self._presence)
+            self._presence = -1
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    return _connection(f"{path.as_uri()}?mode=rw")
+
+
+def _connection(where: str) -> sqlite3.Connection:
+    return sqlite3.connect(
+        where, timeout=BUSY_S, isolation_level=None, check_same_thread=False, uri=True
+    )
+
+
+def forget(shelves: Shelves, keys: Sequence[Key], paths: Sequence[str] = ()) -> None:
+    """Tells the index of a directory, if it has one, what was removed by somebody else."""
+    path = Path(shelves.path) / NAME
+    with suppress(sqlite3.Error, OSError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            return
+        db = _connected(path)
+        try:
+            for first in range(0, max(len(keys), len(paths)), 256):
+                db.execute("BEGIN IMMEDIATE")
+                books = Books(db)
+                for key in keys[first : first + 256]:
+                    books.remove(key)
+                for other in paths[first : first + 256]:
+                    books.remove_other(other)
+                books.save()
+                db.execute("COMMIT")
+        finally:
+            db.close()
+
+
+def _code(error: sqlite3.Error) -> int:
+    """SQLite's own word for it, without the finer ones."""
+    return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_IOERR)) & 0xFF
+
+
+def _blob(key: Key | None) -> bytes:
+    assert key is not None
+    return bytes((key.kind,)) + key.digest
+
+
+def _key(blob: bytes) -> Key:
+    return Key(Kind(blob[0]), blob[1:])
