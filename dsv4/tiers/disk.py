@@ -63,6 +63,7 @@ class DiskTier(QueuedTier):
     together; of their capacities the largest counts. A hundredth of the file system is left free.
     """
 
+    look_chunk = 64  # labels of a lookup's job: each is a name that the file system knows or not
     keeps_order = True
 
     def __init__(
@@ -195,8 +196,6 @@ class DiskTier(QueuedTier):
             recent.append(key)
             bad = len({each for each in list(recent) if each is not None})
             broken = bad >= _BROKEN and 2 * bad >= len(recent)
-            if broken:
-                recent.clear()
         if broken or error.errno in _DISK:
             name = errno.errorcode.get(error.errno or 0, "?")
             raise Outage(f"{name}: {error.strerror}") from error
@@ -254,12 +253,20 @@ class DiskTier(QueuedTier):
                 if not self._reserve(label, full * label.padded_bytes):
                     return False
                 self._shelves.write(label.key, self._to_write(record), flags=self._flags)
-                return True
+                return self._is_counted(label)
             except BaseException as error:
                 self._forget(label.key)
                 full += 1
                 if not isinstance(error, OSError) or error.errno not in _FULL or full == 4:
                     raise
+
+    def _is_counted(self, label: Label) -> bool:
+        """Whether a record that was written still has its room: others may have needed it."""
+        with self._index.books() as books:
+            counted = books.holds(label.key)
+        if not counted:
+            self._shelves.remove(label.key)
+        return counted
 
     def _drop(self, keys: Sequence[Key]) -> None:
         for key in keys:
@@ -314,6 +321,8 @@ class DiskTier(QueuedTier):
                 if label.key not in within and (found := books.use(label)) is not None:
                     used.append(found)
             now_ns = books.clock
+        if not self._index.complete:
+            self._begin_stock()
         for key, before_ns in used:
             if now_ns - before_ns > FRESH_NS:
                 self._shelves.touch(key)
@@ -399,8 +408,22 @@ class DiskTier(QueuedTier):
         self._takes_stock = False
         with self._index.books():
             pass
-        if not self._look_around(0.01, unless_complete=True):
+        if not self._look_around(0.01, unless_complete=True) or self._is_above():
             self._begin_stock()
+
+    def _is_above(self) -> bool:
+        """Whether there is still more than the capacity, after some of it was removed: what came
+        while the index was made, or the capacity has become smaller."""
+        with self._index.books() as books:
+            before_bytes = books.bytes
+            for _ in range(MOST_VICTIMS):
+                if books.bytes <= books.capacity_bytes or not books.complete:
+                    return False
+                victim = books.oldest(None)
+                if victim is None:
+                    return False
+                self._give_up_record(books, victim[0])
+            return books.bytes < before_bytes
 
     def _look_around(self, seconds: float, *, unless_complete: bool = False) -> bool:
         """Goes on with the round through the directory: one step, or as many as the time allows

@@ -95,7 +95,8 @@ class Books:
 
     def put(self, key: Key, leans_on: Key | None, size_bytes: int, used_ns: int) -> None:
         """A record that is there, or about to be."""
-        own, below = _blob(key), None if leans_on in (None, key) else _blob(leans_on)
+        own = _blob(key)
+        below = None if leans_on is None or leans_on == key else _blob(leans_on)
         execute = self._db.execute
         found = execute("SELECT bytes FROM records WHERE key=?", (own,)).fetchone()
         if found is not None and found[0]:
@@ -154,7 +155,7 @@ class Books:
         """It is the last to go, among what nothing leans on."""
         self._db.execute("UPDATE records SET used=? WHERE key=?", (self.now(), _blob(key)))
 
-    def oldest(self, keep: Key) -> tuple[Key | str, int] | None:
+    def oldest(self, keep: Key | None) -> tuple[Key | str, int] | None:
         """What goes next, and its bytes: records of other versions, which nobody here can read,
         then what was used longest ago among what nothing leans on, but for one."""
         found = self._db.execute("SELECT path, bytes FROM others ORDER BY used LIMIT 1").fetchone()
@@ -163,7 +164,7 @@ class Books:
         found = self._db.execute(
             "SELECT key, bytes FROM records INDEXED BY leaves "
             "WHERE leaning=0 AND bytes>0 AND key IS NOT ? ORDER BY used LIMIT 1",
-            (_blob(keep),),
+            (None if keep is None else _blob(keep),),
         ).fetchone()
         return None if found is None else (_key(found[0]), found[1])
 
@@ -237,6 +238,7 @@ class Index:
         self.records = self.bytes = 0  # when it was last looked at
         self.capacity_bytes = capacity_bytes
         self.complete = False
+        self.openings = 0  # another number: perhaps another index
 
     @contextmanager
     def books(self) -> Iterator[Books]:
@@ -301,6 +303,7 @@ class Index:
                     raise sqlite3.OperationalError("no write-ahead log here")
                 db.execute("PRAGMA synchronous=NORMAL")  # whole after a power loss, if not the last
                 db.execute("PRAGMA cache_size=-16384")
+                db.execute(f"PRAGMA wal_autocheckpoint={_log_pages(fd)}")
                 self._prepare(db, fd)
             except BaseException:
                 db.close()
@@ -319,6 +322,7 @@ class Index:
             found, db = None, _connection(":memory:")
             self._prepare(db, fd)
         self._db, self._own = db, (*own, found)
+        self.openings += 1
         return db
 
     def _prepare(self, db: sqlite3.Connection, fd: int) -> None:
@@ -436,13 +440,18 @@ def forget(shelves: Shelves, keys: Sequence[Key], paths: Sequence[str] = ()) -> 
             db.close()
 
 
+def _log_pages(fd: int) -> int:
+    """How far SQLite's log may grow: 4 MB, and less on a file system that is small itself."""
+    found = os.fstatvfs(fd)
+    return min(1000, max(16, found.f_blocks * found.f_frsize // 4096 // 256))
+
+
 def _code(error: sqlite3.Error) -> int:
     """SQLite's own word for it, without the finer ones."""
     return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_IOERR)) & 0xFF
 
 
-def _blob(key: Key | None) -> bytes:
-    assert key is not None
+def _blob(key: Key) -> bytes:
     return bytes((key.kind,)) + key.digest
 
 

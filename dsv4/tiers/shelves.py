@@ -80,6 +80,10 @@ class Other:
     size_bytes: int
     used_ns: int
 
+    @property
+    def version(self) -> str:
+        return self.path.split("/", 1)[0]
+
 
 class Shelves:
     """A directory of records. Raises InvalidInput if there cannot be one.

@@ -17,13 +17,17 @@ PIECE = 64  # names that are looked at in one step
 
 
 def survey(shelves: Shelves, index: Index) -> Iterator[None]:
-    """One round, step by step: each looks at PIECE names at most. At its end the index is complete.
-    Raises what the index raises."""
+    """One round, step by step: each looks at PIECE names at most. At its end the index is complete;
+    a round ends early where the index has become another. Raises what the index raises."""
+    with index.books():
+        began = index.openings
     before_ns = time.time_ns() - int(STALE_S * 1e9)  # what is younger may be on its way
     shelves.unreadable.clear()
     with suppress(OSError):
         shelves.sweep_in(shelves.fd)
     for kind, byte, shelf in shelves.shelves():
+        if index.openings != began:
+            return
         names: set[bytes] = set()
         try:
             yield from _files(shelves, index, kind, shelf, names)
@@ -33,7 +37,8 @@ def survey(shelves: Shelves, index: Index) -> Iterator[None]:
         yield from _gone(shelves, index, kind, byte, names, before_ns)
     yield from _others(shelves, index)
     with index.books() as books:
-        books.complete = 1
+        if index.openings == began:
+            books.complete = 1
 
 
 def _files(

@@ -397,11 +397,19 @@ def test_a_store_that_fails_leaves_nothing_and_loads_go_on(
 
 
 @contextmanager
-def small_disk(path: Path, size_bytes: int) -> Iterator[Path]:
+def small_disk(path: Path, size_bytes: int, *more: str) -> Iterator[Path]:
     """A file system of its own; needs root, else the test is left out."""
     path.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=700", "tmpfs", path],
+        [
+            "mount",
+            "-t",
+            "tmpfs",
+            "-o",
+            ",".join((f"size={size_bytes},mode=700", *more)),
+            "tmpfs",
+            path,
+        ],
         capture_output=True,
         check=False,
     )
