@@ -330,19 +330,27 @@ class DiskTier(QueuedTier):
     def _reserve(self, label: Label, full_bytes: int) -> bool:
         """Counts a record, which is about to be written, and makes room for it. `full_bytes` are to
         go because the disk had no room for it. Raises OSError."""
-        until = time.monotonic() + WAIT_S
+        until, helped = time.monotonic() + WAIT_S, False
         while True:
             short_bytes = max(full_bytes, self._shortage(label))
             with self._index.books() as books:
                 books.learn(label)
+                reachable = books.can_be_reached(label) or (
+                    not books.complete and self._has_file(label.leans_on)
+                )
                 over = books.bytes + label.padded_bytes - books.capacity_bytes
-                if (over <= 0 and not short_bytes) or books.complete:
-                    waits = self._made_room(books, label, over, short_bytes)
-                    if waits is not None:
-                        return waits
-            if not self._index.complete:
-                if not self._look_around(HELP_S):
+                fits = over <= 0 and not short_bytes and (reachable or helped)
+                # what is not counted yet may be what goes, and what others lean on
+                if books.complete or fits:
+                    has_room = self._made_room(books, label, over, short_bytes, reachable)
+                    if has_room is not None:
+                        return has_room
+                complete = books.complete
+            if not complete:
+                if helped:
                     return False
+                self._look_around(HELP_S)
+                helped = True
             elif time.monotonic() > until or not self._is_coming(label.leans_on):
                 return False
             else:
@@ -353,12 +361,14 @@ class DiskTier(QueuedTier):
         most = min(MOST_FREE_BYTES, self._capacity_bytes // 16)
         return min(self._shelves.shortage(label.padded_bytes, most), 2 * label.padded_bytes)
 
-    def _made_room(self, books: Books, label: Label, over: int, short_bytes: int) -> bool | None:
+    def _made_room(
+        self, books: Books, label: Label, over: int, short_bytes: int, reachable: bool
+    ) -> bool | None:
         """Whether a record has room, after what goes for it is removed; None if that would leave it
         where nobody finds it. Raises OSError."""
         before_bytes, freed = books.bytes, 0
         spare = books.capacity_bytes // 16  # only then for what leans on nothing that is here
-        if (over + spare > 0 or short_bytes) and not books.can_be_reached(label):
+        if (over + spare > 0 or short_bytes) and not reachable:
             return None
         for _ in range(MOST_VICTIMS):
             if freed >= over and freed >= short_bytes:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import math
 import os
 import sqlite3
 import stat
@@ -56,7 +57,7 @@ CREATE TABLE IF NOT EXISTS others (  -- of other record versions
     path TEXT PRIMARY KEY, bytes INTEGER NOT NULL, used INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS schemas (
-    fingerprint BLOB PRIMARY KEY, block_tokens INTEGER NOT NULL  -- of its shortest block
+    fingerprint BLOB PRIMARY KEY, block_tokens INTEGER NOT NULL
 ) WITHOUT ROWID;
 """
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
@@ -169,27 +170,32 @@ class Books:
         return None if found is None else (_key(found[0]), found[1])
 
     def learn(self, label: Label) -> None:
-        """How many tokens the blocks of a schema have: as many as its shortest."""
+        """How many tokens the blocks of a schema have: what divides the tokens of all of them."""
         if label.kind is Kind.BLOCK:
-            self._db.execute(
-                "INSERT INTO schemas VALUES (?, ?) ON CONFLICT (fingerprint) DO UPDATE "
-                "SET block_tokens=excluded.block_tokens WHERE excluded.block_tokens<block_tokens",
-                (label.fingerprint, label.tokens),
-            )
+            known = self._block_tokens(label)
+            if known == 0 or label.tokens % known:
+                self._db.execute(
+                    "INSERT OR REPLACE INTO schemas VALUES (?, ?)",
+                    (label.fingerprint, math.gcd(known, label.tokens)),
+                )
+
+    def _block_tokens(self, label: Label) -> int:
+        found = self._db.execute(
+            "SELECT block_tokens FROM schemas WHERE fingerprint=?", (label.fingerprint,)
+        ).fetchone()
+        return found[0] if found is not None else 0
 
     def can_be_reached(self, label: Label) -> bool:
         """Whether the block that a record leans on is here, or it leans on none, as the first block
         of a prompt."""
         if self.holds(label.leans_on):
             return True
-        found = self._db.execute(
-            "SELECT block_tokens FROM schemas WHERE fingerprint=?", (label.fingerprint,)
-        ).fetchone()
+        block_tokens = self._block_tokens(label)
         match label.kind:
             case Kind.BLOCK:
-                return found is None or label.tokens <= found[0]
+                return label.tokens <= block_tokens
             case Kind.STATE:
-                return found is not None and label.tokens < found[0]
+                return label.tokens < block_tokens
             case Kind.SNAPSHOT:
                 return False
 

@@ -30,7 +30,7 @@ def survey(shelves: Shelves, index: Index) -> Iterator[None]:
             return
         names: set[bytes] = set()
         try:
-            yield from _files(shelves, index, kind, shelf, names)
+            yield from _files(shelves, index, kind, shelf, names, before_ns)
         except OSError as error:
             shelves.unreadable.append((f"{kind.letter}/{byte:02x}", error))
             continue
@@ -42,7 +42,7 @@ def survey(shelves: Shelves, index: Index) -> Iterator[None]:
 
 
 def _files(
-    shelves: Shelves, index: Index, kind: Kind, shelf: int, names: set[bytes]
+    shelves: Shelves, index: Index, kind: Kind, shelf: int, names: set[bytes], before_ns: int
 ) -> Iterator[None]:
     """The files of a shelf: those that the index does not know are told to it."""
     piece: list[Key] = []
@@ -55,14 +55,14 @@ def _files(
             names.add(key.digest)
             piece.append(key)
             if len(piece) == PIECE:
-                _tell(index, shelf, piece)
+                _tell(index, shelf, piece, before_ns)
                 piece = []
                 yield
-    _tell(index, shelf, piece)
+    _tell(index, shelf, piece, before_ns)
     yield
 
 
-def _tell(index: Index, shelf: int, piece: list[Key]) -> None:
+def _tell(index: Index, shelf: int, piece: list[Key], before_ns: int) -> None:
     with index.books() as books:
         unknown = [key for key in piece if not books.holds(key)]
     if not unknown:
@@ -70,6 +70,8 @@ def _tell(index: Index, shelf: int, piece: list[Key]) -> None:
     found = [(key, *each) for key in unknown if (each := _look(shelf, key)) is not None]
     with index.books() as books:
         for key, label, size_bytes, used_ns in found:
+            if books.complete and used_ns > before_ns:
+                continue  # its writer counts it, or is about to remove it
             if label is not None:
                 books.learn(label)
             if not books.holds(key):
