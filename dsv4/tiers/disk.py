@@ -253,20 +253,19 @@ class DiskTier(QueuedTier):
                 if not self._reserve(label, full * label.padded_bytes):
                     return False
                 self._shelves.write(label.key, self._to_write(record), flags=self._flags)
-                return self._is_counted(label)
+                self._remove_uncounted(label)
+                return True
             except BaseException as error:
                 self._forget(label.key)
                 full += 1
                 if not isinstance(error, OSError) or error.errno not in _FULL or full == 4:
                     raise
 
-    def _is_counted(self, label: Label) -> bool:
-        """Whether a record that was written still has its room: others may have needed it."""
+    def _remove_uncounted(self, label: Label) -> None:
+        """A record that was dropped, or gave way to others, while its file was written."""
         with self._index.books() as books:
-            counted = books.holds(label.key)
-        if not counted:
-            self._shelves.remove(label.key)
-        return counted
+            if not books.holds(label.key):
+                self._shelves.remove(label.key)
 
     def _drop(self, keys: Sequence[Key]) -> None:
         for key in keys:
@@ -335,6 +334,8 @@ class DiskTier(QueuedTier):
             short_bytes = max(full_bytes, self._shortage(label))
             with self._index.books() as books:
                 books.learn(label)
+                if books.holds(label.key):
+                    return True  # somebody else is about to write it, or its file was lost
                 reachable = books.can_be_reached(label) or (
                     not books.complete and self._has_file(label.leans_on)
                 )

@@ -1,6 +1,7 @@
 """What a disk tier's directory holds, in an SQLite database beside the records. Torch-free.
 
-    ROOT/1/index-1.sqlite   and what SQLite keeps beside it: -wal, -shm
+    ROOT/1/index-1-9d2e….sqlite   and what SQLite keeps beside it: -wal, -shm
+    ROOT/1/index-lock             held by who looks for one, and makes it where there is none
 
 The files are what counts. Whether a record is there is asked from the file system, by name; the
 index knows how many bytes there are, and what goes first. One that is lost, damaged or stale costs
@@ -20,6 +21,8 @@ import fcntl
 import logging
 import math
 import os
+import re
+import secrets
 import sqlite3
 import stat
 import threading
@@ -33,8 +36,11 @@ from dsv4.tiers.shelves import Shelves
 from dsv4.tiers.tier import Outage
 
 log = logging.getLogger("dsv4.tiers")
-NAME = "index-1.sqlite"  # with the version of its tables
-_BESIDE = (NAME, f"{NAME}-wal", f"{NAME}-shm", f"{NAME}-journal")
+# with the version of its tables. A name is never used twice: SQLite would take the log of an index
+# that was lost for that of the next one.
+_NAME = re.compile(r"index-1-[0-9a-f]{16}\.sqlite", re.ASCII)
+_OURS = re.compile(r"\.?index-1-[0-9a-f]{16}\.sqlite(-wal|-shm|-journal)?", re.ASCII)
+_LOCK = "index-lock"
 BUSY_S = 1.0  # how long another process may be in there
 _TABLES = """
 CREATE TABLE IF NOT EXISTS state (
@@ -62,6 +68,7 @@ CREATE TABLE IF NOT EXISTS schemas (
 """
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
 _PASSING = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+_BUSY = {errno.EMFILE, errno.ENFILE, errno.EAGAIN}
 _left: list[sqlite3.Connection] = []  # of a process before the fork: not ours to close
 
 
@@ -218,10 +225,11 @@ class Books:
         self.bytes += size_bytes
 
     def remove_other(self, path: str) -> None:
-        row = self._db.execute("DELETE FROM others WHERE path=? RETURNING bytes", (path,))
-        for (size_bytes,) in row.fetchall():
+        found = self._db.execute("SELECT bytes FROM others WHERE path=?", (path,)).fetchone()
+        if found is not None:
+            self._db.execute("DELETE FROM others WHERE path=?", (path,))
             self.records -= 1
-            self.bytes -= size_bytes
+            self.bytes -= found[0]
 
     def others(self) -> list[str]:
         return [path for (path,) in self._db.execute("SELECT path FROM others")]
@@ -239,6 +247,7 @@ class Index:
         self._shelves, self._wanted_bytes = shelves, capacity_bytes
         self._lock = threading.Lock()
         self._db: sqlite3.Connection | None = None
+        self._name = ""
         self._own: tuple[object, ...] = ()  # process, directory and file that `_db` is of
         self._presence = -1  # a descriptor whose lock says that somebody is here
         self.records = self.bytes = 0  # when it was last looked at
@@ -296,57 +305,52 @@ class Index:
         place = os.fstat(fd)
         own: tuple[object, ...] = (os.getpid(), place.st_dev, place.st_ino)
         if self._db is not None and own == self._own[:3]:
-            if self._own[3] is None or self._file(fd) == self._own[3]:
+            if not self._name or _identity(fd, self._name) == self._own[3]:
                 return self._db
             log.warning("disk tier %s: its index was taken away", self._shelves.root)
         self._shut()
-        try:
-            found = self._made(fd)
-            path = Path(self._shelves.path) / NAME
-            db = _connected(path)
+        found: tuple[int, int] | None = None
+        for again in (True, True, False):
             try:
-                if db.execute("PRAGMA journal_mode=WAL").fetchone()[0] != "wal":
-                    raise sqlite3.OperationalError("no write-ahead log here")
-                db.execute("PRAGMA synchronous=NORMAL")  # whole after a power loss, if not the last
-                db.execute("PRAGMA cache_size=-16384")
-                db.execute(f"PRAGMA wal_autocheckpoint={_log_pages(fd)}")
-                self._prepare(db, fd)
-            except BaseException:
-                db.close()
-                raise
-        except (sqlite3.Error, OSError) as error:
-            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-                raise  # it may do the next time
-            if isinstance(error, sqlite3.Error) and _code(error) in _PASSING | _DAMAGED:
-                raise
-            log.warning(
-                "disk tier %s: no index in there (%s); it is kept in memory, and made by reading "
-                "the directory",
-                self._shelves.root,
-                error,
-            )
-            found, db = None, _connection(":memory:")
-            self._prepare(db, fd)
+                db, found = self._opened_file(fd)
+                break
+            except (sqlite3.Error, OSError) as error:
+                if isinstance(error, OSError) and error.errno in _BUSY:
+                    raise  # it may do the next time
+                if isinstance(error, sqlite3.Error) and _code(error) in _PASSING | _DAMAGED:
+                    raise
+                if again:  # somebody may have taken it away at this moment
+                    continue
+                log.warning(
+                    "disk tier %s: no index in there (%s); it is kept in memory, and made by "
+                    "reading the directory",
+                    self._shelves.root,
+                    error,
+                )
+                self._name, db = "", _connection(":memory:")
+                db.executescript(_TABLES)
+                self._enter(db, fd)
         self._db, self._own = db, (*own, found)
         self.openings += 1
         return db
 
-    def _prepare(self, db: sqlite3.Connection, fd: int) -> None:
-        db.executescript(f"BEGIN IMMEDIATE; {_TABLES} COMMIT;")
-        db.execute("BEGIN IMMEDIATE")
+    def _opened_file(self, fd: int) -> tuple[sqlite3.Connection, tuple[int, int] | None]:
+        with _locked(fd):
+            self._name = _found(fd) or _made(fd, self._shelves.path)
+            found = _identity(fd, self._name)
+        db = _connected(self._shelves.path / self._name)
         try:
-            books = Books(db)
-            kept_bytes = 0 if self._enter(fd) else books.capacity_bytes
-            books.capacity_bytes = max(kept_bytes, self._wanted_bytes)
-            books.save()
-            db.execute("COMMIT")
+            db.execute("PRAGMA synchronous=NORMAL")  # whole after a power loss, if not the last
+            db.execute("PRAGMA cache_size=-16384")
+            db.execute(f"PRAGMA wal_autocheckpoint={_log_pages(fd)}")
+            self._enter(db, fd)
         except BaseException:
-            with suppress(sqlite3.Error):
-                db.execute("ROLLBACK")
+            db.close()
             raise
+        return db, found
 
-    def _enter(self, fd: int) -> bool:
-        """Says that this process is here, until it is closed. Whether it is alone."""
+    def _enter(self, db: sqlite3.Connection, fd: int) -> None:
+        """Says that this process is here, until it is closed, and what capacity it wants."""
         if self._presence >= 0:
             os.close(self._presence)
         self._presence = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd)
@@ -357,27 +361,17 @@ class Index:
             alone = False
         with suppress(OSError):
             fcntl.flock(self._presence, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return alone
-
-    def _made(self, fd: int) -> tuple[int, int]:
-        """The file, private and no link, empty where there was none."""
-        for _ in range(2):
-            with suppress(FileExistsError):
-                create = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-                os.close(os.open(NAME, create, 0o600, dir_fd=fd))
-            found = os.stat(NAME, dir_fd=fd, follow_symlinks=False)
-            private = found.st_uid == os.geteuid() and not found.st_mode & 0o077
-            if stat.S_ISREG(found.st_mode) and private:
-                return found.st_dev, found.st_ino
-            os.unlink(NAME, dir_fd=fd)
-        raise PermissionError(errno.EPERM, f"{NAME} is no private file")
-
-    def _file(self, fd: int) -> tuple[int, int] | None:
+        db.execute("BEGIN IMMEDIATE")
         try:
-            found = os.stat(NAME, dir_fd=fd, follow_symlinks=False)
-        except OSError:
-            return None
-        return found.st_dev, found.st_ino
+            books = Books(db)
+            kept_bytes = 0 if alone else books.capacity_bytes
+            books.capacity_bytes = max(kept_bytes, self._wanted_bytes)
+            books.save()
+            db.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                db.execute("ROLLBACK")
+            raise
 
     def _translated(self, error: sqlite3.Error) -> Exception:
         code = _code(error)
@@ -398,9 +392,10 @@ class Index:
         )
         self._shut()
         self.complete = False
-        for name in _BESIDE:
-            with suppress(OSError):
-                os.unlink(name, dir_fd=self._shelves.fd)
+        if self._name:
+            for beside in ("", "-wal", "-shm", "-journal"):
+                with suppress(OSError):
+                    os.unlink(self._name + beside, dir_fd=self._shelves.fd)
 
     def _shut(self) -> None:
         db, self._db = self._db, None
@@ -427,11 +422,11 @@ def _connection(where: str) -> sqlite3.Connection:
 
 def forget(shelves: Shelves, keys: Sequence[Key], paths: Sequence[str] = ()) -> None:
     """Tells the index of a directory, if it has one, what was removed by somebody else."""
-    path = Path(shelves.path) / NAME
     with suppress(sqlite3.Error, OSError):
-        if not stat.S_ISREG(os.lstat(path).st_mode):
+        name = _found(shelves.fd)
+        if not name:
             return
-        db = _connected(path)
+        db = _connected(shelves.path / name)
         try:
             for first in range(0, max(len(keys), len(paths)), 256):
                 db.execute("BEGIN IMMEDIATE")
@@ -444,6 +439,81 @@ def forget(shelves: Shelves, keys: Sequence[Key], paths: Sequence[str] = ()) -> 
                 db.execute("COMMIT")
         finally:
             db.close()
+
+
+@contextmanager
+def _locked(fd: int) -> Iterator[None]:
+    """One process at a time; where there are no such locks, all of them. Raises OSError: EAGAIN if
+    another one stays."""
+    flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        lock = os.open(_LOCK, flags, 0o600, dir_fd=fd)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+        yield
+        return
+    try:
+        until = time.monotonic() + BUSY_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.001)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(lock)
+
+
+def _found(fd: int) -> str:
+    """The index of a directory, private and no link; "" if there is none."""
+    if fd < 0:
+        return ""
+    for name in sorted(os.listdir(fd)):
+        if _NAME.fullmatch(name):
+            with suppress(FileNotFoundError):
+                found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                private = found.st_uid == os.geteuid() and not found.st_mode & 0o077
+                if stat.S_ISREG(found.st_mode) and private:
+                    return name
+    return ""
+
+
+def _made(fd: int, path: Path) -> str:
+    """A new index, empty. It has its name when it is whole. What is left of others goes."""
+    for name in os.listdir(fd):
+        if _OURS.fullmatch(name):
+            with suppress(OSError):
+                os.unlink(name, dir_fd=fd)
+    name = f"index-1-{secrets.token_hex(8)}.sqlite"
+    create = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    os.close(os.open(f".{name}", create, 0o600, dir_fd=fd))
+    try:
+        db = _connected(path / f".{name}")
+        try:
+            if db.execute("PRAGMA journal_mode=WAL").fetchone()[0] != "wal":
+                raise sqlite3.OperationalError("no write-ahead log here")
+            db.executescript(f"BEGIN IMMEDIATE; {_TABLES} COMMIT;")
+        finally:
+            db.close()
+        os.rename(f".{name}", name, src_dir_fd=fd, dst_dir_fd=fd)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(f".{name}", dir_fd=fd)
+        raise
+    return name
+
+
+def _identity(fd: int, name: str) -> tuple[int, int] | None:
+    with suppress(OSError):
+        found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        return found.st_dev, found.st_ino
+    return None
 
 
 def _log_pages(fd: int) -> int:

@@ -2,7 +2,7 @@
 
     ROOT/1/b/0f/0f3c…   a block: record version, kind, first byte of the digest, digest
     ROOT/1/b/0f/.4711-9d2e….tmp   being written by process 4711
-    ROOT/1/index-1.sqlite   how much there is and what goes first (index.py)
+    ROOT/1/index-…                how much there is and what goes first (index.py)
 
 Directories are 0700 and files 0600. Each directory is opened from the one above it without
 following links, and names are made of digests alone: nothing outside ROOT is ever reached.
