@@ -367,19 +367,18 @@ class DiskTier(QueuedTier):
     ) -> bool | None:
         """Whether a record has room, after what goes for it is removed; None if that would leave it
         where nobody finds it. Raises OSError."""
-        before_bytes, freed = books.bytes, 0
+        before_bytes = books.bytes
         spare = books.capacity_bytes // 16  # only then for what leans on nothing that is here
         if (over + spare > 0 or short_bytes) and not reachable:
             return None
         for _ in range(MOST_VICTIMS):
-            if freed >= over and freed >= short_bytes:
+            if before_bytes - books.bytes >= max(over, short_bytes):
                 break
             victim = books.oldest(label.leans_on)
             if victim is None:
                 break
-            self._give_up_record(books, victim[0])
-            freed += victim[1]
-        if short_bytes and not freed:
+            self._give_up_record(books, victim)
+        if short_bytes and books.bytes == before_bytes:
             raise OSError(errno.ENOSPC, "nothing is left that could make room")
         if books.bytes + label.padded_bytes > max(books.capacity_bytes, before_bytes):
             return False
@@ -433,7 +432,7 @@ class DiskTier(QueuedTier):
                 victim = books.oldest(None)
                 if victim is None:
                     return False
-                self._give_up_record(books, victim[0])
+                self._give_up_record(books, victim)
             return books.bytes < before_bytes
 
     def _look_around(self, seconds: float, *, unless_complete: bool = False) -> bool:

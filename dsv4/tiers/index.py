@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dsv4.tiers.record import Key, Kind, Label
+from dsv4.tiers.record import DIGEST_BYTES, Key, Kind, Label
 from dsv4.tiers.shelves import Shelves
 from dsv4.tiers.tier import Outage
 
@@ -60,14 +60,16 @@ CREATE TABLE IF NOT EXISTS records (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS leaves ON records (used) WHERE leaning = 0 AND bytes > 0;
 CREATE TABLE IF NOT EXISTS others (  -- of other record versions
-    path TEXT PRIMARY KEY, bytes INTEGER NOT NULL, used INTEGER NOT NULL
+    path TEXT PRIMARY KEY, bytes INTEGER NOT NULL, used INTEGER NOT NULL, seen INTEGER NOT NULL
 ) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS oldest_others ON others (used);
 CREATE TABLE IF NOT EXISTS schemas (
     fingerprint BLOB PRIMARY KEY, block_tokens INTEGER NOT NULL
 ) WITHOUT ROWID;
 """
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
 _PASSING = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+_KINDS = set(Kind)
 _BUSY = {errno.EMFILE, errno.ENFILE, errno.EAGAIN}
 _left: list[sqlite3.Connection] = []  # of a process before the fork: not ours to close
 
@@ -163,18 +165,19 @@ class Books:
         """It is the last to go, among what nothing leans on."""
         self._db.execute("UPDATE records SET used=? WHERE key=?", (self.now(), _blob(key)))
 
-    def oldest(self, keep: Key | None) -> tuple[Key | str, int] | None:
-        """What goes next, and its bytes: records of other versions, which nobody here can read,
-        then what was used longest ago among what nothing leans on, but for one."""
-        found = self._db.execute("SELECT path, bytes FROM others ORDER BY used LIMIT 1").fetchone()
+    def oldest(self, keep: Key | None) -> Key | str | None:
+        """What goes next: records of other versions, which nobody here can read, then what was used
+        longest ago among what nothing leans on, but for one."""
+        found = self._db.execute("SELECT path FROM others ORDER BY used LIMIT 1").fetchone()
         if found is not None:
-            return found[0], found[1]
+            path: str = found[0]
+            return path
         found = self._db.execute(
-            "SELECT key, bytes FROM records INDEXED BY leaves "
+            "SELECT key FROM records INDEXED BY leaves "
             "WHERE leaning=0 AND bytes>0 AND key IS NOT ? ORDER BY used LIMIT 1",
             (None if keep is None else _blob(keep),),
         ).fetchone()
-        return None if found is None else (_key(found[0]), found[1])
+        return None if found is None else _key(found[0])
 
     def learn(self, label: Label) -> None:
         """How many tokens the blocks of a schema have: what divides the tokens of all of them."""
@@ -218,9 +221,11 @@ class Books:
         )
         return [(_key(key), used) for key, used in rows]
 
-    def put_other(self, path: str, size_bytes: int, used_ns: int) -> None:
+    def put_other(self, path: str, size_bytes: int, used_ns: int, seen: int) -> None:
+        """A file of another record version, and the round in which it was seen."""
         self.remove_other(path)
-        self._db.execute("INSERT INTO others VALUES (?, ?, ?)", (path, size_bytes, used_ns))
+        row = (path, size_bytes, used_ns, seen)
+        self._db.execute("INSERT INTO others VALUES (?, ?, ?, ?)", row)
         self.records += 1
         self.bytes += size_bytes
 
@@ -231,8 +236,14 @@ class Books:
             self.records -= 1
             self.bytes -= found[0]
 
-    def others(self) -> list[str]:
-        return [path for (path,) in self._db.execute("SELECT path FROM others")]
+    def remove_unseen_others(self, seen: int) -> None:
+        """Forgets those that a round did not see."""
+        totals = "SELECT count(*), coalesce(sum(bytes), 0) FROM others WHERE seen<>?"
+        records, size_bytes = self._db.execute(totals, (seen,)).fetchone()
+        if records:
+            self._db.execute("DELETE FROM others WHERE seen<>?", (seen,))
+            self.records -= records
+            self.bytes -= size_bytes
 
 
 class Index:
@@ -532,4 +543,8 @@ def _blob(key: Key) -> bytes:
 
 
 def _key(blob: bytes) -> Key:
+    if len(blob) != 1 + DIGEST_BYTES or blob[0] not in _KINDS:
+        error = sqlite3.DatabaseError("a key that is none")
+        error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise error
     return Key(Kind(blob[0]), blob[1:])

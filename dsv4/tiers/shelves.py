@@ -455,6 +455,8 @@ class Shelves:
         """Takes a file of another record version away. No link on the way is followed. Raises
         OSError."""
         *above, name = path.split("/")
+        if not _NAME.fullmatch(name) or {"", ".", ".."} & set(above):
+            raise ValueError(f"{path} is no file of a record version")
         fd = os.open(self.root, _DIRECTORY)
         try:
             for each in above:

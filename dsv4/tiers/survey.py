@@ -122,14 +122,11 @@ def _gone(
 
 def _others(shelves: Shelves, index: Index) -> Iterator[None]:
     """Records of other versions, which this one cannot read: they take room all the same."""
-    seen: set[str] = set()
+    seen = time.time_ns()
     for nth, other in enumerate(shelves.others(), 1):
-        seen.add(other.path)
         with index.books() as books:
-            books.put_other(other.path, max(other.size_bytes, 1), other.used_ns)
+            books.put_other(other.path, max(other.size_bytes, 1), other.used_ns, seen)
         if not nth % PIECE:
             yield
     with index.books() as books:
-        for path in books.others():
-            if path not in seen:
-                books.remove_other(path)
+        books.remove_unseen_others(seen)

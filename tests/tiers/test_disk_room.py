@@ -383,7 +383,13 @@ def _other_tables(path: Path) -> None:
         db.execute("CREATE TABLE records (a)")
 
 
+def _nonsense(path: Path) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute("INSERT INTO records VALUES (x'07', NULL, 4096, 0, 0)")
+
+
 LOSSES = {
+    "nonsense": _nonsense,
     "gone": lambda path: path.unlink(),
     "empty": lambda path: path.write_bytes(b""),
     "cut": lambda path: os.truncate(path, UNIT),
