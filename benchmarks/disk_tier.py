@@ -74,19 +74,28 @@ def memory_mib() -> float:
     return pages * resource.getpagesize() / 2**20
 
 
+def _nothing() -> None:
+    """As long as a call takes at the median."""
+    sum(range(60))
+
+
 class Calls:
     """The calls of an engine's thread, each of them timed."""
 
     def __init__(self, tier: DiskTier, records: int) -> None:
         self.tier, self.records, self.nth = tier, records, 0
         self.waits_s: list[float] = []
+        self.nothing_s: list[float] = []  # the same clock around nothing: what the machine adds
         self.stores_s: list[float] = []
         self.dropped = 0
 
     def timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
         begin = time.perf_counter()
         answer = call(*arguments)
-        self.waits_s.append(time.perf_counter() - begin)
+        between = time.perf_counter()
+        self.waits_s.append(between - begin)
+        _nothing()
+        self.nothing_s.append(time.perf_counter() - between)
         return answer
 
     def round(self) -> None:
@@ -124,11 +133,16 @@ class Calls:
 
     def report(self) -> dict[str, float]:
         waits, stores = sorted(self.waits_s), sorted(self.stores_s)
+        nothing = sorted(self.nothing_s)
         return {
             "rounds": self.nth,
             "call_median_us": round(waits[len(waits) // 2] * 1e6, 1),
             "call_p999_us": round(waits[len(waits) * 999 // 1000] * 1e6, 1),
             "call_worst_ms": round(waits[-1] * 1e3, 2),
+            "calls": len(waits),
+            "calls_over_1_ms": sum(each > 1e-3 for each in waits),
+            "nothing_worst_ms": round(nothing[-1] * 1e3, 2),
+            "nothing_over_1_ms": sum(each > 1e-3 for each in nothing),
             "store_and_lookup_median_ms": round(stores[len(stores) // 2] * 1e3, 2),
             "store_and_lookup_worst_ms": round(stores[-1] * 1e3, 2),
             "dropped": self.dropped,
