@@ -486,7 +486,7 @@ def test_an_index_that_another_process_keeps_holds_up_stores_alone(
         assert store(tier, [memory.filled(each) for each in rows("b", 3)]) == [State.DONE] * 3
 
 
-def test_no_call_waits_for_a_directory_that_is_full_of_files(root: Path, memory: Memory) -> None:
+def test_no_call_waits_for_a_directory_that_is_full_of_files(root: Path) -> None:
     """A start without an index over 40,000 files: the calls of a step meanwhile."""
     wanted = label("a")
     put_file(root, wanted, file_bytes(wanted))
@@ -496,7 +496,13 @@ def test_no_call_waits_for_a_directory_that_is_full_of_files(root: Path, memory:
         if nth < 4096:
             shelf.mkdir(mode=0o700, exist_ok=True)
         os.close(os.open(shelf / name, os.O_CREAT | os.O_WRONLY, 0o600))
-    worst, rounds, stored = 0.0, 0, 0
+    # a busy machine may hold up a thread once, not every time
+    assert min(worst_call(root, wanted, nth) for nth in range(3)) < 0.015
+
+
+def worst_call(root: Path, wanted: Label, run: int) -> float:
+    """Seconds that the longest call of a tier took while its index was made."""
+    worst, rounds, stored, memory = 0.0, 0, 0, Memory()
 
     def timed(call: Callable[..., Any], *arguments: Any) -> Any:
         nonlocal worst
@@ -505,11 +511,13 @@ def test_no_call_waits_for_a_directory_that_is_full_of_files(root: Path, memory:
         worst = max(worst, time.perf_counter() - begin)
         return answer
 
+    for path in (root / "1").glob("index-*"):
+        path.unlink()
     with opened(root, 1 << 40) as tier:
         end = time.monotonic() + 60.0
-        while rounds < 200 or (timed(tier.stats).held_records or 0) < 40_001:
+        while rounds < 100 or (timed(tier.stats).held_records or 0) < 40_001:
             assert time.monotonic() < end
-            new = memory.filled(label(("new", rounds), payload_bytes=ROW))
+            new = memory.filled(label((run, rounds), payload_bytes=ROW))
             tickets = [
                 timed(tier.lookup, [wanted]),
                 timed(tier.load, [memory.blank(wanted)]),
@@ -520,7 +528,7 @@ def test_no_call_waits_for_a_directory_that_is_full_of_files(root: Path, memory:
             stored += all(states(tier.poll(each)) == [State.DONE] for each in tickets)
             rounds += 1
     assert stored == rounds
-    assert worst < 0.04, f"{worst * 1e3:.1f} ms"
+    return worst
 
 
 # ---- one bad record ------------------------------------------------------------------------------
