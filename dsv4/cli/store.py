@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -25,8 +25,8 @@ from dsv4.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from dsv4.tiers.audit import Audit, Audited
-    from dsv4.tiers.record import Key, Label
-    from dsv4.tiers.shelves import Found
+    from dsv4.tiers.record import Label
+    from dsv4.tiers.shelves import Found, Other
 
 T = TypeVar("T")
 store_app = typer.Typer(
@@ -41,16 +41,29 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 def ls_command(directory: Directory, as_json: AsJson = False) -> None:
     """Say how many records of which kind there are, by the schema that they belong to."""
     with reported_errors(as_json=as_json), _audit(directory) as audit:
-        groups: dict[tuple[str, str], list[Audited]] = {}
+        groups: dict[tuple[str, str], list[Found | Other]] = {}
+        tokens: dict[tuple[str, str], int] = {}
         for found in _shown(audit.headers(), len(audit.files), "reading headers", as_json):
             label = found.label if found.refusal is None else None
-            name = ("", "no record") if label is None else _group(label)
-            groups.setdefault(name, []).append(found)
-        rows = [_summary(*name, files) for name, files in sorted(groups.items())]
+            name = ("", _no_record(found)) if label is None else _group(label)
+            groups.setdefault(name, []).append(found.file)
+            tokens[name] = max(tokens.get(name, 0), 0 if label is None else label.tokens)
+        for other in audit.others:
+            groups.setdefault(("", f"version {other.version}"), []).append(other)
+        rows = [
+            _summary(*name, files, tokens.get(name, 0)) for name, files in sorted(groups.items())
+        ]
+        unreadable = audit.unreadable
     if as_json:
-        total = sum(row["bytes"] for row in rows)
-        count = sum(row["records"] for row in rows)
-        _print_json({"directory": str(directory), "records": count, "bytes": total, "groups": rows})
+        _print_json(
+            {
+                "directory": str(directory),
+                "records": sum(row["records"] for row in rows),
+                "bytes": sum(row["bytes"] for row in rows),
+                "groups": rows,
+                "unreadable": _as_dicts(unreadable),
+            }
+        )
         return
     table = _table("schema", "kind", "records", "size", "longest prefix", "last used")
     for row in rows:
@@ -63,6 +76,7 @@ def ls_command(directory: Directory, as_json: AsJson = False) -> None:
             row["last_used"],
         )
     Console().print(table)
+    _say("cannot read", unreadable)
 
 
 @store_app.command("check")
@@ -71,7 +85,8 @@ def check_command(
     as_json: AsJson = False,
     remove: Annotated[bool, typer.Option("--remove", help="Remove what is refused.")] = False,
 ) -> None:
-    """Read every record and compare its sums. Exit code 1 if one is not what it says."""
+    """Read every record and compare its sums. Exit code 1 if one is not what it says, or cannot be
+    read."""
     with reported_errors(as_json=as_json), _audit(directory) as audit:
         good, refused = 0, []
         for found in _shown(audit.checked(), len(audit.files), "checking", as_json):
@@ -79,15 +94,19 @@ def check_command(
                 good += 1
             else:
                 refused.append(found)
-        if remove:
-            audit.remove(found.file.key for found in refused)
+        stay = audit.remove(found.file for found in refused) if remove else []
+        unreadable, others = audit.unreadable, len(audit.others)
+    removed = len(refused) - len(stay) if remove else 0
     if as_json:
         _print_json(
             {
                 "directory": str(directory),
                 "good": good,
                 "refused": [{"key": str(each.file.key), **_why(each)} for each in refused],
-                "removed": len(refused) if remove else 0,
+                "removed": removed,
+                "not_removed": _as_dicts(stay),
+                "unreadable": _as_dicts(unreadable),
+                "other_versions": others,
             }
         )
     else:
@@ -95,11 +114,13 @@ def check_command(
             typer.echo(f"{each.file.key}  {each.refusal}")
         by_reason = Counter(_why(each)["reason"] for each in refused)
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(by_reason.items()))
-        gone = ", removed" if remove and refused else ""
-        typer.echo(
-            f"{good:,} good, {len(refused):,} refused{f' ({reasons})' if reasons else ''}{gone}"
-        )
-    raise typer.Exit(1 if refused else 0)
+        gone = f", {'' if removed == len(refused) else f'{removed:,} '}removed" if removed else ""
+        old = f", {others:,} of other record versions not looked at" if others else ""
+        reasons = f" ({reasons})" if reasons else ""
+        typer.echo(f"{good:,} good, {len(refused):,} refused{reasons}{gone}{old}")
+        _say("cannot remove", stay)
+        _say("cannot read", unreadable)
+    raise typer.Exit(1 if refused or unreadable else 0)
 
 
 @store_app.command("prune")
@@ -114,63 +135,89 @@ def prune_command(
     fingerprint: Annotated[
         str | None, typer.Option(help="Remove what belongs to this schema (its first digits).")
     ] = None,
+    other_versions: Annotated[
+        bool, typer.Option("--other-versions", help="Remove what another record version wrote.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove records by size, age or schema. Temporary files without a writer go too."""
+    """Remove records by size, age, schema or record version. Temporary files without a writer go
+    too. Exit code 1 if one cannot be removed."""
     with reported_errors(as_json=as_json), _audit(directory) as audit:
-        if to is None and unused_for is None and fingerprint is None:
-            raise InvalidInput("say what is to go: --to, --unused-for or --fingerprint")
-        going = _going(audit, to, unused_for, fingerprint, as_json)
-        temporary = 0
+        if to is None and unused_for is None and fingerprint is None and not other_versions:
+            raise InvalidInput(
+                "say what is to go: --to, --unused-for, --fingerprint or --other-versions"
+            )
+        going = _going(audit, to, unused_for, fingerprint, other_versions, as_json)
+        temporary, stay = 0, []
         if not dry_run:
-            keys = (found.key for found in going)
-            for key in _shown(keys, len(going), "removing", as_json):
-                audit.remove((key,))
+            stay = audit.remove(_shown(going, len(going), "removing", as_json))
             temporary = audit.sweep()
-        gone_bytes = sum(found.size_bytes for found in going)
-        left = len(audit.files) - len(going)
+        kept = {name for name, _ in stay}
+        gone = [file for file in going if _name(file) not in kept]
+        gone_bytes = sum(file.size_bytes for file in gone)
+        left = len(audit.files) + len(audit.others) - len(gone)
         left_bytes = audit.total_bytes - gone_bytes
+        unreadable = audit.unreadable
     if as_json:
         _print_json(
             {
                 "directory": str(directory),
                 "dry_run": dry_run,
-                "removed": {"records": len(going), "bytes": gone_bytes, "temporary": temporary},
+                "removed": {"records": len(gone), "bytes": gone_bytes, "temporary": temporary},
                 "left": {"records": left, "bytes": left_bytes},
+                "not_removed": _as_dicts(stay),
+                "unreadable": _as_dicts(unreadable),
             }
         )
-        return
-    verb = "would go" if dry_run else "removed"
-    typer.echo(
-        f"{len(going):,} records, {format_bytes(gone_bytes)} {verb}; "
-        f"{left:,} records, {format_bytes(left_bytes)} left"
-    )
+    else:
+        verb = "would go" if dry_run else "removed"
+        typer.echo(
+            f"{len(gone):,} records, {format_bytes(gone_bytes)} {verb}; "
+            f"{left:,} records, {format_bytes(left_bytes)} left"
+        )
+        _say("cannot remove", stay)
+        _say("cannot read", unreadable)
+    raise typer.Exit(1 if stay or unreadable else 0)
 
 
 def _going(
-    audit: Audit, to: str | None, unused_for: str | None, fingerprint: str | None, as_json: bool
-) -> list[Found]:
-    """The files that the options name, each once."""
-    going: dict[Key, Found] = {}
+    audit: Audit,
+    to: str | None,
+    unused_for: str | None,
+    fingerprint: str | None,
+    other_versions: bool,
+    as_json: bool,
+) -> list[Found | Other]:
+    """The files that the options name, each once, in the order in which a tier lets them go."""
+    if fingerprint is not None and not re.fullmatch(r"[0-9a-f]{4,64}", fingerprint):
+        raise InvalidInput(f"--fingerprint {fingerprint}: give 4 to 64 hexadecimal digits")
+    before_ns = None if unused_for is None else time.time_ns() - _parse_age(unused_for) * 10**9
+    most_bytes = None if to is None else parse_bytes(to)
+    headers = []
+    if fingerprint is not None or unused_for is not None or to is not None:
+        shown = _shown(audit.headers(), len(audit.files), "reading headers", as_json)
+        headers = list(shown)
+    going: dict[str, Found | Other] = {}
+    if other_versions:
+        going |= {_name(other): other for other in audit.others}
     if fingerprint is not None:
-        if not re.fullmatch(r"[0-9a-f]{4,64}", fingerprint):
-            raise InvalidInput(f"--fingerprint {fingerprint}: give 4 to 64 hexadecimal digits")
-        for found in _shown(audit.headers(), len(audit.files), "reading headers", as_json):
+        for found in headers:
             label = found.label
             if label is not None and label.fingerprint.hex().startswith(fingerprint):
-                going[found.file.key] = found.file
-    if unused_for is not None:
-        before_ns = time.time_ns() - _parse_age(unused_for) * 10**9
-        going |= {file.key: file for file in audit.files if file.used_ns < before_ns}
-    if to is not None:
+                going[_name(found.file)] = found.file
+    if before_ns is None and most_bytes is None:
+        return list(going.values())
+    oldest: list[Found | Other] = [*audit.others, *audit.by_use(headers)]
+    if before_ns is not None:
+        going |= {_name(file): file for file in oldest if file.used_ns < before_ns}
+    if most_bytes is not None:
         left_bytes = audit.total_bytes - sum(file.size_bytes for file in going.values())
-        most_bytes = parse_bytes(to)
-        for file in audit.files:
+        for file in oldest:
             if left_bytes <= most_bytes:
                 break
-            if file.key not in going:
-                going[file.key] = file
+            if _name(file) not in going:
+                going[_name(file)] = file
                 left_bytes -= file.size_bytes
     return list(going.values())
 
@@ -205,16 +252,40 @@ def _group(label: Label) -> tuple[str, str]:
     return label.fingerprint.hex(), label.kind.name.lower()
 
 
-def _summary(fingerprint: str, kind: str, files: list[Audited]) -> dict[str, Any]:
-    last_ns = max(found.file.used_ns for found in files)
+def _no_record(found: Audited) -> str:
+    from dsv4.tiers.record import Reason
+
+    assert found.refusal is not None
+    return "unreadable" if found.refusal.reason is Reason.UNREADABLE else "no record"
+
+
+def _summary(
+    fingerprint: str, kind: str, files: Sequence[Found | Other], tokens: int
+) -> dict[str, Any]:
+    last_ns = max(file.used_ns for file in files)
     return {
         "fingerprint": fingerprint,
         "kind": kind,
         "records": len(files),
-        "bytes": sum(found.file.size_bytes for found in files),
-        "tokens": max((found.label.tokens for found in files if found.label), default=0),
+        "bytes": sum(file.size_bytes for file in files),
+        "tokens": tokens,
         "last_used": datetime.fromtimestamp(last_ns / 1e9).isoformat(" ", "seconds"),
     }
+
+
+def _name(file: Found | Other) -> str:
+    from dsv4.tiers.shelves import Other
+
+    return file.path if isinstance(file, Other) else str(file.key)
+
+
+def _as_dicts(troubles: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+    return [{"name": name, "error": error} for name, error in troubles]
+
+
+def _say(what: str, troubles: Iterable[tuple[str, str]]) -> None:
+    for name, error in troubles:
+        typer.echo(f"{what} {name}: {error}", err=True)
 
 
 def _why(found: Audited) -> dict[str, str]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsv4.tiers.record import Key, Label, Parts, Reason, Record, Refusal, check, read_header
-from dsv4.tiers.shelves import Found, Shelves, read_at
+from dsv4.tiers.index import forget
+from dsv4.tiers.record import Kind, Label, Reason, Refusal, payload_refusal, read_header, sum_of
+from dsv4.tiers.shelves import Found, Other, Shelves
 from dsv4.tiers.sizes import HEADER_BYTES
+
+_PIECE_BYTES = 1 << 20  # read at a time, whatever a header says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,15 +27,21 @@ class Audited:
 
 class Audit:
     """A directory that is only looked at, but for `remove` and `sweep`. Safe beside processes that
-    use it: what they remove meanwhile is left out. Raises InvalidInput if there is none."""
+    use it: what they remove meanwhile is left out. Raises InvalidInput if there is none.
+
+    `others` are files of other record versions, `unreadable` the shelves that cannot be opened or
+    read, and why."""
 
     def __init__(self, root: Path) -> None:
         self._shelves = Shelves(root, create=False)
         self.files = sorted(self._shelves.scan(), key=lambda file: file.used_ns)
+        self.others = sorted(self._shelves.others(), key=lambda file: file.used_ns)
+        self.unreadable = [(shelf, said(error)) for shelf, error in self._shelves.unreadable]
 
     @property
     def total_bytes(self) -> int:
-        return sum(file.size_bytes for file in self.files)
+        files: list[Found | Other] = [*self.files, *self.others]
+        return sum(file.size_bytes for file in files)
 
     def headers(self) -> Iterator[Audited]:
         """Every record by its header alone, the longest unused first."""
@@ -41,10 +51,43 @@ class Audit:
         """Every record with all sums checked, the longest unused first."""
         return self._each(whole=True)
 
-    def remove(self, keys: Iterable[Key]) -> None:
-        """Takes records away. Raises OSError."""
-        for key in keys:
-            self._shelves.remove(key)
+    def by_use(self, headers: Iterable[Audited]) -> list[Found]:
+        """Files as a tier would let them go: the longest unused first, where a use of a record is
+        one of all that it leans on, and none before what leans on it."""
+        labels = {each.file.key: each.label for each in headers if each.label is not None}
+        used_ns = {file.key: file.used_ns for file in self.files}
+
+        def depth(file: Found) -> tuple[int, bool]:
+            label = labels.get(file.key)
+            return (0 if label is None else label.tokens), file.key.kind is not Kind.BLOCK
+
+        deepest_first = sorted(self.files, key=depth, reverse=True)
+        for file in deepest_first:
+            label = labels.get(file.key)
+            if label is not None and label.leans_on in used_ns:
+                used_ns[label.leans_on] = max(used_ns[label.leans_on], used_ns[file.key])
+        return [
+            Found(file.key, file.size_bytes, used_ns[file.key])
+            for file in sorted(deepest_first, key=lambda file: used_ns[file.key])
+        ]
+
+    def remove(self, files: Iterable[Found | Other]) -> list[tuple[str, str]]:
+        """Takes files away. Answers with those that stay, and why."""
+        gone: list[Found | Other] = []
+        stay = []
+        for file in files:
+            try:
+                if isinstance(file, Other):
+                    self._shelves.remove_other(file.path)
+                else:
+                    self._shelves.remove(file.key)
+                gone.append(file)
+            except OSError as error:
+                name = file.path if isinstance(file, Other) else str(file.key)
+                stay.append((name, said(error)))
+        keys = [file.key for file in gone if isinstance(file, Found)]
+        forget(self._shelves, keys, [file.path for file in gone if isinstance(file, Other)])
+        return stay
 
     def sweep(self) -> int:
         """Removes temporary files that have lost their writers, and counts them."""
@@ -55,25 +98,34 @@ class Audit:
 
     def _each(self, *, whole: bool) -> Iterator[Audited]:
         for file in self.files:
-            if self._shelves.is_foreign(file.key):
-                refusal = Refusal(reason=Reason.FOREIGN, found="no file", asked="a record")
-                yield Audited(file=file, refusal=refusal)
-                continue
             try:
+                if self._shelves.is_foreign(file.key):
+                    refusal = Refusal(reason=Reason.FOREIGN, found="no file", asked="a record")
+                    yield Audited(file=file, refusal=refusal)
+                    continue
                 fd = self._shelves.open(file.key)
+                try:
+                    audited = _audited(fd, file, whole)
+                finally:
+                    os.close(fd)
             except FileNotFoundError:
                 continue
-            try:
-                yield _audited(fd, file, whole)
-            finally:
-                os.close(fd)
+            except OSError as error:
+                refusal = Refusal(reason=Reason.UNREADABLE, found=said(error), asked="a record")
+                audited = Audited(file=file, refusal=refusal)
+            yield audited
+
+
+def said(error: OSError) -> str:
+    return f"{errno.errorcode.get(error.errno or 0, '?')}: {error.strerror}"
 
 
 def _audited(fd: int, file: Found, whole: bool) -> Audited:
-    found = read_header(os.pread(fd, HEADER_BYTES, 0))
+    header = os.pread(fd, HEADER_BYTES, 0)
+    found = read_header(header)
     if isinstance(found, Refusal):
         return Audited(file=file, refusal=found)
-    label, _ = found
+    label, total = found
     refusal = None
     if label.key != file.key:
         name = file.key.digest.hex()
@@ -86,7 +138,12 @@ def _audited(fd: int, file: Found, whole: bool) -> Audited:
             asked=f"{label.padded_bytes}",
         )
     elif whole:
-        record = Record(label=label, parts=Parts.alone(label))
-        read_at(fd, record.parts.whole)
-        refusal = check(record)
+        refusal = payload_refusal(sum_of(_payload(fd, label)), total)
     return Audited(file=file, label=label, refusal=refusal)
+
+
+def _payload(fd: int, label: Label) -> Iterator[bytes]:
+    at, end = HEADER_BYTES, label.record_bytes
+    while at < end and (piece := os.pread(fd, min(_PIECE_BYTES, end - at), at)):
+        yield piece
+        at += len(piece)

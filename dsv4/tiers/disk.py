@@ -3,39 +3,53 @@
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
 import stat
 import threading
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, get_args
 
 from dsv4.errors import InvalidInput, require_count
-from dsv4.tiers.lru import Lru
-from dsv4.tiers.record import Key, Label, Record
+from dsv4.tiers.index import Books, Index
+from dsv4.tiers.record import Key, Label, Reason, Record, Refusal
 from dsv4.tiers.shelves import Calls, Shelves, read_at
+from dsv4.tiers.survey import survey
 from dsv4.tiers.tier import (
     DONE,
     DROPPED,
     MISSING,
     Limits,
+    Operation,
     Outage,
     Outcome,
     QueuedTier,
+    State,
     foreign,
     wrong_size,
 )
 
+log = logging.getLogger("dsv4.tiers")
 Sync = Literal["off", "each"]
-LOW_WATER = 0.95  # of the capacity: what is left when room was made
-SCANS_PER_CAPACITY = 16  # how often to look for what other processes wrote, by own bytes written
-# errors that the next record may not meet: this one is dropped or missing, the tier goes on
+MOST_VICTIMS = 64  # that go for one record: a capacity that has become smaller is reached by and by
+HELP_S = 0.1  # how long a store that needs room helps to make the index
+WAIT_S = 1.0  # how long a record waits for its block, which is being stored
+MOST_FREE_BYTES = 1 << 30  # kept free on the file system, or a sixteenth of the capacity
+FRESH_NS = 60 * 10**9  # how far the time of a last use in the directory may be behind the index
+# errors that say nothing of the record, nor of the disk: this one is dropped or missing
 _PASSING = {
-    *(errno.EMFILE, errno.ENFILE, errno.EFBIG),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFBIG),
     errno.EINVAL,  # O_DIRECT's word for a write that a limit cuts short
-    *(errno.ENOENT, errno.EISDIR, errno.ENOTDIR),  # somebody else is at work in the directory
+    *(errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP),  # others work in the directory
 }
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_DISK = {*_FULL, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO}  # the next one meets it too
+_RECENT, _BROKEN = 32, 8  # so many different records of the last ones: it is the disk
 
 
 class DiskTier(QueuedTier):
@@ -45,10 +59,11 @@ class DiskTier(QueuedTier):
     damaged, and a damaged one is refused. `sync="each"`: what was reported as stored is there after
     a power loss. `direct`: around the page cache; None tries whether that works.
 
-    Processes that share the directory see each other's records at once and each other's bytes when
-    they scan, so that n of them may pass the capacity by n/16 of it.
+    Processes that share the directory see each other's records at once and count their bytes
+    together; of their capacities the largest counts. A hundredth of the file system is left free.
     """
 
+    look_chunk = 64  # labels of a lookup's job: each is a name that the file system knows or not
     keeps_order = True
 
     def __init__(
@@ -64,55 +79,126 @@ class DiskTier(QueuedTier):
     ) -> None:
         if sync not in get_args(Sync):
             raise InvalidInput(f"sync={sync!r}: give one of {', '.join(get_args(Sync))}")
+        if not isinstance(root, str | os.PathLike) or not os.fspath(root):
+            raise InvalidInput(f"root={root!r}: give the path of a directory of its own")
         super().__init__(name, limits or Limits(threads=4))
         self._capacity_bytes = require_count("capacity_bytes", capacity_bytes)
-        self._shelves = Shelves(Path(root), durable=sync == "each", calls=calls)
-        works = self._shelves.takes_direct() if direct is not False else False
-        if direct and not works:
-            raise InvalidInput(f"direct=True: the file system of {root} takes no O_DIRECT")
-        self._flags = os.O_DIRECT if works else 0
-        self._files: Lru[None] = Lru()
-        self._scanning = threading.Lock()
-        self._fresh: dict[Key, int] = {}  # written since the last scan began
-        self._fresh_bytes = 0
-        self._reserved_bytes = 0  # being written
-        self._scanned = False
+        self._durable, self._direct = sync == "each", direct
+        self._shelves = Shelves(Path(root), durable=self._durable, calls=calls)
+        try:
+            self._flags = 0
+            self._decide_direct()
+            if direct and self._direct is False:
+                raise InvalidInput(f"direct=True: the file system of {root} takes no O_DIRECT")
+        except BaseException:
+            self._shelves.close()
+            raise
+        self._index = Index(self._shelves, capacity_bytes)
+        self._survey: Iterator[None] | None = None
+        self._surveying = threading.Lock()
+        self._recent: dict[Operation, deque[Key | None]] = {
+            each: deque(maxlen=_RECENT) for each in Operation
+        }
         self._own = threading.local()
-        self._do_later(self._scan_first)
+        self._takes_stock = False
+        self._begin_stock()
+
+    def _decide_direct(self) -> None:
+        """O_DIRECT or not, by a trial. One that a full disk kept from being made comes again."""
+        works = self._shelves.takes_direct() if self._direct is not False else False
+        self._tries_direct = works is None
+        if works is not None:
+            self._direct = works
+            self._flags = os.O_DIRECT if works else 0
 
     # ---- as a tier -------------------------------------------------------------------------------
 
-    def _glance(self, label: Label) -> bool | None:
-        return label.key in self._files or None  # another process may have it
-
     def _held(self) -> tuple[int | None, int | None, int | None]:
-        return len(self._files), self._files.used_bytes, self._capacity_bytes
+        index = self._index
+        return index.records, index.bytes, index.capacity_bytes
 
     def _look(self, labels: Sequence[Label]) -> Sequence[bool]:
-        return [self._shelves.exists(label.key) for label in labels]
+        return [self._look_one(label) for label in labels]
+
+    def _look_one(self, label: Label) -> bool:
+        try:
+            return self._is_there(label)
+        except OSError as error:
+            if error.errno not in _PASSING:
+                self._blame(Operation.LOOKUP, label.key, error)
+        return False
+
+    def _is_there(self, label: Label) -> bool:
+        """Asked from the file system by name, which knows what all processes wrote."""
+        exists = self._shelves.exists
+        return exists(label.key) or (self._renewed() and exists(label.key))
+
+    def _renewed(self) -> bool:
+        """Whether the directory had been taken away: then another is used."""
+        renewed = self._shelves.renew()
+        if renewed:
+            self._survey = None
+            self._begin_stock()
+        return renewed
 
     def _load(self, records: Sequence[Record]) -> Sequence[Outcome]:
         return [self._load_one(record) for record in records]
 
     def _load_one(self, record: Record) -> Outcome:
+        """An error of one file is that record's: it is refused, and removed as any that is. Many of
+        different ones are the disk's."""
+        recent = self._recent[Operation.LOAD]
         try:
-            fd = self._shelves.open(record.key, self._flags)
+            fd = self._open(record.key)
         except OSError as error:
             if self._shelves.is_foreign(record.key):
                 return foreign("something that is no file")
-            with self._lock:
-                if error.errno == errno.ENOENT:
-                    self._files.remove(record.key)
-            return _passing(error, MISSING)
+            if error.errno == errno.ENOENT:
+                self._forget(record.key)
+            return self._failed(record.key, error)
         try:
             outcome = self._read(fd, record)
         except OSError as error:
-            return _passing(error, MISSING)
+            return self._failed(record.key, error)
         finally:
             os.close(fd)
-        if outcome is DONE:
-            self._note(record.label)
+        recent.append(None)
         return outcome
+
+    def _open(self, key: Key) -> int:
+        try:
+            return self._shelves.open(key, self._flags)
+        except FileNotFoundError:
+            if not self._renewed():
+                raise
+        return self._shelves.open(key, self._flags)
+
+    def _failed(self, key: Key, error: OSError) -> Outcome:
+        if error.errno in _PASSING:
+            return MISSING
+        self._blame(Operation.LOAD, key, error)
+        if not self._has_file(key):
+            return MISSING
+        found = f"{errno.errorcode.get(error.errno or 0, '?')}: {error.strerror}"
+        refusal = Refusal(reason=Reason.UNREADABLE, found=found, asked="a record")
+        return Outcome(State.REFUSED, refusal)
+
+    def _has_file(self, key: Key) -> bool:
+        try:
+            return self._shelves.exists(key)
+        except OSError:
+            return False  # not the file's: its shelf cannot be opened
+
+    def _blame(self, operation: Operation, key: Key, error: OSError) -> None:
+        """Notes that a record could not be had or kept. Raises Outage when it is the disk."""
+        with self._lock:
+            recent = self._recent[operation]
+            recent.append(key)
+            bad = len({each for each in list(recent) if each is not None})
+            broken = bad >= _BROKEN and 2 * bad >= len(recent)
+        if broken or error.errno in _DISK:
+            name = errno.errorcode.get(error.errno or 0, "?")
+            raise Outage(f"{name}: {error.strerror}") from error
 
     def _read(self, fd: int, record: Record) -> Outcome:
         label, found = record.label, os.fstat(fd)
@@ -138,31 +224,65 @@ class DiskTier(QueuedTier):
     def _store_one(self, record: Record) -> Outcome:
         label = record.label
         try:
-            if self._shelves.exists(label.key):
-                self._note(label)
-                return DONE
-            if not self._make_room(label.padded_bytes):
-                return DROPPED
-            try:
-                self._shelves.write(label.key, self._to_write(record), flags=self._flags)
-                with self._lock:
-                    self._files.add(label.key, label.padded_bytes, None, label)
-                    self._fresh[label.key] = label.padded_bytes
-                    self._fresh_bytes += label.padded_bytes
-            finally:
-                with self._lock:
-                    self._reserved_bytes -= label.padded_bytes
+            stored = self._write(record)
         except OSError as error:
-            return _passing(error, DROPPED)
-        return DONE
+            if error.errno not in _PASSING:
+                self._blame(Operation.STORE, label.key, error)
+            return DROPPED
+        self._recent[Operation.STORE].append(None)
+        with suppress(Outage, OSError):
+            if not self._index.complete:
+                self._begin_stock()
+            self._look_around(0.0)
+        return DONE if stored else DROPPED
+
+    def _write(self, record: Record) -> bool:
+        """Whether a record is there now. Raises OSError."""
+        label, full = record.label, 0
+        if label.padded_bytes > self._index.capacity_bytes:
+            return False
+        self._renewed()
+        if self._shelves.holds(label.key, label.padded_bytes):
+            if self._durable:
+                self._shelves.sync(label.key)
+            return True
+        if self._tries_direct:
+            self._decide_direct()
+        while True:
+            try:
+                if not self._reserve(label, full * label.padded_bytes):
+                    return False
+                self._shelves.write(label.key, self._to_write(record), flags=self._flags)
+                self._remove_uncounted(label)
+                return True
+            except BaseException as error:
+                self._forget(label.key)
+                full += 1
+                if not isinstance(error, OSError) or error.errno not in _FULL or full == 4:
+                    raise
+
+    def _remove_uncounted(self, label: Label) -> None:
+        """A record that was dropped, or gave way to others, while its file was written."""
+        with self._index.books() as books:
+            if not books.holds(label.key):
+                self._shelves.remove(label.key)
 
     def _drop(self, keys: Sequence[Key]) -> None:
         for key in keys:
-            with self._lock:
-                self._files.remove(key)
             self._shelves.remove(key)
+            self._forget(key)
+
+    def _forget(self, key: Key) -> None:
+        """A record that is not there. That the index cannot be told costs room, for a while."""
+        with suppress(Outage, OSError):
+            if self._shelves.exists(key):
+                return
+            with self._index.books() as books:
+                books.remove(key)
 
     def _close(self) -> None:
+        self._survey = None
+        self._index.close()
         self._shelves.close()
 
     # ---- memory ----------------------------------------------------------------------------------
@@ -190,74 +310,153 @@ class DiskTier(QueuedTier):
 
     # ---- room ------------------------------------------------------------------------------------
 
-    def _note(self, label: Label) -> None:
-        """A record that another process may have written."""
-        with self._lock:
-            if label.key not in self._files:
-                self._files.add(label.key, label.padded_bytes, None, label)
-
     def _use(self, labels: Sequence[Label]) -> None:
-        """In the directory too: other processes and the next start read it there."""
-        with self._lock:
-            used = self._files.touch(labels)
-        self._shelves.touch(used)
+        """Of a prompt the end is enough: what it leans on does not go before it. Its file is
+        touched now and then, for `dsv4 store`, and for the day that the index is lost."""
+        within = {label.leans_on for label in labels}
+        used = []
+        with self._index.books() as books:
+            for label in labels:
+                if label.key not in within and (found := books.use(label)) is not None:
+                    used.append(found)
+            now_ns = books.clock
+        if not self._index.complete:
+            self._begin_stock()
+        for key, before_ns in used:
+            if now_ns - before_ns > FRESH_NS:
+                self._shelves.touch(key)
 
-    def _scan_first(self) -> None:
-        with self._scanning:
-            if not self._scanned:
-                self._scan()
-
-    def _scan(self) -> None:
-        """Takes stock of the directory: what others wrote and removed, what lost its writer."""
-        with self._lock:
-            self._fresh, self._fresh_bytes = {}, 0
-        self._shelves.sweep()
-        found = sorted(self._shelves.scan(), key=lambda file: file.used_ns)
-        with self._lock:
-            known, self._files = self._files, Lru()
-            for file in found:
-                self._files.add(file.key, file.size_bytes, None)
-                entry, before = self._files.get(file.key), known.get(file.key)
-                if entry is not None and before is not None:
-                    entry.tokens, entry.leans_on = before.tokens, before.leans_on
-            for key, size_bytes in self._fresh.items():  # the scan may have been there before
-                if key not in self._files:
-                    self._files.add(key, size_bytes, None)
-        self._scanned = True
-
-    def _make_room(self, size_bytes: int) -> bool:
-        """Removes what was used longest ago until a record has room, and reserves it. Raises
-        OSError."""
-        with self._scanning:
-            unseen_bytes = self._fresh_bytes
-            if not self._scanned or unseen_bytes > self._capacity_bytes / SCANS_PER_CAPACITY:
-                self._scan()
-            victims = []
-            with self._lock:
-                most = self._capacity_bytes - self._reserved_bytes - size_bytes
-                if most < 0:
+    def _reserve(self, label: Label, full_bytes: int) -> bool:
+        """Counts a record, which is about to be written, and makes room for it. `full_bytes` are to
+        go because the disk had no room for it. Raises OSError."""
+        until, helped = time.monotonic() + WAIT_S, False
+        while True:
+            short_bytes = max(full_bytes, self._shortage(label))
+            with self._index.books() as books:
+                books.learn(label)
+                if books.holds(label.key):
+                    return True  # somebody else is about to write it, or its file was lost
+                reachable = books.can_be_reached(label) or (
+                    not books.complete and self._has_file(label.leans_on)
+                )
+                over = books.bytes + label.padded_bytes - books.capacity_bytes
+                fits = over <= 0 and not short_bytes and (reachable or helped)
+                # what is not counted yet may be what goes, and what others lean on
+                if books.complete or fits:
+                    has_room = self._made_room(books, label, over, short_bytes, reachable)
+                    if has_room is not None:
+                        return has_room
+                complete = books.complete
+            if not complete:
+                if helped:
                     return False
-                if self._files.used_bytes > most:
-                    most = max(0, most - int(self._capacity_bytes * (1 - LOW_WATER)))
-                    for key in self._files.oldest():
-                        if self._files.used_bytes <= most:
-                            break
-                        self._files.remove(key)
-                        victims.append(key)
-            for key in victims:
-                self._shelves.remove(key)
-            with self._lock:
-                self._reserved_bytes += size_bytes
+                self._look_around(HELP_S)
+                helped = True
+            elif time.monotonic() > until or not self._is_coming(label.leans_on):
+                return False
+            else:
+                time.sleep(0.001)
+
+    def _shortage(self, label: Label) -> int:
+        """What the file system lacks: two records go for one, as their room may come late."""
+        most = min(MOST_FREE_BYTES, self._capacity_bytes // 16)
+        return min(self._shelves.shortage(label.padded_bytes, most), 2 * label.padded_bytes)
+
+    def _made_room(
+        self, books: Books, label: Label, over: int, short_bytes: int, reachable: bool
+    ) -> bool | None:
+        """Whether a record has room, after what goes for it is removed; None if that would leave it
+        where nobody finds it. Raises OSError."""
+        before_bytes = books.bytes
+        spare = books.capacity_bytes // 16  # only then for what leans on nothing that is here
+        if (over + spare > 0 or short_bytes) and not reachable:
+            return None
+        for _ in range(MOST_VICTIMS):
+            if before_bytes - books.bytes >= max(over, short_bytes):
+                break
+            victim = books.oldest(label.leans_on)
+            if victim is None:
+                break
+            self._give_up_record(books, victim)
+        if short_bytes and books.bytes == before_bytes:
+            raise OSError(errno.ENOSPC, "nothing is left that could make room")
+        if books.bytes + label.padded_bytes > max(books.capacity_bytes, before_bytes):
+            return False
+        books.put(label.key, label.leans_on, label.padded_bytes, books.now())
         return True
+
+    def _give_up_record(self, books: Books, victim: Key | str) -> None:
+        if isinstance(victim, str):
+            self._shelves.remove_other(victim)
+            books.remove_other(victim)
+            return
+        try:
+            self._shelves.remove(victim)
+        except OSError as error:
+            if error.errno in _DISK:
+                raise
+            log.warning("tier %s: cannot remove %s: %s", self._name, victim, error)
+            books.put_back(victim)
+            return
+        books.remove(victim)
+
+    def _is_coming(self, key: Key) -> bool:
+        """Whether another thread stores a record at this moment."""
+        with self._lock:
+            return any(record.key == key for job in self._running for record in job.records)
+
+    # ---- taking stock ----------------------------------------------------------------------------
+
+    def _begin_stock(self) -> None:
+        if not self._takes_stock:
+            self._takes_stock = True
+            self._do_later(self._take_stock)
+
+    def _take_stock(self) -> None:
+        """Makes the index from the files, where that is not done yet: a piece, then what else
+        waits, then the next."""
+        self._takes_stock = False
+        with self._index.books():
+            pass
+        if not self._look_around(0.01, unless_complete=True) or self._is_above():
+            self._begin_stock()
+
+    def _is_above(self) -> bool:
+        """Whether there is still more than the capacity, after some of it was removed: what came
+        while the index was made, or the capacity has become smaller."""
+        with self._index.books() as books:
+            before_bytes = books.bytes
+            for _ in range(MOST_VICTIMS):
+                if books.bytes <= books.capacity_bytes or not books.complete:
+                    return False
+                victim = books.oldest(None)
+                if victim is None:
+                    return False
+                self._give_up_record(books, victim)
+            return books.bytes < before_bytes
+
+    def _look_around(self, seconds: float, *, unless_complete: bool = False) -> bool:
+        """Goes on with the round through the directory: one step, or as many as the time allows
+        while the index is not complete. Whether it is."""
+        until = time.monotonic() + seconds
+        while not (unless_complete and self._index.complete):
+            if self._surveying.acquire(timeout=max(0.0, until - time.monotonic())):
+                try:
+                    self._step()
+                finally:
+                    self._surveying.release()
+            unless_complete = True
+            if time.monotonic() >= until:
+                break
+        return self._index.complete
+
+    def _step(self) -> None:
+        round_, self._survey = self._survey or survey(self._shelves, self._index), None
+        with suppress(StopIteration):
+            next(round_)
+            self._survey = round_
 
 
 def _padding(label: Label) -> memoryview:
     """Zeros for writing; for reading, memory that nobody looks at."""
     return memoryview(bytearray(label.padded_bytes - label.record_bytes))
-
-
-def _passing(error: OSError, outcome: Outcome) -> Outcome:
-    """The outcome of one record, or an outage of the tier: full, read-only, broken."""
-    if error.errno in _PASSING:
-        return outcome
-    raise Outage(f"{errno.errorcode.get(error.errno or 0, '?')}: {error.strerror}") from error

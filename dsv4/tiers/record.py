@@ -17,7 +17,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
@@ -236,6 +236,7 @@ class Reason(StrEnum):
     PAYLOAD_BYTES = "payload_bytes"
     PAYLOAD_SUM = "payload_sum"
     FOREIGN = "foreign"  # something else is where a record should be
+    UNREADABLE = "unreadable"  # the system gives an error for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,8 +253,11 @@ class Refusal:
 
 def payload_sum(pieces: Sequence[memoryview]) -> bytes:
     """xxh3-128 of the payload, wherever its pieces lie."""
-    if len(pieces) == 1:
-        return xxhash.xxh3_128_digest(pieces[0])
+    return xxhash.xxh3_128_digest(pieces[0]) if len(pieces) == 1 else sum_of(pieces)
+
+
+def sum_of(pieces: Iterable[memoryview | bytes]) -> bytes:
+    """The same of pieces that come one after the other."""
     running = xxhash.xxh3_128()
     for piece in pieces:
         running.update(piece)
@@ -325,7 +329,11 @@ def check(record: Record) -> Refusal | None:
     label, total = found
     for reason, got, asked in _differences(label, record.label):
         return _refusal(reason, got, asked)
-    actual = payload_sum(record.parts.payload)
+    return payload_refusal(payload_sum(record.parts.payload), total)
+
+
+def payload_refusal(actual: bytes, total: bytes) -> Refusal | None:
+    """Why a payload with one sum is refused where its header says another."""
     return None if actual == total else _refusal(Reason.PAYLOAD_SUM, actual, total)
 
 

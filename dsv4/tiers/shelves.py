@@ -2,6 +2,7 @@
 
     ROOT/1/b/0f/0f3c…   a block: record version, kind, first byte of the digest, digest
     ROOT/1/b/0f/.4711-9d2e….tmp   being written by process 4711
+    ROOT/1/index-…                how much there is and what goes first (index.py)
 
 Directories are 0700 and files 0600. Each directory is opened from the one above it without
 following links, and names are made of digests alone: nothing outside ROOT is ever reached.
@@ -10,11 +11,13 @@ following links, and names are made of digests alone: nothing outside ROOT is ev
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
 import re
 import secrets
 import stat
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,9 +28,15 @@ from dsv4.errors import InvalidInput
 from dsv4.tiers.record import RECORD_VERSION, Key, Kind
 from dsv4.tiers.sizes import UNIT_BYTES
 
+log = logging.getLogger("dsv4.tiers")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# without O_NONBLOCK a FIFO in place of a record would hold the thread for ever
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _NAME = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_VERSION = re.compile(r"[0-9]{1,5}", re.ASCII)
 _TEMPORARY = re.compile(r"\.[0-9]+-[0-9a-f]{16}\.tmp", re.ASCII)
+_NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP}
+FREE_SHARE = 100  # one part of so many of a file system is left free
 STALE_S = 60.0  # a temporary file that nobody has written to for so long has lost its writer
 
 
@@ -60,7 +69,20 @@ class Found:
 
     key: Key
     size_bytes: int
-    used_ns: int  # modification time: when it was written or last loaded
+    used_ns: int  # modification time: when it was written, or last used as the end of a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """A file of another record version, by its path below ROOT."""
+
+    path: str
+    size_bytes: int
+    used_ns: int
+
+    @property
+    def version(self) -> str:
+        return self.path.split("/", 1)[0]
 
 
 class Shelves:
@@ -77,96 +99,158 @@ class Shelves:
         durable: bool = False,
         calls: Calls | None = None,
     ) -> None:
-        self.root, self._durable = root, durable
+        self.root, self._durable = root.absolute(), durable
+        self.path = self.root / str(RECORD_VERSION)
         self._calls = calls or Calls()
+        self._renewing = threading.Lock()
+        self._left: list[int] = []  # of directories that are gone: others may still be in there
+        self._secured: set[tuple[Kind, int]] = set()
+        self.unreadable: list[tuple[str, OSError]] = []  # shelves, as they were gone through
+        self.fd = self._opened(create)
+        self._device = os.fstat(self.fd).st_dev if self.fd >= 0 else -1
+
+    def _opened(self, create: bool) -> int:
+        """The directory of this record version; -1 where there is none and none is made."""
+        root, made = self.root, []
         try:
             if create:
+                made = [each for each in (root, *root.parents) if not each.exists()]
                 root.mkdir(mode=0o700, parents=True, exist_ok=True)
             top = os.open(root, _DIRECTORY)
-        except OSError as error:
-            raise InvalidInput(
-                f"{root} cannot be a disk tier's directory: {error.strerror}"
-            ) from error
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise InvalidInput(f"{root} cannot be a disk tier's directory: {why}") from error
         try:
-            self._fd = self._versioned(top, create)
+            if not create:
+                names = os.listdir(top)
+                if names and not any(_VERSION.fullmatch(name) for name in names):
+                    raise InvalidInput(
+                        f"{root} is no disk tier's directory: it has {len(names)} other files or "
+                        "directories and no records"
+                    )
+            _require_private(top, root)
+            if create:
+                self._make(self.path.name, top)
+            try:
+                fd = os.open(self.path.name, _DIRECTORY, dir_fd=top)
+            except FileNotFoundError:
+                return -1
+            try:
+                _require_private(fd, self.path)
+                if self._durable:
+                    self._calls.sync(top)
+                    for each in made:
+                        self._sync_path(each.parent)
+            except BaseException:
+                os.close(fd)
+                raise
+            return fd
+        except OSError as error:
+            raise InvalidInput(f"{self.path} cannot hold records: {error.strerror}") from error
         finally:
             os.close(top)
 
-    def _versioned(self, top: int, create: bool) -> int:
-        """The directory of this record version; -1 where there is none and none is made."""
-        name = str(RECORD_VERSION)
+    def _sync_path(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            if create:
-                self._make(name, top)
-            fd = os.open(name, _DIRECTORY, dir_fd=top)
-        except FileNotFoundError:
-            return -1
-        except OSError as error:
-            raise InvalidInput(
-                f"{self.root / name} cannot hold records: {error.strerror}"
-            ) from error
-        found = os.fstat(fd)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            self._calls.sync(fd)
+        finally:
             os.close(fd)
-            raise InvalidInput(
-                f"{self.root / name} belongs to user {found.st_uid} with mode "
-                f"{stat.S_IMODE(found.st_mode):o}: records are private, it must be yours and 700"
-            )
-        return fd
+
+    def renew(self) -> bool:
+        """Looks whether the directory is still there. One that was deleted is made anew, one that
+        somebody made in its place is taken; the answer is True then. Raises OSError where neither
+        can be: the answer to a file system that is gone is not a directory on the one below."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.lstat(self.path), os.fstat(self.fd)):
+                return False
+        with self._renewing:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.lstat(self.path), os.fstat(self.fd)):
+                    return True  # another thread was here first
+            there = next(each for each in self.path.parents if each.exists())
+            if os.stat(there).st_dev != self._device:
+                raise OSError(errno.ESTALE, f"{self.root}: its file system is gone")
+            try:
+                fd = self._opened(create=True)
+            except InvalidInput as error:
+                raise OSError(errno.ESTALE, str(error)) from error
+            log.warning("disk tier %s: the directory was taken away; a new one is used", self.root)
+            self._left.append(self.fd)  # a number that is given again must not be read from
+            self._secured = set()
+            self.fd = fd
+            return True
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        for fd in (self.fd, *self._left):
+            if fd >= 0:
+                os.close(fd)
+        self.fd, self._left = -1, []
 
-    def takes_direct(self) -> bool:
-        """Whether O_DIRECT works here, by trying it."""
+    def takes_direct(self) -> bool | None:
+        """Whether O_DIRECT works here, by trying it; None if it could not be tried."""
         if not hasattr(os, "O_DIRECT"):
             return False
         name = _temporary_name()
         try:
             fd = os.open(
-                name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_DIRECT, 0o600, dir_fd=self._fd
+                name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_DIRECT, 0o600, dir_fd=self.fd
             )
-        except OSError:
-            return False
+        except OSError as error:
+            return False if error.errno in _NO_DIRECT else None
         try:
             unit = memoryview(mmap.mmap(-1, UNIT_BYTES))
             return os.writev(fd, [unit]) == UNIT_BYTES == os.preadv(fd, [unit], 0)
-        except OSError:
-            return False
+        except OSError as error:
+            return False if error.errno in _NO_DIRECT else None
         finally:
             os.close(fd)
-            os.unlink(name, dir_fd=self._fd)
+            os.unlink(name, dir_fd=self.fd)
+
+    def shortage(self, size_bytes: int, most_bytes: int) -> int:
+        """How many bytes are to be removed before so many may be written, for a hundredth of the
+        file system and of its inodes stays free, but `most_bytes` at most. Raises OSError."""
+        found = os.fstatvfs(self.fd)
+        keep_bytes = min(found.f_blocks * found.f_frsize // FREE_SHARE, most_bytes)
+        short = size_bytes + keep_bytes - found.f_bavail * found.f_frsize
+        if found.f_files and found.f_favail < min(found.f_files // FREE_SHARE, 1024) + 1:
+            short = max(short, 1)
+        return max(0, short)
 
     # ---- one record ------------------------------------------------------------------------------
 
     def exists(self, key: Key) -> bool:
-        """Whether a file has the record's name."""
-        with suppress(FileNotFoundError), self._shelf(key) as fd:
-            os.stat(key.digest.hex(), dir_fd=fd, follow_symlinks=False)
-            return True
-        return False
+        """Whether something has the record's name."""
+        return self._stat(key) is not None
+
+    def holds(self, key: Key, size_bytes: int) -> bool:
+        """Whether a file of this size has the record's name. Raises OSError."""
+        found = self._stat(key)
+        return found is not None and _is_record(found, size_bytes)
 
     def is_foreign(self, key: Key) -> bool:
         """Whether something that is no file has the record's name."""
-        with suppress(OSError), self._shelf(key) as fd:
-            found = os.stat(key.digest.hex(), dir_fd=fd, follow_symlinks=False)
-            return not stat.S_ISREG(found.st_mode)
+        with suppress(OSError):
+            found = self._stat(key)
+            return found is not None and not stat.S_ISREG(found.st_mode)
         return False
+
+    def _stat(self, key: Key) -> os.stat_result | None:
+        with suppress(FileNotFoundError), self._shelf(key) as fd:
+            return os.stat(key.digest.hex(), dir_fd=fd, follow_symlinks=False)
+        return None
 
     def open(self, key: Key, flags: int = 0) -> int:
         """A record's file for reading. Raises OSError: ENOENT if there is none."""
         with self._shelf(key) as fd:
-            # without O_NONBLOCK a FIFO in place of a record would hold the thread for ever
-            read = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-            return os.open(key.digest.hex(), read | flags, dir_fd=fd)
+            return os.open(key.digest.hex(), _FILE | flags, dir_fd=fd)
 
     def write(self, key: Key, pieces: Sequence[memoryview], *, flags: int) -> None:
-        """A record's file, whole or not at all. Raises OSError; then nothing is left but what could
-        not be removed."""
+        """A record's file, whole or not at all. One of its size that is there is kept. Raises
+        OSError; then nothing is left but what could not be removed."""
+        size_bytes = sum(piece.nbytes for piece in pieces)
         with self._shelf(key, create=True) as shelf:
-            name = _temporary_name()
+            name, final = _temporary_name(), key.digest.hex()
             fd = self._calls.create(name, flags=flags, dir_fd=shelf)
             try:
                 try:
@@ -175,13 +259,66 @@ class Shelves:
                         self._calls.sync(fd)
                 finally:
                     os.close(fd)
-                self._calls.rename(name, key.digest.hex(), dir_fd=shelf)
-            except BaseException:
-                with suppress(OSError):
-                    self._calls.unlink(name, dir_fd=shelf)
-                raise
+                # another writer may be through, and have said so after a sync of its own file
+                if not self._keeps(shelf, final, size_bytes):
+                    try:
+                        self._calls.rename(name, final, dir_fd=shelf)
+                    except IsADirectoryError:
+                        self._clear(shelf, final)
+                        self._calls.rename(name, final, dir_fd=shelf)
+                    name = ""
+            finally:
+                if name:
+                    with suppress(OSError):
+                        self._calls.unlink(name, dir_fd=shelf)
             if self._durable:
-                self._calls.sync(shelf)
+                if name:
+                    self._sync_file(shelf, final)
+                self._secure(key, shelf)
+
+    def _keeps(self, shelf: int, name: str, size_bytes: int) -> bool:
+        with suppress(FileNotFoundError):
+            return _is_record(os.stat(name, dir_fd=shelf, follow_symlinks=False), size_bytes)
+        return False
+
+    def sync(self, key: Key) -> None:
+        """A record that is there already is on the medium when this returns, whoever wrote it.
+        Raises OSError."""
+        with self._shelf(key) as shelf:
+            self._sync_file(shelf, key.digest.hex())
+            self._secure(key, shelf)
+
+    def _sync_file(self, shelf: int, name: str) -> None:
+        fd = os.open(name, _FILE, dir_fd=shelf)
+        try:
+            self._calls.sync(fd)
+        finally:
+            os.close(fd)
+
+    def _secure(self, key: Key, shelf: int) -> None:
+        """Names in a shelf, and its own name, which another process may have made."""
+        self._calls.sync(shelf)
+        place = (key.kind, key.digest[0])
+        if place not in self._secured:
+            upper = self._down(self.fd, key.kind.letter, create=False)
+            try:
+                self._calls.sync(upper)
+            finally:
+                os.close(upper)
+            self._calls.sync(self.fd)
+            self._secured.add(place)
+
+    def _clear(self, shelf: int, name: str) -> None:
+        """Takes a directory out of a record's place. One with something in it is kept under another
+        name: whoever put it there may want it."""
+        try:
+            os.rmdir(name, dir_fd=shelf)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            aside = f"foreign-{secrets.token_hex(8)}"
+            os.rename(name, aside, src_dir_fd=shelf, dst_dir_fd=shelf)
+            log.warning("disk tier %s: a directory lay in a record's place: now %s", name, aside)
 
     def _write_all(self, fd: int, pieces: Sequence[memoryview]) -> None:
         left = list(pieces)
@@ -192,66 +329,151 @@ class Shelves:
             if left and written:
                 left[0] = left[0][written:]
 
-    def touch(self, keys: Sequence[Key]) -> None:
-        """Marks records as used now, the last one as the newest. What is gone is passed over."""
-        now = time.time_ns()
-        for nth, key in enumerate(keys):
-            with suppress(OSError), self._shelf(key) as fd:
-                when = now + nth
-                name = key.digest.hex()
-                os.utime(name, ns=(when, when), dir_fd=fd, follow_symlinks=False)
+    def touch(self, key: Key) -> None:
+        """Marks a record as used now. One that is gone is passed over."""
+        with suppress(OSError), self._shelf(key) as fd:
+            os.utime(key.digest.hex(), dir_fd=fd, follow_symlinks=False)
 
     def remove(self, key: Key) -> None:
-        """Takes a record's file away; one that is gone already is fine. Raises OSError."""
+        """Takes a record's file away, or what lies in its place; one that is gone already is fine.
+        Raises OSError."""
         with suppress(FileNotFoundError), self._shelf(key) as fd:
-            self._calls.unlink(key.digest.hex(), dir_fd=fd)
+            name = key.digest.hex()
+            try:
+                self._calls.unlink(name, dir_fd=fd)
+            except OSError as error:
+                if error.errno not in (errno.EISDIR, errno.EPERM):
+                    raise
+                if not stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
+                    raise
+                self._clear(fd, name)
 
     # ---- all of them -----------------------------------------------------------------------------
 
+    def shelves(self) -> Iterator[tuple[Kind, int, int]]:
+        """Each shelf that there is: its kind, its byte and its directory, which is open until the
+        next one is asked for. One that cannot be opened hides no other."""
+        for kind in Kind:
+            try:
+                upper = self._down(self.fd, kind.letter, create=False)
+            except OSError:
+                continue
+            try:
+                for byte in range(256):
+                    try:
+                        shelf = self._down(upper, f"{byte:02x}", create=False)
+                    except FileNotFoundError:
+                        continue
+                    except OSError as error:
+                        self.unreadable.append((f"{kind.letter}/{byte:02x}", error))
+                        continue
+                    try:
+                        yield kind, byte, shelf
+                    finally:
+                        os.close(shelf)
+            finally:
+                os.close(upper)
+
     def scan(self) -> Iterator[Found]:
         """Every file with a record's name, in no order. Files with other names are not ours."""
-        for kind, shelf in self._all():
-            with os.scandir(shelf) as entries:
-                for entry in entries:
-                    if not _NAME.fullmatch(entry.name):
-                        continue
-                    with suppress(FileNotFoundError):
-                        found = entry.stat(follow_symlinks=False)
-                        key = Key(kind, bytes.fromhex(entry.name))
-                        yield Found(key, found.st_size, found.st_mtime_ns)
+        for kind, byte, shelf in self.shelves():
+            try:
+                with os.scandir(shelf) as entries:
+                    for entry in entries:
+                        if not _NAME.fullmatch(entry.name):
+                            continue
+                        with suppress(FileNotFoundError):
+                            found = entry.stat(follow_symlinks=False)
+                            key = Key(kind, bytes.fromhex(entry.name))
+                            yield Found(key, found.st_size, found.st_mtime_ns)
+            except OSError as error:
+                self.unreadable.append((f"{kind.letter}/{byte:02x}", error))
 
-    def sweep(self, stale_s: float = STALE_S) -> int:
+    def sweep(self) -> int:
         """Removes temporary files that have lost their writers, and counts them."""
-        removed, before = 0, time.time() - stale_s
-        for _, shelf in self._all(with_top=True):
-            with os.scandir(shelf) as entries:
-                for entry in entries:
-                    if not _TEMPORARY.fullmatch(entry.name):
-                        continue
-                    with suppress(FileNotFoundError):
-                        if entry.stat(follow_symlinks=False).st_mtime < before:
-                            self._calls.unlink(entry.name, dir_fd=shelf)
-                            removed += 1
+        removed = 0
+        with suppress(OSError):
+            removed += self.sweep_in(self.fd)
+        for _, _, shelf in self.shelves():
+            with suppress(OSError):
+                removed += self.sweep_in(shelf)
         return removed
 
-    def _all(self, *, with_top: bool = False) -> Iterator[tuple[Kind, int]]:
-        """Each shelf's directory, open until the next one is asked for."""
-        if self._fd < 0:
+    def sweep_in(self, fd: int) -> int:
+        if fd < 0:
+            return 0
+        with os.scandir(fd) as entries:
+            return sum(self.sweep_one(fd, entry) for entry in entries)
+
+    def sweep_one(self, fd: int, entry: os.DirEntry[str]) -> bool:
+        """Removes a temporary file whose writer has not written for a while, by any clock: one that
+        is far in the future was written before the clock was set back."""
+        if not _TEMPORARY.fullmatch(entry.name):
+            return False
+        with suppress(FileNotFoundError):
+            if abs(entry.stat(follow_symlinks=False).st_mtime - time.time()) > STALE_S:
+                self._calls.unlink(entry.name, dir_fd=fd)
+                return True
+        return False
+
+    def others(self) -> Iterator[Other]:
+        """Every file with a record's name that another record version has here, whatever its
+        shelves are called."""
+        try:
+            top = os.open(self.root, _DIRECTORY)
+        except OSError:
             return
-        if with_top:
-            yield Kind.BLOCK, self._fd
-        for kind in Kind:
-            for byte in range(256):
-                key = Key(kind, bytes((byte,)))
-                # a link in place of a shelf is not followed, and hides no other shelf
-                with suppress(FileNotFoundError, NotADirectoryError), self._shelf(key) as fd:
-                    yield kind, fd
+        try:
+            for name in os.listdir(top):
+                if _VERSION.fullmatch(name) and name != self.path.name:
+                    yield from self._walk(top, name, name, depth=4)
+        finally:
+            os.close(top)
+
+    def _walk(self, above: int, name: str, path: str, depth: int) -> Iterator[Other]:
+        try:
+            fd = os.open(name, _DIRECTORY, dir_fd=above)
+        except OSError:
+            return
+        try:
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    inner = f"{path}/{entry.name}"
+                    if entry.is_dir(follow_symlinks=False):
+                        if depth:
+                            yield from self._walk(fd, entry.name, inner, depth - 1)
+                    elif _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                        with suppress(FileNotFoundError):
+                            found = entry.stat(follow_symlinks=False)
+                            yield Other(inner, found.st_size, found.st_mtime_ns)
+        except OSError:
+            return
+        finally:
+            os.close(fd)
+
+    def remove_other(self, path: str) -> None:
+        """Takes a file of another record version away. No link on the way is followed. Raises
+        OSError."""
+        *above, name = path.split("/")
+        if not _NAME.fullmatch(name) or {"", ".", ".."} & set(above):
+            raise ValueError(f"{path} is no file of a record version")
+        fd = os.open(self.root, _DIRECTORY)
+        try:
+            for each in above:
+                lower = os.open(each, _DIRECTORY, dir_fd=fd)
+                os.close(fd)
+                fd = lower
+            self._calls.unlink(name, dir_fd=fd)
+        except FileNotFoundError:
+            pass
+        finally:
+            os.close(fd)
 
     @contextmanager
     def _shelf(self, key: Key, *, create: bool = False) -> Iterator[int]:
         """The directory that a record's file is in. Raises OSError."""
         kind, byte = key.kind.letter, key.digest[:1].hex()
-        upper = self._down(self._fd, kind, create)
+        upper = self._down(self.fd, kind, create)
         try:
             lower = self._down(upper, byte, create)
         finally:
@@ -278,6 +500,23 @@ class Shelves:
             self._calls.mkdir(name, dir_fd=fd)
             if self._durable:
                 self._calls.sync(fd)
+
+
+def is_record_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
+def _is_record(found: os.stat_result, size_bytes: int) -> bool:
+    return stat.S_ISREG(found.st_mode) and found.st_size == size_bytes
+
+
+def _require_private(fd: int, path: Path) -> None:
+    found = os.fstat(fd)
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise InvalidInput(
+            f"{path} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}: "
+            "records are private, it must be yours and 700"
+        )
 
 
 def read_at(fd: int, pieces: Sequence[memoryview]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -9,13 +10,15 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from dsv4.cli import app
-from dsv4.tiers.record import Kind
-from tests.support.tiers import chain, digest, file_bytes, file_of, label, put_file
+from dsv4.tiers.disk import DiskTier
+from dsv4.tiers.record import Kind, pack_header
+from tests.support.tiers import chain, digest, file_bytes, file_of, label, put_file, until
 
 BLOCKS = chain("a", 3)
 OTHER = replace(label("x", kind=Kind.SNAPSHOT, payload_bytes=9000), fingerprint=digest("other"))
@@ -39,7 +42,6 @@ def root(tmp_path: Path) -> Path:
     for nth, each in enumerate([*BLOCKS, OTHER]):
         path = put_file(root, each, file_bytes(each))
         os.utime(path, (time.time() - 3600 * (4 - nth),) * 2)
-    (root / "1").chmod(0o700)
     return root
 
 
@@ -65,6 +67,7 @@ def test_ls_names_what_is_no_record(root: Path) -> None:
 def test_check_finds_nothing_wrong(root: Path) -> None:
     assert answer("check", root) == {
         "directory": str(root), "good": 4, "refused": [], "removed": 0,
+        "not_removed": [], "unreadable": [], "other_versions": 0,
     }  # fmt: skip
     result = run("check", root)
     assert result.exit_code == 0
@@ -97,20 +100,24 @@ def test_check_finds_each_kind_of_damage_and_removes_it_when_asked(root: Path) -
     assert Path("/etc/passwd").exists()
 
 
-def test_prune_to_a_size_takes_the_longest_unused(root: Path) -> None:
+def test_prune_to_a_size_takes_the_ends_of_what_is_longest_unused(root: Path) -> None:
     tried = answer("prune", root, "--to", str(5 * UNIT), "--dry-run")
     assert tried["removed"] == {"records": 2, "bytes": 4 * UNIT, "temporary": 0}
     assert answer("ls", root)["records"] == 4
     assert answer("prune", root, "--to", str(5 * UNIT)) == {**tried, "dry_run": False}
     assert tried["left"] == {"records": 2, "bytes": 5 * UNIT}
-    assert [file_of(root, each).exists() for each in [*BLOCKS, OTHER]] == [False, False, True, True]
+    assert [file_of(root, each).exists() for each in [*BLOCKS, OTHER]] == [True, False, False, True]
 
 
 def test_prune_by_age_and_schema(root: Path) -> None:
+    """A use of the last block, two hours ago, is one of all before it."""
+    assert answer("prune", root, "--unused-for", "150m")["removed"]["records"] == 0
+    os.utime(file_of(root, BLOCKS[2]), (time.time() - 4 * 3600,) * 2)
     assert answer("prune", root, "--unused-for", "210m")["removed"]["records"] == 1
     result = run("prune", root, "--fingerprint", OTHER.fingerprint.hex()[:8])
     assert result.stdout == "1 records, 12 KiB removed; 2 records, 16 KiB left\n"
-    assert [file_of(root, each).exists() for each in [*BLOCKS, OTHER]] == [False, True, True, False]
+    assert [file_of(root, each).exists() for each in [*BLOCKS, OTHER]] == [True, True, False, False]
+    assert answer("prune", root, "--unused-for", "30m")["left"]["records"] == 0
 
 
 def test_prune_takes_temporary_files_without_writers(root: Path) -> None:
@@ -121,6 +128,148 @@ def test_prune_takes_temporary_files_without_writers(root: Path) -> None:
         "records": 0, "bytes": 0, "temporary": 1,
     }  # fmt: skip
     assert not left.exists()
+
+
+def _failing(open_: Any, name: str) -> Any:
+    def opening(path: object, *arguments: object, **more: object) -> int:
+        if path == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return open_(path, *arguments, **more)  # type: ignore[no-any-return]
+
+    return opening
+
+
+def test_what_cannot_be_read_is_said_and_stops_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "open", _failing(os.open, BLOCKS[1].digest.hex()))
+    kinds = {row["kind"]: row["records"] for row in answer("ls", root)["groups"]}
+    assert kinds == {"block": 2, "snapshot": 1, "unreadable": 1}
+    assert "unreadable" in run("ls", root).stdout
+    found = answer("check", root, code=1)
+    assert (found["good"], found["removed"]) == (3, 0)
+    assert found["refused"] == [
+        {
+            "key": str(BLOCKS[1].key), "reason": "unreadable", "asked": "a record",
+            "found": "EIO: Input/output error",
+        }
+    ]  # fmt: skip
+    assert answer("prune", root, "--to", "1GiB")["removed"]["records"] == 0
+    assert answer("check", root, "--remove", code=1)["removed"] == 1
+    assert answer("check", root)["good"] == 3
+
+
+def test_a_shelf_that_cannot_be_read_is_said_and_hides_no_other(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = BLOCKS[2].digest.hex()[:2]
+    monkeypatch.setattr(os, "open", _failing(os.open, shelf))
+    for arguments, code in ((["ls"], 0), (["check"], 1), (["prune", "--to", "1GiB"], 1)):
+        command, *more = arguments
+        found = answer(command, root, *more, code=code)
+        assert {"name": f"b/{shelf}", "error": "EIO: Input/output error"} in found["unreadable"]
+        result = run(command, root, *more)
+        assert result.exit_code == code
+        assert f"cannot read b/{shelf}: EIO" in result.stderr
+    assert answer("ls", root)["records"] == 3
+
+
+def test_what_cannot_be_removed_is_said_and_stops_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_file(root, BLOCKS[0], b"no record")
+    put_file(root, BLOCKS[1], b"no record")
+    unlink = os.unlink
+
+    def unlinking(path: object, **more: object) -> None:
+        if path == BLOCKS[0].digest.hex():
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        unlink(path, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "unlink", unlinking)
+    found = answer("check", root, "--remove", code=1)
+    assert found["removed"] == 1
+    assert found["not_removed"] == [
+        {"name": str(BLOCKS[0].key), "error": "EPERM: Operation not permitted"}
+    ]
+    result = run("check", root, "--remove")
+    assert f"cannot remove {BLOCKS[0].key}: EPERM" in result.stderr
+    left = answer("prune", root, "--to", "1", code=1)
+    assert (left["removed"]["records"], left["left"]["records"]) == (2, 1)
+
+
+def test_a_directory_in_a_records_place_is_taken_away(root: Path) -> None:
+    for each in BLOCKS[:2]:
+        file_of(root, each).unlink()
+        file_of(root, each).mkdir()
+    (file_of(root, BLOCKS[1]) / "notes.txt").write_text("mine")
+    found = answer("check", root, "--remove", code=1)
+    assert (found["good"], found["removed"], found["not_removed"]) == (2, 2, [])
+    assert {each["reason"] for each in found["refused"]} == {"foreign"}
+    assert answer("check", root)["good"] == 2
+    assert [path.read_text() for path in root.rglob("notes.txt")] == ["mine"]
+
+
+def test_records_of_other_versions_are_counted_and_pruned(root: Path) -> None:
+    name = BLOCKS[0].digest.hex()
+    old = root / "7" / "b" / name[:2] / name
+    old.parent.mkdir(parents=True)
+    old.write_bytes(bytes(5 * UNIT))
+    os.utime(old, (0, 0))
+    found = answer("ls", root)
+    assert (found["records"], found["bytes"]) == (5, (3 * 2 + 3 + 5) * UNIT)
+    assert {row["kind"]: row["bytes"] for row in found["groups"]}["version 7"] == 5 * UNIT
+    assert "version 7" in run("ls", root).stdout
+    assert answer("check", root)["other_versions"] == 1
+    assert "1 of other record versions not looked at" in run("check", root).stdout
+    tried = answer("prune", root, "--other-versions", "--dry-run")
+    assert tried["removed"] == {"records": 1, "bytes": 5 * UNIT, "temporary": 0}
+    # by size they are the first to go
+    assert answer("prune", root, "--to", str(9 * UNIT), "--dry-run")["removed"] == tried["removed"]
+    assert answer("prune", root, "--other-versions")["left"] == {"records": 4, "bytes": 9 * UNIT}
+    assert not old.exists()
+
+
+def test_a_directory_of_other_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for command in ("ls", "check"):
+        for place in (tmp_path, Path("/etc")):
+            result = run(command, place)
+            assert result.exit_code == 2
+            assert "is no disk tier's directory" in result.stderr
+            assert "other files or directories and no records" in result.stderr
+
+
+def test_check_takes_no_more_memory_than_it_reads_at_a_time(root: Path) -> None:
+    """Whatever a header says."""
+    huge = label("huge", payload_bytes=3 << 30)
+    with put_file(root, huge, b"").open("wb") as file:
+        file.write(pack_header(huge, bytes(16)))
+        file.truncate(huge.padded_bytes)
+    code = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
+        "from dsv4.cli import app\n"
+        f"app(['store', 'check', {str(root)!r}, '--json'])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 1, ran.stderr
+    found = json.loads(ran.stdout)
+    assert (found["good"], [each["reason"] for each in found["refused"]]) == (4, ["payload_sum"])
+
+
+def test_what_is_pruned_is_told_to_the_index(root: Path) -> None:
+    """A tier that opens the directory afterwards knows what is there, without a look."""
+
+    def held() -> int | None:
+        tier = DiskTier(root, 1 << 30)
+        until(lambda: not tier._later and not tier._running)
+        tier.close(10.0)
+        return tier.stats().held_records
+
+    assert held() == 4
+    answer("prune", root, "--to", str(5 * UNIT))
+    assert held() == 2
 
 
 def test_an_empty_directory_is_fine_and_stays_empty(tmp_path: Path) -> None:

@@ -141,9 +141,16 @@ def file_of(root: Path, wanted: Label) -> Path:
 
 def put_file(root: Path, wanted: Label, data: bytes | bytearray) -> Path:
     path = file_of(root, wanted)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    for each in (root, root / "1", path.parent.parent, path.parent):
+        each.mkdir(mode=0o700, exist_ok=True)
     path.write_bytes(data)
     return path
+
+
+def record_files(root: Path) -> list[Path]:
+    """What lies in a disk tier's directory, but for its index."""
+    files = [path for path in root.rglob("*") if path.is_file()]
+    return [path for path in files if not path.name.startswith("index-")]
 
 
 # ---- tickets -------------------------------------------------------------------------------------

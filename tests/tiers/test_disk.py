@@ -35,6 +35,7 @@ from tests.support.tiers import (
     payload_of,
     put_file,
     python,
+    record_files,
     states,
     store,
     until,
@@ -116,10 +117,15 @@ def test_everything_is_private(root: Path, memory: Memory) -> None:
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
 def test_a_directory_that_others_can_read_is_refused(root: Path, mode: int) -> None:
+    """The root as well as what is in it; nothing of either is opened for good."""
     (root / "1").mkdir(parents=True)
-    (root / "1").chmod(mode)
-    with pytest.raises(InvalidInput, match=f"mode {mode:o}: records are private"):
-        DiskTier(root, ROOMY)
+    before = len(os.listdir("/proc/self/fd"))
+    for open_, private in ((root / "1", root), (root, root / "1")):
+        private.chmod(0o700)
+        open_.chmod(mode)
+        with pytest.raises(InvalidInput, match=f"mode {mode:o}: records are private"):
+            DiskTier(root, ROOMY)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_place_that_is_no_directory_is_refused(root: Path, tmp_path: Path) -> None:
@@ -156,47 +162,52 @@ def test_no_link_is_followed(root: Path, memory: Memory, tmp_path: Path) -> None
         idle(tier)
         file_of(root, c).parent.mkdir(exist_ok=True, mode=0o700)
         file_of(root, c).symlink_to(tmp_path / "nowhere")
+        assert reason(tier, memory, c) is Reason.FOREIGN
+        file_of(root, c).symlink_to(tmp_path / "nowhere")
         assert store(tier, [memory.filled(c)]) == [State.DONE]  # a name that is taken
         assert not (tmp_path / "nowhere").exists()
-        assert reason(tier, memory, c) is Reason.FOREIGN
-        assert store(tier, [memory.filled(c)]) == [State.DONE]
         assert assert_never_wrong(tier, memory, [c]) == [State.DONE]
 
 
 def test_something_else_under_a_records_name_is_foreign(root: Path, memory: Memory) -> None:
-    a, b = label("a"), label("b")
-    for each in (a, b):
-        file_of(root, each).parent.mkdir(parents=True, mode=0o700)
-    (root / "1").chmod(0o700)
+    """Refused and taken away; the next store heals it. A directory with something in it is kept,
+    under another name."""
+    a, b, c = label("a"), label("b"), label("c")
+    for each in (a, b, c):
+        put_file(root, each, b"").unlink()
     os.mkfifo(file_of(root, a))
     file_of(root, b).mkdir()
+    file_of(root, c).mkdir()
+    (file_of(root, c) / "notes.txt").write_text("mine")
     with opened(root) as tier:
-        assert reason(tier, memory, a) is Reason.FOREIGN
-        assert not file_of(root, a).exists()
-        assert reason(tier, memory, b) is Reason.FOREIGN  # and stays: a directory is not unlinked
+        for each in (a, b, c):
+            assert reason(tier, memory, each) is Reason.FOREIGN
+            assert not file_of(root, each).exists()
+        file_of(root, b).mkdir()  # and where nobody asked for it before it is stored
+        assert store(tier, [memory.filled(each) for each in (a, b, c)]) == [State.DONE] * 3
+        assert assert_never_wrong(tier, memory, [a, b, c]) == [State.DONE] * 3
+    (notes,) = root.rglob("notes.txt")
+    assert notes.parent.parent == file_of(root, c).parent
 
 
 def test_files_with_other_names_are_left_alone(root: Path, memory: Memory) -> None:
     wanted = label("a", payload_bytes=ROW)
     notes = put_file(root, wanted, file_bytes(wanted)).parent / "notes.txt"
-    (root / "1").chmod(0o700)
     notes.write_text("mine")
     os.utime(notes, (0, 0))
     with opened(root, 2 * UNIT) as tier:
-        for each in chain("b", 4, payload_bytes=ROW):  # one after the other: each makes its room
+        for nth in range(4):  # one after the other: each makes its room
+            each = label(("b", nth), payload_bytes=ROW)
             assert store(tier, [memory.filled(each)]) == [State.DONE]
         idle(tier)
         assert not file_of(root, wanted).exists()
-        assert tier.stats().held_records == sum(
-            path.is_file() and path != notes for path in root.rglob("*")
-        )
+        assert tier.stats().held_records == len(record_files(root)) - 1
         assert tier.stats().held_bytes <= 2 * UNIT
     assert notes.read_text() == "mine"
 
 
 def test_temporary_files_without_writers_go(root: Path, memory: Memory) -> None:
     shelf = put_file(root, label("a"), file_bytes(label("a"))).parent
-    (root / "1").chmod(0o700)
     old, young = shelf / f".1-{'a' * 16}.tmp", shelf / f".1-{'b' * 16}.tmp"
     for path in (old, young):
         path.write_bytes(b"half a record")
@@ -216,8 +227,7 @@ def test_the_directory_stays_within_its_capacity(root: Path, memory: Memory) -> 
     with opened(root, 20 * UNIT) as tier:
         for each in labels:
             assert store(tier, [memory.filled(each)]) == [State.DONE]
-            files = [path for path in root.rglob("*") if path.is_file()]
-            assert sum(path.stat().st_size for path in files) <= 20 * UNIT
+            assert sum(path.stat().st_size for path in record_files(root)) <= 20 * UNIT
         assert found(tier, labels[-10:]) == [True] * 10
         assert not any(found(tier, labels[:30]))
         assert store(tier, [memory.filled(label("big", payload_bytes=21 * UNIT))]) == [
@@ -245,8 +255,7 @@ def test_two_tiers_of_one_directory_share_records_and_capacity(root: Path, memor
         for nth, each in enumerate(labels):
             assert store((one, two)[nth % 2], [memory.filled(each)]) == [State.DONE]
             assert load((two, one)[nth % 2], [memory.blank(each)]) == [State.DONE]
-        files = [path for path in root.rglob("*") if path.is_file()]
-        assert sum(path.stat().st_size for path in files) <= (32 + 2 * 32 // 16 + 1) * UNIT
+            assert sum(path.stat().st_size for path in record_files(root)) <= 32 * UNIT
 
 
 def test_two_writers_of_one_key(root: Path, memory: Memory) -> None:
@@ -270,7 +279,7 @@ def test_two_writers_of_one_key(root: Path, memory: Memory) -> None:
         assert not failures
         assert reader.stats().refused == {}
         assert store(one, [memory.filled(wanted)]) == [State.DONE]
-    names = [path.name for path in root.rglob("*") if path.is_file()]
+    names = [path.name for path in record_files(root)]
     assert names in ([wanted.digest.hex()], [])  # a drop may have come last
 
 
@@ -360,32 +369,47 @@ class Broken(Calls):
 @pytest.mark.parametrize("where", ["create", "writev", "sync", "rename"])
 @pytest.mark.parametrize(
     ("code", "rests"),
-    [(errno.ENOSPC, True), (errno.EROFS, True), (errno.EIO, True), (errno.EMFILE, False)],
+    [(errno.ENOSPC, True), (errno.EROFS, True), (errno.EIO, False), (errno.EMFILE, False)],
 )
 def test_a_store_that_fails_leaves_nothing_and_loads_go_on(
     root: Path, memory: Memory, where: str, code: int, rests: bool
 ) -> None:
-    calls, kept, lost = Broken(), label("kept"), label("lost")
+    """An error of one file is that record's. A full disk gets room: what is used least goes."""
+    calls, lost = Broken(), label("lost")
+    old, kept = [label(("old", nth)) for nth in range(6)], label("kept")
     limits = Limits(deadline_s=60.0, rest_s=0.05)
     with opened(root, sync="each", direct=False, calls=calls, limits=limits) as tier:
-        assert store(tier, [memory.filled(kept)]) == [State.DONE]
+        assert store(tier, [memory.filled(each) for each in [*old, kept]]) == [State.DONE] * 7
+        idle(tier)
         calls.where, calls.code = where, code
         assert store(tier, [memory.filled(lost)]) == [State.DROPPED]
         assert tier.stats().outages == rests
         assert assert_never_wrong(tier, memory, [kept, lost]) == [State.DONE, State.MISSING]
-        assert sum(path.is_file() for path in root.rglob("*")) == 1
+        full = code == errno.ENOSPC
+        assert assert_never_wrong(tier, memory, old) == [[State.DONE], [State.MISSING]][full] * 6
+        assert len(record_files(root)) == (1 if full else 7)
         calls.where = ""
         until(lambda: not tier.stats().resting)
         assert store(tier, [memory.filled(lost)]) == [State.DONE]
         assert assert_never_wrong(tier, memory, [kept, lost]) == [State.DONE] * 2
+        idle(tier)
+        assert tier.stats().held_records == len(record_files(root))
 
 
 @contextmanager
-def small_disk(path: Path, size_bytes: int) -> Iterator[Path]:
+def small_disk(path: Path, size_bytes: int, *more: str) -> Iterator[Path]:
     """A file system of its own; needs root, else the test is left out."""
     path.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=700", "tmpfs", path],
+        [
+            "mount",
+            "-t",
+            "tmpfs",
+            "-o",
+            ",".join((f"size={size_bytes},mode=700", *more)),
+            "tmpfs",
+            path,
+        ],
         capture_output=True,
         check=False,
     )
@@ -483,14 +507,44 @@ def test_limits_of_the_process_cost_records_and_nothing_else(
     assert not list(root.rglob("*.tmp"))
 
 
-def test_a_directory_that_vanishes_is_an_outage(root: Path, memory: Memory) -> None:
+def test_a_directory_that_vanishes_is_made_anew(
+    root: Path, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted, other = label("a"), label("b")
+    with opened(root) as tier, opened(root) as reader:
+        for _ in range(2):
+            assert store(tier, [memory.filled(wanted)]) == [State.DONE]
+            assert load(reader, [memory.blank(wanted)]) == [State.DONE]
+            idle(tier)
+            shutil.rmtree(root)
+            assert load(tier, [memory.blank(wanted)]) == [State.MISSING]
+            assert "the directory was taken away" in caplog.text
+            assert store(tier, [memory.filled(other)]) == [State.DONE]
+            # one that only reads finds what another one made anew
+            assert assert_never_wrong(reader, memory, [wanted, other]) == [
+                State.MISSING, State.DONE,
+            ]  # fmt: skip
+            assert found(reader, [wanted, other]) == [False, True]
+            idle(tier)
+            assert tier.stats().held_records == 1
+            assert stat.S_IMODE(root.stat().st_mode) == 0o700
+            tier.drop([other.key])
+            until(lambda: not file_of(root, other).exists())
+
+
+def test_a_file_system_that_is_gone_is_an_outage(tmp_path: Path, memory: Memory) -> None:
+    """The directory is not made anew on whatever lies below."""
     wanted = label("a")
-    with opened(root, limits=Limits(deadline_s=60.0, rest_s=0.01)) as tier:
-        assert store(tier, [memory.filled(wanted)]) == [State.DONE]
-        idle(tier)
-        shutil.rmtree(root)
-        assert load(tier, [memory.blank(wanted)]) == [State.MISSING]
-        assert store(tier, [memory.filled(wanted)]) == [State.DROPPED]
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        root = disk / "store"
+        with opened(root) as tier:
+            assert store(tier, [memory.filled(wanted)]) == [State.DONE]
+            subprocess.run(["umount", "-l", disk], check=True)
+            assert store(tier, [memory.filled(label("b"))]) == [State.DROPPED]
+            assert tier.stats().outages == 1
+            assert tier.stats().resting
+            assert list(disk.iterdir()) == []
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", disk], check=True)
 
 
 def test_shelves_that_are_only_read_make_nothing(tmp_path: Path) -> None:

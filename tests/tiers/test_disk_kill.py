@@ -15,7 +15,15 @@ from dsv4.tiers.disk import DiskTier
 from dsv4.tiers.record import Label
 from dsv4.tiers.sizes import UNIT_BYTES
 from dsv4.tiers.tier import Limits, State
-from tests.support.tiers import Memory, assert_never_wrong, chain, python, store, until
+from tests.support.tiers import (
+    Memory,
+    assert_never_wrong,
+    chain,
+    python,
+    record_files,
+    store,
+    until,
+)
 
 CHAINS, BLOCKS, PAYLOAD_BYTES = 8, 4, 120_000
 WHERE = ("created", "half written", "written", "renamed")
@@ -122,6 +130,6 @@ def test_a_killed_writer_leaves_whole_records(tmp_path: Path, memory: Memory, ki
             assert reader._shelves.sweep() >= 0
             assert not list(root.rglob("*.tmp"))
     assert reader.stats().refused == {}
-    until(lambda: not any(path.is_file() for path in root.rglob("*")))
+    until(lambda: not record_files(root))
     assert store(reader, [memory.filled(blocks(0, 0)[0])]) == [State.DONE]
     reader.close(5.0)

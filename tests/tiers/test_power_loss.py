@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -88,7 +89,7 @@ LABELS = [
     *chain("a", 3, payload_bytes=9000),
     label(("a", 2), kind=Kind.SNAPSHOT, payload_bytes=6000),
     *chain("b", 3, payload_bytes=4000),
-    label("s", kind=Kind.STATE, payload_bytes=500),
+    label("s", kind=Kind.STATE, tokens=100, payload_bytes=500),
 ]
 CAPACITY_BYTES = 16 * 4096  # so that some make room for others
 
@@ -112,12 +113,30 @@ def recorded(sync: Sync) -> list[Event]:
         return calls.events
 
 
-RUNS: dict[Sync, list[Event]] = {}
+def recorded_after_others() -> list[Event]:
+    """A process without syncs stores everything; one that syncs stores the same, and more into the
+    shelves that the first one made."""
+    with tempfile.TemporaryDirectory(dir=FAST) as folder:
+        root, memory = Path(folder) / "store", Memory(1 << 20)
+        root.mkdir(mode=0o700)
+        calls = Recorder(root)
+        limits = Limits(threads=3, deadline_s=60.0)
+        modes: tuple[tuple[Sync, list[Label]], ...] = (("off", LABELS[:5]), ("each", LABELS))
+        for sync, labels in modes:
+            tier = DiskTier(root, 1 << 20, sync=sync, calls=calls, limits=limits)
+            answered = store(tier, [memory.filled(each) for each in labels])
+            assert answered == [State.DONE] * len(labels)
+            tier.close(10.0)
+        calls._note(Event("report", said=frozenset(LABELS)))
+        return calls.events
 
 
-def run(sync: Sync) -> list[Event]:
+RUNS: dict[str, list[Event]] = {}
+
+
+def run(sync: str) -> list[Event]:
     if sync not in RUNS:
-        RUNS[sync] = recorded(sync)
+        RUNS[sync] = recorded_after_others() if sync == "after" else recorded(cast(Sync, sync))
     return RUNS[sync]
 
 
@@ -180,14 +199,16 @@ def remains(file: File, random: Random) -> bytes:
     return bytes(data)
 
 
-def lose_power(sync: Sync, cut: float, seed: int) -> tuple[dict[Label, State], set[Label]]:
+def lose_power(
+    sync: str, cut: float, seed: int, capacity_bytes: int = CAPACITY_BYTES
+) -> tuple[dict[Label, State], set[Label]]:
     """What the tier has after a start on the remains, and what must be there."""
     everything = run(sync)
     events = everything[: round(cut * len(everything))]
     with tempfile.TemporaryDirectory(dir=FAST) as folder:
         root = Path(folder) / "store"
         after_power_loss(events, root, Random(seed))
-        tier = DiskTier(root, CAPACITY_BYTES, limits=Limits(threads=1, deadline_s=60.0))
+        tier = DiskTier(root, capacity_bytes, limits=Limits(threads=1, deadline_s=60.0))
         memory = Memory(1 << 20)
         answered = dict(zip(LABELS, assert_never_wrong(tier, memory, LABELS), strict=True))
         again = dict(zip(LABELS, assert_never_wrong(tier, memory, LABELS), strict=True))
@@ -201,6 +222,13 @@ def lose_power(sync: Sync, cut: float, seed: int) -> tuple[dict[Label, State], s
         removed = os.path.basename(event.path) if event.what == "unlink" else ""
         said = {each for each in said if each.digest.hex() != removed}
     return answered, said
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_another_process_wrote_is_synced_before_it_is_reported(seed: int) -> None:
+    answered, said = lose_power("after", 1.0, seed, 1 << 20)
+    assert said == set(LABELS)
+    assert all(answered[wanted] is State.DONE for wanted in said)
 
 
 CUTS, SEEDS = st.floats(0.0, 1.0), st.integers(0, 2**32 - 1)

@@ -1,0 +1,550 @@
+"""What a disk tier's directory holds, in an SQLite database beside the records. Torch-free.
+
+    ROOT/1/index-1-9d2e….sqlite   and what SQLite keeps beside it: -wal, -shm
+    ROOT/1/index-lock             held by who looks for one, and makes it where there is none
+
+The files are what counts. Whether a record is there is asked from the file system, by name; the
+index knows how many bytes there are, and what goes first. One that is lost, damaged or stale costs
+time: it is made anew from the files, a piece at a time. All processes share it, so that the bytes
+of all of them are counted together. Where SQLite cannot keep it in the directory (file systems
+without its locks, a full disk, one that is read only) it lies in memory, for this process alone.
+
+A record leans on a block (`Label.leans_on`). Only what nothing leans on is given up, the longest
+unused first, and its last use passes to the block that it leaned on. So a use of the end of a
+prompt keeps all that is before it, and costs the same however long the prompt is.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import math
+import os
+import re
+import secrets
+import sqlite3
+import stat
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dsv4.tiers.record import DIGEST_BYTES, Key, Kind, Label
+from dsv4.tiers.shelves import Shelves
+from dsv4.tiers.tier import Outage
+
+log = logging.getLogger("dsv4.tiers")
+# with the version of its tables. A name is never used twice: SQLite would take the log of an index
+# that was lost for that of the next one.
+_NAME = re.compile(r"index-1-[0-9a-f]{16}\.sqlite", re.ASCII)
+_OURS = re.compile(r"\.?index-1-[0-9a-f]{16}\.sqlite(-wal|-shm|-journal)?", re.ASCII)
+_LOCK = "index-lock"
+BUSY_S = 1.0  # how long another process may be in there
+_TABLES = """
+CREATE TABLE IF NOT EXISTS state (
+    one INTEGER PRIMARY KEY CHECK (one = 1),
+    records INTEGER NOT NULL, bytes INTEGER NOT NULL,
+    clock INTEGER NOT NULL,     -- of the last use, in ns; it never goes back
+    complete INTEGER NOT NULL,  -- all files were looked at once
+    capacity INTEGER NOT NULL   -- the largest of those that have the directory open
+);
+INSERT OR IGNORE INTO state VALUES (1, 0, 0, 0, 0, 0);
+CREATE TABLE IF NOT EXISTS records (
+    key BLOB PRIMARY KEY,       -- kind, digest
+    leans_on BLOB,
+    bytes INTEGER NOT NULL,     -- 0: not here, and something leans on it
+    used INTEGER NOT NULL,
+    leaning INTEGER NOT NULL    -- how many records here lean on it
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS leaves ON records (used) WHERE leaning = 0 AND bytes > 0;
+CREATE TABLE IF NOT EXISTS others (  -- of other record versions
+    path TEXT PRIMARY KEY, bytes INTEGER NOT NULL, used INTEGER NOT NULL, seen INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS oldest_others ON others (used);
+CREATE TABLE IF NOT EXISTS schemas (
+    fingerprint BLOB PRIMARY KEY, block_tokens INTEGER NOT NULL
+) WITHOUT ROWID;
+"""
+_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
+_PASSING = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+_KINDS = set(Kind)
+_BUSY = {errno.EMFILE, errno.ENFILE, errno.EAGAIN}
+_left: list[sqlite3.Connection] = []  # of a process before the fork: not ours to close
+
+
+class Books:
+    """The index within one transaction."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        row = db.execute("SELECT records, bytes, clock, complete, capacity FROM state").fetchone()
+        self.records: int = row[0]
+        self.bytes: int = row[1]
+        self.clock: int = row[2]
+        self.complete: int = row[3]
+        self.capacity_bytes: int = row[4]
+        self._read = row
+
+    def save(self) -> None:
+        row = (self.records, self.bytes, self.clock, self.complete, self.capacity_bytes)
+        if row != self._read:
+            self._db.execute(
+                "UPDATE state SET records=?, bytes=?, clock=?, complete=?, capacity=?", row
+            )
+
+    def now(self) -> int:
+        """The time, later than every use before. A clock that is set back changes no order."""
+        self.clock = max(self.clock + 1, time.time_ns())
+        return self.clock
+
+    def holds(self, key: Key) -> bool:
+        found = self._db.execute("SELECT bytes FROM records WHERE key=?", (_blob(key),)).fetchone()
+        return found is not None and found[0] > 0
+
+    def put(self, key: Key, leans_on: Key | None, size_bytes: int, used_ns: int) -> None:
+        """A record that is there, or about to be."""
+        own = _blob(key)
+        below = None if leans_on is None or leans_on == key else _blob(leans_on)
+        execute = self._db.execute
+        found = execute("SELECT bytes FROM records WHERE key=?", (own,)).fetchone()
+        if found is not None and found[0]:
+            execute("UPDATE records SET bytes=?, used=? WHERE key=?", (size_bytes, used_ns, own))
+            self.bytes += size_bytes - found[0]
+            return
+        execute(
+            "INSERT INTO records VALUES (?, ?, ?, ?, 0) ON CONFLICT (key) DO UPDATE SET "
+            "leans_on=excluded.leans_on, bytes=excluded.bytes, used=max(used, excluded.used)",
+            (own, below, size_bytes, used_ns),
+        )
+        if below is not None:
+            execute(
+                "INSERT INTO records VALUES (?, NULL, 0, 0, 1) "
+                "ON CONFLICT (key) DO UPDATE SET leaning=leaning+1",
+                (below,),
+            )
+        self.records += 1
+        self.bytes += size_bytes
+
+    def remove(self, key: Key) -> None:
+        """A record that is gone. Its last use is its block's, too."""
+        own, execute = _blob(key), self._db.execute
+        found = execute(
+            "SELECT leans_on, bytes, used, leaning FROM records WHERE key=?", (own,)
+        ).fetchone()
+        if found is None or not found[1]:
+            return
+        below, size_bytes, used_ns, leaning = found
+        if leaning:
+            execute("UPDATE records SET leans_on=NULL, bytes=0 WHERE key=?", (own,))
+        else:
+            execute("DELETE FROM records WHERE key=?", (own,))
+        if below is not None:
+            execute(
+                "UPDATE records SET leaning=leaning-1, used=max(used, ?) WHERE key=?",
+                (used_ns, below),
+            )
+            execute("DELETE FROM records WHERE key=? AND leaning=0 AND bytes=0", (below,))
+        self.records -= 1
+        self.bytes -= size_bytes
+
+    def use(self, label: Label) -> tuple[Key, int] | None:
+        """Marks a record as used now, or the block that it leans on where it is not here itself.
+        Answers with what was marked, and when it was used before."""
+        for key in (label.key, label.leans_on):
+            found = self._db.execute(
+                "SELECT used FROM records WHERE key=? AND bytes>0", (_blob(key),)
+            ).fetchone()
+            if found is not None:
+                self.put_back(key)
+                return key, found[0]
+        return None
+
+    def put_back(self, key: Key) -> None:
+        """It is the last to go, among what nothing leans on."""
+        self._db.execute("UPDATE records SET used=? WHERE key=?", (self.now(), _blob(key)))
+
+    def oldest(self, keep: Key | None) -> Key | str | None:
+        """What goes next: records of other versions, which nobody here can read, then what was used
+        longest ago among what nothing leans on, but for one."""
+        found = self._db.execute("SELECT path FROM others ORDER BY used LIMIT 1").fetchone()
+        if found is not None:
+            path: str = found[0]
+            return path
+        found = self._db.execute(
+            "SELECT key FROM records INDEXED BY leaves "
+            "WHERE leaning=0 AND bytes>0 AND key IS NOT ? ORDER BY used LIMIT 1",
+            (None if keep is None else _blob(keep),),
+        ).fetchone()
+        return None if found is None else _key(found[0])
+
+    def learn(self, label: Label) -> None:
+        """How many tokens the blocks of a schema have: what divides the tokens of all of them."""
+        if label.kind is Kind.BLOCK:
+            known = self._block_tokens(label)
+            if known == 0 or label.tokens % known:
+                self._db.execute(
+                    "INSERT OR REPLACE INTO schemas VALUES (?, ?)",
+                    (label.fingerprint, math.gcd(known, label.tokens)),
+                )
+
+    def _block_tokens(self, label: Label) -> int:
+        found = self._db.execute(
+            "SELECT block_tokens FROM schemas WHERE fingerprint=?", (label.fingerprint,)
+        ).fetchone()
+        return found[0] if found is not None else 0
+
+    def can_be_reached(self, label: Label) -> bool:
+        """Whether the block that a record leans on is here, or it leans on none, as the first block
+        of a prompt."""
+        if self.holds(label.leans_on):
+            return True
+        block_tokens = self._block_tokens(label)
+        match label.kind:
+            case Kind.BLOCK:
+                return label.tokens <= block_tokens
+            case Kind.STATE:
+                return label.tokens < block_tokens
+            case Kind.SNAPSHOT:
+                return False
+
+    # ---- for those that go round the directory ---------------------------------------------------
+
+    def keys_of(self, kind: Kind, byte: int, after: bytes, count: int) -> list[tuple[Key, int]]:
+        """Records of one shelf and their last uses, by name, from behind a digest on."""
+        first = bytes((kind, byte)) if not after else bytes((kind,)) + after
+        last = bytes((kind, byte)) + b"\xff" * 32
+        rows = self._db.execute(
+            "SELECT key, used FROM records WHERE key>? AND key<=? AND bytes>0 ORDER BY key LIMIT ?",
+            (first, last, count),
+        )
+        return [(_key(key), used) for key, used in rows]
+
+    def put_other(self, path: str, size_bytes: int, used_ns: int, seen: int) -> None:
+        """A file of another record version, and the round in which it was seen."""
+        self.remove_other(path)
+        row = (path, size_bytes, used_ns, seen)
+        self._db.execute("INSERT INTO others VALUES (?, ?, ?, ?)", row)
+        self.records += 1
+        self.bytes += size_bytes
+
+    def remove_other(self, path: str) -> None:
+        found = self._db.execute("SELECT bytes FROM others WHERE path=?", (path,)).fetchone()
+        if found is not None:
+            self._db.execute("DELETE FROM others WHERE path=?", (path,))
+            self.records -= 1
+            self.bytes -= found[0]
+
+    def remove_unseen_others(self, seen: int) -> None:
+        """Forgets those that a round did not see."""
+        totals = "SELECT count(*), coalesce(sum(bytes), 0) FROM others WHERE seen<>?"
+        records, size_bytes = self._db.execute(totals, (seen,)).fetchone()
+        if records:
+            self._db.execute("DELETE FROM others WHERE seen<>?", (seen,))
+            self.records -= records
+            self.bytes -= size_bytes
+
+
+class Index:
+    """The index of one directory, for the threads of one process. Calls may wait for other threads
+    and processes, for BUSY_S at most. They raise OSError or Outage, and have then changed nothing.
+
+    `capacity_bytes`: what this process wants. While others have the directory open, the largest
+    that any of them wanted is everybody's.
+    """
+
+    def __init__(self, shelves: Shelves, capacity_bytes: int) -> None:
+        self._shelves, self._wanted_bytes = shelves, capacity_bytes
+        self._lock = threading.Lock()
+        self._db: sqlite3.Connection | None = None
+        self._name = ""
+        self._own: tuple[object, ...] = ()  # process, directory and file that `_db` is of
+        self._presence = -1  # a descriptor whose lock says that somebody is here
+        self.records = self.bytes = 0  # when it was last looked at
+        self.capacity_bytes = capacity_bytes
+        self.complete = False
+        self.openings = 0  # another number: perhaps another index
+
+    @contextmanager
+    def books(self) -> Iterator[Books]:
+        """A transaction: all of it, or nothing where it raises."""
+        with self._lock:
+            try:
+                db, books = self._begun()
+                try:
+                    yield books
+                    books.save()
+                    db.execute("COMMIT")
+                except BaseException:
+                    with suppress(sqlite3.Error):
+                        db.execute("ROLLBACK")
+                    raise
+            except sqlite3.Error as error:
+                raise self._translated(error) from error
+            self._note(books)
+
+    def _begun(self) -> tuple[sqlite3.Connection, Books]:
+        for again in (True, False):
+            try:
+                db = self._opened()
+                db.execute("BEGIN IMMEDIATE")
+                try:
+                    return db, Books(db)
+                except BaseException:
+                    with suppress(sqlite3.Error):
+                        db.execute("ROLLBACK")
+                    raise
+            except sqlite3.Error as error:
+                if not again or _code(error) not in _DAMAGED:
+                    raise
+                self._set_aside(error)
+        raise AssertionError
+
+    def close(self) -> None:
+        with self._lock:
+            self._shut()
+
+    def _note(self, books: Books) -> None:
+        self.records, self.bytes = books.records, books.bytes
+        self.capacity_bytes, self.complete = books.capacity_bytes, bool(books.complete)
+
+    # ---- the database ----------------------------------------------------------------------------
+
+    def _opened(self) -> sqlite3.Connection:
+        fd = self._shelves.fd
+        place = os.fstat(fd)
+        own: tuple[object, ...] = (os.getpid(), place.st_dev, place.st_ino)
+        if self._db is not None and own == self._own[:3]:
+            if not self._name or _identity(fd, self._name) == self._own[3]:
+                return self._db
+            log.warning("disk tier %s: its index was taken away", self._shelves.root)
+        self._shut()
+        found: tuple[int, int] | None = None
+        for again in (True, True, False):
+            try:
+                db, found = self._opened_file(fd)
+                break
+            except (sqlite3.Error, OSError) as error:
+                if isinstance(error, OSError) and error.errno in _BUSY:
+                    raise  # it may do the next time
+                if isinstance(error, sqlite3.Error) and _code(error) in _PASSING | _DAMAGED:
+                    raise
+                if again:  # somebody may have taken it away at this moment
+                    continue
+                log.warning(
+                    "disk tier %s: no index in there (%s); it is kept in memory, and made by "
+                    "reading the directory",
+                    self._shelves.root,
+                    error,
+                )
+                self._name, db = "", _connection(":memory:")
+                db.executescript(_TABLES)
+                self._enter(db, fd)
+        self._db, self._own = db, (*own, found)
+        self.openings += 1
+        return db
+
+    def _opened_file(self, fd: int) -> tuple[sqlite3.Connection, tuple[int, int] | None]:
+        with _locked(fd):
+            self._name = _found(fd) or _made(fd, self._shelves.path)
+            found = _identity(fd, self._name)
+        db = _connected(self._shelves.path / self._name)
+        try:
+            db.execute("PRAGMA synchronous=NORMAL")  # whole after a power loss, if not the last
+            db.execute("PRAGMA cache_size=-16384")
+            db.execute(f"PRAGMA wal_autocheckpoint={_log_pages(fd)}")
+            self._enter(db, fd)
+        except BaseException:
+            db.close()
+            raise
+        return db, found
+
+    def _enter(self, db: sqlite3.Connection, fd: int) -> None:
+        """Says that this process is here, until it is closed, and what capacity it wants."""
+        if self._presence >= 0:
+            os.close(self._presence)
+        self._presence = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd)
+        try:
+            fcntl.flock(self._presence, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = True
+        except OSError:
+            alone = False
+        with suppress(OSError):
+            fcntl.flock(self._presence, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            books = Books(db)
+            kept_bytes = 0 if alone else books.capacity_bytes
+            books.capacity_bytes = max(kept_bytes, self._wanted_bytes)
+            books.save()
+            db.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                db.execute("ROLLBACK")
+            raise
+
+    def _translated(self, error: sqlite3.Error) -> Exception:
+        code = _code(error)
+        if code in _DAMAGED:
+            self._set_aside(error)
+            return Outage(f"the index was damaged: {error}")
+        if code == sqlite3.SQLITE_FULL:
+            return OSError(errno.ENOSPC, f"the index: {error}")
+        if code == sqlite3.SQLITE_READONLY:
+            return OSError(errno.EROFS, f"the index: {error}")
+        if code in _PASSING:
+            return Outage("another process keeps the index")
+        return OSError(errno.EIO, f"the index: {error}")
+
+    def _set_aside(self, error: sqlite3.Error) -> None:
+        log.warning(
+            "disk tier %s: its index is damaged (%s) and made anew", self._shelves.root, error
+        )
+        self._shut()
+        self.complete = False
+        if self._name:
+            for beside in ("", "-wal", "-shm", "-journal"):
+                with suppress(OSError):
+                    os.unlink(self._name + beside, dir_fd=self._shelves.fd)
+
+    def _shut(self) -> None:
+        db, self._db = self._db, None
+        if db is not None:
+            if self._own[0] == os.getpid():
+                with suppress(sqlite3.Error):
+                    db.close()
+            else:  # closing it here would take the parent's log away
+                _left.append(db)
+        if self._presence >= 0:
+            os.close(self._presence)
+            self._presence = -1
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    return _connection(f"{path.as_uri()}?mode=rw")
+
+
+def _connection(where: str) -> sqlite3.Connection:
+    return sqlite3.connect(
+        where, timeout=BUSY_S, isolation_level=None, check_same_thread=False, uri=True
+    )
+
+
+def forget(shelves: Shelves, keys: Sequence[Key], paths: Sequence[str] = ()) -> None:
+    """Tells the index of a directory, if it has one, what was removed by somebody else."""
+    with suppress(sqlite3.Error, OSError):
+        name = _found(shelves.fd)
+        if not name:
+            return
+        db = _connected(shelves.path / name)
+        try:
+            for first in range(0, max(len(keys), len(paths)), 256):
+                db.execute("BEGIN IMMEDIATE")
+                books = Books(db)
+                for key in keys[first : first + 256]:
+                    books.remove(key)
+                for other in paths[first : first + 256]:
+                    books.remove_other(other)
+                books.save()
+                db.execute("COMMIT")
+        finally:
+            db.close()
+
+
+@contextmanager
+def _locked(fd: int) -> Iterator[None]:
+    """One process at a time; where there are no such locks, all of them. Raises OSError: EAGAIN if
+    another one stays."""
+    flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        lock = os.open(_LOCK, flags, 0o600, dir_fd=fd)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+        yield
+        return
+    try:
+        until = time.monotonic() + BUSY_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.001)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(lock)
+
+
+def _found(fd: int) -> str:
+    """The index of a directory, private and no link; "" if there is none."""
+    if fd < 0:
+        return ""
+    for name in sorted(os.listdir(fd)):
+        if _NAME.fullmatch(name):
+            with suppress(FileNotFoundError):
+                found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                private = found.st_uid == os.geteuid() and not found.st_mode & 0o077
+                if stat.S_ISREG(found.st_mode) and private:
+                    return name
+    return ""
+
+
+def _made(fd: int, path: Path) -> str:
+    """A new index, empty. It has its name when it is whole. What is left of others goes."""
+    for name in os.listdir(fd):
+        if _OURS.fullmatch(name):
+            with suppress(OSError):
+                os.unlink(name, dir_fd=fd)
+    name = f"index-1-{secrets.token_hex(8)}.sqlite"
+    create = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    os.close(os.open(f".{name}", create, 0o600, dir_fd=fd))
+    try:
+        db = _connected(path / f".{name}")
+        try:
+            if db.execute("PRAGMA journal_mode=WAL").fetchone()[0] != "wal":
+                raise sqlite3.OperationalError("no write-ahead log here")
+            db.executescript(f"BEGIN IMMEDIATE; {_TABLES} COMMIT;")
+        finally:
+            db.close()
+        os.rename(f".{name}", name, src_dir_fd=fd, dst_dir_fd=fd)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(f".{name}", dir_fd=fd)
+        raise
+    return name
+
+
+def _identity(fd: int, name: str) -> tuple[int, int] | None:
+    with suppress(OSError):
+        found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        return found.st_dev, found.st_ino
+    return None
+
+
+def _log_pages(fd: int) -> int:
+    """How far SQLite's log may grow: 4 MB, and less on a file system that is small itself."""
+    found = os.fstatvfs(fd)
+    return min(1000, max(16, found.f_blocks * found.f_frsize // 4096 // 256))
+
+
+def _code(error: sqlite3.Error) -> int:
+    """SQLite's own word for it, without the finer ones."""
+    return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_IOERR)) & 0xFF
+
+
+def _blob(key: Key) -> bytes:
+    return bytes((key.kind,)) + key.digest
+
+
+def _key(blob: bytes) -> Key:
+    if len(blob) != 1 + DIGEST_BYTES or blob[0] not in _KINDS:
+        error = sqlite3.DatabaseError("a key that is none")
+        error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise error
+    return Key(Kind(blob[0]), blob[1:])
