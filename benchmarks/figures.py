@@ -54,6 +54,10 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "of 400 Gb/s": _CHOSEN,
         "ends after 30 s": "PROBE_S of dsv4/cache/handoff/probe.py",
     },
+    "docs/exactness.md": {
+        "by up to 2^-7.9": "bounded by tests/cache/test_online_state.py",
+        "off from 3.10 on": _TRITON,
+    },
     "docs/gpus.md": {
         **dict.fromkeys(("3.6", "3.7", "3.8", "3.9"), _TRITON),
         "| portable kernel | instructions per tile, sm_90 \u2192 sm_100 | H200, measured | B200, "

@@ -39,7 +39,11 @@ def token_ids(given: TokenIds) -> Ids:
             ids = np.asarray(ids.detach().cpu() if is_tensor else ids)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise InvalidInput(f"token ids are not a list of numbers: {error}") from error
-    if isinstance(given, Sequence) and not _BOOLEANS.isdisjoint(map(type, given)):
+    if (
+        ids is not given
+        and isinstance(given, Sequence)
+        and not _BOOLEANS.isdisjoint(map(type, given))
+    ):
         raise InvalidInput("token ids hold True or False: give them as whole numbers")
     if ids.dtype.kind in "USTO" and any(isinstance(each, str | bytes) for each in ids.flat):
         raise InvalidInput("token ids hold text: tokenize it first")
