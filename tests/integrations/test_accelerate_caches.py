@@ -10,8 +10,9 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from dsv4.errors import ContextOverflow, InvalidInput, RequestError
-from dsv4.integrations.transformers import PagedCache
+from dsv4.integrations.transformers import Engine, PagedCache
 from dsv4.integrations.transformers.accelerate import accelerate, restore
+from dsv4.reference.backend import ReferenceBackend
 from tests.integrations.fast_v4 import assert_close, fast, manager_of, plain_model
 from tests.integrations.tiny_v4 import own_cache, prompt
 
@@ -132,6 +133,46 @@ def test_a_failed_prompt_closes_its_cache_and_no_other() -> None:
         with pytest.raises(RequestError, match=r"failed halfway.*run the prompt again"):
             model(ids[:, 30:], past_key_values=begun)
         assert_close(model(ids[:, 30:], past_key_values=kept).logits, expected[:, 30:], TOLERANCE)
+        assert_close(model(ids).logits, expected, TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyboardInterrupt()])
+def test_an_error_inside_an_append_of_a_prompt_comes_out_as_itself(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, layer: int
+) -> None:
+    """When a layer has begun to write, and before it is noted as appended."""
+    plain, ids = plain_model(), prompt(31)
+    expected = plain(ids).logits
+    with fast(plain, max_batch=2) as model:
+        own, calls, engine = ReferenceBackend.append, [0], Engine(model=model)
+        begun = model(ids[:, :20]).past_key_values
+        job = engine.submit(ids[0], 3)
+
+        def fail(*given: Any, **options: Any) -> None:
+            calls[0] += 1
+            if calls[0] > layer:
+                raise error
+            own(*given, **options)
+
+        monkeypatch.setattr(ReferenceBackend, "append", staticmethod(fail))
+        for attempt in (
+            lambda: model(ids),
+            lambda: model(ids[:, 20:], past_key_values=begun),
+            engine.step,
+        ):
+            calls[0] = 0
+            with pytest.raises(type(error)) as caught:
+                attempt()
+            assert caught.value is error
+            assert manager_of(model).open_plan is None
+        calls[0] = -1000
+        with pytest.raises(RequestError, match="failed halfway"):
+            model(ids[:, 20:], past_key_values=begun)
+        engine.run()  # the next step goes on
+        alone = plain.generate(ids, max_new_tokens=3, do_sample=False)
+        assert job.generated == alone[0, 31:].tolist()
         assert_close(model(ids).logits, expected, TOLERANCE)
 
 

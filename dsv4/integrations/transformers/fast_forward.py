@@ -150,7 +150,7 @@ class FastForward:
             self.caches.mend()
             if begun is None:
                 self.caches.discard(cache)
-            elif lengths != cache.rows.lengths:
+            elif lengths != cache.rows.lengths or any(row.is_torn for row in cache.requests):
                 self.caches.close(cache, "a call with it failed halfway; run the prompt again")
             raise
         cache.note_columns(input_ids, torch.from_numpy(packing.mask).to(given.device))
@@ -302,10 +302,10 @@ class FastForward:
         pad_tokens: int | None = None,
         pad_requests: int | None = None,
     ) -> Iterator[ForwardPlan]:
-        """A plan that is committed at the end. After a failure it is abandoned, so that lengths
-        stay; if that is too late they move, which tells that the rows are lost. Inside, there is no
-        autocast: layers and cache compute in the types that they have. The cache's device is the
-        current one, which graphs and kernels are launched on."""
+        """A plan that is committed at the end. After an error it fails, so lengths stay, and the
+        rows that are lost are torn. Inside, there is no autocast: layers and cache compute in the
+        types that they have. The cache's device is the current one, which graphs and kernels are
+        launched on."""
         manager, place = self.step.manager, self._place
         if torch.is_autocast_enabled(place.type) or not is_current(place):
             with (
@@ -323,10 +323,7 @@ class FastForward:
         try:
             yield plan
         except BaseException:
-            if plan.narrow or not plan.appended_layers:
-                manager.abandon(plan)
-            else:
-                manager.commit(plan)
+            manager.fail(plan)
             raise
         finally:
             self.step.plan = None
@@ -352,7 +349,7 @@ class FastForward:
     def stepping(self, steps: list[tuple[Request, int]], ids: list[int]) -> Iterator[Tensor]:
         """A step of these requests, the ids of their tokens one after the other, and the hidden
         states [requests, hidden] of each one's last. It is committed at the end of the context;
-        an error before leaves lengths as they were, or moved where the rows are lost."""
+        an error before leaves lengths as they were, and requests whose rows are lost are torn."""
         told = torch.tensor(ids)
         given = told.to(self.step.manager.device).unsqueeze(0)
         captured = self.graphs is not None and len(ids) == len(steps)
