@@ -58,8 +58,8 @@ def _require_norms(model: Any) -> None:
         if type(module) is torch.nn.Linear and module.weight.dtype != given:
             raise InvalidInput(
                 f"the model's norms give {given}, for their weights are fp32, and {name} takes "
-                f"{module.weight.dtype}, so transformers cannot run it with any cache: use a "
-                f"version with its pull request 47486, or for every DeepseekV4RMSNorm call "
+                f"{module.weight.dtype}, so transformers cannot run it with any cache: use "
+                f"transformers 5.20 or newer, or for every DeepseekV4RMSNorm call "
                 f"module.register_forward_hook(lambda module, args, out: out.to(args[0].dtype))"
             )
 
