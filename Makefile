@@ -44,7 +44,7 @@ test-newest-transformers: ## the integration's tests on the newest transformers,
 	$(PYTHON) -m venv $(NEWEST)
 	grep -E '^(torch|triton|numpy)==' constraints.txt > $(NEWEST)/constraints.txt
 	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check -U -c $(NEWEST)/constraints.txt \
-		-e '.[dev]' transformers
+		-e '.[dev]' transformers peft
 	$(NEWEST)/bin/pytest -n 2 --dist worksteal --no-skips tests/integrations
 
 # Their source is downloaded, or $TRANSFORMERS_SOURCE has it.

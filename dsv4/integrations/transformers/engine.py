@@ -38,6 +38,7 @@ class Job:
     cancelled: bool = False
     error: Exception | None = None
     tokens_skipped: int = 0
+    weights: str | None = None  # what `request` was computed with (weights.py)
 
     @property
     def generated(self) -> list[int]:
@@ -274,6 +275,7 @@ class Engine:
                     return
                 job.error = error
                 continue
+            job.weights = caches.weights.name
             if len(job.tokens) == job.prompt_tokens:
                 job.tokens_skipped = job.request.length
 
@@ -297,6 +299,11 @@ class Engine:
     def _run(self, shares: list[_Share]) -> None:
         """Jobs take what was chosen, and then the step is committed: a token that is known and not
         committed runs again."""
+        weights = self._forward.caches.weights.glance()
+        for share in shares:
+            if share.job.weights != weights:  # nobody else may have what is computed with both
+                share.job.weights = weights
+                share.request.trail = None
         lengths = [share.request.length for share in shares]
         steps = [(share.request, len(share.ids)) for share in shares]
         sampling = [nth for nth, share in enumerate(shares) if share.samples]

@@ -121,6 +121,8 @@ class FastForward:
         if found is not None and self._is_all(found, attention_mask, position_ids, rows, columns):
             found.rows.let_go()
         begun = found if found is not None and found.requests else None
+        if begun is None or (not self.caches.is_used(begun) and (columns > 1 or self.caches.call)):
+            self.caches.weights.read()  # of decode steps only the first of a call
         lengths = [0] * rows if begun is None else begun.rows.lengths
         past_mask = None
         if begun is not None and attention_mask is not None and not self.caches.is_used(begun):
@@ -246,6 +248,9 @@ class FastForward:
         options: dict[str, Any],
     ) -> list[Any]:
         """The outputs of all pieces, in order."""
+        weights = self.caches.weights.glance()
+        if cache.rows.weights != weights:
+            cache.rows.go_on_with(weights)
         ids = None if input_ids is None else packing.pack(input_ids)
         embeds = None if inputs_embeds is None else packing.pack(inputs_embeds)
         is_recorded = self._wants(options, "hidden_states") or self._wants(options, "router_logits")
@@ -272,7 +277,7 @@ class FastForward:
         size = self.graphs.padded(len(steps))
         told = self._told(ids, slice(None))
         with self._planned(steps, told, pad_tokens=size, pad_requests=size) as plan:
-            hidden: Any = self.graphs(ids, plan)
+            hidden: Any = self.graphs(ids, plan, self.caches.weights.name)
             plan.mark_appended()
         return MoeModelOutputWithPast(last_hidden_state=hidden)
 
@@ -359,7 +364,7 @@ class FastForward:
             self._planned(steps, told, pad_tokens=size, pad_requests=size) as plan,
         ):
             if self.graphs and captured:
-                hidden = self.graphs(given, plan)[0]
+                hidden = self.graphs(given, plan, self.caches.weights.name)[0]
                 plan.mark_appended()
                 yield hidden
             else:

@@ -4,6 +4,9 @@ and the rows that it uses are its own until it is over."""
 from __future__ import annotations
 
 import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +15,8 @@ from torch import Tensor
 from dsv4.errors import InvalidInput
 from dsv4.integrations.transformers.fast_caches import FastCaches
 from dsv4.integrations.transformers.history import UNKNOWN_ID
+
+_outer = threading.local()  # .salt: of the call of generate that runs in this thread
 
 
 class FastGenerate:
@@ -35,11 +40,37 @@ class FastGenerate:
                 "cache belong to all of its layers: draft with prompt_lookup_num_tokens or with an "
                 "assistant_model"
             )
+        salt = options.pop("salt", getattr(_outer, "salt", None))
+        if not isinstance(salt, str | None):
+            raise InvalidInput(f"salt={salt!r}: give a string; prompts share within one salt alone")
         chunk = options.get("prefill_chunk_size") or getattr(asked, "prefill_chunk_size", None)
-        with self.caches.running(chunked=chunk is not None):
+        with (
+            self._salted(salt, options.get("past_key_values")) as salt,
+            self.caches.running(chunked=chunk is not None, salt=salt),
+        ):
             ids = options.get("input_ids", options.get("inputs", args[0] if args else None))
             self._crop_what_differs(options.get("past_key_values"), ids, mask)
             return self.own_generate(*args, **options)
+
+    @contextmanager
+    def _salted(self, salt: str | None, given: Any) -> Iterator[str | None]:
+        """The salt of this call, which an assistant's calls inside have too. A cache that was begun
+        with one goes on with it. Raises InvalidInput for another."""
+        with self.caches.turn:
+            cache = self.caches.cache_of(given)
+        if cache is not None and cache.requests:
+            if salt is not None and salt != cache.rows.salt:
+                raise InvalidInput(
+                    f"salt={salt!r}, but the cache was begun with {cache.rows.salt!r}: go on with "
+                    f"that, or begin with another cache"
+                )
+            salt = cache.rows.salt
+        before = getattr(_outer, "salt", None)
+        _outer.salt = salt
+        try:
+            yield salt
+        finally:
+            _outer.salt = before
 
     def _crop_what_differs(self, given: Any, ids: Any, mask: Any) -> None:
         """transformers leaves out as many columns as the cache has, whatever is in them. Where all
