@@ -21,7 +21,7 @@ from dsv4.cache.requests import Request
 from dsv4.errors import ContextOverflow, InvalidInput
 from dsv4.integrations.transformers.decode_graph import DecodeGraphs, can_capture
 from dsv4.integrations.transformers.fast_attention import RunningStep
-from dsv4.integrations.transformers.fast_caches import FastCaches
+from dsv4.integrations.transformers.fast_caches import FastCaches, RunningCall
 from dsv4.integrations.transformers.fast_generate import wrong_padding
 from dsv4.integrations.transformers.no_gradients import no_gradients
 from dsv4.integrations.transformers.packing import Packing, beside, make_packing, read_packing
@@ -117,15 +117,21 @@ class FastForward:
             use_cache = self.model.config.use_cache
         keep = use_cache or past_key_values is not None
         rows, columns = given.shape[:2]
-        found = self.caches.find(past_key_values, rows=rows)
-        if found is not None and self._is_all(found, attention_mask, position_ids, rows, columns):
+        found, call = self.caches.find(past_key_values, rows=rows), self.caches.call
+        is_used = call is not None and found in call.caches
+        if (
+            found is not None
+            and call is not None
+            and not is_used
+            and self._is_all(found, attention_mask, position_ids, rows, columns)
+        ):
             found.rows.let_go()
         begun = found if found is not None and found.requests else None
-        if begun is None or (not self.caches.is_used(begun) and (columns > 1 or self.caches.call)):
+        if begun is None or (not is_used and (columns > 1 or call is not None)):
             self.caches.weights.read()  # of decode steps only the first of a call
         lengths = [0] * rows if begun is None else begun.rows.lengths
         past_mask = None
-        if begun is not None and attention_mask is not None and not self.caches.is_used(begun):
+        if begun is not None and attention_mask is not None and not is_used:
             past_mask = begun.history_mask  # generate shows what it has run from its second step on
         packing = read_packing(
             batch=rows,
@@ -138,7 +144,8 @@ class FastForward:
             device=given.device,
         )
         self._check_context(lengths, packing)
-        self._check_generated(packing, lengths)
+        if call is not None:
+            self._check_generated(call, packing, lengths)
         prompts = None
         if asked is not None and asked[0] is input_ids and begun is None and keep:
             prompts = self._prompts(packing, *asked, options)
@@ -167,8 +174,7 @@ class FastForward:
     ) -> bool:
         """Whether generate begins with all ids of a conversation although the cache has some: with
         drafts transformers leaves none out. The rows go on as those of any next turn do."""
-        call = self.caches.call
-        if call is None or not cache.columns or self.caches.is_used(cache):
+        if not cache.columns:
             return False
         if mask is None:  # newer ones leave out a mask that hides nothing, and give positions
             return isinstance(positions, Tensor) and not bool(positions[..., 0].any())
@@ -186,10 +192,9 @@ class FastForward:
             return None
         return [row[: len(row) - logits + 1] for row in packing.rows_of(ids)]
 
-    def _check_generated(self, packing: Packing, lengths: Sequence[int]) -> None:
+    def _check_generated(self, call: RunningCall, packing: Packing, lengths: Sequence[int]) -> None:
         """Raises InvalidInput for padding that generate cannot have, inferred or given."""
-        call = self.caches.call
-        if call is None or packing.mask[:, -1].all():
+        if packing.mask[:, -1].all():
             return
         for row in np.flatnonzero(~packing.mask[:, -1]).tolist():
             is_empty = not lengths[row] and not packing.counts[row]
