@@ -174,7 +174,7 @@ class FastCaches:
     ) -> None:
         given = None if self.call is None else self.call.salt
         weights = self.weights.name
-        salt = self._salt(given)
+        salt = self.salt_now(given)
 
         def open_rows(reuse: bool) -> list[int]:
             self._make_room(rows)
@@ -193,7 +193,7 @@ class FastCaches:
         else:
             self._ranks.open_alike(rows, open_rows, cache.reset)
 
-    def _salt(self, given: str | None) -> str | None:
+    def salt_now(self, given: str | None) -> str | None:
         """The salt of prompts that are computed with the weights as they are."""
         name = self.weights.name
         if name is None:
@@ -250,7 +250,7 @@ class FastCaches:
         made. Raises OutOfBlocks, ContextOverflow."""
         manager, found = self._manager, list[Request]()
         self.weights.read()
-        salt = self._salt(salt)
+        salt = self.salt_now(salt)
 
         def open_row(reuse: bool) -> list[int]:
             if manager.transfers is not None and reuse:
@@ -294,6 +294,20 @@ class FastCaches:
                 f"keep several batches alive",
             )
         return True
+
+    def give_back_unused(self) -> bool:
+        """Blocks of the row that lay idle for longest, or else of the cache that was not used for
+        longest, which is closed; whether there was one."""
+        if self.idle.evict_oldest():
+            return True
+        unused = sorted(self._unused(), key=self._last_use.__getitem__)
+        if unused:
+            self.close(
+                unused[0],
+                "jobs of an Engine needed its blocks, for others are pinned; unpin something, or "
+                "accelerate with a larger max_batch",
+            )
+        return bool(unused)
 
     def _free_rows(self) -> int:
         return self._manager.stats().slots_free + self.idle.count
