@@ -97,15 +97,22 @@ class OutOfSlots(Dsv4Error):
 class ContextOverflow(Dsv4Error):
     """A request would grow past the context the schema was made for."""
 
-    def __init__(self, *, asked_tokens: int, max_context_tokens: int) -> None:
+    def __init__(
+        self,
+        *,
+        asked_tokens: int,
+        max_context_tokens: int,
+        advice: str = "rebuild the schema with a larger max_context",
+    ) -> None:
         self.asked_tokens, self.max_context_tokens = asked_tokens, max_context_tokens
+        self.advice = advice
         super().__init__(
-            f"{asked_tokens} tokens asked, but the schema was made for max_context="
-            f"{max_context_tokens}: rebuild it with a larger max_context"
+            f"{asked_tokens} tokens asked, but a request has at most max_context="
+            f"{max_context_tokens}: {advice}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = ("asked_tokens", "max_context_tokens")
+        names = ("asked_tokens", "max_context_tokens", "advice")
         return _revive, (type(self), (), {name: getattr(self, name) for name in names})
 
 

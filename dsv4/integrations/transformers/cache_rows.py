@@ -299,7 +299,11 @@ class CacheRows:
         self.check_batch(batch, "transformers")
         end, most = self.columns + columns, self.manager.schema.max_context
         if end > most:
-            raise ContextOverflow(asked_tokens=end, max_context_tokens=most)
+            raise ContextOverflow(
+                asked_tokens=end,
+                max_context_tokens=most,
+                advice="make the cache with PagedCache.for_model(max_context=…), or ask for less",
+            )
         self.open(batch, "transformers")
         self._take_blocks(columns)
         self.start, self.layers_done = self.columns, 0

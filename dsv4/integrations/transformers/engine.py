@@ -15,8 +15,9 @@ from torch import Tensor
 
 from dsv4.cache.prefix.trail import TokenIds, token_ids
 from dsv4.cache.requests import Request
-from dsv4.errors import ContextOverflow, InvalidInput, OutOfBlocks, RequestError, require_count
+from dsv4.errors import InvalidInput, OutOfBlocks, RequestError, require_count
 from dsv4.integrations.transformers.fast_forward import FastForward
+from dsv4.integrations.transformers.fast_generate import context_overflow
 from dsv4.integrations.transformers.idle_rows import KnownRow
 from dsv4.integrations.transformers.model_check import require_type
 
@@ -148,7 +149,7 @@ class Engine:
             )
         asked, longest = len(read) + new_tokens, self._manager.schema.max_context
         if asked > longest:
-            raise ContextOverflow(asked_tokens=asked, max_context_tokens=longest)
+            raise context_overflow(asked, longest)
         self._manager.prompt(read, salt)  # refuses a salt that is none
         stops: Any = self._end_tokens() if stop_tokens is None else stop_tokens
         stops = token_ids([*stops] if isinstance(stops, Set) else stops)

@@ -90,6 +90,10 @@ class FastCaches:
                 self.changed.notify_all()
 
     @property
+    def max_context(self) -> int:
+        return self._manager.schema.max_context
+
+    @property
     def call(self) -> RunningCall | None:
         """The generate that runs in this thread."""
         here = self._calls_here()

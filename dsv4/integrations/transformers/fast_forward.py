@@ -18,11 +18,11 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
-from dsv4.errors import ContextOverflow, InvalidInput
+from dsv4.errors import InvalidInput
 from dsv4.integrations.transformers.decode_graph import DecodeGraphs, can_capture
 from dsv4.integrations.transformers.fast_attention import RunningStep
 from dsv4.integrations.transformers.fast_caches import FastCaches, RunningCall
-from dsv4.integrations.transformers.fast_generate import wrong_padding
+from dsv4.integrations.transformers.fast_generate import context_overflow, wrong_padding
 from dsv4.integrations.transformers.no_gradients import no_gradients
 from dsv4.integrations.transformers.packing import Packing, beside, make_packing, read_packing
 from dsv4.integrations.transformers.paged_cache import PagedCache
@@ -242,7 +242,7 @@ class FastForward:
         longest = max(map(sum, zip(lengths, packing.counts, strict=True)))
         most = self.step.manager.schema.max_context
         if longest > most:
-            raise ContextOverflow(asked_tokens=longest, max_context_tokens=most)
+            raise context_overflow(longest, most)
 
     def _run(
         self,
