@@ -24,6 +24,11 @@ from dsv4.reference.pages import page_rows, read_records
 _TAILS = {"compressor": "tail", "indexer": "index_tail"}
 
 
+_uncompiled = torch.compiler.disable(
+    reason="dsv4: a PagedCache keeps its books in Python; compile the model without fullgraph"
+)
+
+
 class PagedLayer(CacheLayerMixin):
     """One layer: `update` for window rows, and for compressed layers the three calls of a
     compressor: store_compression_weights, update_overlap_state (CSA), update_compressor_states."""
@@ -50,6 +55,7 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """The arenas were allocated with the manager."""
 
+    @_uncompiled
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -119,6 +125,7 @@ class PagedLayer(CacheLayerMixin):
     crop = reset = reorder_cache = batch_select_indices = batch_repeat_interleave = _refuse
     offload = prefetch = _refuse
 
+    @_uncompiled
     def store_compression_weights(
         self, name: str, kv: Tensor, gate: Tensor
     ) -> tuple[Tensor, Tensor, int]:
@@ -126,6 +133,7 @@ class PagedLayer(CacheLayerMixin):
         now, and the position of the first."""
         return self.compressors[name].store_projections(kv, gate)
 
+    @_uncompiled
     def update_overlap_state(
         self, name: str, chunk_kv: Tensor, chunk_gate: Tensor, head_dim: int
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -133,13 +141,16 @@ class PagedLayer(CacheLayerMixin):
         None where there is none. The groups of the step are in the tails already."""
         return self.compressors[name].previous_group()
 
+    @_uncompiled
     def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
         """New entries [rows, n, width]; all entries so far."""
         return self.compressors[name].store_entries(compressed)
 
+    @_uncompiled
     def get_seq_length(self) -> int:
         return self.rows.columns
 
+    @_uncompiled
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many keys `update` will return for so many tokens, and the position of the first."""
         past = min(self.rows.columns, self.window - 1)
