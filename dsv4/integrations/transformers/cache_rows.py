@@ -302,7 +302,7 @@ class CacheRows:
             raise ContextOverflow(
                 asked_tokens=end,
                 max_context_tokens=most,
-                advice="make the cache with PagedCache.for_model(max_context=…), or ask for less",
+                note="make the cache with PagedCache.for_model(max_context=…), or ask for less",
             )
         self.open(batch, "transformers")
         self._take_blocks(columns)

@@ -435,8 +435,8 @@ class Engine:
             if len(jobs) > 1:
                 picked, errors = self._choose_apart(logits, jobs)
         chosen = [(some, self._checked(tokens, len(some))) for some, tokens in picked]
-        for nth, error in errors.items():
-            jobs[nth].error = error
+        for nth, its_error in errors.items():
+            jobs[nth].error = its_error
         for some, tokens in chosen:
             for job, token in zip(some, tokens, strict=True):
                 job.tokens.append(token)

@@ -141,7 +141,7 @@ def context_overflow(asked_tokens: int, max_context_tokens: int) -> ContextOverf
     return ContextOverflow(
         asked_tokens=asked_tokens,
         max_context_tokens=max_context_tokens,
-        advice="accelerate(max_context=…) with more, or ask for fewer tokens",
+        note="accelerate(max_context=…) with more, or ask for fewer tokens",
     )
 
 

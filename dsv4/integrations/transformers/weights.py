@@ -69,7 +69,8 @@ class Weights:
             if (module := waiting.pop()) is None:
                 continue
             own: dict[str, Any] = module.__dict__
-            is_tuner, active = "_disable_adapters" in own, ()
+            is_tuner = "_disable_adapters" in own
+            active: tuple[str, ...] = ()
             if is_tuner:
                 if self._tuner is None:
                     self._tuner, self._switches = own, _switches(own)
