@@ -266,7 +266,8 @@ class CacheRows:
                 raise InvalidInput(
                     f"position_ids are not {self.columns} to {self.columns + columns - 1} in each "
                     f"row: the cache holds {self.columns} columns, and the next ones stand behind "
-                    f"them; leave position_ids out" + _hint(not bool(positions[..., 0].any()))
+                    f"them; leave position_ids out"
+                    + _hint(bool((positions[..., 0] < self.columns).any()))
                 )
 
     def begin_step(self, batch: int, columns: int) -> None:

@@ -210,8 +210,10 @@ class Engine:
         Where running calls of generate have all rows, it waits for one; where jobs of another
         engine have them, it runs a step of these. An error of the step comes through; no job is
         lost, and the next call goes on."""
-        if self._leading.locked():
-            self._wait_for_leader()  # the turn is not fair: who steps in a loop would keep it
+        for _ in range(3):  # the turn is not fair: who steps in a loop would keep it
+            if not self._leading.locked():
+                break
+            self._wait_for_leader()  # a bell may be the one before's
         try:
             return self._step()
         finally:
