@@ -178,8 +178,7 @@ class Engine:
         token comes when it is there, and nothing runs in the background. A stream that is
         left early cancels its job; one that ends with the error of a step does not. Raises the
         error that ended the job."""
-        with self._turn:
-            self._check_mine(job)
+        self._check_mine(job)
         seen = job.prompt_tokens
         while True:
             new = job.tokens[seen:]
@@ -479,7 +478,7 @@ class Engine:
     def _check_mine(self, job: Any) -> None:
         if not isinstance(job, Job):
             raise InvalidInput(f"{job!r} is no job: submit returns one")
-        if not job.is_over and job not in self.jobs:
+        if job not in self.jobs and not job.is_over:  # in this order: it may end meanwhile
             raise InvalidInput("the job is another engine's: use the one it was submitted to")
 
     def _wait(self) -> None:
