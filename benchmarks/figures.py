@@ -43,10 +43,11 @@ PAGES = (
         if (path := found.relative_to(ROOT).as_posix()) not in JOURNALS
     ),
 )
-# page -> words with figures in them (of a table: its first row, for all of it) -> who holds these
-# figures, or why nobody has to.
+_TRANSFORMERS = "versions of transformers"
 _TRITON = "a version of Triton"
 _CHOSEN = "a condition of the example, chosen"
+# page -> words with figures in them (of a table: its first row, for all of it) -> who holds these
+# figures, or why nobody has to.
 ELSEWHERE: dict[str, dict[str, str]] = {
     "docs/distributed.md": {
         "| V4-Flash | bytes | 25 Gb/s | 100 Gb/s | 400 Gb/s |": "rates of links; rows have marks",
@@ -73,9 +74,12 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "docs/run_v4_flash.md": {
         "(compute capability 8.9 or newer)": "a property of GPUs",
         "| GiB | 2 | 4 | 8 |": "sizes of the tensors of DeepSeek's checkpoint",
-        "| code \u00d7 code | arenas and table | buffers, workspace and snapshots |": "arenas: "
-        "tests/integrations/test_docs_run_v4_flash.py; the rest is what `dsv4 plan` prints",
+        **dict.fromkeys(("5.17", "5.18", "5.20"), _TRANSFORMERS),
+        "| code \u00d7 code | arenas and table | buffers, workspace and snapshots | rotation tables |": (
+            "arenas: tests/integrations/test_docs_run_v4_flash.py; the rest is what `dsv4 plan` prints"
+        ),
     },
+    "docs/transformers.md": dict.fromkeys(("since 5.20", "up to 5.18"), _TRANSFORMERS),
 }
 
 Values = NDArray[np.float64]

@@ -95,18 +95,26 @@ class OutOfSlots(Dsv4Error):
 
 
 class ContextOverflow(Dsv4Error):
-    """A request would grow past the context the schema was made for."""
+    """A request would grow past the context the schema was made for. `note` says what to do."""
 
-    def __init__(self, *, asked_tokens: int, max_context_tokens: int) -> None:
+    def __init__(
+        self,
+        *,
+        asked_tokens: int,
+        max_context_tokens: int,
+        note: str = "rebuild the schema with a larger max_context",
+    ) -> None:
         self.asked_tokens, self.max_context_tokens = asked_tokens, max_context_tokens
+        self._note = note
         super().__init__(
-            f"{asked_tokens} tokens asked, but the schema was made for max_context="
-            f"{max_context_tokens}: rebuild it with a larger max_context"
+            f"{asked_tokens} tokens asked, but a request has at most max_context="
+            f"{max_context_tokens}: {note}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         names = ("asked_tokens", "max_context_tokens")
-        return _revive, (type(self), (), {name: getattr(self, name) for name in names})
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return _revive, (type(self), (), given | {"note": self._note})
 
 
 class PlanError(Dsv4Error):

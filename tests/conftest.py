@@ -8,6 +8,7 @@ compiled unless the flag was given. Tests that compile for sm_90 start a process
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -20,8 +21,31 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)  # xdist fills the cores; threads that wait for each other waste them
 
 
+EXHAUSTIVE = "exhaustive: run with -m nightly"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--no-skips",
+        action="store_true",
+        help="a test that is skipped has failed, unless it is an exhaustive one",
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and item.config.getoption("--no-skips") and not hasattr(report, "wasxfail"):
+        why = str(report.longrepr)
+        if EXHAUSTIVE not in why:
+            report.outcome, report.longrepr = "failed", f"skipped, with --no-skips: {why}"
+    return report
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    thinned_out = pytest.mark.skip(reason="exhaustive: run with -m nightly")
+    thinned_out = pytest.mark.skip(reason=EXHAUSTIVE)
     for item in items:
         if reason := why_not(item.iter_markers()):
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed import init_device_mesh
 from transformers import DeepseekV4ForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.integrations import finegrained_fp8
@@ -28,7 +30,13 @@ from tests.integrations.tiny_v4 import draw_weights, own_cache, paged, prompt, t
 
 TOKENS, NEW_TOKENS = 136, 4
 OTHER_PLAN = {"model.layers.*.self_attn.q_b_proj": "colwise"}
+INDEXER = "model.layers.*.self_attn.compressor.indexer."
+BY_HEADS = {f"{INDEXER}q_b_proj": "colwise", f"{INDEXER}scorer.weights_proj": "colwise"}
 TIMEOUT = timedelta(seconds=60)
+# from transformers 5.20 on the experts are split over a mesh of their own, and nothing else is
+HAS_EP_SIZE = "ep_size" in {field.name for field in fields(DistributedConfig)}
+if HAS_EP_SIZE:
+    from transformers.distributed.utils import TransformersDeviceMesh
 
 
 def whole_model(index_heads: int = 32) -> DeepseekV4ForCausalLM:
@@ -46,10 +54,23 @@ def split_model(
     plan: Any = "auto",
     whole: DeepseekV4ForCausalLM | None = None,
 ) -> DeepseekV4ForCausalLM:
-    """As from_pretrained(distributed_config=…) leaves it, which needs the package accelerate."""
-    mesh = distributed.init_device_mesh("cpu", (ranks,))
-    wanted = DistributedConfig(tp_size=ranks, tp_plan=plan, enable_expert_parallel=plan == "auto")
+    """As from_pretrained(distributed_config=…) leaves it, which needs the package accelerate.
+    "auto" is expert parallelism; None is what transformers does with tp_size alone."""
     model = whole or whole_model(index_heads)
+    mesh: Any
+    if HAS_EP_SIZE:
+        names = ("pp", "fsdp", "tp"), ("pp", "efsdp", "ep")
+        mesh = TransformersDeviceMesh(
+            *(init_device_mesh("cpu", (1, 1, ranks), mesh_dim_names=each) for each in names)
+        )
+        experts: dict[str, Any] = {"ep_size": ranks, "tp_plan": {}}
+        wanted = DistributedConfig(
+            tp_size=ranks, **(experts if plan == "auto" else {"tp_plan": plan})
+        )
+    else:
+        mesh = init_device_mesh("cpu", (ranks,))
+        is_expert = plan == "auto"
+        wanted = DistributedConfig(tp_size=ranks, tp_plan=plan, enable_expert_parallel=is_expert)
     model.config.distributed_config = wanted
     split: DeepseekV4ForCausalLM = model.maybe_distribute_model(model, wanted, mesh)
     return split.requires_grad_(False)
@@ -76,8 +97,13 @@ def run_rank(rank: int, ranks: int) -> dict[str, Any]:
     ids, mask = inputs()
     model = split_model(ranks)
     found: dict[str, Any] = {}
-    found["odd heads"] = refused(split_model(ranks, 2 * ranks + 1))
+    by_heads = BY_HEADS if HAS_EP_SIZE else "auto"
+    found["odd heads"] = refused(split_model(ranks, 2 * ranks + 1, by_heads))
+    found["half a plan"] = refused(split_model(ranks, plan=dict([*BY_HEADS.items()][:1])))
     found["other plan"] = refused(split_model(ranks, plan=OTHER_PLAN))
+    if HAS_EP_SIZE:
+        found["tp_size alone"] = tokens_of(split_model(ranks, plan=None), rank, ids)
+        found["by heads"] = tokens_of(split_model(ranks, plan=BY_HEADS), rank, ids)
     for name, past in (("own", own_cache(model)), ("paged", paged(model))):
         steps = generate(model, ids[:1], NEW_TOKENS, past_key_values=past)
         found[name] = steps.sequences
@@ -100,6 +126,17 @@ def run_rank(rank: int, ranks: int) -> dict[str, Any]:
     found["after"] = generate(model, ids, NEW_TOKENS, attention_mask=mask).sequences
     found["jobs"] = jobs_of_an_engine(model, rank, ids)
     manager.check_invariants()
+    return found
+
+
+def tokens_of(model: DeepseekV4ForCausalLM, rank: int, ids: Tensor) -> list[Tensor]:
+    """Of a prompt, and again when one rank has forgotten it."""
+    accelerate(model, max_batch=1, max_context=640, records="bf16")
+    found = [generate(model, ids[:1], NEW_TOKENS).sequences]
+    if rank == 0:
+        vars(model.model)["forward"].caches.idle.evict(1)
+        manager_of(model).evict()
+    found.append(generate(model, ids[:1], NEW_TOKENS).sequences)
     return found
 
 

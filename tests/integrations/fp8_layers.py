@@ -38,7 +38,10 @@ def fp8_model(seed: int = 0) -> DeepseekV4ForCausalLM:
     replace_with_fp8_linear(
         model,
         modules_to_not_convert=["lm_head", "mlp.gate", *kept],
-        quantization_config=FineGrainedFP8Config(weight_block_size=BLOCK, scale_fmt="ue8m0"),
+        # newer transformers move expert_dtype there when they read a checkpoint's config
+        quantization_config=FineGrainedFP8Config(
+            weight_block_size=BLOCK, scale_fmt="ue8m0", expert_dtype="fp4"
+        ),
     )
     numbers = Numbers(seed + 1)
     for module in model.modules():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
 
 from dsv4.errors import ContextOverflow, InvalidInput, RequestError
 from dsv4.integrations.transformers import Engine, PagedCache
@@ -324,3 +324,33 @@ def test_inference_mode_at_any_time() -> None:
             found = model(ids[:, 8:].clone(), past_key_values=past).logits
     with torch.no_grad():
         assert_close(found, plain(ids).logits[:, 8:], TOLERANCE)
+
+
+@torch.no_grad()
+def test_generate_past_the_context_is_refused_before_it_starts() -> None:
+    """And what just fits is not: the last token that comes out never runs."""
+    plain = plain_model()
+    with fast(plain, max_context=64) as model:
+        ids, mask = prompt(40, rows=2), torch.ones((2, 40), dtype=torch.int64)
+        mask[:, :10] = 0
+        config = GenerationConfig(max_new_tokens=26)
+        for options in (
+            {"max_new_tokens": 26},
+            {"max_length": 66},
+            {"generation_config": config},
+            {"max_new_tokens": 36, "attention_mask": mask},
+        ):
+            with pytest.raises(ContextOverflow, match=r"65 tokens.*64.*accelerate\(max_") as told:
+                model.generate(ids, **options)
+            assert told.value.asked_tokens == 65
+        embeds = model.get_input_embeddings()(ids)
+        with pytest.raises(ContextOverflow, match="accelerate"):
+            model.generate(inputs_embeds=embeds, max_new_tokens=26)
+        assert manager_of(model).stats().prefix.tokens_asked == 0  # nothing has run
+        fits = {"max_new_tokens": 35, "attention_mask": mask}
+        assert model.generate(ids, do_sample=False, **fits).shape == (2, 75)
+        model.generation_config.pad_token_id = 0
+        padded = torch.cat((torch.zeros((2, 10), dtype=torch.int64), 1 + ids[:, :30] % 127), dim=1)
+        assert model.generate(padded, do_sample=False, max_new_tokens=35).shape == (2, 75)
+        with pytest.raises(ContextOverflow, match=r"accelerate\(max_context="):
+            model(prompt(65))

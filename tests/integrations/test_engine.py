@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from dsv4.errors import ContextOverflow, InvalidInput, OutOfBlocks, RequestError
 from dsv4.integrations.transformers import Engine, Job, accelerate, restore
+from dsv4.integrations.transformers import engine as engine_module
 from dsv4.integrations.transformers.engine import greedy
 from tests.integrations.fast_v4 import counted, fast, manager_of, plain_model
 from tests.integrations.tiny_v4 import VOCABULARY, prompt
@@ -349,15 +351,16 @@ def test_two_engines_share_the_rows() -> None:
 
 
 def test_a_stream_that_fails_does_not_cancel() -> None:
-    def fail(logits: Tensor, jobs: Any) -> Tensor:
+    def fail(*_: Any) -> None:
         raise Broken
 
     with fast(plain_model(), max_context=64, prefix=None) as model:
-        engine = Engine(model=model, choose=fail)
+        engine = Engine(model=model)
         job = engine.submit(text(20, 0), NEW_TOKENS)
+        hook = model.model.layers[1].mlp.register_forward_pre_hook(fail)
         with pytest.raises(Broken):
             list(engine.stream(job))
-        engine.choose = greedy
+        hook.remove()
         assert list(engine.stream(job)) == job.generated
         check(job)
 
@@ -376,3 +379,133 @@ def test_an_error_of_a_job_comes_out_of_its_stream() -> None:
         engine.run()
         check(other)
         manager.unpin(pinned)
+
+
+@pytest.mark.parametrize("failing", [1, 3])
+def test_a_job_that_choose_fails_for_ends_alone(failing: int) -> None:
+    """Its stream raises what was raised for it; the others go on, and choose sees them alone."""
+
+    def choose(logits: Tensor, jobs: Any) -> Tensor:
+        if any(job in broken and len(job.generated) == 2 for job in jobs):
+            raise Broken
+        return greedy(logits, jobs)
+
+    with fast(plain_model(), max_batch=3) as model:
+        engine = Engine(model=model, choose=choose)
+        jobs = [engine.submit(text(10 * seed, seed), NEW_TOKENS) for seed in (1, 2, 3)]
+        broken = jobs[:failing]
+        engine.run()
+        for job in broken:
+            assert isinstance(job.error, Broken)
+            assert job.generated == expected(tuple(job.tokens[: job.prompt_tokens]))[:2]
+            with pytest.raises(Broken):
+                list(engine.stream(job))
+        for job in jobs[failing:]:
+            check(job)
+        manager_of(model).check_invariants()
+
+
+def test_an_interrupt_inside_choose_is_no_jobs_error() -> None:
+    def choose(logits: Tensor, jobs: Any) -> Tensor:
+        raise KeyboardInterrupt
+
+    with fast(plain_model(), max_batch=2) as model:
+        engine = Engine(model=model, choose=choose)
+        jobs = [engine.submit(text(10 * seed, seed), NEW_TOKENS) for seed in (1, 2)]
+        with pytest.raises(KeyboardInterrupt):
+            engine.run()
+        engine.choose = greedy
+        engine.run()
+        for job in jobs:
+            check(job)
+
+
+def pinned_but(engine: Engine, blocks: int) -> None:
+    """All but so many blocks of the manager are pinned."""
+    manager, seed = engine._manager, 100
+    while (lacking := manager.stats().blocks_total - manager.stats().blocks_pinned - blocks) > 0:
+        ids, seed = text(128 * min(lacking, 3), seed), seed + 1
+        engine.submit([*ids, 1], 1)
+        engine.run()
+        manager.pin(ids)
+
+
+def test_the_youngest_job_makes_room_when_blocks_run_out() -> None:
+    """Two that generate need three blocks each, and four are left: each alone fits."""
+    with fast(plain_model(), max_batch=2, max_context=400) as model:
+        engine = Engine(model=model)
+        pinned_but(engine, 4)
+        held = model(prompt(100)).past_key_values  # nobody is using it: it goes before a job does
+        jobs = [engine.submit(text(250, seed), 12) for seed in (1, 2)]
+        for _ in range(60):
+            if not engine.step():
+                break
+        assert [job.preemptions for job in jobs] == [0, 1]
+        for job in jobs:
+            check(job)
+        with pytest.raises(RequestError, match="closed"):
+            model(prompt(1), past_key_values=held)
+
+
+def test_a_job_that_is_alone_and_has_not_enough_blocks_ends() -> None:
+    with fast(plain_model(), max_batch=2, max_context=400) as model:
+        engine = Engine(model=model)
+        pinned_but(engine, 2)
+        jobs = [engine.submit(text(n, n), 12) for n in (250, 20)]
+        for _ in range(60):
+            if not engine.step():
+                break
+        assert isinstance(jobs[0].error, OutOfBlocks)
+        assert len(jobs[0].generated) == 7  # 256 tokens are two blocks
+        check(jobs[1])
+
+
+@pytest.mark.parametrize("is_run", [False, True])
+def test_streams_of_several_threads_arrive_fairly(is_run: bool) -> None:
+    """One steps and the others wait for it, also beside a thread that runs them all: each has its
+    token while the next step runs, whoever runs that, and needs no turn to take it."""
+    taken, late = {}, []
+
+    def choose(logits: Tensor, of: Any) -> Tensor:
+        until = time.monotonic() + 20
+        while any(taken[job] < len(job.generated) for job in readers):
+            if late or time.monotonic() > until:
+                late.append([len(job.generated) - taken[job] for job in readers])
+                break
+            time.sleep(0.001)
+        return greedy(logits, of)
+
+    def read(job: Job) -> None:
+        for _ in engine.stream(job):
+            taken[job] += 1
+
+    with fast(plain_model(), max_batch=7) as model:
+        engine = Engine(model=model, choose=choose)
+        jobs = [engine.submit(text(5, seed), 25, stop_tokens=[]) for seed in range(7)]
+        readers = jobs[:6]
+        taken.update(dict.fromkeys(readers, 0))
+        with ThreadPoolExecutor(7) as pool:
+            calls = [pool.submit(read, job) for job in readers]
+            if is_run:
+                calls.append(pool.submit(engine.run))
+            for call in calls:
+                call.result(TIMEOUT_S)
+        engine.run()
+        assert not late, late
+        for job in jobs:
+            check(job)
+
+
+def test_streams_go_on_after_a_leader_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the line that says that it leads and the step."""
+    monkeypatch.setattr(engine_module, "LEAD_S", 0.05)
+    with fast(plain_model()) as model:
+        for is_stream in (True, False):
+            engine = Engine(model=model)
+            job = engine.submit(text(9, 1), NEW_TOKENS)
+            engine._leading.acquire()
+            if is_stream:
+                list(engine.stream(job))
+            engine.run()
+            check(job)
+            assert not engine._leading.locked()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.distributed import DistributedConfig
 
 from dsv4.errors import InvalidInput
 from dsv4.integrations.transformers import accelerate
-from tests.integrations.expert_ranks import NEW_TOKENS, inputs, whole_model
+from tests.integrations.expert_ranks import HAS_EP_SIZE, NEW_TOKENS, inputs, whole_model
 from tests.integrations.fast_v4 import assert_close, fast, generate
 from tests.integrations.tiny_v4 import own_cache
 
-pytestmark = pytest.mark.skipif(
-    "ep_size" in {field.name for field in fields(DistributedConfig)},
-    reason="this transformers splits over a mesh of its own making, not as 5.17 does",
-)
 COUNTS = (2, 4)
 TOLERANCE = 1e-4
 
@@ -126,6 +120,17 @@ def test_heads_that_do_not_divide_are_refused(directory: Path, ranks: int) -> No
     for found in read(directory, ranks):
         assert f"{2 * ranks + 1} index heads on {ranks} ranks" in found["odd heads"]
         assert "layer 0 has q_b_proj.weight split" in found["other plan"]
+        assert "indexer.q_b_proj split by heads and the rest" in found["half a plan"]
+
+
+@pytest.mark.parametrize("ranks", COUNTS)
+@pytest.mark.parametrize("plan", ["tp_size alone", "by heads"])
+def test_plans_for_tensor_parallelism_are_seen(directory: Path, ranks: int, plan: str) -> None:
+    """Newer transformers have one that leaves attention whole; others may be given."""
+    for found in read(directory, ranks):
+        if not HAS_EP_SIZE:
+            pytest.skip("before transformers 5.20 there is no plan for V4 but that for experts")
+        assert all(torch.equal(tokens, expected()["one row"]) for tokens in found[plan])
 
 
 def test_a_process_with_some_of_the_layers_is_refused() -> None:

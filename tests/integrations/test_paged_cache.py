@@ -9,17 +9,20 @@ import itertools
 
 import pytest
 import torch
+from transformers import DeepseekV4ForCausalLM
 
 from dsv4.integrations.transformers import PagedCache, transformers_cache_bytes
 from tests.integrations.tiny_v4 import (
     POISON,
     assert_same_generation,
     assert_same_logits,
+    draw_weights,
     generate,
     own_cache,
     paged,
     prompt,
     run,
+    tiny_config,
     tiny_model,
 )
 
@@ -164,3 +167,17 @@ def test_caches_can_share_a_manager():
     expected = [run(model, part, own_cache(model), [131] + [1] * 4) for part in (ids[:2], ids[2:])]
     for ours, theirs in zip(found, expected, strict=True):
         assert_same_logits(ours, theirs)
+
+
+@torch.no_grad()
+def test_a_compiled_model_runs_on_it() -> None:
+    """What is around the cache is compiled, and the cache runs as it is."""
+    config = tiny_config(layer_types=["compressed_sparse_attention"])
+    model, ids = draw_weights(DeepseekV4ForCausalLM(config).eval(), 0), prompt(40)
+    expected = run(model, ids, paged(model), (30, 1, 9))
+    compiled = torch.compile(model, backend="eager")
+    try:
+        found = run(compiled, ids, paged(model), (30, 1, 9))  # type: ignore[arg-type]
+    finally:
+        torch.compiler.reset()
+    assert_same_logits(found, expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from dsv4.errors import ContextOverflow, InvalidInput, OutOfSlots, SchemaError, 
 from dsv4.integrations.transformers import PagedCache, accelerate
 from tests.integrations.tiny_v4 import (
     assert_same_logits,
+    generate,
     own_cache,
     paged,
     prompt,
@@ -204,3 +206,36 @@ def test_positional_arguments_and_the_base_model():
     found = model(ids[:, 5:], None, None, cache).logits
     assert_same_logits([found], [model(ids[:, 5:], None, None, own).logits])
     assert torch.equal(cache.history_ids, ids)
+
+
+def test_generate_after_an_interrupt_says_what_to_do() -> None:
+    """The cache has columns of an answer that nobody got."""
+    model, ids, calls = tiny_model(), prompt(20, rows=2), []
+    cache = paged(model)
+
+    def interrupt(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+
+    hook = model.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, ids, cache, new_tokens=9)
+    hook.remove()
+    for text in (ids, torch.cat((ids, prompt(2, rows=2)), dim=1)):
+        with pytest.raises(InvalidInput, match=r"reset\(\) the cache"):
+            generate(model, text, cache, new_tokens=3)
+    cache.reset()
+    assert generate(model, ids, cache, new_tokens=3).sequences.shape == (2, 23)
+
+
+def test_models_without_weights_and_wrapped_ones_are_told_of() -> None:
+    with torch.device("meta"):
+        empty = DeepseekV4ForCausalLM(tiny_config())
+    wrapped = torch.nn.Module()
+    wrapped.get_base_model = tiny_model  # type: ignore[assignment]  # as a PeftModel has
+    for attempt in (PagedCache.for_model, accelerate):
+        with pytest.raises(InvalidInput, match="meta device"):
+            attempt(empty, max_batch=1, max_context=64)  # type: ignore[operator]
+        with pytest.raises(InvalidInput, match=r"give model.get_base_model\(\)"):
+            attempt(wrapped, max_batch=1, max_context=64)  # type: ignore[operator]

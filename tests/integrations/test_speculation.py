@@ -16,7 +16,7 @@ from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCa
 
 from dsv4.errors import InvalidInput
 from dsv4.integrations.transformers import accelerate, restore, speculation
-from tests.integrations.fast_v4 import counted, fast, plain_model
+from tests.integrations.fast_v4 import counted, fast, manager_of, plain_model
 from tests.integrations.tiny_v4 import VOCABULARY, paged, prompt, tiny_model
 
 NEW_TOKENS = 20
@@ -98,6 +98,14 @@ def test_assistants_equal_greedy(of: str) -> None:
             assert max(runs[1:]) == 1 + DRAFTS
     if of == "v4":
         restore(assistant)
+
+
+def test_an_assistant_whose_cache_takes_nothing_back_is_refused() -> None:
+    plain, ids = plain_model(), prompt(60)
+    with fast(plain, max_draft_tokens=DRAFTS) as model:
+        with pytest.raises(InvalidInput, match=r"accelerate\(assistant_model"):
+            greedy(model, ids, assistant_model=copy.deepcopy(plain))
+        assert manager_of(model).stats().requests_live == 0
 
 
 @pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.nightly), DRAFTS])

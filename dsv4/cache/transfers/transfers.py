@@ -244,7 +244,7 @@ class Transfers:
         if not match.nodes:
             return
         blocks, snapshot = self.labels.of_blocks(trail, len(match.nodes)), None
-        if match.snapshot is not None:
+        if match.snapshot is not None and self.labels.payload_bytes(Kind.SNAPSHOT):
             block = match.resume.start // self._prefix.schema.block_tokens - 1
             snapshot = self.labels.of_block(trail, block, Kind.SNAPSHOT)
         for tier in self._asked:

@@ -71,15 +71,18 @@ def accelerate(
 
     Prompts that `generate` runs are cached as `prefix` says, and a later prompt that begins like
     one of them runs only from there; None switches that off. What is cached belongs to the weights
-    it was computed with: restore and accelerate again after changing them.
+    and the adapters that it was computed with (docs/transformers.md says which changes are seen)
+    and to the salt: `generate(…, salt="…")`.
 
     With `warmup` all kernels are compiled now (KVCacheManager.warmup), and no prompt waits for the
     compiler; on a CPU there is nothing to compile.
 
     With `tiers` (docs/tiers.md) that outlives the process: a conversation goes on without running
     what was said, in whatever process has the same tiers. Prompts wait for them `fetch_timeout_s`
-    at most. `prefix` must have a `model_id` then, which names the weights. Rows that are given back
-    leave where they were in the tiers; `restore` and the end of the process wait for that.
+    at most. `prefix` must have a `model_id` then, which names the weights as they are now, with
+    the adapters that are active now; other processes do not find what comes of others. Rows that
+    are given back leave where they were in the tiers; `restore` and the end of the process wait for
+    that.
 
     `backend` computes the cache's part: "triton" (default on a GPU) or "reference" (default
     elsewhere), which runs on GPUs that there are no kernels for and is never captured.

@@ -55,6 +55,9 @@ class CacheRows:
         self.requests: list[Request] = []
         self.history = History(0)
         self.writer: Writer | None = None
+        # what prompts of others must be and computed with to share anything with these
+        self.salt: str | None = None
+        self.weights: str | None = None
         # the step that the layers are in
         self.start, self.layers_done = 0, 0
         self.slots = torch.empty(0, dtype=torch.int64)
@@ -78,6 +81,7 @@ class CacheRows:
         batch: int,
         writer: Writer,
         prompts: Sequence[NDArray[np.int64]] | None = None,
+        salt: str | None = None,
     ) -> None:
         """Admits a request for each row, for its prompt if that is given, or finds them there.
         Raises InvalidInput, OutOfSlots."""
@@ -87,7 +91,7 @@ class CacheRows:
         admitted: list[Request] = []
         try:
             for row in range(batch):
-                admitted.append(self._admit(None if prompts is None else prompts[row]))
+                admitted.append(self._admit(None if prompts is None else prompts[row], salt))
         except BaseException:
             for request in admitted:
                 self.manager.release_later(request)
@@ -99,12 +103,19 @@ class CacheRows:
         self.requests, self.writer = requests, writer
         self.history = History(len(requests))
 
-    def _admit(self, prompt: NDArray[np.int64] | None) -> Request:
+    def _admit(self, prompt: NDArray[np.int64] | None, salt: str | None) -> Request:
         if prompt is None:
             return self.manager.admit_request(0)
         if self.manager.transfers is None:
-            return self.manager.admit_request(prompt)
-        return self.manager.admit_fetched(prompt, timeout_s=self._fetch_timeout_s)
+            return self.manager.admit_request(prompt, salt)
+        return self.manager.admit_fetched(prompt, salt, timeout_s=self._fetch_timeout_s)
+
+    def go_on_with(self, weights: str | None) -> None:
+        """Steps from here on are computed with other weights than those before: nobody else may
+        have what the rows hold, under either name."""
+        self.weights = weights
+        for request in self.requests:
+            request.trail = None
 
     def check_batch(self, batch: int, writer: Writer) -> None:
         """Raises InvalidInput for a batch that these rows cannot be."""
@@ -162,6 +173,7 @@ class CacheRows:
                 self.manager.release_later(fork)
             raise
         self.requests, self.writer = forks, other.writer
+        self.salt, self.weights = other.salt, other.weights
         self.history = other.history.take(list(range(len(forks))))
         self.start, self.layers_done = other.start, other.layers_done
         self.slots = torch.tensor([fork.slot for fork in forks], device=self.manager.device)
@@ -254,7 +266,8 @@ class CacheRows:
                 raise InvalidInput(
                     f"position_ids are not {self.columns} to {self.columns + columns - 1} in each "
                     f"row: the cache holds {self.columns} columns, and the next ones stand behind "
-                    f"them; leave position_ids out" + _hint(not bool(positions[..., 0].any()))
+                    f"them; leave position_ids out"
+                    + _hint(bool((positions[..., 0] < self.columns).any()))
                 )
 
     def begin_step(self, batch: int, columns: int) -> None:
@@ -287,7 +300,11 @@ class CacheRows:
         self.check_batch(batch, "transformers")
         end, most = self.columns + columns, self.manager.schema.max_context
         if end > most:
-            raise ContextOverflow(asked_tokens=end, max_context_tokens=most)
+            raise ContextOverflow(
+                asked_tokens=end,
+                max_context_tokens=most,
+                note="make the cache with PagedCache.for_model(max_context=…), or ask for less",
+            )
         self.open(batch, "transformers")
         self._take_blocks(columns)
         self.start, self.layers_done = self.columns, 0
@@ -313,7 +330,7 @@ def _check_mask(mask: Tensor, batch: int, past_columns: int, columns: int) -> No
         raise InvalidInput(
             f"attention_mask is {list(mask.shape)}, expected [{batch}, {past_columns + columns}]: "
             f"one column for each of the {past_columns} processed and {columns} new ones"
-            + _hint(mask.shape == (batch, columns))
+            + _hint(mask.shape[1] <= past_columns + columns)
         )
     if not bool(mask.all()):
         raise InvalidInput(

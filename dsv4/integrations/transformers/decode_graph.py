@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from dsv4.cache.prepare_forward import ForwardPlan
 
+_KEPT_WEIGHTS = 4
+_Step = tuple[Tensor, Tensor, Callable[[], None]]  # ids, hidden states, replay
 Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 
@@ -18,7 +21,8 @@ class DecodeGraphs:
 
     `run(ids, plan)` is the model on static ids int64 [1, size] and a plan padded to that size. It
     reads nothing else that changes between steps, so its graph serves every later plan: a plan's
-    tensors never move.
+    tensors never move. A graph belongs to the weights and adapters that it was captured with; of
+    several, those are kept that were used last.
     """
 
     def __init__(
@@ -31,25 +35,34 @@ class DecodeGraphs:
     ) -> None:
         self._run, self._max_rows, self._device = run, max_rows, device
         self._capture = capture or CudaCapture()
-        self._steps: dict[int, tuple[Tensor, Tensor, Callable[[], None]]] = {}
+        self._steps: OrderedDict[str | None, dict[int, _Step]] = OrderedDict()
 
     @property
     def sizes(self) -> list[int]:
         """Batch sizes that have been captured."""
-        return sorted(self._steps)
+        return sorted({size for steps in self._steps.values() for size in steps})
 
     def padded(self, rows: int) -> int:
         """The captured size that `rows` rows run at."""
         return min(1 << (rows - 1).bit_length(), self._max_rows)
 
-    def __call__(self, ids: Tensor, plan: ForwardPlan) -> Tensor:
-        """[1, rows, hidden] of int64 `ids` [1, rows]; the plan is padded to `padded(rows)`."""
+    def __call__(self, ids: Tensor, plan: ForwardPlan, weights: str | None = None) -> Tensor:
+        """[1, rows, hidden] of int64 `ids` [1, rows]; the plan is padded to `padded(rows)`.
+        `weights` names what the model computes with now (weights.py)."""
         size, rows = plan.padded_tokens, ids.shape[1]
-        if size not in self._steps:
+        steps = self._steps.get(weights)
+        if steps is None or size not in steps:
             static = torch.zeros((1, size), dtype=torch.int64, device=self._device)
             static[:, :rows] = ids
-            self._steps[size] = (static, *self._capture(lambda: self._run(static, plan)))
-        static, hidden, replay = self._steps[size]
+            step = (static, *self._capture(lambda: self._run(static, plan)))
+            steps = self._steps.setdefault(weights, {})
+            steps[size] = step
+            self._steps.move_to_end(weights)
+            while len(self._steps) > _KEPT_WEIGHTS:  # not before: all share one pool of memory
+                self._steps.popitem(last=False)
+        elif len(self._steps) > 1:
+            self._steps.move_to_end(weights)
+        static, hidden, replay = steps[size]
         static[:, :rows] = ids
         replay()
         return hidden[:, :rows].clone()

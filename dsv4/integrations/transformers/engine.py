@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,12 +15,14 @@ from torch import Tensor
 
 from dsv4.cache.prefix.trail import TokenIds, token_ids
 from dsv4.cache.requests import Request
-from dsv4.errors import ContextOverflow, InvalidInput, OutOfBlocks, RequestError, require_count
+from dsv4.errors import InvalidInput, OutOfBlocks, RequestError, require_count
 from dsv4.integrations.transformers.fast_forward import FastForward
+from dsv4.integrations.transformers.fast_generate import context_overflow
 from dsv4.integrations.transformers.idle_rows import KnownRow
 from dsv4.integrations.transformers.model_check import require_type
 
 WAIT_S = 1.0  # until a step looks again whether there is room, should nobody say so
+LEAD_S = 1.0  # until a stream no longer counts on another's step: an interrupt may have ended that
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -27,6 +31,8 @@ class Job:
 
     `tokens` are all that are known: the first `prompt_tokens` were submitted. `request` is None
     while the job waits for a row. `tokens_skipped` counts those of the prompt that were cached.
+    `error` is what ended this job alone: what `choose` raised for it, or that it can never have the
+    memory that it needs.
     """
 
     tokens: list[int]
@@ -38,6 +44,8 @@ class Job:
     cancelled: bool = False
     error: Exception | None = None
     tokens_skipped: int = 0
+    preemptions: int = 0  # how often its row made room for older jobs
+    weights: str | None = None  # what `request` was computed with (weights.py)
 
     @property
     def generated(self) -> list[int]:
@@ -84,7 +92,11 @@ class Engine:
     runs their steps. Where several processes compute the
     model, all make the same calls in the same order.
 
-    `choose` picks tokens; greedily unless told otherwise. The model must stay accelerated.
+    Where blocks run out, for prefixes are pinned, the youngest job gives its own back and waits;
+    one that is alone and has not enough ends with `error`.
+
+    `choose` picks tokens; greedily unless told otherwise. If it raises, it is asked for each job
+    apart, and a job for which it raises ends with that `error`. The model must stay accelerated.
     """
 
     model: Any
@@ -92,6 +104,9 @@ class Engine:
     choose: Choose = greedy
     jobs: list[Job] = field(default_factory=list)  # in the order of their arrival
     _forward: FastForward = field(init=False)
+    # of the stream that steps, or is about to
+    _leading: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _bells: deque[threading.Lock] = field(default_factory=deque, init=False)  # of who waits for it
 
     def __post_init__(self) -> None:
         """Raises InvalidInput for a model that is not accelerated."""
@@ -134,7 +149,7 @@ class Engine:
             )
         asked, longest = len(read) + new_tokens, self._manager.schema.max_context
         if asked > longest:
-            raise ContextOverflow(asked_tokens=asked, max_context_tokens=longest)
+            raise context_overflow(asked, longest)
         self._manager.prompt(read, salt)  # refuses a salt that is none
         stops: Any = self._end_tokens() if stop_tokens is None else stop_tokens
         stops = token_ids([*stops] if isinstance(stops, Set) else stops)
@@ -158,12 +173,12 @@ class Engine:
             self._changed.notify_all()
 
     def stream(self, job: Job) -> Iterator[int]:
-        """The tokens of a job as they come. Whoever waits for one runs the steps, of all jobs, so
-        several threads may stream at once and nothing runs in the background. A stream that is
+        """The tokens of a job as they come. Whoever waits for one runs a step, of all jobs, or
+        waits for the step that another stream runs, so several threads may stream at once, each
+        token comes when it is there, and nothing runs in the background. A stream that is
         left early cancels its job; one that ends with the error of a step does not. Raises the
         error that ended the job."""
-        with self._turn:
-            self._check_mine(job)
+        self._check_mine(job)
         seen = job.prompt_tokens
         while True:
             new = job.tokens[seen:]
@@ -174,12 +189,12 @@ class Engine:
                     self.cancel(job)
                 raise
             seen += len(new)
-            with self._turn:
-                if seen < len(job.tokens):
-                    continue
-                if job.is_over:
-                    break
-                self.step()
+            if seen < len(job.tokens):
+                continue
+            if job.is_over:
+                break
+            if not self._lead(job, seen):
+                self._wait_for_leader()
         if job.error is not None:
             raise job.error
 
@@ -194,14 +209,23 @@ class Engine:
         Where running calls of generate have all rows, it waits for one; where jobs of another
         engine have them, it runs a step of these. An error of the step comes through; no job is
         lost, and the next call goes on."""
+        for _ in range(3):  # the turn is not fair: who steps in a loop would keep it
+            if not self._leading.locked():
+                break
+            self._wait_for_leader()  # a bell may be the one before's
+        try:
+            return self._step()
+        finally:
+            self._ring()
+
+    def _step(self) -> bool:
         with self._turn:
             self._forward.check_restored()
             self._forward.caches.mend()
             self._end_jobs()
             self._admit()
-            shares = self._shares()
-            if shares:
-                self._run(shares)
+            if self._run():
+                pass
             elif any(not job.is_over for job in self.jobs) and not self._help_others():
                 self._wait()
             self._end_jobs()
@@ -212,11 +236,46 @@ class Engine:
         are over; whether there was either."""
         if self._end_jobs():
             return True
-        shares = self._shares()
-        if shares:
-            self._run(shares)
-            self._end_jobs()
-        return bool(shares)
+        try:
+            has_run = self._run()
+            if has_run:
+                self._end_jobs()
+            return has_run
+        finally:
+            self._ring()
+
+    # ---- streams of several threads
+
+    def _lead(self, job: Job, seen: int) -> bool:
+        """A step for all who wait, unless the token has come; False if another stream leads."""
+        leading = self._leading
+        if not leading.acquire(blocking=False):
+            return False
+        try:
+            with self._turn:
+                if seen == len(job.tokens) and not job.is_over:
+                    self._step()
+            return True
+        finally:
+            leading.release()
+            self._ring()
+
+    def _wait_for_leader(self) -> None:
+        """Until its step is over. One that takes long may be one that an interrupt has ended: then
+        another may lead. A bell is a lock: a condition ends in Python, where an interrupt would
+        keep it."""
+        leading, bell = self._leading, threading.Lock()
+        bell.acquire()
+        self._bells.append(bell)
+        if not leading.locked() or bell.acquire(timeout=LEAD_S):
+            return
+        if self._leading is leading:
+            self._leading = threading.Lock()
+
+    def _ring(self) -> None:
+        """All who wait look again."""
+        while self._bells:
+            self._bells.popleft().release()
 
     # ---- in the order of a step
 
@@ -267,13 +326,21 @@ class Engine:
                 continue
             if caches.is_waited_for or not caches.make_room(1):
                 return
-            try:
-                job.request = caches.admit(np.asarray(job.tokens, dtype=np.int64), job.salt)
-            except OutOfBlocks as error:
-                if not error.never:  # blocks are pinned, or a batch has them
-                    return
-                job.error = error
+            if job.preemptions and not self._has_spare(job):
+                return
+            while job.request is None:
+                try:
+                    job.request = caches.admit(np.asarray(job.tokens, dtype=np.int64), job.salt)
+                except OutOfBlocks as error:
+                    if error.never:
+                        job.error = error
+                        break
+                    # blocks are pinned, or others run with them; ranks must all try as often
+                    if self._forward.step.ranks is not None or not caches.give_back_unused():
+                        return
+            if job.request is None:
                 continue
+            job.weights = caches.weights.name
             if len(job.tokens) == job.prompt_tokens:
                 job.tokens_skipped = job.request.length
 
@@ -294,9 +361,53 @@ class Engine:
             shares.append(_Share(job=job, request=request, ids=ids, samples=samples))
         return shares
 
-    def _run(self, shares: list[_Share]) -> None:
+    def _has_spare(self, job: Job) -> bool:
+        """Whether a job that gave its blocks back may have them again: those that run may each need
+        one soon."""
+        running = sum(each.request is not None for each in self.jobs)
+        manager = self._manager
+        prompt = manager.prompt(job.tokens, self._forward.caches.salt_now(job.salt))
+        stats = manager.stats()
+        spare = stats.blocks_free + stats.blocks_evictable - running
+        return not running or bool(manager.needed_blocks(prompt) <= spare)
+
+    def _run(self) -> bool:
+        """A step of the jobs that there are blocks for; whether there was one."""
+        while shares := self._shares():
+            try:
+                self._run_shares(shares)
+                return True
+            except OutOfBlocks as error:
+                if self._manager.open_plan is not None or not self._give_back(error):
+                    raise
+        return False
+
+    def _give_back(self, error: OutOfBlocks) -> bool:
+        """Blocks for the others: of a row or a cache that nobody is using, or of the youngest job
+        whose row has some. Returns whether anything was given back, or a job has ended."""
+        caches, manager = self._forward.caches, self._manager
+        if caches.give_back_unused():
+            return True
+        running = [(job, job.request) for job in self.jobs if job.request is not None]
+        if not running:
+            return False
+        helping = [each for each in running if manager.released_blocks(each[1])] or running
+        job, request = helping[-1]
+        if len(running) == 1 and (error.never or len(manager.requests) == 1):
+            job.error = error
+        job.preemptions += 1
+        job.request = None
+        manager.release_later(request, suspend=manager.transfers is not None)
+        return True
+
+    def _run_shares(self, shares: list[_Share]) -> None:
         """Jobs take what was chosen, and then the step is committed: a token that is known and not
         committed runs again."""
+        weights = self._forward.caches.weights.glance()
+        for share in shares:
+            if share.job.weights != weights:  # nobody else may have what is computed with both
+                share.job.weights = weights
+                share.request.trail = None
         lengths = [share.request.length for share in shares]
         steps = [(share.request, len(share.ids)) for share in shares]
         sampling = [nth for nth, share in enumerate(shares) if share.samples]
@@ -306,16 +417,41 @@ class Engine:
                 if sampling:
                     rows = torch.tensor(sampling, device=hidden.device)
                     logits = self.model.lm_head(hidden[rows]).float()
-                    jobs = [shares[nth].job for nth in sampling]
-                    chosen = self._checked(self.choose(logits, jobs), len(jobs))
-                    for job, token in zip(jobs, chosen, strict=True):
-                        job.tokens.append(token)
+                    self._take(logits, [shares[nth].job for nth in sampling])
         except BaseException:
             for share, length in zip(shares, lengths, strict=True):
                 if share.request.length != length or share.request.is_torn:
                     share.job.request = None
                     self._manager.release_later(share.request)
             raise
+
+    def _take(self, logits: Tensor, jobs: list[Job]) -> None:
+        """Jobs get what `choose` picks for them. One for which it raises has that error, and the
+        others go on. Raises InvalidInput for what is no choice, and no job has a new token."""
+        try:
+            picked = [(jobs, self.choose(logits, jobs))]
+            errors: dict[int, Exception] = {}
+        except Exception as error:
+            picked, errors = [], {0: error}
+            if len(jobs) > 1:
+                picked, errors = self._choose_apart(logits, jobs)
+        chosen = [(some, self._checked(tokens, len(some))) for some, tokens in picked]
+        for nth, its_error in errors.items():
+            jobs[nth].error = its_error
+        for some, tokens in chosen:
+            for job, token in zip(some, tokens, strict=True):
+                job.tokens.append(token)
+
+    def _choose_apart(
+        self, logits: Tensor, jobs: list[Job]
+    ) -> tuple[list[tuple[list[Job], Tensor]], dict[int, Exception]]:
+        picked, errors = [], {}
+        for nth, job in enumerate(jobs):
+            try:
+                picked.append(([job], self.choose(logits[nth : nth + 1], [job])))
+            except Exception as error:
+                errors[nth] = error
+        return picked, errors
 
     def _checked(self, chosen: Any, jobs: int) -> list[int]:
         """What `choose` has returned. Raises InvalidInput, and no job has a new token."""
@@ -342,7 +478,7 @@ class Engine:
     def _check_mine(self, job: Any) -> None:
         if not isinstance(job, Job):
             raise InvalidInput(f"{job!r} is no job: submit returns one")
-        if not job.is_over and job not in self.jobs:
+        if job not in self.jobs and not job.is_over:  # in this order: it may end meanwhile
             raise InvalidInput("the job is another engine's: use the one it was submitted to")
 
     def _wait(self) -> None:

@@ -61,6 +61,10 @@ class FastAttention:
         # scores are rounded where keys are quantised, as trained; transformers has them in fp32
         self.round_scores = rounds_scores(schema)
         self.o_groups: int = attention.config.o_groups
+        ranks = step.ranks  # where this layer's index heads are divided
+        self.ranks = (
+            None if ranks is None or attention.layer_idx not in ranks.split_heads else ranks
+        )
         self._constants: Constants | None = None
 
     def __call__(
@@ -97,8 +101,8 @@ class FastAttention:
             scale = scorer.softmax_scale * scorer.weights_scaling
             index_q = project(indexer._modules["q_b_proj"], residual)[0]
             head_weights = project(scorer._modules["weights_proj"], hidden_states)[0]
-            if self.step.ranks is not None:
-                index_q, head_weights = self.step.ranks.gather_heads(index_q, head_weights)
+            if self.ranks is not None:
+                index_q, head_weights = self.ranks.gather_heads(index_q, head_weights)
             indices = handle.select(
                 index_q.view(tokens, -1, indexer.head_dim).to(self.index_dtype),
                 (head_weights.float() * scale).to(self.index_dtype),

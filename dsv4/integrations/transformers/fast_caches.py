@@ -22,6 +22,7 @@ from dsv4.integrations.transformers.idle_rows import IdleRows, known_rows
 from dsv4.integrations.transformers.paged_cache import PagedCache
 from dsv4.integrations.transformers.ranks import Ranks
 from dsv4.integrations.transformers.stand_in import StandIns
+from dsv4.integrations.transformers.weights import Weights
 
 if TYPE_CHECKING:
     from dsv4.integrations.transformers.engine import Engine
@@ -32,10 +33,11 @@ Rerun = Callable[[PagedCache, Tensor, Tensor], int]
 
 class RunningCall:
     """A call of generate, and the caches that it uses: nobody takes their rows before it is over.
-    `chunked` if its prompt comes in several forwards."""
+    `chunked` if its prompt comes in several forwards; it shares prompts with those of its `salt`.
+    """
 
-    def __init__(self, *, chunked: bool) -> None:
-        self.chunked = chunked
+    def __init__(self, *, chunked: bool, salt: str | None) -> None:
+        self.chunked, self.salt = chunked, salt
         self.caches: list[PagedCache] = []
 
 
@@ -58,6 +60,7 @@ class FastCaches:
         self.turn = RLock()  # a condition's own end is Python: an interrupt there keeps it
         self.changed = Condition(self.turn)
         self.idle = IdleRows(manager)
+        self.weights = Weights(model)
         self.rerun: Rerun | None = None
         self.engines: WeakSet[Engine] = WeakSet()  # whose jobs have rows
         self._last_use: WeakKeyDictionary[PagedCache, int] = WeakKeyDictionary()
@@ -71,9 +74,9 @@ class FastCaches:
     # ---- calls -----------------------------------------------------------------------------
 
     @contextmanager
-    def running(self, *, chunked: bool = False) -> Iterator[RunningCall]:
+    def running(self, *, chunked: bool = False, salt: str | None = None) -> Iterator[RunningCall]:
         """A call of generate runs in this thread, and keeps the caches that it uses."""
-        call = RunningCall(chunked=chunked)
+        call = RunningCall(chunked=chunked, salt=salt)
         here = self._calls_here()
         with self.turn:
             self._calls.append(call)
@@ -85,6 +88,10 @@ class FastCaches:
             with self.turn:
                 self._calls.remove(call)
                 self.changed.notify_all()
+
+    @property
+    def max_context(self) -> int:
+        return self._manager.schema.max_context
 
     @property
     def call(self) -> RunningCall | None:
@@ -169,20 +176,33 @@ class FastCaches:
     def _open_rows(
         self, cache: PagedCache, rows: int, prompts: Sequence[NDArray[np.int64]] | None
     ) -> None:
+        given = None if self.call is None else self.call.salt
+        weights = self.weights.name
+        salt = self.salt_now(given)
+
         def open_rows(reuse: bool) -> list[int]:
             self._make_room(rows)
             if prompts is None or not reuse or self._manager.transfers is not None:
                 self.idle.evict(rows)
-                cache.open_rows(rows, prompts if reuse else None)
+                cache.open_rows(rows, prompts if reuse else None, salt)
             else:
                 cache.rows.check_batch(rows, "accelerate")
-                cache.rows.adopt(self.idle.admit(prompts, self._lent()), "accelerate")
+                admitted = self.idle.admit(prompts, self._lent(), salt=salt)
+                cache.rows.adopt(admitted, "accelerate")
+            cache.rows.salt, cache.rows.weights = given, weights
             return cache.rows.lengths
 
         if self._ranks is None:
             open_rows(True)
         else:
             self._ranks.open_alike(rows, open_rows, cache.reset)
+
+    def salt_now(self, given: str | None) -> str | None:
+        """The salt of prompts that are computed with the weights as they are."""
+        name = self.weights.name
+        if name is None:
+            return given
+        return f"weights {name}" if given is None else f"weights {name}, salt {given}"
 
     def discard(self, cache: PagedCache) -> None:
         """As if it had not been opened."""
@@ -233,6 +253,8 @@ class FastCaches:
         """A request for one prompt, of whoever keeps the tokens by himself. Room must have been
         made. Raises OutOfBlocks, ContextOverflow."""
         manager, found = self._manager, list[Request]()
+        self.weights.read()
+        salt = self.salt_now(salt)
 
         def open_row(reuse: bool) -> list[int]:
             if manager.transfers is not None and reuse:
@@ -276,6 +298,20 @@ class FastCaches:
                 f"keep several batches alive",
             )
         return True
+
+    def give_back_unused(self) -> bool:
+        """Blocks of the row that lay idle for longest, or else of the cache that was not used for
+        longest, which is closed; whether there was one."""
+        if self.idle.evict_oldest():
+            return True
+        unused = sorted(self._unused(), key=self._last_use.__getitem__)
+        if unused:
+            self.close(
+                unused[0],
+                "jobs of an Engine needed its blocks, for others are pinned; unpin something, or "
+                "accelerate with a larger max_batch",
+            )
+        return bool(unused)
 
     def _free_rows(self) -> int:
         return self._manager.stats().slots_free + self.idle.count

@@ -18,11 +18,11 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
-from dsv4.errors import ContextOverflow, InvalidInput
+from dsv4.errors import InvalidInput
 from dsv4.integrations.transformers.decode_graph import DecodeGraphs, can_capture
 from dsv4.integrations.transformers.fast_attention import RunningStep
-from dsv4.integrations.transformers.fast_caches import FastCaches
-from dsv4.integrations.transformers.fast_generate import wrong_padding
+from dsv4.integrations.transformers.fast_caches import FastCaches, RunningCall
+from dsv4.integrations.transformers.fast_generate import context_overflow, wrong_padding
 from dsv4.integrations.transformers.no_gradients import no_gradients
 from dsv4.integrations.transformers.packing import Packing, beside, make_packing, read_packing
 from dsv4.integrations.transformers.paged_cache import PagedCache
@@ -117,13 +117,21 @@ class FastForward:
             use_cache = self.model.config.use_cache
         keep = use_cache or past_key_values is not None
         rows, columns = given.shape[:2]
-        found = self.caches.find(past_key_values, rows=rows)
-        if found is not None and self._is_all(found, attention_mask, position_ids, rows, columns):
+        found, call = self.caches.find(past_key_values, rows=rows), self.caches.call
+        is_used = call is not None and found in call.caches
+        if (
+            found is not None
+            and call is not None
+            and not is_used
+            and self._is_all(found, attention_mask, position_ids, rows, columns)
+        ):
             found.rows.let_go()
         begun = found if found is not None and found.requests else None
+        if begun is None or (not is_used and (columns > 1 or call is not None)):
+            self.caches.weights.read()  # of decode steps only the first of a call
         lengths = [0] * rows if begun is None else begun.rows.lengths
         past_mask = None
-        if begun is not None and attention_mask is not None and not self.caches.is_used(begun):
+        if begun is not None and attention_mask is not None and not is_used:
             past_mask = begun.history_mask  # generate shows what it has run from its second step on
         packing = read_packing(
             batch=rows,
@@ -136,7 +144,8 @@ class FastForward:
             device=given.device,
         )
         self._check_context(lengths, packing)
-        self._check_generated(packing, lengths)
+        if call is not None:
+            self._check_generated(call, packing, lengths)
         prompts = None
         if asked is not None and asked[0] is input_ids and begun is None and keep:
             prompts = self._prompts(packing, *asked, options)
@@ -165,8 +174,7 @@ class FastForward:
     ) -> bool:
         """Whether generate begins with all ids of a conversation although the cache has some: with
         drafts transformers leaves none out. The rows go on as those of any next turn do."""
-        call = self.caches.call
-        if call is None or not cache.columns or self.caches.is_used(cache):
+        if not cache.columns:
             return False
         if mask is None:  # newer ones leave out a mask that hides nothing, and give positions
             return isinstance(positions, Tensor) and not bool(positions[..., 0].any())
@@ -184,10 +192,9 @@ class FastForward:
             return None
         return [row[: len(row) - logits + 1] for row in packing.rows_of(ids)]
 
-    def _check_generated(self, packing: Packing, lengths: Sequence[int]) -> None:
+    def _check_generated(self, call: RunningCall, packing: Packing, lengths: Sequence[int]) -> None:
         """Raises InvalidInput for padding that generate cannot have, inferred or given."""
-        call = self.caches.call
-        if call is None or packing.mask[:, -1].all():
+        if packing.mask[:, -1].all():
             return
         for row in np.flatnonzero(~packing.mask[:, -1]).tolist():
             is_empty = not lengths[row] and not packing.counts[row]
@@ -235,7 +242,7 @@ class FastForward:
         longest = max(map(sum, zip(lengths, packing.counts, strict=True)))
         most = self.step.manager.schema.max_context
         if longest > most:
-            raise ContextOverflow(asked_tokens=longest, max_context_tokens=most)
+            raise context_overflow(longest, most)
 
     def _run(
         self,
@@ -246,6 +253,9 @@ class FastForward:
         options: dict[str, Any],
     ) -> list[Any]:
         """The outputs of all pieces, in order."""
+        weights = self.caches.weights.glance()
+        if cache.rows.weights != weights:
+            cache.rows.go_on_with(weights)
         ids = None if input_ids is None else packing.pack(input_ids)
         embeds = None if inputs_embeds is None else packing.pack(inputs_embeds)
         is_recorded = self._wants(options, "hidden_states") or self._wants(options, "router_logits")
@@ -272,7 +282,7 @@ class FastForward:
         size = self.graphs.padded(len(steps))
         told = self._told(ids, slice(None))
         with self._planned(steps, told, pad_tokens=size, pad_requests=size) as plan:
-            hidden: Any = self.graphs(ids, plan)
+            hidden: Any = self.graphs(ids, plan, self.caches.weights.name)
             plan.mark_appended()
         return MoeModelOutputWithPast(last_hidden_state=hidden)
 
@@ -359,7 +369,7 @@ class FastForward:
             self._planned(steps, told, pad_tokens=size, pad_requests=size) as plan,
         ):
             if self.graphs and captured:
-                hidden = self.graphs(given, plan)[0]
+                hidden = self.graphs(given, plan, self.caches.weights.name)[0]
                 plan.mark_appended()
                 yield hidden
             else:

@@ -4,14 +4,20 @@ and the rows that it uses are its own until it is over."""
 from __future__ import annotations
 
 import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DeepseekV4ForCausalLM
 
-from dsv4.errors import InvalidInput
+from dsv4.errors import ContextOverflow, InvalidInput
 from dsv4.integrations.transformers.fast_caches import FastCaches
 from dsv4.integrations.transformers.history import UNKNOWN_ID
+
+_outer = threading.local()  # .salt: of the call of generate that runs in this thread
 
 
 class FastGenerate:
@@ -35,11 +41,75 @@ class FastGenerate:
                 "cache belong to all of its layers: draft with prompt_lookup_num_tokens or with an "
                 "assistant_model"
             )
+        ids = options.get("input_ids", options.get("inputs", args[0] if args else None))
+        self._check_room(ids, options, asked)
+        self._check_assistant(options.get("assistant_model"))
+        salt = options.pop("salt", getattr(_outer, "salt", None))
+        if not isinstance(salt, str | None):
+            raise InvalidInput(f"salt={salt!r}: give a string; prompts share within one salt alone")
         chunk = options.get("prefill_chunk_size") or getattr(asked, "prefill_chunk_size", None)
-        with self.caches.running(chunked=chunk is not None):
-            ids = options.get("input_ids", options.get("inputs", args[0] if args else None))
+        with (
+            self._salted(salt, options.get("past_key_values")) as salt,
+            self.caches.running(chunked=chunk is not None, salt=salt),
+        ):
             self._crop_what_differs(options.get("past_key_values"), ids, mask)
             return self.own_generate(*args, **options)
+
+    def _check_room(self, ids: Any, options: dict[str, Any], asked: Any) -> None:
+        """Raises ContextOverflow for more tokens than a row may have, as far as the numbers are
+        given: before anything runs, for what has been generated would be lost."""
+
+        def given(name: str) -> Any:
+            return options[name] if name in options else getattr(asked, name, None)
+
+        if not isinstance(ids, Tensor) or ids.dim() != 2:
+            ids = options.get("inputs_embeds")
+        if not isinstance(ids, Tensor) or ids.dim() < 2:
+            return
+        columns, mask, padding = ids.shape[1], options.get("attention_mask"), given("pad_token_id")
+        new = given("max_new_tokens")
+        if new is None and (longest := given("max_length")) is not None and ids.dim() == 2:
+            new = longest - columns
+        if not isinstance(new, int) or new < 1:
+            return
+        if not (isinstance(mask, Tensor) and mask.dim() == 2):
+            mask = torch.ones(ids.shape[:2], dtype=torch.bool)
+            if isinstance(padding, int) and ids.dim() == 2:  # transformers reads a mask from it
+                mask = ids != padding
+        tokens = int(mask.bool().sum(dim=1).max()) + new - 1  # the last one does not run
+        most = self.caches.max_context
+        if tokens > most:
+            raise context_overflow(tokens, most)
+
+    def _check_assistant(self, assistant: Any) -> None:
+        """Raises InvalidInput for a V4 whose own cache would be cropped, which it cannot be."""
+        if isinstance(assistant, DeepseekV4ForCausalLM) and not isinstance(
+            vars(assistant).get("generate"), FastGenerate
+        ):
+            raise InvalidInput(
+                "assistant_model is a DeepSeek-V4 that is not accelerated, and transformers' cache "
+                "of such a model cannot take wrong drafts back: accelerate(assistant_model, …) too"
+            )
+
+    @contextmanager
+    def _salted(self, salt: str | None, given: Any) -> Iterator[str | None]:
+        """The salt of this call, which an assistant's calls inside have too. A cache that was begun
+        with one goes on with it. Raises InvalidInput for another."""
+        with self.caches.turn:
+            cache = self.caches.cache_of(given)
+        if cache is not None and cache.requests:
+            if salt is not None and salt != cache.rows.salt:
+                raise InvalidInput(
+                    f"salt={salt!r}, but the cache was begun with {cache.rows.salt!r}: go on with "
+                    f"that, or begin with another cache"
+                )
+            salt = cache.rows.salt
+        before = getattr(_outer, "salt", None)
+        _outer.salt = salt
+        try:
+            yield salt
+        finally:
+            _outer.salt = before
 
     def _crop_what_differs(self, given: Any, ids: Any, mask: Any) -> None:
         """transformers leaves out as many columns as the cache has, whatever is in them. Where all
@@ -65,6 +135,14 @@ class FastGenerate:
         keep = min(common, ids.shape[1] - 1)
         if keep < columns:
             cache.crop(keep - columns)
+
+
+def context_overflow(asked_tokens: int, max_context_tokens: int) -> ContextOverflow:
+    return ContextOverflow(
+        asked_tokens=asked_tokens,
+        max_context_tokens=max_context_tokens,
+        note="accelerate(max_context=…) with more, or ask for fewer tokens",
+    )
 
 
 def _check_padding(mask: Tensor) -> None:

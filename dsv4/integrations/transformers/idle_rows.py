@@ -97,6 +97,14 @@ class IdleRows:
         while self._rows and self._manager.stats().slots_free < rows:
             self._release(self._rows.pop(0))
 
+    def evict_oldest(self) -> bool:
+        """Gives one row back; whether there was one."""
+        self._collect()
+        if self._rows:
+            self._release(self._rows.pop(0))
+            return True
+        return False
+
     def admit(
         self, prompts: Sequence[Ids], lent: Sequence[KnownRow] = (), *, salt: str | None = None
     ) -> list[Request]:

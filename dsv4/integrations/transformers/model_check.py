@@ -28,6 +28,12 @@ def require_type(model: Any) -> None:
             f"knows the layers of DeepSeek-V4 alone"
         )
     if not isinstance(model, DeepseekV4ForCausalLM):
+        inside = getattr(model, "get_base_model", None)  # of PEFT's models
+        if callable(inside) and isinstance(inside(), DeepseekV4ForCausalLM):
+            raise InvalidInput(
+                f"{type(model).__name__} wraps a DeepseekV4ForCausalLM: give "
+                f"model.get_base_model(), and go on using the wrapper, which calls it"
+            )
         raise InvalidInput(
             f"{type(model).__name__} is not a DeepseekV4ForCausalLM: this cache knows the layers "
             f"of DeepSeek-V4 alone"
@@ -41,6 +47,11 @@ def require_v4(model: Any) -> None:
         raise InvalidInput(
             f"the model is {model.dtype}, which no record format holds: convert it with "
             f"model.to(torch.bfloat16) or model.to(torch.float32)"
+        )
+    if model.device.type == "meta":
+        raise InvalidInput(
+            "the model is on the meta device and has no weights: load it with from_pretrained, or "
+            "move it with model.to_empty(device=…) and load its state_dict"
         )
 
 
@@ -58,8 +69,8 @@ def _require_norms(model: Any) -> None:
         if type(module) is torch.nn.Linear and module.weight.dtype != given:
             raise InvalidInput(
                 f"the model's norms give {given}, for their weights are fp32, and {name} takes "
-                f"{module.weight.dtype}, so transformers cannot run it with any cache: use a "
-                f"version with its pull request 47486, or for every DeepseekV4RMSNorm call "
+                f"{module.weight.dtype}, so transformers cannot run it with any cache: use "
+                f"transformers 5.20 or newer, or for every DeepseekV4RMSNorm call "
                 f"module.register_forward_hook(lambda module, args, out: out.to(args[0].dtype))"
             )
 

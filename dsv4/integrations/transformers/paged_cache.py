@@ -144,11 +144,14 @@ class PagedCache(Cache):
     # ---- for who writes through handles: accelerate ----------------------------------------
 
     def open_rows(
-        self, batch: int, prompts: Sequence[NDArray[np.int64]] | None = None
+        self,
+        batch: int,
+        prompts: Sequence[NDArray[np.int64]] | None = None,
+        salt: str | None = None,
     ) -> list[Request]:
         """The requests of the rows, admitted if there are none; with the ids of their prompts they
-        reuse what the manager has cached. Raises InvalidInput, OutOfSlots."""
-        self.rows.open(batch, "accelerate", prompts)
+        reuse what the manager has cached for this salt. Raises InvalidInput, OutOfSlots."""
+        self.rows.open(batch, "accelerate", prompts, salt)
         return self.requests
 
     def note_columns(self, ids: Tensor | None, mask: Tensor) -> None:
