@@ -75,9 +75,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "(compute capability 8.9 or newer)": "a property of GPUs",
         "| GiB | 2 | 4 | 8 |": "sizes of the tensors of DeepSeek's checkpoint",
         **dict.fromkeys(("5.17", "5.18", "5.20"), _TRANSFORMERS),
-        "| code \u00d7 code | arenas and table | buffers, workspace and snapshots | rotation tables |": (
-            "arenas: tests/integrations/test_docs_run_v4_flash.py; the rest is what `dsv4 plan` prints"
-        ),
+        "| code \u00d7 code | arenas and table | buffers, workspace and snapshots | rotation "
+        "tables |": "arenas and tables: tests/integrations/test_docs_run_v4_flash.py; the rest is "
+        "what `dsv4 plan` prints",
     },
     "docs/transformers.md": dict.fromkeys(("since 5.20", "up to 5.18"), _TRANSFORMERS),
 }
