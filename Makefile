@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# Of the version of Python: `make demo PYTHON=python3.12` makes the environment anew where it is 3.11's.
-STAMP  := $(VENV)/.installed-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+# Named after the interpreter: `make demo PYTHON=python3.12` makes the environment anew where another made it.
+STAMP  := $(VENV)/.installed$(subst /,-,-$(PYTHON))
 NEWEST := .venv-newest
 OLDEST := .venv-oldest
 # Every minor version that pyproject.toml allows, unpacked apart: .venv-triton-3.6.0 and so on.

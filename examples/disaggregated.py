@@ -50,6 +50,7 @@ class Worker:
     manager: dsv4.KVCacheManager = field(init=False)
     live: dict[int, Generation] = field(default_factory=dict)
     arrivals: dict[int, tuple[dsv4.Arrival, list[int], int]] = field(default_factory=dict)
+    waiting: dict[int, tuple[list[int], int]] = field(default_factory=dict)  # computed here
     leaving: set[int] = field(default_factory=set)  # jobs that move on in the middle
 
     def __post_init__(self) -> None:
@@ -63,12 +64,12 @@ class Worker:
             max_requests=4,
             max_step_tokens=512,
             prefix=dsv4.PrefixOptions(model_id="decode_loop's random weights", snapshots=4),
-            handoff=dsv4.HandoffOptions(name=self.name),
+            handoff=dsv4.HandoffOptions(name=self.name, deadline_s=60),
         )
 
     def run(self) -> None:
         while True:
-            busy = bool(self.live or self.arrivals)
+            busy = bool(self.live or self.arrivals or self.waiting)
             while self.router.poll(0.0 if busy else 1.0):
                 call, arguments = self.router.recv()
                 if call == "stop":
@@ -78,7 +79,7 @@ class Worker:
             self.settle()
             if self.live:
                 self.step()
-            elif self.arrivals:
+            elif self.arrivals or self.waiting:
                 time.sleep(0.0005)
 
     # ---- what the router asks
@@ -113,12 +114,18 @@ class Worker:
                 request=arrival.request, tokens=tokens, prompt_tokens=prompt_tokens
             )
             self.tell("arrived", job=job, bytes_read=arrival.read_bytes)
+        for job, (tokens, prompt_tokens) in list(self.waiting.items()):
+            if self.manager.can_admit(tokens):  # memory of a read that failed comes back later
+                del self.waiting[job]
+                request = self.manager.admit_request(tokens)
+                self.live[job] = Generation(
+                    request=request, tokens=tokens, prompt_tokens=prompt_tokens
+                )
 
     def compute(self, job: int, tokens: list[int], prompt_tokens: int, error: Any) -> None:
-        """What did not come is computed here."""
+        """What did not come is computed here, as soon as there is room."""
         self.tell("failed", job=job, why=str(error))
-        request = self.manager.admit_request(tokens)
-        self.live[job] = Generation(request=request, tokens=tokens, prompt_tokens=prompt_tokens)
+        self.waiting[job] = tokens, prompt_tokens
 
     def step(self) -> None:
         """One forward pass over all jobs; then those that are through leave."""

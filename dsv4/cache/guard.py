@@ -214,10 +214,14 @@ class Turn(Door):
         """Until it leaves, the caller is inside. Raises ThreadError while another call is."""
         visit: Visit = (sys._getframe(1), call, 0, [])
         if self.visits.setdefault(self.number, visit) is not visit:
-            inside, number, _ = self._come_past(visit)
-            if inside is not None:
-                self._refuse(call)
-            self._settle(number)
+            self.come_past(visit)
+
+    def come_past(self, visit: Visit) -> None:
+        """Enters past calls that were interrupted. Raises ThreadError while another one runs."""
+        inside, number, _ = self._come_past(visit)
+        if inside is not None:
+            self._refuse(visit[1])
+        self._settle(number)
 
     def require_free(self, call: str) -> None:
         """Raises ThreadError while a call is inside."""
@@ -258,7 +262,9 @@ def in_turn(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P
                 f"manager.acquire(layer, plan) in the thread that uses it"
             )
         turn = self.turn
-        turn.enter(name)
+        visit: Visit = (sys._getframe(), name, 0, [])
+        if turn.visits.setdefault(turn.number, visit) is not visit:  # turn.enter, without a call
+            turn.come_past(visit)
         try:
             return method(self, *args, **options)
         finally:

@@ -76,7 +76,7 @@ class FastGenerate:
             mask = torch.ones(ids.shape[:2], dtype=torch.bool)
             if isinstance(padding, int) and ids.dim() == 2:  # transformers reads a mask from it
                 mask = ids != padding
-        tokens = int(mask.bool().sum(dim=1).max()) + new - 1  # the last one does not run
+        tokens = int(mask.count_nonzero(dim=1).max()) + new - 1  # the last one does not run
         most = self.caches.max_context
         if tokens > most:
             raise context_overflow(tokens, most)
