@@ -258,7 +258,9 @@ def in_turn(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P
                 f"manager.acquire(layer, plan) in the thread that uses it"
             )
         turn = self.turn
-        turn.enter(name)
+        visit: Visit = (sys._getframe(), name, 0, [])
+        if turn.visits.setdefault(turn.number, visit) is not visit:  # enter, without a call
+            turn.enter(name)
         try:
             return method(self, *args, **options)
         finally:
