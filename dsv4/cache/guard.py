@@ -265,6 +265,7 @@ def in_turn(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P
         visit: Visit = (sys._getframe(), name, 0, [])
         if turn.visits.setdefault(turn.number, visit) is not visit:  # turn.enter, without a call
             turn.come_past(visit)
+        del visit  # or the frame would hold itself, and all arguments, until it is collected
         try:
             return method(self, *args, **options)
         finally:
