@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dsv4.errors import InvalidInput
 from dsv4.kernels.attend import _LN_2, _LOG2_E, PLACES, entries_or_window, run_time_arguments
-from dsv4.kernels.hopper import attend_keys_v41 as v41
+from dsv4.kernels.hopper import records_v41 as v41
 from dsv4.kernels.hopper.attend_keys import (
     BARRIER,
     HALF,
@@ -50,10 +50,9 @@ from dsv4.kernels.hopper.attend_keys import (
     Where,
     extent_of,
     new_keys,
-    new_records,
     next_stage,
-    produce,
 )
+from dsv4.kernels.hopper.attend_producer import new_incoming, produce
 from dsv4.kernels.hopper.dialect import reinterpret, thread_barrier
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.overlap import begin_program
@@ -890,7 +889,7 @@ def _attend_hopper_kernel(
     queries = new_queries(q_ptr, q_stride, token, head, A)
     keys = new_keys()
     weights = new_weights(TILE, _WEIGHT)
-    records = v41.new_records() if A.V41 else new_records()
+    incoming = new_incoming(A)
     fence_async_shared()
     where = Where(
         arena=entry_arena,
@@ -927,7 +926,7 @@ def _attend_hopper_kernel(
         [
             (_left, (queries, keys, weights, out, share, A)),
             (_right, (queries, keys, weights, out, share, A)),
-            (v41.produce if A.V41 else produce, (keys, records, where, share, A)),
+            (produce, (keys, incoming, where, share, A)),
         ],
         [4, 4],
         [RIGHT_REGISTERS, PRODUCER_REGISTERS],

@@ -31,7 +31,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dsv4.kernels.attend import _LN_2, run_time_arguments
 from dsv4.kernels.hopper import attend as narrow
-from dsv4.kernels.hopper import attend_keys_v41 as v41
 from dsv4.kernels.hopper.attend import (
     _HEADS,
     _LOGITS,
@@ -67,10 +66,9 @@ from dsv4.kernels.hopper.attend_keys import (
     Where,
     extent_of,
     new_keys,
-    new_records,
     next_stage,
-    produce,
 )
+from dsv4.kernels.hopper.attend_producer import new_incoming, produce
 from dsv4.kernels.hopper.dialect import async_load
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.overlap import begin_program
@@ -320,7 +318,7 @@ def _weigh_kernel(
     token = token.to(gl.int64)
     queries = new_queries(q_ptr, q_stride, token, head, A)
     keys = new_keys()
-    records = v41.new_records() if A.V41 else new_records()
+    incoming = new_incoming(A)
     fence_async_shared()
     where = Where(
         arena=entry_arena,
@@ -348,7 +346,7 @@ def _weigh_kernel(
         [
             (_store_weights, (queries, keys, stored, share, A)),
             (_store_keys, (queries, keys, stored, share, A)),
-            (v41.produce if A.V41 else produce, (keys, records, where, share, A)),
+            (produce, (keys, incoming, where, share, A)),
         ],
         [4, 4],
         [RIGHT_REGISTERS, PRODUCER_REGISTERS],
