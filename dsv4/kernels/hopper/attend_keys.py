@@ -31,8 +31,9 @@ RECORD_ROW = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 4], [8, 4], [4,
 
 class Share(NamedTuple):
     """What of a query a program does: one of `splits` parts of its keys, and one slice of its
-    channels."""
+    channels. `parts` is where those of a split query are parked (attend_parts.py), else ()."""
 
+    parts: gl.tuple
     tokens_row: gl.tensor
     indices_count: gl.tensor
     split: gl.tensor
@@ -111,18 +112,35 @@ def new_keys():
 
 
 @gluon.jit
+def where_of(window, entries, table, indices, batch, program):
+    """`window` and `entries`: an arena, the bytes of a slot or block, and where in it data and
+    scales begin. `table` and `indices`: a pointer and its stride."""
+    window_arena, window_bytes, window_data, window_scale = window
+    entry_arena, entry_bytes, entry_data, entry_scale = entries
+    table_ptr, table_stride = table
+    indices_ptr, indices_stride = indices
+    return Where(
+        arena=entry_arena,
+        window_row=window_arena.to(gl.int64) - entry_arena.to(gl.int64),
+        window_bytes=window_bytes,
+        window_data=window_data,
+        window_scale=window_scale,
+        entry_data=entry_data,
+        entry_scale=entry_scale,
+        entry_bytes=entry_bytes,
+        table=table_ptr,
+        table_stride=table_stride,
+        indices_row=indices_ptr + program.token.to(gl.int64) * indices_stride,
+        batch=batch,
+    )
+
+
+@gluon.jit
 def extent_of(share, A: gl.constexpr):
     """Splits have about equal numbers of tiles: the window's, then the entries'."""
     token = load_token(share.tokens_row)
     slot, position = token.slot.to(gl.int64), token.position
-    tiles = gl.to_tensor((A.WINDOW + TILE - 1) // TILE)
-    visible = gl.to_tensor(0)
-    if A.ENTRIES:
-        visible = (position + 1) // A.RATIO
-        if A.ALL:
-            tiles += (visible + TILE - 1) // TILE
-        else:
-            tiles += (share.indices_count + TILE - 1) // TILE
+    tiles, visible = seen_tiles(position, share.indices_count, A)
     first = (tiles * share.split).to(gl.uint32) // share.splits.to(gl.uint32)
     last = (tiles * (share.split + 1)).to(gl.uint32) // share.splits.to(gl.uint32)
     return Extent(
@@ -132,6 +150,20 @@ def extent_of(share, A: gl.constexpr):
         last=gl.where(slot < 0, first, last).to(gl.int32),
         visible=visible,
     )
+
+
+@gluon.jit
+def seen_tiles(position, indices_count, A: gl.constexpr):
+    """How many tiles a query has, and how many entries it sees."""
+    tiles = gl.to_tensor((A.WINDOW + TILE - 1) // TILE)
+    visible = gl.to_tensor(0)
+    if A.ENTRIES:
+        visible = (position + 1) // A.RATIO
+        if A.ALL:
+            tiles += (visible + TILE - 1) // TILE
+        else:
+            tiles += (indices_count + TILE - 1) // TILE
+    return tiles, visible
 
 
 @gluon.jit

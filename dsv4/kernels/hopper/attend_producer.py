@@ -47,7 +47,7 @@ class Incoming(NamedTuple):
     """What is under way in shared memory: records of the next AHEAD tiles, the entries that keys
     of later tiles name, and the ids of the blocks that have them."""
 
-    records: NamedTuple
+    records: gl.tuple
     entries: gl.shared_memory_descriptor
     blocks: gl.shared_memory_descriptor
 

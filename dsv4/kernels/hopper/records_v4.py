@@ -21,12 +21,16 @@ from dsv4.kernels.hopper.attend_keys import (
     fetch_spans,
 )
 from dsv4.kernels.hopper.dialect import async_load
+from dsv4.kernels.record_store import record_constants
+from dsv4.ops.calls import Attention
 
 _CODES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 _PAIRS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 _RAW_SPANS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [2, 1, 0]))
 _RAW_CODES = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
 _RAW_ROPE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+
+_SCALE_BYTES = 8
 
 # One scale for the four codes of a word: a power of two, twice in $3.
 _E4M3_TIMES_BF16 = gl.constexpr(e4m3_times_bf16("$3", "$3"))
@@ -41,6 +45,18 @@ class _Records(NamedTuple):
     one: gl.shared_memory_descriptor
     rope: gl.shared_memory_descriptor
     scales: gl.shared_memory_descriptor
+
+
+def takes(call: Attention) -> bool:
+    """One format for window and entries: codes with a power of two for 64, then bf16 channels."""
+    window, entries = call.window, call.entries
+    record = record_constants(window.page.format)
+    return (
+        record.CODED + SPAN.value == call.q.shape[2]
+        and ("e4m3", "ue8m0", SPAN.value) == (record.ELEMENT, record.SCALE, record.TILE)
+        and record.SCALE_BYTES == _SCALE_BYTES
+        and (entries is None or entries.page.format == window.page.format)
+    )
 
 
 @gluon.jit

@@ -18,6 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from dsv4.kernels.codes import bf16_power_bits, e2m1_pairs_times_bf16, e4m3_times_bf16
 from dsv4.kernels.hopper.attend_keys import AHEAD, HALF, KEY_STAGES, TILE, fetch_spans
 from dsv4.kernels.hopper.dialect import reinterpret
+from dsv4.kernels.record_store import record_constants
+from dsv4.ops.calls import Attention
 
 KEY_UNIT = 256.0
 WINDOW_DATA_BYTES, WINDOW_SCALE_BYTES = 512, 16
@@ -72,6 +74,23 @@ class _Records(NamedTuple):
     high: gl.shared_memory_descriptor
     window_scales: gl.shared_memory_descriptor
     entry_scales: gl.shared_memory_descriptor
+
+
+def takes(call: Attention) -> bool:
+    """A window of FP8 and entries of FP4, all channels coded."""
+    window = record_constants(call.window.page.format)
+    found = (window.ELEMENT, window.SCALE, window.TILE, window.DATA_BYTES, window.SCALE_BYTES)
+    wanted = ("e4m3", "ue8m0", 32, WINDOW_DATA_BYTES, WINDOW_SCALE_BYTES)
+    if call.entries is None or found != wanted:
+        return found == wanted
+    entry = record_constants(call.entries.page.format)
+    return ("e2m1", "e4m3", 16, ENTRY_DATA_BYTES, ENTRY_SCALE_BYTES) == (
+        entry.ELEMENT,
+        entry.SCALE,
+        entry.TILE,
+        entry.DATA_BYTES,
+        entry.SCALE_BYTES,
+    ) and entry.GLOBAL_SCALE == 1.0
 
 
 @gluon.jit
