@@ -203,7 +203,7 @@ def attend_launch(call: Attention, *, programs: int) -> Launch:
     options = {
         "num_warps": WARPS_PER_ROLE,
         "launch_cooperative_grid": splits > 1,
-        "launch_pdl": False,  # a program wants a processor: waiting for one beside others is slower
+        "launch_pdl": False,  # programs need a processor each: waiting next to others is slower
         "enable_fp_fusion": True,
     }
     grid = (items, splits, slices)

@@ -146,8 +146,8 @@ def load_queries(queries, NTH: gl.constexpr, A: gl.constexpr):
 
 @gluon.jit
 def load_sink(out, LINE: gl.constexpr, A: gl.constexpr):
-    """The sinks of a program's heads, long before they are used. Where a query is split something
-    that nobody reads: whoever adds up its parts loads sinks then."""
+    """The sinks of a program's heads, long before they are used. Where a query is split, a
+    placeholder that is not read: `combine` loads sinks when it adds up the parts."""
     head = gl.arange(0, BLOCK_HEADS, layout=LINE)
     if A.SPLIT:
         return head
@@ -157,8 +157,8 @@ def load_sink(out, LINE: gl.constexpr, A: gl.constexpr):
 
 @gluon.jit
 def load_angles(out, position, A: gl.constexpr):
-    """Cosines and sines of right's last channels, long before they are used. Those of a split
-    query are for whoever adds up its parts."""
+    """Cosines and sines of right's last channels, long before they are used. `combine`
+    loads those of a split query."""
     if A.ROPE > 0 and not A.SPLIT:
         position = position - (position >> 31)  # padding's is -1: 0
         nth = gl.arange(0, A.ROPE, layout=_ANGLES)

@@ -9,9 +9,9 @@ So there are two launches, and nothing is rounded between them:
     add      programs of a query take some of its channels, and add up all keys in their order
 
 Together they do, operation for operation, what one program of attend.py does with a query that is
-`WHOLE`: a tile's weights are computed under its own highest logit (`weigh` in attend.py), whoever
-has the tile, and are brought to the highest so far where they are added. Compiled only; tested on
-GPUs.
+`WHOLE`: a tile's weights are computed under its own highest logit (`weigh` in attend_softmax.py),
+whichever program has the tile, and are brought to the highest so far where they are added.
+Compiled only; tested on GPUs.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class _Later(NamedTuple):
 
 
 class _Extent(NamedTuple):
-    """A query and its tiles: none for padding. `count` keys behind the window, of `visible`
+    """A query and its tiles: none for padding. `count` keys after the window, of `visible`
     entries."""
 
     slot: gl.tensor
@@ -270,7 +270,7 @@ def _is_whole(tile, extent, A: gl.constexpr):
 
 @gluon.jit
 def _listed(key, source, extent, A: gl.constexpr):
-    """The entries that keys behind the window name; what lies outside the list is -1."""
+    """The entries that keys after the window name; what lies outside the list is -1."""
     inside = (key >= 0) & (key < extent.count)
     if A.ALL:
         return gl.where(inside, key, -1)
@@ -346,7 +346,7 @@ def _wait_for(place, phase, tile, keys, extent, A: gl.constexpr):
 
 @gluon.jit
 def _columns(queries):
-    """The memory of the queries in quarters of channels. The output is put there behind the last
+    """The memory of the queries in quarters of channels. The output is put there after the last
     logits; right knows of that by `closed`."""
     return reinterpret(queries.halves, gl.bfloat16, [_QUARTERS, BLOCK_HEADS, _QUARTER], OPERAND)
 
