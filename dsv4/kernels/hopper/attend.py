@@ -14,9 +14,18 @@ A query's keys are numbered as in attend.py and cut into `splits` parts of about
 processors would be idle the channels are cut too: every one of `slices` programs computes all
 logits of a part, but sums only its own channels, so that there is less to write and to add.
 
-The programs of a split query wait for each other (attend_parts.py). So all of them must run at
-once: there are never more than processors, and the launch is a cooperative one, which the driver
-starts as a whole.
+The programs of a split query wait for each other. So all of them must run at once: there are never
+more than processors, and the launch is a cooperative one, which the driver starts as a whole.
+
+    here                  which launch, left, right
+    attend_setup.py       how any of these programs begins, and how it stores its heads
+    attend_keys.py        which keys a query has, where they are, and their tiles once decoded
+    attend_producer.py    the producer's pipeline
+    records_v4.py, records_v41.py    a tile of records, fetched and decoded
+    attend_softmax.py     logits, softmax, what normalises
+    attend_parts.py       parts of a split query
+    attend_whole.py       few queries that must not be cut, in two launches
+    attend_wide.py        chunks, whose keys are decoded before
 """
 
 from __future__ import annotations
@@ -369,7 +378,7 @@ def _finish(staged, out, share, extent, ROLE: gl.constexpr, A: gl.constexpr):
         part = part_of(share.parts.first, share.split, A)
         store_heads(staged, sums_of(part) + channel, live, out, A)
         if live:
-            meet(share.parts.counter, share, ROLE)
+            meet(share, ROLE)
             combine(out, share, channel, extent.position, A)
     else:
         store_heads(staged, out.row + channel, live, out, A)

@@ -107,7 +107,7 @@ def park(acc, queries, out, share, live, ROLE: gl.constexpr, A: gl.constexpr):
 
 
 @gluon.jit
-def meet(counter, share, ROLE: gl.constexpr):
+def meet(share, ROLE: gl.constexpr):
     """Waits until all parts of a query are parked. Every consumer adds 1 and one of them what is
     left to 2^31, which sets the highest bit; when they leave they add the same again, and after
     the last one the counter is 0. Until then the highest bit stays."""
@@ -115,10 +115,11 @@ def meet(counter, share, ROLE: gl.constexpr):
     if ROLE == 0:
         step = gl.where(share.split == 0, -2147483648 - (2 * share.splits - 1), 1)
     thread_barrier()
-    gl.atomic_add(counter, step, sem="release", scope="gpu")
-    gl.inline_asm_elementwise(_UNTIL_ALL, "=r,l", [counter.to(gl.int64)], gl.int32, False, 1)
+    gl.atomic_add(share.parts.counter, step, sem="release", scope="gpu")
+    address = share.parts.counter.to(gl.int64)
+    gl.inline_asm_elementwise(_UNTIL_ALL, "=r,l", [address], gl.int32, False, 1)
     thread_barrier()
-    gl.atomic_add(counter, step, sem="relaxed", scope="gpu")
+    gl.atomic_add(share.parts.counter, step, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
