@@ -32,18 +32,24 @@ class LayerSpec:
     """One attention layer, as far as its memory is concerned.
 
     `ratio` tokens make one entry (0: the layer has none). With `overlap` an entry pools the
-    previous group too. `index_keys` says where indexer keys come from: an own compressor (V4), the
-    main latent (V4.1), or nowhere. `owner` is the layer whose entries are read: itself, or an
-    earlier layer that shares them. `selector` is the layer whose selection of entries a CSA layer
-    reads if it does not select for itself. `candidates_of` is the layer whose candidate blocks
-    bound its own selection, if any. `draft` marks MTP and DSpark layers.
+    previous group too; groups are pooled by gate logits unless they are one token each and not
+    `gated`. With `tail_skips_last` the last token of a group, which closes it, is not kept.
+    `index_keys` says where indexer keys come from: an own compressor (V4), the main latent (V4.1),
+    or nowhere; with `index_hadamard` these keys and their queries are Hadamard-transformed (not
+    keys from the latent). `owner` is the layer whose entries are read: itself, or an earlier layer
+    that shares them. `selector` is the layer whose selection of entries a CSA layer reads if it
+    does not select for itself. `candidates_of` is the layer whose candidate blocks bound its own
+    selection, if any. `draft` marks MTP and DSpark layers.
     """
 
     layer: int
     attention: AttentionType
     ratio: int = 0
     overlap: bool = False
+    gated: bool = True
+    tail_skips_last: bool = False
     index_keys: IndexKeySource = "none"
+    index_hadamard: bool = True
     owner: int
     selector: int | None = None
     candidates_of: int | None = None
@@ -88,8 +94,9 @@ class ModelSpec:
 
     A layer that others take candidates of keeps `candidate_blocks` blocks of
     `candidate_block_entries` entries per query. `draft_block` queries draft at once (DSpark; 0: one
-    after the other). `entry_format` and `window_format` are the records that the model was trained
-    with.
+    after the other). `cut_replays`: it is served with replays of a window that do not see what lies
+    before it (`PrefixOptions.replay`). `entry_format` and `window_format` are the records that the
+    model was trained with.
     """
 
     name: str
@@ -108,6 +115,7 @@ class ModelSpec:
     candidate_blocks: int = 0
     candidate_block_entries: int = 8
     draft_block: int = 0
+    cut_replays: bool = False
     entry_format: str = "fp8_ds"
     window_format: str = "fp8_ds"
 
@@ -132,6 +140,16 @@ class ModelSpec:
         for spec in self.layers:
             if not is_whole(spec.ratio) or spec.ratio < 0:
                 raise ConfigError(f"{self.name}: layer {spec.layer} has ratio {spec.ratio!r}")
+            if spec.ratio > 1 and not spec.gated:
+                raise ConfigError(
+                    f"{self.name}: layer {spec.layer} pools {spec.ratio} tokens without gates, "
+                    f"which say how much of each: only a group of one token needs none"
+                )
+            if spec.overlap and spec.tail_skips_last:
+                raise ConfigError(
+                    f"{self.name}: layer {spec.layer} leaves out the last token of each group, "
+                    f"which the next one pools again: groups that overlap keep all of them"
+                )
             owner = self.layers[spec.owner] if 0 <= spec.owner <= spec.layer else None
             if owner is None or owner.owner != spec.owner or owner.ratio != spec.ratio:
                 raise ConfigError(
@@ -250,7 +268,7 @@ def v41_layers(
     candidate_source: int | None = None,
 ) -> tuple[LayerSpec, ...]:
     """Layers of a V4.1 model. A ratio names the entries that a layer *reads*: those of the last of
-    `entry_sources` up to it, picked by the last of `index_sources` up to it. Index sources behind
+    `entry_sources` up to it, picked by the last of `index_sources` up to it. Index sources after
     `candidate_source` select among its candidates. Entries past `backbone` are draft layers."""
     return tuple(_v41_layers(ratios, backbone, entry_sources, index_sources, candidate_source))
 
@@ -277,7 +295,10 @@ def _v41_layers(
             owner=owner,
             attention=AttentionType.CSA,
             ratio=int(ratio),
+            gated=owner != layer or ratio > 1,
+            tail_skips_last=owner == layer,
             index_keys="latent" if owner == layer else "none",
+            index_hadamard=owner != layer,
             selector=None if selector == layer else selector,
             candidates_of=int(candidate_source or 0) if bounded else None,
         )
@@ -446,6 +467,7 @@ def _layers(
         "candidate_blocks": _whole(config, "candidate_topk_blocks", 0, least=0, null=True),
         "candidate_block_entries": _whole(config, "candidate_block_size", 8, null=True),
         "draft_block": _whole(config, "dspark_block_size", 0, least=0, null=True),
+        "cut_replays": True,
         "entry_format": "v41_fp4",
         "window_format": "v41_fp8",
     }
@@ -647,6 +669,7 @@ _V41 = replace(
     candidate_blocks=2048,
     candidate_block_entries=8,
     draft_block=5,
+    cut_replays=True,
     entry_format="v41_fp4",
     window_format="v41_fp8",
 )

@@ -108,10 +108,30 @@ def test_roles_of_the_released_layers() -> None:
     assert FLASH.candidate_sources == {20}
     assert [s.layer for s in layers if s.index_keys == "latent"] == [2, 8, 14, 20]
     assert not any(s.overlap for s in layers)
+    assert [s.layer for s in layers if not s.gated] == [20]
+    assert [s.layer for s in layers if s.tail_skips_last] == [2, 8, 14, 20]
+    assert [s.layer for s in layers if not s.index_hadamard] == [2, 8, 14, 20]
+    assert FLASH.cut_replays
+    assert not PRESETS["v4-flash"].cut_replays
     for spec in layers[2:40]:
         assert spec.owner == max(n for n in (2, 8, 14, 20) if n <= spec.layer)
         selector = max(n for n in (2, 8, 14, 20, 24, 28, 32, 36) if n <= spec.layer)
         assert (spec.layer if spec.has_indexer else spec.selector) == selector
+
+
+@pytest.mark.parametrize(
+    ("facts", "match"),
+    [
+        ({"ratio": 2, "gated": False}, "pools 2 tokens without gates"),
+        ({"ratio": 4, "overlap": True, "tail_skips_last": True}, "groups that overlap keep all"),
+    ],
+)
+def test_facts_of_a_layer_that_cannot_be_together_are_refused(
+    facts: dict[str, Any], match: str
+) -> None:
+    layer = LayerSpec(layer=0, owner=0, attention=AttentionType.CSA, **facts)
+    with pytest.raises(ConfigError, match=match):
+        replace(PRESETS["tiny"], layers=(layer,))
 
 
 def test_v4_layers_select_for_themselves() -> None:

@@ -5,7 +5,7 @@
 Runs the sm_90 tests (tests/kernels/*_sm90.py) of both trees, each in its own process and without a
 GPU, and compares the PTX of every kernel that they compile. Debug lines, comments and the names of
 kernels and parameters are left aside. Tests that fail are named; what they compile is compared all
-the same.
+the same. With PYTHONPATH=FOLDER, where another Triton is unpacked, that one compiles both.
 
 Exit code 0: all cases identical; 1: some differ, or one tree has cases that the other has not;
 2: nothing was compiled.
@@ -94,10 +94,15 @@ def _start(tree: Path, folder: Path, only: str | None) -> subprocess.Popen[bytes
     return subprocess.Popen(
         [sys.executable, "-m", "pytest", "-q", *plugins, *chosen, *tests],
         cwd=tree,
-        env={**os.environ, "RECORD_PTX": str(folder), "PYTHONPATH": str(TOOLS)},
+        env={**os.environ, "RECORD_PTX": str(folder), "PYTHONPATH": _python_path()},
         stdout=(folder / "pytest.txt").open("wb"),
         stderr=subprocess.STDOUT,
     )
+
+
+def _python_path() -> str:
+    """This folder, then what was given; a work tree is found before both."""
+    return os.pathsep.join(filter(None, (str(TOOLS), os.environ.get("PYTHONPATH"))))
 
 
 def compare(before: dict[str, Kernel], after: dict[str, Kernel]) -> list[tuple[str, str, bool]]:

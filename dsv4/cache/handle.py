@@ -218,8 +218,9 @@ class LayerCacheHandle(Uncopied):
         self._require_whole_tails("compress_tail")
         plan = self._narrow_plan("compress_tail")
         checks.layer_weights(weights)
-        chosen = weights.index_compressor if layout.hadamard else weights.compressor
-        name = "index_" if layout.hadamard else ""
+        indexer = layout.kind == "index"
+        chosen = weights.index_compressor if indexer else weights.compressor
+        name = "index_" if indexer else ""
         write = self._compressor_write(
             plan, layout, chosen, name, None, None, write_tails=False, dense=out
         )
@@ -521,7 +522,7 @@ class LayerCacheHandle(Uncopied):
                 rope=rope,
                 record=view.page.format,
                 out=q,
-                transform=self._model.layers[spec.owner].index_keys != "latent",
+                transform=self._model.layers[spec.owner].index_hadamard,
             )
             calls.insert(0, prepare)
         tensors = [*filter(_is_given, (q, index_weights, out, rope, candidates))]

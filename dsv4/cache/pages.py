@@ -124,7 +124,8 @@ class Ring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressorLayout:
-    """Where one compressor reads and writes: its rings in a slot, its page in a block.
+    """Where one compressor, a layer's main one or its index keys', reads and writes: its rings in a
+    slot, its page in a block.
 
     Rings of values (k) and gates (z) have rows of fp32 [width]: `ka`, `za` of the current stream,
     `kb`, `zb` of the previous one, with `overlap`. Instead of these, `online` layers have one ring
@@ -136,6 +137,7 @@ class CompressorLayout:
     index key too.
     """
 
+    kind: CompressorKind
     ratio: int
     overlap: bool
     width: int

@@ -86,7 +86,7 @@ class LayerCacheSchema:
     def tail_skips_last(self) -> bool:
         """Whether the tail leaves out the last token of each group, which closes it: of a group of
         two, half of the tail. Groups are then closed by `append` alone, never from the tail."""
-        return self.spec.owns_entries and self.spec.index_keys == "latent" and not self.spec.overlap
+        return self.spec.owns_entries and self.spec.tail_skips_last
 
     @property
     def online(self) -> bool:
@@ -372,13 +372,14 @@ class CacheSchema:
             return None
         prefix = "index_tail" if indexer else "tail"
         return CompressorLayout(
+            kind=kind,
             ratio=spec.ratio,
             overlap=spec.overlap,
             width=page.format.width,
             rope_dim=self.model.rope_dim,
-            hadamard=indexer,
+            hadamard=indexer and spec.index_hadamard,
             page=page,
-            gated=spec.ratio > 1 or spec.index_keys != "latent",
+            gated=spec.gated,
             skips_last=self.layers[layer].tail_skips_last,
             key_page=None if indexer else self._latent_key_page(layer),
             **{
@@ -477,11 +478,12 @@ class CacheSchema:
         for field in ("name", "max_context", "heads", "index_heads", "draft_block"):
             del model[field]
         del model["entry_format"], model["window_format"]  # the formats are below
+        del model["cut_replays"]  # what follows a cut replay is never cached
         if not self.model.candidate_blocks:
             del model["candidate_blocks"], model["candidate_block_entries"]
         for layer in model["layers"]:
-            for field in ("selector", "candidates_of"):
-                if layer[field] is None:  # as in every layer of V4
+            for field, usual in _usual_facts(layer).items():
+                if layer[field] == usual:
                     del layer[field]
         return _digest(
             {
@@ -522,6 +524,19 @@ class CacheSchema:
                 f"{plane.dtype:<14} layer {plane.layer:<3} {plane.name}"
             )
         return "\n".join(lines)
+
+
+def _usual_facts(layer: dict[str, Any]) -> dict[str, object]:
+    """Facts of a layer as V4 and V4.1 have them. Such ones do not enter fingerprints, most of which
+    are older than these fields."""
+    latent = layer["index_keys"] == "latent"
+    return {
+        "selector": None,
+        "candidates_of": None,
+        "gated": layer["ratio"] > 1 or not latent,
+        "tail_skips_last": latent and not layer["overlap"],
+        "index_hadamard": not latent,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

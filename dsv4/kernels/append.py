@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from dsv4.cache.pages import CompressorKind
 from dsv4.kernels.compress import (
     KEY_FIELDS,
     Compressor,
@@ -115,8 +116,8 @@ def append_launch(
 ) -> Launch:
     """With `stage` the window rows in front of each chunk are saved, and the step's own are not
     stored."""
-    main = compressor_share(step, _of_kind(compressors, hadamard=False))
-    index = compressor_share(step, _of_kind(compressors, hadamard=True))
+    main = compressor_share(step, _of_kind(compressors, "main"))
+    index = compressor_share(step, _of_kind(compressors, "index"))
     window_arguments, window_constants = _window_arguments(step, window, stage)
     constants = {"WINDOW": window_constants, "MAIN": main.constants, "INDEX": index.constants}
     with_tails = any(
@@ -155,9 +156,10 @@ def append_launch(
     )
 
 
-def _of_kind(compressors: Sequence[CompressorWrite], *, hadamard: bool) -> CompressorWrite | None:
-    """The main compressor, or the index keys' with their Hadamard transform."""
-    return next((write for write in compressors if write.layout.hadamard == hadamard), None)
+def _of_kind(
+    compressors: Sequence[CompressorWrite], kind: CompressorKind
+) -> CompressorWrite | None:
+    return next((write for write in compressors if write.layout.kind == kind), None)
 
 
 def _options(constants: dict[str, Any], target: Target) -> dict[str, Any]:

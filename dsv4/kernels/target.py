@@ -161,70 +161,195 @@ class AttentionTiles:
     warps: int
 
 
-# 64 heads of 512 channels: 64 KB of queries and 64 KB of decoded keys in shared memory, and 37 KB
-# (64 KB in bf16) for each tile of stored keys under way.
 _WARPGROUP = AttentionTiles(
     keys=64, heads=64, span=256, mixed_spans=False, coded_buffers=2, bf16_buffers=1, warps=8
 )
-# Tensor memory has 512 columns: the sums take them all unless they are one span; logits of one
-# span after the other would each take more.
 _TENSOR_MEMORY = AttentionTiles(
     keys=64, heads=64, span=512, mixed_spans=True, coded_buffers=1, bf16_buffers=1, warps=8
 )
-# Sums live in registers, 64 per thread; more heads or wider spans spill in the loop.
 _WARP = AttentionTiles(
     keys=32, heads=32, span=128, mixed_spans=False, coded_buffers=2, bf16_buffers=1, warps=8
 )
 _WAVE = AttentionTiles(
     keys=32, heads=16, span=128, mixed_spans=False, coded_buffers=2, bf16_buffers=1, warps=4
 )
-# By heads per program. Without 64 rows there is no product of a warp group: sums of two spans of
-# 256 channels spill at 32. From 3.7 on more is in registers than before, and what spills is cut
-# smaller.
-_ON_HOPPER = {
-    16: _WARPGROUP,
-    32: replace(_WARPGROUP, span=128) if TRITON < (3, 7) else _WARP,
-    64: _WARPGROUP if TRITON < (3, 7) else replace(_WARPGROUP, span=64),
-}
 
 
-# Records that take more registers to decode, 32 heads per program, on tensor-memory targets (whose
-# products of so few rows are a warp's): what some Tritons spill in the loop is cut in another way.
-_CROWDED_32 = {
-    (3, 7): replace(_WARP, coded_buffers=1, span=64),
-    (3, 9): replace(_WARP, coded_buffers=1, keys=16, span=512),
-}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileRule:
+    """Tiles for launches that meet all conditions which are given: how the target multiplies, heads
+    of a program of 64 heads at most, kinds of records, whether the target has little shared memory,
+    and Tritons from `since` on, older than `before`.
+
+    `why`: what was wrong with the tiles of the rules below. `was_run`: a GPU has run launches with
+    these tiles; others were only compiled."""
+
+    tiles: AttentionTiles
+    why: str
+    was_run: bool
+    products: str | None = None
+    heads: int | None = None
+    crowded: bool | None = None
+    fp32_scales: bool | None = None
+    little_memory: bool | None = None
+    since: tuple[int, ...] = (0,)
+    before: tuple[int, ...] = (1_000,)
+
+    def holds(self, **launch: object) -> bool:
+        """For a launch with all of these conditions, by their names."""
+        given = {name: getattr(self, name) for name in launch}
+        met = all(wanted in (None, launch[name]) for name, wanted in given.items())
+        return met and self.since <= TRITON < self.before
+
+
+# The first rule that holds is taken. Only an H200 with Triton 3.6 has run any of them.
+ATTENTION_TILES = (
+    # Hopper
+    TileRule(
+        products="wgmma",
+        heads=64,
+        since=(3, 7),
+        tiles=replace(_WARPGROUP, span=64),
+        why="more is in registers from Triton 3.7 on, and spans of 256 spilled in the loop",
+        was_run=False,
+    ),
+    TileRule(
+        products="wgmma",
+        heads=32,
+        since=(3, 7),
+        tiles=_WARP,
+        why="more is in registers from Triton 3.7 on, and 64 keys spilled in the loop",
+        was_run=False,
+    ),
+    TileRule(
+        products="wgmma",
+        heads=32,
+        tiles=replace(_WARPGROUP, span=128),
+        why="fewer than 64 rows are not multiplied by a warp group, and sums of two spans of 256 "
+        "spilled",
+        was_run=True,
+    ),
+    TileRule(
+        products="wgmma",
+        fp32_scales=True,
+        tiles=replace(_WARPGROUP, span=128),
+        why="scales of fp32 take more registers to decode than powers of two",
+        was_run=True,
+    ),
+    TileRule(
+        products="wgmma",
+        tiles=_WARPGROUP,
+        why="64 KB of queries and 64 KB of decoded keys fit into shared memory beside two tiles of "
+        "stored keys under way, 37 KB each, or one in bf16, 64 KB",
+        was_run=True,
+    ),
+    # 64 heads and more in tensor memory
+    TileRule(
+        products="tcgen05",
+        heads=64,
+        fp32_scales=True,
+        tiles=replace(_TENSOR_MEMORY, keys=32),
+        why="beside 64 keys scales of fp32 did not fit into shared memory",
+        was_run=False,
+    ),
+    TileRule(
+        products="tcgen05",
+        heads=64,
+        tiles=_TENSOR_MEMORY,
+        why="the sums take the 512 columns of tensor memory; logits of several spans took more",
+        was_run=False,
+    ),
+    # products of a warp, or of a wave: sums are in registers
+    TileRule(
+        products="mfma",
+        fp32_scales=True,
+        tiles=replace(_WAVE, coded_buffers=1, span=64),
+        why="scales of fp32 take more registers to decode than any others",
+        was_run=False,
+    ),
+    TileRule(
+        fp32_scales=True,
+        tiles=replace(_WARP, coded_buffers=1, span=64),
+        why="scales of fp32 take more registers to decode than any others",
+        was_run=False,
+    ),
+    TileRule(
+        products="tcgen05",
+        heads=32,
+        crowded=True,
+        since=(3, 7),
+        before=(3, 8),
+        tiles=replace(_WARP, coded_buffers=1, span=64),
+        why="spans of 256 spilled up to 10 of some 2,200 instructions of the loop with Triton 3.7",
+        was_run=False,
+    ),
+    TileRule(
+        products="tcgen05",
+        heads=32,
+        crowded=True,
+        since=(3, 9),
+        before=(3, 10),
+        tiles=replace(_WARP, coded_buffers=1, keys=16, span=512),
+        why="spans of 256 spilled up to 51 of some 2,200 instructions of the loop with Triton 3.9",
+        was_run=False,
+    ),
+    TileRule(
+        products="mfma",
+        crowded=True,
+        tiles=replace(_WAVE, coded_buffers=1),
+        why="with two tiles under way such records spilled in the loop",
+        was_run=False,
+    ),
+    TileRule(
+        products="mfma",
+        tiles=_WAVE,
+        why="sums are in registers: a wave has twice a warp's threads, and half of its heads",
+        was_run=False,
+    ),
+    TileRule(
+        crowded=True,
+        tiles=replace(_WARP, coded_buffers=1, span=256),
+        why="with two tiles under way such records spilled in the loop, and with spans of 128 "
+        "some kinds of launches all the same",
+        was_run=False,
+    ),
+    TileRule(
+        little_memory=True,
+        tiles=replace(_WARP, coded_buffers=1),
+        why="two tiles under way do not fit into less than 128 KB",
+        was_run=False,
+    ),
+    TileRule(
+        tiles=_WARP,
+        why="sums are in registers, 64 per thread: more heads or wider spans spilled in the loop",
+        was_run=False,
+    ),
+)
 
 
 def heads_per_program(heads: int, most: int) -> int:
     return min(most, max(MIN_HEADS, 1 << (heads - 1).bit_length()))
 
 
+def attention_rule(target: Target, heads: int, *, crowded: bool, fp32_scales: bool) -> TileRule:
+    """The rule for queries with this many heads. `crowded`: some records have 4-bit codes, or more
+    than one scale for 64 channels; `fp32_scales`: some have such scales. Both are decoded in more
+    registers than FP8 codes with a power of two."""
+    launch = {
+        "products": target.products,
+        "heads": heads_per_program(heads, 64),
+        "crowded": crowded or fp32_scales,
+        "fp32_scales": fp32_scales,
+        "little_memory": target.shared_bytes < 128 * KIB,
+    }
+    return next(rule for rule in ATTENTION_TILES if rule.holds(**launch))
+
+
 def attention_tiles(
     target: Target, heads: int, *, crowded: bool, fp32_scales: bool
 ) -> AttentionTiles:
-    """The tiles of queries with so many heads. `crowded`: some records have 4-bit codes, or more
-    than one scale for 64 channels; `fp32_scales`: some have such scales. Both are decoded in more
-    registers than FP8 codes with a power of two."""
-    rows = heads_per_program(heads, 64)
-    if target.products == "wgmma":
-        tiles = _ON_HOPPER[rows]
-        return replace(tiles, span=min(tiles.span, 128)) if fp32_scales else tiles
-    # tensor memory is for 64 rows or more
-    if target.products == "tcgen05" and rows == 64:
-        # scales of fp32 would not fit into shared memory beside 64 keys
-        return replace(_TENSOR_MEMORY, keys=32) if fp32_scales else _TENSOR_MEMORY
-    tiles = _WAVE if target.products == "mfma" else _WARP
-    # with two tiles under way such records spill in the loop
-    crowded = crowded or fp32_scales
-    if crowded or (target.backend == "cuda" and target.shared_bytes < 128 * KIB):
-        tiles = replace(tiles, coded_buffers=1)
-    if fp32_scales:
-        return replace(tiles, span=64)
-    if crowded and target.products == "tcgen05" and rows == 32 and TRITON in _CROWDED_32:
-        return _CROWDED_32[TRITON]
-    # in shorter spans some kinds of launches spill all the same
-    return replace(tiles, span=256) if crowded and target.backend == "cuda" else tiles
+    """As attention_rule says."""
+    return attention_rule(target, heads, crowded=crowded, fp32_scales=fp32_scales).tiles
 
 
 def score_tile(target: Target, band: int) -> int:

@@ -60,7 +60,10 @@ def v41_schema() -> CacheSchema:
             layer=number,
             attention=AttentionType.CSA if ratio else AttentionType.SWA,
             ratio=ratio,
+            gated=owner != number or ratio != 1,
+            tail_skips_last=bool(ratio) and owner == number,
             index_keys="latent" if ratio and owner == number else "none",
+            index_hadamard=owner != number,
             owner=owner,
         )
 

@@ -294,7 +294,9 @@ def test_an_interrupt_between_two_calls_of_a_line_is_recovered_from(
 ):
     """Ctrl-C comes wherever Python looks for it; the first and last places are the guard's."""
     places = lines_of(call, inside=True)
-    for at in {*range(12), *range(12, places - 12, 29), *range(places - 12, places)}:
+    assert places > 5
+    chosen = {*range(12), *range(12, places - 12, 29), *range(places - 12, places)}
+    for at in chosen.intersection(range(places)):  # Python 3.12 looks at fewer places than 3.11
         interrupt(call, at, inside=True)
 
 

@@ -61,7 +61,7 @@ def test_an_hca_layer_has_a_ring_of_states_and_no_other_tail(drafts: int):
 
 def test_small_groups_stay_raw_where_the_layer_is_not_hca():
     """V4.1's groups of two have no overlap either, but two rows are less than two states."""
-    spec = LayerSpec(layer=0, owner=0, attention=AttentionType.CSA, ratio=2, index_keys="latent")
+    spec = LayerSpec(layer=0, owner=0, attention=AttentionType.CSA, ratio=2, tail_skips_last=True)
     model = replace(TINY, layers=(spec,))
     raw, online = (CacheSchema.build(model, hca_state=state) for state in HCA_STATES)
     assert online.planes == raw.planes

@@ -31,7 +31,10 @@ def v41_like() -> ModelSpec:
             layer=number,
             attention=AttentionType.CSA,
             ratio=ratio,
+            gated=owner != number or ratio > 1,
+            tail_skips_last=owner == number,
             index_keys="latent" if owner == number else "none",
+            index_hadamard=owner != number,
             owner=owner,
         )
 

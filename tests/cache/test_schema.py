@@ -406,6 +406,46 @@ def test_alignment_after_the_last_page_has_its_own_fingerprint() -> None:
     assert a.fingerprint != b.fingerprint
 
 
+# as they were before layers had facts of their own; tiers and offers of then are still read
+RELEASED = {
+    "v4-flash": "b377bd668f19bd959ce26de722bb4d9b",
+    "v4-pro": "748acdd112c573ab852795ec5b9594a0",
+    "v41-flash": "83bce1a1087abd54686489ed1e6f14c4",
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_models_keep_their_fingerprints(name: str) -> None:
+    assert CacheSchema.build(ModelSpec.preset(name)).fingerprint == RELEASED[name]
+
+
+@pytest.mark.parametrize(
+    "fact", [{"gated": True}, {"tail_skips_last": False}, {"index_hadamard": True}], ids=str
+)
+def test_a_fact_of_a_layer_that_is_not_v41_s_has_its_own_fingerprint(fact: dict[str, bool]) -> None:
+    owner = V41.layers[20]
+    assert (owner.gated, owner.tail_skips_last, owner.index_hadamard) == (False, True, False)
+    layers = (*V41.layers[:20], replace(owner, **fact), *V41.layers[21:])
+    other = CacheSchema.build(replace(V41, layers=layers))
+    assert other.content_fingerprint != CacheSchema.build(V41).content_fingerprint
+
+
+def test_cut_replays_change_no_fingerprint() -> None:
+    """Nothing that follows one is cached."""
+    assert build({"model": replace(FLASH, cut_replays=True)}).fingerprint == build({}).fingerprint
+
+
+def test_which_compressor_a_layout_is_of_does_not_follow_from_its_arithmetic() -> None:
+    for hadamard in (True, False):
+        layer = replace(v4_layers([4], backbone=1)[0], index_hadamard=hadamard)
+        schema = CacheSchema.build(replace(TINY, layers=(layer,)))
+        main, index = schema.compressor(0, "main"), schema.compressor(0, "index")
+        assert main is not None
+        assert index is not None
+        assert (main.kind, main.hadamard) == ("main", False)
+        assert (index.kind, index.hadamard) == ("index", hadamard)
+
+
 def test_lengths_and_names_that_move_no_byte_do_not_change_it() -> None:
     expected = build({}).fingerprint
     assert build({"model": replace(FLASH, heads=32, index_heads=8)}).fingerprint == expected
@@ -498,7 +538,7 @@ def test_a_tail_without_last_tokens_keeps_what_any_rollback_needs(ratio: int, dr
     """Whatever length a step starts at and is taken back to, the tokens of the unfinished group are
     there, and none of those that the step writes lies on one that it reads."""
     spec = LayerSpec(
-        layer=0, owner=0, attention=AttentionType.CSA, ratio=ratio, index_keys="latent"
+        layer=0, owner=0, attention=AttentionType.CSA, ratio=ratio, tail_skips_last=True
     )
     schema = CacheSchema.build(
         replace(TINY, layers=(spec,)), max_draft_tokens=drafts, block_tokens=12 * ratio
@@ -550,13 +590,17 @@ def schemas(draw: st.DrawFn) -> CacheSchema:
             layers.append(replace(shared, layer=number, index_keys="none"))
             continue
         ratio = draw(st.sampled_from([0, 1, 2, 3, 4, 8, 16]))
+        overlap = draw(st.booleans()) if ratio else False
         layers.append(
             LayerSpec(
                 layer=number,
                 attention=draw(st.sampled_from(AttentionType)),
                 ratio=ratio,
-                overlap=draw(st.booleans()) if ratio else False,
+                overlap=overlap,
+                gated=ratio > 1 or draw(st.booleans()),
+                tail_skips_last=not overlap and draw(st.booleans()),
                 index_keys=draw(st.sampled_from(["none", "compressor", "latent"])),
+                index_hadamard=draw(st.booleans()),
                 owner=number,
             )
         )

@@ -15,13 +15,13 @@ from dsv4.kernels.hopper.attend_keys import (
     fetch_spans,
     new_keys,
 )
-from dsv4.kernels.hopper.attend_keys_v41 import (
+from dsv4.kernels.hopper.dialect import reinterpret
+from dsv4.kernels.hopper.records_v41 import (
     _hand_over_entries,
     _hand_over_window,
     _words,
     new_records,
 )
-from dsv4.kernels.hopper.dialect import reinterpret
 
 _OUT = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 

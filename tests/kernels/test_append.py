@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,6 +32,26 @@ def test_padded_decode_steps():
     both.step({1: 1, 3: 1}, pad_tokens=3, pad_requests=3)
     both.step({1: 1}, pad_tokens=2)
     both.empty_step(pad_tokens=4, pad_requests=4)
+
+
+def test_index_keys_without_a_hadamard_transform():
+    """The indexer has a compressor of its own all the same."""
+    layer = replace(TINY.layers[CSA], layer=0, owner=0, index_hadamard=False)
+    both = Both(model=replace(TINY, layers=(layer,)), layers=(0,), requests=2)
+    plain = Both(
+        model=replace(TINY, layers=(replace(layer, index_hadamard=True),)), layers=(0,), requests=2
+    )
+    page = both.schema.page("index_keys", 0)
+    assert page is not None
+    for each in (both, plain):
+        each.skip({0: 2, 1: 3})
+        each.step({0: 7, 1: 1})
+        each.step({0: 1, 1: 1})
+    keys = slice(page.offset_bytes, page.offset_bytes + page.payload_bytes)
+    ours, usual = (each.stacks[0].manager.block_arena.bytes for each in (both, plain))
+    assert not torch.equal(ours[:, keys], usual[:, keys])
+    ours[:, keys], usual[:, keys] = 0, 0
+    assert torch.equal(ours, usual)
 
 
 def test_a_step_without_tokens_launches_nothing():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsv4.errors import InvalidInput
 from dsv4.kernels.hopper import attend as kernel
+from dsv4.kernels.hopper import attend_parts
 from dsv4.kernels.hopper import attend_wide as wide
 from dsv4.ops.calls import Attention
 from tests.reference.test_attend import Step, make_step
@@ -84,7 +85,7 @@ def test_programs_that_wait_for_each_other_run_at_once(
             continue
         assert items * splits * slices <= processors
         assert kernel.PARTS_START + items * splits * kernel.PART_ELEMENTS <= workspace.numel()
-        assert items * slices * kernel._COUNTER_STRIDE.value <= kernel.PARTS_START
+        assert items * slices * attend_parts._COUNTER_STRIDE.value <= kernel.PARTS_START
 
 
 @pytest.mark.parametrize("slices", [1, 2, 4])

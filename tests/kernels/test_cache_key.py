@@ -119,7 +119,7 @@ def main(order: str, *changes: str) -> None:
 
 def _change(change: str) -> None:
     from dsv4.kernels import cache_key, target
-    from dsv4.kernels.hopper import attend, dialect
+    from dsv4.kernels.hopper import attend_parts, dialect
     from dsv4.ops.columns import RequestColumns
 
     def edited(module: Any, before: str, after: str) -> None:
@@ -138,7 +138,9 @@ def _change(change: str) -> None:
         "options of a target": lambda: setattr(target.Target, "options", more_options),
         "the code that asks for a target": lambda: edited(target, "0x80008000", "0"),
         "gluon's dialect": lambda: edited(dialect, "_semantic=_semantic", ""),
-        "the barrier of the dialect": lambda: setattr(attend, "thread_barrier", attend.reinterpret),
+        "the barrier of the dialect": lambda: setattr(
+            attend_parts, "thread_barrier", attend_parts.reinterpret
+        ),
         "the columns of requests": lambda: setattr(
             RequestColumns, "_fields", ("start", "slot", "count", "first_row")
         ),

@@ -38,7 +38,7 @@ def numbers_of(*words: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def test_every_entry_code_of_v41() -> None:
-    from dsv4.kernels.hopper import attend_keys_v41 as kernel
+    from dsv4.kernels.hopper import records_v41 as kernel
 
     grid = np.meshgrid(np.arange(256, dtype=np.uint8), np.arange(1, 128, dtype=np.uint8))
     byte, scale = (axis.ravel() for axis in grid)

@@ -21,7 +21,18 @@ from dsv4.errors import UnsupportedGpu
 from dsv4.kernels import backend, target
 from dsv4.kernels.backend import TritonBackend
 from dsv4.kernels.codes import e4m3_times_bf16
-from dsv4.kernels.target import TARGETS, attention_tiles, compiling_for, named_target, target_of
+from dsv4.kernels.target import (
+    ATTENTION_TILES,
+    TARGETS,
+    Target,
+    TileRule,
+    attention_rule,
+    attention_tiles,
+    compiling_for,
+    named_target,
+    target_of,
+)
+from tests.kernels import every_launch
 from tests.reference.test_attend import make_step
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -251,6 +262,33 @@ def test_the_docs_list_every_target():
         tiles = attention_tiles(one, 64, crowded=False, fp32_scales=False)
         row = f"| {one.name} | {one.gpus} | {shared} KB | {one.products} | {e4m3} | "
         assert f"{row}{tiles.heads} \u00d7 {tiles.keys}" in text
+
+
+def test_every_rule_for_tiles_is_met_by_a_launch_that_is_compiled(monkeypatch: pytest.MonkeyPatch):
+    """With one of the Tritons that are supported: of each target those in every_launch's table, and
+    those that a manager of V4.1 with 32 heads makes on sm_100 (both in test_every_target.py)."""
+    met: list[TileRule] = []
+
+    def rule(made_for: Target, heads: int, **records: bool) -> TileRule:
+        met.append(attention_rule(made_for, heads, **records))
+        return met[-1]
+
+    monkeypatch.setattr(target, "attention_rule", rule)
+    for triton in ((3, 6), (3, 7), (3, 8), (3, 9)):
+        monkeypatch.setattr(target, "TRITON", triton)
+        for one in TARGETS.values():
+            names = [name for name in every_launch.names(one) if name.startswith("attend")]
+            assert list(every_launch.launches(one, names))
+        assert every_launch.warmup_launches(TARGETS["sm_100"], "v41-flash", 32)
+    for rule_of_tiles in ATTENTION_TILES:
+        assert rule_of_tiles in met, rule_of_tiles
+
+
+def test_tiles_that_a_gpu_has_run_are_hopper_s():
+    """The H200 of the tests has Triton 3.6."""
+    for rule in ATTENTION_TILES:
+        assert rule.why
+        assert not rule.was_run or (rule.products == "wgmma" and rule.since <= (3, 6))
 
 
 # How a program finds out what it runs on. A version and the name of a GPU may be told, but not

@@ -119,6 +119,8 @@ class Interrupts:
 
     @contextmanager
     def injected(self) -> Iterator[None]:
+        if self.inside:  # Python 3.12 traces instructions only if somebody asked before settrace
+            sys._getframe().f_trace_opcodes = True
         sys.settrace(self._trace)
         try:
             yield

@@ -73,6 +73,20 @@ def test_names_and_lines_do_not_count_and_instructions_do(
     assert "0 of 1 cases identical" in printed
 
 
+def test_what_pythonpath_names_is_found_while_compiling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As another Triton is, which is unpacked there."""
+    one = tree(tmp_path / "one", name="one", comment="short", operation="+ 1")
+    kernels = one / "kernels.py"
+    kernels.write_text("import unpacked\n" + kernels.read_text())
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/unpacked.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "folder"))
+    (found,) = tool.compile_trees([one], None, Console(stderr=True))
+    assert list(found) == ["tiny: case 1"]
+
+
 def test_a_tree_without_sm90_tests_is_refused(tmp_path: Path):
     command = [sys.executable, str(ROOT / "tools/same_ptx.py"), str(tmp_path), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -734,12 +734,10 @@ class PrefixCache:
 
 
 def _check_cut(schema: CacheSchema) -> None:
-    """InvalidInput for a model of which nobody says what a cut replay leaves, or whose replay could
-    not run in one wide step."""
+    """InvalidInput for a model that is not served with cut replays, or whose replay could not run
+    in one wide step."""
     window, most = schema.model.window, schema.max_narrow_tokens
-    if any(
-        layer.spec.owns_entries and layer.spec.index_keys != "latent" for layer in schema.layers
-    ):
+    if not schema.model.cut_replays:
         raise InvalidInput(
             f"replay='cut' is how DeepSeek serves V4.1, and {schema.model.name} is no V4.1: use "
             f"replay='exact'"

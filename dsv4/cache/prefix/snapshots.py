@@ -196,7 +196,7 @@ class WideCaptures:
         """The previous stream of the last group of each boundary; before the tails are written."""
         for write in writes:
             if write.layout.overlap:
-                kinds = TAIL_SLICES["index" if write.layout.hadamard else "main"]
+                kinds = TAIL_SLICES[write.layout.kind]
                 for kind, rows in zip(kinds, self._last_groups(slot_arena, write), strict=True):
                     self._store(self._pool.layout.ring_slice(layer, kind), rows)
 

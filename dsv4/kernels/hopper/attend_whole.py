@@ -9,9 +9,9 @@ So there are two launches, and nothing is rounded between them:
     add      programs of a query take some of its channels, and add up all keys in their order
 
 Together they do, operation for operation, what one program of attend.py does with a query that is
-`WHOLE`: a tile's weights are computed under its own highest logit (`weigh` in attend.py), whoever
-has the tile, and are brought to the highest so far where they are added. Compiled only; tested on
-GPUs.
+`WHOLE`: a tile's weights are computed under its own highest logit (`weigh` in attend_softmax.py),
+whichever program has the tile, and are brought to the highest so far where they are added.
+Compiled only; tested on GPUs.
 """
 
 from __future__ import annotations
@@ -31,32 +31,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dsv4.kernels.attend import _LN_2, run_time_arguments
 from dsv4.kernels.hopper import attend as narrow
-from dsv4.kernels.hopper import attend_keys_v41 as v41
 from dsv4.kernels.hopper.attend import (
-    _HEADS,
-    _LOGITS,
-    _PARTS_START,
-    HEADS_PER_PROGRAM,
-    PARTS_START,
     PRODUCER_REGISTERS,
     RIGHT_REGISTERS,
     TILE_KEYS,
-    WARPS_PER_ROLE,
-    Sums,
     constants_of,
-    factors,
-    head_blocks,
-    load_queries,
-    logits_of,
-    new_queries,
-    normalised,
-    normaliser,
-    pairs,
-    rotated,
-    scaled,
     tiles_of,
-    weigh,
-    with_sink,
 )
 from dsv4.kernels.hopper.attend_keys import (
     HALF,
@@ -64,12 +44,36 @@ from dsv4.kernels.hopper.attend_keys import (
     TILE,
     VECTOR,
     Share,
-    Where,
     extent_of,
     new_keys,
-    new_records,
     next_stage,
-    produce,
+    seen_tiles,
+    where_of,
+)
+from dsv4.kernels.hopper.attend_parts import FIRST_PART, PARTS_START
+from dsv4.kernels.hopper.attend_producer import new_incoming, produce
+from dsv4.kernels.hopper.attend_setup import (
+    BLOCK_HEADS,
+    HEADS_PER_PROGRAM,
+    WARPS_PER_ROLE,
+    head_blocks,
+    load_queries,
+    new_queries,
+    pairs,
+    program_of,
+    rotated,
+)
+from dsv4.kernels.hopper.attend_softmax import (
+    LOGITS,
+    Sums,
+    factors,
+    logits_of,
+    new_sums,
+    normalised,
+    normaliser,
+    scaled,
+    weigh,
+    with_sink,
 )
 from dsv4.kernels.hopper.dialect import async_load
 from dsv4.kernels.launch import Launch
@@ -85,11 +89,11 @@ KEY_ELEMENTS = TILE_KEYS * WIDTH // 2
 WEIGHT_ELEMENTS = HEADS_PER_PROGRAM * TILE_KEYS // 2
 LINES = 2
 TILE_ELEMENTS = KEY_ELEMENTS + WEIGHT_ELEMENTS + LINES * HEADS_PER_PROGRAM
-# So many tiles are stored at most, which bounds the workspace: 158 MB, for 16 queries of 1M tokens.
+# Of tiles that are stored, which bounds the workspace: 158 MB, for 16 queries of 1M tokens.
 MAX_TILES = 4224
 # What the second launch and storing tiles cost, in the time that a tile takes in the first one.
 COST_TILES = 3.0
-# The second launch sends for so many tiles at once, and for several of these ahead: what other
+# The second launch sends for this many tiles at once, and for several of these ahead: what other
 # processors have just written comes late. By the number of channels of a program.
 TOGETHER = 4
 AHEAD = {32: 5, 64: 5, 128: 4}
@@ -133,7 +137,7 @@ class Tiles(NamedTuple):
 def workspace_elements(
     tokens: int, heads: int, window: int, max_entries: int, programs: int
 ) -> int:
-    """fp32 elements that launches of up to so many tokens need at most."""
+    """fp32 elements that launches of up to this many tokens need at most."""
     tiles = tiles_of(window, max_entries)
     items = min(tokens * head_blocks(heads), _most_items(programs), MAX_TILES // tiles)
     return int(PARTS_START + items * tiles * TILE_ELEMENTS)
@@ -230,19 +234,18 @@ def attend_launches(call: Attention, *, programs: int) -> tuple[Launch, Launch]:
 @gluon.jit
 def _stored(workspace, item, max_tiles):
     """Where the tiles of a query's block of heads are stored."""
-    return workspace + _PARTS_START + item * max_tiles * _TILE_ELEMENTS
+    return workspace + FIRST_PART + item * max_tiles * _TILE_ELEMENTS
 
 
 @gluon.jit
 def _store_weights(queries, keys, stored, share, A: gl.constexpr):
     """Left: the weights of tile after tile."""
-    KEY: gl.constexpr = gl.SliceLayout(0, _LOGITS)
-    LINE: gl.constexpr = gl.SliceLayout(1, _LOGITS)
+    KEY: gl.constexpr = gl.SliceLayout(0, LOGITS)
+    LINE: gl.constexpr = gl.SliceLayout(1, LOGITS)
     extent = extent_of(share, A)
     load_queries(queries, 0, A)
-    mbarrier.arrive(queries.ready, count=1)
     mbarrier.wait(queries.ready, 0)
-    head = gl.arange(0, _HEADS, layout=LINE)
+    head = gl.arange(0, BLOCK_HEADS, layout=LINE)
     key = gl.arange(0, TILE, layout=KEY)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -257,7 +260,7 @@ def _store_weights(queries, keys, stored, share, A: gl.constexpr):
         gl.store(row + head[:, None] * TILE + key[None, :], weight)
         line = at + _WEIGHT_ELEMENTS + head
         gl.store(line, top)
-        gl.store(line + _HEADS, total)
+        gl.store(line + BLOCK_HEADS, total)
         stage, phase = next_stage(stage, phase, KEY_STAGES)
 
 
@@ -266,7 +269,6 @@ def _store_keys(queries, keys, stored, share, A: gl.constexpr):
     """Right: the decoded keys."""
     extent = extent_of(share, A)
     load_queries(queries, 1, A)
-    mbarrier.arrive(queries.ready, count=1)
     key = gl.arange(0, TILE, layout=gl.SliceLayout(1, _COPY))[:, None]
     column = gl.arange(0, HALF, layout=gl.SliceLayout(0, _COPY))[None, :]
     stage = gl.to_tensor(0)
@@ -312,43 +314,29 @@ def _weigh_kernel(
     A: gl.constexpr,
 ):
     begin_program()
-    BLOCKS: gl.constexpr = (A.HEADS + _HEADS - 1) // _HEADS
     item = gl.program_id(0)
-    head = item % BLOCKS * _HEADS
-    token = item // BLOCKS
-    tokens_row = token_at(tokens_ptr, token)
-    token = token.to(gl.int64)
-    queries = new_queries(q_ptr, q_stride, token, head, A)
+    program = program_of(item, A)
+    tokens_row = token_at(tokens_ptr, program.token)
+    queries = new_queries(q_ptr, q_stride, program, A)
     keys = new_keys()
-    records = v41.new_records() if A.V41 else new_records()
+    incoming = new_incoming(A)
     fence_async_shared()
-    where = Where(
-        arena=entry_arena,
-        window_row=window_arena.to(gl.int64) - entry_arena.to(gl.int64),
-        window_bytes=window_bytes,
-        window_data=window_data,
-        window_scale=window_scale,
-        entry_data=entry_data,
-        entry_scale=entry_scale,
-        entry_bytes=entry_bytes,
-        table=table_ptr,
-        table_stride=table_stride,
-        indices_row=indices_ptr + token * indices_stride,
-        batch=batch_ptr,
+    where = where_of(
+        (window_arena, window_bytes, window_data, window_scale),
+        (entry_arena, entry_bytes, entry_data, entry_scale),
+        (table_ptr, table_stride),
+        (indices_ptr, indices_stride),
+        batch_ptr,
+        program,
     )
-    share = Share(
-        tokens_row=tokens_row,
-        indices_count=indices_count,
-        split=gl.program_id(1),
-        splits=gl.num_programs(1),
-        nth_slice=gl.to_tensor(0),
-    )
+    split, splits = gl.program_id(1), gl.num_programs(1)
+    share = Share((), tokens_row, indices_count, split, splits, gl.to_tensor(0))
     stored = _stored(workspace_ptr, item, max_tiles)
     gl.warp_specialize(
         [
             (_store_weights, (queries, keys, stored, share, A)),
             (_store_keys, (queries, keys, stored, share, A)),
-            (v41.produce if A.V41 else produce, (keys, records, where, share, A)),
+            (produce, (keys, incoming, where, share, A)),
         ],
         [4, 4],
         [RIGHT_REGISTERS, PRODUCER_REGISTERS],
@@ -358,7 +346,7 @@ def _weigh_kernel(
 @gluon.jit
 def _fetch(tiles, place, tile, count, columns, A: gl.constexpr):
     """Sends for the next tiles: a program's channels of their keys, the weights, and the lines
-    behind them. What is not there becomes zeros."""
+    after them. What is not there becomes zeros."""
     C: gl.constexpr = A.COLUMNS
     CHANNELS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
     WEIGHTS: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
@@ -373,13 +361,14 @@ def _fetch(tiles, place, tile, count, columns, A: gl.constexpr):
         gl.multiple_of(first + offset, [16, 16]) + column,
         mask=tile + row // TILE < count,
     )
-    row = gl.arange(0, _TOGETHER * _HEADS, layout=gl.SliceLayout(1, WEIGHTS))[:, None]
+    row = gl.arange(0, _TOGETHER * BLOCK_HEADS, layout=gl.SliceLayout(1, WEIGHTS))[:, None]
     key = gl.arange(0, TILE, layout=gl.SliceLayout(0, WEIGHTS))[None, :]
-    offset = row // _HEADS * (2 * _TILE_ELEMENTS) + row % _HEADS * TILE + 2 * _KEY_ELEMENTS
+    offset = row // BLOCK_HEADS * (2 * _TILE_ELEMENTS) + row % BLOCK_HEADS * TILE
+    offset += 2 * _KEY_ELEMENTS
     async_load(
         tiles.weights.index(place),
         gl.multiple_of(at.to(gl.pointer_type(gl.float16)) + offset, [16, 16]) + key,
-        mask=tile + row // _HEADS < count,
+        mask=tile + row // BLOCK_HEADS < count,
     )
     row = gl.arange(0, _TOGETHER * _LINES, layout=LINES)
     offset = row // _LINES * _TILE_ELEMENTS + row % _LINES
@@ -393,13 +382,13 @@ def _fetch(tiles, place, tile, count, columns, A: gl.constexpr):
 @gluon.jit
 def _scaled(tiles, place, NTH: gl.constexpr, there, sums):
     """The weights of a tile brought to the highest logit so far, what brings the sums there, and
-    these but for the channels."""
+    these sums except for the channels."""
     LINE: gl.constexpr = sums.top.type.layout
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LINE.parent, 2)
-    weight = tiles.weights.index(place).slice(NTH * _HEADS, _HEADS).load(OPERAND)
+    weight = tiles.weights.index(place).slice(NTH * BLOCK_HEADS, BLOCK_HEADS).load(OPERAND)
     lines = tiles.lines.index(place)
-    top = lines.slice(NTH * _LINES, _HEADS).load(LINE)
-    total = lines.slice(NTH * _LINES + _HEADS, _HEADS).load(LINE)
+    top = lines.slice(NTH * _LINES, BLOCK_HEADS).load(LINE)
+    total = lines.slice(NTH * _LINES + BLOCK_HEADS, BLOCK_HEADS).load(LINE)
     top = gl.where(there, top, float("-inf"))
     highest = gl.maximum(sums.top, top)
     alpha, factor = factors(sums.top, top, highest)
@@ -434,43 +423,33 @@ def _add_kernel(
     """Some channels of one query and block of heads: what left and right of attend.py do with the
     weights, and how they end."""
     begin_program()
-    BLOCKS: gl.constexpr = (A.HEADS + _HEADS - 1) // _HEADS
     C: gl.constexpr = A.COLUMNS
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     LINE: gl.constexpr = gl.SliceLayout(1, SUMS)
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
     SWIZZLE: gl.constexpr = 128 if C >= 64 else 2 * C
     STAGES: gl.constexpr = A.STAGES
+    ROWS: gl.constexpr = _TOGETHER * BLOCK_HEADS
     item = gl.program_id(0)
     columns = gl.program_id(1) * C
-    first_head = item % BLOCKS * _HEADS
-    token = item // BLOCKS
-    query = load_token(token_at(tokens_ptr, token))
-    token = token.to(gl.int64)
+    program = program_of(item, A)
+    query = load_token(token_at(tokens_ptr, program.token))
+    token = program.token.to(gl.int64)
     live = query.slot >= 0
-    count = gl.to_tensor(A.WINDOW // TILE)
-    if A.ENTRIES:
-        if A.ALL:
-            count += ((query.position + 1) // A.RATIO + TILE - 1) // TILE
-        else:
-            count += (indices_count + TILE - 1) // TILE
+    count, _ = seen_tiles(query.position, indices_count, A)
     count = gl.where(live, count, 0)
     tiles = Tiles(
         stored=_stored(workspace_ptr, item, max_tiles),
         channels=gl.allocate_shared_memory(
             gl.bfloat16, [STAGES, _TOGETHER * TILE, C], gl.NVMMASharedLayout(SWIZZLE, 16, rank=2)
         ),
-        weights=gl.allocate_shared_memory(gl.float16, [STAGES, _TOGETHER * _HEADS, TILE], _WEIGHT),
+        weights=gl.allocate_shared_memory(gl.float16, [STAGES, ROWS, TILE], _WEIGHT),
         lines=gl.allocate_shared_memory(gl.float32, [STAGES, _TOGETHER * _LINES], VECTOR),
     )
     for nth in gl.static_range(STAGES):
         _fetch(tiles, nth, nth * _TOGETHER, count, columns, A)
         async_copy.commit_group()
-    sums = Sums(
-        top=gl.full([_HEADS], float("-inf"), gl.float32, LINE),
-        total=gl.full([_HEADS], 0.0, gl.float32, LINE),
-        acc=gl.full([_HEADS, C], 0.0, gl.float32, SUMS),
-    )
+    sums = new_sums(C, LINE, SUMS)
     place = gl.to_tensor(0)
     for tile in range(0, count, _TOGETHER):
         async_copy.wait_group(STAGES - 1)
@@ -489,12 +468,12 @@ def _add_kernel(
             _fetch(tiles, place, later, count, columns, A)
         async_copy.commit_group()
         place = gl.where(place == STAGES - 1, 0, place + 1)
-    head = gl.arange(0, _HEADS, layout=LINE)
-    real = live & (first_head + head < A.HEADS)
-    lse_row = lse_ptr + token * lse_stride + first_head
+    head = gl.arange(0, BLOCK_HEADS, layout=LINE)
+    real = live & (program.head + head < A.HEADS)
+    lse_row = lse_ptr + token * lse_stride + program.head
     logarithm = (sums.top + gl.log2(sums.total)) * _LN_2
     gl.store(lse_row + head, logarithm, mask=real & (columns == 0))
-    sink = gl.load(sink_ptr + first_head + head, mask=real, other=0.0)
+    sink = gl.load(sink_ptr + program.head + head, mask=real, other=0.0)
     inverse = normaliser(with_sink(sums.total, sink, sums.top), A)
     result = normalised(sums.acc, inverse, A).to(gl.bfloat16)
     if A.ROPE > 0:
@@ -509,9 +488,9 @@ def _add_kernel(
         first, second = rotated(even, odd, cos, sin)
         first = gl.where(turned[None, :], first, even)
         second = gl.where(turned[None, :], second, odd)
-        result = gl.reshape(gl.join(first, second), [_HEADS, C]).to(gl.bfloat16)
+        result = gl.reshape(gl.join(first, second), [BLOCK_HEADS, C]).to(gl.bfloat16)
     result = gl.convert_layout(result, OUT)
-    head = first_head + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, OUT))[:, None]
+    head = program.head + gl.arange(0, BLOCK_HEADS, layout=gl.SliceLayout(1, OUT))[:, None]
     column = columns + gl.arange(0, C, layout=gl.SliceLayout(0, OUT))[None, :]
     at = out_ptr + token * out_stride + head * A.WIDTH + column
     gl.store(at, result, mask=live & (head < A.HEADS) & (column >= 0))

@@ -41,27 +41,26 @@ from dsv4.kernels.decode import (
     entries_apart,
     first_entry,
 )
-from dsv4.kernels.hopper.attend import (
-    _HEADS,
-    _WEIGHT_STAGES,
+from dsv4.kernels.hopper.attend_keys import BARRIER, OPERAND, VECTOR, next_stage
+from dsv4.kernels.hopper.attend_setup import (
+    BLOCK_HEADS,
     WARPS_PER_ROLE,
-    Out,
-    Sums,
-    close,
+    WEIGHT_STAGES,
     head_blocks,
     load_angles,
     load_queries,
     load_sink,
+    new_out,
     new_queries,
     new_weights,
-    normalised,
-    softmax,
+    program_of,
+    row_of,
     split_columns,
     store_heads,
     turn_back,
     turns_back,
 )
-from dsv4.kernels.hopper.attend_keys import BARRIER, OPERAND, SPAN, VECTOR, next_stage
+from dsv4.kernels.hopper.attend_softmax import Sums, close, new_sums, normalised, softmax
 from dsv4.kernels.hopper.dialect import async_load, bulk_load, reinterpret
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.overlap import begin_program
@@ -160,7 +159,7 @@ class _Later(NamedTuple):
 
 
 class _Extent(NamedTuple):
-    """A query and its tiles: none for padding. `count` keys behind the window, of `visible`
+    """A query and its tiles: none for padding. `count` keys after the window, of `visible`
     entries."""
 
     slot: gl.tensor
@@ -271,7 +270,7 @@ def _is_whole(tile, extent, A: gl.constexpr):
 
 @gluon.jit
 def _listed(key, source, extent, A: gl.constexpr):
-    """The entries that keys behind the window name; what lies outside the list is -1."""
+    """The entries that keys after the window name; what lies outside the list is -1."""
     inside = (key >= 0) & (key < extent.count)
     if A.ALL:
         return gl.where(inside, key, -1)
@@ -347,9 +346,9 @@ def _wait_for(place, phase, tile, keys, extent, A: gl.constexpr):
 
 @gluon.jit
 def _columns(queries):
-    """The memory of the queries in quarters of channels. The output is put there behind the last
+    """The memory of the queries in quarters of channels. The output is put there after the last
     logits; right knows of that by `closed`."""
-    return reinterpret(queries.halves, gl.bfloat16, [_QUARTERS, _HEADS, _QUARTER], OPERAND)
+    return reinterpret(queries.halves, gl.bfloat16, [_QUARTERS, BLOCK_HEADS, _QUARTER], OPERAND)
 
 
 @gluon.jit
@@ -383,10 +382,10 @@ def _add_logits(
 
 @gluon.jit
 def _send_for(later, A: gl.constexpr):
-    BLOCKS: gl.constexpr = (A.HEADS + _HEADS - 1) // _HEADS
-    head = later.item % BLOCKS * _HEADS
+    BLOCKS: gl.constexpr = (A.HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    head = later.item % BLOCKS * BLOCK_HEADS
     row = later.q + (later.item // BLOCKS).to(gl.int64) * later.q_stride + head * A.WIDTH
-    size = gl.minimum(A.HEADS - head, _HEADS) * (2 * A.WIDTH)
+    size = gl.minimum(A.HEADS - head, BLOCK_HEADS) * (2 * A.WIDTH)
     size = gl.where(later.item < gl.num_programs(0), size, 0)
     gl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [row.to(gl.int64), size], gl.int32, False, 1)
 
@@ -397,25 +396,20 @@ def _left(queries, keys, weights, out, source, later, A: gl.constexpr):
     KEY: gl.constexpr = gl.SliceLayout(0, _LOGITS)
     extent = _extent_of(source, A)
     load_queries(queries, 0, A)
-    mbarrier.arrive(queries.ready, count=1)
     sink = load_sink(out, LINE, A)
     mbarrier.wait(queries.ready, 0)
-    sums = Sums(
-        top=gl.full([_HEADS], float("-inf"), gl.float32, LINE),
-        total=gl.full([_HEADS], 0.0, gl.float32, LINE),
-        acc=gl.full([_HEADS, _QUARTER], 0.0, gl.float32, _SUMS),
-    )
+    sums = new_sums(_QUARTER, LINE, _SUMS)
     if extent.tiles > 0:
         last = extent.tiles - 1
         stage = gl.to_tensor(0)
         phase = gl.to_tensor(0)
-        none = gl.full([_HEADS, _TILE], 0.0, gl.float32, _LOGITS)
+        none = gl.full([BLOCK_HEADS, _TILE], 0.0, gl.float32, _LOGITS)
         logits = _add_logits(none, queries, keys, stage, phase, 0, extent, 0, _QUARTERS, A)
         logits = warpgroup_mma_wait(0, deps=[logits])
         for nth in range(0, last):
             sums = softmax(logits, sums, keys.bias.index(stage).load(KEY), nth, weights, A)
             running = warpgroup_mma(
-                weights.probabilities.index(nth % _WEIGHT_STAGES),
+                weights.probabilities.index(nth % WEIGHT_STAGES),
                 keys.quarters.index(stage),
                 sums.acc,
                 is_async=True,
@@ -426,7 +420,7 @@ def _left(queries, keys, weights, out, source, later, A: gl.constexpr):
             running, coming = warpgroup_mma_wait(1, deps=[running, coming])
             mbarrier.arrive(keys.free.index(used), count=1)
             coming = _add_logits(coming, queries, keys, stage, phase, nth + 1, extent, 1, _GO, A)
-            mbarrier.arrive(keys.go.index(nth % _WEIGHT_STAGES), count=1)
+            mbarrier.arrive(keys.go.index(nth % WEIGHT_STAGES), count=1)
             coming = _add_logits(
                 coming, queries, keys, stage, phase, nth + 1, extent, _GO, _QUARTERS, A
             )
@@ -435,12 +429,12 @@ def _left(queries, keys, weights, out, source, later, A: gl.constexpr):
         _send_for(later, A)
         sums = softmax(logits, sums, keys.bias.index(stage).load(KEY), last, weights, A)
         running = warpgroup_mma(
-            weights.probabilities.index(last % _WEIGHT_STAGES),
+            weights.probabilities.index(last % WEIGHT_STAGES),
             keys.quarters.index(stage),
             sums.acc,
             is_async=True,
         )
-        mbarrier.arrive(keys.go.index(last % _WEIGHT_STAGES), count=1)
+        mbarrier.arrive(keys.go.index(last % WEIGHT_STAGES), count=1)
         acc = warpgroup_mma_wait(0, deps=[running])
         sums = Sums(top=sums.top, total=sums.total, acc=acc)
     inverse = close(sums, sink, weights, out, None, extent, A)
@@ -454,16 +448,15 @@ def _left(queries, keys, weights, out, source, later, A: gl.constexpr):
 def _right(queries, keys, weights, out, source, A: gl.constexpr):
     extent = _extent_of(source, A)
     load_queries(queries, 1, A)
-    mbarrier.arrive(queries.ready, count=1)
     load_angles(out, extent.position, A)
-    second = gl.full([_HEADS, _QUARTER], 0.0, gl.float32, _SUMS)
-    third = gl.full([_HEADS, _QUARTER], 0.0, gl.float32, _SUMS)
-    fourth = gl.full([_HEADS, _QUARTER], 0.0, gl.float32, _SUMS)
+    second = gl.full([BLOCK_HEADS, _QUARTER], 0.0, gl.float32, _SUMS)
+    third = gl.full([BLOCK_HEADS, _QUARTER], 0.0, gl.float32, _SUMS)
+    fourth = gl.full([BLOCK_HEADS, _QUARTER], 0.0, gl.float32, _SUMS)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for nth in range(0, extent.tiles):
-        place = nth % _WEIGHT_STAGES
-        place_phase = (nth // _WEIGHT_STAGES) % 2
+        place = nth % WEIGHT_STAGES
+        place_phase = (nth // WEIGHT_STAGES) % 2
         mbarrier.wait(weights.ready.index(place), place_phase)
         alpha = weights.factors.index(place).load(gl.SliceLayout(1, _SUMS))[:, None]
         second = second * alpha
@@ -487,7 +480,7 @@ def _right(queries, keys, weights, out, source, A: gl.constexpr):
         mbarrier.arrive(weights.free.index(place), count=1)
         stage, phase = next_stage(stage, phase, _STAGES)
     mbarrier.wait(weights.closed, 0)
-    inverse = weights.factors.index(_WEIGHT_STAGES).load(gl.SliceLayout(1, _SUMS))
+    inverse = weights.factors.index(WEIGHT_STAGES).load(gl.SliceLayout(1, _SUMS))
     columns = _columns(queries)
     columns.index(1).store(normalised(second, inverse, A).to(gl.bfloat16))
     columns.index(2).store(normalised(third, inverse, A).to(gl.bfloat16))
@@ -533,11 +526,9 @@ def _attend_wide_kernel(
     A: gl.constexpr,
 ):
     begin_program()
-    BLOCKS: gl.constexpr = (A.HEADS + _HEADS - 1) // _HEADS
     item = gl.program_id(0)
-    head = item % BLOCKS * _HEADS
-    token = (item // BLOCKS).to(gl.int64)
-    queries = new_queries(q_ptr, q_stride, token, head, A)
+    program = program_of(item, A)
+    queries = new_queries(q_ptr, q_stride, program, A)
     keys = _Keys(
         quarters=gl.allocate_shared_memory(
             gl.bfloat16, [_QUARTERS * _STAGES, _TILE, _QUARTER], OPERAND
@@ -546,10 +537,10 @@ def _attend_wide_kernel(
         ready=gl.allocate_shared_memory(gl.int64, [_QUARTERS * _STAGES, 1], BARRIER),
         free=gl.allocate_shared_memory(gl.int64, [_QUARTERS * _STAGES, 1], BARRIER),
         offsets=gl.allocate_shared_memory(gl.int32, [2, _TILE], VECTOR),
-        go=gl.allocate_shared_memory(gl.int64, [_WEIGHT_STAGES, 1], BARRIER),
+        go=gl.allocate_shared_memory(gl.int64, [WEIGHT_STAGES, 1], BARRIER),
     )
     weights = new_weights(_TILE, _WEIGHT)
-    for place in gl.static_range(_WEIGHT_STAGES):
+    for place in gl.static_range(WEIGHT_STAGES):
         mbarrier.init(keys.go.index(place), count=1)
     for nth in gl.static_range(_QUARTERS * _STAGES):
         # one arrival of the bulk copy or of the role, one per thread or as many at once
@@ -561,21 +552,15 @@ def _attend_wide_kernel(
         tiles=tiles,
         first_entry=first_row,
         entries_apart=apart,
-        tokens_row=token_at(tokens_ptr, item // BLOCKS),
+        tokens_row=token_at(tokens_ptr, program.token),
         batch=batch_ptr,
-        indices_row=indices_ptr + token * indices_stride,
+        indices_row=indices_ptr + program.token.to(gl.int64) * indices_stride,
         indices_count=indices_count,
     )
-    out = Out(
-        heads=gl.minimum(A.HEADS - head, _HEADS),
-        sink_row=sink_ptr + head,
-        row=out_ptr + token * out_stride + head * A.WIDTH,
-        lse_row=lse_ptr + token * lse_stride + head,
-        rope=rope_ptr,
-        angles=gl.allocate_shared_memory(gl.float32, [SPAN], VECTOR),
-        parts=rope_ptr,
-        counter=rope_ptr,
-    )
+    sink_row = sink_ptr + program.head
+    out_row = row_of(out_ptr, out_stride, program, A.WIDTH)
+    lse_row = row_of(lse_ptr, lse_stride, program, 1)
+    out = new_out(sink_row, out_row, lse_row, rope_ptr, program, A)
     later = _Later(q=q_ptr, q_stride=q_stride, item=item + at_once)
     gl.warp_specialize(
         [

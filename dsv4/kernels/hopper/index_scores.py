@@ -30,10 +30,40 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from dsv4.kernels.hopper.scores_common import (
+    _BYTES,
+    _HALF,
+    _KEYS,
+    _LANES,
+    _OF_ENTRY,
+    _OF_HALF,
+    _OF_LANE,
+    _OF_SPAN,
+    _OF_WARP,
+    _OPERAND,
+    _QUERY,
+    _SPAN,
+    _SPANS,
+    _VECTOR,
+    _WARP_ENTRIES,
+    _WARPS,
+    _WIDTH,
+    HEADS,
+    KEYS,
+    NUM_WARPS,
+    SPAN,
+    WIDTH,
+    coded_query,
+    decode,
+    finish,
+    lane_sums,
+    load_spans,
+    placed,
+    span_dot,
+)
 from dsv4.kernels.index_scores import pieces, run_time_arguments
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.overlap import begin_program
@@ -42,76 +72,13 @@ from dsv4.kernels.rows import load_token, token_at
 from dsv4.kernels.target import processors
 from dsv4.ops.calls import Scoring
 
-HEADS, WIDTH, SPAN = 64, 128, 32
 HEAD_COUNTS = (32, HEADS)
-NUM_WARPS = 4
-TILE = 64  # entries
-HALF = TILE // NUM_WARPS // 2  # of a warp's entries
-LANES = 4  # that share the heads of an entry
+TILE = KEYS  # entries
 MIN_TOKENS = 32
 PROGRAMS_PER_PROCESSOR = 3
 MAX_REGISTERS = 168
 
-_WIDTH = gl.constexpr(WIDTH)
-_SPAN = gl.constexpr(SPAN)  # channels that share a scale
-_SPANS = gl.constexpr(WIDTH // SPAN)
-_BYTES = gl.constexpr(WIDTH // 2)  # codes of a key
-_WARPS = gl.constexpr(NUM_WARPS)
-_TILE = gl.constexpr(TILE)
-_WARP_ENTRIES = gl.constexpr(2 * HALF)  # entries of a warp
-_HALF = gl.constexpr(HALF)
-_LANES = gl.constexpr(LANES)
 
-# [warps, halves of a warp's entries, entries, lanes, spans, bytes]: a thread has a word of each
-# span of two keys
-_CODES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[
-            [0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 2], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 2, 0],
-            [0, 1, 0, 0, 0, 0],
-        ],
-        lane_bases=[
-            [0, 0, 0, 1, 0, 0], [0, 0, 0, 2, 0, 0], [0, 0, 1, 0, 0, 0], [0, 0, 2, 0, 0, 0],
-            [0, 0, 4, 0, 0, 0],
-        ],
-        warp_bases=[[1, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0]],
-        block_bases=[],
-        shape=[NUM_WARPS, 2, HALF, LANES, WIDTH // SPAN, 4],
-    )
-)  # fmt: skip
-_WORD = gl.constexpr(gl.SliceLayout(5, _CODES))
-_KEYS = gl.constexpr(gl.SliceLayout(3, gl.SliceLayout(4, _WORD)))
-_OF_WARP = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, _KEYS)))
-_OF_HALF = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(2, _KEYS)))
-_OF_ENTRY = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(1, _KEYS)))
-_OF_LANE = gl.constexpr(
-    gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, _WORD))))
-)
-_OF_SPAN = gl.constexpr(
-    gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, _WORD))))
-)
-_OF_BYTE = gl.constexpr(
-    gl.SliceLayout(
-        0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, _CODES))))
-    )
-)
-_QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
-_VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 8, rank=2))
-
-# A word of eight codes → the low and the high ones of its bytes as E4M3. A low code's sign has to
-# travel two places farther than the rest: 0x60 makes a carry of it.
-DECODE = gl.constexpr("""
-    {
-    .reg .b32 low, high;
-    and.b32 low, $2, 0x0F0F0F0F;
-    mad.lo.u32 low, low, 4, 0x60606060;
-    and.b32 $0, low, 0x9C9C9C9C;
-    shr.u32 high, $2, 2;
-    and.b32 high, high, 0x1C1C1C1C;
-    lop3.b32 $1, $2, 0x80808080, high, 0xEA;
-    }
-    """)
 # Each product in the upper half of a register is already the fp32 number: the weights' lower halves
 # are 0.
 WEIGHTED_RELU = gl.constexpr("""
@@ -154,58 +121,15 @@ POWERS = gl.constexpr("""
     max.s32 $3, d, 0;
     }
     """)
-# Adds up four lanes for two entries; lanes with $8 go on with the second one. Then its key's first
-# scale; a largest one of 255 marks a NaN, and infinity times 0 is one. Adding 0 makes -0 one zero.
-# A NaN is the highest of all numbers and becomes the usual one.
-FINISH = gl.constexpr("""
-    {
-    .reg .pred second;
-    .reg .b32 x, y, power;
-    setp.ne.u32 second, $8, 0;
-    selp.b32 x, $3, $2, second;
-    selp.b32 y, $2, $3, second;
-    shfl.sync.bfly.b32 y, y, 2, 31, -1;
-    add.rn.f32 x, x, y;
-    shfl.sync.bfly.b32 y, x, 1, 31, -1;
-    add.rn.f32 x, x, y;
-    selp.b32 power, $5, $4, second;
-    selp.b32 y, $7, $6, second;
+# A largest scale of 255 marks a NaN, and infinity times 0 is one.
+FINISH = gl.constexpr(
+    finish(
+        second="$8",
+        last="""selp.b32 y, $7, $6, second;
     mul.rn.f32 y, y, 0f00000000;
-    fma.rn.f32 x, x, power, y;
-    cvt.rn.bf16x2.f32 x, x, 0f00000000;
-    min.s32 $0, x, 0x7FC00000;
-    mov.b32 $1, 0;
-    }
-    """)
-LARGEST = gl.constexpr("""
-    {
-    .reg .b32 a, b, c, d;
-    and.b32 a, $1, 0x7FFF7FFF;
-    and.b32 b, $2, 0x7FFF7FFF;
-    and.b32 c, $3, 0x7FFF7FFF;
-    and.b32 d, $4, 0x7FFF7FFF;
-    max.u16x2 a, a, b;
-    max.u16x2 c, c, d;
-    max.u16x2 $0, a, c;
-    }
-    """)
-SCALED_E4M3 = gl.constexpr("""
-    {
-    .reg .b32 a, b, c, d;
-    .reg .b16 low, high;
-    shl.b32 a, $1, 16;
-    and.b32 b, $1, 0xFFFF0000;
-    shl.b32 c, $2, 16;
-    and.b32 d, $2, 0xFFFF0000;
-    mul.rn.f32 a, a, $3;
-    mul.rn.f32 b, b, $4;
-    mul.rn.f32 c, c, $5;
-    mul.rn.f32 d, d, $6;
-    cvt.rn.satfinite.e4m3x2.f32 low, b, a;
-    cvt.rn.satfinite.e4m3x2.f32 high, d, c;
-    mov.b32 $0, {low, high};
-    }
-    """)
+    fma.rn.f32 x, x, power, y;""",
+    )
+)
 
 
 # Bundles are packed inside the kernel. Comments give the shapes of block values: [entries] are the
@@ -276,7 +200,7 @@ def index_scores(call: Scoring) -> None:
 
 
 def index_scores_launch(call: Scoring, processors: int) -> Launch:
-    """Of a call that is one piece, on a GPU with so many processors."""
+    """Of a call that is one piece, on a GPU with this many processors."""
     rows, columns = call.scores.shape
     tiles = rows * triton.cdiv(columns, TILE)
     # a program's start costs as much as some tiles: two at least, once all processors have one
@@ -312,7 +236,7 @@ def _seen_columns(token, tokens, RATIO: gl.constexpr):
 def _block_ids(tile, pages, table_row, PAGE_ROWS: gl.constexpr):
     """Blocks of a tile's warps; 0 from `pages` on, where the table may name anything."""
     warp = gl.arange(0, _WARPS, layout=_OF_WARP)
-    page = tile * _TILE // PAGE_ROWS + warp * _WARP_ENTRIES // PAGE_ROWS
+    page = tile * _KEYS // PAGE_ROWS + warp * _WARP_ENTRIES // PAGE_ROWS
     return gl.load(table_row + page, mask=page < pages, other=0)
 
 
@@ -341,8 +265,8 @@ def _load_keys(tile, block_id, keys, PAGE_ROWS: gl.constexpr):
     codes, scales = keys.codes, keys.scales
     distance = _distance(block_id, keys.block_bytes)[:, None, None]
     second = gl.arange(0, 2, layout=_OF_HALF)[None, :, None] * _HALF
-    if PAGE_ROWS > _TILE:
-        page_row = tile * _TILE % PAGE_ROWS
+    if PAGE_ROWS > _KEYS:
+        page_row = tile * _KEYS % PAGE_ROWS
         codes += page_row * _BYTES
         scales += page_row * _SPANS
     source = (codes + distance[:, :, :, None, None]).to(gl.pointer_type(gl.int32), bitcast=True)
@@ -353,35 +277,11 @@ def _load_keys(tile, block_id, keys, PAGE_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _decode(words, HEADS: gl.constexpr):
-    """Words of eight codes → for each span an operand [entries, _SPAN], its even channels before
-    its odd ones."""
-    byte = gl.arange(0, 4, layout=_OF_BYTE)[None, None, None, None, None, :]
-    words, _ = gl.broadcast(words[:, :, :, :, :, None], byte)
-    even, odd = gl.inline_asm_elementwise(
-        DECODE, "=&r,=r,r,r,r,r", [words], (gl.uint8, gl.uint8), True, 4
-    )
-    x = gl.reshape(gl.join(even, odd), [_WARPS, 2, _HALF, _LANES, 2, 2, 4, 2])
-    k02, k13 = gl.split(gl.permute(x, (0, 1, 2, 7, 3, 6, 4, 5)))
-    k0, k2 = gl.split(k02)
-    k1, k3 = gl.split(k13)
-    return _operand(k0, HEADS), _operand(k1, HEADS), _operand(k2, HEADS), _operand(k3, HEADS)
-
-
-@gluon.jit
-def _operand(x, HEADS: gl.constexpr):
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
-    KEY: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
-    x = gl.convert_layout(gl.reshape(x, [_TILE, _SPAN]), KEY, assert_trivial=True)
-    return x.to(gl.float8e4nv, bitcast=True)
-
-
-@gluon.jit
 def _powers(scales, HEADS: gl.constexpr):
     """Words of a key's four scales → _Powers."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
     ENTRY: gl.constexpr = gl.SliceLayout(1, MMA)
-    scales = gl.convert_layout(gl.reshape(scales, [_TILE]), ENTRY, assert_trivial=True)
+    scales = gl.convert_layout(gl.reshape(scales, [_KEYS]), ENTRY, assert_trivial=True)
     first, second, third, fourth, largest = gl.inline_asm_elementwise(
         POWERS, "=&r,=&r,=&r,=&r,=&r,r", [scales], (gl.float32,) * 5, True, 1
     )
@@ -389,39 +289,19 @@ def _powers(scales, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(k, query, NTH: gl.constexpr):
-    HEADS: gl.constexpr = query.shape[0]
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
-    none = gl.full([_TILE, HEADS], 0.0, gl.float32, MMA)
-    query = query.slice(NTH * _SPAN, _SPAN, dim=1).permute((1, 0))
-    return warpgroup_mma(k, query, none, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _dots(k, query, powers):
     """Dot products [entries, heads] with a query, relative to the keys' first scales. While a span
     multiplies, the one before is scaled."""
-    dot = _multiply(k[0], query, 0)
-    s = _multiply(k[1], query, 1)
+    dot = span_dot(k[0], query, 0)
+    s = span_dot(k[1], query, 1)
     dot, s = warpgroup_mma_wait(0, deps=[dot, s])
-    running = _multiply(k[2], query, 2)
+    running = span_dot(k[2], query, 2)
     dot = gl.fma(s, gl.broadcast(powers.second[:, None], s)[0], dot)
     s, dot = warpgroup_mma_wait(0, deps=[running, dot])
-    running = _multiply(k[3], query, 3)
+    running = span_dot(k[3], query, 3)
     dot = gl.fma(s, gl.broadcast(powers.third[:, None], s)[0], dot)
     s, dot = warpgroup_mma_wait(0, deps=[running, dot])
     return gl.fma(s, gl.broadcast(powers.fourth[:, None], s)[0], dot)
-
-
-@gluon.jit
-def _lane_sums(x):
-    """[entries, heads] → [entries, lanes], in the order of the reference; each step adds two."""
-    HEADS: gl.constexpr = x.shape[1]
-    x = gl.sum(gl.reshape(x, [_TILE, HEADS // 2, 2]), axis=2)
-    if HEADS == 64:
-        x = gl.sum(gl.reshape(x, [_TILE, 2, 16]), axis=1)
-    x = gl.sum(gl.reshape(x, [_TILE, 2, 8]), axis=1)
-    return gl.sum(gl.reshape(x, [_TILE, 2, _LANES]), axis=1)
 
 
 @gluon.jit
@@ -431,7 +311,7 @@ def _write(dot, powers, tile, token):
     product = gl.inline_asm_elementwise(
         WEIGHTED_RELU, "=&r,=&r,f,f,r,r", [dot, weight], gl.float32, True, 2
     )
-    x = _lane_sums(product)
+    x = lane_sums(product)
     second = gl.arange(0, _LANES, layout=gl.SliceLayout(0, x.type.layout)) // 2
     entries: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     first = gl.convert_layout(powers.first, entries, assert_trivial=True)
@@ -442,46 +322,27 @@ def _write(dot, powers, tile, token):
     x = gl.inline_asm_elementwise(
         FINISH, "=&r,=&r,f,f,f,f,f,f,r,r", [x, first, largest, second], gl.int32, True, 2
     )
-    # of a thread's two entries the first one's place holds what it went on with
-    x = gl.permute(gl.reshape(x, [_WARPS, 2, _HALF, _LANES]), (0, 2, 3, 1))
-    score, _ = gl.split(x)
-    layout: gl.constexpr = score.type.layout
-    warp = gl.arange(0, _WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    entry = gl.arange(0, _HALF, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    lane = gl.arange(0, _LANES, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    column = warp[:, None, None] * _WARP_ENTRIES + entry[None, :, None] + lane // 2 * _HALF
+    score, column, lane = placed(x)
     gl.store(
-        token.scores_row + tile * _TILE + column,
-        score.to(gl.float32, bitcast=True),
-        mask=(column < token.seen - tile * _TILE) & (lane % 2 == 0),
+        token.scores_row + tile * _KEYS + column,
+        score,
+        mask=(column < token.seen - tile * _KEYS) & (lane % 2 == 0),
     )
 
 
 @gluon.jit
 def _load_query(q_row, weights_row, query):
-    """Puts a query into shared memory as E4M3, each head's largest value from 256 to 384, and
-    returns the weights that undo this and the codes' 2^-6."""
+    """Puts a query into shared memory as E4M3, and returns the weights that undo its powers and the
+    codes' 2^-6."""
     HEADS: gl.constexpr = query.shape[0]
     HEAD: gl.constexpr = gl.SliceLayout(
         0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
     )
     head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, _QUERY))[:, None]
     channel = gl.arange(0, _SPAN, layout=gl.SliceLayout(0, _QUERY))[None, :]
-    at = q_row + head * _WIDTH + channel
-    q0 = gl.load(at)
-    q1 = gl.load(at + _SPAN)
-    q2 = gl.load(at + 2 * _SPAN)
-    q3 = gl.load(at + 3 * _SPAN)
+    q = load_spans(q_row + head * _WIDTH + channel)
     weight = gl.load(weights_row + gl.arange(0, HEADS, layout=HEAD)).to(gl.float32)
-    largest = gl.inline_asm_elementwise(LARGEST, "=r,r,r,r,r", [q0, q1, q2, q3], gl.int16, True, 2)
-    # 255 for a NaN; below 8 the power would be infinite
-    exponent = gl.maximum(gl.max(largest.to(gl.int32), axis=1) >> 7, 8)
-    power = ((262 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
-    x02 = gl.join(_scaled(q0, power), _scaled(q2, power))
-    x13 = gl.join(_scaled(q1, power), _scaled(q3, power))
-    # [head, byte, even or odd, span] → the order of `_decode`
-    x = gl.reshape(gl.join(x02, x13), [HEADS, _SPAN // 2, 2, 2, 2])
-    x = gl.reshape(gl.permute(x, (0, 3, 4, 2, 1)), [HEADS, _WIDTH])
+    x, exponent, _ = coded_query(q, 8)  # below 8 the power would be infinite
     query.store(x.to(gl.float8e4nv, bitcast=True))
     fence_async_shared()
     power = ((exponent - 2) << 23).to(gl.float32, bitcast=True)
@@ -490,19 +351,12 @@ def _load_query(q_row, weights_row, query):
 
 
 @gluon.jit
-def _scaled(q, power):
-    return gl.inline_asm_elementwise(
-        SCALED_E4M3, "=r,r,r,f,f,f,f", [q, gl.broadcast(power, q)[0]], gl.uint8, True, 4
-    )
-
-
-@gluon.jit
 def _score(tile, words, scales, block_id, token, keys, PAGE_ROWS: gl.constexpr):
     """Scores of a tile whose codes and scales have come; then those two tiles on, and the blocks of
     those four on."""
     HEADS: gl.constexpr = token.query.shape[0]
     powers = _powers(scales, HEADS)
-    k = _decode(words, HEADS)
+    k = decode(words, HEADS)
     next_words, next_scales = _load_keys(tile + 2, block_id, keys, PAGE_ROWS)
     block_id = _block_ids(tile + 4, token.pages, token.table_row, PAGE_ROWS)
     dot = _dots(k, token.query, powers)
@@ -542,7 +396,7 @@ def _index_scores_hopper_kernel(
     tokens = _Tokens(ptr=tokens_ptr, rows=rows, columns=columns, skip_visible=skip_visible)
     _, all_seen = _seen_columns(gl.arange(0, TOKENS, layout=LINE), tokens, RATIO)
     # how many tiles the tokens up to each have, itself included; kept where it takes no registers
-    ends = gl.associative_scan(gl.cdiv(all_seen, _TILE)[:, None], 0, _add)
+    ends = gl.associative_scan(gl.cdiv(all_seen, _KEYS)[:, None], 0, _add)
     ends = gl.convert_layout(gl.reshape(ends, [TOKENS]), LINE, assert_trivial=True)
     kept_ends = gl.allocate_shared_memory(gl.int32, [TOKENS], _VECTOR)
     kept_ends.store(ends)
@@ -567,7 +421,7 @@ def _index_scores_hopper_kernel(
         scores_row = scores_ptr + row.to(gl.int64) * scores_stride
         first = at - begin
         last = end - begin
-        pages = gl.cdiv(gl.minimum(seen, last * _TILE), PAGE_ROWS)
+        pages = gl.cdiv(gl.minimum(seen, last * _KEYS), PAGE_ROWS)
         # keys first, then the query: they travel together
         id0 = _block_ids(first, pages, table_row, PAGE_ROWS)
         id1 = _block_ids(first + 1, pages, table_row, PAGE_ROWS)

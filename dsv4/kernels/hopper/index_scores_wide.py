@@ -34,10 +34,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dsv4.kernels.hopper import index_scores as narrow
+from dsv4.kernels.hopper.attend_keys import next_stage
 from dsv4.kernels.hopper.dialect import async_load
-from dsv4.kernels.hopper.index_scores import (
+from dsv4.kernels.hopper.scores_common import (
     _BYTES,
     _HALF,
+    _KEYS,
     _LANES,
     _OF_ENTRY,
     _OF_HALF,
@@ -53,20 +55,24 @@ from dsv4.kernels.hopper.index_scores import (
     _WARPS,
     _WIDTH,
     HEADS,
-    LARGEST,
+    KEYS,
     NUM_WARPS,
     WIDTH,
-    _decode,
-    _lane_sums,
-    _scaled,
+    coded_query,
+    decode,
+    finish,
+    lane_sums,
+    load_spans,
+    placed,
+    span_dot,
 )
+from dsv4.kernels.index_scores import WEIGHTED_RELU
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.rows import load_token, token_at
 from dsv4.ops.calls import Scoring
 
 MIN_TOKENS = 64  # of one request, from which on this kernel is the faster one
-KEYS = 64  # of a warpgroup
 CONSUMERS = 3
 TILE = CONSUMERS * KEYS
 BAND = 128  # tokens
@@ -78,7 +84,6 @@ QUERY_BYTES = HEADS * WIDTH
 # of a token: its query, its weights, and its length; fewer heads need less
 TOKEN_BYTES = QUERY_BYTES + 2 * HEADS + 4
 
-_KEYS = gl.constexpr(KEYS)
 _PROGRAM_KEYS = gl.constexpr(TILE)
 _BAND = gl.constexpr(BAND)
 _GROUP = gl.constexpr(GROUP)
@@ -102,37 +107,8 @@ _LINE = gl.constexpr(
 _PRODUCER_LINE = gl.constexpr(
     gl.SliceLayout(1, gl.BlockedLayout([BAND // 32, 1], [32, 1], [1, 1], [0, 1]))
 )
-
-# As in index_scores.py, with one product for both: Hopper multiplies bf16 at half of the rate of
-# what takes it apart.
-WEIGHTED_RELU = gl.constexpr("""
-    {
-    .reg .b32 pair;
-    cvt.rn.relu.bf16x2.f32 pair, $3, $2;
-    mul.rn.bf16x2 pair, pair, $4;
-    shl.b32 $0, pair, 16;
-    and.b32 $1, pair, 0xFFFF0000;
-    }
-    """)
-# As FINISH of index_scores.py; where the key has a NaN its power is one.
-FINISH = gl.constexpr("""
-    {
-    .reg .pred second;
-    .reg .b32 x, y, power;
-    setp.ne.u32 second, $6, 0;
-    selp.b32 x, $3, $2, second;
-    selp.b32 y, $2, $3, second;
-    shfl.sync.bfly.b32 y, y, 2, 31, -1;
-    add.rn.f32 x, x, y;
-    shfl.sync.bfly.b32 y, x, 1, 31, -1;
-    add.rn.f32 x, x, y;
-    selp.b32 power, $5, $4, second;
-    fma.rn.f32 x, x, power, 0f00000000;
-    cvt.rn.bf16x2.f32 x, x, 0f00000000;
-    min.s32 $0, x, 0x7FC00000;
-    mov.b32 $1, 0;
-    }
-    """)
+# Where a key has a NaN its power is one.
+FINISH = gl.constexpr(finish(second="$6", last="fma.rn.f32 x, x, power, 0f00000000;"))
 
 # FINISH of the four tokens of a group at once. The sums are $8 + 4 * entry + 2 * (token % 2) +
 # token // 2; of the eight a lane goes on with two: those of the entry that $24 names, and of token
@@ -206,7 +182,7 @@ class _Line(NamedTuple):
 
 class _Run(NamedTuple):
     """Neighbouring tokens [first, stop) of one request that see entries of the tile, `seen` of all
-    entries at most. `first` is _NONE behind the last run of a band."""
+    entries at most. `first` is _NONE after the last run of a band."""
 
     first: gl.tensor
     stop: gl.tensor
@@ -227,7 +203,7 @@ class _Keys(NamedTuple):
 
 class _Queries(NamedTuple):
     """Prepared queries in global memory, and those of some groups of tokens in shared memory with
-    their weights. A group behind the end of a run holds what follows there."""
+    their weights. A group past the end of a run holds what follows there."""
 
     ptr: gl.tensor
     weights_ptr: gl.tensor
@@ -285,7 +261,7 @@ def index_scores(call: Scoring) -> None:
 
 
 def prepared(workspace: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where queries, weights and lengths of so many tokens lie."""
+    """Where queries, weights and lengths of this many tokens lie."""
     rows = tokens + GROUP
     queries, weights, lengths = workspace[: rows * TOKEN_BYTES].split(
         [rows * QUERY_BYTES, rows * 2 * HEADS, rows * 4]
@@ -371,21 +347,10 @@ def _prepare_kernel(
     row = gl.program_id(0).to(gl.int64)
     head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, _QUERY))
     channel = gl.arange(0, _SPAN, layout=gl.SliceLayout(0, _QUERY))[None, :]
-    at = q_ptr + row * q_stride + head[:, None] * _WIDTH + channel
-    q0 = gl.load(at)
-    q1 = gl.load(at + _SPAN)
-    q2 = gl.load(at + 2 * _SPAN)
-    q3 = gl.load(at + 3 * _SPAN)
+    q0, q1, q2, q3 = load_spans(q_ptr + row * q_stride + head[:, None] * _WIDTH + channel)
     weight = gl.load(weights_ptr + row * weights_stride + head).to(gl.float32)
-    largest = gl.inline_asm_elementwise(LARGEST, "=r,r,r,r,r", [q0, q1, q2, q3], gl.int16, True, 2)
-    # 255 for a NaN; below 15 the power of the weights would be none
-    exponent = gl.maximum(gl.max(largest.to(gl.int32), axis=1) >> 7, 15)
-    power = ((262 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
-    x02 = gl.join(_scaled(q0, power), _scaled(q2, power))
-    x13 = gl.join(_scaled(q1, power), _scaled(q3, power))
-    # [head, byte, even or odd, span] → the order of `_decode`
-    x = gl.reshape(gl.join(x02, x13), [HEADS, _SPAN // 2, 2, 2, 2])
-    x = gl.reshape(gl.permute(x, (0, 3, 4, 2, 1)), [HEADS, _WIDTH])
+    # below 15 the power of the weights would be none
+    x, exponent, power = coded_query((q0, q1, q2, q3), 15)
     to_head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, _ROWS))[:, None]
     to_channel = gl.arange(0, _WIDTH, layout=gl.SliceLayout(0, _ROWS))[None, :]
     place = queries_ptr + row * (HEADS * _WIDTH) + to_head * _WIDTH + to_channel
@@ -418,9 +383,9 @@ def _line_of(tokens, LAYOUT: gl.constexpr, RATIO: gl.constexpr):
 
 
 @gluon.jit
-def _next_run(line, tokens, behind):
-    """The first run from row `behind` on."""
-    wanted = (line.row >= behind) & (line.seen > tokens.begin)
+def _next_run(line, tokens, begin):
+    """The first run from row `begin` on."""
+    wanted = (line.row >= begin) & (line.seen > tokens.begin)
     first = gl.min(gl.where(wanted, line.row, _NONE), axis=0)
     slot = gl.load(token_at(tokens.ptr, first), mask=first < _NONE, other=-1)
     other = (line.row > first) & ((line.slot != slot) | (wanted == 0))
@@ -432,15 +397,9 @@ def _next_run(line, tokens, behind):
 
 @gluon.jit
 def _left(row, stop, tokens, begin, RATIO: gl.constexpr):
-    """How many entries from `begin` on a token sees; none behind the run."""
+    """How many entries from `begin` on a token sees; none after the run."""
     position = gl.load(token_at(tokens.ptr, row) + 1, mask=row < stop, other=-1)
     return gl.minimum((position + 1) // RATIO, tokens.columns) - begin
-
-
-@gluon.jit
-def _next_stage(stage, phase):
-    wraps = stage == _STAGES - 1
-    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
 
 
 # ---- the producer ----------------------------------------------------------------------------
@@ -476,7 +435,7 @@ def _produce(queries, tokens, RATIO: gl.constexpr):
                 for token in gl.static_range(_GROUP):
                     row = run.first + nth * _GROUP + token
                     _send(queries, stage * _GROUP + token, row)
-                stage, phase = _next_stage(stage, phase)
+                stage, phase = next_stage(stage, phase, _STAGES)
             async_copy.commit_group()
             async_copy.wait_group(AHEAD)
             if nth >= AHEAD:
@@ -491,7 +450,7 @@ def _produce(queries, tokens, RATIO: gl.constexpr):
 
 @gluon.jit
 def _load_block(begin, run, keys, PAGE_ROWS: gl.constexpr, HEADS: gl.constexpr):
-    """The keys of the entries from `begin` on; block 0 stands for pages that nobody sees."""
+    """The keys of the entries from `begin` on; block 0 stands for pages that are not seen."""
     warp = gl.arange(0, _WARPS, layout=_OF_WARP)
     half = gl.arange(0, 2, layout=_OF_HALF)[None, :, None]
     entry = gl.arange(0, _HALF, layout=_OF_ENTRY)[None, None, :]
@@ -511,7 +470,7 @@ def _load_block(begin, run, keys, PAGE_ROWS: gl.constexpr, HEADS: gl.constexpr):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
     ENTRY: gl.constexpr = gl.SliceLayout(1, MMA)
     scales = gl.convert_layout(gl.reshape(scales, [_KEYS]), ENTRY, assert_trivial=True)
-    return _folded_block(_decode(words, HEADS), scales)
+    return _folded_block(decode(words, HEADS), scales)
 
 
 @gluon.jit
@@ -604,12 +563,6 @@ def _weight(queries, place):
 
 
 @gluon.jit
-def _span_dot(k, query, acc, NTH: gl.constexpr, MORE: gl.constexpr):
-    span = query.slice(NTH * _SPAN, _SPAN, dim=1).permute((1, 0))
-    return warpgroup_mma(k, span, acc, use_acc=MORE, is_async=True)
-
-
-@gluon.jit
 def _one_sum(block, query):
     """Starts the dots [keys, heads] with a token as one sum."""
     HEADS: gl.constexpr = query.shape[0]
@@ -630,28 +583,26 @@ def _joined(k0, k1, k2, k3):
 @gluon.jit
 def _four_sums(block, query):
     """The dots [keys, heads] with a token, each span by itself."""
-    HEADS: gl.constexpr = query.shape[0]
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
-    none = gl.full([_KEYS, HEADS], 0.0, gl.float32, MMA)
-    dot = warpgroup_mma_wait(0, deps=[_span_dot(block.k0, query, none, 0, False)])
+    dot = warpgroup_mma_wait(0, deps=[span_dot(block.k0, query, 0)])
     dot = dot * gl.broadcast(block.rest0[:, None], dot)[0]
-    s = warpgroup_mma_wait(0, deps=[_span_dot(block.k1, query, none, 1, False)])
+    s = warpgroup_mma_wait(0, deps=[span_dot(block.k1, query, 1)])
     dot = gl.fma(s, gl.broadcast(block.rest1[:, None], s)[0], dot)
-    s = warpgroup_mma_wait(0, deps=[_span_dot(block.k2, query, none, 2, False)])
+    s = warpgroup_mma_wait(0, deps=[span_dot(block.k2, query, 2)])
     dot = gl.fma(s, gl.broadcast(block.rest2[:, None], s)[0], dot)
-    s = warpgroup_mma_wait(0, deps=[_span_dot(block.k3, query, none, 3, False)])
+    s = warpgroup_mma_wait(0, deps=[span_dot(block.k3, query, 3)])
     return gl.fma(s, gl.broadcast(block.rest3[:, None], s)[0], dot)
 
 
 @gluon.jit
 def _weighed(dot, weight):
     """Weighs and adds up the dots [keys, heads] of a token: [keys, lanes]. Not pure, or the
-    compiler would move it behind the next wait."""
+    compiler would move it after the next wait. One product for two dots, as in the portable kernel:
+    Hopper multiplies bf16 at half of the rate of what takes pairs apart."""
     weight, dot = gl.broadcast(weight[None, :], dot)
     product = gl.inline_asm_elementwise(
         WEIGHTED_RELU, "=&r,=&r,f,f,r", [dot, weight], gl.float32, False, 2
     )
-    return _lane_sums(product)
+    return lane_sums(product)
 
 
 @gluon.jit
@@ -678,7 +629,7 @@ def _write_group(x0, x1, x2, x3, power, scores, stride, left0, left1, left2, lef
 def _store_pair(x, scores, stride, left0, left1):
     """Scores of two tokens: a lane has that of one of two entries and one of the two."""
     x, _ = gl.split(x)
-    score, column, lane = _placed(x)
+    score, column, lane = placed(x)
     odd = lane % 2
     left = gl.where(odd == 0, left0, left1)
     gl.store(scores + (odd * stride + column), score, mask=column < left)
@@ -695,22 +646,8 @@ def _write(dot, power, weight, scores, left):
     x = gl.inline_asm_elementwise(
         FINISH, "=&r,=&r,f,f,f,f,r,r", [x, power, second], gl.int32, False, 2
     )
-    score, column, lane = _placed(x)
+    score, column, lane = placed(x)
     gl.store(scores + column, score, mask=(column < left) & (lane % 2 == 0))
-
-
-@gluon.jit
-def _placed(x):
-    """Scores [warps, entries, lanes], and the entry and the lane of each. Of a thread's two entries
-    the first one's place in x [keys, lanes] holds what it went on with."""
-    x = gl.permute(gl.reshape(x, [_WARPS, 2, _HALF, _LANES]), (0, 2, 3, 1))
-    score, _ = gl.split(x)
-    layout: gl.constexpr = score.type.layout
-    warp = gl.arange(0, _WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    entry = gl.arange(0, _HALF, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    lane = gl.arange(0, _LANES, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    column = warp[:, None, None] * _WARP_ENTRIES + entry[None, :, None] + lane // 2 * _HALF
-    return score.to(gl.float32, bitcast=True), column, lane
 
 
 @gluon.jit
@@ -760,7 +697,7 @@ def _consume(
                     x0, x1, x2, x3, block.power, out, scores.stride, left0, left1, left2, left3
                 )
                 out += _GROUP * scores.stride
-                stage, phase = _next_stage(stage, phase)
+                stage, phase = next_stage(stage, phase, _STAGES)
         else:
             for row in range(run.first, run.stop, _GROUP):
                 mbarrier.wait(queries.ready.index(stage), phase)
@@ -771,7 +708,7 @@ def _consume(
                     _write(dot, block.power, _weight(queries, place), out, left)
                     out += scores.stride
                 mbarrier.arrive(queries.free.index(stage), count=1)
-                stage, phase = _next_stage(stage, phase)
+                stage, phase = next_stage(stage, phase, _STAGES)
         run = _next_run(line, tokens, run.stop)
 
 

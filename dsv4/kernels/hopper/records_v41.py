@@ -1,10 +1,10 @@
-"""The producer of the Hopper attention kernel for DeepSeek-V4.1's records: the window's are FP8
-with a power of two for 32 channels, the entries' FP4 with an E4M3 scale for 16.
+"""DeepSeek-V4.1's records in the producer of Hopper's attention (attend_producer.py): the window's
+are FP8 with a power of two for 32 channels, the entries' FP4 with an E4M3 scale for 16.
 
 A tile is of one sort or the other, because the window is whole tiles, and takes one of two ways
-from memory to shared memory; what stands around them is V4's (attend_keys.py). Decoded keys are
-the numbers divided by KEY_UNIT, which spares a product for every two channels of an entry; logits
-and results are multiplied by it again. Powers of two all: nothing is rounded.
+from memory to shared memory. Decoded keys are the numbers divided by KEY_UNIT, which saves a
+product for every two channels of an entry; logits and results are multiplied by it again. All of
+these are powers of two: nothing is rounded.
 """
 
 from __future__ import annotations
@@ -13,32 +13,13 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    mbarrier,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dsv4.kernels.codes import bf16_power_bits, e2m1_pairs_times_bf16, e4m3_times_bf16
-from dsv4.kernels.hopper.attend_keys import (
-    AHEAD,
-    HALF,
-    KEY_STAGES,
-    OPERAND_WORDS,
-    RECORD_ROW,
-    TILE,
-    VECTOR,
-    block_of,
-    entry_of,
-    extent_of,
-    fetch_spans,
-    later_entry,
-    next_stage,
-    send_block,
-    send_entry,
-    source_of,
-)
+from dsv4.kernels.hopper.attend_keys import AHEAD, HALF, KEY_STAGES, TILE, fetch_spans
 from dsv4.kernels.hopper.dialect import reinterpret
+from dsv4.kernels.record_store import record_constants
+from dsv4.ops.calls import Attention
 
 KEY_UNIT = 256.0
 WINDOW_DATA_BYTES, WINDOW_SCALE_BYTES = 512, 16
@@ -87,15 +68,29 @@ _SCALES_OF = gl.constexpr("""{
 
 class _Records(NamedTuple):
     """Tiles under way, as words: the codes of a window's first half of channels, or all of an
-    entry's; those of the window's second half; scales of each sort. Behind them entries and block
-    ids of later tiles."""
+    entry's; those of the window's second half; scales of each sort."""
 
     low: gl.shared_memory_descriptor
     high: gl.shared_memory_descriptor
     window_scales: gl.shared_memory_descriptor
     entry_scales: gl.shared_memory_descriptor
-    entries: gl.shared_memory_descriptor
-    blocks: gl.shared_memory_descriptor
+
+
+def takes(call: Attention) -> bool:
+    """A window of FP8 and entries of FP4, all channels coded."""
+    window = record_constants(call.window.page.format)
+    found = (window.ELEMENT, window.SCALE, window.TILE, window.DATA_BYTES, window.SCALE_BYTES)
+    wanted = ("e4m3", "ue8m0", 32, WINDOW_DATA_BYTES, WINDOW_SCALE_BYTES)
+    if call.entries is None or found != wanted:
+        return found == wanted
+    entry = record_constants(call.entries.page.format)
+    return ("e2m1", "e4m3", 16, ENTRY_DATA_BYTES, ENTRY_SCALE_BYTES) == (
+        entry.ELEMENT,
+        entry.SCALE,
+        entry.TILE,
+        entry.DATA_BYTES,
+        entry.SCALE_BYTES,
+    ) and entry.GLOBAL_SCALE == 1.0
 
 
 @gluon.jit
@@ -105,77 +100,23 @@ def new_records():
         high=gl.allocate_shared_memory(gl.uint32, [AHEAD, 4, TILE, _SPAN_WORDS], _RAW),
         window_scales=gl.allocate_shared_memory(gl.uint32, [AHEAD, 1, TILE, 4], _RAW_SCALES),
         entry_scales=gl.allocate_shared_memory(gl.uint32, [AHEAD, 2, TILE, 4], _RAW_SCALES),
-        entries=gl.allocate_shared_memory(gl.int32, [2 * AHEAD, TILE], VECTOR),
-        blocks=gl.allocate_shared_memory(gl.int32, [AHEAD, TILE], VECTOR),
     )
 
 
 @gluon.jit
-def produce(keys, records, where, share, A: gl.constexpr):
-    """As V4's: records of three tiles are under way, block ids of the next three, indices of the
-    three behind them."""
-    nth = gl.arange(0, TILE, layout=RECORD_ROW)
-    extent = extent_of(share, A)
-    source = source_of(where, share, extent, A)
-    first = extent.first
-    halves = reinterpret(keys.halves, gl.uint32, [2 * KEY_STAGES, TILE, HALF // 2], OPERAND_WORDS)
-    ring = records.entries
-    blocks = records.blocks
-    entry_0 = entry_of(first, nth, source, A)
-    entry_1 = entry_of(first + 1, nth, source, A)
-    entry_2 = entry_of(first + 2, nth, source, A)
-    entry_3 = entry_of(first + 3, nth, source, A)
-    entry_4 = entry_of(first + 4, nth, source, A)
-    entry_5 = entry_of(first + 5, nth, source, A)
-    block_0 = block_of(entry_0, first, source, A)
-    block_1 = block_of(entry_1, first + 1, source, A)
-    block_2 = block_of(entry_2, first + 2, source, A)
-    live_0 = _fetch(records, 0, first, nth, entry_0, block_0, source, A)
-    send_block(blocks, 0, entry_3, first + 3, source, A)
-    send_entry(ring, 3, first + 3, nth, source, A)
-    send_entry(ring, 0, first + 6, nth, source, A)
-    async_copy.commit_group()
-    live_1 = _fetch(records, 1, first + 1, nth, entry_1, block_1, source, A)
-    send_block(blocks, 1, entry_4, first + 4, source, A)
-    send_entry(ring, 4, first + 4, nth, source, A)
-    send_entry(ring, 1, first + 7, nth, source, A)
-    async_copy.commit_group()
-    live_2 = _fetch(records, 2, first + 2, nth, entry_2, block_2, source, A)
-    send_block(blocks, 2, entry_5, first + 5, source, A)
-    send_entry(ring, 5, first + 5, nth, source, A)
-    send_entry(ring, 2, first + 8, nth, source, A)
-    async_copy.commit_group()
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(1)
-    near = gl.to_tensor(3)  # the place of the entries of the tile to fetch next
-    far = gl.to_tensor(0)  # and of that whose blocks are to be sent for next
-    for tile in range(first, extent.last):
-        async_copy.wait_group(AHEAD - 1)
-        entry = later_entry(ring, near, tile + 3, nth, source, A)
-        block_id = blocks.index(stage).load(RECORD_ROW)
-        far_entry = later_entry(ring, far, tile + 6, nth, source, A)
-        if A.ENTRIES:
-            if tile < A.WINDOW // TILE:
-                _hand_over_window(keys, halves, records, stage, phase)
-            else:
-                _hand_over_entries(keys, halves, records, stage, phase)
-        else:
+def hand_over(tile, keys, halves, records, stage, phase, A: gl.constexpr):
+    """Decodes a tile of either sort into its stage, once that is free."""
+    if A.ENTRIES:
+        if tile < A.WINDOW // TILE:
             _hand_over_window(keys, halves, records, stage, phase)
-        keys.bias.index(stage).store(gl.where(live_0, 0.0, float("-inf")))
-        fence_async_shared()
-        mbarrier.arrive(keys.ready.index(stage), count=1)
-        live_0, live_1 = live_1, live_2
-        live_2 = _fetch(records, stage, tile + 3, nth, entry, block_id, source, A)
-        send_block(blocks, stage, far_entry, tile + 6, source, A)
-        send_entry(ring, near, tile + 9, nth, source, A)
-        async_copy.commit_group()
-        stage, phase = next_stage(stage, phase, KEY_STAGES)
-        near = gl.where(near == 2 * AHEAD - 1, 0, near + 1)
-        far = gl.where(far == 2 * AHEAD - 1, 0, far + 1)
+        else:
+            _hand_over_entries(keys, halves, records, stage, phase)
+    else:
+        _hand_over_window(keys, halves, records, stage, phase)
 
 
 @gluon.jit
-def _fetch(records, place, tile, nth, entry, block_id, source, A: gl.constexpr):
+def fetch(records, place, tile, nth, entry, block_id, source, A: gl.constexpr):
     """Sends for the records of a tile. Rows that do not live become zeros. Returns which live."""
     if A.ENTRIES:
         if tile < A.WINDOW // TILE:
