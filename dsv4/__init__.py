@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from dsv4.metrics import ManagerCollector, prometheus_text
     from dsv4.model import AttentionType, LayerSpec, ModelSpec
     from dsv4.ops.calls import CompressorWeights, KeyProjection, LayerWeights
-    from dsv4.rope import rope_table
+    from dsv4.rope import apply_rope, rope_table
     from dsv4.tiers.disk import DiskTier
     from dsv4.tiers.host import HostTier
     from dsv4.tiers.mooncake import MooncakeTier
@@ -101,6 +101,7 @@ __all__ = [
     "ThreadError",
     "UnsupportedGpu",
     "__version__",
+    "apply_rope",
     "compute_block_budget",
     "full",
     "periodic",
@@ -146,7 +147,7 @@ _HOMES = {
     "dsv4.metrics": ("ManagerCollector", "prometheus_text"),
     "dsv4.model": ("AttentionType", "LayerSpec", "ModelSpec"),
     "dsv4.ops.calls": ("CompressorWeights", "KeyProjection", "LayerWeights"),
-    "dsv4.rope": ("rope_table",),
+    "dsv4.rope": ("apply_rope", "rope_table"),
     "dsv4.tiers.disk": ("DiskTier",),
     "dsv4.tiers.host": ("HostTier",),
     "dsv4.tiers.mooncake": ("MooncakeTier",),
