@@ -74,6 +74,10 @@ class LayerCacheHandle(Uncopied):
         self._owner = self.schema.spec.owner
         self._parts = WINDOW | (TAILS | ENTRIES if self.compressor is not None else 0)
 
+    def __repr__(self) -> str:
+        bound = "bound to no plan" if self.plan is None else repr(self.plan)
+        return f"LayerCacheHandle(layer {self.layer}, {self.schema.spec.attention}: {bound})"
+
     # ---- views -------------------------------------------------------------------------------
 
     def read_swa_view(self) -> SWAView:
