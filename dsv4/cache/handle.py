@@ -727,7 +727,7 @@ class LayerCacheHandle(Uncopied):
         turn = self.turn
         turn.enter("acquire")
         self.plan, self.thread = plan, threading.get_ident()
-        turn.leave()
+        del turn.visits[turn.number]  # leave, without a call
 
     def open_plan(self) -> ForwardPlan:
         """The plan this handle is bound to. Raises PlanError if there is none or it is over."""

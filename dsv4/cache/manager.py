@@ -689,8 +689,10 @@ class KVCacheManager(Uncopied):
         it; with `suspend`, suspends it where it can be. From then on it counts as released. Safe at
         any time and from any thread, for it only notes what to do: for finalizers, which run
         wherever a garbage collection starts, in the middle of a call too. Raises InvalidInput for
-        what is no request."""
+        what is no request, RequestError for another manager's."""
         require_type("request", request, Request)
+        if self.table.live.get(request.slot) is not request and not request.released:
+            raise RequestError("this is not a request that this manager admitted")
         self.guard.leaving.append((request, suspend))
         request.is_leaving = True
 

@@ -312,15 +312,16 @@ class DiskTier(QueuedTier):
 
     # ---- room ------------------------------------------------------------------------------------
 
-    def _use(self, labels: Sequence[Label]) -> None:
+    def _use(self, uses: Sequence[Sequence[Label]]) -> None:
         """Of a prompt the end is enough: what it leans on does not go before it. Its file is
         touched now and then, for `dsv4 store`, and for the day that the index is lost."""
-        within = {label.leans_on for label in labels}
+        within = {labels[0].leans_on for labels in uses if len(labels) == 1}
         used = []
         with self._index.books() as books:
-            for label in labels:
-                if label.key not in within and (found := books.use(label)) is not None:
-                    used.append(found)
+            for labels in uses:
+                if len(labels) > 1 or labels[0].key not in within:
+                    found = next(filter(None, map(books.use, labels)), None)
+                    used += [] if found is None else [found]
             now_ns = books.clock
         if not self._index.complete:
             self._begin_stock()

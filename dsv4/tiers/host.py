@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -193,6 +194,11 @@ class HostTier(QueuedTier):
             for label in (last, snapshot):
                 if label is not None:
                     self._rows.touch(label.key)
+
+    def _last_held(self, blocks: Sequence[Label]) -> Label | None:
+        """A block is held only if all before it are: the last one in a few looks."""
+        held = bisect_left(range(len(blocks)), True, key=lambda n: blocks[n].key not in self._rows)
+        return blocks[held - 1] if held else None
 
     def _lose(self, key: Key) -> None:
         if key.kind is Kind.BLOCK:

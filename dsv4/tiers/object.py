@@ -75,7 +75,9 @@ class ObjectTier(QueuedTier):
         self._where = f"{place.scheme}://{place.netloc.rpartition('@')[2]}{place.path}"
 
     def _look(self, labels: Sequence[Label]) -> Sequence[bool]:
-        return asyncio.run(self._look_through(labels))
+        # one request after the other, each of them in time, may take as long as they like together
+        within = asyncio.wait_for(self._look_through(labels), self._limits.deadline_s)
+        return asyncio.run(within)
 
     async def _look_through(self, labels: Sequence[Label]) -> list[bool]:
         there: set[Key] = set()

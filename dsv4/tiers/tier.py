@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -279,7 +278,7 @@ class QueuedTier(ABC):
         self._rests_until = dict.fromkeys(Operation, 0.0)
         self._health = {stores: _Health() for stores in (False, True)}
         self._failures = 0
-        self._uses: dict[Key, Label] = {}  # to tell, the latest last
+        self._uses: dict[Key, Sequence[Label]] = {}  # to tell, the latest last
         self._drops: dict[Key, None] = {}
         self._tidies = False  # a job for these two waits
         self._closed = False
@@ -342,15 +341,8 @@ class QueuedTier(ABC):
         number."""
         if self.keeps_order:
             with self._lock:
-                last = self._last_held(blocks)
-                # of one that keeps no index it is not known which ones are held
-                last = blocks[-1] if last is None and blocks else last
-                self._use_later([each for each in (last, snapshot) if each is not None])
-
-    def _last_held(self, blocks: Sequence[Label]) -> Label | None:
-        """A block is held only if all before it are: the last one in a few looks."""
-        held = bisect_left(range(len(blocks)), True, key=lambda n: not self._glance(blocks[n]))
-        return blocks[held - 1] if held else None
+                self._use_later([] if snapshot is None else [[snapshot]])
+                self._use_later([_some_of(blocks)] if blocks else [])
 
     def drop(self, keys: Sequence[Key]) -> None:
         with self._lock:
@@ -461,12 +453,13 @@ class QueuedTier(ABC):
                 self._start_thread()
                 self._wake.notify()
 
-    def _use_later(self, labels: Sequence[Label]) -> None:
-        """A use of the last block of a prompt is one of all before it: only that one waits."""
-        for label in labels:
-            self._uses.pop(label.leans_on, None)
-            self._uses.pop(label.key, None)
-            self._uses[label.key] = label
+    def _use_later(self, uses: Sequence[Sequence[Label]]) -> None:
+        """A use of the last block of a prompt is one of all before it: only that one waits, with a
+        few before it where it may not be here."""
+        for labels in uses:
+            self._uses.pop(labels[0].leans_on, None)
+            self._uses.pop(labels[0].key, None)
+            self._uses[labels[0].key] = labels
         while len(self._uses) > MOST_TIDIED:
             del self._uses[next(iter(self._uses))]
         self._tidy_later()
@@ -631,7 +624,7 @@ class QueuedTier(ABC):
                 if outcome.refusal is not None:
                     self._note_refusal(job.records[nth].key, outcome.refusal)
                 if self.keeps_order and outcome is DONE and job.records:
-                    self._use_later([job.records[nth].label])
+                    self._use_later([[job.records[nth].label]])
         seconds = time.monotonic() - ticket.started
         if done and ticket.operation is Operation.LOAD:
             self._counters.load = self._counters.load.with_one(seconds, done)
@@ -710,15 +703,23 @@ class QueuedTier(ABC):
     @abstractmethod
     def _store(self, records: Sequence[Record]) -> Sequence[Outcome]: ...
 
-    def _use(self, labels: Sequence[Label]) -> None:  # noqa: B027
+    def _use(self, uses: Sequence[Sequence[Label]]) -> None:  # noqa: B027
         """Records that came through or were used above, and those that they lean on, are the last
-        to go. Of blocks that follow each other only the last is told."""
+        to go. Of blocks that follow each other only the last is told; where it may not be here,
+        some before it too, the last first: the first that is here is meant."""
 
     @abstractmethod
     def _drop(self, keys: Sequence[Key]) -> None: ...
 
     def _close(self) -> None:  # noqa: B027
         """Lets go of what the tier holds, once its threads have ended."""
+
+
+def _some_of(blocks: Sequence[Label]) -> list[Label]:
+    """The last block and a few before it, twice as far from an end each time, the last first."""
+    last = len(blocks) - 1
+    steps = [0, *(1 << n for n in range(last.bit_length()))]
+    return [blocks[at] for at in sorted({*steps, *(last - step for step in steps)}, reverse=True)]
 
 
 def foreign(found: str) -> Outcome:

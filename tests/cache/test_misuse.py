@@ -13,7 +13,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
-from dsv4.errors import ContextOverflow, Dsv4Error, InvalidInput, PlanError
+from dsv4.errors import ContextOverflow, Dsv4Error, InvalidInput, PlanError, RequestError
 from dsv4.model import AttentionType
 from dsv4.tiers.host import HostTier
 from tests.support.faults import everything
@@ -191,8 +191,14 @@ def test_what_cannot_be_released_later():
         with pytest.raises(InvalidInput):
             stack.manager.release_later(odd)
     assert everything(stack.manager) == before
+    other = tiny_stack().manager
+    with pytest.raises(RequestError, match="not a request that this manager admitted"):
+        other.release_later(request)
+    assert stack.manager.requests == (request,)
     stack.manager.release_later(request)
     assert stack.manager.requests == ()
+    stack.manager.extend(stack.manager.admit_request(3), 0)
+    stack.manager.release_later(request)  # it has gone already
 
 
 def test_what_is_no_time_to_wait():

@@ -204,6 +204,39 @@ def test_a_probe_that_cannot_be_started_fails_the_arrival(
     close(other)
 
 
+@pytest.mark.parametrize("how", ["ignored", "blocked"])
+def test_a_forgotten_probe_ends_itself(how: str, monkeypatch: pytest.MonkeyPatch):
+    """Whatever became of SIGALRM in the process that started it."""
+    monkeypatch.setattr(
+        probes, "_CODE", probes._CODE.replace("main()", "import dsv4.cache.handoff.probe as p; "
+        "import time; p.PROBE_S = 1; p._read = lambda *_: time.sleep(60); p.main()")
+    )  # fmt: skip
+    before = signal.getsignal(signal.SIGALRM)
+    if how == "ignored":
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    else:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    try:
+        probe = Probe("owner", b"", 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    try:
+        assert probe._process.wait(timeout=30) == -signal.SIGALRM
+    finally:
+        probe.close()
+
+
+def test_a_path_that_python_passes_over_is_not_a_probes(
+    taker: Stack, monkeypatch: pytest.MonkeyPatch
+):
+    other = side("prefill")
+    monkeypatch.setattr(sys, "path", [*sys.path, PROJECT])  # no string
+    assert taker.manager.accept(offered(other, 17)).wait().length == 300
+    assert_nothing_left(other)
+    close(other)
+
+
 # ---- what an offer says --------------------------------------------------------------------------
 
 

@@ -354,3 +354,26 @@ def test_generate_past_the_context_is_refused_before_it_starts() -> None:
         assert model.generate(padded, do_sample=False, max_new_tokens=35).shape == (2, 75)
         with pytest.raises(ContextOverflow, match=r"accelerate\(max_context="):
             model(prompt(65))
+
+
+@torch.no_grad()
+def test_room_for_drafts_and_for_limits_that_nobody_gave() -> None:
+    """Drafts that are looked up may reach past the end; an assistant may have less room."""
+    plain = plain_model()
+    sizes: dict[str, Any] = {"max_draft_tokens": 5}
+    with (
+        fast(plain, max_context=64, **sizes) as model,
+        fast(plain, max_context=40, **sizes) as assistant,
+    ):
+        text = prompt(30).repeat(1, 2)[:, :50]
+        for ids, options in (
+            (text, {"max_new_tokens": 15, "prompt_lookup_num_tokens": 5}),
+            (prompt(20), {"max_new_tokens": 40, "assistant_model": assistant}),
+            (prompt(60), {}),
+        ):
+            with pytest.raises(ContextOverflow):
+                model.generate(ids, do_sample=False, **options)
+        assert manager_of(model).stats().prefix.tokens_asked == 0  # nothing has run
+        drafts = {"max_new_tokens": 10, "prompt_lookup_num_tokens": 5}
+        assert model.generate(text, do_sample=False, **drafts).shape == (1, 60)
+        assert model.generate(prompt(40), do_sample=False).shape == (1, 60)

@@ -4,6 +4,7 @@ nothing of it is used with others, and all of it is there when they come back.""
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -228,6 +229,7 @@ def test_an_assistant_has_the_salt_of_the_call() -> None:
         for salt in ("a", "b"):
             generate(model, IDS, NEW_TOKENS, salt=salt, assistant_model=assistant)
         caches = vars(assistant.model)["forward"].caches
+        gc.collect()  # a cache that nobody has may wait for it
         roots = {row.request.trail.root for row in caches.idle.rows}
         assert len(roots) == 2
 
@@ -286,3 +288,59 @@ def test_a_look_costs_nothing_between_prompts() -> None:
         weights.read = lambda: reads.append(1) or own(weights)
         generate(model, IDS, 20)
         assert len(reads) == 1
+
+
+def test_memory_that_is_used_again_is_another_state() -> None:
+    """Allocators like to give the same memory again: here they do."""
+    model = copy.deepcopy(plain_model())
+    parameter = model.model.layers[1].self_attn.kv_proj.weight
+    memory = parameter.data.numpy().copy()
+    parameter.data = torch.from_numpy(memory)
+    weights = Weights(model)
+    names = [weights.read()]
+    for _ in range(3):
+        parameter.data = torch.zeros_like(parameter)
+        names.append(weights.read())
+        parameter.data = torch.from_numpy(memory)  # new memory to torch, at the same address
+        names.append(weights.read())
+    assert names[0] is None
+    assert len(set(names)) == 7
+
+
+def test_tensors_can_still_be_swapped() -> None:
+    """As PEFT does to exchange an adapter, and torch to convert modules."""
+    plain = copy.deepcopy(plain_model())
+    with fast(plain) as model:
+        tokens_run(model, plain)
+        for each in (plain, model):
+            weight = each.model.layers[1].self_attn.kv_proj.weight
+            torch.utils.swap_tensors(weight, torch.nn.Parameter(1.5 * weight.detach(), False))
+        assert [tokens_run(model, plain) for _ in range(2)] == [300, WARM]
+
+
+def test_constants_of_parameters_that_lie_elsewhere() -> None:
+    """Sinks, norms and biases are read as they are now: an attention keeps copies of them."""
+    plain = copy.deepcopy(plain_model())
+    with fast(plain) as model:
+        tokens_run(model, plain)
+        for _ in range(2):
+            for each in (plain, model):
+                attention = each.model.layers[1].self_attn
+                attention.sinks.data = 2.0 - attention.sinks.data
+                bias = attention.compressor.position_bias
+                bias.data = bias.data.flip(0) + 1.0
+            assert [tokens_run(model, plain) for _ in range(2)] == [300, WARM]
+
+
+def test_the_state_that_has_no_name_is_never_forgotten() -> None:
+    """What tiers hold has been written with it; more adapters than states that are kept come."""
+    model = with_adapters()
+    weights = Weights(model)
+    for scale in range(200):
+        for lora in layers_of(model):
+            lora.scaling["a"] = 2.0 + scale
+        assert weights.glance() == weights.read() is not None
+    for lora in layers_of(model):
+        lora.scaling["a"] = 1.0
+    assert weights.glance() is None
+    assert len(weights._names) <= 64

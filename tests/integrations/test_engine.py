@@ -7,6 +7,7 @@ import copy
 import gc
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -509,3 +510,18 @@ def test_streams_go_on_after_a_leader_was_interrupted(monkeypatch: pytest.Monkey
             engine.run()
             check(job)
             assert not engine._leading.locked()
+
+
+def test_two_threads_ring_at_once() -> None:
+    """The other has taken the last bell between this one's look and its hand."""
+
+    class Emptied(deque[Any]):
+        def __bool__(self) -> bool:
+            return True
+
+    with fast(plain_model()) as model:
+        engine = Engine(model=model)
+        engine._bells = Emptied()
+        job = engine.submit(text(9, 1), NEW_TOKENS)
+        list(engine.stream(job))
+        check(job)

@@ -188,6 +188,22 @@ def test_a_prompt_that_is_longer_than_the_room_keeps_its_beginning(
         assert held(root, prompt) == set(prompt[:10])
 
 
+@pytest.mark.parametrize("kept", [3, 8, 11, 12])
+def test_a_use_of_more_than_is_held_is_one_of_what_is_held(
+    root: Path, memory: Memory, kept: int
+) -> None:
+    """A prompt that is used on the device, and of which the tier has a beginning."""
+    prompt = chain("prompt", 12, payload_bytes=ROW)
+    with opened(root, 20 * UNIT) as tier:
+        assert store(tier, [memory.filled(each) for each in prompt[:kept]]) == [State.DONE] * kept
+        for nth in range(12):
+            tier.use(prompt)
+            idle(tier)
+            other = chain(nth, 3, payload_bytes=ROW)
+            assert store(tier, [memory.filled(each) for each in other]) == [State.DONE] * 3
+        assert len(held(root, prompt)) >= kept - min(12 - kept, kept // 2)
+
+
 def test_what_many_prompts_begin_with_stays(root: Path, memory: Memory) -> None:
     """A use of an end is one of all before it, however many other prompts come and go."""
     system = chain("system", 4, payload_bytes=ROW)
@@ -428,6 +444,7 @@ def test_an_index_that_is_lost_costs_time(
         assert store(tier, [memory.filled(each)])
         assert not unreachable(root, labels)
     until(lambda: store(tier, [memory.filled(each) for each in new]) == [State.DONE] * 6)
+    idle(tier)  # what came before all files were counted has made room by now
     assert held(root, new) == set(new)
     assert bytes_of(root) <= 20 * UNIT
     tier.close(10.0)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from dsv4.errors import InvalidInput
+from dsv4.tiers import object as object_module
 from dsv4.tiers.object import FIRST_ASKED, RETRIES, ObjectTier
 from dsv4.tiers.record import Kind, Label, Reason
 from dsv4.tiers.tier import FAILURES, Limits, State
@@ -207,6 +208,24 @@ def test_blocks_are_found_up_to_the_first_that_is_missing(between: Between, memo
         others = [label(("alone", n), kind=Kind.SNAPSHOT) for n in range(5)]
         assert store(tier, [memory.filled(each) for each in others[1::2]]) == [State.DONE] * 2
         assert found(tier, [*others, *labels[:3]]) == [False, True] * 2 + [False] + [True] * 3
+
+
+def test_a_long_lookup_ends_with_its_deadline(
+    between: Between, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its requests is answered in time, and all of them would take three deadlines."""
+    monkeypatch.setattr(object_module, "ASKED_AT_ONCE", 4)
+    labels = [label(("slow", n), kind=Kind.SNAPSHOT) for n in range(40)]
+
+    def slowly(method: str, path: str) -> int:
+        time.sleep(0.3)
+        return 404
+
+    between.fault = slowly
+    with connected(between.port, limits=QUICK) as tier:
+        began = time.monotonic()
+        assert found(tier, labels) == [False] * 40
+        assert time.monotonic() - began < 2 * QUICK.deadline_s
 
 
 @pytest.mark.parametrize("most", [1000, 2])

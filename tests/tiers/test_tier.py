@@ -411,12 +411,11 @@ class Ordered(Shelf):
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits)
         self.used: list[list[Label]] = []
+        self.told: list[Sequence[Label]] = []
 
-    def _use(self, labels: Sequence[Label]) -> None:
-        self.used.append(list(labels))
-
-    def _glance(self, label: Label) -> bool | None:
-        return label.key in self.kept or None
+    def _use(self, uses: Sequence[Sequence[Label]]) -> None:
+        self.used.append([labels[0] for labels in uses])
+        self.told += uses
 
 
 def test_a_stored_block_costs_the_same_whatever_was_stored_before_it(memory: Memory) -> None:
@@ -451,14 +450,22 @@ def test_a_stored_block_costs_the_same_whatever_was_stored_before_it(memory: Mem
     tier.close(5.0)
 
 
-def test_a_use_of_a_prompt_is_one_of_the_blocks_that_are_held(memory: Memory) -> None:
-    tier, labels = Ordered(Limits()), chain("a", 9)
-    assert store(tier, [memory.filled(each) for each in labels[:4]]) == [State.DONE] * 4
-    until(lambda: not tier._uses and not tier._later and not tier._running)
-    tier.used.clear()
+@pytest.mark.parametrize(
+    ("blocks", "told"),
+    [(1, [0]), (2, [1, 0]), (9, [8, 7, 6, 4, 2, 1, 0]), (1000, None)],
+)
+def test_a_use_of_a_prompt_tells_some_of_its_blocks(blocks: int, told: list[int] | None) -> None:
+    """However many a tier has of them, it is told of one that is not far from the last of those."""
+    tier, labels = Ordered(Limits()), chain("a", blocks)
     tier.use(labels)
-    until(lambda: bool(tier.used))
-    assert tier.used == [[labels[3]]]
+    until(lambda: bool(tier.told))
+    (found,) = (list(map(labels.index, each)) for each in tier.told)
+    if told is not None:
+        assert found == told
+    assert len(found) <= 2 * (blocks.bit_length() + 1)
+    for held in range(blocks):
+        nearest = next(each for each in found if each <= held)
+        assert held - nearest <= min(blocks - 1 - held, (held + 1) // 2)
     tier.close(5.0)
 
 

@@ -37,12 +37,13 @@ class Probe:
 
     def __init__(self, peer: str, metadata: bytes, pledge_at: int) -> None:
         job = json.dumps([peer, metadata.hex(), pledge_at]).encode()
+        path = [each for each in sys.path if isinstance(each, str)]  # Python passes over the rest
         # not a pipe: nobody waits until it has been read
         with open(os.memfd_create("dsv4-probe"), "r+b") as given:
             given.write(job)
             given.seek(0)
             self._process = subprocess.Popen(
-                [get_executable(), "-S", "-c", _CODE, json.dumps(sys.path)],
+                [get_executable(), "-S", "-c", _CODE, json.dumps(path)],
                 stdin=given,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -75,6 +76,9 @@ def main() -> None:
     """Of the process: reads, and says so where UCX and NIXL, which log to stdout, say nothing."""
     where = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    # ignored and blocked signals are inherited
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     signal.alarm(PROBE_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -274,8 +275,9 @@ class Engine:
 
     def _ring(self) -> None:
         """All who wait look again."""
-        while self._bells:
-            self._bells.popleft().release()
+        with suppress(IndexError):  # another thread may ring too
+            while True:
+                self._bells.popleft().release()
 
     # ---- in the order of a step
 

@@ -31,12 +31,17 @@ class RunningStep:
     plan: ForwardPlan | None = None
 
 
+Stamp = list[tuple[int, int, int]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
     """What a layer's steps take of parameters that no product is made of, in fp32, and of which
-    parameters in what state it was made."""
+    parameters in what state it was made. These are kept with their memory, so that nothing else is
+    ever where they were."""
 
-    stamp: list[tuple[int, int]]
+    stamp: Stamp
+    made_of: tuple[Tensor, ...]
     sinks: Tensor
     weights: LayerWeights
 
@@ -116,7 +121,7 @@ class FastAttention:
         return project(own["o_b_proj"], own["o_a_proj"](grouped).flatten(2)), None
 
     def _known_constants(self) -> Constants:
-        """Made again where a parameter is another one, or was written to."""
+        """Made again where a parameter is another one, was written to, or lies elsewhere."""
         parameters = [self.attention._parameters["sinks"]]
         compressor = self.attention._modules.get("compressor")
         while compressor is not None:
@@ -126,22 +131,23 @@ class FastAttention:
         stamp = []
         for parameter in parameters:
             version = -1 if parameter.is_inference() else parameter._version
-            stamp.append((id(parameter), version))
+            stamp.append((id(parameter), version, parameter.data_ptr()))
         known = self._constants
         if known is None or known.stamp != stamp:
             known = self._constants = self._make_constants(stamp, parameters)
         return known
 
-    def _make_constants(self, stamp: list[tuple[int, int]], parameters: list[Tensor]) -> Constants:
+    def _make_constants(self, stamp: Stamp, parameters: list[Tensor]) -> Constants:
         with torch.inference_mode(False), torch.no_grad():
-            sinks, *rest = (p.detach().float().contiguous() for p in parameters)
+            memory = [parameter.detach() for parameter in parameters]
+            sinks, *rest = (each.float().contiguous() for each in memory)
         compressors = [
             CompressorWeights(ape=ape, norm=norm)
             for ape, norm in zip(rest[::2], rest[1::2], strict=True)
         ]
         main, index, *_ = [*compressors, None, None]
         weights = LayerWeights(rope=self.rope_table, compressor=main, index_compressor=index)
-        return Constants(stamp=stamp, sinks=sinks, weights=weights)
+        return Constants(stamp=stamp, made_of=(*parameters, *memory), sinks=sinks, weights=weights)
 
 
 class SplitAttention(FastAttention):

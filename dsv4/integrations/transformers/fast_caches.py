@@ -164,7 +164,7 @@ class FastCaches:
                     fetch_timeout_s=self._fetch_timeout_s,
                     caches=self,
                 )
-        if not cache.requests:
+        if not cache.rows.requests:
             self._open_rows(cache, rows, prompts)
             self._stand_ins.add(given, cache)
         self._note_use(cache)
@@ -233,7 +233,7 @@ class FastCaches:
         self._last_use[cache] = self._uses
 
     def _check_ours(self, cache: PagedCache) -> None:
-        if cache.manager is not self._manager:
+        if cache.rows.manager is not self._manager:
             raise InvalidInput(
                 "this PagedCache has memory of its own, but an accelerated model keeps all rows in "
                 "one: leave past_key_values out and pass on the cache that comes back"

@@ -126,7 +126,7 @@ class FastForward:
             and self._is_all(found, attention_mask, position_ids, rows, columns)
         ):
             found.rows.let_go()
-        begun = found if found is not None and found.requests else None
+        begun = found if found is not None and found.rows.requests else None
         if begun is None or (not is_used and (columns > 1 or call is not None)):
             self.caches.weights.read()  # of decode steps only the first of a call
         lengths = [0] * rows if begun is None else begun.rows.lengths
@@ -136,7 +136,7 @@ class FastForward:
         packing = read_packing(
             batch=rows,
             columns=columns,
-            past_columns=0 if begun is None else begun.columns,
+            past_columns=0 if begun is None else begun.rows.columns,
             past_mask=past_mask,
             lengths=lengths,
             attention_mask=attention_mask,
@@ -263,7 +263,7 @@ class FastForward:
         forward = self._bare_forward
         if is_recorded:
             forward, options = self.own_forward, options | {"return_dict": True}
-        outputs, requests = [], cache.requests
+        outputs, requests = [], cache.rows.requests
         for piece, rows in packing.pieces(self.max_step_tokens):
             steps = [(requests[row], count) for row, count in rows]
             if captured and self.graphs is not None and ids is not None:

@@ -17,6 +17,7 @@ from dsv4.errors import ContextOverflow, InvalidInput
 from dsv4.integrations.transformers.fast_caches import FastCaches
 from dsv4.integrations.transformers.history import UNKNOWN_ID
 
+_DEFAULT_NEW_TOKENS = 20  # transformers', where no limit is given
 _outer = threading.local()  # .salt: of the call of generate that runs in this thread
 
 
@@ -68,8 +69,12 @@ class FastGenerate:
             return
         columns, mask, padding = ids.shape[1], options.get("attention_mask"), given("pad_token_id")
         new = given("max_new_tokens")
-        if new is None and (longest := given("max_length")) is not None and ids.dim() == 2:
-            new = longest - columns
+        if new is None:
+            longest = given("max_length")
+            if longest is None:
+                new = _DEFAULT_NEW_TOKENS
+            elif ids.dim() == 2:
+                new = longest - columns
         if not isinstance(new, int) or new < 1:
             return
         if not (isinstance(mask, Tensor) and mask.dim() == 2):
@@ -77,7 +82,13 @@ class FastGenerate:
             if isinstance(padding, int) and ids.dim() == 2:  # transformers reads a mask from it
                 mask = ids != padding
         tokens = int(mask.count_nonzero(dim=1).max()) + new - 1  # the last one does not run
+        if isinstance(drafts := given("prompt_lookup_num_tokens"), int):
+            tokens += drafts  # which transformers does not cut at the end
         most = self.caches.max_context
+        assistant = options.get("assistant_model")
+        helper = vars(assistant).get("generate") if hasattr(assistant, "__dict__") else None
+        if isinstance(helper, FastGenerate):
+            most = min(most, helper.caches.max_context)
         if tokens > most:
             raise context_overflow(tokens, most)
 

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from typing import Any
 
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 _KEPT_STATES = 64
 
@@ -25,8 +26,11 @@ class Weights:
 
     def __init__(self, model: Any) -> None:
         self._model = weakref.ref(model)
-        # by state, which has ids in it: good while all that they are of is alive
-        self._names: OrderedDict[tuple[Any, ...], tuple[str | None, list[Any]]] = OrderedDict()
+        # by state, which says where memory is: good while all of that is alive. Tensors themselves
+        # are not referred to weakly: torch.utils.swap_tensors refuses those that are
+        self._names: OrderedDict[tuple[Any, ...], tuple[str | None, list[StorageWeakRef]]] = (
+            OrderedDict()
+        )
         self._tuner: dict[str, Any] | None = None  # a layer with adapters: all are switched alike
         self._switches: Any = None
         self._merged: list[Any] = []
@@ -38,7 +42,7 @@ class Weights:
         """The name of the state that the model is in, after a look at every parameter."""
         state, tensors = self._read()
         found = self._names.get(state)
-        if found is not None and all(known() is not None for known in found[1]):
+        if found is not None and not any(map(StorageWeakRef.expired, found[1])):
             self._names.move_to_end(state)
             self.name = found[0]
         else:
@@ -52,10 +56,13 @@ class Weights:
         return self.name
 
     def _note(self, state: tuple[Any, ...], tensors: list[Tensor], name: str | None) -> None:
-        self._names[state] = name, [weakref.ref(tensor) for tensor in tensors]
+        memory = [StorageWeakRef(_local(tensor).untyped_storage()) for tensor in tensors]
+        self._names[state] = name, memory
         self._names.move_to_end(state)
         while len(self._names) > _KEPT_STATES:
-            self._names.popitem(last=False)
+            oldest, known = self._names.popitem(last=False)
+            if known[0] is None:  # the one that tiers and other processes know
+                self._names[oldest] = known
         self.name = name
 
     def _read(self) -> tuple[tuple[Any, ...], list[Tensor]]:
@@ -99,8 +106,13 @@ class Weights:
 
 
 def _stamp(tensor: Any) -> tuple[int, int, int]:
-    local = getattr(tensor, "_local_tensor", tensor)  # of one that is split between processes
+    local = _local(tensor)
     return id(tensor), -1 if local.is_inference() else local._version, local.data_ptr()
+
+
+def _local(tensor: Any) -> Any:
+    """This process's part of one that is split between processes."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _active(tuner: dict[str, Any]) -> tuple[str, ...]:
@@ -112,7 +124,9 @@ def _active(tuner: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _switches(tuner: dict[str, Any]) -> Any:
-    return _active(tuner), tuple(tuner.get("merged_adapters", ()))
+    active = _active(tuner)
+    scales = tuner.get("scaling") or {}
+    return active, tuple(map(scales.get, active)), tuple(tuner.get("merged_adapters", ()))
 
 
 def _is_by_adapter(child: Any) -> bool:
