@@ -44,7 +44,12 @@ if TYPE_CHECKING:
     from dsv4.metrics import ManagerCollector, prometheus_text
     from dsv4.model import AttentionType, LayerSpec, ModelSpec
     from dsv4.ops.calls import CompressorWeights, KeyProjection, LayerWeights
-    from dsv4.rope import rope_table
+    from dsv4.rope import apply_rope, rope_table
+    from dsv4.tiers.disk import DiskTier
+    from dsv4.tiers.host import HostTier
+    from dsv4.tiers.mooncake import MooncakeTier
+    from dsv4.tiers.object import ObjectTier
+    from dsv4.tiers.tier import Limits
 
 __version__ = "0.2.0.dev0"
 
@@ -58,19 +63,24 @@ __all__ = [
     "ConfigError",
     "ContextOverflow",
     "CopyError",
+    "DiskTier",
     "Dsv4Error",
     "ForwardPlan",
     "HandoffOptions",
+    "HostTier",
     "InvalidInput",
     "KVCacheManager",
     "KeyProjection",
     "LayerCacheHandle",
     "LayerSpec",
     "LayerWeights",
+    "Limits",
     "ManagerCollector",
     "MemoryBytes",
     "MissingExtra",
     "ModelSpec",
+    "MooncakeTier",
+    "ObjectTier",
     "OfferError",
     "OutOfBlocks",
     "OutOfSlots",
@@ -91,6 +101,7 @@ __all__ = [
     "ThreadError",
     "UnsupportedGpu",
     "__version__",
+    "apply_rope",
     "compute_block_budget",
     "full",
     "periodic",
@@ -136,7 +147,12 @@ _HOMES = {
     "dsv4.metrics": ("ManagerCollector", "prometheus_text"),
     "dsv4.model": ("AttentionType", "LayerSpec", "ModelSpec"),
     "dsv4.ops.calls": ("CompressorWeights", "KeyProjection", "LayerWeights"),
-    "dsv4.rope": ("rope_table",),
+    "dsv4.rope": ("apply_rope", "rope_table"),
+    "dsv4.tiers.disk": ("DiskTier",),
+    "dsv4.tiers.host": ("HostTier",),
+    "dsv4.tiers.mooncake": ("MooncakeTier",),
+    "dsv4.tiers.object": ("ObjectTier",),
+    "dsv4.tiers.tier": ("Limits",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -13,7 +13,9 @@ from decimal import Decimal, localcontext
 import torch
 from torch import Tensor
 
+from dsv4.errors import InvalidInput
 from dsv4.model import ModelSpec
+from dsv4.reference.numerics import rotate
 
 # positions of which the fp64 numbers are in memory at a time
 SLICE_TOKENS = 1 << 12
@@ -57,6 +59,60 @@ def rope_table(
     one table with their queries.
     """
     return rotation_table(rope_frequencies(model, yarn=yarn), tokens=tokens, device=device)
+
+
+def apply_rope(x: Tensor, table: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
+    """`x` [tokens, …, channels] with its last channels rotated, as the cache rotates keys: what
+    `attend` takes as queries. A new tensor; `x` stays as it is.
+
+    `table` is the layer's (`rope_table`, with `yarn` as the layer has it), `positions` the plan's:
+    whole numbers [tokens]; of padding (-1) as of position 0.
+
+    Rotated are the last `table.shape[1]` channels (`ModelSpec.rope_dim`), the others keep their
+    bits. Pairs are interleaved, as DeepSeek trains: of the rotated channels 2i and 2i + 1 are a
+    pair, not i and i + rope_dim / 2. With c and s the numbers i and i + rope_dim / 2 of the token's
+    row of the table, pair i, (a, b), becomes (a·c - b·s, a·s + b·c); with `inverse`
+    (a·c + b·s, b·c - a·s), as `attend` with `inverse_rope` does to its output.
+
+    `x` is bf16 or fp32, and so is the result: products and sums are rounded to fp32 one by one,
+    then once to bf16 (nearest even, one NaN) if `x` is bf16. The same bits on every device as the
+    cache's own, as long as no compiler fuses a product with a sum. Normalise first, round to the
+    type of `x`, then rotate. No host sync on a GPU: it may be captured. Raises InvalidInput.
+    """
+    for name, tensor in (("x", x), ("table", table), ("positions", positions)):
+        if not isinstance(tensor, Tensor):
+            raise InvalidInput(f"{name} is {type(tensor).__name__}: give a tensor")
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise InvalidInput(f"x is {x.dtype}: give bf16 or fp32, as the layer computes")
+    if table.dtype != torch.float32 or table.dim() != 2 or table.shape[1] % 2:
+        raise InvalidInput(
+            f"table is {table.dtype} of shape {list(table.shape)}: give fp32 [positions, rope_dim] "
+            f"(cos | sin), as rope_table makes it"
+        )
+    if x.dim() < 2 or x.shape[-1] < table.shape[1]:
+        raise InvalidInput(
+            f"x has shape {list(x.shape)}: give [tokens, …, channels], with at least the "
+            f"{table.shape[1]} channels that the table rotates"
+        )
+    if positions.shape != x.shape[:1] or positions.dtype not in (torch.int32, torch.int64):
+        raise InvalidInput(
+            f"positions are {positions.dtype} of shape {list(positions.shape)}, the {x.shape[0]} "
+            f"tokens of x need int32 or int64 [{x.shape[0]}]"
+        )
+    if not x.device == table.device == positions.device:
+        raise InvalidInput(
+            f"x is on {x.device}, table on {table.device}, positions on {positions.device}: "
+            f"bring them to one device"
+        )
+    rows = positions.clamp_min(0)
+    if x.device.type == "cpu" and len(rows) and int(rows.max()) >= len(table):
+        raise InvalidInput(
+            f"position {int(rows.max())} of a table for {len(table)} positions: make it with "
+            f"tokens=max_context"
+        )
+    numbers = table.index_select(0, rows)
+    cos, sin = numbers.view(len(rows), *[1] * (x.dim() - 2), table.shape[1]).chunk(2, dim=-1)
+    return rotate(x, cos, -sin if inverse else sin)
 
 
 def rotation_table(

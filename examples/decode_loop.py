@@ -24,6 +24,7 @@ from dsv4 import (
     LayerWeights,
     ModelSpec,
     Request,
+    apply_rope,
     rope_table,
 )
 
@@ -73,8 +74,7 @@ class Layer:
     def queries(self, x: Tensor, plan: ForwardPlan) -> Tensor:
         """As `attend` takes them: [tokens, heads, head_dim], after norm and RoPE."""
         q = _normed(_on_grid(x @ self.q).unflatten(1, (self.spec.heads, self.spec.head_dim)))
-        positions = plan.clamped_positions.long()
-        return _rotated(q, self.cache.rope[positions].double()).bfloat16()
+        return apply_rope(q.bfloat16(), self.cache.rope, plan.positions)
 
     def output(self, attended: Tensor) -> Tensor:
         return _on_grid(_on_grid(attended.double().flatten(1)) @ self.out)
@@ -153,14 +153,6 @@ def _on_grid(x: Tensor) -> Tensor:
 
 def _normed(x: Tensor) -> Tensor:
     return _on_grid(x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + 1e-6))
-
-
-def _rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """RoPE on the last channels of [tokens, heads, head_dim], pairs next to each other."""
-    cos, sin = (half.unsqueeze(1) for half in cos_sin.chunk(2, dim=-1))
-    even, odd = x[..., -cos_sin.shape[1] :: 2], x[..., 1 - cos_sin.shape[1] :: 2]
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-    return torch.cat((x[..., : -cos_sin.shape[1]], turned), dim=-1)
 
 
 # ---- the loop ------------------------------------------------------------------------------------

@@ -87,6 +87,34 @@ def test_importing_the_package_loads_no_torch():
     run_python("import sys, dsv4; assert 'torch' not in sys.modules, 'torch is loaded'")
 
 
+def test_importing_the_package_or_a_tier_loads_nothing_that_a_tier_needs():
+    """Not torch either. Mooncake and obstore are asked for where a tier of theirs is made."""
+    optional = "('torch', 'mooncake', 'obstore')"
+    run_python(
+        "import sys, dsv4\n"
+        "assert not [name for name in sys.modules if name.startswith('dsv4.tiers')]\n"
+        "assert 'xxhash' not in sys.modules\n"
+        "from dsv4 import DiskTier, HostTier, Limits, MooncakeTier, ObjectTier\n"
+        f"loaded = [name for name in {optional} if name in sys.modules]\n"
+        "assert not loaded, loaded\n"
+        "HostTier(1 << 20, limits=Limits(threads=1)).close(1.0)\n"
+    )
+
+
+def test_a_tier_says_which_extra_it_needs_and_the_other_names_need_none():
+    run_python(
+        "import sys; sys.modules['xxhash'] = None\n"
+        "from dsv4 import CacheSchema, KVCacheManager, MissingExtra\n"
+        "for name in ('DiskTier', 'HostTier', 'Limits', 'MooncakeTier', 'ObjectTier'):\n"
+        "    try:\n"
+        "        exec(f'from dsv4 import {name}')\n"
+        "    except MissingExtra as error:\n"
+        "        assert 'dsv4[tiers]' in str(error), error\n"
+        "    else:\n"
+        "        raise AssertionError(name)\n"
+    )
+
+
 def test_what_planning_needs_works_where_torch_is_not_installed():
     run_python(
         "import sys; sys.modules['torch'] = None\n"

@@ -13,8 +13,14 @@ import torch
 from torch import Tensor
 
 from dsv4 import rope
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.schema import CacheSchema
+from dsv4.errors import InvalidInput
 from dsv4.model import ModelSpec
-from dsv4.rope import rope_frequencies, rope_table, rotation_table
+from dsv4.ops.calls import LayerWeights
+from dsv4.reference.numerics import rms_norm
+from dsv4.rope import apply_rope, rope_frequencies, rope_table, rotation_table
+from tests.support.numbers import Numbers
 
 FLASH = ModelSpec.preset("v4-flash")
 
@@ -180,3 +186,126 @@ def test_both_tables_of_a_schema_differ_from_position_one_on():
     plain, yarn = (rope_table(FLASH, yarn=flag, tokens=3) for flag in (False, True))
     assert torch.equal(plain[0], yarn[0])
     assert not torch.equal(plain[1], yarn[1])
+
+
+# ---- queries are rotated as the cache rotates keys -----------------------------------------------
+
+
+def bits_of(x: Tensor) -> Tensor:
+    return x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
+
+
+def turned_by_hand(x: Tensor, table: Tensor, positions: list[int], *, inverse: bool) -> Tensor:
+    """Channel by channel, each product and sum rounded to fp32 by numpy."""
+    wide, width = x.float().numpy().copy(), table.shape[1]
+    found, first = wide.copy(), x.shape[-1] - width
+    for row, position in enumerate(positions):
+        for pair in range(width // 2):
+            even, odd = first + 2 * pair, first + 2 * pair + 1
+            c = table[position, pair].numpy()
+            s = table[position, width // 2 + pair].numpy()
+            s = -s if inverse else s
+            a, b = wide[row, ..., even], wide[row, ..., odd]
+            found[row, ..., even] = a * c - b * s
+            found[row, ..., odd] = a * s + b * c
+    return torch.from_numpy(found).to(x.dtype)
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(5, 3, 96), (5, 64), (5, 1, 2, 512), (0, 3, 96)])
+def test_the_last_channels_turn_in_interleaved_pairs(
+    shape: tuple[int, ...], dtype: torch.dtype, inverse: bool
+):
+    table = rope_table(FLASH, yarn=True, tokens=2000)
+    x = Numbers(1).heavy(*shape).to(dtype)
+    before, positions = x.clone(), [0, 7, 1999, 3, 7][: shape[0]]
+    given = torch.tensor(positions, dtype=torch.int32)
+    found = apply_rope(x, table, given, inverse=inverse)
+    expected = turned_by_hand(x, table, positions, inverse=inverse)
+    assert found.dtype == dtype
+    assert torch.equal(bits_of(found), bits_of(expected))
+    assert torch.equal(bits_of(found)[..., :-64], bits_of(x)[..., :-64])
+    assert torch.equal(bits_of(x), bits_of(before))
+    assert found.is_contiguous()
+    assert torch.equal(apply_rope(x, table, given.long(), inverse=inverse), found)
+
+
+def test_a_pair_turns_by_the_angle_of_its_frequency_and_back():
+    table = rope_table(FLASH, yarn=False, tokens=100)
+    x = torch.zeros(1, 64)
+    x[0, 2 * 20] = 1  # pair 20
+    angle = 99 * exact_frequency(10_000, 20)
+    found = apply_rope(x, table, torch.tensor([99]))
+    assert found[0, 40].item() == pytest.approx(math.cos(angle), abs=1e-6)
+    assert found[0, 41].item() == pytest.approx(math.sin(angle), abs=1e-6)
+    back = apply_rope(found, table, torch.tensor([99]), inverse=True)
+    assert torch.allclose(back, x, atol=1e-6)
+
+
+def test_padding_is_turned_as_position_0():
+    x = Numbers(2).normal(2, 64)
+    table = rope_table(FLASH, yarn=False, tokens=3)
+    found = apply_rope(x, table, torch.tensor([-1, 2]))
+    assert torch.equal(found[0], x[0])
+    assert not torch.equal(found[1], x[1])
+
+
+@pytest.mark.parametrize("record", ["fp32", "fp8_ds"])
+def test_the_cache_rotates_the_same_bits(record: str):
+    """KV handed over raw, and normalised and rotated by the caller: the same bytes are stored. The
+    output that `attend` rotates back is the one that the caller rotates back."""
+    model = ModelSpec.preset("tiny")
+    schema = CacheSchema.build(model, max_context=512, entry_format=record)
+    table = rope_table(model, yarn=False, tokens=512)
+    norm = Numbers(3).normal(model.head_dim)
+    dtype = torch.float32 if record == "fp32" else torch.bfloat16
+    raw = Numbers(4).heavy(70, model.head_dim).to(dtype)
+    arenas, outputs = [], []
+    for own in (False, True):
+        manager = KVCacheManager(schema, num_blocks=2, max_requests=1)
+        request = manager.admit_request(70)
+        for first, count in ((0, 69), (69, 1)):
+            plan = manager.prepare_forward([(request, count)])
+            handle, kv = manager.acquire(0, plan), raw[first : first + count]
+            if own:
+                kv = apply_rope(rms_norm(kv, norm, model.rms_eps), table, plan.positions)
+            handle.append(kv, weights=LayerWeights(rope=table, kv_norm=None if own else norm))
+            q = Numbers(5).normal(count, model.heads, model.head_dim).to(dtype)
+            q = apply_rope(q, table, plan.positions)
+            plain, _ = handle.attend(q, torch.zeros(model.heads))
+            back, _ = handle.attend(q, torch.zeros(model.heads), inverse_rope=table)
+            turned = apply_rope(plain, table, plan.positions, inverse=True)
+            assert not torch.equal(bits_of(plain), bits_of(back))
+            assert torch.equal(bits_of(turned), bits_of(back))
+            outputs.append(back)
+            manager.commit(plan, partial=True)
+        arenas.append(manager.slot_arena.bytes.clone())
+    assert torch.equal(*arenas)
+    assert torch.equal(outputs[1], outputs[3])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(2, 96, dtype=torch.float64)}, "x is torch.float64: give bf16 or fp32"),
+        ({"x": torch.zeros(2, 32)}, "at least the 64 channels"),
+        ({"x": torch.zeros(64)}, "give .tokens, …, channels."),
+        ({"x": [1.0]}, "x is list: give a tensor"),
+        ({"table": torch.zeros(9, 64).bfloat16()}, "as rope_table makes it"),
+        ({"table": torch.zeros(9, 2, 64)}, "as rope_table makes it"),
+        ({"positions": torch.tensor([1, 2, 3])}, "the 2 tokens of x need"),
+        ({"positions": torch.tensor([1.0, 2.0])}, "positions are torch.float32"),
+        ({"positions": torch.tensor([1, 9])}, "position 9 of a table for 9 positions"),
+        ({"positions": torch.zeros(2, dtype=torch.int32, device="meta")}, "bring them to one"),
+    ],
+)
+def test_what_cannot_be_rotated_is_refused(change: dict[str, Any], message: str):
+    good = {
+        "x": torch.zeros(2, 96),
+        "table": rope_table(FLASH, yarn=True, tokens=9),
+        "positions": torch.tensor([0, 8]),
+    }
+    apply_rope(**good)
+    with pytest.raises(InvalidInput, match=message):
+        apply_rope(**{**good, **change})

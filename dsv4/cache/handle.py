@@ -74,6 +74,10 @@ class LayerCacheHandle(Uncopied):
         self._owner = self.schema.spec.owner
         self._parts = WINDOW | (TAILS | ENTRIES if self.compressor is not None else 0)
 
+    def __repr__(self) -> str:
+        bound = "bound to no plan" if self.plan is None else repr(self.plan)
+        return f"LayerCacheHandle(layer {self.layer}, {self.schema.spec.attention}: {bound})"
+
     # ---- views -------------------------------------------------------------------------------
 
     def read_swa_view(self) -> SWAView:
@@ -576,9 +580,9 @@ class LayerCacheHandle(Uncopied):
         """One softmax over window and entries, K = V: out [tokens, heads, head_dim] and the
         log-sum-exp of the logits fp32 [tokens, heads], without the sink.
 
-        `q` [tokens, heads, head_dim] after RoPE is of the type of out: bf16, or fp32 where the
-        formats keep fp32; `sink` fp32 [heads] joins the denominator. CSA layers read the entries
-        in `indices` (of `select`), HCA layers all visible ones, SWA layers none. With
+        `q` [tokens, heads, head_dim] after RoPE (`dsv4.apply_rope`) is of the type of out: bf16, or
+        fp32 where the formats keep fp32; `sink` fp32 [heads] joins the denominator. CSA layers read
+        the entries in `indices` (of `select`), HCA layers all visible ones, SWA layers none. With
         `inverse_rope`, the layer's table, the output is rotated back.
         Raises PlanError before `append`, its own or that of the layer whose entries it reads,
         InvalidInput.

@@ -153,6 +153,14 @@ class KVCacheManager(Uncopied):
             for lane in self.memory.lanes
         )
 
+    def __repr__(self) -> str:
+        blocks = self.table.allocator
+        return (
+            f"KVCacheManager({self.schema.model.name} on {self.device}, {self.backend.name}: "
+            f"{len(self.table.live)} of {self.max_requests} requests; {blocks.total} blocks, "
+            f"{blocks.held} live, {blocks.idle} cached, {blocks.free} free)"
+        )
+
     @classmethod
     def from_budget(
         cls,

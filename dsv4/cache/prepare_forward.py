@@ -28,6 +28,7 @@ from dsv4.ops.columns import request_columns, token_columns
 # what a layer stores of a step, where it is written piece by piece
 WINDOW, TAILS, ENTRIES = 1, 2, 4
 LEAST_REACH = 2048
+MOST_SHOWN = 4  # requests, in the repr of a plan
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -92,6 +93,24 @@ class ForwardPlan(Uncopied):
     unfinished_layers: set[int] = field(default_factory=set)
     _parts: dict[int, int] = field(default_factory=dict)
     _instead: ClassVar[str] = "prepare_forward makes a plan for each step"
+
+    def __repr__(self) -> str:
+        """Its first requests with their tokens; no tensors."""
+        counts, starts = self.counts.tolist(), self.starts.tolist()
+        if self.unknown_starts is not None:
+            starts = [
+                f"{start} at most" if unknown else start
+                for start, unknown in zip(starts, self.unknown_starts, strict=True)
+            ]
+        some = [f"{n} at {start}" for n, start in zip(counts, starts, strict=True)]
+        if len(some) > MOST_SHOWN:
+            some[MOST_SHOWN:] = ["…"]
+        padding = self.padded_tokens - self.num_tokens
+        return (
+            f"ForwardPlan({'over' if self.is_over else 'open'}: {self.num_tokens} tokens"
+            f"{f' and {padding} of padding' if padding else ''}, {len(counts)} requests"
+            f"{': ' if some else ''}{', '.join(some)})"
+        )
 
     def mark_appended(self, layers: Iterable[int] | None = None) -> None:
         """What Python does not see, the replay of a captured graph or a kernel of the engine's own,

@@ -141,6 +141,15 @@ class CacheSchema:
     index_format: RecordFormat
     hca_state: HcaState
 
+    def __repr__(self) -> str:
+        return (
+            f"CacheSchema({self.model.name}: {len(self.layers)} layers, blocks of "
+            f"{self.block_tokens} tokens and {self.block_bytes:,} bytes, slots of "
+            f"{self.slot_bytes:,} bytes, entries {self.entry_format.name}, window "
+            f"{self.window_format.name}, index keys {self.index_format.name}, "
+            f"max_context={self.max_context}, layout {self.fingerprint[:12]})"
+        )
+
     @classmethod
     def build(
         cls,

@@ -33,6 +33,7 @@ from dsv4.tiers.tier import (
     foreign,
     wrong_size,
 )
+from dsv4.units import format_bytes
 
 log = logging.getLogger("dsv4.tiers")
 Sync = Literal["off", "each"]
@@ -83,6 +84,7 @@ class DiskTier(QueuedTier):
             raise InvalidInput(f"root={root!r}: give the path of a directory of its own")
         super().__init__(name, limits or Limits(threads=4))
         self._capacity_bytes = require_count("capacity_bytes", capacity_bytes)
+        self._where = f"{root}, {format_bytes(capacity_bytes)}"
         self._durable, self._direct = sync == "each", direct
         self._shelves = Shelves(Path(root), durable=self._durable, calls=calls)
         try:

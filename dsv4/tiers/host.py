@@ -17,6 +17,7 @@ from dsv4.tiers.leaves import Leaves
 from dsv4.tiers.record import Key, Kind, Label, Parts, Record, Refusal, Region
 from dsv4.tiers.sizes import UNIT_BYTES
 from dsv4.tiers.tier import DONE, DROPPED, MISSING, Limits, Outcome, QueuedTier
+from dsv4.units import format_bytes
 
 MOST_LOST = 65_536  # keys that are remembered because the tier had no room for them
 PASSING = 8  # the part of the memory that records on their way elsewhere may clear
@@ -62,6 +63,7 @@ class HostTier(QueuedTier):
             )
         super().__init__(name, limits or Limits(threads=1))
         self._memory = _memory(units * UNIT_BYTES)
+        self._where = format_bytes(units * UNIT_BYTES)
         self._extents = Extents(units)
         self._rows: Leaves[HostRow] = Leaves()
         # Blocks that had to go or found no room: what leans on one cannot be reached, and is not

@@ -62,6 +62,7 @@ class MooncakeTier(QueuedTier):
         address_of = re.fullmatch(r".+:([0-9]{1,5})", master) if isinstance(master, str) else None
         if address_of is None or not 0 < int(address_of[1]) < 1 << 16:
             raise InvalidInput(f"master={master!r}: give its address as host:port")
+        self._where = master
         self._master, buffer = master, _LOCAL_BUFFER_BYTES
         self._setup = (host, metadata, segment_bytes, buffer, protocol, devices, master)
         self._connecting = threading.Lock()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -70,6 +71,8 @@ class ObjectTier(QueuedTier):
             )
         except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
             raise InvalidInput(f"{url!r} is no place for objects: {error}") from error
+        place = urlsplit(url)
+        self._where = f"{place.scheme}://{place.netloc.rpartition('@')[2]}{place.path}"
 
     def _look(self, labels: Sequence[Label]) -> Sequence[bool]:
         # one request after the other, each of them in time, may take as long as they like together

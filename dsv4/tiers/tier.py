@@ -257,6 +257,7 @@ class QueuedTier(ABC):
 
     chunk = 1  # records of a job
     look_chunk = 0  # labels of a lookup's job; 0: as many
+    _where = ""  # for people: what an implementation keeps where, without locks and credentials
     keeps_order = False  # whether `_use` is to be told what came through
 
     def __init__(self, name: str, limits: Limits) -> None:
@@ -285,7 +286,8 @@ class QueuedTier(ABC):
         refuse_after_fork(self)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__} {self._name!r}"
+        where = f": {self._where}" if self._where else ""
+        return f"{type(self).__name__}({self._name!r}{where})"
 
     @property
     def name(self) -> str:

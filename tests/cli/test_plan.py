@@ -169,15 +169,28 @@ def test_help_names_every_format_there_is() -> None:
         assert all(name in texts[option] for name in formats)
 
 
-def test_python_runs_the_command_too() -> None:
+@pytest.mark.parametrize("module", ["dsv4", "dsv4.cli"])
+def test_python_runs_the_command_too(module: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "dsv4.cli", "--version"],
+        [sys.executable, "-m", module, "--version"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
     assert done.stdout == f"dsv4 {dsv4.__version__}\n"
+
+
+def test_python_runs_the_command_by_its_name_and_ends_with_its_code() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dsv4", "plan", "--nonsense"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "Usage: dsv4 plan" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -239,3 +241,16 @@ def test_models_without_weights_and_wrapped_ones_are_told_of() -> None:
             attempt(empty, max_batch=1, max_context=64)  # type: ignore[operator]
         with pytest.raises(InvalidInput, match=r"give model.get_base_model\(\)"):
             attempt(wrapped, max_batch=1, max_context=64)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("missing", ["transformers", "transformers.models.deepseek_v4"])
+def test_without_transformers_or_with_one_that_has_no_v4_the_extra_is_named(missing: str) -> None:
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None\n"
+        "from dsv4 import MissingExtra\n"
+        "try:\n    import dsv4.integrations.transformers.engine\n"
+        "except MissingExtra as error:\n    print(error)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "transformers 5.17 or newer" in ran.stdout, ran.stderr
+    assert "pip install 'dsv4[transformers]'" in ran.stdout

@@ -49,6 +49,10 @@ class Suspended:
     def stored(self) -> bool | None:
         return self._kept if self._parcel is None else self._parcel.stored
 
+    def __repr__(self) -> str:
+        how = {None: "being stored", True: "stored", False: "not stored"}[self.stored]
+        return f"Suspended({self.tokens} tokens, {how})"
+
 
 @dataclass(slots=True, eq=False)
 class _Going:

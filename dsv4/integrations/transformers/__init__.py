@@ -1,5 +1,15 @@
 """DeepSeek-V4 of Hugging Face transformers on this cache."""
 
+from dsv4.errors import MissingExtra
+
+try:
+    import transformers.models.deepseek_v4 as _v4  # noqa: F401
+except ImportError as error:
+    raise MissingExtra(
+        f"this integration needs transformers 5.17 or newer ({error}): install it with "
+        f"pip install 'dsv4[transformers]'"
+    ) from error
+
 from dsv4.integrations.transformers.accelerate import accelerate, restore
 from dsv4.integrations.transformers.engine import Engine, Job
 from dsv4.integrations.transformers.paged_cache import PagedCache, transformers_cache_bytes
