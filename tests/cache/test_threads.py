@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dsv4.cache.guard import Turn
 from dsv4.cache.manager import KVCacheManager
@@ -208,6 +210,24 @@ def test_a_call_from_the_middle_of_another_one_is_told_so(monkeypatch: pytest.Mo
     plan = manager.prepare_forward([(request, 1)])
     assert len(found) == 2
     manager.commit(plan, partial=True)
+
+
+def test_a_call_of_a_handle_keeps_nothing_that_it_was_given():
+    """Not even until it is collected: it may be the largest tensor of a step."""
+    stack = tiny_stack(max_requests=2)
+    request = stack.manager.admit_request(8)
+    plan = stack.manager.prepare_forward([(request, 8)])
+    handle = stack.manager.acquire(0, plan)
+    kv = torch.zeros((8, stack.schema.model.head_dim), dtype=torch.bfloat16)
+    gone = weakref.ref(kv)
+    gc.disable()
+    try:
+        handle.append(kv, weights=stack.weights[0])
+        del kv
+        assert gone() is None
+    finally:
+        gc.enable()
+    stack.manager.fail(plan)
 
 
 def test_nobody_recovers_while_a_handle_is_used(monkeypatch: pytest.MonkeyPatch):
