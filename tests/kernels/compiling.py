@@ -235,19 +235,25 @@ def run_apart(module: str, *case: str) -> Any:
     return json.loads(printed.splitlines()[-1])
 
 
-def _run_apart(module: str, *case: str) -> tuple[int, str, str]:
+def environment() -> dict[str, str]:
+    """Of a process that compiles."""
     # torch sets the last one itself, sooner or later
     left_out = ("TRITON_INTERPRET", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
-    environment = {k: v for k, v in os.environ.items() if k not in left_out}
-    if other := environment.get("DSV4_COMPILING_TRITON"):
-        environment["PYTHONPATH"] = os.pathsep.join([other, os.environ.get("PYTHONPATH", "")])
-    if "RECORD_PTX" in environment:  # tools/record_ptx.py runs in the place of `python`
+    kept = {k: v for k, v in os.environ.items() if k not in left_out}
+    if other := kept.get("DSV4_COMPILING_TRITON"):
+        kept["PYTHONPATH"] = os.pathsep.join([other, kept.get("PYTHONPATH", "")])
+    return kept
+
+
+def _run_apart(module: str, *case: str) -> tuple[int, str, str]:
+    variables = environment()
+    if "RECORD_PTX" in variables:  # tools/record_ptx.py runs in the place of `python`
         command = [sys.executable, "-m", module, *case]
         done = subprocess.run(
-            command, cwd=_ROOT, env=environment, capture_output=True, text=True, check=False
+            command, cwd=_ROOT, env=variables, capture_output=True, text=True, check=False
         )
         return done.returncode, done.stdout, done.stderr
-    told, heard = _server(tuple(sorted(environment.items())))
+    told, heard = _server(tuple(sorted(variables.items())))
     told.write(json.dumps([module, *case]) + "\n")
     told.flush()
     code, printed, errors = json.loads(heard.readline())

@@ -4,7 +4,6 @@ when anything is another that their binaries depend on."""
 from __future__ import annotations
 
 import json
-import os
 import pkgutil
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.compiling import run_apart
+from tests.kernels.compiling import environment, run_apart
 
 APPEND = "dsv4.kernels.append._append_kernel"
 WRITE = "dsv4.kernels.write_records._write_records_kernel"
@@ -32,12 +31,10 @@ def found(*case: str) -> Any:
 
 
 def test_keys_do_not_depend_on_the_process_nor_on_the_order_in_which_they_are_asked_for() -> None:
-    left_out = ("TRITON_INTERPRET", "PYTHONHASHSEED")
-    environment = {k: v for k, v in os.environ.items() if k not in left_out}
     other = subprocess.run(
         [sys.executable, "-m", "tests.kernels.test_cache_key", "down"],
         cwd=Path(__file__).parents[2],
-        env={**environment, "PYTHONHASHSEED": "7"},
+        env={**environment(), "PYTHONHASHSEED": "7"},
         capture_output=True,
         check=True,
     )
