@@ -132,8 +132,13 @@ class DiskTier(QueuedTier):
 
     def _is_there(self, label: Label) -> bool:
         """Asked from the file system by name, which knows what all processes wrote."""
-        exists = self._shelves.exists
-        return exists(label.key) or (self._renewed() and exists(label.key))
+        exists, looked_in = self._shelves.exists, self._shelves.fd
+        return exists(label.key) or (self._is_another(looked_in) and exists(label.key))
+
+    def _is_another(self, looked_in: int) -> bool:
+        """Whether another directory is used than that, which was taken away: since this call, or
+        since another thread's."""
+        return self._renewed() or self._shelves.fd != looked_in
 
     def _renewed(self) -> bool:
         """Whether the directory had been taken away: then another is used."""
@@ -168,10 +173,11 @@ class DiskTier(QueuedTier):
         return outcome
 
     def _open(self, key: Key) -> int:
+        looked_in = self._shelves.fd
         try:
             return self._shelves.open(key, self._flags)
         except FileNotFoundError:
-            if not self._renewed():
+            if not self._is_another(looked_in):
                 raise
         return self._shelves.open(key, self._flags)
 
