@@ -22,7 +22,6 @@ from dsv4.tiers import disk as disk_module
 from dsv4.tiers.disk import DiskTier
 from dsv4.tiers.record import Key, Kind, Label
 from dsv4.tiers.shelves import Shelves
-from dsv4.tiers.sizes import HEADER_BYTES
 from dsv4.tiers.tier import Limits, State
 from tests.support.tiers import (
     BLOCK_TOKENS,
@@ -45,11 +44,7 @@ from tests.support.tiers import (
     until,
     wait,
 )
-from tests.tiers.test_disk import idle, opened, small_disk
-
-UNIT = 4096
-ROW = UNIT - HEADER_BYTES
-ROOMY = 64 << 20
+from tests.tiers.test_disk import ROOMY, ROW, UNIT, idle, opened, small_disk
 
 
 @pytest.fixture
