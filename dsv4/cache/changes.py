@@ -212,7 +212,7 @@ class Guarded(Protocol):
     @property
     def guard(self) -> Guard: ...
 
-    def release_deferred(self) -> None:
+    def _release_deferred(self) -> None:
         """Releases what `Guard.defer` was given."""
 
 
@@ -222,8 +222,8 @@ G = TypeVar("G", bound=Guarded)
 def changes(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P], R]:
     """A call that changes its manager: it has a `Change`, and no other call is inside meanwhile.
 
-    Not a `with` block in each call: a `with` ends by a call, after which Python handles signals, and
-    a result that was finished would be lost. Here one instruction leaves, and the next returns.
+    Not a `with` block in each call: a `with` ends by a call, after which Python handles signals,
+    and a finished result would be lost. Here one instruction leaves, and the next one returns.
     """
     name = method.__name__
 
@@ -232,7 +232,7 @@ def changes(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P
         guard.enter(name)
         try:
             if guard.deferred:
-                self.release_deferred()
+                self._release_deferred()
             result = method(self, *args, **options)
         except Exception as error:
             guard.leave()

@@ -685,7 +685,7 @@ class KVCacheManager(Uncopied):
 
     @changes
     def _release_now(self) -> None:
-        """Every call that changes something begins with `release_deferred`; this is all it does."""
+        """Every call that changes something releases what is deferred; this does nothing else."""
 
     def _require_free(self, call: str) -> None:
         """For calls that change nothing but read what others change. What is to go has gone."""
@@ -693,7 +693,7 @@ class KVCacheManager(Uncopied):
         if self.guard.deferred:
             self._release_now()
 
-    def release_deferred(self) -> None:
+    def _release_deferred(self) -> None:
         """What `release_later` has noted; each call that changes something begins with it."""
         deferred = self.guard.deferred
         for _ in range(len(deferred)):
@@ -1307,10 +1307,10 @@ class KVCacheManager(Uncopied):
         with ids generate; without one they are ignored.
 
         Every layer, draft layers excepted, must have appended what is kept; the replay of a
-        captured graph is told by `plan.mark_appended`. With `partial` layers may lack the step:
-        its requests are then known to be incomplete from `request.incomplete_from` on, and nothing from
-        there on is cached, offered or continued until a rewind takes it back. A step in which an
-        append raised cannot be committed at all: `fail` it. Raises PlanError, InvalidInput.
+        captured graph is noted by `plan.mark_appended`. With `partial` layers may lack the step:
+        its requests are then incomplete from `request.incomplete_from` on, and nothing from there
+        on is cached, offered or continued until a rewind takes it back. A step in which an append
+        raised cannot be committed at all: `fail` it. Raises PlanError, InvalidInput.
         """
         require_flag("partial", partial)
         self._require_turn(plan, "commit")

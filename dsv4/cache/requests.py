@@ -170,8 +170,10 @@ class Request(Uncopied):
     def has_exact_state(self) -> bool:
         """Whether the rings at `length` are those of a cold run: not before the first token, nor in
         the middle of a replay."""
-        exact_from = self.rings_exact_from
-        return exact_from is not None and self.length >= max(1, exact_from, self.reused_tokens)
+        rings_exact_from = self.rings_exact_from
+        return rings_exact_from is not None and self.length >= max(
+            1, rings_exact_from, self.reused_tokens
+        )
 
     @property
     def is_torn(self) -> bool:

@@ -74,13 +74,8 @@ def everything(manager: KVCacheManager) -> dict[str, Any]:
         "requests": {
             s: (
                 *(id(r), r.slot, r.length, list(r.block_ids), r.published_blocks, r.released),
-                *(
-                    r.written_tokens,
-                    r.reused_tokens,
-                    r.rings_exact_from,
-                    r.resume,
-                    r.incomplete_from,
-                ),
+                *(r.written_tokens, r.reused_tokens, r.rings_exact_from),
+                *(r.resume, r.incomplete_from),
                 None if r.trail is None else (r.trail.ids.tolist(), list(r.trail.chain)),
             )
             for s, r in table.live.items()

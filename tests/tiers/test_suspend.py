@@ -11,7 +11,7 @@ import torch
 
 from dsv4.cache.prefix.options import zero
 from dsv4.cache.schema import CacheSchema, HcaState
-from dsv4.cache.transfers.state_layout import StateLayout
+from dsv4.cache.state import StateLayout
 from dsv4.errors import InvalidInput, RequestError
 from dsv4.model import ModelSpec
 from dsv4.tiers.host import HostTier

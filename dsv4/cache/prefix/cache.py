@@ -462,8 +462,8 @@ class PrefixCache:
         """Whether the state at a boundary is exact, asked for by the policy, and can be kept."""
         return (
             self.pool.rows > 0
-            and (exact_from := request.rings_exact_from) is not None
-            and boundary >= exact_from
+            and (rings_exact_from := request.rings_exact_from) is not None
+            and boundary >= rings_exact_from
             and self.options.policy.wants(boundary, trail.prompt_tokens, self.schema.block_tokens)
         )
 
