@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from dsv4.cache.guard import Uncopied
+from dsv4.cache.changes import Uncopied
 
 
 class Polled(Uncopied, ABC):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4.cache.guard import Uncopied
+from dsv4.cache.changes import Uncopied
 from dsv4.cache.prefix.snapshots import WideCaptures
 from dsv4.cache.requests import Growth, Request
 from dsv4.cache.schema import CacheSchema
@@ -256,6 +256,15 @@ def require_layers(layers: object, num_layers: int) -> list[int]:
         if not is_whole(layer) or not 0 <= layer < num_layers:
             raise InvalidInput(f"layer {layer!r} of a model with {num_layers} layers")
     return [int(layer) for layer in chosen]
+
+
+class PlanOptions(TypedDict, total=False):
+    """What `prepare_forward` may be asked for, but for steps that overlap."""
+
+    pad_tokens: int | None
+    pad_requests: int | None
+    drafts: int
+    chunks_apart: bool
 
 
 class StepOptions(TypedDict):

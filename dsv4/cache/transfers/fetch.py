@@ -123,7 +123,7 @@ class Fetches:
         trail.hash_blocks(blocks)
         cached = fetch.cached_blocks = len(prefix.index.match(trail, blocks))
         if cached:
-            fetch.pin = prefix.pin(trail, [], lasting=False)
+            fetch.pin = prefix.pin(trail, lasting=False)
         wanted = [labels.of_block(trail, block) for block in range(cached, blocks)]
         items = self._take_blocks(fetch, (yield from self._look(fetch, wanted)))
         yield from fetch.loading.bring(items)
