@@ -132,7 +132,7 @@ class TritonBackend:
         _run(call, self._wide_attend, self._narrow_attend)
 
     def _narrow_attend(self, call: Attention) -> None:
-        # few whole queries have the bits of many only where both are Hopper's
+        # few batch-invariant queries have the bits of many only if both kernels are Hopper's
         alike = self._attend is not None and self._attend.module is not None
         _run(call, self._whole_attend if alike else None, self._single_attend)
 
@@ -153,9 +153,9 @@ class TritonBackend:
 
 
 class _Own:
-    """An operation's kernel for one architecture, or one of its sorts beside it: `wide` for chunks,
-    `whole` for few whole queries. It is written in Gluon, which changes with every Triton: `module`
-    is None once it could not be imported or compiled."""
+    """An operation's kernel for one architecture, or a variant of it: `wide` for chunks, `whole`
+    for few batch-invariant queries. It is written in Gluon, which changes with every Triton:
+    `module` is None once it could not be imported or compiled."""
 
     def __init__(self, operation: str, sort: Sort | None = None) -> None:
         self.operation, self.sort = operation, sort
@@ -163,11 +163,12 @@ class _Own:
         try:
             name = f"{operation}_{sort}" if sort else operation
             self.module = import_module(f"dsv4.kernels.hopper.{name}")
-        except Exception as error:  # whatever a new Gluon does to decorators
+        except Exception as error:  # whatever a new Gluon raises in its decorators
             self.leave(error)
 
     def leave(self, error: Exception) -> None:
-        """From now on another kernel runs. It computes the same; it is slower here."""
+        """From now on another kernel runs. It computes the same result but is slower on this
+        GPU."""
         self.module = None
         LOGGER.info("Hopper's kernel of %s cannot be compiled", self.operation, exc_info=error)
         what, instead = self.operation, "the portable one"
@@ -187,14 +188,15 @@ class _Own:
 
 
 def _beside(own: _Own | None, sort: Sort) -> _Own | None:
-    """The kernel of a sort beside an operation's own: where Gluon lacks what that needs to be
-    imported, this is not tried."""
+    """A variant of an operation's kernel. It is not attempted where the base kernel could not be
+    imported, because it imports that one."""
     return None if own is None or own.module is None else _Own(own.operation, sort)
 
 
 def _run(call: Call, own: _Own | None, portable: Callable[[Call], None]) -> None:
-    """A kernel is compiled before it is launched, so one that cannot be has written nothing, and
-    the one in front of it workspace alone."""
+    """Tries a special kernel. A kernel is compiled before it is launched, so one that cannot be
+    compiled has written no output; an earlier launch of the same call may have written
+    workspace."""
     if own is not None and own.module is not None and own.module.supports(call):
         try:
             getattr(own.module, own.operation)(call)
