@@ -20,7 +20,7 @@ from dsv4.kernels.compress import (
     KEY_FIELDS,
     Compressor,
     compress,
-    compressor_share,
+    compressor_launch,
     is_kept,
     ring_at,
     tail_rank,
@@ -117,8 +117,8 @@ def append_launch(
 ) -> Launch:
     """With `stage` the window rows that precede each chunk are saved, and the step's own rows are
     not stored."""
-    main = compressor_share(step, _of_kind(compressors, "main"))
-    index = compressor_share(step, _of_kind(compressors, "index"))
+    main = compressor_launch(step, _of_kind(compressors, "main"))
+    index = compressor_launch(step, _of_kind(compressors, "index"))
     window_arguments, window_constants = _window_arguments(step, window, stage)
     constants = {"WINDOW": window_constants, "MAIN": main.constants, "INDEX": index.constants}
     with_tails = any(

@@ -41,8 +41,8 @@ def cache_key(kernel: Any) -> str:
                     cache_key(value)
             kernel.hash = None  # may have been made before the keys of the functions it calls
             unseen = sorted({text for name, value in used if (text := _unseen(name, value))})
-            told = repr((kernel.cache_key, unseen))
-            kernel.hash = hashlib.sha256(told.encode()).hexdigest()
+            facts = repr((kernel.cache_key, unseen))
+            kernel.hash = hashlib.sha256(facts.encode()).hexdigest()
         key: str = kernel.cache_key
         return key
 

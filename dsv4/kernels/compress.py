@@ -124,7 +124,7 @@ class Compressor(NamedTuple):
 KEY_FIELDS = 4
 
 
-class Share(NamedTuple):
+class CompressorLaunch(NamedTuple):
     """What a compressor adds to a launch."""
 
     programs: int
@@ -161,12 +161,12 @@ class Place(NamedTuple):
     sin: Any
 
 
-def compressor_share(step: StepTensors, write: CompressorWrite | None) -> Share:
+def compressor_launch(step: StepTensors, write: CompressorWrite | None) -> CompressorLaunch:
     """An empty share, without programs, where a layer has no such compressor."""
     nothing: Tensor = step.rope
     if write is None:
         unread = (step.batch, *[nothing] * 6, step.arrived, *[0] * 11, nothing, nothing, 0, 0)
-        return Share(0, Compressor._make(unread), None)
+        return CompressorLaunch(0, Compressor._make(unread), None)
     layout, items, keys = write.layout, write.items.shape[0], write.layout.key_page
     items_per_program = splits = 1
     if layout.online:
@@ -243,7 +243,7 @@ def compressor_share(step: StepTensors, write: CompressorWrite | None) -> Share:
         key_data_offset=0 if keys is None else keys.offset_bytes,
         key_scale_offset=0 if keys is None else keys.scale_offset_bytes,
     )
-    return Share(work_programs + tail_programs, arguments, constants)
+    return CompressorLaunch(work_programs + tail_programs, arguments, constants)
 
 
 def _rows(ring: Ring | None) -> int:

@@ -46,15 +46,15 @@ class Launch(NamedTuple):
         grid without programs launches nothing."""
         if not all(self.grid):
             return
-        heard = _listening.heard
-        if heard is None:
+        recorder = _recording.recorder
+        if recorder is None:
             self._run()
-        elif isinstance(heard, Collection):
-            heard.take(self)
+        elif isinstance(recorder, Collection):
+            recorder.take(self)
         else:
-            with heard.paused():
+            with recorder.paused():
                 self._run()
-            heard.launches.append(self)
+            recorder.launches.append(self)
 
     def _run(self) -> None:
         if INTERPRETED.value:
@@ -72,7 +72,7 @@ class Launch(NamedTuple):
     def binary(self) -> tuple[Any, tuple[Any, ...]]:
         """What Triton compiled for this launch, and the constants that follow the arguments. The
         first launch of a specialization compiles it."""
-        key = self.kind()
+        key = self.specialization()
         found = _binaries.get(key)
         if found is None:
             names = self.kernel.arg_names[len(self.arguments) :]
@@ -80,12 +80,12 @@ class Launch(NamedTuple):
             found = _binaries[key] = compiled(self), constants
         return found
 
-    def kind(self) -> tuple[Any, ...]:
+    def specialization(self) -> tuple[Any, ...]:
         """Launches of one kind run the same binary. The kind consists of the device, the kernel,
         its constants and, because Triton specialises on them, each argument's type, its alignment
         and whether it is 1; for arguments that a kernel does not specialise on, only whether they
         have 32 bits."""
-        forms = [*map(_specialization, self.arguments)]
+        forms = [*map(_form, self.arguments)]
         for at in _unspecialized(self.kernel):
             forms[at] = forms[at] >= _LONG
         return (
@@ -116,8 +116,8 @@ def compiled(launch: Launch) -> Any:
         return launch.kernel.warmup(*arguments, grid=launch.grid, **constants, **options)
     except _COMPILER_ERRORS as error:
         # errors of the device or its driver are not the compiler's
-        told = str(error)
-        if isinstance(error, torch.AcceleratorError) or "[CUDA]" in told or "[HIP]" in told:
+        text = str(error)
+        if isinstance(error, torch.AcceleratorError) or "[CUDA]" in text or "[HIP]" in text:
             raise
         name, target = launch.kernel.fn.__name__, compiled_for().name
         raise CompilationFailed(f"{name} cannot be compiled for {target}: {error}") from error
@@ -126,7 +126,7 @@ def compiled(launch: Launch) -> Any:
 _LONG = 4  # numbers outside this range need more than 32 bits
 
 
-def _specialization(argument: Any) -> Any:
+def _form(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, float):
@@ -152,8 +152,8 @@ def _unspecialized(kernel: Any) -> tuple[int, ...]:
     """The arguments that a kernel does not specialise on: its do_not_specialize."""
     places = _unspecialized_places.get(id(kernel))
     if places is None:
-        told = getattr(kernel, "kwargs", {})  # an interpreted kernel
-        given = getattr(kernel, "do_not_specialize", None) or told.get("do_not_specialize") or ()
+        options = getattr(kernel, "kwargs", {})  # an interpreted kernel
+        given = getattr(kernel, "do_not_specialize", None) or options.get("do_not_specialize") or ()
         names = getattr(kernel, "arg_names", ())
         places = tuple(at for at, name in enumerate(names) if name in given)
         _unspecialized_places[id(kernel)] = places
@@ -222,16 +222,16 @@ class Repetition:
         stream = driver.active.get_current_stream(self._device)
         for _, run, grid, function, metadata, arguments, moved in self._starts:
             given = list(arguments)
-            for at, nth, behind in moved:
-                given[at] = places[nth] + behind
+            for at, nth, offset in moved:
+                given[at] = places[nth] + offset
             run(*grid, stream, function, metadata, None, None, None, *given)
 
     def _interpret(self, tensors: Sequence[Tensor]) -> None:
         """The interpreter needs tensors, not addresses."""
         for start in self._starts:
             arguments = list(start.launch.arguments)
-            for at, nth, behind in start.moved:
-                arguments[at] = _view_like(arguments[at], tensors[nth], behind)
+            for at, nth, offset in start.moved:
+                arguments[at] = _view_like(arguments[at], tensors[nth], offset)
             start.launch._replace(arguments=tuple(arguments)).run()
 
 
@@ -243,7 +243,7 @@ def repeatable(
     than take views of them, or some of `tensors` share memory with the `fixed` ones, which always
     stay the same. All of them are on one device, which need not be the current one, now or
     later."""
-    if isinstance(_listening.heard, Collection):
+    if isinstance(_recording.recorder, Collection):
         call()
         return None
     with on_device(fixed[0].device):
@@ -253,24 +253,24 @@ def repeatable(
 def _repeatable(
     call: Callable[[], None], tensors: Sequence[Tensor], fixed: Sequence[Tensor]
 ) -> Repetition | None:
-    heard = _Heard()
-    before, _listening.heard = _listening.heard, heard
+    recorder = _Recorder()
+    before, _recording.recorder = _recording.recorder, recorder
     try:
-        with heard:
+        with recorder:
             call()
     finally:
-        _listening.heard = before
+        _recording.recorder = before
     storages: dict[int, int] = {}
     homes = [
         storages.setdefault(tensor.untyped_storage().data_ptr(), nth)
         for nth, tensor in enumerate(tensors)
     ]
     owned = {tensor.untyped_storage().data_ptr() for tensor in fixed}
-    if heard.more or not owned.isdisjoint(storages):
+    if recorder.did_more or not owned.isdisjoint(storages):
         return None
     firsts = [tensor.data_ptr() for tensor in tensors]
     starts = []
-    for launch in heard.launches:
+    for launch in recorder.launches:
         arguments, moved = [], []
         for at, argument in enumerate(launch.arguments):
             if not isinstance(argument, Tensor):
@@ -304,10 +304,10 @@ def _start(launch: Launch, arguments: list[Any], moved: tuple[tuple[int, int, in
     )
 
 
-def _view_like(view: Tensor, tensor: Tensor, behind: int) -> Tensor:
-    """Memory `behind` bytes after the start of `tensor`, in the form of `view`."""
+def _view_like(view: Tensor, tensor: Tensor, offset: int) -> Tensor:
+    """Memory `offset` bytes after the start of `tensor`, in the form of `view`."""
     storage = tensor.untyped_storage()
-    first = tensor.data_ptr() + behind - storage.data_ptr()
+    first = tensor.data_ptr() + offset - storage.data_ptr()
     empty = torch.empty(0, dtype=view.dtype, device=view.device)
     return empty.set_(storage, first // view.element_size(), view.shape, view.stride())
 
@@ -318,18 +318,18 @@ def _is_watched() -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
-class _Heard(TorchDispatchMode):
-    """The launches of a call, and whether it did `more` than launch and take views."""
+class _Recorder(TorchDispatchMode):
+    """The launches of a call, and whether it did more than launch and take views."""
 
     def __init__(self) -> None:
         super().__init__()
         self.launches: list[Launch] = []
-        self.more = False
+        self.did_more = False
         self._pauses = 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What a launch does itself, interpreted or compiled, is not counted as `more`."""
+        """What a launch does itself, interpreted or compiled, is not counted as `did_more`."""
         self._pauses += 1
         try:
             yield
@@ -338,17 +338,17 @@ class _Heard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._pauses and not func.is_view:
-            self.more = True
+            self.did_more = True
         return func(*args, **(kwargs or {}))
 
 
-class _Listening(threading.local):
+class _Recording(threading.local):
     """What records the launches of this thread, if anything does."""
 
-    heard: _Heard | Collection | None = None
+    recorder: _Recorder | Collection | None = None
 
 
-_listening = _Listening()
+_recording = _Recording()
 
 
 # ---- launching nothing -----------------------------------------------------------------------
@@ -363,15 +363,15 @@ class Collection:
         self.refused: dict[Any, TritonError] = {}
 
     def take(self, launch: Launch) -> None:
-        kind = launch.kind()
-        if kind in self.refused:
-            raise self.refused[kind]
-        self.launches.setdefault(kind, launch)
+        key = launch.specialization()
+        if key in self.refused:
+            raise self.refused[key]
+        self.launches.setdefault(key, launch)
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        before, _listening.heard = _listening.heard, self
+        before, _recording.recorder = _recording.recorder, self
         try:
             yield
         finally:
-            _listening.heard = before
+            _recording.recorder = before

@@ -35,8 +35,8 @@ def select_workspace_bytes(
     """fp32 scores of every entry that the block table can name, then what their kernel or top-k
     needs. It is enough for any number of entries up to `top_k` and more."""
     columns = keys.capacity
-    behind = max(score_bytes(rows), _top_k_bytes(rows, columns, top_k, block_entries))
-    return _aligned(4 * rows * columns) + behind
+    others = max(score_bytes(rows), _top_k_bytes(rows, columns, top_k, block_entries))
+    return _aligned(4 * rows * columns) + others
 
 
 def select(call: Selection, *, score: Callable[[Scoring], None], score_bytes: ScoreBytes) -> None:

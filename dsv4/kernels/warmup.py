@@ -190,8 +190,8 @@ def note_path(launch: Launch, job: Job) -> Path:
     key = cache_key(launch.kernel)
     target = TARGETS[job.target]
     named = sorted(job.constants.items()), sorted(target.options(**job.options).items())
-    told = (triton.__version__, key, launch.kind()[4:], named, target, settings)
-    text = repr(told)
+    facts = (triton.__version__, key, launch.specialization()[4:], named, target, settings)
+    text = repr(facts)
     return Path(knobs.cache.dir) / "dsv4" / hashlib.sha256(text.encode()).hexdigest()
 
 
