@@ -18,9 +18,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dsv4.cache.prefix.snapshot_layout import SnapshotLayout
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
-from dsv4.cache.transfers.state_layout import StateLayout
+from dsv4.cache.state import SnapshotLayout, StateLayout
 from dsv4.errors import InvalidInput, PoolTooSmall, require_count
 from dsv4.tiers.sizes import HEADER_BYTES, padded
 

@@ -168,7 +168,7 @@ class Fetches:
         self.open.append(fetch)
         self.started += 1
         if nodes:
-            fetch.pin = self._prefix.pin(trail, [], lasting=False)
+            fetch.pin = self._prefix.pin(trail, lasting=False)
         fetch.look = self._ask(labels)
         self.advance(fetch)
 

@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.cache.guard import LOGGER
+from dsv4.cache.changes import LOGGER
 from dsv4.cache.prefix.cache import Fresh, PrefixCache, PrefixMatch
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request, RequestTable
+from dsv4.cache.state import StateLayout, copy_payload
 from dsv4.cache.stats import TransferStats
 from dsv4.cache.transfers.aside import Aside
 from dsv4.cache.transfers.copies import Copies, Mark
 from dsv4.cache.transfers.courier import Courier, Parcel
 from dsv4.cache.transfers.fetch import Fetch, Fetches
 from dsv4.cache.transfers.labels import Labels
-from dsv4.cache.transfers.state_layout import StateLayout, spread
 from dsv4.errors import InvalidInput
 from dsv4.tiers.host import HostRow, HostTier
 from dsv4.tiers.record import Key, Kind, Label
@@ -275,7 +275,7 @@ class Transfers:
         assert trail is not None
         self.suspended += 1
         parcel = None
-        if length >= max(1, request.exact_from, request.reused_tokens):
+        if request.has_exact_state:
             label = self.labels.of_state(trail, length)
             row = self.host.take(label)
             if row is not None:
@@ -310,7 +310,7 @@ class Transfers:
         def fill() -> None:
             payload = np.empty(layout.payload_bytes, dtype=np.uint8)
             layout.gather(slot.numpy(), block.numpy(), length, payload, written=written)
-            spread(payload, row.parts)
+            copy_payload(payload, row.parts)
 
         parcel.fill = fill
         mark.hold_back()
@@ -338,11 +338,11 @@ class Transfers:
         with_state: bool,
         poll: Callable[[Fetch], None],
         cancel: Callable[[Fetch], None],
-        arriving: list[object],
+        hand_out: Callable[[object], None],
     ) -> Fetch:
         self.pump()
         fetch = Fetch(trail, tokens, with_state=with_state, poll=poll, cancel=cancel)
-        arriving.append(fetch)
+        hand_out(fetch)
         self.fetches.start(fetch)
         return fetch
 

@@ -10,10 +10,9 @@ except ImportError as error:
         f"pip install 'dsv4[transformers]'"
     ) from error
 
-from dsv4.integrations.transformers.accelerate import accelerate, restore
+from dsv4.integrations.transformers.accelerate import accelerate, restore, speculation
+from dsv4.integrations.transformers.cache import PagedCache, transformers_cache_bytes
 from dsv4.integrations.transformers.engine import Engine, Job
-from dsv4.integrations.transformers.paged_cache import PagedCache, transformers_cache_bytes
-from dsv4.integrations.transformers.speculation import speculation
 
 __all__ = [
     "Engine",
