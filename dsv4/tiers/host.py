@@ -81,12 +81,13 @@ class HostTier(QueuedTier):
     def pin(self) -> None:
         """Pins the memory, so that a GPU can copy it directly, until the tier is closed or
         collected. Needs torch and a GPU."""
-        if self._unpin is None:
+        if self._unpin is None or not self._unpin.alive:
             from dsv4.tiers.pin import pin
 
-            # The driver must forget the memory before the system does: it would think that the
-            # addresses are in use, and fail when they are allocated again.
+            # The driver must forget the memory before the system does, when the process ends too:
+            # it would think that the addresses are in use, and fail when they are allocated again.
             self._unpin = weakref.finalize(self, pin(self._memory))
+            self._at_end(self._unpin)
 
     # ---- rows ------------------------------------------------------------------------------------
 
@@ -291,11 +292,6 @@ class HostTier(QueuedTier):
         with self._lock:
             for key in keys:
                 self._forget(key)
-
-    def _close(self) -> None:
-        if self._unpin is not None:
-            self._unpin()
-            self._unpin = None
 
 
 def _memory(size_bytes: int) -> memoryview:
