@@ -286,7 +286,7 @@ class World:
         manager.block_arena.bytes.numpy()[manager.table.allocator._free] = 0xFF
         manager.slot_arena.bytes.numpy()[manager.table.free_slots] = 0xFF
         assert manager.prefix is not None
-        manager.prefix.pool.bytes.numpy()[manager.prefix._free_rows] = 0xFF
+        manager.prefix.pool.bytes.numpy()[manager.prefix.rows._free] = 0xFF
 
     def check_all(self) -> None:
         self.manager.check_invariants()
