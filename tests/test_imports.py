@@ -42,7 +42,7 @@ LAYOUT = {
 TORCH_FREE = {
     *LAYOUT,
     "dsv4.cache.allocator",
-    "dsv4.cache.guard",
+    "dsv4.cache.changes",
     "dsv4.cache.requests",
     "dsv4.cache.prefix.index",
     "dsv4.cache.prefix.options",

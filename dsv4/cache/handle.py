@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache import checks
-from dsv4.cache.guard import Uncopied, in_turn
+from dsv4.cache.changes import Uncopied, in_turn
 from dsv4.cache.memory import LayerMemory
 from dsv4.cache.pages import CompressorLayout
 from dsv4.cache.prefix.snapshots import WideCaptures

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4.cache.guard import Uncopied
+from dsv4.cache.changes import Uncopied
 from dsv4.cache.prefix.snapshots import WideCaptures
 from dsv4.cache.requests import Growth, Request
 from dsv4.cache.schema import CacheSchema

@@ -142,7 +142,7 @@ def test_restarting_forgets_what_was_written():
     resume = Resume(start=128, reused_tokens=256, end=300, source="replay")
     made.restart(request, resume)
     assert (request.length, request.written_tokens) == (128, 128)
-    assert (request.reused_tokens, request.exact_from) == (256, 256)
+    assert (request.reused_tokens, request.rings_exact_from) == (256, 256)
     assert request.resume is resume
 
 
@@ -155,7 +155,7 @@ def test_a_fork_is_where_its_parent_is():
     fork = made.fork(parent, made.free_slots[-1], list(parent.block_ids))
     made.enlist(fork)
     assert (fork.slot, fork.length, fork.written_tokens) == (1, 140, 140)
-    assert (fork.reused_tokens, fork.exact_from) == (256, 256)
+    assert (fork.reused_tokens, fork.rings_exact_from) == (256, 256)
     assert fork.published_blocks == 0
     made.check_invariants()
 

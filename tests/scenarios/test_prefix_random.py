@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.pages import CompressorLayout
-from dsv4.cache.prefix.cache import PinnedPrefix
 from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
+from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, HcaState

@@ -196,7 +196,7 @@ def test_what_can_not_be_suspended_says_why():
     run_to(stack, known, text.stream, 150)
     with pytest.raises(InvalidInput, match="100 of the 150 token ids"):
         stack.manager.suspend(known)
-    stack.manager.tell(known, text.ids[100:150])
+    stack.manager.supply_ids(known, text.ids[100:150])
     stack.manager.suspend(known)
     with pytest.raises(RequestError, match="released"):
         stack.manager.suspend(known)

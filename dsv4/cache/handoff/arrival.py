@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dsv4.cache.guard import Uncopied
+from dsv4.cache.changes import Uncopied
 from dsv4.errors import OfferError, RecoveryNeeded, ThreadError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4.cache.guard import LOGGER
+from dsv4.cache.changes import LOGGER
 from dsv4.cache.handoff.arrival import Arrival
 from dsv4.cache.handoff.lease import Lease, Leases, new_name, taken_note
 from dsv4.cache.handoff.link import Link, Memory, Read, Spans, Where

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.allocator import BlockAllocator
-from dsv4.cache.guard import LOGGER
+from dsv4.cache.changes import LOGGER
 from dsv4.cache.prefix.index import PrefixIndex, PrefixNode
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.pins import Pins
@@ -142,12 +142,12 @@ class PrefixCache:
         nodes[first:] = [self.index.get(digest) for digest in trail.chain[first:blocks]]
         return self._resume_behind(nodes, blocks, len(trail.ids)).resume
 
-    def tell(self, request: Request, ids: Ids, slot: Tensor, adopt: Adopt) -> None:
+    def supply_ids(self, request: Request, ids: Ids, slot: Tensor, adopt: Adopt) -> None:
         """Ids of tokens that a request has computed before they were known."""
         trail = request.trail
         assert trail is not None
         start = len(trail.ids)
-        sound = request.length if request.torn_from is None else request.torn_from
+        sound = request.length if request.incomplete_from is None else request.incomplete_from
         trail.learn(start, ids[: max(0, sound - start)])
         block_tokens = self.schema.block_tokens
         first, last = start // block_tokens, len(trail.ids) // block_tokens
@@ -177,10 +177,10 @@ class PrefixCache:
         """From where a request that has computed `length` tokens can reach them again."""
         blocks = length // self.schema.block_tokens
         trail = request.trail
-        if request.torn_from is not None:  # not all layers have the entries behind
-            blocks = min(blocks, request.torn_from // self.schema.block_tokens)
-        if request.inexact_from is not None:  # what lies behind is no cold run's
-            blocks = min(blocks, request.inexact_from // self.schema.block_tokens)
+        if request.incomplete_from is not None:  # not all layers have the entries behind
+            blocks = min(blocks, request.incomplete_from // self.schema.block_tokens)
+        if request.approximate_from is not None:  # what lies behind is no cold run's
+            blocks = min(blocks, request.approximate_from // self.schema.block_tokens)
         known = 0 if trail is None else min(blocks, len(trail.ids) // self.schema.block_tokens)
         nodes = [] if trail is None else self.index.match(trail, known)
         return self._resume_behind(nodes, blocks, length)
@@ -447,7 +447,8 @@ class PrefixCache:
         """Whether the state at a boundary is exact, asked for by the policy, and can be kept."""
         return (
             self.pool.rows > 0
-            and boundary >= request.exact_from
+            and (rings_exact_from := request.rings_exact_from) is not None
+            and boundary >= rings_exact_from
             and self.options.policy.wants(boundary, trail.prompt_tokens, self.schema.block_tokens)
         )
 

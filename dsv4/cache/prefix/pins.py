@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from dsv4.cache.prefix.index import PrefixIndex, PrefixNode
@@ -30,7 +30,11 @@ class Pins:
         self._block_ids: frozenset[int] | None = None  # what pins keep, once asked for
 
     def pin(
-        self, trail: TokenTrail, arriving: list[object], *, lasting: bool = True
+        self,
+        trail: TokenTrail,
+        hand_out: Callable[[object], None] | None = None,
+        *,
+        lasting: bool = True,
     ) -> PinnedPrefix:
         nodes = self._index.match(trail, len(trail.ids) // self._block_tokens)
         if not nodes:
@@ -39,7 +43,8 @@ class Pins:
         resumed = [node for node in reversed(nodes) if node.snapshot is not None][:2]
         kept = [nodes[-1], *resumed]
         pin = PinnedPrefix(len(nodes) * self._block_tokens, tuple(kept), lasting)
-        arriving.append(pin)
+        if hand_out is not None:
+            hand_out(pin)
         for node in kept:
             node.pins += 1
         self._standing.add(pin)

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
-from dsv4.cache.guard import LOGGER
+from dsv4.cache.changes import LOGGER
 from dsv4.cache.prefix.index import PrefixNode
 from dsv4.errors import Dsv4Error
 

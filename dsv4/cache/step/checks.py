@@ -69,7 +69,7 @@ def cut_replays(
     rows = [
         row
         for row in (starts < reused).nonzero()[0].tolist()
-        if shape.requests[row].inexact_from is not None
+        if shape.requests[row].approximate_from is not None
     ]
     if not rows:
         return False

@@ -169,7 +169,7 @@ class Fetches:
         self.open.append(fetch)
         self.started += 1
         if nodes:
-            fetch.pin = self._prefix.pins.pin(trail, [], lasting=False)
+            fetch.pin = self._prefix.pins.pin(trail, lasting=False)
         fetch.look = self._ask(labels)
         self.advance(fetch)
 

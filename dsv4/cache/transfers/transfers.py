@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.cache.guard import LOGGER
+from dsv4.cache.changes import LOGGER
 from dsv4.cache.prefix.cache import Fresh, PrefixCache, PrefixMatch
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request, RequestTable
@@ -275,7 +275,7 @@ class Transfers:
         assert trail is not None
         self.suspended += 1
         parcel = None
-        if length >= max(1, request.exact_from, request.reused_tokens):
+        if request.has_exact_state:
             label = self.labels.of_state(trail, length)
             row = self.host.take(label)
             if row is not None:
@@ -338,11 +338,11 @@ class Transfers:
         with_state: bool,
         poll: Callable[[Fetch], None],
         cancel: Callable[[Fetch], None],
-        arriving: list[object],
+        hand_out: Callable[[object], None],
     ) -> Fetch:
         self.pump()
         fetch = Fetch(trail, tokens, with_state=with_state, poll=poll, cancel=cancel)
-        arriving.append(fetch)
+        hand_out(fetch)
         self.fetches.start(fetch)
         return fetch
 

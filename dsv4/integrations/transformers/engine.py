@@ -313,7 +313,7 @@ class Engine:
         if request is None or request.released:
             return
         is_kept = self._manager.transfers is None and request.trail is not None
-        if is_kept and not request.is_torn and request.torn_from is None and request.length:
+        if is_kept and not request.is_torn and request.incomplete_from is None and request.length:
             ids = np.asarray(job.tokens[: request.length], dtype=np.int64)
             self._forward.caches.idle.keep(KnownRow(request=request, ids=ids))
         else:

@@ -112,7 +112,7 @@ class KnownRow:
         trail = self.request.trail
         known = 0 if trail is None else len(trail.ids)
         if known < self.request.length:
-            manager.tell(self.request, self.ids[known:])
+            manager.supply_ids(self.request, self.ids[known:])
 
 
 def known_rows(requests: Sequence[Request], history: History) -> Iterator[KnownRow]:
@@ -123,7 +123,7 @@ def known_rows(requests: Sequence[Request], history: History) -> Iterator[KnownR
     ids, mask = np.asarray(history.ids.cpu()), np.asarray(history.mask.cpu())
     for row, request in enumerate(requests):
         tokens = ids[row][mask[row]]
-        if request.released or request.trail is None or request.torn_from is not None:
+        if request.released or request.trail is None or request.incomplete_from is not None:
             continue
         if request.is_torn or len(tokens) != request.length or (tokens == UNKNOWN_ID).any():
             continue
