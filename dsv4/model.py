@@ -221,6 +221,21 @@ class ModelSpec:
         return PRESETS[name]
 
     @classmethod
+    def load(cls, name: str | Path) -> ModelSpec:
+        """A preset by its name, or the model that a config.json describes, by its path: whatever
+        has a directory, ends in .json or exists. Raises ConfigError."""
+        if not isinstance(name, str | Path):
+            raise ConfigError(
+                f"a model is {type(name).__name__}: give the name of a preset, the path of a "
+                f"config.json, or a ModelSpec"
+            )
+        path = Path(name)
+        is_file = path.suffix == ".json" or len(path.parts) > 1 or path.exists()
+        if name not in PRESETS and is_file:
+            return cls.from_config(path)
+        return cls.preset(str(name))
+
+    @classmethod
     def from_config(cls, config: str | Path | Mapping[str, Any]) -> ModelSpec:
         """Reads transformers' `config.json` (model_type deepseek_v4 or deepseek_v41) or DeepSeek's
         own `inference/config.json`, as a path or as the parsed dict.

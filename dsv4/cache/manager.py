@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from dsv4.cache.prefix.snapshots import SnapshotPool
 from dsv4.cache.prefix.trail import TokenIds, TokenTrail, token_ids
 from dsv4.cache.prepare_forward import (
     ForwardPlan,
+    PlanOptions,
     StepOptions,
     check_step,
     fill_new_blocks,
@@ -1236,6 +1237,31 @@ class KVCacheManager(Uncopied):
         self.guard.change.hand_out(plan)
         self.open_plans.append(plan)
         return plan
+
+    @contextmanager
+    def step(
+        self, steps: Sequence[Step], *, ids: TokenIds | None = None, **options: Unpack[PlanOptions]
+    ) -> Iterator[ForwardPlan]:
+        """A step from beginning to end: `with manager.step([(request, n)], ids=ids) as plan`.
+
+        The plan is that of `prepare_forward`, which takes the same options. The end of the block
+        commits it, with the `ids` of its tokens. Who keeps fewer tokens, of drafts, calls `commit`
+        in the block. After an exception in the block, or in that commit, whatever it was, the plan
+        has failed (`fail`), after a `recover` if it came in the middle of a call, and the exception
+        comes through. For steps that overlap use `prepare_forward`. Raises what the three raise.
+        """
+        plan = self.prepare_forward(steps, **options)
+        try:
+            yield plan
+            if not plan.done:
+                self.commit(plan, ids=ids)
+        except BaseException:
+            with suppress(ThreadError, RecoveryNeeded):  # another thread is inside: it stays open
+                if self.guard.is_shut:
+                    self.recover()
+                if not plan.done:
+                    self.fail(plan)
+            raise
 
     def warmup(
         self,

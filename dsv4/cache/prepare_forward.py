@@ -258,6 +258,15 @@ def require_layers(layers: object, num_layers: int) -> list[int]:
     return [int(layer) for layer in chosen]
 
 
+class PlanOptions(TypedDict, total=False):
+    """What `prepare_forward` may be asked for, but for steps that overlap."""
+
+    pad_tokens: int | None
+    pad_requests: int | None
+    drafts: int
+    chunks_apart: bool
+
+
 class StepOptions(TypedDict):
     """What of a plan its requests and lengths do not say."""
 

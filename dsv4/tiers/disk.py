@@ -9,17 +9,17 @@ import os
 import stat
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, get_args
 
 from dsv4.errors import InvalidInput, require_count
+from dsv4.tiers.health import Health
 from dsv4.tiers.index import Books, Index
 from dsv4.tiers.record import Key, Label, Reason, Record, Refusal
 from dsv4.tiers.shelves import Calls, Shelves, read_at
-from dsv4.tiers.survey import survey
+from dsv4.tiers.survey import Survey
 from dsv4.tiers.tier import (
     DONE,
     DROPPED,
@@ -50,7 +50,7 @@ _PASSING = {
 }
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _DISK = {*_FULL, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO}  # the next one meets it too
-_RECENT, _BROKEN = 32, 8  # so many different records of the last ones: it is the disk
+_RECENT, _BROKEN = 32, 8  # records, and failures of different ones among them: it is the disk
 
 
 class DiskTier(QueuedTier):
@@ -87,20 +87,20 @@ class DiskTier(QueuedTier):
         self._where = f"{root}, {format_bytes(capacity_bytes)}"
         self._durable, self._direct = sync == "each", direct
         self._shelves = Shelves(Path(root), durable=self._durable, calls=calls)
+        self._at_end(self._shelves.close)
         try:
             self._flags = 0
             self._decide_direct()
             if direct and self._direct is False:
                 raise InvalidInput(f"direct=True: the file system of {root} takes no O_DIRECT")
         except BaseException:
-            self._shelves.close()
+            self._end_all()
             raise
         self._index = Index(self._shelves, capacity_bytes)
-        self._survey: Iterator[None] | None = None
-        self._surveying = threading.Lock()
-        self._recent: dict[Operation, deque[Key | None]] = {
-            each: deque(maxlen=_RECENT) for each in Operation
-        }
+        self._at_end(self._index.close)
+        self._survey = Survey(self._shelves, self._index)
+        self._at_end(self._survey.stop)
+        self._disk = {each: Health(recent=_RECENT, failures=_BROKEN) for each in Operation}
         self._own = threading.local()
         self._takes_stock = False
         self._begin_stock()
@@ -144,7 +144,7 @@ class DiskTier(QueuedTier):
         """Whether the directory had been taken away: then another is used."""
         renewed = self._shelves.renew()
         if renewed:
-            self._survey = None
+            self._survey.stop()
             self._begin_stock()
         return renewed
 
@@ -154,7 +154,6 @@ class DiskTier(QueuedTier):
     def _load_one(self, record: Record) -> Outcome:
         """An error of one file is that record's: it is refused, and removed as any that is. Many of
         different ones are the disk's."""
-        recent = self._recent[Operation.LOAD]
         try:
             fd = self._open(record.key)
         except OSError as error:
@@ -169,7 +168,7 @@ class DiskTier(QueuedTier):
             return self._failed(record.key, error)
         finally:
             os.close(fd)
-        recent.append(None)
+        self._note_answer(Operation.LOAD)
         return outcome
 
     def _open(self, key: Key) -> int:
@@ -200,13 +199,16 @@ class DiskTier(QueuedTier):
     def _blame(self, operation: Operation, key: Key, error: OSError) -> None:
         """Notes that a record could not be had or kept. Raises Outage when it is the disk."""
         with self._lock:
-            recent = self._recent[operation]
-            recent.append(key)
-            bad = len({each for each in list(recent) if each is not None})
-            broken = bad >= _BROKEN and 2 * bad >= len(recent)
+            health = self._disk[operation]
+            health.note_failure(key)
+            broken = health.is_lost()
         if broken or error.errno in _DISK:
             name = errno.errorcode.get(error.errno or 0, "?")
             raise Outage(f"{name}: {error.strerror}") from error
+
+    def _note_answer(self, operation: Operation) -> None:
+        with self._lock:
+            self._disk[operation].note_success()
 
     def _read(self, fd: int, record: Record) -> Outcome:
         label, found = record.label, os.fstat(fd)
@@ -237,7 +239,7 @@ class DiskTier(QueuedTier):
             if error.errno not in _PASSING:
                 self._blame(Operation.STORE, label.key, error)
             return DROPPED
-        self._recent[Operation.STORE].append(None)
+        self._note_answer(Operation.STORE)
         with suppress(Outage, OSError):
             if not self._index.complete:
                 self._begin_stock()
@@ -287,11 +289,6 @@ class DiskTier(QueuedTier):
                 return
             with self._index.books() as books:
                 books.remove(key)
-
-    def _close(self) -> None:
-        self._survey = None
-        self._index.close()
-        self._shelves.close()
 
     # ---- memory ----------------------------------------------------------------------------------
 
@@ -449,21 +446,11 @@ class DiskTier(QueuedTier):
         while the index is not complete. Whether it is."""
         until = time.monotonic() + seconds
         while not (unless_complete and self._index.complete):
-            if self._surveying.acquire(timeout=max(0.0, until - time.monotonic())):
-                try:
-                    self._step()
-                finally:
-                    self._surveying.release()
+            self._survey.step(max(0.0, until - time.monotonic()))
             unless_complete = True
             if time.monotonic() >= until:
                 break
         return self._index.complete
-
-    def _step(self) -> None:
-        round_, self._survey = self._survey or survey(self._shelves, self._index), None
-        with suppress(StopIteration):
-            next(round_)
-            self._survey = round_
 
 
 def _padding(label: Label) -> memoryview:

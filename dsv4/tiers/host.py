@@ -80,12 +80,13 @@ class HostTier(QueuedTier):
     def pin(self) -> None:
         """Makes the memory one that a GPU copies by itself, until the tier is closed or gone. Needs
         torch and a GPU."""
-        if self._unpin is None:
+        if self._unpin is None or not self._unpin.alive:
             from dsv4.tiers.pin import pin
 
-            # The driver must forget the memory before the system does: it would take the addresses
-            # for used, and fail where it gives them to something else.
+            # The driver must forget the memory before the system does, when the process ends too:
+            # it would take the addresses for used, and fail where it gives them to something else.
             self._unpin = weakref.finalize(self, pin(self._memory))
+            self._at_end(self._unpin)
 
     # ---- rows ------------------------------------------------------------------------------------
 
@@ -288,11 +289,6 @@ class HostTier(QueuedTier):
         with self._lock:
             for key in keys:
                 self._forget(key)
-
-    def _close(self) -> None:
-        if self._unpin is not None:
-            self._unpin()
-            self._unpin = None
 
 
 def _memory(size_bytes: int) -> memoryview:

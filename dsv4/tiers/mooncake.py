@@ -99,6 +99,7 @@ class MooncakeTier(QueuedTier):
                 if code:
                     raise Outage(f"no Mooncake master at {self._master} (code {code})")
                 self._client, self._known = client, 0
+                self._at_end(client.close)
                 log.warning(
                     "tier %s: Mooncake listens on every interface of this machine, whatever host "
                     "is, and asks for no password: who reaches its ports can read and write the "
@@ -152,11 +153,6 @@ class MooncakeTier(QueuedTier):
 
     def _drop(self, keys: Sequence[Key]) -> None:
         self._connected().batch_remove([str(key) for key in keys], True)
-
-    def _close(self) -> None:
-        if self._client is not None:
-            self._client.close()
-            self._client = None
 
 
 def _calls(records: Sequence[Record]) -> tuple[list[str], list[list[int]], list[list[int]]]:

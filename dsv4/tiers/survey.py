@@ -4,6 +4,7 @@ and removed, temporary files that have lost their writers go. Torch-free."""
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,7 +17,33 @@ from dsv4.tiers.sizes import HEADER_BYTES
 PIECE = 64  # names that are looked at in one step
 
 
-def survey(shelves: Shelves, index: Index) -> Iterator[None]:
+class Survey:
+    """Rounds through a directory, one after the other, for the threads of one tier."""
+
+    def __init__(self, shelves: Shelves, index: Index) -> None:
+        self._shelves, self._index = shelves, index
+        self._lock = threading.Lock()
+        self._round: Iterator[None] | None = None
+
+    def step(self, timeout_s: float) -> None:
+        """Goes on by one step, unless another thread is at it all the time. Raises what the index
+        raises; then the round is over."""
+        if not self._lock.acquire(timeout=timeout_s):
+            return
+        try:
+            going, self._round = self._round or _round(self._shelves, self._index), None
+            with suppress(StopIteration):
+                next(going)
+                self._round = going
+        finally:
+            self._lock.release()
+
+    def stop(self) -> None:
+        """Ends the round; the next step begins another one."""
+        self._round = None
+
+
+def _round(shelves: Shelves, index: Index) -> Iterator[None]:
     """One round, step by step: each looks at PIECE names at most. At its end the index is complete;
     a round ends early where the index has become another. Raises what the index raises."""
     with index.books():

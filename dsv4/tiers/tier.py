@@ -7,13 +7,16 @@ is. Nothing raises for an outage: what cannot be had is missing, what cannot be 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from queue import SimpleQueue
 from typing import Protocol
 
 from dsv4.errors import (
@@ -24,6 +27,7 @@ from dsv4.errors import (
     require_type,
 )
 from dsv4.tiers.fork import refuse_after_fork
+from dsv4.tiers.health import Health
 from dsv4.tiers.record import Key, Label, Reason, Record, Refusal, Region, check, seal
 
 log = logging.getLogger("dsv4.tiers")
@@ -228,21 +232,6 @@ class _Counters:
     store: Latency = field(default_factory=Latency)
 
 
-@dataclass(slots=True)
-class _Health:
-    """Whether calls of one sort are answered, by the last ones. What one record meets again and
-    again is one failure."""
-
-    recent: deque[tuple[Operation, Key] | None] = field(
-        default_factory=lambda: deque(maxlen=RECENT)
-    )
-
-    def is_lost(self) -> bool:
-        """Whether several records failed, and half of the calls."""
-        failed = [each for each in self.recent if each is not None]
-        return len(set(failed)) >= FAILURES and 2 * len(failed) >= len(self.recent)
-
-
 class QueuedTier(ABC):
     """A tier whose work is done by threads. An implementation says how with the calls at the end,
     which run on the threads and may block. They raise Outage where the tier cannot work, and
@@ -253,6 +242,10 @@ class QueuedTier(ABC):
     tier rests: for a while nothing is asked of it.
 
     Calls raise CopyError in a process that os.fork made: the threads are not there.
+
+    A tier that is dropped without `close` lets go of its threads and of what it holds once it is
+    collected: a thread that waits for work knows it by a weak reference alone. What had not begun
+    by then is lost.
     """
 
     chunk = 1  # records of a job
@@ -265,7 +258,8 @@ class QueuedTier(ABC):
         require_type("limits", limits, Limits)
         self._name, self._limits = name, limits
         self._lock = threading.RLock()
-        self._wake = threading.Condition(self._lock)  # there is work
+        # a token for each thread that is to look for work: a finalizer can put one without a lock
+        self._wake: SimpleQueue[None] = SimpleQueue()
         self._ended = threading.Condition(self._lock)  # a job is over
         self._first: deque[_Job] = deque()  # loads and lookups
         self._later: deque[_Job] = deque()  # stores and housekeeping
@@ -276,13 +270,20 @@ class QueuedTier(ABC):
         self._queued_bytes = 0
         self._queued_loads = 0
         self._rests_until = dict.fromkeys(Operation, 0.0)
-        self._health = {stores: _Health() for stores in (False, True)}
+        self._health = {
+            stores: Health(recent=RECENT, failures=FAILURES) for stores in (False, True)
+        }
         self._failures = 0
         self._uses: dict[Key, Sequence[Label]] = {}  # to tell, the latest last
         self._drops: dict[Key, None] = {}
         self._tidies = False  # a job for these two waits
         self._closed = False
         self._counters = _Counters()
+        self._endings: list[Callable[[], object]] = []
+        self._end_all = weakref.finalize(
+            self, _end_all, os.getpid(), self._wake, limits.threads, self._endings
+        )
+        self._end_all.atexit = False  # then the system takes everything back
         refuse_after_fork(self)
 
     def __repr__(self) -> str:
@@ -390,11 +391,12 @@ class QueuedTier(ABC):
                 self._give_up(job)
             self._first.clear()
             self._later.clear()
-            self._wake.notify_all()
+            for _ in self._threads:
+                self._wake.put(None)
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         if not any(thread.is_alive() for thread in self._threads):
-            self._close()  # else a call hangs in there: what it uses stays
+            self._end_all()  # else a call hangs in there: what it uses stays
 
     # ---- queue -----------------------------------------------------------------------------------
 
@@ -426,8 +428,7 @@ class QueuedTier(ABC):
             else:
                 self._queued_loads += job.count
                 self._first.append(job)
-            self._start_thread()
-            self._wake.notify()
+            self._find_thread()
 
     def _has_room(self, job: _Job) -> bool:
         assert job.ticket is not None
@@ -450,8 +451,7 @@ class QueuedTier(ABC):
         with self._lock:
             if not self._closed:
                 self._later.append(_Job(None, run=run))
-                self._start_thread()
-                self._wake.notify()
+                self._find_thread()
 
     def _use_later(self, uses: Sequence[Sequence[Label]]) -> None:
         """A use of the last block of a prompt is one of all before it: only that one waits, with a
@@ -479,16 +479,19 @@ class QueuedTier(ABC):
         if gone:
             self._drop(gone)
 
-    def _start_thread(self) -> None:
-        """Threads are started when they are needed: a tier that is only made has none."""
+    def _find_thread(self) -> None:
+        """A thread for what was just queued: one that waits, or a new one. Threads are started when
+        they are needed: a tier that is only made has none."""
         if self._idle < len(self._first) + len(self._later) and (
             len(self._threads) < self._limits.threads
         ):
-            thread = threading.Thread(
-                target=self._work, name=f"dsv4-{self._name}-{len(self._threads)}", daemon=True
-            )
+            name = f"dsv4-{self._name}-{len(self._threads)}"
+            arguments = (weakref.ref(self), self._wake)
+            thread = threading.Thread(target=_work, args=arguments, name=name, daemon=True)
             thread.start()  # first: one that an interrupt kept from starting must not count
             self._threads.append(thread)
+        if self._wake.qsize() < self._idle:
+            self._wake.put(None)
 
     def _next(self) -> _Job | None:
         if self._first:
@@ -498,36 +501,26 @@ class QueuedTier(ABC):
             return self._later.popleft()
         return None
 
-    def _work(self) -> None:
+    def _work(self, *, was_idle: bool) -> bool:
+        """Does what waits. Whether the thread is to wait for more; False if the tier is closed."""
+        with self._lock:
+            self._idle -= was_idle
         while True:
             with self._lock:
-                self._idle += 1
-                while (job := self._next()) is None:
-                    if self._closed and not (self._first or self._later):
-                        return
-                    self._wake.wait()
-                self._idle -= 1
+                if (job := self._next()) is None:
+                    self._idle += 1
+                    return not self._closed or bool(self._first or self._later)
                 self._unqueue(job)
                 ticket = job.ticket
-                stores = ticket is None or ticket.operation is Operation.STORE
                 if ticket is not None and time.monotonic() > ticket.deadline:
                     self._give_up(job)
                     self._ended.notify_all()
                     continue
+                stores = ticket is None or ticket.operation is Operation.STORE
                 self._storing += stores
                 job.began = time.monotonic()
                 self._running.add(job)
-            outcomes: Sequence[Outcome] | None = None
-            trouble, is_out = "", False
-            try:
-                outcomes = self._run(job)
-            except Outage as error:
-                trouble, is_out = str(error) or "an outage", True
-            except OSError as error:
-                trouble = str(error) or type(error).__name__
-            except BaseException:  # a panic of a library is no Exception; this thread is needed
-                log.exception("tier %s: a bug, taken for an outage", self._name)
-                trouble = "a bug"
+            outcomes, trouble, is_out = self._tried(job)
             with self._lock:
                 self._storing -= stores
                 self._running.discard(job)
@@ -538,6 +531,18 @@ class QueuedTier(ABC):
                     else:
                         self._finish(job, outcomes)
                 self._ended.notify_all()
+
+    def _tried(self, job: _Job) -> tuple[Sequence[Outcome] | None, str, bool]:
+        """The outcomes of a job; or None, what went wrong, and whether it is an outage."""
+        try:
+            return self._run(job), "", False
+        except Outage as error:
+            return None, str(error) or "an outage", True
+        except OSError as error:
+            return None, str(error) or type(error).__name__, False
+        except BaseException:  # a panic of a library is no Exception; this thread is needed
+            log.exception("tier %s: a bug, taken for an outage", self._name)
+            return None, "a bug", False
 
     def _run(self, job: _Job) -> Sequence[Outcome]:
         if job.run is not None:
@@ -654,16 +659,16 @@ class QueuedTier(ABC):
     def _note_health(self, job: _Job, trouble: str, *, is_out: bool) -> None:
         """What one call says of the tier."""
         operation = job.ticket.operation if job.ticket else Operation.STORE
-        recent = self._health[operation is Operation.STORE].recent
+        health = self._health[operation is Operation.STORE]
         if not trouble:
             if job.ticket is not None:
-                recent.append(None)
+                health.note_success()
             return
         self._counters.outages += 1
         if job.ticket is not None:
             asked = job.labels[0] if job.labels else job.records[0].label
-            recent.append((operation, asked.key))
-        if is_out or self._health[operation is Operation.STORE].is_lost():
+            health.note_failure((operation, asked.key))
+        if is_out or health.is_lost():
             self._rest(operation, trouble)
         self._failures += 1
         if self._failures <= _LOGGED:
@@ -711,8 +716,35 @@ class QueuedTier(ABC):
     @abstractmethod
     def _drop(self, keys: Sequence[Key]) -> None: ...
 
-    def _close(self) -> None:  # noqa: B027
-        """Lets go of what the tier holds, once its threads have ended."""
+    def _at_end(self, call: Callable[[], object]) -> None:
+        """Has a call made when the tier is closed and its threads have ended, or when it is
+        collected; the last one given comes first. A call that refers to the tier would keep it."""
+        self._endings.append(call)
+
+
+def _work(tier: weakref.ref[QueuedTier], wake: SimpleQueue[None]) -> None:
+    """The life of a tier's thread. While it waits it keeps nothing of the tier."""
+    was_idle = False
+    while (working := tier()) is not None and working._work(was_idle=was_idle):
+        del working
+        wake.get()
+        was_idle = True
+
+
+def _end_all(
+    made_by: int, wake: SimpleQueue[None], threads: int, endings: list[Callable[[], object]]
+) -> None:
+    """Ends the threads of a tier and lets go of what it held. The collector calls it too, in any
+    thread: it waits for no lock. In a fork of the process all of it belongs to the parent."""
+    if os.getpid() != made_by:
+        return
+    for _ in range(threads):
+        wake.put(None)
+    while endings:
+        try:
+            endings.pop()()
+        except Exception:
+            log.exception("a tier that has ended cannot let go of something")
 
 
 def _some_of(blocks: Sequence[Label]) -> list[Label]:
