@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from dsv4.cache.handoff.arrival import Arrival
     from dsv4.cache.handoff.options import HandoffOptions
     from dsv4.cache.manager import KVCacheManager
-    from dsv4.cache.prefix.cache import PinnedPrefix
     from dsv4.cache.prefix.index import BlockEvent
     from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
+    from dsv4.cache.prefix.pins import PinnedPrefix
     from dsv4.cache.prefix.prompt import Prompt
     from dsv4.cache.prefix.resume import Resume
     from dsv4.cache.prepare_forward import ForwardPlan
@@ -119,9 +119,9 @@ _HOMES = {
     "dsv4.cache.handoff.arrival": ("Arrival",),
     "dsv4.cache.handoff.options": ("HandoffOptions",),
     "dsv4.cache.manager": ("KVCacheManager",),
-    "dsv4.cache.prefix.cache": ("PinnedPrefix",),
     "dsv4.cache.prefix.index": ("BlockEvent",),
     "dsv4.cache.prefix.options": ("PrefixOptions", "SnapshotPolicy", "full", "periodic", "zero"),
+    "dsv4.cache.prefix.pins": ("PinnedPrefix",),
     "dsv4.cache.prefix.prompt": ("Prompt",),
     "dsv4.cache.prefix.resume": ("Resume",),
     "dsv4.cache.prepare_forward": ("ForwardPlan",),
