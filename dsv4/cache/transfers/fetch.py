@@ -22,7 +22,8 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from dsv4.cache.polled import Polled
-from dsv4.cache.prefix.cache import PinnedPrefix, PrefixCache
+from dsv4.cache.prefix.cache import PrefixCache
+from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prefix.resume import replay_start
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import RequestTable
@@ -123,7 +124,7 @@ class Fetches:
         trail.hash_blocks(blocks)
         cached = fetch.cached_blocks = len(prefix.index.match(trail, blocks))
         if cached:
-            fetch.pin = prefix.pin(trail, lasting=False)
+            fetch.pin = prefix.pins.pin(trail, lasting=False)
         wanted = [labels.of_block(trail, block) for block in range(cached, blocks)]
         items = self._take_blocks(fetch, (yield from self._look(fetch, wanted)))
         yield from fetch.loading.bring(items)
@@ -179,7 +180,7 @@ class Fetches:
     def _take_row(self, fetch: Fetch, item: Incoming) -> bool:
         """Whether there is a row for a snapshot: one for all that are tried, in turn."""
         if fetch.snapshot_row is None:
-            fetch.snapshot_row = self._prefix.take_row()
+            fetch.snapshot_row = self._prefix.rows.take_in_flight()
         if fetch.snapshot_row is not None:
             item.target = self._prefix.pool.bytes[fetch.snapshot_row]
         return fetch.snapshot_row is not None
@@ -194,12 +195,10 @@ class Fetches:
     def _snapshots(self, fetch: Fetch, blocks: int) -> Iterator[Label]:
         """Snapshots later than the start of a replay and than those on the device, the latest
         first."""
-        prefix, replay = (
-            self._prefix,
-            replay_start(self._prefix.schema, blocks * self._block_tokens),
-        )
+        prefix = self._prefix
         if not prefix.pool.rows or not prefix.has_state_bytes:
             return
+        replay = replay_start(prefix.schema, blocks * self._block_tokens)
         for block in range(blocks - 1, -1, -1):
             node = prefix.index.get(fetch.trail.digest(block))
             is_cached = node is not None and node.snapshot is not None
@@ -236,7 +235,7 @@ class Fetches:
         fetch.steps = iter(())
         if fetch.pin is not None:
             pin, fetch.pin = fetch.pin, None
-            self._prefix.unpin(pin)
+            self._prefix.pins.unpin(pin)
         asked, fetch.asked = fetch.asked, []
         for tier, ticket in asked:
             cancel(tier, ticket)
@@ -252,7 +251,7 @@ class Fetches:
             self._table.allocator.give_back(block_ids)
             row, fetch.snapshot_row = fetch.snapshot_row, None
             if row is not None:
-                self._prefix.give_row_back(row)
+                self._prefix.rows.give_back(row)
         if loading.is_settled:
             loading.release(None if fetch.cancelled else fetch.state)
             if fetch in self.open:
