@@ -112,7 +112,7 @@ __all__ = [
     "zero",
 ]
 
-# what `from dsv4 import name` loads; the imports above say the same to type checkers
+# what `from dsv4 import name` loads; the imports above declare the same names to type checkers
 _HOMES = {
     "dsv4.cache.build": ("Cache",),
     "dsv4.cache.handle": ("LayerCacheHandle",),
@@ -160,7 +160,8 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 
-if not TYPE_CHECKING:  # checkers see the names alone, so that a misspelt one is an error
+# type checkers see only the declared names, so that a misspelt one is an error
+if not TYPE_CHECKING:
 
     def __getattr__(name):
         if name not in _HOME_OF:
@@ -168,7 +169,7 @@ if not TYPE_CHECKING:  # checkers see the names alone, so that a misspelt one is
         from importlib import import_module
 
         value = getattr(import_module(_HOME_OF[name]), name)
-        globals()[name] = value  # found at once from now on
+        globals()[name] = value  # from now on found without this function
         return value
 
 
