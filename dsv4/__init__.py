@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dsv4.cache.batch import Batch
     from dsv4.cache.handle import LayerCacheHandle
     from dsv4.cache.handoff.arrival import Arrival
     from dsv4.cache.handoff.options import HandoffOptions
@@ -56,6 +57,7 @@ __version__ = "0.2.0.dev0"
 __all__ = [
     "Arrival",
     "AttentionType",
+    "Batch",
     "BlockBudget",
     "BlockEvent",
     "CacheSchema",
@@ -112,6 +114,7 @@ __all__ = [
 
 # what `from dsv4 import name` loads; the imports above say the same to type checkers
 _HOMES = {
+    "dsv4.cache.batch": ("Batch",),
     "dsv4.cache.handle": ("LayerCacheHandle",),
     "dsv4.cache.handoff.arrival": ("Arrival",),
     "dsv4.cache.handoff.options": ("HandoffOptions",),

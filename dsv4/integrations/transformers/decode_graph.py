@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.cache.prepare_forward import ForwardPlan
+from dsv4.cache.batch import Batch
 
 _KEPT_WEIGHTS = 4
 _Step = tuple[Tensor, Tensor, Callable[[], None]]  # ids, hidden states, replay
@@ -19,15 +19,15 @@ Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 class DecodeGraphs:
     """Steps of one token per row, at sizes that are powers of two.
 
-    `run(ids, plan)` is the model on static ids int64 [1, size] and a plan padded to that size. It
-    reads nothing else that changes between steps, so its graph serves every later plan: a plan's
+    `run(ids, batch)` is the model on static ids int64 [1, size] and a batch padded to that size. It
+    reads nothing else that changes between steps, so its graph serves every later batch: the index
     tensors never move. A graph belongs to the weights and adapters that it was captured with; of
     several, those are kept that were used last.
     """
 
     def __init__(
         self,
-        run: Callable[[Tensor, ForwardPlan], Tensor],
+        run: Callable[[Tensor, Batch], Tensor],
         *,
         max_rows: int,
         device: torch.device,
@@ -46,15 +46,15 @@ class DecodeGraphs:
         """The captured size that `rows` rows run at."""
         return min(1 << (rows - 1).bit_length(), self._max_rows)
 
-    def __call__(self, ids: Tensor, plan: ForwardPlan, weights: str | None = None) -> Tensor:
-        """[1, rows, hidden] of int64 `ids` [1, rows]; the plan is padded to `padded(rows)`.
+    def __call__(self, ids: Tensor, batch: Batch, weights: str | None = None) -> Tensor:
+        """[1, rows, hidden] of int64 `ids` [1, rows]; the batch is padded to `padded(rows)`.
         `weights` names what the model computes with now (weights.py)."""
-        size, rows = plan.padded_tokens, ids.shape[1]
+        size, rows = batch.padded_tokens, ids.shape[1]
         steps = self._steps.get(weights)
         if steps is None or size not in steps:
             static = torch.zeros((1, size), dtype=torch.int64, device=self._device)
             static[:, :rows] = ids
-            step = (static, *self._capture(lambda: self._run(static, plan)))
+            step = (static, *self._capture(lambda: self._run(static, batch)))
             steps = self._steps.setdefault(weights, {})
             steps[size] = step
             self._steps.move_to_end(weights)
@@ -69,7 +69,7 @@ class DecodeGraphs:
 
 
 class CudaCapture:
-    """Runs a step once, so that its kernels are compiled, and captures it. The step is narrow, so
+    """Runs a step once, so that its kernels are compiled, and captures it. It is a decode step, so
     running it again changes nothing. All graphs share one memory pool: they never overlap. The
     device is the current one, in every call the same. torch's own stream for captures is of
     whichever device was the first to capture in this process, and would make that one current."""

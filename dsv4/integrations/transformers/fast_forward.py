@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from dsv4.cache.batch import Batch
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
 from dsv4.errors import InvalidInput
@@ -274,7 +275,7 @@ class FastForward:
                     "inputs_embeds": None if embeds is None else embeds[:, piece],
                 }
                 with self._planned(steps, self._told(ids, piece)) as plan:
-                    outputs.append(self._forward(forward, plan, **inputs, **options))
+                    outputs.append(self._forward(forward, plan.batch, **inputs, **options))
         return outputs
 
     def _replay(self, steps: list[tuple[Request, int]], ids: Tensor) -> Any:
@@ -282,7 +283,7 @@ class FastForward:
         size = self.graphs.padded(len(steps))
         told = self._told(ids, slice(None))
         with self._planned(steps, told, pad_tokens=size, pad_requests=size) as plan:
-            hidden: Any = self.graphs(ids, plan, self.caches.weights.name)
+            hidden: Any = self.graphs(ids, plan.batch, self.caches.weights.name)
             plan.mark_appended()
         return MoeModelOutputWithPast(last_hidden_state=hidden)
 
@@ -327,16 +328,15 @@ class FastForward:
             return
         if self.is_restored:
             self.check_restored()
-        self.step.plan = plan = manager.prepare_forward(
-            steps, pad_tokens=pad_tokens, pad_requests=pad_requests
-        )
+        plan = manager.prepare_forward(steps, pad_tokens=pad_tokens, pad_requests=pad_requests)
+        self.step.batch = plan.batch
         try:
             yield plan
         except BaseException:
             manager.fail(plan)
             raise
         finally:
-            self.step.plan = None
+            self.step.batch = None
         manager.commit(plan, ids=ids)
 
     def check_restored(self) -> None:
@@ -347,10 +347,10 @@ class FastForward:
                 "gone: call again, or make an Engine for the model as it is accelerated now"
             )
 
-    def _forward(self, forward: Callable[..., Any], plan: ForwardPlan, **options: Any) -> Any:
+    def _forward(self, forward: Callable[..., Any], batch: Batch, **options: Any) -> Any:
         return forward(
             attention_mask=_NO_MASK,
-            position_ids=plan.positions.long().unsqueeze(0),
+            position_ids=batch.positions.long().unsqueeze(0),
             use_cache=False,
             **options,
         )
@@ -369,15 +369,15 @@ class FastForward:
             self._planned(steps, told, pad_tokens=size, pad_requests=size) as plan,
         ):
             if self.graphs and captured:
-                hidden = self.graphs(given, plan, self.caches.weights.name)[0]
+                hidden = self.graphs(given, plan.batch, self.caches.weights.name)[0]
                 plan.mark_appended()
                 yield hidden
             else:
-                hidden = self.decode(given, plan)[0]  # where the last layer is
-                yield hidden.index_select(0, beside(hidden, plan.last_rows))
+                hidden = self.decode(given, plan.batch)[0]  # where the last layer is
+                yield hidden.index_select(0, beside(hidden, plan.batch.last_rows))
 
-    def decode(self, ids: Tensor, plan: ForwardPlan) -> Tensor:
-        hidden: Tensor = self._forward(self._bare_forward, plan, input_ids=ids).last_hidden_state
+    def decode(self, ids: Tensor, batch: Batch) -> Tensor:
+        hidden: Tensor = self._forward(self._bare_forward, batch, input_ids=ids).last_hidden_state
         return hidden
 
 

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from dsv4.cache.batch import Batch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions
@@ -243,15 +244,17 @@ class SplitManager(KVCacheManager):
             )
             return plan
 
-    def acquire(self, layer: int, plan: ForwardPlan | None = None) -> LayerCacheHandle:
+    def acquire(self, layer: int, batch: Batch | None = None) -> LayerCacheHandle:
         if layer not in self._places:
             raise InvalidInput(f"layer {layer} of a model with {len(self._places)} layers")
         nth, local = self._places[layer]
         if nth == 0:
-            return super().acquire(local, plan)
-        return self.others[nth - 1].acquire(
-            local, None if plan is None else self._plans[id(plan)][nth - 1]
-        )
+            return super().acquire(local, batch)
+        for plan in self.open_plans:
+            if batch in plan.batches:
+                twin = self._plans[id(plan)][nth - 1]
+                batch = twin.batches[plan.batches.index(batch)]
+        return self.others[nth - 1].acquire(local, batch)
 
     def commit(self, plan: ForwardPlan, *args: Any, **options: Any) -> None:
         with self._in_step():
