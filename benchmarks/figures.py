@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from benchmarks.peers import CHUNK_ATTENTION_US, INDEX_SCORES_US, MEMORY
 from dsv4.bench import BenchResult
 from dsv4.cache.schema import CacheSchema
-from dsv4.cache.transfers.state_layout import StateLayout
+from dsv4.cache.state import StateLayout
 from dsv4.errors import InvalidInput
 from dsv4.model import ModelSpec
 from dsv4.planner import LinkSizing, plan, plan_link

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 
 import dsv4
+from dsv4.testing import VOCABULARY, RandomModel
 from examples import decode_loop
-from examples.decode_loop import NEW_TOKENS, VOCABULARY, Generation, Model
+from examples.decode_loop import NEW_TOKENS, Generation
 
 PROMPT_TOKENS = (150, 260, 129)
 MOVES = 1  # this prompt's request moves on
@@ -46,7 +47,7 @@ class Worker:
 
     name: str
     router: Connection
-    model: Model = field(init=False)
+    model: RandomModel = field(init=False)
     manager: dsv4.KVCacheManager = field(init=False)
     live: dict[int, Generation] = field(default_factory=dict)
     arrivals: dict[int, tuple[dsv4.Arrival, list[int], int]] = field(default_factory=dict)
@@ -57,7 +58,7 @@ class Worker:
         schema = dsv4.CacheSchema.build(
             dsv4.ModelSpec.preset("tiny"), max_draft_tokens=DRAFTS[self.name], max_context=1024
         )
-        self.model = Model(schema)
+        self.model = RandomModel(schema)
         self.manager = dsv4.KVCacheManager(
             schema,
             num_blocks=BLOCKS[self.name],

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import dsv4
-from examples.decode_loop import VOCABULARY, Model
+from dsv4.testing import VOCABULARY, RandomModel
 
 LOOK_AHEAD = 4  # jobs that may be admitted before the oldest, if most of their prompt is cached
 RETRIES = 3  # steps in a row that may fail before the engine gives up
@@ -123,7 +123,7 @@ class Engine:
     for others too. `jobs` are in the order of their arrival, whether they wait or run: one that is
     preempted keeps its place."""
 
-    model: Model
+    model: RandomModel
     manager: dsv4.KVCacheManager
     step_tokens: int  # of all requests together
     listener: Listener | None = None
@@ -368,7 +368,7 @@ def main() -> None:
         max_open_plans=2,
         prefix=dsv4.PrefixOptions(snapshots=8),
     )
-    engine = Engine(model=Model(schema), manager=manager, step_tokens=160)
+    engine = Engine(model=RandomModel(schema), manager=manager, step_tokens=160)
     generator = torch.Generator().manual_seed(2)
 
     def text(count: int) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 
 from dsv4.cache.handoff.agent import load_nixl
 from dsv4.errors import MissingExtra
+from dsv4.testing import VOCABULARY
 from examples import decode_loop, disaggregated, transformers_generate
 from tests.support.numbers import Numbers
 from tests.support.tiers import unavailable
@@ -19,7 +20,7 @@ from tests.support.tiers import unavailable
 
 def prompts() -> list[list[int]]:
     numbers = Numbers(5)
-    return [numbers.integers(0, decode_loop.VOCABULARY, n).tolist() for n in (61, 3, 129)]
+    return [numbers.integers(0, VOCABULARY, n).tolist() for n in (61, 3, 129)]
 
 
 def test_chunks_drafts_and_company_do_not_change_what_is_generated(

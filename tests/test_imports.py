@@ -1,7 +1,7 @@
 """Who may import whom, read from the sources.
 
-    layout      errors, model, units, cache.records, cache.pages, cache.schema and
-                cache.prefix.snapshot_layout: which byte is where; without torch
+    layout      errors, model, units, cache.records, cache.pages, cache.schema and cache.state:
+                which byte is where; without torch
       ↑
     ops         what a layer asks of a backend; imports the layout
       ↑
@@ -37,17 +37,19 @@ LAYOUT = {
     "dsv4.cache.records",
     "dsv4.cache.pages",
     "dsv4.cache.schema",
-    "dsv4.cache.prefix.snapshot_layout",
+    "dsv4.cache.state",
 }
 TORCH_FREE = {
     *LAYOUT,
     "dsv4.cache.allocator",
-    "dsv4.cache.guard",
+    "dsv4.cache.changes",
     "dsv4.cache.requests",
     "dsv4.cache.prefix.index",
     "dsv4.cache.prefix.options",
+    "dsv4.cache.prefix.pins",
     "dsv4.cache.prefix.prompt",
     "dsv4.cache.prefix.resume",
+    "dsv4.cache.prefix.rows",
     "dsv4.cache.prefix.trail",
     "dsv4.cache.stats",
     "dsv4.cache.step.shape",
@@ -63,7 +65,6 @@ TORCH_FREE = {
     "dsv4.cache.handoff.rows",
     "dsv4.cache.transfers.courier",
     "dsv4.cache.transfers.labels",
-    "dsv4.cache.transfers.state_layout",
     "dsv4.planner",
 }
 # lower to higher; a module imports its own group and lower ones, but for what SEPARATE says
@@ -73,7 +74,7 @@ SEPARATE = {("reference", "kernels"), ("kernels", "reference")}
 
 def group(module: str) -> str:
     """The layer of the house that a module belongs to."""
-    if module in LAYOUT or module in {"dsv4", "dsv4.cache", "dsv4.cache.prefix"}:
+    if module in LAYOUT or module in {"dsv4", "dsv4.cache"}:
         return "layout"
     part = module.split(".")[1]
     return part if part in ORDER else "above"

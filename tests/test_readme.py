@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -22,12 +25,28 @@ COMMANDS = [
 ]
 
 
-def test_python_blocks_run_one_after_the_other() -> None:
+def test_python_blocks_run_one_after_the_other_where_only_the_package_is_installed(
+    tmp_path: Path,
+) -> None:
+    """In an empty directory, and nothing of the checkout can be imported but `dsv4`."""
     blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     assert len(blocks) == 3
-    namespace: dict[str, Any] = {"__name__": "readme"}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), namespace)
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    site.mkdir()
+    empty.mkdir()
+    (site / "dsv4").symlink_to(ROOT / "dsv4")
+    beside = [path.stem for path in ROOT.iterdir() if path.is_dir() and path.name != "dsv4"]
+    before = f"import sys, dsv4\nsys.modules.update(dict.fromkeys({beside}))\n"
+    after = f"assert dsv4.__file__.startswith({str(site)!r}), dsv4.__file__\n"
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join([before, *blocks, after])],
+        cwd=empty,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def assert_installable(line: str, what: str) -> None:

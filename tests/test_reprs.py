@@ -98,7 +98,8 @@ def test_a_plan_ahead_of_its_lengths_says_that_it_does_not_know_them() -> None:
 def test_a_handle_says_its_layer_and_its_plan() -> None:
     manager, plan = a_plan(1)
     assert repr(manager.acquire(CSA)) == "LayerCacheHandle(layer 1, csa: bound to no batch)"
-    assert repr(manager.acquire(CSA, plan.batch)) == f"LayerCacheHandle(layer 1, csa: {plan.batch!r})"
+    bound = repr(manager.acquire(CSA, plan.batch))
+    assert bound == f"LayerCacheHandle(layer 1, csa: {plan.batch!r})"
 
 
 def test_a_suspended_request_says_whether_a_tier_has_it() -> None:

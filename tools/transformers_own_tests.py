@@ -190,7 +190,7 @@ def _replace_masks() -> None:
     import torch
     from transformers import DeepseekV4ForCausalLM
 
-    from dsv4.integrations.transformers.fast_generate import FastGenerate
+    from dsv4.integrations.transformers.generate import FastGenerate
 
     def without_padding(own: Any) -> Any:
         @functools.wraps(own)

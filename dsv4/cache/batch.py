@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from dsv4.cache.guard import Uncopied
+from dsv4.cache.changes import Uncopied
 from dsv4.cache.prefix.snapshots import WideCaptures
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema

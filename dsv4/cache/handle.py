@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4.cache import checks
 from dsv4.cache.batch import ENTRIES, TAILS, WINDOW, Batch
-from dsv4.cache.guard import Uncopied, in_turn
+from dsv4.cache.changes import Uncopied, in_turn
 from dsv4.cache.memory import LayerMemory
 from dsv4.cache.pages import CompressorLayout
 from dsv4.cache.prefix.snapshots import WideCaptures

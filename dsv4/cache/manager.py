@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import torch
@@ -15,24 +15,26 @@ from torch import Tensor
 from dsv4.backends import load_backend
 from dsv4.cache.arena import Arena
 from dsv4.cache.batch import Batch
-from dsv4.cache.guard import LOGGER, Guard, Turn, Uncopied, changes
+from dsv4.cache.changes import LOGGER, Guard, Turn, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
-from dsv4.cache.prefix.cache import LearnedIds, PinnedPrefix, PrefixCache, PrefixMatch
+from dsv4.cache.prefix.cache import LearnedIds, PrefixCache, PrefixMatch
 from dsv4.cache.prefix.index import BlockEvent
 from dsv4.cache.prefix.options import PrefixOptions
+from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import Resume
 from dsv4.cache.prefix.snapshots import SnapshotPool
 from dsv4.cache.prefix.trail import TokenIds, TokenTrail, token_ids
 from dsv4.cache.prepare_forward import (
     ForwardPlan,
+    PlanOptions,
     check_step,
     fill_new_blocks,
     following,
     make_plan,
 )
-from dsv4.cache.requests import LENGTH, LOST, PUBLISHED, REUSED, Request, RequestTable
+from dsv4.cache.requests import LENGTH, PUBLISHED, REUSED, Request, RequestTable
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step import checks as step_checks
@@ -309,7 +311,6 @@ class KVCacheManager(Uncopied):
     def _handoff(self, options: HandoffOptions) -> Handoff:
         from dsv4.cache.handoff.handoff import Handoff  # needs the extra dsv4[nixl]
 
-        leaving = self.guard.leaving
         return Handoff(
             options,
             schema=self.schema,
@@ -318,7 +319,7 @@ class KVCacheManager(Uncopied):
             slot_arena=self.slot_arena.bytes,
             device=self.device,
             prefix_model=None if self.prefix is None else self.prefix.options.model_id,
-            waiting=lambda item: leaving.append((item, False)),
+            waiting=self.guard.defer,
         )
 
     # ---- what it was built with --------------------------------------------------------------
@@ -386,7 +387,7 @@ class KVCacheManager(Uncopied):
         """Blocks that could be taken, free or evictable, if this request were released."""
         self._require_free("released_blocks")
         self.table.require_live(request)
-        pinned: Collection[int] = () if self.prefix is None else self.prefix.pinned_ids()
+        pinned: Collection[int] = () if self.prefix is None else self.prefix.pins.block_ids()
         references = self.table.allocator.references
         return sum(references(b) == 1 and b not in pinned for b in request.block_ids)
 
@@ -402,7 +403,7 @@ class KVCacheManager(Uncopied):
             shared = [node.block_id for node in self.prefix.match(trail).nodes]
         short = self.schema.blocks_for(count) - len(shared) - self.table.allocator.free
         fits = short <= 0 or (
-            self.prefix is not None and self.prefix.evictable_blocks(besides=shared) >= short
+            self.prefix is not None and self.prefix.evictable_blocks(excluding=shared) >= short
         )
         return fits and bool(self.table.free_slots)
 
@@ -431,7 +432,7 @@ class KVCacheManager(Uncopied):
         if self.prefix is None or found is None:
             resume = Resume(start=0, reused_tokens=0, end=count, source="nothing")
             request = table.make(slot, table.take(blocks), resume)
-            self.guard.arriving.append(request)
+            self.guard.change.hand_out(request)
             table.enlist(request)
             return request
         trail = found.copy() if isinstance(prompt, Prompt) else found
@@ -453,7 +454,7 @@ class KVCacheManager(Uncopied):
         request = table.make(slot, shared + table.settle(reserved), match.resume)
         request.published_blocks, request.trail = len(shared), trail
         table.restart(request, match.resume)
-        self.guard.arriving.append(request)
+        self.guard.change.hand_out(request)
         table.enlist(request)
         self.prefix.use(match, trail)
         return request
@@ -494,7 +495,7 @@ class KVCacheManager(Uncopied):
             fork.published_blocks = len(fork.block_ids)
             table.allocator.share(shared)
             forks.append(fork)
-        self.guard.arriving.extend(forks)
+        self.guard.change.hand_out(*forks)
         for fork in forks:
             table.enlist(fork)
         return forks
@@ -511,7 +512,7 @@ class KVCacheManager(Uncopied):
         length = step_checks.rewind_length(request, length)
         reach = request.written_tokens - self.schema.max_rollback_tokens
         if length >= max(reach, request.reused_tokens):
-            exact = request.inexact_from is None
+            exact = request.approximate_from is None
             resume = Resume(
                 start=length, reused_tokens=length, end=length, source="rings", exact=exact
             )
@@ -523,8 +524,9 @@ class KVCacheManager(Uncopied):
             request.resume = resume
         elif self.prefix is None:
             resume = Resume(start=0, reused_tokens=0, end=length, source="nothing")
-            self.table.cut(request, 0)
-            self.table.restart(request, resume)
+            with self.guard.change.rewriting(request):
+                self.table.cut(request, 0)
+                self.table.restart(request, resume)
         else:
             match = self.prefix.match_own(request, length)
             resume = match.resume
@@ -535,30 +537,22 @@ class KVCacheManager(Uncopied):
     def _resume_at(self, request: Request, match: PrefixMatch, length: int) -> None:
         """Puts a live request where a match says it goes on, with the state that it needs there.
 
-        The state is made beside the slot and goes into it at once, so that an error leaves all as
-        it was. From then on until the end the request is torn, for whoever interrupts."""
+        The state is made outside the slot and copied into it by one operation of the device, so
+        that an error leaves all as it was."""
         assert self.prefix is not None
         spare = self.memory.workspace.slot
         if match.resume.source != "nothing":
             self.prefix.put_state(match, spare)
-        trail, written = request.trail, request.written_tokens
-        known = None if trail is None else trail.keep()
-        try:
-            if trail is not None:
-                trail.cut(length)
-            request.written_tokens = LOST
+        with self.guard.change.rewriting(request):
             if match.resume.source != "nothing":
                 self.memory.fill_slot(request.slot)
-        except BaseException:
-            if trail is not None and known is not None:
-                trail.restore(known)
-            request.written_tokens = written
-            raise
-        self.table.cut(request, match.resume.reused_tokens // self.schema.block_tokens)
-        self.table.restart(request, match.resume)
+            if request.trail is not None:
+                request.trail.cut(length)
+            self.table.cut(request, match.resume.reused_tokens // self.schema.block_tokens)
+            self.table.restart(request, match.resume)
 
     @changes
-    def tell(self, request: Request, ids: TokenIds) -> None:
+    def supply_ids(self, request: Request, ids: TokenIds) -> None:
         """The ids of tokens that were committed without: from the first that is not known on.
 
         Blocks that become known are cached now. A snapshot is taken if the rings still have the
@@ -572,9 +566,9 @@ class KVCacheManager(Uncopied):
         if known + len(read) > request.length:
             raise InvalidInput(
                 f"{len(read)} ids behind the {known} that are known of request {request.serial}, "
-                f"but it has {request.length} tokens: tell those that were committed"
+                f"but it has {request.length} tokens: supply those that were committed"
             )
-        self.prefix.tell(request, read, self.slot_arena.bytes[request.slot], self._adopt)
+        self.prefix.supply_ids(request, read, self.slot_arena.bytes[request.slot], self._adopt)
         if self.transfers is not None:
             self.transfers.pump()
 
@@ -585,7 +579,7 @@ class KVCacheManager(Uncopied):
         the last whole block that has a snapshot.
 
         It then is as if it had been admitted for the prompt: it has blocks for all of it, and
-        caches it. All its tokens must be known (`tell`). Returns what is left to run, as
+        caches it. All its tokens must be known (`supply_ids`). Returns what is left to run, as
         `request.resume` says too. Raises InvalidInput, RequestError, OutOfBlocks, ContextOverflow.
         """
         prefix = self._prefix_cache()
@@ -594,7 +588,7 @@ class KVCacheManager(Uncopied):
         request.require_exact("is not continued: admit the prompt")
         count, trail = self._read_prompt(prompt, None)
         length, known = request.length, request.trail
-        if trail is None or known is None or request.torn_from is not None:
+        if trail is None or known is None or request.incomplete_from is not None:
             raise InvalidInput(
                 f"the tokens of request {request.serial} are not known to be the prompt's: both "
                 f"must be given as ids"
@@ -605,7 +599,7 @@ class KVCacheManager(Uncopied):
             raise InvalidInput(
                 f"a prompt of {count} tokens does not go on from the {fixed} of request "
                 f"{request.serial}: it must begin with them and be longer, all of them must be "
-                f"known (tell), and the salt must be the same"
+                f"known (supply_ids), and the salt must be the same"
             )
         self.table.grow([(request, self.schema.blocks_for(count))])
         request.trail = trail.copy()
@@ -656,18 +650,13 @@ class KVCacheManager(Uncopied):
         """Starts the request over: length 0, its slot zeroed. Blocks that only it holds stay with
         it."""
         self._require_unplanned(request)
-        written = request.written_tokens
-        request.written_tokens = LOST  # for whoever interrupts
-        try:
+        with self.guard.change.rewriting(request):
             self.memory.zero_slot(request.slot)
-        except BaseException:
-            request.written_tokens = written
-            raise
-        if request.trail is not None:
-            request.trail.cut(0)
-        resume = Resume(start=0, reused_tokens=0, end=0, source="nothing")
-        self.table.restart(request, resume)
-        self.table.cut_shared(request)
+            if request.trail is not None:
+                request.trail.cut(0)
+            resume = Resume(start=0, reused_tokens=0, end=0, source="nothing")
+            self.table.restart(request, resume)
+            self.table.cut_shared(request)
         request.mend()
 
     @changes
@@ -692,34 +681,34 @@ class KVCacheManager(Uncopied):
         require_type("request", request, Request)
         if self.table.live.get(request.slot) is not request and not request.released:
             raise RequestError("this is not a request that this manager admitted")
-        self.guard.leaving.append((request, suspend))
+        self.guard.defer(request, suspend=suspend)
         request.is_leaving = True
 
     @changes
     def _release_now(self) -> None:
-        """Every call that changes something begins with `release_waiting`; this is all it does."""
+        """Every call that changes something releases what is deferred; this does nothing else."""
 
     def _require_free(self, call: str) -> None:
         """For calls that change nothing but read what others change. What is to go has gone."""
         self.guard.require_free(call)
-        if self.guard.leaving:
+        if self.guard.deferred:
             self._release_now()
 
-    def release_waiting(self) -> None:
-        """What `release_later` was told; each call that changes something begins with it."""
-        leaving = self.guard.leaving
-        for _ in range(len(leaving)):
-            request, suspend = leaving[0]
+    def _release_deferred(self) -> None:
+        """What `release_later` has noted; each call that changes something begins with it."""
+        deferred = self.guard.deferred
+        for _ in range(len(deferred)):
+            request, suspend = deferred[0]
             if not isinstance(request, Request):
                 self._let_go(request)
             elif any(request in plan.requests for plan in self.open_plans):
-                leaving.append((request, suspend))
+                deferred.append((request, suspend))
             elif not request.released and self.table.live.get(request.slot) is request:
                 if suspend and self._can_suspend(request):
                     assert self.transfers is not None
                     self.transfers.suspend(request)
                 self._release(request)
-            leaving.popleft()
+            deferred.popleft()
 
     def _let_go(self, item: object) -> None:
         """A fetch that nobody waits for any more, or what was handed over."""
@@ -763,17 +752,18 @@ class KVCacheManager(Uncopied):
                 turn.leave()
             guard.step_back(number)
             raise
-        arriving = [item for visit in interrupted for item in visit[3]]
+        handed_out = [item for visit in interrupted for item in visit[3].handed_out]
         still_open = []
         for plan in self.open_plans:
             moved = bool((self.table.numbers[LENGTH, plan.slots] != plan.starts).any())
-            if plan.done or (moved and plan.after is None) or plan in arriving:
+            if plan.done or (moved and plan.after is None) or plan in handed_out:
                 plan.close()
                 overlap.move_up(plan, self.table, self.open_plans)
             else:
                 still_open.append(plan)
         self.open_plans = still_open
-        lost = {item for item in arriving if isinstance(item, Request)}
+        lost = {item for item in handed_out if isinstance(item, Request)}
+        rewritten = [item for visit in interrupted for item in visit[3].rewritten]
         if self.transfers is not None:
             self.transfers.rebuild()
         if self.handoff is not None:
@@ -782,9 +772,9 @@ class KVCacheManager(Uncopied):
         if self.prefix is not None:
             taken = [plan.captures.captures for plan in still_open if plan.captures is not None]
             rows = {capture.row for captures in taken for capture in captures}
-            self.prefix.rebuild(rows, arriving)
+            self.prefix.rebuild(rows, handed_out)
             cached = [node.block_id for node in self.prefix.index.nodes()]
-        self.table.rebuild(lost, cached)
+        self.table.rebuild(lost, cached, rewritten)
         self._forget_steps()
         for request in self.table.live.values():
             if request.published_blocks:
@@ -806,13 +796,13 @@ class KVCacheManager(Uncopied):
     def pin(self, ids: TokenIds, salt: str | None = None) -> PinnedPrefix:
         """Keeps what is cached of these token ids until `unpin`, whatever the pressure."""
         prefix = self._prefix_cache()
-        pinned = prefix.pin(prefix.trail(token_ids(ids), salt), self.guard.arriving)
+        pinned = prefix.pins.pin(prefix.trail(token_ids(ids), salt), self.guard.change.hand_out)
         return pinned
 
     @changes
     def unpin(self, pinned: PinnedPrefix) -> None:
         """Lets a pinned prefix be evicted again."""
-        self._prefix_cache().unpin(pinned)
+        self._prefix_cache().pins.unpin(pinned)
 
     @changes
     def evict(self, blocks: int | None = None) -> int:
@@ -853,7 +843,7 @@ class KVCacheManager(Uncopied):
             with_state=with_state,
             poll=self._poll_fetch,
             cancel=self._cancel_fetch,
-            arriving=self.guard.arriving,
+            hand_out=self.guard.change.hand_out,
         )
 
     @changes
@@ -883,7 +873,7 @@ class KVCacheManager(Uncopied):
             self._wait_for(fetch, seconds)
             return self._admit_state(prompt, fetch) or self.admit_request(prompt)
         except BaseException:  # ends now, or with the next call if another one is inside
-            self.guard.leaving.append((fetch, False))
+            self.guard.defer(fetch)
             with suppress(ThreadError, RecoveryNeeded):
                 self._release_now()
             raise
@@ -900,8 +890,8 @@ class KVCacheManager(Uncopied):
         as it was: after a preemption, a long wait, in another process, with other draft settings.
         Its slot and blocks go back at once; its whole blocks stay cached as ever.
 
-        The ids of all its tokens must be known (`commit(ids=...)`, `tell`). In the middle of a
-        replay no state is kept; what is missing runs again. Raises InvalidInput, RequestError.
+        The ids of all its tokens must be known (`commit(ids=...)`, `supply_ids`). In the middle
+        of a replay no state is kept; what is missing runs again. Raises InvalidInput, RequestError.
         """
         transfers = self._tiers()
         self._require_unplanned(request)
@@ -911,7 +901,7 @@ class KVCacheManager(Uncopied):
         if request.trail is None or known < request.length:
             raise InvalidInput(
                 f"{known} of the {request.length} token ids of request {request.serial} are known: "
-                f"admit it with ids and tell the others, for it comes back by its ids"
+                f"admit it with ids and supply the others, for it comes back by its ids"
             )
         suspended = transfers.suspend(request)
         self._release(request)
@@ -920,7 +910,7 @@ class KVCacheManager(Uncopied):
     def _can_suspend(self, request: Request) -> bool:
         trail = request.trail
         known = trail is not None and len(trail.ids) >= request.length
-        exact = request.inexact_from is None
+        exact = request.approximate_from is None
         return self.transfers is not None and known and exact and not request.is_torn
 
     def resume_request(
@@ -975,7 +965,7 @@ class KVCacheManager(Uncopied):
         request = table.make(slot, shared + table.settle(reserved), match.resume)
         request.published_blocks, request.trail = len(shared) + len(begun), trail.copy()
         table.restart(request, match.resume)
-        self.guard.arriving.append(request)
+        self.guard.change.hand_out(request)
         table.enlist(request)
         self._prefix_cache().use(match, trail)
         self._tiers().resumed += 1
@@ -1022,15 +1012,15 @@ class KVCacheManager(Uncopied):
                 )
             written = max(written, int(plan.latest_ends[row]))
         length = request.length
-        if length < max(1, request.exact_from, request.reused_tokens):
+        if not request.has_exact_state:
             raise RequestError(
                 f"request {request.serial} has {length} tokens of which "
                 f"{request.reused_tokens} are to be replayed: run them first, then offer it"
             )
-        if request.torn_from is not None:
+        if request.incomplete_from is not None:
             raise RequestError(
                 f"not all layers of request {request.serial} have stored what is behind token "
-                f"{request.torn_from}: rewind it to there, then offer it"
+                f"{request.incomplete_from}: rewind it to there, then offer it"
             )
         return handoff.offer(request, written=written, lease_s=lease_s, takers=takers)
 
@@ -1111,7 +1101,7 @@ class KVCacheManager(Uncopied):
         if length % self.schema.block_tokens and self.schema.block_bytes:
             self.block_arena.bytes[block_ids[-1]].copy_(block_bytes)
         resume = Resume(start=length, reused_tokens=length, end=length, source="state")
-        request = table.arrive(arrival, resume, self.guard.arriving)
+        request = table.arrive(arrival, resume, self.guard.change)
         request.published_blocks, request.trail = len(block_ids), arrival.trail
         table.restart(request, resume)
         if self.prefix is not None and arrival.trail is not None:
@@ -1244,9 +1234,34 @@ class KVCacheManager(Uncopied):
             assert plan.prefill is not None
             plan.prefill.captures = captures
             self.prefix.settle_captures(captures)
-        self.guard.arriving.append(plan)
+        self.guard.change.hand_out(plan)
         self.open_plans.append(plan)
         return plan
+
+    @contextmanager
+    def step(
+        self, steps: Sequence[Step], *, ids: TokenIds | None = None, **options: Unpack[PlanOptions]
+    ) -> Iterator[ForwardPlan]:
+        """A step from beginning to end: `with manager.step([(request, n)], ids=ids) as plan`.
+
+        The plan is that of `prepare_forward`, which takes the same options. The end of the block
+        commits it, with the `ids` of its tokens. Who keeps fewer tokens, of drafts, calls `commit`
+        in the block. After an exception in the block, or in that commit, whatever it was, the plan
+        has failed (`fail`), after a `recover` if it came in the middle of a call, and the exception
+        comes through. For steps that overlap use `prepare_forward`. Raises what the three raise.
+        """
+        plan = self.prepare_forward(steps, **options)
+        try:
+            yield plan
+            if not plan.done:
+                self.commit(plan, ids=ids)
+        except BaseException:
+            with suppress(ThreadError, RecoveryNeeded):  # another thread is inside: it stays open
+                if self.guard.is_shut:
+                    self.recover()
+                if not plan.done:
+                    self.fail(plan)
+            raise
 
     def warmup(
         self,
@@ -1319,10 +1334,10 @@ class KVCacheManager(Uncopied):
         with ids generate; without one they are ignored.
 
         Every layer, draft layers excepted, must have appended what is kept; the replay of a
-        captured graph is noted with `plan.mark_appended`. With `partial` layers may lack the step:
-        its requests are then known to be incomplete from `request.torn_from` on, and nothing from
-        there on is cached, offered or continued until a rewind takes it back. A step in which an
-        append raised cannot be committed at all: `fail` it. Raises PlanError, InvalidInput.
+        captured graph is noted by `plan.mark_appended`. With `partial` layers may lack the step:
+        its requests are then incomplete from `request.incomplete_from` on, and nothing from there
+        on is cached, offered or continued until a rewind takes it back. A step in which an append
+        raised cannot be committed at all: `fail` it. Raises PlanError, InvalidInput.
         """
         require_flag("partial", partial)
         self._require_turn(plan, "commit")
@@ -1337,7 +1352,7 @@ class KVCacheManager(Uncopied):
             learned = self.prefix.read_ids(plan, kept, ends, token_ids(ids), self.table.recent)
         if not step_checks.every_layer(plan, kept, partial=partial):
             for row in kept.nonzero()[0].tolist():
-                plan.requests[row].note_torn(int(plan.starts[row]))
+                plan.requests[row].note_incomplete(int(plan.starts[row]))
         if accepted is not None:  # what was rejected is written all the same
             self.table.note_written(plan.slots, plan.latest_ends)
         self.table.move(plan.slots, ends)
@@ -1440,7 +1455,7 @@ class KVCacheManager(Uncopied):
         while a call runs elsewhere, partly as before it and partly as after."""
         allocator, live, going = self.table.allocator, self.requests, self._going()
         free, idle = allocator.left_by([request.block_ids for request in going])
-        pinned: Collection[int] = () if self.prefix is None else self.prefix.pinned_ids()
+        pinned: Collection[int] = () if self.prefix is None else self.prefix.pins.block_ids()
         evictable = 0 if self.prefix is None else self.prefix.evictable_blocks()
         return Stats(
             blocks_total=allocator.total,

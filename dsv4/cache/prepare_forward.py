@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.batch import Batch, describe_step, require_layers
-from dsv4.cache.guard import Uncopied
+from dsv4.cache.changes import Uncopied
 from dsv4.cache.memory import Lane
 from dsv4.cache.prefix.snapshots import WideCaptures
 from dsv4.cache.requests import Growth, Request
@@ -160,6 +160,15 @@ class Before:
             counted_rows=self.counted_rows[:count],
             unknown_starts=unknown,
         )
+
+
+class PlanOptions(TypedDict, total=False):
+    """What `prepare_forward` may be asked for, except overlap with another step."""
+
+    pad_tokens: int | None
+    pad_requests: int | None
+    drafts: int
+    chunks_apart: bool
 
 
 def make_plan(

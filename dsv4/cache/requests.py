@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsv4.cache.allocator import BlockAllocator
-from dsv4.cache.guard import Uncopied
+from dsv4.cache.changes import Change, Uncopied
 from dsv4.cache.prefix.index import PrefixNode
 from dsv4.cache.prefix.resume import Resume
 from dsv4.cache.prefix.trail import RecentIds, TokenTrail
@@ -21,7 +21,6 @@ from dsv4.errors import Dsv4Error, OutOfBlocks, OutOfSlots, RequestError
 # rows of RequestTable.numbers, one column per slot; a step reads those of its requests at once
 LENGTH, PUBLISHED, REUSED, WRITTEN = range(4)
 REQUEST_NUMBERS = 4
-LOST = 1 << 40  # as if so many tokens had been written: the rings hold nothing
 
 
 class Reclaimer(Protocol):
@@ -34,7 +33,7 @@ class Reclaimer(Protocol):
 
     def spare(self, victims: Sequence[PrefixNode]) -> None: ...
 
-    def pinned_blocks(self, besides: Collection[int] = ()) -> int:
+    def pinned_blocks(self, excluding: Collection[int] = ()) -> int:
         """Blocks that stay until somebody unpins them, but for those named."""
 
 
@@ -71,14 +70,13 @@ class Request(Uncopied):
         "_row",
         "_trail",
         "block_ids",
-        "exact_from",
-        "inexact_from",
+        "incomplete_from",
         "is_leaving",
+        "origin",
         "released",
         "resume",
         "serial",
         "slot",
-        "torn_from",
     )
 
     def __init__(
@@ -97,9 +95,8 @@ class Request(Uncopied):
         self.is_leaving = False  # `release_later` was told
         self._max_rollback_tokens = max_rollback_tokens
         self.resume = resume  # what the caller runs next to get where it wanted to be
-        self.exact_from = 0  # below, a replay may have left rings that differ from a cold run's
-        self.inexact_from: int | None = None  # behind a cut replay nothing is a cold run's
-        self.torn_from: int | None = None  # a step from here on was not stored by all layers
+        self.origin = resume  # by which the rings were filled last
+        self.incomplete_from: int | None = None  # a step from here on was not stored by all layers
         self._recent = recent
         self._trail: TokenTrail | None = None
         self._recent.known[slot] = -1
@@ -155,6 +152,30 @@ class Request(Uncopied):
         self._row[WRITTEN] = tokens
 
     @property
+    def rings_exact_from(self) -> int | None:
+        """From here on the rings are those of a cold run: a replay leaves others before. None after
+        a cut replay, where they never are again."""
+        origin = self.origin
+        if not origin.exact:
+            return None
+        return origin.reused_tokens if origin.source == "replay" else origin.start
+
+    @property
+    def approximate_from(self) -> int | None:
+        """From here on nothing is a cold run's, for it was computed after a cut replay. None if
+        everything is."""
+        return None if self.origin.exact else self.origin.reused_tokens
+
+    @property
+    def has_exact_state(self) -> bool:
+        """Whether the rings at `length` are those of a cold run: not before the first token, nor in
+        the middle of a replay."""
+        rings_exact_from = self.rings_exact_from
+        return rings_exact_from is not None and self.length >= max(
+            1, rings_exact_from, self.reused_tokens
+        )
+
+    @property
     def is_torn(self) -> bool:
         """Whether a step that failed has overwritten what the rings held at `length`: the request
         can only be rewound, reset or released."""
@@ -168,27 +189,26 @@ class Request(Uncopied):
                 f"rewind the request to {self.length} tokens or fewer, or release it"
             )
 
-    def note_torn(self, tokens: int) -> None:
+    def note_incomplete(self, tokens: int) -> None:
         """Not all layers have stored what comes after so many tokens: it is never cached, offered
         or continued, unless a rewind takes it back. Their ids are forgotten, and after a gap none
         are learned."""
-        if self.torn_from is None or tokens < self.torn_from:
-            self.torn_from = tokens
+        if self.incomplete_from is None or tokens < self.incomplete_from:
+            self.incomplete_from = tokens
             if self.trail is not None:
                 self.trail.cut(tokens)
 
     def require_exact(self, what: str) -> None:
-        """RequestError for a request behind a cut replay."""
-        if self.inexact_from is not None:
+        """RequestError for a request after a cut replay."""
+        if self.approximate_from is not None:
             raise RequestError(
                 f"request {self.serial} was resumed by a cut replay: from token "
-                f"{self.inexact_from} on it is no cold run's, and {what}"
+                f"{self.approximate_from} on it is no cold run's, and {what}"
             )
 
     def note_resume(self, resume: Resume) -> None:
-        """What is computed behind a cut replay is never cached: the trail ends there. Behind any
+        """What is computed after a cut replay is never cached: the trail ends there. After any
         other resume it goes on."""
-        self.inexact_from = None if resume.exact else resume.reused_tokens
         trail = self._trail
         if trail is not None and (trail.sealed or not resume.exact):
             if not resume.exact:
@@ -199,8 +219,12 @@ class Request(Uncopied):
 
     def mend(self) -> None:
         """After tokens were taken back: nothing is torn if all that was is gone."""
-        if self.torn_from is not None and self.length <= self.torn_from:
-            self.torn_from = None
+        if self.incomplete_from is not None and self.length <= self.incomplete_from:
+            self.incomplete_from = None
+
+    def lose_rings(self) -> None:
+        """The rings do not hold the state at `length`, as if a chunk had been written after it."""
+        self._row[WRITTEN] = self.length + self._max_rollback_tokens + 1
 
     def shorten(self, tokens: int) -> None:
         """The length goes back, as far as the rings reach."""
@@ -292,23 +316,17 @@ class RequestTable:
         request = self.make(slot, block_ids, parent.resume)
         self.numbers[:, slot] = self.numbers[:, parent.slot]
         request.published_blocks = 0
-        request.exact_from = parent.exact_from
-        request.inexact_from = parent.inexact_from
+        request.origin = parent.origin
         request.trail = parent.trail and parent.trail.copy()
-        request.torn_from = parent.torn_from
+        request.incomplete_from = parent.incomplete_from
         return request
 
     def restart(self, request: Request, resume: Resume) -> None:
-        """The request goes on from `resume.start`, whatever it has written before. Torn until the
-        last line."""
-        request.written_tokens = LOST
+        """The request goes on from `resume.start`, whatever it has written before."""
         self.numbers[LENGTH, request.slot] = resume.start
         request.reused_tokens = resume.reused_tokens
-        request.exact_from = resume.reused_tokens if resume.source == "replay" else resume.start
-        if not resume.exact:
-            request.exact_from = LOST
         request.note_resume(resume)
-        request.resume = resume
+        request.resume = request.origin = resume
         request.written_tokens = resume.start
 
     def close(self, request: Request) -> None:
@@ -383,12 +401,12 @@ class RequestTable:
         if slot is not None:
             self.free_slots.append(slot)
 
-    def arrive(self, holder: object, resume: Resume, arriving: list[object]) -> Request:
+    def arrive(self, holder: object, resume: Resume, change: Change) -> Request:
         """The request that was on its way, in the slot and with the blocks that it was promised,
         live at once."""
         held, landed = self.holds[holder], self.landing[holder]
         request = self.make(self.promised[holder], [*held, *landed], resume)
-        arriving.append(request)
+        change.hand_out(request)
         self.live[request.slot] = request
         self.forget(holder)
         self.allocator.arrive(landed)
@@ -465,11 +483,13 @@ class RequestTable:
         written = self.numbers[WRITTEN]
         written[slots] = np.maximum(written.take(slots), ends)
 
-    def rebuild(self, lost: Collection[Request], cached: Collection[int]) -> None:
+    def rebuild(
+        self, lost: Collection[Request], cached: Collection[int], rewritten: Collection[object]
+    ) -> None:
         """After an interrupt: slots and blocks anew, from the requests that are live (but for the
         lost ones, which nobody has) and from what the index keeps.
 
-        A request whose blocks are cut, but not its length, is cut to them, and torn."""
+        A request that was being rewritten, or whose blocks are cut but not its length, is torn."""
         for holder, slot in list(self.promised.items()):
             if slot in self.live:
                 self.forget(holder)
@@ -487,9 +507,11 @@ class RequestTable:
         self.allocator.rebuild(references, cached, landing)
         for request in self.live.values():
             held = len(request.block_ids) * self.schema.block_tokens
-            if self.schema.block_bytes and request.length > held:
-                request.written_tokens = LOST
+            is_cut = bool(self.schema.block_bytes) and request.length > held
+            if is_cut:
                 self.numbers[LENGTH, request.slot] = held
+            if is_cut or request in rewritten:
+                request.lose_rings()
             request.reused_tokens = min(request.reused_tokens, held or request.reused_tokens)
             self.cut_shared_behind(request)
             request.published_blocks = min(request.published_blocks, len(request.block_ids))

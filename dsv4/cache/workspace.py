@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.cache.guard import Turn
+from dsv4.cache.changes import Turn
 from dsv4.cache.pages import Page
 from dsv4.cache.schema import CacheSchema
 from dsv4.model import AttentionType

@@ -118,7 +118,7 @@ def plan_command(
     """
     with reported_errors(as_json=as_json):
         schema = CacheSchema.build(
-            _model(model),
+            ModelSpec.load(model),
             block_tokens=block_tokens,
             max_draft_tokens=draft,
             steps_ahead=steps_ahead,
@@ -161,15 +161,6 @@ def plan_command(
                 print_tier(below)
             if across is not None:
                 print_link(across)
-
-
-def _model(name: str) -> ModelSpec:
-    """A preset, or a file when the name looks like one or there is one."""
-    path = Path(name)
-    looks_like_a_file = path.suffix == ".json" or len(path.parts) > 1 or path.exists()
-    if name not in PRESETS and looks_like_a_file:
-        return ModelSpec.from_config(path)
-    return ModelSpec.preset(name)
 
 
 def _other_bytes(

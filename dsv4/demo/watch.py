@@ -14,7 +14,7 @@ from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.demo.events import CacheState, DemoEvent, StepEvent
 from dsv4.integrations.transformers import PagedCache, transformers_cache_bytes
-from dsv4.integrations.transformers.model_check import cache_schema
+from dsv4.integrations.transformers.model import cache_schema
 
 TRAINED_RECORDS = "fp8_ds"
 

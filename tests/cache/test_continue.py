@@ -86,9 +86,9 @@ def test_tokens_must_be_known():
     plan = manager.prepare_forward([(request, 2)])
     stack.write(plan, [text.stream])
     manager.commit(plan)
-    with pytest.raises(InvalidInput, match="tell"):
+    with pytest.raises(InvalidInput, match="supply"):
         manager.continue_request(request, text.ids[:300])
-    manager.tell(request, text.ids[100:102])
+    manager.supply_ids(request, text.ids[100:102])
     manager.continue_request(request, text.ids[:300])
     run_to(stack, request, text, 300)
     assert_cold(stack, request, text.stream)

@@ -66,7 +66,7 @@ def test_a_step_drafts_verifies_and_commits_in_one_plan(padded: bool):
         assert all(step.done for step in plan.drafts)
     assert len(addresses) == 1, "a captured graph reads the same rows"
     for request, stream in zip(requests, streams, strict=True):
-        assert request.torn_from is None
+        assert request.incomplete_from is None
         assert_cold(stack, request, stream)
 
 

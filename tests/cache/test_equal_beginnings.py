@@ -61,7 +61,7 @@ def test_blocks_are_adopted_in_order_whenever_their_ids_become_known(fails: bool
         stack.write(plan, [text.stream])
         manager.commit(plan)
     with Faults(0 if fails else None).injected():
-        manager.tell(late, text.ids[1:200])
+        manager.supply_ids(late, text.ids[1:200])
     assert (late.block_ids[0] == first.block_ids[0]) != fails
     manager.check_invariants()
     run_to(stack, late, text, 300)

@@ -151,7 +151,7 @@ def test_a_step_that_lacks_a_layer_is_not_committed(prefix: PrefixOptions | None
         manager.commit(plan, ids=ids)
     stack.write(plan, [text.stream], layers=[2])
     manager.commit(plan, ids=ids)
-    assert (request.length, request.torn_from) == (100 + tokens, None)
+    assert (request.length, request.incomplete_from) == (100 + tokens, None)
     run_to(stack, request, text, 380)
     assert_cold(stack, request, text.stream)
 
@@ -182,7 +182,7 @@ def test_what_keeps_no_token_needs_no_layer():
     stack.manager.commit(stack.manager.prepare_forward([]))
     stack.manager.commit(stack.manager.prepare_forward([(request, 0)]))
     stack.manager.commit(stack.manager.prepare_forward([(request, 2)]), [0])
-    assert (request.length, request.torn_from) == (0, None)
+    assert (request.length, request.incomplete_from) == (0, None)
 
 
 @pytest.mark.parametrize("partial", [1, None, "yes"])
@@ -204,18 +204,18 @@ def test_who_commits_a_part_of_a_step_has_an_incomplete_request(
     plan = manager.prepare_forward([(request, 1)])
     stack.write(plan, [text.stream], layers=[0, 1])
     manager.commit(plan, partial=True)
-    assert (request.length, request.torn_from) == (131, 130)
+    assert (request.length, request.incomplete_from) == (131, 130)
     run_to(stack, request, text, 133)
     (fork,) = manager.fork(request, 1)
     manager.rewind(request, 131)
-    assert (fork.torn_from, request.torn_from) == (130, 130)
+    assert (fork.incomplete_from, request.incomplete_from) == (130, 130)
     monkeypatch.setattr(manager, "_handing_over", lambda: None)  # asked before anybody has it
     for each in (fork, request):
         with nothing_changes(manager), pytest.raises(RequestError, match="not all layers"):
             manager.offer(each)
     for each in (fork, request):
         manager.rewind(each, 130)
-        assert each.torn_from is None
+        assert each.incomplete_from is None
         run_to(stack, each, text, 300)
         assert_cold(stack, each, text.stream)
 
@@ -401,7 +401,7 @@ def test_an_error_in_the_first_of_two_chunks_leaves_nothing_of_either(partial: b
     if partial:
         manager.commit(first, ids=old.ids[:256], partial=True)
         manager.commit(second, ids=old.ids[256:512])
-        assert request.torn_from == 0
+        assert request.incomplete_from == 0
     else:
         with suppress(PlanError):
             manager.commit(first)

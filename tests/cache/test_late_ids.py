@@ -39,7 +39,7 @@ def run(manager: KVCacheManager, request: Request, tokens: int, *, told: bool) -
 def tell(manager: KVCacheManager, request: Request) -> None:
     assert request.trail is not None
     if len(request.trail.ids) < request.length:
-        manager.tell(request, IDS[len(request.trail.ids) : request.length])
+        manager.supply_ids(request, IDS[len(request.trail.ids) : request.length])
 
 
 @pytest.mark.parametrize("teller", ["fork", "parent"])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache.prefix.snapshot_layout import SnapshotLayout
 from dsv4.cache.schema import CacheSchema, HcaState
+from dsv4.cache.state import SnapshotLayout
 from dsv4.errors import InvalidInput
 from dsv4.model import AttentionType, LayerSpec, ModelSpec
 from dsv4.reference.numerics import fold_token, gated_pool, rms_norm, rotate, to_bf16

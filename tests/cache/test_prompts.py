@@ -169,7 +169,7 @@ def test_ids_told_a_step_late_lose_neither_blocks_nor_snapshots():
     told = 100
     while request.length < 300:
         stack.step([(request, text.stream, 1)])
-        manager.tell(request, text.ids[told : request.length - 1])
+        manager.supply_ids(request, text.ids[told : request.length - 1])
         told = request.length - 1
     manager.release_request(request)
     again = manager.admit_request(text.ids[:290])
@@ -185,8 +185,8 @@ def test_only_ids_of_committed_tokens_are_told():
     run_to(stack, request, text, 100)
     stack.step([(request, text.stream, 1)])
     with pytest.raises(InvalidInput, match="it has 101 tokens"):
-        manager.tell(request, text.ids[100:102])
-    manager.tell(request, text.ids[100:101])
+        manager.supply_ids(request, text.ids[100:102])
+    manager.supply_ids(request, text.ids[100:101])
     assert request.trail is not None
     assert len(request.trail.ids) == 101
 

@@ -26,7 +26,7 @@ def table(num_blocks: int = 8, max_requests: int = 3) -> RequestTable:
 
 
 class Reclaiming(PrefixIndex):
-    def pinned_blocks(self, besides: object = ()) -> int:
+    def pinned_blocks(self, excluding: object = ()) -> int:
         return 0
 
 
@@ -142,7 +142,7 @@ def test_restarting_forgets_what_was_written():
     resume = Resume(start=128, reused_tokens=256, end=300, source="replay")
     made.restart(request, resume)
     assert (request.length, request.written_tokens) == (128, 128)
-    assert (request.reused_tokens, request.exact_from) == (256, 256)
+    assert (request.reused_tokens, request.rings_exact_from) == (256, 256)
     assert request.resume is resume
 
 
@@ -155,7 +155,7 @@ def test_a_fork_is_where_its_parent_is():
     fork = made.fork(parent, made.free_slots[-1], list(parent.block_ids))
     made.enlist(fork)
     assert (fork.slot, fork.length, fork.written_tokens) == (1, 140, 140)
-    assert (fork.reused_tokens, fork.exact_from) == (256, 256)
+    assert (fork.reused_tokens, fork.rings_exact_from) == (256, 256)
     assert fork.published_blocks == 0
     made.check_invariants()
 
@@ -207,7 +207,7 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
 table = RequestTable(CacheSchema.build(ModelSpec.preset("tiny")), num_blocks=4, max_requests=2)
 index = PrefixIndex(table.allocator)
-index.pinned_blocks = lambda besides: 0; table.reclaimer = index
+index.pinned_blocks = lambda excluding: 0; table.reclaimer = index
 request = table.open(table.take(2), Resume(start=0, reused_tokens=0, end=0, source="nothing"))
 print(request.block_ids, token_ids([3, 4]).tolist())
 """

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dsv4.cache.arena import Arena
-from dsv4.cache.prefix.snapshot_layout import SnapshotLayout
 from dsv4.cache.prefix.snapshots import SnapshotPool
 from dsv4.cache.schema import CacheSchema
+from dsv4.cache.state import SnapshotLayout
 from dsv4.errors import InvalidInput
 from dsv4.model import AttentionType, LayerSpec, ModelSpec
 from tests.support.numbers import Numbers

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4.cache.guard import Turn
+from dsv4.cache.changes import Turn
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.requests import Request
@@ -56,7 +56,7 @@ class Stopped:
             self._here.set()
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        if not frame.f_code.co_filename.endswith("/dsv4/cache/guard.py"):
+        if not frame.f_code.co_filename.endswith("/dsv4/cache/changes.py"):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -263,7 +263,7 @@ def test_after_an_interrupt_in_a_handle_another_thread_may_use_the_plan(inside: 
         request = manager.admit_request(8)
         plan = manager.prepare_forward([(request, 8)])
         kv, projections = stack.inputs(plan, [text.stream], 0)
-        files = ("/cache/guard.py", "/cache/handle.py")
+        files = ("/cache/changes.py", "/cache/handle.py")
         interrupts, caught = Interrupts(at, files, inside=inside), False
         try:
             with interrupts.injected():

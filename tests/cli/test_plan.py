@@ -17,7 +17,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
 from dsv4.cache.schema import CacheSchema
-from dsv4.cache.transfers.state_layout import StateLayout
+from dsv4.cache.state import StateLayout
 from dsv4.cli import app
 from dsv4.errors import MissingExtra
 from dsv4.model import PRESETS

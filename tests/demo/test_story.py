@@ -29,8 +29,8 @@ from dsv4.demo.events import (
 from dsv4.demo.model import random_prompt, tiny_v4
 from dsv4.demo.prefix import run_twice
 from dsv4.demo.screen import demo_view, print_report
-from dsv4.integrations.transformers.cache_layers import PagedLayer
-from dsv4.integrations.transformers.fast_attention import FastAttention
+from dsv4.integrations.transformers.attention import FastAttention
+from dsv4.integrations.transformers.layers import PagedLayer
 
 LENGTHS = {"A": 250, "B": 5, "C": 118, "D": 64}
 CSA_LAYERS, HCA_LAYERS = 2, 1

@@ -20,7 +20,7 @@ with suppress(ImportError):  # then every test is skipped
     from transformers import DeepseekV4ForCausalLM
 
     from dsv4.integrations.transformers.accelerate import accelerate
-    from dsv4.integrations.transformers.split_manager import SplitManager
+    from dsv4.integrations.transformers.lockstep import SplitManager
 
 pytestmark = [pytest.mark.gpu, pytest.mark.extra("transformers")]
 

@@ -17,7 +17,7 @@ with suppress(ImportError):  # then every test is skipped
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
     from dsv4.integrations.transformers.accelerate import accelerate
-    from dsv4.integrations.transformers.decode_graph import DecodeGraphs
+    from dsv4.integrations.transformers.forward import DecodeGraphs
     from tests.integrations.tiny_v4 import draw_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.extra("transformers")]

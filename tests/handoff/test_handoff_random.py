@@ -85,7 +85,7 @@ class Lives:
         stack.step([(each.request, text.stream, count)], accepted=[kept], ids=ids)
 
     def is_exact(self, request: Request) -> bool:
-        return request.length >= max(1, request.exact_from, request.reused_tokens)
+        return request.length >= max(1, request.rings_exact_from, request.reused_tokens)
 
     def offer(self, stack: Stack) -> None:
         each = self.one_of(stack)

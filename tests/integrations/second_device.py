@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from transformers import DeepseekV4ForCausalLM
 
-from dsv4.integrations.transformers.split_manager import SplitManager
+from dsv4.integrations.transformers.lockstep import SplitManager
 
 HERE, THERE = "here", "there"
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)

@@ -10,7 +10,7 @@ import torch
 
 from dsv4.errors import InvalidInput, PlanError, RecoveryNeeded
 from dsv4.integrations.transformers import Engine, accelerate
-from dsv4.integrations.transformers.split_manager import SplitManager, places
+from dsv4.integrations.transformers.lockstep import SplitManager, places
 from tests.integrations.fast_v4 import assert_close, fast, generate, manager_of, plain_model
 from tests.integrations.second_device import HERE, THERE, second_device, watched
 from tests.integrations.tiny_v4 import prompt

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.integrations.transformers import fast_forward
-from dsv4.integrations.transformers.decode_graph import CudaCapture, DecodeGraphs, can_capture
+from dsv4.integrations.transformers.forward import CudaCapture, DecodeGraphs, can_capture
 from tests.integrations.fast_v4 import assert_close, fast, generate, manager_of, plain_model
 from tests.integrations.tiny_v4 import prompt
 
@@ -130,7 +129,7 @@ def test_only_experts_that_look_at_no_value_are_captured() -> None:
 
 def test_the_reference_is_never_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks at values of the device, wherever that is."""
-    monkeypatch.setattr(fast_forward, "can_capture", lambda model: True)
+    monkeypatch.setattr("dsv4.integrations.transformers.forward.can_capture", lambda model: True)
     for backend in (None, "reference"):  # of a CPU that is the same
         with fast(plain_model(), backend=backend) as model:
             assert vars(model.model)["forward"].graphs is None

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import DeepseekV4ForCausalLM
 
 from dsv4.errors import Dsv4Error, InvalidInput
-from dsv4.integrations.transformers import paged_cache
 from dsv4.integrations.transformers.accelerate import accelerate, restore
 from tests.integrations.fast_v4 import fast, generate, manager_of, plain_model
 from tests.integrations.tiny_v4 import tiny_config
@@ -77,7 +76,7 @@ def test_crop_into_a_cached_block_when_the_pool_is_full() -> None:
 
 
 def test_crop_replays_behind_more_padding_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_cache, "REPLAY_COLUMNS", 4)
+    monkeypatch.setattr("dsv4.integrations.transformers.cache.REPLAY_COLUMNS", 4)
     prompt = torch.cat((torch.zeros((1, 10), dtype=torch.int64), ids(20)), dim=1)
     mask = (torch.arange(30) >= 10).long()[None]
     with fast(plain_model()) as model, torch.no_grad():

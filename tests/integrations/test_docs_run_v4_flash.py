@@ -9,7 +9,7 @@ import torch
 from transformers import DeepseekV4ForCausalLM
 
 from dsv4.cache.schema import CacheSchema
-from dsv4.integrations.transformers.fast_attention import make_rope_tables
+from dsv4.integrations.transformers.attention import make_rope_tables
 from dsv4.model import ModelSpec
 from dsv4.units import parse_tokens
 from tests.integrations.tiny_v4 import tiny_config

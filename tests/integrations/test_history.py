@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dsv4.integrations.transformers.history import UNKNOWN_ID, History
+from dsv4.integrations.transformers.rows import UNKNOWN_ID, History
 from tests.support.numbers import Numbers
 
 

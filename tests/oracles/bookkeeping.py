@@ -24,7 +24,7 @@ def snapshot(manager: KVCacheManager) -> dict[str, Any]:
         "requests": {
             slot: (
                 *(id(r), r.slot, r.length, list(r.block_ids), r.published_blocks, r.released),
-                *(r.written_tokens, r.reused_tokens, r.exact_from, r.resume),
+                *(r.written_tokens, r.reused_tokens, r.rings_exact_from, r.resume),
                 None if r.trail is None else r.trail.ids.tolist(),
             )
             for slot, r in manager.table.live.items()

@@ -78,7 +78,7 @@ def test_it_must_be_asked_for():
     resume = Resume(start=FIRST, reused_tokens=REUSED, end=PROMPT, source="cut_replay", exact=False)
     assert runner.manager.look_up(runner.manager.prompt(runner.prompt)) == resume
     request = runner.admit()
-    assert (request.resume, request.inexact_from) == (resume, REUSED)
+    assert (request.resume, request.approximate_from) == (resume, REUSED)
     assert runner.manager.prefix is not None
     assert runner.manager.prefix.counters.hits["cut_replay"] == 1
     # a snapshot that is no further back is exact, and so is a hit within a window
@@ -110,7 +110,7 @@ def test_nothing_behind_it_is_found_again():
     before = runner.indexed()
     request = runner.admit()
     (fork,) = runner.manager.fork(request, 1)
-    assert (fork.inexact_from, fork.resume.exact) == (REUSED, False)
+    assert (fork.approximate_from, fork.resume.exact) == (REUSED, False)
     for each, ids in ((request, runner.prompt), (fork, [*runner.prompt[:REUSED], *tokens(2, 52)])):
         runner.run(runner.manager, each, ids[:REUSED], 50)
         runner.run(runner.manager, each, ids, 50)
@@ -119,7 +119,7 @@ def test_nothing_behind_it_is_found_again():
     plan = runner.manager.prepare_forward([(request, 40)])
     plan.mark_appended()
     runner.manager.commit(plan)
-    runner.manager.tell(request, tokens(3, 40))
+    runner.manager.supply_ids(request, tokens(3, 40))
     assert runner.indexed() == before
     for each in (request, fork):
         runner.manager.release_request(each)
@@ -142,7 +142,7 @@ def test_rewinds_say_whether_what_is_left_is_exact():
     assert (far.start, far.reused_tokens, far.exact) == (FIRST, REUSED, False)
     runner.run(runner.manager, request, runner.prompt[:75], 256)
     back = runner.manager.rewind(request, 10)
-    assert (back.start, back.exact, request.inexact_from) == (0, True, None)
+    assert (back.start, back.exact, request.approximate_from) == (0, True, None)
     before = runner.indexed()
     other = [*runner.prompt[:10], *tokens(5, 30)]
     runner.run(runner.manager, request, other, 33)
@@ -264,7 +264,7 @@ class RandomLife(CutRunner):
             one = manager.admit_fetched(ids, timeout_s=TIMEOUT_S)
             self.lives[one] = ids
             self.seen["exact" if one.resume.exact else "cut"] += 1
-            assert one.resume.exact == (one.inexact_from is None)
+            assert one.resume.exact == (one.approximate_from is None)
         elif request is None:
             return
         elif act == "run":
@@ -274,7 +274,7 @@ class RandomLife(CutRunner):
             self.lives[fork] = list(self.lives[request])
         elif act == "rewind" and request.length:
             resume = manager.rewind(request, rng.randrange(request.length + 1))
-            assert resume.exact == (request.inexact_from is None)
+            assert resume.exact == (request.approximate_from is None)
             kept = rng.randrange(resume.end + 1, PROMPT + 40)
             self.lives[request] = [*self.lives[request][: resume.end], *tokens(9, kept)][:kept]
         elif act == "leave":
@@ -289,7 +289,7 @@ class RandomLife(CutRunner):
         if len(ids) <= start:
             ids.append(self.rng.randrange(512))
         count = self.rng.choice((1, 1, 7, 20, 60))
-        if request.inexact_from is not None:
+        if request.approximate_from is not None:
             count = max(count, request.reused_tokens - start)
         self.model.step(self.manager, [(request, ids[start : start + count])])
 
@@ -299,7 +299,7 @@ class RandomLife(CutRunner):
         assert prefix is not None
         for request, ids in self.lives.items():
             self.learn(ids[: request.length])
-            exact = request.inexact_from is None and request.length >= request.exact_from
+            exact = request.approximate_from is None and request.length >= request.rings_exact_from
             if exact and request.length:
                 found = self.readable(self.manager, request)
                 cold = self.cold(ids[: request.length])

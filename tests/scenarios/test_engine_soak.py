@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.prefix.cache import PinnedPrefix
 from dsv4.cache.prefix.options import PrefixOptions, full, periodic, zero
+from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.errors import InvalidInput
 from dsv4.model import ModelSpec, v4_layers
-from examples.decode_loop import VOCABULARY, Model
+from dsv4.testing import VOCABULARY, RandomModel
 from examples.engine import RETRIES, Engine, Job
 from tests.support.faults import Faults, Interrupts
 from tests.support.numbers import SHIFT
@@ -73,7 +73,7 @@ class Soak:
         )
         for arena in (manager.block_arena, manager.slot_arena):
             arena.bytes.fill_(0xFF)
-        self.model = Model(self.schema)
+        self.model = RandomModel(self.schema)
         self.engine = Engine(
             model=self.model,
             manager=manager,

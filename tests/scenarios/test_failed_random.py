@@ -144,20 +144,20 @@ class Life:
         self.manager.commit(plan, ids=ids, partial=True)
         self.seen["partial"] += 1
         for request, start in zip(plan.requests, starts, strict=True):
-            assert request.torn_from is not None
-            assert request.torn_from <= start
+            assert request.incomplete_from is not None
+            assert request.incomplete_from <= start
         return True
 
     # ---- after it
 
     def look_after(self, job: Job) -> None:
         rng, request = self.rng, job.request
-        if request.torn_from is not None or request.is_torn:
+        if request.incomplete_from is not None or request.is_torn:
             if not request.is_torn and rng.random() < 0.3:
                 (fork,) = self.manager.fork(request, 1)
-                assert fork.torn_from == request.torn_from
+                assert fork.incomplete_from == request.incomplete_from
                 self.manager.release_request(fork)
-            sound = request.length if request.torn_from is None else request.torn_from
+            sound = request.length if request.incomplete_from is None else request.incomplete_from
             self.rewind(job, rng.randint(max(0, sound - 20), min(sound, request.length)))
             self.seen["mended"] += 1
         elif rng.random() < 0.15:
@@ -171,14 +171,14 @@ class Life:
     def rewind(self, job: Job, length: int) -> None:
         """Back, and at times on with other tokens."""
         self.manager.rewind(job.request, length)
-        assert job.request.torn_from is None
+        assert job.request.incomplete_from is None
         assert not job.request.is_torn
         if self.rng.random() < 0.5:
             job.text = job.text.then(self.rng.choice(self.texts), length)
 
     def check(self, job: Job) -> None:
         """In the middle of a replay rings are still wrong."""
-        if job.request.length >= max(job.request.reused_tokens, job.request.exact_from):
+        if job.request.length >= max(job.request.reused_tokens, job.request.rings_exact_from):
             self.assert_cold(job.request, job.text)
 
     def assert_cold(self, request: Request, text: Text) -> None:

@@ -164,7 +164,7 @@ class Attack(World):
         ids = self.ids_of(plan) if self.rng.random() < 0.8 else None
         self.manager.commit(plan, ids=ids, partial=True)
         for request, length in zip(plan.requests, before, strict=True):
-            assert request.torn_from == length
+            assert request.incomplete_from == length
             self.mend(request, length)
 
     def rewind_far(self) -> None:
@@ -185,7 +185,7 @@ class Attack(World):
             assert request.trail is not None
             unknown = request.length - len(request.trail.ids)
             if 0 < unknown <= count and self.rng.random() < 0.8:
-                self.manager.tell(request, ids[at + count - unknown : at + count])
+                self.manager.supply_ids(request, ids[at + count - unknown : at + count])
             at += count
             self.check_bytes(request)
 
@@ -242,11 +242,11 @@ class Attack(World):
                 del self.lives[request]
                 continue
             self.note_resume(request)
-            if request.torn_from is not None or request.is_torn:
-                self.mend(request, min(request.length, request.torn_from or request.length))
+            if request.incomplete_from is not None or request.is_torn:
+                self.mend(request, min(request.length, request.incomplete_from or request.length))
         prefix = manager.prefix
         assert prefix is not None
-        self.pins = list(prefix._pins)
+        self.pins = list(prefix.pins._standing)
         self.check_all()
 
 

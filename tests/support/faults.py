@@ -74,7 +74,8 @@ def everything(manager: KVCacheManager) -> dict[str, Any]:
         "requests": {
             s: (
                 *(id(r), r.slot, r.length, list(r.block_ids), r.published_blocks, r.released),
-                *(r.written_tokens, r.reused_tokens, r.exact_from, r.resume, r.torn_from),
+                *(r.written_tokens, r.reused_tokens, r.rings_exact_from),
+                *(r.resume, r.incomplete_from),
                 None if r.trail is None else (r.trail.ids.tolist(), list(r.trail.chain)),
             )
             for s, r in table.live.items()
@@ -89,8 +90,8 @@ def everything(manager: KVCacheManager) -> dict[str, Any]:
         }
         rows = [node.snapshot for node in nodes if node.snapshot is not None]
         found["snapshots"] = {row: _bytes(prefix.pool.bytes[row]) for row in rows}
-        found["free rows"] = sorted(prefix._free_rows)
-        found["pins"] = {id(pin) for pin in prefix._pins}
+        found["free rows"] = sorted(prefix.rows._free)
+        found["pins"] = {id(pin) for pin in prefix.pins._standing}
     return found
 
 
@@ -103,7 +104,7 @@ class Interrupts:
     the n-th place, in lines too, where Python looks for signals. Not at the end of
     `with …lock:`, whose line is traced again: Python handles no signal between what is in there and
     the release of the lock, unless that is written in Python (`python_locks`). Nor at the line
-    behind the `del` by which a call leaves its manager: no place of `inside` is there."""
+    after the `del` by which a call leaves its manager: no place of `inside` is there."""
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class Interrupts:
             line = linecache.getline(name, frame.f_lineno).lstrip()
             if before_line > frame.f_lineno and LOCKED.match(line):
                 return self._trace
-            if name.endswith("/guard.py") and line == "return result\n":
+            if name.endswith("/changes.py") and line == "return result\n":
                 return self._trace
             self._reach()
         elif event == "return":

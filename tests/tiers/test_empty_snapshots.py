@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dsv4.cache.prefix.snapshot_layout import SnapshotLayout
 from dsv4.cache.schema import CacheSchema
+from dsv4.cache.state import SnapshotLayout
 from dsv4.model import ModelSpec, v4_layers
 from dsv4.tiers.host import HostTier
 from tests.support.lives import Text, assert_cold, run_to

@@ -11,7 +11,7 @@ import torch
 
 from dsv4.cache.prefix.options import zero
 from dsv4.cache.schema import CacheSchema, HcaState
-from dsv4.cache.transfers.state_layout import StateLayout
+from dsv4.cache.state import StateLayout
 from dsv4.errors import InvalidInput, RequestError
 from dsv4.model import ModelSpec
 from dsv4.tiers.host import HostTier
@@ -196,7 +196,7 @@ def test_what_can_not_be_suspended_says_why():
     run_to(stack, known, text.stream, 150)
     with pytest.raises(InvalidInput, match="100 of the 150 token ids"):
         stack.manager.suspend(known)
-    stack.manager.tell(known, text.ids[100:150])
+    stack.manager.supply_ids(known, text.ids[100:150])
     stack.manager.suspend(known)
     with pytest.raises(RequestError, match="released"):
         stack.manager.suspend(known)

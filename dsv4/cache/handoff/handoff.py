@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4.cache.guard import LOGGER
+from dsv4.cache.changes import LOGGER
 from dsv4.cache.handoff.arrival import Arrival
 from dsv4.cache.handoff.lease import Lease, Leases, new_name, taken_note
 from dsv4.cache.handoff.link import Link, Memory, Read, Spans, Where
@@ -24,10 +24,10 @@ from dsv4.cache.handoff.rows import Pledges, StateRow, StateRows
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request, RequestTable
 from dsv4.cache.schema import CacheSchema
+from dsv4.cache.state import StateLayout, copy_payload
 from dsv4.cache.stats import HandoffStats
 from dsv4.cache.transfers.copies import Copies
 from dsv4.cache.transfers.labels import Labels
-from dsv4.cache.transfers.state_layout import StateLayout, spread
 from dsv4.errors import InvalidInput, OfferError, require_count
 from dsv4.tiers.record import (
     DIGEST_BYTES,
@@ -196,7 +196,7 @@ class Handoff:
         self._copies.down_into(rows).wait()
         payload = np.empty(layout.payload_bytes, dtype=np.uint8)
         layout.gather(slot.numpy(), block.numpy(), length, payload, written=written)
-        spread(payload, row.parts)
+        copy_payload(payload, row.parts)
         seal(Record(label=row.label, parts=row.parts))
 
     # ---- a taker ---------------------------------------------------------------------------------

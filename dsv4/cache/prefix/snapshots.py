@@ -12,13 +12,8 @@ from torch import Tensor
 
 from dsv4.cache.pages import Page
 from dsv4.cache.prefix.options import PrefixOptions
-from dsv4.cache.prefix.snapshot_layout import (
-    TAIL_SLICES,
-    RingSlice,
-    SnapshotLayout,
-    window_slices,
-)
 from dsv4.cache.schema import CacheSchema
+from dsv4.cache.state import LiveRows, SnapshotLayout, previous_kinds, window_parts
 from dsv4.errors import InvalidInput, require_count
 from dsv4.ops.calls import CompressorWrite
 from dsv4.ops.columns import staged_row
@@ -30,9 +25,9 @@ _UNIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Slices of one width, of `rows` rows each in rings of `ring` rows; all in units of the layout.
+    """Rings of one width, of `rows` rows each in rings of `ring` rows; all in units of the layout.
 
-    `places` [slices, 2 · ring]: where the rows of each ring start in a slot, round and round, so
+    `places` [rings, 2 · ring]: where the rows of each ring start in a slot, round and round, so
     that the newest ones up to any boundary lie side by side. `kept` is where they are stored,
     [rows, width] of each snapshot, or of the one that is staged.
     """
@@ -120,8 +115,8 @@ class SnapshotPool:
         for group in self._groups:
             group.slot_rows(units)[group.places_at(boundary)] = group.kept[at]
 
-    def rows_of(self, part: RingSlice) -> Tensor:
-        """One slice in every snapshot: uint8 [snapshots, rows, width]."""
+    def rows_of(self, part: LiveRows) -> Tensor:
+        """One ring's rows in every snapshot: uint8 [snapshots, rows, width]."""
         return self.bytes.as_strided(
             (self.rows, part.rows, part.width_bytes),
             (self.layout.row_bytes, part.width_bytes, 1),
@@ -129,7 +124,7 @@ class SnapshotPool:
         )
 
     def _make_groups(self) -> Iterator[_Group]:
-        """Of each section those slices together that lie side by side and are alike."""
+        """Of each section those rings together that lie side by side and are alike."""
         unit = self.layout.unit_bytes
         snapshots = self.bytes if self._staged is None else self._staged[None]
         for section in self.layout.sections:
@@ -196,15 +191,15 @@ class WideCaptures:
         """The previous stream of the last group of each boundary; before the tails are written."""
         for write in writes:
             if write.layout.overlap:
-                kinds = TAIL_SLICES[write.layout.kind]
+                kinds = previous_kinds(write.layout.kind)
                 for kind, rows in zip(kinds, self._last_groups(slot_arena, write), strict=True):
-                    self._store(self._pool.layout.ring_slice(layer, kind), rows)
+                    self._store(self._pool.layout.rows_of(layer, kind), rows)
 
     def take_window(self, layer: int, staging: Tensor, page: Page) -> None:
         """The window rows of each boundary, from the staging; after the window is written. With
         them a layer has given all that it gives."""
-        for kind, width, offset in window_slices(page):
-            part = self._pool.layout.ring_slice(layer, kind)
+        for kind, width, offset in window_parts(page):
+            part = self._pool.layout.rows_of(layer, kind)
             if part is not None:
                 rows = staging.as_strided((page.rows, width), (width, 1), offset)
                 self._store(part, rows[self._staged_rows])
@@ -229,7 +224,7 @@ class WideCaptures:
         new_z = z[:, :width][token] + write.ape[:, :width]  # the group starts at row 0 of ape
         return torch.where(is_new, c[:, :width][token], old_k), torch.where(is_new, new_z, old_z)
 
-    def _store(self, part: RingSlice | None, rows: Tensor) -> None:
+    def _store(self, part: LiveRows | None, rows: Tensor) -> None:
         assert part is not None
         target = self._pool.rows_of(part)
         data = rows.contiguous().view(torch.uint8).view(len(self.captures), part.rows, -1)

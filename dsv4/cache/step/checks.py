@@ -70,7 +70,7 @@ def cut_replays(
     rows = [
         row
         for row in (starts < reused).nonzero()[0].tolist()
-        if shape.requests[row].inexact_from is not None
+        if shape.requests[row].approximate_from is not None
     ]
     if not rows:
         return False
@@ -111,9 +111,10 @@ def open_plan(plan: ForwardPlan, expected: Sequence[ForwardPlan]) -> None:
 
 def bound(layer: int, batch: Batch, open_plans: Sequence[ForwardPlan]) -> None:
     """PlanError unless a layer can be bound to `batch`, one of an open plan."""
-    for plan in open_plans:
-        if batch in plan.batches:
-            return
+    if type(batch) is Batch:
+        for plan in open_plans:
+            if batch in plan.batches:
+                return
     if isinstance(batch, ForwardPlan):
         open_plan(batch, open_plans)
         raise PlanError(

@@ -6,10 +6,9 @@ import hashlib
 from collections.abc import Sequence
 from typing import overload
 
-from dsv4.cache.prefix.snapshot_layout import SnapshotLayout
 from dsv4.cache.prefix.trail import DIGEST_BYTES, TokenTrail
 from dsv4.cache.schema import CacheSchema
-from dsv4.cache.transfers.state_layout import StateLayout
+from dsv4.cache.state import SnapshotLayout, StateLayout
 from dsv4.tiers.record import Kind, Label
 
 

@@ -11,17 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.cache.guard import LOGGER
+from dsv4.cache.changes import LOGGER
 from dsv4.cache.prefix.cache import Fresh, PrefixCache, PrefixMatch
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request, RequestTable
+from dsv4.cache.state import StateLayout, copy_payload
 from dsv4.cache.stats import TransferStats
 from dsv4.cache.transfers.aside import Aside
 from dsv4.cache.transfers.copies import Copies, Mark
 from dsv4.cache.transfers.courier import Courier, Parcel
 from dsv4.cache.transfers.fetch import Fetch, Fetches
 from dsv4.cache.transfers.labels import Labels
-from dsv4.cache.transfers.state_layout import StateLayout, spread
+from dsv4.cache.transfers.loading import Route
 from dsv4.errors import InvalidInput
 from dsv4.tiers.host import HostRow, HostTier
 from dsv4.tiers.record import Key, Kind, Label
@@ -55,7 +56,7 @@ class Suspended:
 
 
 @dataclass(slots=True, eq=False)
-class _Going:
+class CopyBatch:
     """Rows that are being copied to the host."""
 
     mark: Mark
@@ -103,7 +104,7 @@ class Transfers:
         if len(hosts) > 1:
             raise InvalidInput("two host tiers: one is enough, give it more memory")
         self.host = hosts[0] if hosts else self._staging()
-        self.keeps = bool(hosts)
+        self.host_is_tier = bool(hosts)
         if device.type == "cuda":
             self.host.pin()
         below = [tier for tier in self.tiers if tier is not self.host]
@@ -111,20 +112,22 @@ class Transfers:
         for tier in below:
             tier.register(self.host.region)
         self.copies = Copies(device, self.host.region.memory)
-        self.courier = Courier(self.host, below, keeps=self.keeps)
+        self.courier = Courier(self.host, below, host_is_tier=self.host_is_tier)
         # no call of the owner waits for one of these; host memory answers by itself
         self._asked: tuple[HostTier | Aside, ...] = tuple(
             tier if isinstance(tier, HostTier) else Aside(tier) for tier in self.tiers
         )
         self.fetches = Fetches(
+            Route(
+                tiers=self._asked,
+                host=self.host,
+                host_is_tier=self.host_is_tier,
+                copies=self.copies,
+                courier=self.courier,
+            ),
             prefix=prefix,
             table=table,
             labels=self.labels,
-            tiers=self._asked,
-            host=self.host,
-            keeps=self.keeps,
-            copies=self.copies,
-            courier=self.courier,
             block_arena=block_arena,
         )
         self._outbox: deque[Fresh] = deque()
@@ -133,7 +136,7 @@ class Transfers:
         prefix.on_use = self._on_use
         prefix.index.has_tiers = True
         self._gathering: list[Parcel] = []
-        self._going: list[_Going] = []
+        self._going: list[CopyBatch] = []
         self._copying = 0
         self._last_down: Mark | None = None
         self._copied = self._copied_bytes = self._stored = self._dropped = 0
@@ -176,7 +179,7 @@ class Transfers:
                 if row is not None:
                     self._gathering.append(Parcel(row))
                     rows.append((source, self._gathering[-1]))
-                elif self.keeps and self.host.holds(label.key):
+                elif self.host_is_tier and self.host.holds(label.key):
                     if not fresh.is_snapshot:
                         fresh.node.stored = True
                 elif not self._passes and self.host.is_lost(label):
@@ -204,7 +207,7 @@ class Transfers:
                 self.host.release(parcel.row)
             return
         self._last_down = mark
-        self._going.append(_Going(mark, parcels))
+        self._going.append(CopyBatch(mark, parcels))
         self._gathering = []
         self._copying += len(parcels)
         self._copied += len(parcels)
@@ -275,12 +278,12 @@ class Transfers:
         assert trail is not None
         self.suspended += 1
         parcel = None
-        if length >= max(1, request.exact_from, request.reused_tokens):
+        if request.has_exact_state:
             label = self.labels.of_state(trail, length)
             row = self.host.take(label)
             if row is not None:
                 parcel = self._gather(request, row, length)
-            elif self.keeps and self.host.holds(label.key):
+            elif self.host_is_tier and self.host.holds(label.key):
                 return Suspended(tokens=length, parcel=None, kept=True)
             else:
                 self._dropped += 1
@@ -310,11 +313,11 @@ class Transfers:
         def fill() -> None:
             payload = np.empty(layout.payload_bytes, dtype=np.uint8)
             layout.gather(slot.numpy(), block.numpy(), length, payload, written=written)
-            spread(payload, row.parts)
+            copy_payload(payload, row.parts)
 
         parcel.fill = fill
         mark.hold_back()
-        self._going.append(_Going(mark, [parcel]))
+        self._going.append(CopyBatch(mark, [parcel]))
         self._gathering = []
         self._copying += 1
         self._copied += 1
@@ -338,11 +341,11 @@ class Transfers:
         with_state: bool,
         poll: Callable[[Fetch], None],
         cancel: Callable[[Fetch], None],
-        arriving: list[object],
+        hand_out: Callable[[object], None],
     ) -> Fetch:
         self.pump()
         fetch = Fetch(trail, tokens, with_state=with_state, poll=poll, cancel=cancel)
-        arriving.append(fetch)
+        hand_out(fetch)
         self.fetches.start(fetch)
         return fetch
 
@@ -371,16 +374,16 @@ class Transfers:
         self.fetches.abandon_all()
 
     def stats(self) -> TransferStats:
-        fetches, courier = self.fetches, self.courier
+        fetches, route, courier = self.fetches, self.fetches.route, self.courier
         return TransferStats(
             records_waiting=len(self._outbox) + self._copying + courier.waiting,
             records_copied=self._copied,
             records_stored=self._stored + len(courier.stored),
             records_dropped=self._dropped + courier.dropped,
-            records_refused=fetches.refused,
-            records_fetched=fetches.records,
+            records_refused=route.refused,
+            records_fetched=route.records,
             bytes_copied=self._copied_bytes,
-            bytes_fetched=fetches.bytes,
+            bytes_fetched=route.bytes,
             tokens_fetched=fetches.tokens,
             fetches=fetches.started,
             fetches_cancelled=fetches.cancelled,

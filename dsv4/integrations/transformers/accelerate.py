@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,24 +14,25 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, periodic
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput, RecoveryNeeded, ThreadError, require_count
-from dsv4.integrations.transformers.fast_attention import (
+from dsv4.integrations.transformers.attention import (
     FastAttention,
     RunningStep,
     SplitAttention,
     make_rope_tables,
     rounds_scores,
 )
-from dsv4.integrations.transformers.fast_caches import FastCaches
-from dsv4.integrations.transformers.fast_forward import FastForward
-from dsv4.integrations.transformers.fast_generate import FastGenerate
-from dsv4.integrations.transformers.model_check import cache_schema, require_type, require_v4
-from dsv4.integrations.transformers.paged_cache import FETCH_TIMEOUT_S
-from dsv4.integrations.transformers.ranks import read_ranks
-from dsv4.integrations.transformers.split_manager import SplitManager, places
+from dsv4.integrations.transformers.cache import FETCH_TIMEOUT_S, PagedCache
+from dsv4.integrations.transformers.caches import FastCaches
+from dsv4.integrations.transformers.forward import FastForward
+from dsv4.integrations.transformers.generate import FastGenerate
+from dsv4.integrations.transformers.lockstep import SplitManager, places
+from dsv4.integrations.transformers.model import cache_schema, read_ranks, require_type, require_v4
+from dsv4.integrations.transformers.private import FORWARD_ARGUMENTS, require_names
 from dsv4.ops.backend import BackendName
 
 if TYPE_CHECKING:
     from dsv4.tiers.tier import Tier
+
 
 PREFIX = PrefixOptions()
 KEEP_TIMEOUT_S = 30.0
@@ -95,6 +96,7 @@ def accelerate(
     for name, count in (("max_batch", max_batch), ("max_step_tokens", max_step_tokens)):
         require_count(name, count)
     ranks = read_ranks(model)
+    require_names(model)
     found = places(model)
     if len(found) > 1 and (tiers or ranks is not None):
         what = "tiers" if tiers else "several processes"
@@ -198,3 +200,37 @@ def _put_back(module: Any, name: str) -> None:
     replaced = vars(module).pop(name).replaced
     if replaced is not None:
         vars(module)[name] = replaced
+
+
+@contextmanager
+def speculation(model: Any) -> Iterator[None]:
+    """Lets `generate` use drafts with a PagedCache.
+
+    transformers marks V4 as `_is_stateful`, which makes generate refuse drafts, because the model's
+    own cache cannot take tokens back; a PagedCache can. Inside, the mark is off, and calls of the
+    model with any other cache are refused, for their results would be wrong. An accelerated model
+    needs no such context: all its caches can. Raises InvalidInput.
+    """
+    require_type(model)
+    if vars(model).get("_is_stateful") is False:
+        raise InvalidInput(
+            "the model takes drafts already: it is accelerated, or inside speculation"
+        )
+
+    def check(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        cache = (dict(zip(FORWARD_ARGUMENTS, args, strict=False)) | given).get("past_key_values")
+        if cache is not None and not isinstance(cache, PagedCache):
+            raise InvalidInput(
+                f"a {type(cache).__name__} cannot take drafts back: inside speculation(model) pass "
+                f"past_key_values=PagedCache.for_model(model, max_draft_tokens=…, …)"
+            )
+
+    hook = model.register_forward_pre_hook(check, with_kwargs=True)
+    layers = model.config.num_hidden_layers  # an early exit that is refused leaves fewer
+    vars(model)["_is_stateful"] = False
+    try:
+        yield
+    finally:
+        hook.remove()
+        model.config.num_hidden_layers = layers
+        del vars(model)["_is_stateful"]

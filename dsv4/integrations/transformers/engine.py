@@ -17,10 +17,10 @@ from torch import Tensor
 from dsv4.cache.prefix.trail import TokenIds, token_ids
 from dsv4.cache.requests import Request
 from dsv4.errors import InvalidInput, OutOfBlocks, RequestError, require_count
-from dsv4.integrations.transformers.fast_forward import FastForward
-from dsv4.integrations.transformers.fast_generate import context_overflow
-from dsv4.integrations.transformers.idle_rows import KnownRow
-from dsv4.integrations.transformers.model_check import require_type
+from dsv4.integrations.transformers.forward import FastForward
+from dsv4.integrations.transformers.generate import context_overflow
+from dsv4.integrations.transformers.model import require_type
+from dsv4.integrations.transformers.rows import KnownRow
 
 WAIT_S = 1.0  # until a step looks again whether there is room, should nobody say so
 LEAD_S = 1.0  # until a stream no longer counts on another's step: an interrupt may have ended that
@@ -313,7 +313,7 @@ class Engine:
         if request is None or request.released:
             return
         is_kept = self._manager.transfers is None and request.trail is not None
-        if is_kept and not request.is_torn and request.torn_from is None and request.length:
+        if is_kept and not request.is_torn and request.incomplete_from is None and request.length:
             ids = np.asarray(job.tokens[: request.length], dtype=np.int64)
             self._forward.caches.idle.keep(KnownRow(request=request, ids=ids))
         else:

@@ -191,10 +191,10 @@ class SplitManager(KVCacheManager):
             super().reset_slot(request)
             self._others_do(lambda other, nth: other.reset_slot(self._twin(request, nth)))
 
-    def tell(self, request: Request, ids: Any) -> None:
+    def supply_ids(self, request: Request, ids: Any) -> None:
         with self._in_step():
-            super().tell(request, ids)
-            self._others_do(lambda other, nth: other.tell(self._twin(request, nth), ids))
+            super().supply_ids(request, ids)
+            self._others_do(lambda other, nth: other.supply_ids(self._twin(request, nth), ids))
 
     def release_request(self, request: Request) -> None:
         with self._in_step():

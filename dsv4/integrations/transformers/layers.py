@@ -16,8 +16,8 @@ from transformers.cache_utils import CacheLayerMixin
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.pages import Page
 from dsv4.errors import InvalidInput
-from dsv4.integrations.transformers.cache_rows import CacheRows
-from dsv4.integrations.transformers.no_gradients import no_gradients
+from dsv4.integrations.transformers.model import no_gradients
+from dsv4.integrations.transformers.rows import CacheRows
 from dsv4.reference.codec import VALUE_TYPES, decode, encode
 from dsv4.reference.pages import page_rows, read_records
 

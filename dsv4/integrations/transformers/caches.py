@@ -18,14 +18,14 @@ from transformers.cache_utils import Cache
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.requests import Request
 from dsv4.errors import InvalidInput, RequestError
-from dsv4.integrations.transformers.idle_rows import IdleRows, known_rows
-from dsv4.integrations.transformers.paged_cache import PagedCache
-from dsv4.integrations.transformers.ranks import Ranks
-from dsv4.integrations.transformers.stand_in import StandIns
+from dsv4.integrations.transformers.cache import PagedCache
+from dsv4.integrations.transformers.model import Ranks
+from dsv4.integrations.transformers.rows import IdleRows, known_rows
 from dsv4.integrations.transformers.weights import Weights
 
 if TYPE_CHECKING:
     from dsv4.integrations.transformers.engine import Engine
+
 
 # runs the tokens of a cache again that its rows have been rewound behind; how many there were
 Rerun = Callable[[PagedCache, Tensor, Tensor], int]
@@ -379,3 +379,43 @@ def _check_empty(cache: Any) -> None:
             f"past_key_values is a {type(cache).__name__} with {columns} columns in it, which the "
             f"fast path cannot read: run the prompt with the accelerated model, or restore(model)"
         )
+
+
+# what a Cache does by itself, and not through its layers
+_VERBS = (
+    *("crop", "reset", "reorder_cache", "batch_repeat_interleave", "batch_select_indices"),
+    *("activate_past_recording", "__deepcopy__"),
+)
+
+
+class StandIns:
+    """Which cache of ours an object of transformers stands for. From its first call on it says and
+    does what ours does, so that whoever passes it again, or asks it for its length, finds the
+    conversation there; it keeps ours alive."""
+
+    def __init__(self) -> None:
+        self._ours: WeakKeyDictionary[Cache, tuple[PagedCache, Any]] = WeakKeyDictionary()
+
+    def get(self, given: Any) -> Any:
+        """Ours, or what was given."""
+        if isinstance(given, Cache) and given in self._ours:
+            return self._ours[given][0]
+        return given
+
+    def add(self, given: Any, cache: PagedCache) -> None:
+        """`given`, if it is an empty cache of transformers', stands for ours."""
+        if given is None or isinstance(given, PagedCache) or given in self._ours:
+            return
+        self._ours[given] = cache, given.layers
+        given.layers = cache.layers
+        for verb in _VERBS:
+            setattr(given, verb, getattr(cache, verb))
+
+    def remove(self, cache: PagedCache) -> None:
+        """Those that stand for this cache are what they were."""
+        for given, (ours, layers) in list(self._ours.items()):
+            if ours is cache:
+                del self._ours[given]
+                given.layers = layers
+                for verb in _VERBS:
+                    delattr(given, verb)

@@ -1,9 +1,10 @@
-"""Who may call what, and when: one call at a time changes a manager, and one that was interrupted
-is noticed. Torch-free.
+"""Changes of a manager: one call at a time makes one, and a call that was interrupted is noticed.
+Torch-free.
 
-A call enters, changes things, and leaves. Errors leave too, for a call that raises has undone what
-it did. What is no `Exception` (Ctrl-C, the exit of the interpreter) can come at any line, in the
-middle of an undo too: then nobody leaves, and the next call is told to `recover`.
+A call enters, changes things, and leaves. Errors leave too, because a call that raises has undone
+what it did. An interrupt that is not an `Exception` (Ctrl-C, the exit of the interpreter) can come
+at any line, even in the middle of an undo: then the call does not leave, and the next call raises
+RecoveryNeeded. What the interrupted call had begun is in its `Change`, for `recover` to read.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, ClassVar, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
@@ -22,9 +24,44 @@ from dsv4.errors import CopyError, Dsv4Error, RecoveryNeeded, ThreadError
 LOGGER = logging.getLogger("dsv4")
 P = ParamSpec("P")
 R = TypeVar("R")
-# the frame of a call, its name, its thread, and what it is about to hand out
-Visit = tuple[FrameType | None, str, int, list[object]]
-_OVER: Visit = (None, "", 0, [])
+
+
+class Change:
+    """What a call has begun and not finished. Only `recover` reads it, after an interrupt.
+
+    Because of it the statements of a call need no order that an interrupt would have to respect:
+    free lists, counts and the device's table are derived from requests, index and holders, and the
+    two facts that cannot be derived are noted here before they become true.
+    """
+
+    # class attributes: most calls hand out one object and rewrite none, so none is given a list
+    handed_out: tuple[object, ...] = ()
+    rewritten: tuple[object, ...] = ()
+
+    def hand_out(self, *items: object) -> None:
+        """The call is about to return these. If it is interrupted nobody has them: `recover`
+        releases requests and pins, and ends plans."""
+        self.handed_out += items
+
+    @contextmanager
+    def rewriting(self, request: object) -> Iterator[None]:
+        """Inside, slot and position of a live request are replaced. If that is interrupted, the
+        rings hold neither the old state nor the new one: `recover` finds the request torn.
+
+        An error must come before anything was replaced, so that the request is as it was."""
+        self.rewritten += (request,)
+        try:
+            yield
+        except Exception:
+            self.rewritten = ()
+            raise
+        self.rewritten = ()
+
+
+NOTHING_BEGUN = Change()  # of calls that hand out and rewrite nothing; never written to
+# the frame of a call, its name, its thread, and what it has begun
+Visit = tuple[FrameType | None, str, int, Change]
+_OVER: Visit = (None, "", 0, NOTHING_BEGUN)
 
 
 def _is_on(visit: Visit) -> bool:
@@ -42,14 +79,14 @@ def _is_on(visit: Visit) -> bool:
 class Door:
     """Lets one call in at a time.
 
-    A call puts its visit, with the frame that it runs in, under the door's number if nothing lies
-    there: one operation, so whoever is inside is known from the first moment to the last. A call
-    that leaves takes its visit away. One that was interrupted does not, wherever that was, but its
-    frame is over, and Python says so. Nothing is noted on the way out, so no interrupt can come
-    before the note.
+    A call stores its visit, with the frame that it runs in, under the door's number if nothing is
+    stored there: one operation, so the call inside is known from the first moment to the last. A
+    call that leaves removes its visit. An interrupted call does not, wherever it was, but its frame
+    has ended, and Python can tell. Nothing is noted on the way out, so no interrupt can come before
+    the note.
 
-    The visit of an interrupted call stays. Who may come past it puts its own under the next number:
-    of many who try, one succeeds.
+    The visit of an interrupted call stays. A call that may pass it stores its own visit under the
+    next number: of several that try, one succeeds.
     """
 
     def __init__(self) -> None:
@@ -81,11 +118,11 @@ class Door:
 
 
 class Guard(Door):
-    """The door of one manager. Nobody but `recover` comes past a call that was interrupted."""
+    """The door of one manager. Only `recover` passes a call that was interrupted."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.leaving: deque[tuple[object, bool]] = deque()  # what `release_later` was told
+        self.deferred: deque[tuple[object, bool]] = deque()  # by `defer`, the oldest first
 
     @property
     def is_shut(self) -> bool:
@@ -99,14 +136,20 @@ class Guard(Door):
         return None if visit is None else visit[1]
 
     @property
-    def arriving(self) -> list[object]:
-        """What the call inside is about to hand out."""
+    def change(self) -> Change:
+        """That of the call inside, which asks for it."""
         return self.visits[self.number][3]
 
+    def defer(self, item: object, *, suspend: bool = False) -> None:
+        """The next call releases this (a request, a fetch, what was handed over) before it does
+        anything else; with `suspend` it suspends the request if it can. May be called at any time
+        and from any thread."""
+        self.deferred.append((item, suspend))
+
     def enter(self, call: str) -> None:
-        """Until it leaves, the caller is inside. Raises ThreadError or RecoveryNeeded unless nobody
-        is."""
-        visit: Visit = (sys._getframe(1), call, threading.get_ident(), [])
+        """The caller is inside until it leaves. Raises ThreadError while another call is inside,
+        RecoveryNeeded after one was interrupted there."""
+        visit: Visit = (sys._getframe(1), call, threading.get_ident(), Change())
         while self.visits.setdefault(self.number, visit) is not visit:
             self.refuse(call)
 
@@ -135,7 +178,7 @@ class Guard(Door):
         """For `recover`: inside, past the calls that were interrupted. Answers with the number of
         its visit, for `give_way` or `step_back`, and with those calls. Raises ThreadError while a
         call runs."""
-        visit: Visit = (sys._getframe(1), "recover", threading.get_ident(), [])
+        visit: Visit = (sys._getframe(1), "recover", threading.get_ident(), Change())
         inside, number, interrupted = self._come_past(visit)
         if inside is not None:
             _refuse_second("recover", inside)
@@ -169,23 +212,27 @@ class Guarded(Protocol):
     @property
     def guard(self) -> Guard: ...
 
-    def release_waiting(self) -> None:
-        """Lets go of what was told to go while a call was running."""
+    def _release_deferred(self) -> None:
+        """Releases what `Guard.defer` was given."""
 
 
 G = TypeVar("G", bound=Guarded)
 
 
 def changes(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P], R]:
-    """A call that changes its manager: nobody else is inside while it runs."""
+    """A call that changes its manager: it has a `Change`, and no other call is inside meanwhile.
+
+    Not a `with` block in each call: a `with` ends by a call, after which Python handles signals,
+    and a finished result would be lost. Here one instruction leaves, and the next one returns.
+    """
     name = method.__name__
 
     def guarded(self: G, /, *args: P.args, **options: P.kwargs) -> R:
         guard = self.guard
         guard.enter(name)
         try:
-            if guard.leaving:
-                self.release_waiting()
+            if guard.deferred:
+                self._release_deferred()
             result = method(self, *args, **options)
         except Exception as error:
             guard.leave()
@@ -199,7 +246,8 @@ def changes(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P
 
 
 def log_refusal(call: str, error: Exception) -> None:
-    """Refusals belong to the day of an engine; other errors, of the device, do not."""
+    """Library errors are routine for an engine (debug); anything else, e.g. from the device, is a
+    warning."""
     if isinstance(error, Dsv4Error):
         LOGGER.debug("%s refused: %s: %s", call, type(error).__name__, error)
     else:
@@ -212,7 +260,7 @@ class Turn(Door):
 
     def enter(self, call: str) -> None:
         """Until it leaves, the caller is inside. Raises ThreadError while another call is."""
-        visit: Visit = (sys._getframe(1), call, 0, [])
+        visit: Visit = (sys._getframe(1), call, 0, NOTHING_BEGUN)
         if self.visits.setdefault(self.number, visit) is not visit:
             self.come_past(visit)
 
@@ -262,7 +310,7 @@ def in_turn(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P
                 f"manager.acquire(layer, batch) in the thread that uses it"
             )
         turn = self.turn
-        visit: Visit = (sys._getframe(), name, 0, [])
+        visit: Visit = (sys._getframe(), name, 0, NOTHING_BEGUN)
         if turn.visits.setdefault(turn.number, visit) is not visit:  # turn.enter, without a call
             turn.come_past(visit)
         del visit  # or the frame would hold itself, and all arguments, until it is collected

@@ -20,14 +20,14 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.requests import Request
 from dsv4.cache.stats import MemoryBytes
 from dsv4.errors import InvalidInput, require_count
-from dsv4.integrations.transformers.cache_layers import PagedLayer
-from dsv4.integrations.transformers.cache_rows import CacheRows
-from dsv4.integrations.transformers.history import UNKNOWN_ID
-from dsv4.integrations.transformers.model_check import cache_schema, require_schema, require_v4
-from dsv4.integrations.transformers.split_manager import whole_schema
+from dsv4.integrations.transformers.layers import PagedLayer
+from dsv4.integrations.transformers.lockstep import whole_schema
+from dsv4.integrations.transformers.model import cache_schema, require_schema, require_v4
+from dsv4.integrations.transformers.rows import UNKNOWN_ID, CacheRows
 
 if TYPE_CHECKING:
-    from dsv4.integrations.transformers.fast_caches import FastCaches
+    from dsv4.integrations.transformers.caches import FastCaches
+
 
 # columns that a replay runs at once: transformers' attention is dense in them
 REPLAY_COLUMNS = 2048

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import DeepseekV4ForCausalLM
 
 from dsv4.errors import ContextOverflow, InvalidInput
-from dsv4.integrations.transformers.fast_caches import FastCaches
-from dsv4.integrations.transformers.history import UNKNOWN_ID
+from dsv4.integrations.transformers.caches import FastCaches
+from dsv4.integrations.transformers.rows import UNKNOWN_ID
 
 _DEFAULT_NEW_TOKENS = 20  # transformers', where no limit is given
 _outer = threading.local()  # .salt: of the call of generate that runs in this thread

@@ -14,7 +14,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_po
 from dsv4.cache.batch import Batch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import CacheSchema
-from dsv4.integrations.transformers.ranks import Ranks
+from dsv4.integrations.transformers.model import Ranks
 from dsv4.ops.calls import CompressorWeights, LayerWeights
 from dsv4.ops.device import on_device
 from dsv4.rope import rotation_table

@@ -1,0 +1,96 @@
+"""`dsv4.Cache`: one call from a name and an amount of memory to a manager."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+
+import dsv4
+from dsv4.cache import build
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.schema import CacheSchema
+from dsv4.errors import ConfigError, InvalidInput, PoolTooSmall, SchemaError
+from dsv4.model import PRESETS, ModelSpec
+
+MEMORY = 64 << 20
+
+
+def test_a_name_and_an_amount_of_memory_are_enough() -> None:
+    cache = dsv4.Cache("tiny", memory="256MiB")
+    assert isinstance(cache, KVCacheManager)
+    assert cache.schema == CacheSchema.build(PRESETS["tiny"])
+    assert cache.max_requests == 32
+    assert cache.prefix is not None
+    other = KVCacheManager.other_bytes(
+        cache.schema, max_requests=32, prefix=dsv4.PrefixOptions()
+    ) + 32 * (cache.schema.slot_bytes + cache.schema.block_table_row_bytes)
+    blocks = (2**28 - other) // cache.schema.block_bytes
+    assert cache.stats().blocks_total == blocks
+    assert cache.memory_bytes().total <= 2**28
+
+
+def test_options_reach_schema_and_manager() -> None:
+    cache = dsv4.Cache(
+        ModelSpec.preset("tiny"),
+        memory=MEMORY,
+        max_requests=3,
+        max_context="4k",
+        context=300,
+        prefix=None,
+        max_draft_tokens=2,
+        steps_ahead=1,
+        hca_state="online",
+        max_step_tokens=256,
+        batch_invariant=True,
+    )
+    schema = cache.schema
+    assert (schema.max_context, schema.max_draft_tokens, schema.steps_ahead) == (4096, 2, 1)
+    assert schema.hca_state == "online"
+    assert cache.prefix is None
+    assert (cache.max_requests, cache.max_step_tokens) == (3, 256)
+    plan = cache.prepare_forward([])
+    cache.prepare_forward([])  # as many plans as steps_ahead needs
+    cache.fail(plan)
+
+
+def test_every_option_of_both_can_be_given() -> None:
+    """By the same name, and with the same type."""
+    own = {"max_context", "max_requests", "prefix", "memory_bytes", "context"}
+    for kind, call in (
+        (build.SchemaOptions, CacheSchema.build),
+        (build.ManagerOptions, KVCacheManager.from_memory),
+    ):
+        parameters = inspect.signature(call).parameters.values()
+        taken = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
+        given = {name: ref.__forward_arg__ for name, ref in kind.__annotations__.items()}
+        assert given == {name: text for name, text in taken.items() if name not in own}
+
+
+def test_a_config_file_is_read(tmp_path: Path) -> None:
+    config = {"model_type": "deepseek_v3"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="deepseek_v3"):
+        dsv4.Cache(tmp_path / "config.json", memory=MEMORY)
+    with pytest.raises(ConfigError, match="cannot read"):
+        dsv4.Cache("nowhere/config.json", memory=MEMORY)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown preset 'v5'"):
+        dsv4.Cache("v5", memory=MEMORY)
+    with pytest.raises(ConfigError, match="a model is int"):
+        dsv4.Cache(5, memory=MEMORY)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="did you mean 'max_step_tokens'"):
+        dsv4.Cache("tiny", memory=MEMORY, max_steps_tokens=3)  # type: ignore[call-arg]
+    with pytest.raises(InvalidInput, match="it has block_tokens"):
+        dsv4.Cache("tiny", memory=MEMORY, xyz=3)  # type: ignore[call-arg]
+    with pytest.raises(InvalidInput, match="write 80GiB"):
+        dsv4.Cache("tiny", memory="64G")
+    with pytest.raises(SchemaError, match="multiple of 128"):
+        dsv4.Cache("tiny", memory=MEMORY, block_tokens=100)
+    with pytest.raises(PoolTooSmall) as error:
+        dsv4.Cache("tiny", memory="1MiB")
+    dsv4.Cache("tiny", memory=error.value.minimum_bytes)
