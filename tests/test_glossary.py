@@ -17,8 +17,8 @@ PLAIN = set(
     re.findall(
         r"\w+",
         """
-        accepted acquire advance align all allocate allow appended asked asker attention before bf16 build
-        by byte cache call can check clamped cls collect collector compressed compression compute
+        accepted acquire advance align all allocate allow appended asked asker attention before
+        bf16 build by byte cache call can check clamped cls collect collector compressed compression compute
         config content continue copy count detach device dict dim direct disk done drop dsv end
         error extra for format forward free from gpu head hidden hold host http id input invalid
         invariant keep kind last later latest length like limit lost manager map mark max memory
