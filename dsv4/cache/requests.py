@@ -4,14 +4,16 @@ Torch-free: nothing here touches the device."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum, auto
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dsv4.cache.allocator import BlockAllocator
-from dsv4.cache.changes import Change, Uncopied
+from dsv4.cache.changes import Uncopied
 from dsv4.cache.prefix.index import PrefixNode
 from dsv4.cache.prefix.resume import Resume
 from dsv4.cache.prefix.trail import RecentIds, TokenTrail
@@ -54,13 +56,49 @@ class Growth(NamedTuple):
     reserved: Reserved
 
 
+Use = Literal["run", "fork", "continue", "suspend", "offer"]
+
+
+class Condition(Enum):
+    """The one condition that a request is in: of those that apply, the one that allows least.
+
+    Rewind, reset and release need none: they are what remains for a torn request.
+    """
+
+    SOUND = auto()
+    REPLAYING = auto()  # entries up to `reused_tokens` are there, the rings are being filled
+    INCOMPLETE = auto()  # not all layers have stored what comes after `incomplete_from`
+    APPROXIMATE = auto()  # computed after a cut replay: not a cold run's
+    TORN = auto()  # the rings do not hold the state at `length`
+    RELEASED = auto()
+
+    def allows(self, use: Use) -> bool:
+        return use in _ALLOWED[self]
+
+
+_ALLOWED: dict[Condition, frozenset[Use]] = {
+    Condition.SOUND: frozenset(("run", "fork", "continue", "suspend", "offer")),
+    Condition.REPLAYING: frozenset(("run", "fork", "continue", "suspend")),
+    Condition.INCOMPLETE: frozenset(("run", "fork")),
+    Condition.APPROXIMATE: frozenset(("run", "fork")),
+    Condition.TORN: frozenset(),
+    Condition.RELEASED: frozenset(),
+}
+# what to do instead with an approximate request
+_INSTEAD = {
+    "continue": "is not continued: admit the prompt",
+    "suspend": "is not suspended: release it, and admit its tokens again",
+    "offer": "is not offered: hand over its prompt",
+}
+
+
 class Request(Uncopied):
     """What one request holds. The manager changes it; callers read it. It cannot be copied.
 
     Token positions, as the last commit left them:
       [0, length)              computed: entries in blocks, the rest in the slot
       [length, reused_tokens)  replayed: entries are there already and are not written again
-      [length, end of blocks)  paid for: blocks are there, nothing is written
+      [length, end of blocks)  reserved: blocks are there, nothing is written
     """
 
     __slots__ = (
@@ -89,22 +127,44 @@ class Request(Uncopied):
         recent: RecentIds,
         resume: Resume,
         max_rollback_tokens: int,
+        published_blocks: int = 0,
+        trail: TokenTrail | None = None,
     ) -> None:
         self.slot, self.serial = slot, serial
         self.released = False
-        self.is_leaving = False  # `release_later` was told
-        self._max_rollback_tokens = max_rollback_tokens
-        self.resume = resume  # what the caller runs next to get where it wanted to be
-        self.origin = resume  # by which the rings were filled last
+        self.is_leaving = False  # `release_later` was called
         self.incomplete_from: int | None = None  # a step from here on was not stored by all layers
-        self._recent = recent
-        self._trail: TokenTrail | None = None
-        self._recent.known[slot] = -1
-        self._row = row
-        self._row[:] = 0
+        self._max_rollback_tokens = max_rollback_tokens
+        self._recent, self._row = recent, row
         self.block_ids = block_ids  # in the order of the tokens
+        self.published_blocks = published_blocks
+        self._trail: TokenTrail | None = None
+        self.trail = trail
+        self.restart(resume)
 
     _instead = "fork(request, 1) makes another request that goes on from where this one is"
+
+    def restart(self, resume: Resume) -> None:
+        """The request goes on from `resume.start`, whatever it has written before."""
+        self.resume = resume  # what the caller runs next to get where it wanted to be
+        self.origin = resume  # by which the rings were filled last
+        self._row[LENGTH] = self._row[WRITTEN] = resume.start
+        self._row[REUSED] = resume.reused_tokens
+        trail = self._trail
+        if trail is not None and (trail.sealed or not resume.exact):
+            # what is computed after a cut replay is never cached: its trail ends there
+            if not resume.exact:
+                trail.cut(resume.reused_tokens)
+            trail.detach()
+            trail.sealed = not resume.exact
+            trail.attach(self._recent, self.slot)
+
+    def become(self, parent: Request) -> None:
+        """A new request is where its parent is, but for blocks."""
+        self._row[[LENGTH, REUSED, WRITTEN]] = parent._row[[LENGTH, REUSED, WRITTEN]]
+        self.resume, self.origin = parent.resume, parent.origin
+        self.incomplete_from = parent.incomplete_from
+        self.trail = parent.trail and parent.trail.copy()
 
     @property
     def trail(self) -> TokenTrail | None:
@@ -177,17 +237,46 @@ class Request(Uncopied):
 
     @property
     def is_torn(self) -> bool:
-        """Whether a step that failed has overwritten what the rings held at `length`: the request
-        can only be rewound, reset or released."""
+        """Whether a step that failed, or an interrupt, has overwritten what the rings held at
+        `length`: the request can only be rewound, reset or released."""
         return self.written_tokens - self.length > self._max_rollback_tokens
 
-    def require_whole(self) -> None:
-        """RequestError for a torn request."""
+    @property
+    def condition(self) -> Condition:
+        if self.released:
+            return Condition.RELEASED
         if self.is_torn:
+            return Condition.TORN
+        if not self.origin.exact:
+            return Condition.APPROXIMATE
+        if self.incomplete_from is not None:
+            return Condition.INCOMPLETE
+        return Condition.REPLAYING if self.length < self.reused_tokens else Condition.SOUND
+
+    def require(self, use: Use) -> None:
+        """RequestError where the condition of a live request does not allow a use of it."""
+        condition = self.condition
+        if condition.allows(use):
+            return
+        if condition is Condition.TORN:
             raise RequestError(
                 f"a step of request {self.serial} failed after it had overwritten the rings: "
                 f"rewind the request to {self.length} tokens or fewer, or release it"
             )
+        if condition is Condition.APPROXIMATE:
+            raise RequestError(
+                f"request {self.serial} was resumed by a cut replay: from token "
+                f"{self.approximate_from} on it is no cold run's, and {_INSTEAD[use]}"
+            )
+        if condition is Condition.INCOMPLETE:
+            raise RequestError(
+                f"not all layers of request {self.serial} have stored what comes after token "
+                f"{self.incomplete_from}: rewind it to there, then {use} it"
+            )
+        raise RequestError(
+            f"request {self.serial} has {self.length} tokens of which "
+            f"{self.reused_tokens} are to be replayed: run them first, then {use} it"
+        )
 
     def note_incomplete(self, tokens: int) -> None:
         """Not all layers have stored what comes after so many tokens: it is never cached, offered
@@ -197,25 +286,6 @@ class Request(Uncopied):
             self.incomplete_from = tokens
             if self.trail is not None:
                 self.trail.cut(tokens)
-
-    def require_exact(self, what: str) -> None:
-        """RequestError for a request after a cut replay."""
-        if self.approximate_from is not None:
-            raise RequestError(
-                f"request {self.serial} was resumed by a cut replay: from token "
-                f"{self.approximate_from} on it is no cold run's, and {what}"
-            )
-
-    def note_resume(self, resume: Resume) -> None:
-        """What is computed after a cut replay is never cached: the trail ends there. After any
-        other resume it goes on."""
-        trail = self._trail
-        if trail is not None and (trail.sealed or not resume.exact):
-            if not resume.exact:
-                trail.cut(resume.reused_tokens)
-            trail.detach()
-            trail.sealed = not resume.exact
-            trail.attach(self._recent, self.slot)
 
     def mend(self) -> None:
         """After tokens were taken back: nothing is torn if all that was is gone."""
@@ -230,6 +300,13 @@ class Request(Uncopied):
         """The length goes back, as far as the rings reach."""
         self._row[WRITTEN] = self.written_tokens
         self._row[LENGTH] = tokens
+        self.resume = Resume(
+            start=tokens,
+            reused_tokens=tokens,
+            end=tokens,
+            source="rings",
+            exact=self.origin.exact,
+        )
 
     def detach(self) -> None:
         """The slot goes to another request; this one keeps its last values, and nothing alive."""
@@ -282,15 +359,16 @@ class RequestTable:
         if count > free:
             raise OutOfSlots(total=self.max_requests, needed=count, free=free)
 
-    def open(self, block_ids: list[int], resume: Resume) -> Request:
-        """A new request in the next free slot, which must be there, with blocks that were taken
-        for it. It is live at once."""
-        request = self.make(self.free_slots[-1], block_ids, resume)
-        self.enlist(request)
-        return request
-
-    def make(self, slot: int, block_ids: list[int], resume: Resume) -> Request:
-        """A request that nobody knows of yet; `enlist` makes it live."""
+    def make_request(
+        self,
+        slot: int,
+        block_ids: list[int],
+        resume: Resume,
+        *,
+        published_blocks: int = 0,
+        trail: TokenTrail | None = None,
+    ) -> Request:
+        """A request that is in no book yet; `enlist` makes it live. Only admission makes any."""
         request = Request(
             slot=slot,
             serial=self._next_serial,
@@ -299,6 +377,8 @@ class RequestTable:
             recent=self.recent,
             resume=resume,
             max_rollback_tokens=self.schema.max_rollback_tokens,
+            published_blocks=published_blocks,
+            trail=trail,
         )
         self._next_serial += 1
         return request
@@ -309,25 +389,6 @@ class RequestTable:
         else:
             self.free_slots.remove(request.slot)
         self.live[request.slot] = request
-
-    def fork(self, parent: Request, slot: int, block_ids: list[int]) -> Request:
-        """A request that is where another one is, with blocks that were taken for it, and that
-        nobody knows of yet."""
-        request = self.make(slot, block_ids, parent.resume)
-        self.numbers[:, slot] = self.numbers[:, parent.slot]
-        request.published_blocks = 0
-        request.origin = parent.origin
-        request.trail = parent.trail and parent.trail.copy()
-        request.incomplete_from = parent.incomplete_from
-        return request
-
-    def restart(self, request: Request, resume: Resume) -> None:
-        """The request goes on from `resume.start`, whatever it has written before."""
-        self.numbers[LENGTH, request.slot] = resume.start
-        request.reused_tokens = resume.reused_tokens
-        request.note_resume(resume)
-        request.resume = request.origin = resume
-        request.written_tokens = resume.start
 
     def close(self, request: Request) -> None:
         """Slot and blocks go back; the request keeps its last numbers."""
@@ -374,6 +435,29 @@ class RequestTable:
             self.reclaimer.drop(reserved.victims)
         return self.allocator.take(len(reserved.block_ids))
 
+    @contextmanager
+    def reserving(
+        self, count: int, *, asker_blocks: int | None = None, shared: Collection[int] = ()
+    ) -> Iterator[Reserved]:
+        """Blocks for what is done inside: taken at its end, left as they were if it raises."""
+        reserved = self.reserve(count, asker_blocks=asker_blocks, shared=shared)
+        try:
+            yield reserved
+        except BaseException:
+            self.cancel(reserved)
+            raise
+        self.settle(reserved)
+
+    @contextmanager
+    def sharing(self, block_ids: list[int]) -> Iterator[None]:
+        """One more owner for these blocks; none if what is done inside raises."""
+        self.allocator.share(block_ids)
+        try:
+            yield
+        except BaseException:
+            self.allocator.release(block_ids)
+            raise
+
     def settle_in_flight(self, reserved: Reserved) -> list[int]:
         """Takes what was reserved for bytes that a tier has."""
         if reserved.victims:
@@ -401,16 +485,12 @@ class RequestTable:
         if slot is not None:
             self.free_slots.append(slot)
 
-    def arrive(self, holder: object, resume: Resume, change: Change) -> Request:
-        """The request that was on its way, in the slot and with the blocks that it was promised,
-        live at once."""
-        held, landed = self.holds[holder], self.landing[holder]
-        request = self.make(self.promised[holder], [*held, *landed], resume)
-        change.hand_out(request)
+    def arrive(self, holder: object, request: Request) -> None:
+        """A request is live in the slot and with the blocks that were promised to the holder."""
+        landed = self.landing[holder]
         self.live[request.slot] = request
         self.forget(holder)
         self.allocator.arrive(landed)
-        return request
 
     def forget(self, holder: object) -> None:
         """What it had is a request's, or for `rebuild` to find. The slot last: it knows by it."""
@@ -513,13 +593,13 @@ class RequestTable:
             if is_cut or request in rewritten:
                 request.lose_rings()
             request.reused_tokens = min(request.reused_tokens, held or request.reused_tokens)
-            self.cut_shared_behind(request)
+            self.cut_shared_after(request)
             request.published_blocks = min(request.published_blocks, len(request.block_ids))
             if request.trail is not None and request.is_torn:
                 request.trail.cut(request.length)
             request.mend()
 
-    def cut_shared_behind(self, request: Request) -> None:
+    def cut_shared_after(self, request: Request) -> None:
         """Blocks that the request has yet to write are its own, or go back."""
         first = self.schema.blocks_for(max(request.length, request.reused_tokens))
         if any(map(self.allocator.is_shared, request.block_ids[first:])):
