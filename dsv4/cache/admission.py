@@ -105,7 +105,8 @@ class Admission:
         """The request of an arrival, in the slot and the blocks that it was promised. Blocks have
         come already, the state is on the host."""
         table, landing, length = self._table, arrival.landing, arrival.tokens
-        slot, block_ids = table.promised[arrival], [*landing.shared, *landing.block_ids]
+        slot, block_ids = table.holdings[arrival].slot, [*landing.shared, *landing.block_ids]
+        assert slot is not None
         if block_ids:
             self._memory.publish(slot, 0, block_ids)
         is_inside = length % self._schema.block_tokens > 0
@@ -142,7 +143,7 @@ class Admission:
             twin = table.make_request(
                 slot, block_ids, request.resume, published_blocks=len(block_ids)
             )
-            twin.become(request)
+            twin.continue_from(request)
             forks.append(twin)
             table.allocator.share(shared)
         self._guard.change.hand_out(*forks)

@@ -35,6 +35,7 @@ from dsv4.cache.prepare_forward import (
     make_halves,
     make_plan,
 )
+from dsv4.cache.recover import recover_books
 from dsv4.cache.requests import LENGTH, PUBLISHED, REUSED, Condition, Request, RequestTable
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.cache.stats import MemoryBytes, Stats
@@ -649,34 +650,16 @@ class KVCacheManager(Uncopied):
                 turn.leave()
             guard.step_back(number)
             raise
-        handed_out = [item for visit in interrupted for item in visit[3].handed_out]
-        still_open = []
-        for plan in self.open_plans:
-            moved = bool((self.table.numbers[LENGTH, plan.slots] != plan.starts).any())
-            if plan.done or (moved and plan.behind is None) or plan in handed_out:
-                plan.done = True
-                overlap.move_up(plan, self.table, self.open_plans)
-            else:
-                still_open.append(plan)
-        self.open_plans = still_open
-        lost = {item for item in handed_out if isinstance(item, Request)}
-        rewritten = [item for visit in interrupted for item in visit[3].rewritten]
-        if self.transfers is not None:
-            self.transfers.rebuild()
-        if self.handoff is not None:
-            self.handoff.rebuild()
-        cached: list[int] = []
-        if self.prefix is not None:
-            taken = [plan.captures.captures for plan in still_open if plan.captures is not None]
-            rows = {capture.row for captures in taken for capture in captures}
-            self.prefix.rebuild(rows, handed_out)
-            cached = [node.block_id for node in self.prefix.index.nodes()]
-        self.table.rebuild(lost, cached, rewritten)
+        self.open_plans = recover_books(
+            [change for *_, change in interrupted],
+            open_plans=self.open_plans,
+            table=self.table,
+            memory=self.memory,
+            prefix=self.prefix,
+            transfers=self.transfers,
+            handoff=self.handoff,
+        )
         self._forget_steps()
-        for request in self.table.live.values():
-            if request.published_blocks:
-                ids = request.block_ids[: request.published_blocks]
-                self.memory.publish(request.slot, 0, ids)
         for turn in turns:
             turn.leave()
         guard.give_way(number)
@@ -927,8 +910,7 @@ class KVCacheManager(Uncopied):
         try:
             table.hold(arrival, shared)
             reserved = table.reserve(blocks - len(shared), asker_blocks=blocks, shared=shared)
-            table.promise(arrival, reserved)
-            arrival.landing.block_ids = table.landing[arrival]
+            arrival.landing.block_ids = table.promise(arrival, reserved)
             handoff.start(arrival)
         except Exception:
             handoff.give_back(arrival)
@@ -1185,7 +1167,20 @@ class KVCacheManager(Uncopied):
         raised cannot be committed at all: `fail` it. Raises PlanError, InvalidInput.
         """
         require_flag("partial", partial)
-        self._require_turn(plan, "commit")
+        turn = self._enter_turn(plan)
+        try:
+            self._commit(plan, accepted, ids, partial=partial)
+        finally:
+            turn.leave()
+
+    def _commit(
+        self,
+        plan: ForwardPlan,
+        accepted: Sequence[int] | None,
+        ids: TokenIds | None,
+        *,
+        partial: bool,
+    ) -> None:
         overlap.require_first(plan)
         kept = step_checks.accepted(self.schema, plan, accepted)
         overlap.require_kept(plan, kept, self.open_plans)
@@ -1214,7 +1209,13 @@ class KVCacheManager(Uncopied):
     def abandon(self, plan: ForwardPlan) -> None:
         """The step did not happen; lengths stay. For a plan that never ran, or whose few tokens can
         be undone: after an error call `fail`. Raises PlanError."""
-        self._require_turn(plan, "abandon")
+        turn = self._enter_turn(plan)
+        try:
+            self._abandon(plan)
+        finally:
+            turn.leave()
+
+    def _abandon(self, plan: ForwardPlan) -> None:
         overlap.require_last(plan, self.open_plans)
         chunks = plan.wide_half or plan
         if not chunks.narrow and (chunks.touched or chunks.appended_layers):
@@ -1240,21 +1241,29 @@ class KVCacheManager(Uncopied):
         """
         step_checks.open_plan(plan, self.open_plans)
         failing = overlap.last_first(plan, self.open_plans)
-        for each in failing:
-            self._require_turn(each, "fail")
-        for each in failing:
-            if self.prefix is not None:
-                self.prefix.note_abandon(each)
-            self._note_unkept(each)
-            self._close(each)
+        turns: list[Turn] = []
+        try:
+            for each in failing:
+                turns.append(self._enter_turn(each))
+            for each in failing:
+                if self.prefix is not None:
+                    self.prefix.note_abandon(each)
+                self._note_unkept(each)
+                self._close(each)
+        finally:
+            for turn in turns:
+                turn.leave()
         if LOGGER.isEnabledFor(logging.INFO):
             torn = sum(request.is_torn for request in plan.requests)
             LOGGER.info("a step of %d requests failed, %d are torn", len(plan.requests), torn)
 
-    def _require_turn(self, plan: ForwardPlan, call: str) -> None:
-        """PlanError for a plan that is not open, ThreadError while a thread uses its handles."""
+    def _enter_turn(self, plan: ForwardPlan) -> Turn:
+        """No handle of the plan is used until the turn is left. PlanError for a plan that is not
+        open, ThreadError while a thread uses its handles."""
         step_checks.open_plan(plan, self.open_plans)
-        self.memory.lanes[plan.lane].workspace.turn.require_free(call)
+        turn = self.memory.lanes[plan.lane].workspace.turn
+        turn.enter_with(self.guard.visits[self.guard.number])
+        return turn
 
     def _note_unkept(self, plan: ForwardPlan) -> None:
         """What a step that did not happen may have written."""

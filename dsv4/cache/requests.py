@@ -3,9 +3,9 @@ Torch-free: nothing here touches the device."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal, NamedTuple, Protocol
 
@@ -92,6 +92,16 @@ _INSTEAD = {
 }
 
 
+@dataclass(slots=True)
+class Holding:
+    """What an offer or an arrival of the hand-off between machines has: blocks that it holds as a
+    request would, and what its request will get: blocks in flight and a slot."""
+
+    block_ids: list[int]
+    landing: list[int] = field(default_factory=list)
+    slot: int | None = None
+
+
 class Request(Uncopied):
     """What one request holds. The manager changes it; callers read it. It cannot be copied.
 
@@ -159,7 +169,7 @@ class Request(Uncopied):
             trail.sealed = not resume.exact
             trail.attach(self._recent, self.slot)
 
-    def become(self, parent: Request) -> None:
+    def continue_from(self, parent: Request) -> None:
         """A new request is where its parent is, but for blocks."""
         self._row[[LENGTH, REUSED, WRITTEN]] = parent._row[[LENGTH, REUSED, WRITTEN]]
         self.resume, self.origin = parent.resume, parent.origin
@@ -335,11 +345,7 @@ class RequestTable:
         self.numbers = np.zeros((REQUEST_NUMBERS, max_requests), dtype=np.int64)
         self.recent = RecentIds(max_requests, schema.block_tokens)
         self.reclaimer: Reclaimer | None = None
-        # for the hand-off between machines: blocks that an offer or an arrival holds, and blocks in
-        # flight and slots that an arrival has been promised
-        self.holds: dict[object, list[int]] = {}
-        self.landing: dict[object, list[int]] = {}
-        self.promised: dict[object, int] = {}
+        self.holdings: dict[object, Holding] = {}  # of offers and arrivals
         self._next_serial = 0
 
     # ---- requests ----------------------------------------------------------------------------
@@ -468,34 +474,33 @@ class RequestTable:
     # ---- the hand-off between machines
 
     def hold(self, holder: object, block_ids: list[int]) -> None:
-        """Somebody who is no request holds these blocks too, all that it ever will."""
+        """An offer or an arrival holds these blocks too, all that it ever will."""
         self.allocator.share(block_ids)
-        self.holds[holder] = block_ids
+        self.holdings[holder] = Holding(block_ids)
 
-    def promise(self, holder: object, reserved: Reserved) -> None:
-        """Blocks in flight and a slot, which must be there, for a request that is on its way."""
-        self.landing[holder] = self.settle_in_flight(reserved)
-        self.promised[holder] = self.free_slots.pop()
+    def promise(self, holder: object, reserved: Reserved) -> list[int]:
+        """Blocks in flight, which are returned, and a slot, which must be there, for the request
+        that a holder is to bring."""
+        holding = self.holdings[holder]
+        holding.landing = self.settle_in_flight(reserved)
+        holding.slot = self.free_slots.pop()
+        return holding.landing
 
     def let_go(self, holder: object) -> None:
-        """What is held and promised goes back. Nobody may write to blocks in flight any more."""
-        self.allocator.release(self.holds.pop(holder, []))
-        self.allocator.give_back(self.landing.pop(holder, []))
-        slot = self.promised.pop(holder, None)
-        if slot is not None:
-            self.free_slots.append(slot)
+        """What is held and promised goes back. Nothing may write to blocks in flight any more."""
+        holding = self.holdings.pop(holder, None)
+        if holding is None:
+            return
+        self.allocator.release(holding.block_ids)
+        self.allocator.give_back(holding.landing)
+        if holding.slot is not None:
+            self.free_slots.append(holding.slot)
 
     def arrive(self, holder: object, request: Request) -> None:
         """A request is live in the slot and with the blocks that were promised to the holder."""
-        landed = self.landing[holder]
         self.live[request.slot] = request
-        self.forget(holder)
-        self.allocator.arrive(landed)
-
-    def forget(self, holder: object) -> None:
-        """What it had is a request's, or for `rebuild` to find. The slot last: it knows by it."""
-        for kept in (self.holds, self.landing, self.promised):
-            kept.pop(holder, None)
+        holding = self.holdings.pop(holder)
+        self.allocator.arrive(holding.landing)
 
     def cancel(self, reserved: Reserved) -> None:
         """Nothing of it is taken."""
@@ -563,42 +568,6 @@ class RequestTable:
         written = self.numbers[WRITTEN]
         written[slots] = np.maximum(written.take(slots), ends)
 
-    def rebuild(
-        self, lost: Collection[Request], cached: Collection[int], rewritten: Collection[object]
-    ) -> None:
-        """After an interrupt: slots and blocks anew, from the requests that are live (but for the
-        lost ones, which nobody has) and from what the index keeps.
-
-        A request that was being rewritten, or whose blocks are cut but not its length, is torn."""
-        for holder, slot in list(self.promised.items()):
-            if slot in self.live:
-                self.forget(holder)
-        for slot, request in list(self.live.items()):
-            if request.released or request in lost:
-                del self.live[slot]
-                request.released = True
-        taken = {*self.live, *self.promised.values()}
-        known = [slot for slot in dict.fromkeys(self.free_slots) if slot not in taken]
-        missing = set(range(self.max_requests)) - taken - set(known)
-        self.free_slots = [*known, *sorted(missing, reverse=True)]
-        references = Counter(b for r in self.live.values() for b in r.block_ids)
-        references.update(b for held in self.holds.values() for b in held)
-        landing = [b for landing in self.landing.values() for b in landing]
-        self.allocator.rebuild(references, cached, landing)
-        for request in self.live.values():
-            held = len(request.block_ids) * self.schema.block_tokens
-            is_cut = bool(self.schema.block_bytes) and request.length > held
-            if is_cut:
-                self.numbers[LENGTH, request.slot] = held
-            if is_cut or request in rewritten:
-                request.lose_rings()
-            request.reused_tokens = min(request.reused_tokens, held or request.reused_tokens)
-            self.cut_shared_after(request)
-            request.published_blocks = min(request.published_blocks, len(request.block_ids))
-            if request.trail is not None and request.is_torn:
-                request.trail.cut(request.length)
-            request.mend()
-
     def cut_shared_after(self, request: Request) -> None:
         """Blocks that the request has yet to write are its own, or go back."""
         first = self.schema.blocks_for(max(request.length, request.reused_tokens))
@@ -616,8 +585,8 @@ class RequestTable:
                 raise Dsv4Error(f"slot {slot} has more tokens than its blocks hold")
             for block_id in request.block_ids:
                 owners[block_id] = owners.get(block_id, 0) + 1
-        for held in self.holds.values():
-            for block_id in held:
+        for holding in self.holdings.values():
+            for block_id in holding.block_ids:
                 owners[block_id] = owners.get(block_id, 0) + 1
         for block_id in range(self.allocator.total):
             if self.allocator.references(block_id) != owners.get(block_id, 0):
@@ -625,6 +594,7 @@ class RequestTable:
                     f"block {block_id} has {self.allocator.references(block_id)} references, but "
                     f"{owners.get(block_id, 0)} requests and offers hold it"
                 )
-        slots = sorted([*self.free_slots, *self.live, *self.promised.values()])
+        promised = [each.slot for each in self.holdings.values() if each.slot is not None]
+        slots = sorted([*self.free_slots, *self.live, *promised])
         if slots != list(range(self.max_requests)):
             raise Dsv4Error("slots are lost or doubled: free and live ones do not add up")

@@ -155,7 +155,7 @@ def test_a_fork_is_where_its_parent_is():
     made.numbers[0, parent.slot] = 140
     made.allocator.share(parent.block_ids)
     fork = made.make_request(made.free_slots[-1], list(parent.block_ids), parent.resume)
-    fork.become(parent)
+    fork.continue_from(parent)
     made.enlist(fork)
     assert (fork.slot, fork.length, fork.written_tokens) == (1, 140, 140)
     assert (fork.reused_tokens, fork.rings_exact_from) == (256, 256)
