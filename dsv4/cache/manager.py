@@ -18,9 +18,10 @@ from dsv4.cache.arena import Arena
 from dsv4.cache.changes import LOGGER, Guard, Turn, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
-from dsv4.cache.prefix.cache import LearnedIds, PinnedPrefix, PrefixCache, PrefixMatch
+from dsv4.cache.prefix.cache import LearnedIds, PrefixCache, PrefixMatch
 from dsv4.cache.prefix.index import BlockEvent
 from dsv4.cache.prefix.options import PrefixOptions
+from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import Resume
 from dsv4.cache.prefix.snapshots import SnapshotPool
@@ -390,7 +391,7 @@ class KVCacheManager(Uncopied):
         """Blocks that could be taken, free or evictable, if this request were released."""
         self._require_free("released_blocks")
         self.table.require_live(request)
-        pinned: Collection[int] = () if self.prefix is None else self.prefix.pinned_ids()
+        pinned: Collection[int] = () if self.prefix is None else self.prefix.pins.block_ids()
         references = self.table.allocator.references
         return sum(references(b) == 1 and b not in pinned for b in request.block_ids)
 
@@ -406,7 +407,7 @@ class KVCacheManager(Uncopied):
             shared = [node.block_id for node in self.prefix.match(trail).nodes]
         short = self.schema.blocks_for(count) - len(shared) - self.table.allocator.free
         fits = short <= 0 or (
-            self.prefix is not None and self.prefix.evictable_blocks(besides=shared) >= short
+            self.prefix is not None and self.prefix.evictable_blocks(excluding=shared) >= short
         )
         return fits and bool(self.table.free_slots)
 
@@ -676,13 +677,13 @@ class KVCacheManager(Uncopied):
     def pin(self, ids: TokenIds, salt: str | None = None) -> PinnedPrefix:
         """Keeps what is cached of these token ids until `unpin`, whatever the pressure."""
         prefix = self._prefix_cache()
-        pinned = prefix.pin(prefix.trail(token_ids(ids), salt), self.guard.change.hand_out)
+        pinned = prefix.pins.pin(prefix.trail(token_ids(ids), salt), self.guard.change.hand_out)
         return pinned
 
     @changes
     def unpin(self, pinned: PinnedPrefix) -> None:
         """Lets a pinned prefix be evicted again."""
-        self._prefix_cache().unpin(pinned)
+        self._prefix_cache().pins.unpin(pinned)
 
     @changes
     def evict(self, blocks: int | None = None) -> int:
@@ -861,9 +862,7 @@ class KVCacheManager(Uncopied):
                 )
             written = max(written, int(plan.latest_ends[row]))
         if not request.has_exact_state:
-            raise RequestError(
-                f"request {request.serial} has no tokens yet: run some, then offer it"
-            )
+            raise RequestError(f"request {request.serial} has 0 tokens: run some, then offer it")
         return handoff.offer(request, written=written, lease_s=lease_s, takers=takers)
 
     @changes
@@ -1309,7 +1308,7 @@ class KVCacheManager(Uncopied):
         while a call runs elsewhere, partly as before it and partly as after."""
         allocator, live, going = self.table.allocator, self.requests, self._going()
         free, idle = allocator.left_by([request.block_ids for request in going])
-        pinned: Collection[int] = () if self.prefix is None else self.prefix.pinned_ids()
+        pinned: Collection[int] = () if self.prefix is None else self.prefix.pins.block_ids()
         evictable = 0 if self.prefix is None else self.prefix.evictable_blocks()
         return Stats(
             blocks_total=allocator.total,

@@ -35,7 +35,7 @@ class Reclaimer(Protocol):
 
     def spare(self, victims: Sequence[PrefixNode]) -> None: ...
 
-    def pinned_blocks(self, besides: Collection[int] = ()) -> int:
+    def pinned_blocks(self, excluding: Collection[int] = ()) -> int:
         """Blocks that stay until somebody unpins them, but for those named."""
 
 

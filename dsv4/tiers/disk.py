@@ -9,17 +9,17 @@ import os
 import stat
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, get_args
 
 from dsv4.errors import InvalidInput, require_count
+from dsv4.tiers.health import Health
 from dsv4.tiers.index import Books, Index
 from dsv4.tiers.record import Key, Label, Reason, Record, Refusal
 from dsv4.tiers.shelves import Calls, Shelves, read_at
-from dsv4.tiers.survey import survey
+from dsv4.tiers.survey import Survey
 from dsv4.tiers.tier import (
     DONE,
     DROPPED,
@@ -37,34 +37,36 @@ from dsv4.units import format_bytes
 
 log = logging.getLogger("dsv4.tiers")
 Sync = Literal["off", "each"]
-MOST_VICTIMS = 64  # that go for one record: a capacity that has become smaller is reached by and by
+MOST_VICTIMS = 64  # evicted per record: after the capacity was reduced it is reached step by step
 HELP_S = 0.1  # how long a store that needs room helps to make the index
 WAIT_S = 1.0  # how long a record waits for its block, which is being stored
 MOST_FREE_BYTES = 1 << 30  # kept free on the file system, or a sixteenth of the capacity
-FRESH_NS = 60 * 10**9  # how far the time of a last use in the directory may be behind the index
-# errors that say nothing of the record, nor of the disk: this one is dropped or missing
+FRESH_NS = 60 * 10**9  # how far a file's time of last use may lag behind the index
+# errors that say nothing about the record, nor about the disk: this record is dropped or missing
 _PASSING = {
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFBIG),
-    errno.EINVAL,  # O_DIRECT's word for a write that a limit cuts short
-    *(errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP),  # others work in the directory
+    errno.EINVAL,  # O_DIRECT's error for a write that a limit cuts short
+    # other processes work in the directory
+    *(errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP),
 }
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_DISK = {*_FULL, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO}  # the next one meets it too
-_RECENT, _BROKEN = 32, 8  # so many different records of the last ones: it is the disk
+# the next record meets it too
+_DISK = {*_FULL, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO}
+_RECENT, _BROKEN = 32, 8  # if this many different records of the last ones failed, it is the disk
 
 
 class DiskTier(QueuedTier):
-    """Records as files in a directory of its own, at most so many bytes of them.
+    """Records as files in a directory of its own, with a limit on their total bytes.
 
     A file appears whole or not at all. `sync="off"`: after a power loss a record may be gone or
     damaged, and a damaged one is refused. `sync="each"`: what was reported as stored is there after
-    a power loss. `direct`: around the page cache; None tries whether that works.
+    a power loss. `direct`: bypasses the page cache; None tries whether that works.
 
     Processes that share the directory see each other's records at once and count their bytes
     together; of their capacities the largest counts. A hundredth of the file system is left free.
     """
 
-    look_chunk = 64  # labels of a lookup's job: each is a name that the file system knows or not
+    look_chunk = 64  # labels per job of a lookup: each is a name that the file system knows or not
     keeps_order = True
 
     def __init__(
@@ -87,26 +89,27 @@ class DiskTier(QueuedTier):
         self._where = f"{root}, {format_bytes(capacity_bytes)}"
         self._durable, self._direct = sync == "each", direct
         self._shelves = Shelves(Path(root), durable=self._durable, calls=calls)
+        self._at_end(self._shelves.close)
         try:
             self._flags = 0
             self._decide_direct()
             if direct and self._direct is False:
                 raise InvalidInput(f"direct=True: the file system of {root} takes no O_DIRECT")
         except BaseException:
-            self._shelves.close()
+            self._end_all()
             raise
         self._index = Index(self._shelves, capacity_bytes)
-        self._survey: Iterator[None] | None = None
-        self._surveying = threading.Lock()
-        self._recent: dict[Operation, deque[Key | None]] = {
-            each: deque(maxlen=_RECENT) for each in Operation
-        }
+        self._at_end(self._index.close)
+        self._survey = Survey(self._shelves, self._index)
+        self._at_end(self._survey.stop)
+        self._disk = {each: Health(recent=_RECENT, failures=_BROKEN) for each in Operation}
         self._own = threading.local()
         self._takes_stock = False
         self._begin_stock()
 
     def _decide_direct(self) -> None:
-        """O_DIRECT or not, by a trial. One that a full disk kept from being made comes again."""
+        """O_DIRECT or not, found by trying. If a full disk prevents the trial, it is repeated
+        later."""
         works = self._shelves.takes_direct() if self._direct is not False else False
         self._tries_direct = works is None
         if works is not None:
@@ -131,20 +134,20 @@ class DiskTier(QueuedTier):
         return False
 
     def _is_there(self, label: Label) -> bool:
-        """Asked from the file system by name, which knows what all processes wrote."""
+        """Asks the file system by name, because it knows what all processes wrote."""
         exists, looked_in = self._shelves.exists, self._shelves.fd
         return exists(label.key) or (self._is_another(looked_in) and exists(label.key))
 
     def _is_another(self, looked_in: int) -> bool:
-        """Whether another directory is used than that, which was taken away: since this call, or
-        since another thread's."""
+        """Whether another directory than `looked_in` is in use now, because that one was removed;
+        this call or another thread's may have noticed."""
         return self._renewed() or self._shelves.fd != looked_in
 
     def _renewed(self) -> bool:
-        """Whether the directory had been taken away: then another is used."""
+        """Whether the directory had been removed; then a new one is used."""
         renewed = self._shelves.renew()
         if renewed:
-            self._survey = None
+            self._survey.stop()
             self._begin_stock()
         return renewed
 
@@ -152,9 +155,8 @@ class DiskTier(QueuedTier):
         return [self._load_one(record) for record in records]
 
     def _load_one(self, record: Record) -> Outcome:
-        """An error of one file is that record's: it is refused, and removed as any that is. Many of
-        different ones are the disk's."""
-        recent = self._recent[Operation.LOAD]
+        """An error of one file concerns that record: it is refused, and removed like any refused
+        one. Errors of many different files are the disk's."""
         try:
             fd = self._open(record.key)
         except OSError as error:
@@ -169,7 +171,7 @@ class DiskTier(QueuedTier):
             return self._failed(record.key, error)
         finally:
             os.close(fd)
-        recent.append(None)
+        self._note_answer(Operation.LOAD)
         return outcome
 
     def _open(self, key: Key) -> int:
@@ -195,18 +197,21 @@ class DiskTier(QueuedTier):
         try:
             return self._shelves.exists(key)
         except OSError:
-            return False  # not the file's: its shelf cannot be opened
+            return False  # not the file's fault: its shelf cannot be opened
 
     def _blame(self, operation: Operation, key: Key, error: OSError) -> None:
-        """Notes that a record could not be had or kept. Raises Outage when it is the disk."""
+        """Notes that a record could not be read or written. Raises Outage when it is the disk."""
         with self._lock:
-            recent = self._recent[operation]
-            recent.append(key)
-            bad = len({each for each in list(recent) if each is not None})
-            broken = bad >= _BROKEN and 2 * bad >= len(recent)
+            health = self._disk[operation]
+            health.note_failure(key)
+            broken = health.is_lost()
         if broken or error.errno in _DISK:
             name = errno.errorcode.get(error.errno or 0, "?")
             raise Outage(f"{name}: {error.strerror}") from error
+
+    def _note_answer(self, operation: Operation) -> None:
+        with self._lock:
+            self._disk[operation].note_success()
 
     def _read(self, fd: int, record: Record) -> Outcome:
         label, found = record.label, os.fstat(fd)
@@ -237,7 +242,7 @@ class DiskTier(QueuedTier):
             if error.errno not in _PASSING:
                 self._blame(Operation.STORE, label.key, error)
             return DROPPED
-        self._recent[Operation.STORE].append(None)
+        self._note_answer(Operation.STORE)
         with suppress(Outage, OSError):
             if not self._index.complete:
                 self._begin_stock()
@@ -270,7 +275,7 @@ class DiskTier(QueuedTier):
                     raise
 
     def _remove_uncounted(self, label: Label) -> None:
-        """A record that was dropped, or gave way to others, while its file was written."""
+        """Removes a record that was dropped or evicted while its file was being written."""
         with self._index.books() as books:
             if not books.holds(label.key):
                 self._shelves.remove(label.key)
@@ -281,17 +286,13 @@ class DiskTier(QueuedTier):
             self._forget(key)
 
     def _forget(self, key: Key) -> None:
-        """A record that is not there. That the index cannot be told costs room, for a while."""
+        """Removes a record that is not there from the index. If that fails, its room is counted for
+        a while longer."""
         with suppress(Outage, OSError):
             if self._shelves.exists(key):
                 return
             with self._index.books() as books:
                 books.remove(key)
-
-    def _close(self) -> None:
-        self._survey = None
-        self._index.close()
-        self._shelves.close()
 
     # ---- memory ----------------------------------------------------------------------------------
 
@@ -308,7 +309,7 @@ class DiskTier(QueuedTier):
         return bounce
 
     def _bounce(self, record: Record) -> tuple[memoryview, ...]:
-        """Memory of this thread that O_DIRECT takes, where the record's own is not."""
+        """This thread's buffer that O_DIRECT accepts, for records whose own memory it does not."""
         if not self._flags or record.parts.whole:
             return ()
         size_bytes, memory = record.label.padded_bytes, getattr(self._own, "memory", None)
@@ -319,8 +320,8 @@ class DiskTier(QueuedTier):
     # ---- room ------------------------------------------------------------------------------------
 
     def _use(self, uses: Sequence[Sequence[Label]]) -> None:
-        """Of a prompt the end is enough: what it leans on does not go before it. Its file is
-        touched now and then, for `dsv4 store`, and for the day that the index is lost."""
+        """The end of a prompt is enough: what it leans on is not evicted before it. Its file is
+        touched now and then, for `dsv4 store`, and in case the index is lost."""
         within = {labels[0].leans_on for labels in uses if len(labels) == 1}
         used = []
         with self._index.books() as books:
@@ -336,21 +337,22 @@ class DiskTier(QueuedTier):
                 self._shelves.touch(key)
 
     def _reserve(self, label: Label, full_bytes: int) -> bool:
-        """Counts a record, which is about to be written, and makes room for it. `full_bytes` are to
-        go because the disk had no room for it. Raises OSError."""
+        """Counts a record that is about to be written, and makes room for it. `full_bytes` must be
+        freed because the disk had no room for it. Raises OSError."""
         until, helped = time.monotonic() + WAIT_S, False
         while True:
             short_bytes = max(full_bytes, self._shortage(label))
             with self._index.books() as books:
                 books.learn(label)
                 if books.holds(label.key):
-                    return True  # somebody else is about to write it, or its file was lost
+                    # another thread or process is about to write it, or its file was lost
+                    return True
                 reachable = books.can_be_reached(label) or (
                     not books.complete and self._has_file(label.leans_on)
                 )
                 over = books.bytes + label.padded_bytes - books.capacity_bytes
                 fits = over <= 0 and not short_bytes and (reachable or helped)
-                # what is not counted yet may be what goes, and what others lean on
+                # without a complete index, something uncounted might have to go, or be leaned on
                 if books.complete or fits:
                     has_room = self._made_room(books, label, over, short_bytes, reachable)
                     if has_room is not None:
@@ -367,17 +369,19 @@ class DiskTier(QueuedTier):
                 time.sleep(0.001)
 
     def _shortage(self, label: Label) -> int:
-        """What the file system lacks: two records go for one, as their room may come late."""
+        """The bytes that the file system lacks: at most two records are evicted for one, because
+        the space they free may take a while to appear."""
         most = min(MOST_FREE_BYTES, self._capacity_bytes // 16)
         return min(self._shelves.shortage(label.padded_bytes, most), 2 * label.padded_bytes)
 
     def _made_room(
         self, books: Books, label: Label, over: int, short_bytes: int, reachable: bool
     ) -> bool | None:
-        """Whether a record has room, after what goes for it is removed; None if that would leave it
-        where nobody finds it. Raises OSError."""
+        """Whether a record has room, after others were removed for it; None if it would then be
+        stored where no lookup reaches it. Raises OSError."""
         before_bytes = books.bytes
-        spare = books.capacity_bytes // 16  # only then for what leans on nothing that is here
+        # only with this much room is a record kept that leans on nothing here
+        spare = books.capacity_bytes // 16
         if (over + spare > 0 or short_bytes) and not reachable:
             return None
         for _ in range(MOST_VICTIMS):
@@ -410,7 +414,7 @@ class DiskTier(QueuedTier):
         books.remove(victim)
 
     def _is_coming(self, key: Key) -> bool:
-        """Whether another thread stores a record at this moment."""
+        """Whether another thread is storing a record at this moment."""
         with self._lock:
             return any(record.key == key for job in self._running for record in job.records)
 
@@ -422,8 +426,8 @@ class DiskTier(QueuedTier):
             self._do_later(self._take_stock)
 
     def _take_stock(self) -> None:
-        """Makes the index from the files, where that is not done yet: a piece, then what else
-        waits, then the next."""
+        """Makes the index from the files, where that is not done yet: a piece, then other queued
+        work, then the next piece."""
         self._takes_stock = False
         with self._index.books():
             pass
@@ -431,8 +435,8 @@ class DiskTier(QueuedTier):
             self._begin_stock()
 
     def _is_above(self) -> bool:
-        """Whether there is still more than the capacity, after some of it was removed: what came
-        while the index was made, or the capacity has become smaller."""
+        """Whether there is still more than the capacity after a few records were removed: some came
+        while the index was made, or the capacity was reduced."""
         with self._index.books() as books:
             before_bytes = books.bytes
             for _ in range(MOST_VICTIMS):
@@ -445,27 +449,17 @@ class DiskTier(QueuedTier):
             return books.bytes < before_bytes
 
     def _look_around(self, seconds: float, *, unless_complete: bool = False) -> bool:
-        """Goes on with the round through the directory: one step, or as many as the time allows
-        while the index is not complete. Whether it is."""
+        """Continues the survey of the directory: one step, or as many as the time allows while the
+        index is not complete. Returns whether it is."""
         until = time.monotonic() + seconds
         while not (unless_complete and self._index.complete):
-            if self._surveying.acquire(timeout=max(0.0, until - time.monotonic())):
-                try:
-                    self._step()
-                finally:
-                    self._surveying.release()
+            self._survey.step(max(0.0, until - time.monotonic()))
             unless_complete = True
             if time.monotonic() >= until:
                 break
         return self._index.complete
 
-    def _step(self) -> None:
-        round_, self._survey = self._survey or survey(self._shelves, self._index), None
-        with suppress(StopIteration):
-            next(round_)
-            self._survey = round_
-
 
 def _padding(label: Label) -> memoryview:
-    """Zeros for writing; for reading, memory that nobody looks at."""
+    """Zeros for writing; for reading, memory whose content is ignored."""
     return memoryview(bytearray(label.padded_bytes - label.record_bytes))

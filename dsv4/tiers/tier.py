@@ -1,19 +1,23 @@
 """What every tier can do, and the queue, deadlines and counters that all of them share. Torch-free.
 
-Every call returns at once: the work is done by threads of the tier, and a ticket says how far it
-is. Nothing raises for an outage: what cannot be had is missing, what cannot be kept is dropped.
+Every call returns at once: the work is done by threads of the tier, and a ticket reports its
+progress. An outage raises nothing: what cannot be loaded is missing, what cannot be stored is
+dropped.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from queue import SimpleQueue
 from typing import Protocol
 
 from dsv4.errors import (
@@ -24,22 +28,24 @@ from dsv4.errors import (
     require_type,
 )
 from dsv4.tiers.fork import refuse_after_fork
+from dsv4.tiers.health import Health
 from dsv4.tiers.record import Key, Label, Reason, Record, Refusal, Region, check, seal
 
 log = logging.getLogger("dsv4.tiers")
-_LOGGED = 100  # refusals, and failures, of each tier; the counters go on
-RECENT = 16  # calls, and failures among them, that say whether a tier works
-FAILURES = 4  # of different records, and half of the recent calls: then a tier rests
-MOST_TIDIED = 4_096  # records whose use, and keys whose removal, may wait to be told
+_LOGGED = 100  # failures and refusals are logged this often for each tier; the counters go on
+RECENT = 16  # the last calls, and how many must have failed, for a tier to count as broken
+# failed records, if they also are half of the recent calls, after which a tier backs off
+FAILURES = 4
+MOST_TIDIED = 4_096  # the most records whose use, and keys whose removal, may wait to be passed on
 
 
 class State(StrEnum):
     """How far a tier is with one key."""
 
     PENDING = "pending"
-    DONE = "done"  # loaded and checked; stored, as far as the tier can tell; found, if looked up
+    DONE = "done"  # loaded and checked; stored, as far as the tier knows; found, if looked up
     MISSING = "missing"  # not there, or not in time
-    REFUSED = "refused"  # there, and not what its label says
+    REFUSED = "refused"  # there, but not what its label says
     DROPPED = "dropped"  # not stored: no room, no time, an outage
 
 
@@ -59,10 +65,11 @@ DROPPED = Outcome(State.DROPPED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a ticket is. An outcome that is not pending does not change any more.
+    """The progress of a ticket. An outcome that is not pending does not change any more.
 
-    `settled`: the tier touches the memory of this ticket no more. A ticket whose deadline is over
-    has all its outcomes and may still be unsettled: the memory must not be used until it is.
+    `settled`: the tier no longer touches the memory of this ticket. A ticket whose deadline has
+    passed has all its outcomes and may still be unsettled: the memory must not be used until it is
+    settled.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -81,7 +88,7 @@ class Operation(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """Work that was handed to a tier. What it says is asked with `poll`."""
+    """Work that was handed to a tier. `poll` reports its progress."""
 
     operation: Operation
     started: float
@@ -92,7 +99,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """Seconds from the call to the outcome, over the records that came through."""
+    """Seconds from the call to the outcome, over the records that succeeded."""
 
     count: int = 0
     total_s: float = 0.0
@@ -108,7 +115,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """What a tier did since it was made, and what it holds. None: the tier cannot know."""
+    """What a tier has done since it was made, and what it holds. None: the tier cannot know."""
 
     name: str
     hits: int
@@ -132,51 +139,51 @@ class TierStats:
 class Tier(Protocol):
     """Memory below the device. All calls return at once; none raises for an outage.
 
-    One that evicts may have `use(blocks, snapshot)` too: `QueuedTier` says what that tells it.
+    A tier that evicts may also have `use(blocks, snapshot)`: see `QueuedTier.use`.
     """
 
     @property
     def name(self) -> str: ...
 
     def register(self, region: Region) -> None:
-        """Makes memory known that records of later calls point into."""
+        """Announces memory that records of later calls point into."""
 
     def lookup(self, labels: Sequence[Label]) -> Ticket:
-        """Asks which records are there: done or missing. A hint, nothing is checked. Of blocks that
-        follow each other, those after one that is missing may be missing without a look."""
+        """Asks which records are there: done or missing. This is a hint, nothing is checked. After
+        the first missing one of a sequence of blocks, the rest may be reported missing unseen."""
 
     def load(self, records: Sequence[Record]) -> Ticket:
         """Fills the memory of each record. Done means that header and payload are checked; after
-        any other outcome the memory holds anything."""
+        any other outcome the content of the memory is undefined."""
 
     def store(self, records: Sequence[Record]) -> Ticket:
         """Keeps records. Their memory must not change until the ticket is settled. A record that is
         there already is done. Loads go first: under pressure records are dropped."""
 
     def poll(self, ticket: Ticket) -> Progress:
-        """How far a ticket is. Ends it if its deadline is over."""
+        """Returns the progress of a ticket, and ends it if its deadline has passed."""
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ends what has not begun: missing, or dropped. What runs already is unsettled until it
-        returns."""
+        """Ends what has not begun: missing, or dropped. What is already running stays unsettled
+        until it returns."""
 
     def drop(self, keys: Sequence[Key]) -> None:
-        """Forgets records, in a while: of many at once those that find room in its queue."""
+        """Removes records eventually; if there are many, only those that fit into its queue."""
 
     def stats(self) -> TierStats: ...
 
     def close(self, timeout_s: float) -> None:
-        """Finishes what waits, as far as the time allows. Later calls miss and drop."""
+        """Finishes what is queued, as far as the time allows. Later calls miss and drop."""
 
 
 class Outage(Exception):
-    """A tier cannot be reached or cannot work: raised by implementations, ends in the queue. The
-    tier rests. What only these records met is an OSError."""
+    """A tier cannot be reached or cannot work. Implementations raise it, the queue catches it, and
+    the tier backs off. An error that concerns only these records is an OSError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much may wait and how long. Raises InvalidInput for what is no positive number."""
+    """How much may wait and how long. Raises InvalidInput for a value that is not positive."""
 
     threads: int = 2
     queued_bytes: int = 256 << 20  # of stores
@@ -228,44 +235,34 @@ class _Counters:
     store: Latency = field(default_factory=Latency)
 
 
-@dataclass(slots=True)
-class _Health:
-    """Whether calls of one sort are answered, by the last ones. What one record meets again and
-    again is one failure."""
-
-    recent: deque[tuple[Operation, Key] | None] = field(
-        default_factory=lambda: deque(maxlen=RECENT)
-    )
-
-    def is_lost(self) -> bool:
-        """Whether several records failed, and half of the calls."""
-        failed = [each for each in self.recent if each is not None]
-        return len(set(failed)) >= FAILURES and 2 * len(failed) >= len(self.recent)
-
-
 class QueuedTier(ABC):
-    """A tier whose work is done by threads. An implementation says how with the calls at the end,
+    """A tier whose work is done by threads. An implementation provides the methods at the end,
     which run on the threads and may block. They raise Outage where the tier cannot work, and
-    OSError for what the next record may not meet.
+    OSError for an error that the next record may not meet.
 
-    Loads and lookups go before stores, and one thread is always left to them. After an outage, a
-    deadline that a call missed, or failures of several records, half of the last calls or more, the
-    tier rests: for a while nothing is asked of it.
+    Loads and lookups go before stores, and one thread is always left to them. The tier backs off
+    (for a while it is not used at all) after an outage, after a call that missed its deadline, or
+    when several records failed and at least half of the last calls.
 
     Calls raise CopyError in a process that os.fork made: the threads are not there.
+
+    A tier that is dropped without `close` lets go of its threads and of what it holds once it is
+    collected: a thread that waits for work knows it by a weak reference alone. What had not begun
+    by then is lost.
     """
 
-    chunk = 1  # records of a job
-    look_chunk = 0  # labels of a lookup's job; 0: as many
+    chunk = 1  # records per job
+    look_chunk = 0  # labels per job of a lookup; 0: the same
     _where = ""  # for people: what an implementation keeps where, without locks and credentials
-    keeps_order = False  # whether `_use` is to be told what came through
+    keeps_order = False  # whether `_use` is called for what was loaded and used
 
     def __init__(self, name: str, limits: Limits) -> None:
         require_type("name", name, str)
         require_type("limits", limits, Limits)
         self._name, self._limits = name, limits
         self._lock = threading.RLock()
-        self._wake = threading.Condition(self._lock)  # there is work
+        # a token for each thread that is to look for work: a finalizer can put one without a lock
+        self._wake: SimpleQueue[None] = SimpleQueue()
         self._ended = threading.Condition(self._lock)  # a job is over
         self._first: deque[_Job] = deque()  # loads and lookups
         self._later: deque[_Job] = deque()  # stores and housekeeping
@@ -276,13 +273,20 @@ class QueuedTier(ABC):
         self._queued_bytes = 0
         self._queued_loads = 0
         self._rests_until = dict.fromkeys(Operation, 0.0)
-        self._health = {stores: _Health() for stores in (False, True)}
+        self._health = {
+            stores: Health(recent=RECENT, failures=FAILURES) for stores in (False, True)
+        }
         self._failures = 0
-        self._uses: dict[Key, Sequence[Label]] = {}  # to tell, the latest last
+        self._uses: dict[Key, Sequence[Label]] = {}  # not passed on yet, the latest last
         self._drops: dict[Key, None] = {}
-        self._tidies = False  # a job for these two waits
+        self._tidies = False  # a job for these two is queued
         self._closed = False
         self._counters = _Counters()
+        self._endings: list[Callable[[], object]] = []
+        self._end_all = weakref.finalize(
+            self, _end_all, os.getpid(), self._wake, limits.threads, self._endings
+        )
+        self._end_all.atexit = False  # then the system takes everything back
         refuse_after_fork(self)
 
     def __repr__(self) -> str:
@@ -294,7 +298,7 @@ class QueuedTier(ABC):
         return self._name
 
     def register(self, region: Region) -> None:  # noqa: B027
-        """Memory is found by itself here."""
+        """Not needed here: any memory will do."""
 
     # ---- calls -----------------------------------------------------------------------------------
 
@@ -325,7 +329,7 @@ class QueuedTier(ABC):
             now = time.monotonic()
             if PENDING in ticket.outcomes and now > ticket.deadline:
                 self._counters.late += 1
-                # a queue that is long is no outage, a call that does not return is
+                # a long queue is not an outage, a call that does not return is
                 if any(now - job.began > self._limits.deadline_s / 2 for job in self._running):
                     self._rest(ticket.operation, f"no answer in {self._limits.deadline_s:g} s")
                 self._end(ticket)
@@ -336,9 +340,8 @@ class QueuedTier(ABC):
             self._end(ticket)
 
     def use(self, blocks: Sequence[Label], snapshot: Label | None = None) -> None:
-        """The blocks of one prompt from its first on, and a snapshot, were used above this tier:
-        what it has of them is the last to go. Looks at a few of the blocks, whatever their
-        number."""
+        """The blocks of one prompt from its first on, and a snapshot, were used above this tier, so
+        it evicts them last. Looks at a few of the blocks, whatever their number."""
         if self.keeps_order:
             with self._lock:
                 self._use_later([] if snapshot is None else [[snapshot]])
@@ -390,11 +393,12 @@ class QueuedTier(ABC):
                 self._give_up(job)
             self._first.clear()
             self._later.clear()
-            self._wake.notify_all()
+            for _ in self._threads:
+                self._wake.put(None)
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         if not any(thread.is_alive() for thread in self._threads):
-            self._close()  # else a call hangs in there: what it uses stays
+            self._end_all()  # otherwise a call hangs in there: what it uses stays open
 
     # ---- queue -----------------------------------------------------------------------------------
 
@@ -426,13 +430,12 @@ class QueuedTier(ABC):
             else:
                 self._queued_loads += job.count
                 self._first.append(job)
-            self._start_thread()
-            self._wake.notify()
+            self._find_thread()
 
     def _has_room(self, job: _Job) -> bool:
         assert job.ticket is not None
         if job.ticket.operation is Operation.STORE:
-            # one job always fits, or a tier with a short queue would store nothing
+            # one job is always accepted, or a tier with a short queue would store nothing
             waiting = self._queued_bytes
             return not waiting or waiting + job.bytes <= self._limits.queued_bytes
         waiting = self._queued_loads
@@ -450,12 +453,11 @@ class QueuedTier(ABC):
         with self._lock:
             if not self._closed:
                 self._later.append(_Job(None, run=run))
-                self._start_thread()
-                self._wake.notify()
+                self._find_thread()
 
     def _use_later(self, uses: Sequence[Sequence[Label]]) -> None:
-        """A use of the last block of a prompt is one of all before it: only that one waits, with a
-        few before it where it may not be here."""
+        """Using the last block of a prompt implies using all before it. So only that one is queued,
+        with a few before it in case it is not in this tier."""
         for labels in uses:
             self._uses.pop(labels[0].leans_on, None)
             self._uses.pop(labels[0].key, None)
@@ -479,16 +481,19 @@ class QueuedTier(ABC):
         if gone:
             self._drop(gone)
 
-    def _start_thread(self) -> None:
-        """Threads are started when they are needed: a tier that is only made has none."""
+    def _find_thread(self) -> None:
+        """A thread for what was just queued: a waiting one, or a new one. Threads are started when
+        they are needed: a tier that is only constructed has none."""
         if self._idle < len(self._first) + len(self._later) and (
             len(self._threads) < self._limits.threads
         ):
-            thread = threading.Thread(
-                target=self._work, name=f"dsv4-{self._name}-{len(self._threads)}", daemon=True
-            )
-            thread.start()  # first: one that an interrupt kept from starting must not count
+            name = f"dsv4-{self._name}-{len(self._threads)}"
+            arguments = (weakref.ref(self), self._wake)
+            thread = threading.Thread(target=_work, args=arguments, name=name, daemon=True)
+            thread.start()  # first: a thread that an interrupt kept from starting must not count
             self._threads.append(thread)
+        if self._wake.qsize() < self._idle:
+            self._wake.put(None)
 
     def _next(self) -> _Job | None:
         if self._first:
@@ -498,36 +503,26 @@ class QueuedTier(ABC):
             return self._later.popleft()
         return None
 
-    def _work(self) -> None:
+    def _work(self, *, was_idle: bool) -> bool:
+        """Does what waits. Whether the thread is to wait for more; False if the tier is closed."""
+        with self._lock:
+            self._idle -= was_idle
         while True:
             with self._lock:
-                self._idle += 1
-                while (job := self._next()) is None:
-                    if self._closed and not (self._first or self._later):
-                        return
-                    self._wake.wait()
-                self._idle -= 1
+                if (job := self._next()) is None:
+                    self._idle += 1
+                    return not self._closed or bool(self._first or self._later)
                 self._unqueue(job)
                 ticket = job.ticket
-                stores = ticket is None or ticket.operation is Operation.STORE
                 if ticket is not None and time.monotonic() > ticket.deadline:
                     self._give_up(job)
                     self._ended.notify_all()
                     continue
+                stores = ticket is None or ticket.operation is Operation.STORE
                 self._storing += stores
                 job.began = time.monotonic()
                 self._running.add(job)
-            outcomes: Sequence[Outcome] | None = None
-            trouble, is_out = "", False
-            try:
-                outcomes = self._run(job)
-            except Outage as error:
-                trouble, is_out = str(error) or "an outage", True
-            except OSError as error:
-                trouble = str(error) or type(error).__name__
-            except BaseException:  # a panic of a library is no Exception; this thread is needed
-                log.exception("tier %s: a bug, taken for an outage", self._name)
-                trouble = "a bug"
+            outcomes, trouble, is_out = self._tried(job)
             with self._lock:
                 self._storing -= stores
                 self._running.discard(job)
@@ -538,6 +533,18 @@ class QueuedTier(ABC):
                     else:
                         self._finish(job, outcomes)
                 self._ended.notify_all()
+
+    def _tried(self, job: _Job) -> tuple[Sequence[Outcome] | None, str, bool]:
+        """The outcomes of a job; or None, what went wrong, and whether it is an outage."""
+        try:
+            return self._run(job), "", False
+        except Outage as error:
+            return None, str(error) or "an outage", True
+        except OSError as error:
+            return None, str(error) or type(error).__name__, False
+        except BaseException:  # a panic of a library is no Exception; this thread is needed
+            log.exception("tier %s: a bug, taken for an outage", self._name)
+            return None, "a bug", False
 
     def _run(self, job: _Job) -> Sequence[Outcome]:
         if job.run is not None:
@@ -565,7 +572,7 @@ class QueuedTier(ABC):
         return outcomes
 
     def _store_sealed(self, records: Sequence[Record]) -> list[Outcome]:
-        """A header that is there already is checked: what memory damaged is kept nowhere."""
+        """Checks headers that already exist: data that was damaged in memory is not stored."""
         outcomes, good = [DONE] * len(records), []
         for nth, record in enumerate(records):
             if not record.sealed:
@@ -580,7 +587,7 @@ class QueuedTier(ABC):
         return outcomes
 
     def _discard(self, key: Key) -> None:
-        """Takes a refused record away; that it cannot be is no news."""
+        """Removes a refused record; a failure is only logged."""
         try:
             self._drop((key,))
         except (Outage, OSError) as error:
@@ -589,13 +596,14 @@ class QueuedTier(ABC):
     # ---- outcomes --------------------------------------------------------------------------------
 
     def _give_up(self, job: _Job) -> None:
-        """Ends a job without an answer."""
+        """Ends a job without doing it."""
         if job.ticket is not None:
             stores = job.ticket.operation is Operation.STORE
             self._finish(job, [DROPPED if stores else MISSING] * job.count)
 
     def _end(self, ticket: Ticket) -> None:
-        """Ends a ticket: jobs that wait are taken out, those that run have lost their say."""
+        """Ends a ticket: its queued jobs are removed, the results of running ones will be
+        ignored."""
         if ticket.unsettled:
             waiting = (*self._first, *self._later)
             self._first = deque(job for job in self._first if job.ticket is not ticket)
@@ -652,25 +660,25 @@ class QueuedTier(ABC):
             log.warning("tier %s refuses %s: %s", self._name, key, refusal)
 
     def _note_health(self, job: _Job, trouble: str, *, is_out: bool) -> None:
-        """What one call says of the tier."""
+        """Records what the outcome of one call says about the tier."""
         operation = job.ticket.operation if job.ticket else Operation.STORE
-        recent = self._health[operation is Operation.STORE].recent
+        health = self._health[operation is Operation.STORE]
         if not trouble:
             if job.ticket is not None:
-                recent.append(None)
+                health.note_success()
             return
         self._counters.outages += 1
         if job.ticket is not None:
             asked = job.labels[0] if job.labels else job.records[0].label
-            recent.append((operation, asked.key))
-        if is_out or self._health[operation is Operation.STORE].is_lost():
+            health.note_failure((operation, asked.key))
+        if is_out or health.is_lost():
             self._rest(operation, trouble)
         self._failures += 1
         if self._failures <= _LOGGED:
             log.warning("tier %s: a call failed: %s", self._name, trouble)
 
     def _rest(self, operation: Operation, why: str) -> None:
-        """Closes the tier for a while: what cannot store may still load, not the other way."""
+        """Closes the tier for a while: one that cannot store may still load, not vice versa."""
         now = time.monotonic()
         stores = operation is Operation.STORE
         for each in (Operation.STORE,) if stores else tuple(Operation):
@@ -680,7 +688,7 @@ class QueuedTier(ABC):
                 )
             self._rests_until[each] = now + self._limits.rest_s
 
-    # ---- what an implementation says -------------------------------------------------------------
+    # ---- what an implementation provides ---------------------------------------------------------
 
     def _require(self, records: Sequence[Record]) -> None:  # noqa: B027
         """Raises InvalidInput for memory that the tier cannot use."""
@@ -698,32 +706,61 @@ class QueuedTier(ABC):
 
     @abstractmethod
     def _load(self, records: Sequence[Record]) -> Sequence[Outcome]:
-        """Fills memory. DONE: the bytes are in place, and are checked behind this call."""
+        """Fills memory. DONE: the bytes are in place; they are checked after this call."""
 
     @abstractmethod
     def _store(self, records: Sequence[Record]) -> Sequence[Outcome]: ...
 
     def _use(self, uses: Sequence[Sequence[Label]]) -> None:  # noqa: B027
-        """Records that came through or were used above, and those that they lean on, are the last
-        to go. Of blocks that follow each other only the last is told; where it may not be here,
-        some before it too, the last first: the first that is here is meant."""
+        """Records that were loaded, or used above, and those that they lean on, are evicted last.
+        Of consecutive blocks only the last is given; if it may not be in this tier, also some
+        before it, the last first: the first of them that the tier has is the one that was used."""
 
     @abstractmethod
     def _drop(self, keys: Sequence[Key]) -> None: ...
 
-    def _close(self) -> None:  # noqa: B027
-        """Lets go of what the tier holds, once its threads have ended."""
+    def _at_end(self, call: Callable[[], object]) -> None:
+        """Registers a call for when the tier is closed and its threads have ended, or when it is
+        collected; the last one registered is made first. A call that refers to the tier would
+        keep it alive."""
+        self._endings.append(call)
+
+
+def _work(tier: weakref.ref[QueuedTier], wake: SimpleQueue[None]) -> None:
+    """The life of a tier's thread. While it waits it keeps no reference to the tier."""
+    was_idle = False
+    while (working := tier()) is not None and working._work(was_idle=was_idle):
+        del working
+        wake.get()
+        was_idle = True
+
+
+def _end_all(
+    made_by: int, wake: SimpleQueue[None], threads: int, endings: list[Callable[[], object]]
+) -> None:
+    """Ends the threads of a tier and releases what it held. The garbage collector calls it too, in
+    any thread, so it waits for no lock. In a fork of the process all of it belongs to the
+    parent."""
+    if os.getpid() != made_by:
+        return
+    for _ in range(threads):
+        wake.put(None)
+    while endings:
+        try:
+            endings.pop()()
+        except Exception:
+            log.exception("a tier that has ended cannot let go of something")
 
 
 def _some_of(blocks: Sequence[Label]) -> list[Label]:
-    """The last block and a few before it, twice as far from an end each time, the last first."""
+    """The last block and a few others at distances 1, 2, 4, … from either end, the last first."""
     last = len(blocks) - 1
     steps = [0, *(1 << n for n in range(last.bit_length()))]
     return [blocks[at] for at in sorted({*steps, *(last - step for step in steps)}, reverse=True)]
 
 
 def foreign(found: str) -> Outcome:
-    """Refused: something that is no record is where a record should be."""
+    """Refused: something that is not a record is where a record should be."""
     return Outcome(State.REFUSED, Refusal(reason=Reason.FOREIGN, found=found, asked="a record"))
 
 

@@ -26,7 +26,7 @@ def table(num_blocks: int = 8, max_requests: int = 3) -> RequestTable:
 
 
 class Reclaiming(PrefixIndex):
-    def pinned_blocks(self, besides: object = ()) -> int:
+    def pinned_blocks(self, excluding: object = ()) -> int:
         return 0
 
 
@@ -210,7 +210,7 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
 table = RequestTable(CacheSchema.build(ModelSpec.preset("tiny")), num_blocks=4, max_requests=2)
 index = PrefixIndex(table.allocator)
-index.pinned_blocks = lambda besides: 0; table.reclaimer = index
+index.pinned_blocks = lambda excluding: 0; table.reclaimer = index
 resume = Resume(start=0, reused_tokens=0, end=0, source="nothing")
 request = table.make_request(1, table.take(2), resume)
 print(request.block_ids, token_ids([3, 4]).tolist())

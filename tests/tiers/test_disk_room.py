@@ -4,6 +4,7 @@ index that is lost, and what all of that costs."""
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import sqlite3
 import subprocess
@@ -722,6 +723,30 @@ def test_the_index_is_private_and_closed_with_the_tier(root: Path, memory: Memor
     assert {path.name for path in (root / "1").glob("index-*")} == {
         "index-lock", index_of(root).name,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("works", [False, True])
+def test_a_tier_that_is_dropped_keeps_nothing_open(root: Path, memory: Memory, works: bool) -> None:
+    """Without `close`: its files, its index and its threads go when it is collected."""
+    gc.collect()
+    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    labels = rows("a", 12)
+    for _ in range(3):
+        tier: DiskTier | None = DiskTier(root, 8 * UNIT, limits=PATIENT)
+        assert tier is not None
+        if works:
+            assert store(tier, [memory.filled(each) for each in labels])
+            load(tier, [memory.blank(each) for each in labels])
+        tier = None
+    until(
+        lambda: (
+            gc.collect() >= 0
+            and len(os.listdir("/proc/self/fd")) == before
+            and threading.active_count() == threads
+        )
+    )
+    with opened(root, 8 * UNIT) as tier:
+        assert store(tier, [memory.filled(each) for each in rows("b", 8)]) == [State.DONE] * 8
 
 
 def test_keys_of_a_shelf_are_gone_through_in_pieces(root: Path, memory: Memory) -> None:

@@ -115,7 +115,7 @@ def test_an_interrupted_fetch_leaves_no_pin_that_nobody_has(call: str, inside: b
         elif manager.transfers is not None:  # it was over, and did not come to its caller
             for each in tuple(manager.transfers.fetches.open):
                 each.cancel()
-        assert manager.prefix._pins == set(), at
+        assert manager.prefix.pins._standing == set(), at
         manager.check_invariants()
         manager.evict()
         stats = manager.stats()

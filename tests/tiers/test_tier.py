@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
@@ -74,7 +75,12 @@ class Shelf(QueuedTier):
         self.gate.set()
         self.fault: Callable[[], None] = lambda: None
         self.entered = threading.Semaphore(0)
-        self.ended = False
+        over = self._over = threading.Event()
+        self._at_end(over.set)
+
+    @property
+    def ended(self) -> bool:
+        return self._over.is_set()
 
     def _enter(self, what: str, labels: Sequence[Label]) -> None:
         self.did += [(what, each) for each in labels]
@@ -106,9 +112,6 @@ class Shelf(QueuedTier):
     def _drop(self, keys: Sequence[Key]) -> None:
         for key in keys:
             self.kept.pop(key, None)
-
-    def _close(self) -> None:
-        self.ended = True
 
 
 @pytest.fixture
@@ -594,6 +597,47 @@ def test_close_does_not_wait_for_ever(memory: Memory) -> None:
     assert not tier.ended  # a call still uses what would be closed
     tier.gate.set()
     until(lambda: tier.poll(ticket).settled)
+
+
+def has_threads(name: str) -> bool:
+    return any(thread.name.startswith(f"dsv4-{name}-") for thread in threading.enumerate())
+
+
+def test_a_tier_that_is_dropped_ends_its_threads(memory: Memory) -> None:
+    """Without `close`, and whatever it did before: an error, a removal, a use."""
+    tier: Shelf | None = Ordered(Limits(threads=3))
+    assert tier is not None
+    over, labels = tier._over, chain("a", 6)
+    assert store(tier, [memory.filled(each) for each in labels]) == [State.DONE] * 6
+    tier.use(labels)
+    tier.drop([labels[0].key])
+
+    def fail() -> None:
+        raise OSError(5, "broken")
+
+    tier.fault = fail
+    assert load(tier, [memory.blank(labels[1])]) == [State.MISSING]
+    assert has_threads("shelf")
+    tier = None
+    until(lambda: gc.collect() >= 0 and over.is_set() and not has_threads("shelf"))
+
+
+def test_a_tier_that_is_dropped_while_it_works_ends_when_the_call_is_over(memory: Memory) -> None:
+    tier: Shelf | None = Shelf(Limits(threads=2))
+    assert tier is not None
+    gate, entered, over, kept = tier.gate, tier.entered, tier._over, tier.kept
+    gate.clear()
+    labels = chain("a", 2)
+    records = [memory.filled(each) for each in labels]
+    tier.store(records)
+    entered.acquire()
+    tier = None
+    gc.collect()
+    assert not over.is_set()
+    assert has_threads("shelf")
+    gate.set()
+    until(lambda: over.is_set() and not has_threads("shelf"))
+    assert labels[0].key in kept
 
 
 def test_many_threads_may_call(memory: Memory) -> None:

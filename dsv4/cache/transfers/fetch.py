@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from dsv4.cache.prefix.cache import PinnedPrefix, PrefixCache
+from dsv4.cache.prefix.cache import PrefixCache
+from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prefix.resume import replay_start
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import RequestTable
@@ -168,7 +169,7 @@ class Fetches:
         self.open.append(fetch)
         self.started += 1
         if nodes:
-            fetch.pin = self._prefix.pin(trail, lasting=False)
+            fetch.pin = self._prefix.pins.pin(trail, lasting=False)
         fetch.look = self._ask(labels)
         self.advance(fetch)
 
@@ -454,7 +455,7 @@ class Fetches:
                 fetch.state = item
             else:
                 if fetch.snapshot_row is None:
-                    fetch.snapshot_row = self._prefix.take_row()
+                    fetch.snapshot_row = self._prefix.rows.take_in_flight()
                 if fetch.snapshot_row is None:
                     break
                 item.target = self._prefix.pool.bytes[fetch.snapshot_row]
@@ -515,7 +516,7 @@ class Fetches:
         fetch.done = True
         if fetch.pin is not None:
             pin, fetch.pin = fetch.pin, None
-            self._prefix.unpin(pin)
+            self._prefix.pins.unpin(pin)
         for load in fetch.loads:
             _cancel(load.tier, load.ticket)
 
@@ -537,7 +538,7 @@ class Fetches:
             self._table.allocator.give_back(block_ids)
         if fetch.snapshot_row is not None:
             row, fetch.snapshot_row = fetch.snapshot_row, None
-            self._prefix.give_row_back(row)
+            self._prefix.rows.give_back(row)
 
     def clean(self) -> None:
         """Takes back what ended fetches left behind, as far as it is free now."""

@@ -18,11 +18,10 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.requests import LENGTH, Request
 from dsv4.errors import ContextOverflow, InvalidInput, RequestError
+from dsv4.integrations.transformers.private import FORWARD_ARGUMENTS
 
 _SLOT = attrgetter("slot")
 Writer = Literal["transformers", "accelerate"]
-# what a forward of DeepseekV4Model takes by position
-_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds")
 Ids = NDArray[np.int64]
 UNKNOWN_ID = -1
 _FIRST_COLUMNS = 256
@@ -465,7 +464,7 @@ class CacheRows:
     def observe(self, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         """A forward begins that has this cache. Raises InvalidInput for masks and positions that
         transformers' own layers would take for something else."""
-        given = dict(zip(_ARGUMENTS, args, strict=False)) | given
+        given = dict(zip(FORWARD_ARGUMENTS, args, strict=False)) | given
         model = self.model()
         if model is not None and "forward" not in vars(model.model):
             self._check_call(given)
