@@ -90,7 +90,12 @@ def test_an_interrupted_fetch_leaves_no_pin_that_nobody_has(call: str, inside: b
     stack, text = half_cached(HostTier(8 << 20))
     manager = stack.manager
     assert manager.prefix is not None
-    files = ("/cache/changes.py", "/prefix/cache.py", "/transfers/fetch.py")
+    files = (
+        "/cache/changes.py",
+        "/prefix/cache.py",
+        "/transfers/fetch.py",
+        "/transfers/loading.py",
+    )
     at, found = 0, 0
     while True:
         fetch = manager.fetch(text.ids[:400]) if call != "fetch" else None
