@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.changes import Uncopied
-from dsv4.cache.prefix.index import PrefixNode
+from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.resume import Resume
 from dsv4.cache.prefix.trail import RecentIds, TokenTrail
 from dsv4.cache.schema import CacheSchema
