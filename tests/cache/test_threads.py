@@ -357,7 +357,7 @@ def test_no_handle_is_used_while_its_plan_ends(end: str):
     request = manager.admit_request(8)
     plan = manager.prepare_forward([(request, 1)])
     stack.write(plan, [text.stream])
-    handle = manager.acquire(0, plan)
+    handle = manager.acquire(0, plan.batch)
     kv, projections = stack.inputs(plan, [text.stream], 0)
     found: list[type[BaseException] | None] = []
     close = manager._close
