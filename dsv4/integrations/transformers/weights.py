@@ -163,7 +163,8 @@ def digest_of(tensor: Tensor) -> str:
     """Of a tensor's bytes, where it is."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if flat.device.type == "cpu":
-        return hashlib.blake2b(flat.numpy(), digest_size=16).hexdigest()
+        array: Any = flat.numpy()
+        return hashlib.blake2b(array, digest_size=16).hexdigest()
     return f"{flat.device.type} {mixed_sum(flat):x}"
 
 
