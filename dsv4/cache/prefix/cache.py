@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.changes import LOGGER
-from dsv4.cache.prefix.index import PrefixIndex, PrefixNode
+from dsv4.cache.prefix.index import PrefixIndex
+from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.pins import Pins
 from dsv4.cache.prefix.prompt import Prompt
@@ -90,14 +91,15 @@ class PrefixCache:
         if options.replay == "cut":
             _check_cut(schema)
         self.schema, self.options = schema, options
-        self.index = PrefixIndex(allocator)
+        policy = options.eviction()
+        self.index = PrefixIndex(allocator, policy)
         if options.events:
             self.index.events = []
         self._allocator = allocator
         self._bytes_by_kind = schema.bytes_by_kind()["block"]
         self.pool = SnapshotPool(schema, options.rows, where=options.where, device=device)
         self.has_state_bytes = self.pool.layout.row_bytes > 0  # else tiers have none to keep
-        self.rows = SnapshotRows(options.rows, self._note_reuse)
+        self.rows = SnapshotRows(options.rows, policy, self._note_reuse)
         self.pins = Pins(self.index, schema.block_tokens)
         self.counters = PrefixCounters()
         # with tiers: what they have yet to get, and a call that comes before memory that may be
