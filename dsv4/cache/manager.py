@@ -17,12 +17,12 @@ from dsv4.cache.arena import Arena
 from dsv4.cache.changes import LOGGER, Guard, Turn, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
-from dsv4.cache.prefix.cache import LearnedIds, PrefixCache, PrefixMatch
+from dsv4.cache.prefix.cache import LearnedIds, PrefixCache
 from dsv4.cache.prefix.index import BlockEvent
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prefix.prompt import Prompt
-from dsv4.cache.prefix.resume import Resume
+from dsv4.cache.prefix.resume import PrefixMatch, Resume
 from dsv4.cache.prefix.snapshots import SnapshotPool
 from dsv4.cache.prefix.trail import TokenIds, TokenTrail, token_ids
 from dsv4.cache.prepare_forward import (
@@ -140,7 +140,7 @@ class KVCacheManager(Uncopied):
         self.prefix: PrefixCache | None = None
         if prefix is not None:
             self.prefix = PrefixCache(schema, self.table.allocator, prefix, place)
-            self.table.reclaimer = self.prefix
+            self.table.reclaimer = self.prefix.blocks
         self.transfers = self._transfers(tiers) if tiers else None
         self.open_plans: list[ForwardPlan] = []
         self.guard = Guard()
@@ -404,7 +404,7 @@ class KVCacheManager(Uncopied):
             shared = [node.block_id for node in self.prefix.match(trail).nodes]
         short = self.schema.blocks_for(count) - len(shared) - self.table.allocator.free
         fits = short <= 0 or (
-            self.prefix is not None and self.prefix.evictable_blocks(excluding=shared) >= short
+            self.prefix is not None and self.prefix.blocks.evictable(excluding=shared) >= short
         )
         return fits and bool(self.table.free_slots)
 
@@ -437,7 +437,7 @@ class KVCacheManager(Uncopied):
             table.enlist(request)
             return request
         trail = found.copy() if isinstance(prompt, Prompt) else found
-        match = self.prefix.match(trail) if reuse else self.prefix.no_match(trail)
+        match = self.prefix.match(trail, reuse=reuse)
         shared = [node.block_id for node in match.nodes]
         allocator.share(shared)
         try:
@@ -610,7 +610,7 @@ class KVCacheManager(Uncopied):
             end=count,
             source="rings",
         )
-        prefix.note_continued(request)
+        prefix.use(PrefixMatch([], request.resume, None), request.trail)
         return request.resume
 
     @changes
@@ -814,7 +814,7 @@ class KVCacheManager(Uncopied):
             if blocks is None
             else require_count("blocks", blocks, at_least=0)
         )
-        return self._prefix_cache().evict(most, or_fewer=True)
+        return self._prefix_cache().blocks.evict(most)
 
     # ---- tiers -------------------------------------------------------------------------------
 
@@ -1456,7 +1456,7 @@ class KVCacheManager(Uncopied):
         allocator, live, going = self.table.allocator, self.requests, self._going()
         free, idle = allocator.left_by([request.block_ids for request in going])
         pinned: Collection[int] = () if self.prefix is None else self.prefix.pins.block_ids()
-        evictable = 0 if self.prefix is None else self.prefix.evictable_blocks()
+        evictable = 0 if self.prefix is None else self.prefix.blocks.evictable()
         return Stats(
             blocks_total=allocator.total,
             blocks_free=allocator.free + len(free),
