@@ -176,6 +176,23 @@ def test_what_computes_knows_of_the_cache_only_the_layout(package: str):
             assert of_cache <= LAYOUT, module
 
 
+def calls(module: str) -> set[str]:
+    """Names of what a module calls, without what they are called on."""
+    functions = (
+        n.func
+        for n in ast.walk(ast.parse(modules()[module].read_text()))
+        if isinstance(n, ast.Call)
+    )
+    return {ast.unparse(function).rpartition(".")[2] for function in functions}
+
+
+def test_requests_are_made_by_admission_alone():
+    makers = {
+        name: {m for m in modules() if name in calls(m)} for name in ("Request", "make_request")
+    }
+    assert makers == {"Request": {"dsv4.cache.requests"}, "make_request": {"dsv4.cache.admission"}}
+
+
 def test_no_two_modules_import_each_other():
     edges = graph(at_load=False)
     for module in modules():
