@@ -12,7 +12,7 @@ from dsv4.cache.state import SnapshotLayout, StateLayout
 from dsv4.tiers.record import Kind, Label
 
 if TYPE_CHECKING:
-    from dsv4.cache.prefix.cache import Fresh
+    from dsv4.cache.prefix.observer import NewlyCached
 
 
 class Labels:
@@ -41,7 +41,7 @@ class Labels:
             payload_bytes=self._bytes[kind],
         )
 
-    def of_cached(self, cached: Fresh) -> Label:
+    def of_cached(self, cached: NewlyCached) -> Label:
         """A block that was cached, or the snapshot at its end."""
         kind = Kind.SNAPSHOT if cached.is_snapshot else Kind.BLOCK
         return self.make(kind, cached.node.digest, cached.parent, cached.tokens)

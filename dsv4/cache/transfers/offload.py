@@ -12,7 +12,10 @@ import numpy as np
 from torch import Tensor
 
 from dsv4.cache.changes import LOGGER
-from dsv4.cache.prefix.cache import Fresh, PrefixCache
+from dsv4.cache.prefix.cache import PrefixCache
+from dsv4.cache.prefix.observer import NewlyCached
+from dsv4.cache.prefix.resume import PrefixMatch
+from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request
 from dsv4.cache.state import copy_payload
 from dsv4.cache.transfers.aside import Aside
@@ -66,7 +69,7 @@ class Offload:
         self._route, self._host, self._worker = route, route.host, route.worker
         self._prefix, self._labels = prefix, labels
         self._block_arena, self._slot_arena = block_arena, slot_arena
-        self.outbox: deque[Fresh] = deque()
+        self.outbox: deque[NewlyCached] = deque()
         self._begun: list[Outgoing] = []  # host rows that no batch has yet
         self._batches: list[CopyBatch] = []  # the oldest first
         self._copying = 0
@@ -115,20 +118,20 @@ class Offload:
         if rows:
             self.copy(rows)
 
-    def _take_row(self, fresh: Fresh) -> Outgoing | None:
+    def _take_row(self, new: NewlyCached) -> Outgoing | None:
         """Host memory for a record; None if there is none now, or the record is there."""
-        row = self._host.take(self._labels.of_cached(fresh), passing=self._route.has_below)
+        row = self._host.take(self._labels.of_cached(new), passing=self._route.has_below)
         if row is None:
             return None
         self._begun.append(Outgoing(row))
         return self._begun[-1]
 
-    def _will_have_room(self, fresh: Fresh, *, is_first: bool) -> bool:
+    def _will_have_room(self, new: NewlyCached, *, is_first: bool) -> bool:
         """Whether a record that got no host memory is to wait for some. If not, it is there already
         or dropped."""
-        route, label = self._route, self._labels.of_cached(fresh)
+        route, label = self._route, self._labels.of_cached(new)
         if route.host_is_tier and self._host.holds(label.key):
-            fresh.node.stored = fresh.node.stored or not fresh.is_snapshot
+            new.node.stored = new.node.stored or not new.is_snapshot
             return False
         is_wanted = route.has_below or not self._host.is_lost(label)
         is_busy = not is_first or self._copying > 0 or not self._worker.idle or bool(route.open)
@@ -174,12 +177,12 @@ class Offload:
         self._copying -= len(batch.records)
         self._worker.send(batch.records)
 
-    def _source(self, fresh: Fresh) -> Tensor | None:
+    def _source(self, new: NewlyCached) -> Tensor | None:
         """Where a record's bytes are on the device, if they still are."""
-        node = fresh.node
+        node = new.node
         if self._prefix.index.get(node.digest) is not node:
             return None
-        if not fresh.is_snapshot:
+        if not new.is_snapshot:
             return self._block_arena[node.block_id]
         return None if node.snapshot is None else self._prefix.pool.bytes[node.snapshot]
 
@@ -193,6 +196,12 @@ class Offload:
                 if node is not None:
                     node.stored = True
 
+    # ---- what the prefix cache reports to its observer -------------------------------------------
+
+    def cached(self, new: NewlyCached) -> None:
+        """Is copied with the next `pump`."""
+        self.outbox.append(new)
+
     def before_reuse(self) -> None:
         """Memory that is being copied is written to by what comes next on the current stream only
         after the copy."""
@@ -200,6 +209,19 @@ class Offload:
             self._newest.hold_back()
             if self._newest.passed:
                 self._newest = None
+
+    def used(self, match: PrefixMatch, trail: TokenTrail) -> None:
+        """What is used on the device counts as used below: else it would be evicted first there."""
+        if not match.nodes:
+            return
+        blocks, snapshot = self._labels.of_blocks(trail, len(match.nodes)), None
+        if match.snapshot is not None and self._labels.payload_bytes(Kind.SNAPSHOT):
+            block = match.resume.start // self._prefix.schema.block_tokens - 1
+            snapshot = self._labels.of_block(trail, block, Kind.SNAPSHOT)
+        for tier in self._route.tiers:
+            tier.use(blocks, snapshot)
+
+    # ---- the end ---------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.cache.prefix.cache import PrefixCache, PrefixMatch
+from dsv4.cache.prefix.cache import PrefixCache
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request, RequestTable
 from dsv4.cache.stats import TransferStats
@@ -80,30 +80,12 @@ class Transfers:
             self.route, prefix=prefix, table=table, labels=self.labels, block_arena=block_arena
         )
         self.suspended = self.resumed = 0
-        self._listen()
-
-    def _listen(self) -> None:
-        prefix = self._prefix
-        prefix.outbox = self.offload.outbox
-        prefix.before_reuse = self.offload.before_reuse
-        prefix.on_use = self._on_use
-        prefix.index.has_tiers = True
+        prefix.observe(self.offload)
 
     def pump(self) -> None:
         """Moves on what is on its way. After each step, and with each call of tiers."""
         self.offload.pump()
         self.fetches.clean()
-
-    def _on_use(self, match: PrefixMatch, trail: TokenTrail) -> None:
-        """What is used on the device is used below: else it would be the first to go there."""
-        if not match.nodes:
-            return
-        blocks, snapshot = self.labels.of_blocks(trail, len(match.nodes)), None
-        if match.snapshot is not None and self.labels.payload_bytes(Kind.SNAPSHOT):
-            block = match.resume.start // self._prefix.schema.block_tokens - 1
-            snapshot = self.labels.of_block(trail, block, Kind.SNAPSHOT)
-        for tier in self.route.tiers:
-            tier.use(blocks, snapshot)
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until all that was cached is kept below, or dropped; whether that is so."""
