@@ -18,9 +18,9 @@ from dsv4.cache.arena import Arena
 from dsv4.cache.changes import LOGGER, Guard, Turn, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
+from dsv4.cache.options import ManagerOptions, Settings
 from dsv4.cache.prefix.cache import LearnedIds, PrefixCache, PrefixMatch
 from dsv4.cache.prefix.index import BlockEvent
-from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import Resume
@@ -58,7 +58,6 @@ from dsv4.errors import (
     require_timeout,
     require_type,
 )
-from dsv4.ops.backend import BackendName
 
 if TYPE_CHECKING:
     from dsv4.cache.handoff.arrival import Arrival
@@ -101,30 +100,21 @@ class KVCacheManager(Uncopied):
         *,
         num_blocks: int,
         max_requests: int,
-        max_step_tokens: int = 8192,
-        device: torch.device | str = "cpu",
-        backend: BackendName | None = None,
-        prefix: PrefixOptions | None = None,
-        max_open_plans: int = 1,
-        tiers: Sequence[Tier] = (),
-        handoff: HandoffOptions | None = None,
-        batch_invariant: bool = False,
+        **options: Unpack[ManagerOptions],
     ) -> None:
         require_type("schema", schema, CacheSchema)
-        if prefix is not None:
-            require_type("prefix", prefix, PrefixOptions)
+        settings = Settings.of(options)
+        prefix, max_step_tokens = settings.prefix, settings.max_step_tokens
         least_blocks = 1 if schema.block_bytes else 0
         num_blocks = require_count("num_blocks", num_blocks, at_least=least_blocks)
         max_requests = require_count("max_requests", max_requests)
-        max_step_tokens = require_count("max_step_tokens", max_step_tokens)
-        place = _device(device)
+        place = settings.place
         self.schema = schema
         if prefix is not None and prefix.replay == "cut":
             require_count("max_step_tokens", max_step_tokens, at_least=schema.model.window)
-        require_flag("batch_invariant", batch_invariant)
-        if not isinstance(tiers, Sequence) or isinstance(tiers, str | bytes):
-            raise InvalidInput(f"tiers are {type(tiers).__name__}: give a list, the fastest first")
-        self.backend = load_backend(backend, place, batch_invariant=batch_invariant)
+        self.backend = load_backend(
+            settings.backend, place, batch_invariant=settings.batch_invariant
+        )
         for record in (schema.entry_format, schema.window_format, schema.index_format):
             self.backend.check_format(record)
         for layer in schema.layers:
@@ -136,17 +126,17 @@ class KVCacheManager(Uncopied):
             max_requests=max_requests,
             max_step_tokens=max_step_tokens,
             device=place,
-            max_open_plans=require_count("max_open_plans", max_open_plans),
+            max_open_plans=settings.max_open_plans,
         )
         self.table = RequestTable(schema, num_blocks=num_blocks, max_requests=max_requests)
         self.prefix: PrefixCache | None = None
         if prefix is not None:
             self.prefix = PrefixCache(schema, self.table.allocator, prefix, place)
             self.table.reclaimer = self.prefix
-        self.transfers = self._transfers(tiers) if tiers else None
+        self.transfers = self._transfers(settings.tiers) if settings.tiers else None
         self.open_plans: list[ForwardPlan] = []
         self.guard = Guard()
-        self.handoff = None if handoff is None else self._handoff(handoff)
+        self.handoff = None if settings.handoff is None else self._handoff(settings.handoff)
         self._admission = Admission(self.table, self.memory, self.prefix, self.guard)
         self._step_readers = tuple(StepReader(schema, self.table) for _ in self.memory.lanes)
         layers = [LayerMemory.of(self.memory, layer) for layer in range(len(schema.layers))]
@@ -171,30 +161,13 @@ class KVCacheManager(Uncopied):
         cls,
         schema: CacheSchema,
         budget: BlockBudget,
-        *,
-        max_step_tokens: int = 8192,
-        device: torch.device | str = "cpu",
-        backend: BackendName | None = None,
-        prefix: PrefixOptions | None = None,
-        max_open_plans: int = 1,
-        tiers: Sequence[Tier] = (),
-        handoff: HandoffOptions | None = None,
-        batch_invariant: bool = False,
+        **options: Unpack[ManagerOptions],
     ) -> KVCacheManager:
         """A manager that allocates `budget.total_bytes`, to the byte: a budget that does not count
         what these options need besides is refused. `from_memory` finds one that does; who counts
         otherwise builds a manager of `budget.num_blocks`. Raises InvalidInput."""
         require_type("budget", budget, BlockBudget)
-        other_bytes = cls.other_bytes(
-            schema,
-            max_requests=budget.max_requests,
-            max_step_tokens=max_step_tokens,
-            device=device,
-            backend=backend,
-            prefix=prefix,
-            max_open_plans=max_open_plans,
-            batch_invariant=batch_invariant,
-        )
+        other_bytes = cls.other_bytes(schema, max_requests=budget.max_requests, **options)
         if other_bytes != budget.other_bytes:
             raise InvalidInput(
                 f"the budget leaves {budget.other_bytes:,} bytes for what is no cache, with "
@@ -205,14 +178,7 @@ class KVCacheManager(Uncopied):
             schema,
             num_blocks=budget.num_blocks,
             max_requests=budget.max_requests,
-            max_step_tokens=max_step_tokens,
-            device=device,
-            backend=backend,
-            prefix=prefix,
-            max_open_plans=max_open_plans,
-            tiers=tiers,
-            handoff=handoff,
-            batch_invariant=batch_invariant,
+            **options,
         )
 
     @classmethod
@@ -223,30 +189,14 @@ class KVCacheManager(Uncopied):
         memory_bytes: int,
         max_requests: int,
         context: int | None = None,
-        max_step_tokens: int = 8192,
-        device: torch.device | str = "cpu",
-        backend: BackendName | None = None,
-        prefix: PrefixOptions | None = None,
-        max_open_plans: int = 1,
-        tiers: Sequence[Tier] = (),
-        handoff: HandoffOptions | None = None,
-        batch_invariant: bool = False,
+        **options: Unpack[ManagerOptions],
     ) -> KVCacheManager:
         """A manager that allocates no more than `memory_bytes` on its device, all told: slots, the
         block table, step buffers, workspace and snapshots, and blocks with what is left.
 
         Raises PoolTooSmall, with the minimum, if one request of `context` tokens would not fit.
         """
-        other_bytes = cls.other_bytes(
-            schema,
-            max_requests=max_requests,
-            max_step_tokens=max_step_tokens,
-            device=device,
-            backend=backend,
-            prefix=prefix,
-            max_open_plans=max_open_plans,
-            batch_invariant=batch_invariant,
-        )
+        other_bytes = cls.other_bytes(schema, max_requests=max_requests, **options)
         budget = compute_block_budget(
             schema,
             memory_bytes=memory_bytes,
@@ -254,50 +204,29 @@ class KVCacheManager(Uncopied):
             context=context,
             other_bytes=other_bytes,
         )
-        return cls.from_budget(
-            schema,
-            budget,
-            max_step_tokens=max_step_tokens,
-            device=device,
-            backend=backend,
-            prefix=prefix,
-            max_open_plans=max_open_plans,
-            tiers=tiers,
-            handoff=handoff,
-            batch_invariant=batch_invariant,
-        )
+        return cls.from_budget(schema, budget, **options)
 
     @classmethod
     def other_bytes(
-        cls,
-        schema: CacheSchema,
-        *,
-        max_requests: int,
-        max_step_tokens: int = 8192,
-        device: torch.device | str = "cpu",
-        backend: BackendName | None = None,
-        prefix: PrefixOptions | None = None,
-        max_open_plans: int = 1,
-        batch_invariant: bool = False,
+        cls, schema: CacheSchema, *, max_requests: int, **options: Unpack[ManagerOptions]
     ) -> int:
         """Bytes that a manager of these options allocates besides blocks, slots and block table:
-        step buffers, workspace, snapshots. Allocates nothing there."""
+        step buffers, workspace, snapshots. Allocates nothing there. Raises InvalidInput."""
         require_type("schema", schema, CacheSchema)
-        require_flag("batch_invariant", batch_invariant)
-        place, nowhere = _device(device), torch.device("meta")
+        settings = Settings.of(options)
+        place, nowhere = settings.place, torch.device("meta")
         memory = CacheMemory(
             schema,
-            load_backend(backend, place, batch_invariant=batch_invariant),
+            load_backend(settings.backend, place, batch_invariant=settings.batch_invariant),
             num_blocks=0,
             max_requests=require_count("max_requests", max_requests),
-            max_step_tokens=require_count("max_step_tokens", max_step_tokens),
+            max_step_tokens=settings.max_step_tokens,
             device=nowhere,
-            max_open_plans=require_count("max_open_plans", max_open_plans),
+            max_open_plans=settings.max_open_plans,
         ).memory_bytes()
         snapshots = 0
-        if prefix is not None:
-            require_type("prefix", prefix, PrefixOptions)
-            snapshots = SnapshotPool.bytes_on_device(schema, prefix, place)
+        if settings.prefix is not None:
+            snapshots = SnapshotPool.bytes_on_device(schema, settings.prefix, place)
         return memory.step_buffers + memory.workspace + snapshots
 
     def _transfers(self, tiers: Sequence[Tier]) -> Transfers:
@@ -1406,14 +1335,3 @@ class KVCacheManager(Uncopied):
 
 def _is_wide_half(plan: object) -> bool:
     return isinstance(plan, ForwardPlan) and plan.whole is not None and not plan.narrow
-
-
-def _device(named: object) -> torch.device:
-    """A device that memory can be taken on, with its number: the current one where "cuda" is
-    named. InvalidInput."""
-    if not isinstance(named, str | int | torch.device) or isinstance(named, bool):
-        raise InvalidInput(f"device={named!r}: must be a torch.device or its name")
-    try:
-        return torch.empty(0, device=torch.device(named)).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InvalidInput(f"device={named!r} cannot be used: {error}") from error
