@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.allocator import BlockAllocator
+from dsv4.cache.batch import Batch
 from dsv4.cache.changes import LOGGER
 from dsv4.cache.prefix.index import PrefixIndex
 from dsv4.cache.prefix.node import PrefixNode
@@ -262,16 +263,16 @@ class PrefixCache:
 
     # ---- steps -------------------------------------------------------------------------------
 
-    def plan_captures(self, plan: ForwardPlan) -> WideCaptures | None:
-        """Chooses a snapshot for each boundary of a wide step that is to have one, for
+    def plan_captures(self, batch: Batch) -> WideCaptures | None:
+        """Chooses a snapshot for each boundary of a prefill batch that is to have one, for
         `settle_captures` to reserve."""
-        if plan.narrow or not self.pool.rows:
+        if not self.pool.rows:
             return None
         block_tokens = self.schema.block_tokens
         wanted: list[tuple[int, int]] = []
-        for row in (~self._rings_hold(plan)).nonzero()[0].tolist():
-            request = plan.requests[row]
-            start, end = int(plan.starts[row]), int(plan.ends[row])
+        for row in (~self._rings_hold(batch)).nonzero()[0].tolist():
+            request = batch.requests[row]
+            start, end = int(batch.starts[row]), int(batch.ends[row])
             trail = request.trail
             if trail is None:
                 continue
@@ -293,9 +294,9 @@ class PrefixCache:
         return WideCaptures(
             self.pool,
             captures,
-            slots=plan.slots.tolist(),
-            starts=plan.starts.tolist(),
-            first_rows=plan.shape.first_rows.tolist(),
+            slots=batch.slots.tolist(),
+            starts=batch.starts.tolist(),
+            first_rows=batch.shape.first_rows.tolist(),
         )
 
     def settle_captures(self, captures: WideCaptures) -> None:
@@ -339,7 +340,7 @@ class PrefixCache:
         that another request has cached before are adopted, so that one copy is left.
 
         The rings still hold the state at every boundary that a few tokens have crossed; `newest` is
-        the end of what has been written to them, by plans behind this one too.
+        the end of what has been written to them, by plans after this one too.
         """
         if learned is not None and plan.is_stored:
             if learned.ids is not None:
@@ -369,7 +370,7 @@ class PrefixCache:
                 if node.snapshot is None and self._is_wanted(request, trail, boundary):
                     # behind these a boundary is in no ring any more; of a chunk, none is in any
                     oldest = newest[row] - self.schema.max_rollback_tokens
-                    in_rings = plan.counts[row] <= self.schema.max_narrow_tokens
+                    in_rings = plan.counts[row] <= self.schema.max_decode_tokens
                     row_id = self.rows.reserve() if in_rings and boundary >= oldest else None
                     if row_id is not None:
                         slot = slot_arena[request.slot]
@@ -441,9 +442,9 @@ class PrefixCache:
             if node is not None:
                 self.index.touch(node)
 
-    def _rings_hold(self, plan: ForwardPlan) -> NDArray[np.bool_]:
+    def _rings_hold(self, batch: Batch) -> NDArray[np.bool_]:
         """Which requests run so few tokens that their rings still have every state on the way."""
-        return plan.counts <= self.schema.max_narrow_tokens
+        return batch.counts <= self.schema.max_decode_tokens
 
     def _is_wanted(self, request: Request, trail: TokenTrail, boundary: int) -> bool:
         """Whether the state at a boundary is exact, asked for by the policy, and can be kept."""
@@ -484,9 +485,9 @@ class PrefixCache:
         part, and the tokens up to it are known: a step in front may have torn the request."""
         assert plan.captures is not None
         complete = plan.is_stored and self._is_complete(plan.captures.layers)
-        narrow = 0 if plan.narrow_half is None else len(plan.narrow_half.requests)
+        before = 0 if plan.decode is None else len(plan.decode.requests)
         for capture in plan.captures.captures:
-            batch_row = capture.batch_row + narrow  # its row in the whole plan
+            batch_row = capture.batch_row + before  # its row in the plan
             request = plan.requests[batch_row]
             reached = plan.starts[batch_row] + kept[batch_row]
             trail, node = request.trail, None
@@ -626,7 +627,7 @@ class PrefixCache:
 def _check_cut(schema: CacheSchema) -> None:
     """InvalidInput for a model that is not served with cut replays, or whose replay could not run
     in one wide step."""
-    window, most = schema.model.window, schema.max_narrow_tokens
+    window, most = schema.model.window, schema.max_decode_tokens
     if not schema.model.cut_replays:
         raise InvalidInput(
             f"replay='cut' is how DeepSeek serves V4.1, and {schema.model.name} is no V4.1: use "
