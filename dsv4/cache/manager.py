@@ -20,11 +20,11 @@ from dsv4.cache.changes import LOGGER, Guard, Turn, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
 from dsv4.cache.options import ManagerOptions, Settings
-from dsv4.cache.prefix.cache import LearnedIds, PrefixCache, PrefixMatch
+from dsv4.cache.prefix.cache import LearnedIds, PrefixCache
 from dsv4.cache.prefix.index import BlockEvent
 from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prefix.prompt import Prompt
-from dsv4.cache.prefix.resume import Resume
+from dsv4.cache.prefix.resume import PrefixMatch, Resume
 from dsv4.cache.prefix.snapshots import SnapshotPool
 from dsv4.cache.prefix.trail import TokenIds, TokenTrail, token_ids
 from dsv4.cache.prepare_forward import (
@@ -63,7 +63,8 @@ if TYPE_CHECKING:
     from dsv4.cache.handoff.handoff import Handoff
     from dsv4.cache.handoff.options import HandoffOptions
     from dsv4.cache.transfers.fetch import Fetch
-    from dsv4.cache.transfers.transfers import Suspended, Transfers
+    from dsv4.cache.transfers.offload import Suspended
+    from dsv4.cache.transfers.transfers import Transfers
     from dsv4.tiers.tier import Tier
 
 FETCH_POLL_S = 0.0002
@@ -131,7 +132,7 @@ class KVCacheManager(Uncopied):
         self.prefix: PrefixCache | None = None
         if prefix is not None:
             self.prefix = PrefixCache(schema, self.table.allocator, prefix, place)
-            self.table.reclaimer = self.prefix
+            self.table.reclaimer = self.prefix.blocks
         self.transfers = self._transfers(settings.tiers) if settings.tiers else None
         self.open_plans: list[ForwardPlan] = []
         self.guard = Guard()
@@ -335,7 +336,7 @@ class KVCacheManager(Uncopied):
             shared = [node.block_id for node in self.prefix.match(trail).nodes]
         short = self.schema.blocks_for(count) - len(shared) - self.table.allocator.free
         fits = short <= 0 or (
-            self.prefix is not None and self.prefix.evictable_blocks(excluding=shared) >= short
+            self.prefix is not None and self.prefix.blocks.evictable(excluding=shared) >= short
         )
         return fits and bool(self.table.free_slots)
 
@@ -363,7 +364,7 @@ class KVCacheManager(Uncopied):
         if self.prefix is None or found is None:
             return self._admission.begin(count)
         trail = found.copy() if isinstance(prompt, Prompt) else found
-        match = self.prefix.match(trail) if reuse else self.prefix.no_match(trail)
+        match = self.prefix.match(trail, reuse=reuse)
         return self._admission.after(self.prefix, match, trail)
 
     @changes
@@ -443,7 +444,7 @@ class KVCacheManager(Uncopied):
                 f"known (supply_ids), and the salt must be the same"
             )
         resume = self._admission.go_on(request, trail.copy(), count)
-        prefix.note_continued(request)
+        prefix.use(PrefixMatch([], resume, None), trail)
         return resume
 
     @changes
@@ -622,7 +623,7 @@ class KVCacheManager(Uncopied):
             if blocks is None
             else require_count("blocks", blocks, at_least=0)
         )
-        return self._prefix_cache().evict(most, or_fewer=True)
+        return self._prefix_cache().blocks.evict(most)
 
     # ---- tiers -------------------------------------------------------------------------------
 
@@ -1238,7 +1239,7 @@ class KVCacheManager(Uncopied):
         allocator, live, going = self.table.allocator, self.requests, self._going()
         free, idle = allocator.left_by([request.block_ids for request in going])
         pinned: Collection[int] = () if self.prefix is None else self.prefix.pins.block_ids()
-        evictable = 0 if self.prefix is None else self.prefix.evictable_blocks()
+        evictable = 0 if self.prefix is None else self.prefix.blocks.evictable()
         return Stats(
             blocks_total=allocator.total,
             blocks_free=allocator.free + len(free),

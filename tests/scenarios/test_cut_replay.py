@@ -80,7 +80,7 @@ def test_it_must_be_asked_for():
     request = runner.admit()
     assert (request.resume, request.approximate_from) == (resume, REUSED)
     assert runner.manager.prefix is not None
-    assert runner.manager.prefix.counters.hits["cut_replay"] == 1
+    assert runner.manager.prefix._counters.hits["cut_replay"] == 1
     # a snapshot that is no further back is exact, and so is a hit within a window
     near = runner.manager.admit_request([*runner.cached[:70], *tokens(2, 20)])
     assert (near.resume.source, near.resume.start, near.resume.exact) == ("snapshot", 64, True)
