@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from dsv4.cache.handoff.arrival import Arrival
     from dsv4.cache.handoff.options import HandoffOptions
     from dsv4.cache.manager import KVCacheManager
-    from dsv4.cache.prefix.cache import PinnedPrefix
     from dsv4.cache.prefix.index import BlockEvent
     from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
+    from dsv4.cache.prefix.pins import PinnedPrefix
     from dsv4.cache.prefix.prompt import Prompt
     from dsv4.cache.prefix.resume import Resume
     from dsv4.cache.prepare_forward import ForwardPlan
@@ -112,16 +112,16 @@ __all__ = [
     "zero",
 ]
 
-# what `from dsv4 import name` loads; the imports above say the same to type checkers
+# what `from dsv4 import name` loads; the imports above declare the same names to type checkers
 _HOMES = {
     "dsv4.cache.build": ("Cache",),
     "dsv4.cache.handle": ("LayerCacheHandle",),
     "dsv4.cache.handoff.arrival": ("Arrival",),
     "dsv4.cache.handoff.options": ("HandoffOptions",),
     "dsv4.cache.manager": ("KVCacheManager",),
-    "dsv4.cache.prefix.cache": ("PinnedPrefix",),
     "dsv4.cache.prefix.index": ("BlockEvent",),
     "dsv4.cache.prefix.options": ("PrefixOptions", "SnapshotPolicy", "full", "periodic", "zero"),
+    "dsv4.cache.prefix.pins": ("PinnedPrefix",),
     "dsv4.cache.prefix.prompt": ("Prompt",),
     "dsv4.cache.prefix.resume": ("Resume",),
     "dsv4.cache.prepare_forward": ("ForwardPlan",),
@@ -160,7 +160,8 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 
-if not TYPE_CHECKING:  # checkers see the names alone, so that a misspelt one is an error
+# type checkers see only the declared names, so that a misspelt one is an error
+if not TYPE_CHECKING:
 
     def __getattr__(name):
         if name not in _HOME_OF:
@@ -168,7 +169,7 @@ if not TYPE_CHECKING:  # checkers see the names alone, so that a misspelt one is
         from importlib import import_module
 
         value = getattr(import_module(_HOME_OF[name]), name)
-        globals()[name] = value  # found at once from now on
+        globals()[name] = value  # from now on found without this function
         return value
 
 

@@ -1,4 +1,4 @@
-"""Benchmark results as files: one JSON object a line, one line a case. Torch-free."""
+"""Benchmark results as files: one JSON object per line, one line per case. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from dsv4.errors import InvalidInput
 
-# A measured time is within these; ratios of such times are finite.
+# A measured time is within these limits; ratios of such times are finite.
 LEAST_US, MOST_US = 1e-6, 1e15
 
 Verdict = Literal["target", "first step", "miss", "no target"]
@@ -22,11 +22,11 @@ Verdict = Literal["target", "first step", "miss", "no target"]
 class BenchResult:
     """One measured case.
 
-    `must_move_bytes` counts each byte once that has to move; `floor_us` is the time of a copy of as
-    many bytes plus that of an empty kernel, both measured in the same run. `peers_us` are other
-    libraries in that run too, `anchors_us` what they took on such a GPU apart from it. `parts_us`
-    and `parts_launches` split a step by operation. `cache_bytes` is what the cache of each library
-    holds, `step_bytes` what a step of it allocates besides, at its peak.
+    `must_move_bytes` counts each byte that has to move once; `floor_us` is the time of a copy of
+    that many bytes plus that of an empty kernel, both measured in the same run. `peers_us` are
+    other libraries in that run too, `anchors_us` what they took on such a GPU in a separate run.
+    `parts_us` and `parts_launches` split a step by operation. `cache_bytes` is what the cache of
+    each library holds, `step_bytes` what a step allocates in addition, at its peak.
     """
 
     case: str
@@ -62,7 +62,7 @@ class BenchResult:
 
     @property
     def percent_of_floor(self) -> float:
-        """100 is the floor; a launch whose bytes are in the L2 can be above."""
+        """100 is the floor; a launch whose bytes are in the L2 can exceed it."""
         return 100 * self.floor_us / self.microseconds
 
     @property
@@ -109,7 +109,8 @@ def read_results(path: str | Path) -> list[BenchResult]:
     """The cases of a results file, in its order. Raises InvalidInput for a file that is missing,
     empty or not one, with the line that is wrong."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # an editor may have put a mark in front
+        # an editor may have put a byte order mark first
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"cannot read results from {path}: {error}") from error
     results: list[BenchResult] = []

@@ -39,7 +39,7 @@ class PoolTooSmall(Dsv4Error):
 
 
 class OutOfBlocks(Dsv4Error):
-    """Blocks are missing. `never` tells whether waiting for other requests can help."""
+    """Blocks are missing. `never`: waiting for other requests cannot help."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class OutOfBlocks(Dsv4Error):
         cached: int = 0,
         pinned: int = 0,
     ) -> None:
-        """`asker_blocks` is what the request that asks (the largest of them) would hold at last,
-        `cached` how many blocks are cached and held by nobody, `pinned` how many stay until they
-        are unpinned, without those that the request shares."""
+        """`asker_blocks` is what the request that asks (the largest of them) would hold in the end,
+        `cached` how many blocks are cached but in use by no request, `pinned` how many stay until
+        they are unpinned, without those that the request shares."""
         self.needed, self.free, self.total = needed, free, total
         self.asker_blocks, self.cached, self.pinned = asker_blocks, cached, pinned
         self.never = asker_blocks > total - pinned
@@ -130,28 +130,28 @@ class CopyError(Dsv4Error, TypeError):
 
 
 class ThreadError(Dsv4Error):
-    """A call came while another one was running, mostly in another thread: one at a time."""
+    """A call came while another one was running, usually in another thread: one at a time."""
 
 
 class RecoveryNeeded(Dsv4Error):
-    """An interrupt left a call half done: `manager.recover()` puts the manager in order."""
+    """An interrupt left a call half done: `manager.recover()` restores a consistent state."""
 
 
 class OfferError(Dsv4Error):
-    """An offer of another manager cannot be used, or its request did not come: it can be computed,
-    or resumed from tiers, all the same. `reason` is one of
+    """An offer of another manager cannot be used, or its request did not arrive. The request can
+    still be computed, or resumed from tiers. `reason` is one of
 
-    "damaged"  no offer, or not as it was made
-    "version"  of another version of this library
-    "untrusted"  its signature is not one that this manager accepts
-    "schema"   the owner's blocks or states are not laid out like this manager's
-    "model"    of other weights, or of another pipeline stage
-    "busy"     too many offers or arrivals are open: ask again later
-    "gone"     the offer does not stand any more: expired, withdrawn, taken, or its owner restarted
-    "refused"  the bytes that came are not those that were offered
-    "late"     not read in time; the owner may be stopped or cut off
-    "failed"   the link or the device reported an error
-    "cancelled"
+        "damaged"  not an offer, or not as it was made
+        "version"  of another version of this library
+        "untrusted"  its signature is not one that this manager accepts
+        "schema"   the owner's blocks or states are not laid out like this manager's
+        "model"    of other weights, or of another pipeline stage
+        "busy"     too many offers or arrivals are open: ask again later
+        "gone"     the offer no longer stands: expired, withdrawn, taken, or its owner restarted
+        "refused"  the bytes that arrived are not those that were offered
+        "late"     not read in time; the owner may be stopped or disconnected
+        "failed"   the link or the device reported an error
+        "cancelled"
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -186,26 +186,27 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def require_count(name: str, value: object, *, at_least: int = 1) -> int:
-    """The value, which must be a whole number of at least so much. Raises InvalidInput."""
+    """Returns the value, which must be a whole number of at least `at_least`. Raises
+    InvalidInput."""
     if not is_whole(value) or value < at_least:
         raise InvalidInput(f"{name}={value!r}: must be a whole number of at least {at_least}")
     return int(value)
 
 
 def require_flag(name: str, value: object) -> None:
-    """InvalidInput for what is neither True nor False."""
+    """Raises InvalidInput for a value that is neither True nor False."""
     if value is not True and value is not False:
         raise InvalidInput(f"{name}={value!r}: give True or False")
 
 
 def require_timeout(timeout_s: object) -> float:
-    """Seconds to wait at most; a number below 0 is no time at all. Raises InvalidInput."""
+    """Seconds to wait at most; a negative number means not at all. Raises InvalidInput."""
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, Real) or timeout_s != timeout_s:
         raise InvalidInput(f"timeout_s={timeout_s!r}: must be a number of seconds")
     return float(timeout_s)
 
 
 def require_type(name: str, value: object, kind: type) -> None:
-    """InvalidInput unless the value is one of these."""
+    """Raises InvalidInput unless the value is an instance of `kind`."""
     if not isinstance(value, kind):
         raise InvalidInput(f"{name} is {type(value).__name__} {value!r}: must be a {kind.__name__}")

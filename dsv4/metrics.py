@@ -35,7 +35,7 @@ class ManagerCollector:
         self._manager = manager
 
     def collect(self) -> Iterator[Any]:
-        """One metric family after the other."""
+        """Yields one metric family after the other."""
         stats = self._manager.stats()
         yield _gauge(
             "dsv4_blocks",

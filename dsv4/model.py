@@ -1,7 +1,7 @@
-"""What of a model the cache must know: layers, ratios, widths. Torch-free.
+"""What the cache must know of a model: layers, ratios, widths. Torch-free.
 
 `ModelSpec` comes from a preset or from a config file; everything downstream (schema, planner,
-kernels) reads shapes from here and types none of them again.
+kernels) reads shapes from here and none repeats them.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class RopeSpec:
 class ModelSpec:
     """Shapes of a DeepSeek-V4 family model. `layers` holds the backbone, then the draft layers.
 
-    A layer that others take candidates of keeps `candidate_blocks` blocks of
-    `candidate_block_entries` entries per query. `draft_block` queries draft at once (DSpark; 0: one
-    after the other). `cut_replays`: it is served with replays of a window that do not see what lies
-    before it (`PrefixOptions.replay`). `entry_format` and `window_format` are the records that the
-    model was trained with.
+    A layer whose candidates others use keeps `candidate_blocks` blocks of `candidate_block_entries`
+    entries per query. `draft_block` queries draft at once (DSpark; 0: one after the other).
+    `cut_replays`: it is served with replays of a window that do not see what lies before it
+    (`PrefixOptions.replay`). `entry_format` and `window_format` are the records that the model was
+    trained with.
     """
 
     name: str
@@ -125,7 +125,8 @@ class ModelSpec:
             value = getattr(self, field)
             if not is_whole(value) or value < 1:
                 raise ConfigError(f"{self.name}: {field}={value!r}, must be a positive integer")
-            object.__setattr__(self, field, int(value))  # numpy's would spread to every offset
+            # a numpy integer would spread to every offset
+            object.__setattr__(self, field, int(value))
         if not is_number(self.rms_eps) or not 0 <= self.rms_eps < math.inf:
             raise ConfigError(f"{self.name}: rms_eps={self.rms_eps!r}, must be 0 or a number above")
         if not 0 < self.rope_dim < self.head_dim or self.rope_dim % 2:
@@ -161,7 +162,7 @@ class ModelSpec:
         self._check_candidates()
 
     def _check_selection(self, spec: LayerSpec) -> None:
-        """Entries that a layer selects, or reads as selected, are those of its owner."""
+        """Checks that the entries a layer selects, or reads as selected, are those of its owner."""
         for role, number in (("selection", spec.selector), ("candidates", spec.candidates_of)):
             if number is None:
                 continue
@@ -192,7 +193,7 @@ class ModelSpec:
             object.__setattr__(self, field, int(value))
         if not any(spec.candidates_of is not None for spec in self.layers):
             return
-        # the newest block may have one entry that a query sees, all others are whole
+        # the newest block may have only one entry that a query sees, all others are whole
         sure = (self.candidate_blocks - 1) * self.candidate_block_entries + 1
         if sure < self.index_topk:
             raise ConfigError(
@@ -204,7 +205,7 @@ class ModelSpec:
 
     @property
     def candidate_sources(self) -> frozenset[int]:
-        """The layers whose candidate blocks others take."""
+        """The layers whose candidate blocks other layers use."""
         return frozenset(s.candidates_of for s in self.layers if s.candidates_of is not None)
 
     def count(self, attention: AttentionType, *, draft: bool = False) -> int:
@@ -240,7 +241,7 @@ class ModelSpec:
         """Reads transformers' `config.json` (model_type deepseek_v4 or deepseek_v41) or DeepSeek's
         own `inference/config.json`, as a path or as the parsed dict.
 
-        Raises ConfigError when ratios are missing or the model is another one.
+        Raises ConfigError if ratios are missing or it is the config of another model.
         """
         if isinstance(config, str | Path):
             return _from_path(Path(config))
@@ -282,9 +283,10 @@ def v41_layers(
     index_sources: Sequence[int],
     candidate_source: int | None = None,
 ) -> tuple[LayerSpec, ...]:
-    """Layers of a V4.1 model. A ratio names the entries that a layer *reads*: those of the last of
-    `entry_sources` up to it, picked by the last of `index_sources` up to it. Index sources after
-    `candidate_source` select among its candidates. Entries past `backbone` are draft layers."""
+    """Layers of a V4.1 model. A ratio names the entries that a layer *reads*: those of the nearest
+    of `entry_sources` up to it, selected by the nearest of `index_sources` up to it. Index sources
+    after `candidate_source` select among its candidates. Entries past `backbone` are draft
+    layers."""
     return tuple(_v41_layers(ratios, backbone, entry_sources, index_sources, candidate_source))
 
 
@@ -375,7 +377,7 @@ def _from_mapping(config: Mapping[str, Any]) -> ModelSpec:
         raise ConfigError(
             f"model_type is {model_type!r}, this library holds deepseek_v4 and deepseek_v41 models"
         )
-    if isinstance(config.get("text_config"), Mapping):  # beside a vision part
+    if isinstance(config.get("text_config"), Mapping):  # next to a vision part
         return _from_mapping(config["text_config"])
     try:
         return _from_inference(config) if "n_layers" in config else _from_transformers(config)
@@ -440,7 +442,7 @@ def _from_transformers(config: Mapping[str, Any]) -> ModelSpec:
 
 def _source_names(config: Mapping[str, Any], *names: str) -> tuple[str, ...]:
     """The keys of the layers that own entries and of those that select, which a V4.1 config must
-    have; none for V4's."""
+    have; none for V4."""
     v41 = config.get("model_type") in _V41_TYPES
     return names if v41 or any(config.get(name) is not None for name in names) else ()
 
@@ -468,7 +470,8 @@ def _layers(
     sources: tuple[list[int], list[int]] | None,
     candidate_source: str,
 ) -> dict[str, Any]:
-    """The fields of a spec that tell V4.1 from V4; both kinds of config name them alike."""
+    """The fields of a spec in which V4.1 differs from V4; both kinds of config use the same
+    names."""
     if sources is None:
         return {"layers": v4_layers(ratios, backbone=backbone)}
     return {
@@ -489,7 +492,7 @@ def _layers(
 
 
 def _need(config: Mapping[str, Any], *names: str, one_of: tuple[str, ...] = ()) -> None:
-    """ConfigError that names all that is missing, unless it is `one_of` alone."""
+    """Raises ConfigError that names everything missing, unless only `one_of` is."""
     missing = [repr(name) for name in names if name not in config]
     if missing and one_of and not any(name in config for name in one_of):
         missing.append(" or ".join(map(repr, one_of)))
@@ -508,8 +511,8 @@ def _whole(
     least: int = 1,
     null: bool = False,
 ) -> int:
-    """A whole number of a config; 8.0 is one. With `null`, that is the default too. Raises
-    ConfigError."""
+    """A whole number of a config; 8.0 counts as one. With `null`, null gives the default too.
+    Raises ConfigError."""
     value = config.get(name, default)
     return _as_whole(name, default if null and value is None else value, least=least)
 
@@ -523,7 +526,7 @@ def _as_whole(name: str, value: object, *, least: int) -> int:
 
 
 def _number(config: Mapping[str, Any], name: str, default: float | None) -> float:
-    """A number of a config; the default where there is none. Raises ConfigError."""
+    """A number of a config, or the default. Raises ConfigError."""
     value = config.get(name)
     if name not in config or (value is None and default is None):
         return 0.0 if default is None else float(default)
@@ -540,7 +543,7 @@ def _list(config: Mapping[str, Any], name: str) -> Sequence[Any]:
 
 
 def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Empty where there is none, or null."""
+    """Empty if it is missing or null."""
     value = config.get(name) or {}
     if not isinstance(value, Mapping):
         raise ConfigError(f"the config has {name}={_shown(value)} where an object is needed")
@@ -548,12 +551,12 @@ def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _shown(value: object) -> str:
-    """A value as JSON has it."""
+    """A value as JSON writes it."""
     return "null" if value is None else repr(value)
 
 
 def _rms_eps(sources: object) -> float:
-    """Of the released models, where a config says nothing: V4.1's is another than V4's."""
+    """The value of the released models where a config has none: V4.1's differs from V4's."""
     return 1e-6 if sources is None else 1e-20
 
 

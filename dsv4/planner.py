@@ -8,7 +8,7 @@ Two figures are kept apart throughout, because folding one into the other makes 
 A sizing is exact. Without `other_bytes` it is about the cache alone: arenas and block table. With
 them, `budget` counts all that `KVCacheManager.from_budget(schema, sizing.budget)` allocates, to the
 byte: step buffers, workspace and snapshots too, which depend on the manager's options, its backend
-and its GPU. `KVCacheManager.other_bytes` knows them.
+and its GPU. `KVCacheManager.other_bytes` computes them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dsv4.errors import InvalidInput, PoolTooSmall, require_count
 from dsv4.tiers.sizes import HEADER_BYTES, padded
 
 Question = Literal["bytes", "memory", "requests", "context", "fits"]
-# bytes that a manager of so many requests allocates besides blocks, slots and block table; never
-# fewer for more requests
+# bytes that a manager of n requests allocates besides blocks, slots and block table; they never
+# decrease with n
 OtherBytes = Callable[[int], int]
 
 
@@ -37,10 +37,10 @@ class Sizing:
     "context" that the other two allow, or whether all three "fits" together. `memory_bytes` is what
     was given; `context_tokens` and `requests` are given or found. `request_bytes` is one request of
     that context and `needed_bytes` all of them, with `other_bytes`, which is what the manager needs
-    besides, 0 where that was not asked for. `budget` says what to allocate: all memory given
+    in addition, 0 where that was not asked for. `budget` says what to allocate: all given memory
     that makes whole blocks, so it can hold more blocks than the requests need. It is None when
     nothing was asked, and when the answer is that it does not fit. `snapshot_bytes` is one snapshot
-    of the prefix cache; how many there are is the manager's option, and part of `other_bytes`.
+    of the prefix cache; their number is an option of the manager, and part of `other_bytes`.
     """
 
     model: str
@@ -79,9 +79,9 @@ class Sizing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSizing:
-    """How many tokens a tier of a size keeps: their blocks, and a snapshot per period (none for 0).
-    A record is its row and a header in whole units of 4 KiB. `times_device` is how many bytes a
-    block takes there for one of the device."""
+    """How many tokens a tier of a given size keeps: their blocks, and a snapshot per period (0:
+    none). A record is its row and a header in whole units of 4 KiB. `times_device` is the size of a
+    block there relative to its size on the device."""
 
     tier_bytes: int
     snapshot_period_tokens: int
@@ -98,7 +98,7 @@ class TierSizing:
 def plan_tier(
     schema: CacheSchema, *, tier_bytes: int, snapshot_period_tokens: int = 1024
 ) -> TierSizing:
-    """What of a cache a tier of so many bytes keeps. Raises InvalidInput."""
+    """What part of a cache a tier of this many bytes keeps. Raises InvalidInput."""
     require_count("tier_bytes", tier_bytes)
     period = require_count("snapshot_period_tokens", snapshot_period_tokens, at_least=0)
     if not schema.block_bytes:
@@ -134,12 +134,12 @@ class HandoffSizing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSizing:
-    """What a link carries of a cache. `state_bytes` go with every request at most (rows of groups
-    that are not begun are left out), `bytes_per_token` with its whole blocks. `tokens_per_second`
-    is how much context it carries, states left out.
+    """What a link carries of a cache. At most `state_bytes` go with every request (rows of groups
+    that have not begun are left out), `bytes_per_token` with its whole blocks. `tokens_per_second`
+    is how much context it carries, without states.
 
-    With the rates of both sides: `prefill_per_decode`, how many GPUs that prefill keep one busy
-    that decodes, and `link_share`, how much of the link one that decodes then uses, for requests of
+    With the rates of both sides: `prefill_per_decode` is how many prefill GPUs keep one decode GPU
+    busy, and `link_share` how much of the link one decode GPU then uses, for requests of
     `handoffs[0].context_tokens` with answers of `answer_tokens`.
     """
 
@@ -165,9 +165,9 @@ def plan_link(
     prefill_rate: float | None = None,
     decode_rate: float | None = None,
 ) -> LinkSizing:
-    """What requests of a context (default: some) cost that go over a link of so many bits a second,
-    and with the rates of a GPU that prefills and of one that decodes, in tokens a second of all its
-    requests, how many of the former feed one of the latter. Raises InvalidInput."""
+    """What requests of a context (default: some typical ones) cost on a link of this many bits per
+    second. With the rates of a prefill GPU and of a decode GPU, in tokens per second over all its
+    requests, also how many of the former feed one of the latter. Raises InvalidInput."""
     rate = require_count("link_bits_per_second", link_bits_per_second) / 8
     answer = require_count("answer_tokens", answer_tokens)
     _require_context(schema, context_tokens)
@@ -189,7 +189,7 @@ def plan_link(
         if not (prefill_rate > 0 and decode_rate > 0):
             raise InvalidInput("rates are tokens a second, above 0")
         first = handoffs[0]
-        decode_s = answer / decode_rate  # of one that decodes, for one request
+        decode_s = answer / decode_rate  # per decode GPU, for one request
         ratio = first.context_tokens / prefill_rate / decode_s
         share = first.handoff_bytes / decode_s / rate
     return LinkSizing(
@@ -220,11 +220,11 @@ def plan(
         context, requests           the memory they need
         memory, context, requests   whether they fit, and what they need
 
-    Where it is not the question, a context left out is the schema's max_context and a number of
-    requests left out is 1. `other_bytes` says what a manager of so many requests needs besides;
-    left out, the answer is about the cache alone. Allocates nothing. Raises PoolTooSmall, with the
-    minimum, when the memory cannot hold even one request of the context (or, with the context in
-    question, one block for each request), and InvalidInput for counts below 1 and contexts past
+    Where it is not the question, a missing context is the schema's max_context and a missing number
+    of requests is 1. `other_bytes` says what a manager of n requests needs in addition; without it
+    the answer is about the cache alone. Allocates nothing. Raises PoolTooSmall, with the minimum,
+    when the memory cannot hold even one request of the context (or, with the context in question,
+    one block for each request), and InvalidInput for counts below 1 and contexts past
     max_context.
     """
     for name, value in (

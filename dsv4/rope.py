@@ -1,8 +1,8 @@
 """Rotation tables: cos and sin of every position, in fp32, as DeepSeek's code computes them.
 
 The same bytes on every machine: each step of that code is rounded once to fp32, from a value that
-is known well enough to round it rightly. What torch's fp32 functions give depends on the CPU.
-Everything is computed on the CPU, also where torch has another default device.
+is known precisely enough to round it correctly. What torch's fp32 functions give depends on the
+CPU. Everything is computed on the CPU, even where torch has another default device.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dsv4.errors import InvalidInput
 from dsv4.model import ModelSpec
 from dsv4.reference.numerics import rotate
 
-# positions of which the fp64 numbers are in memory at a time
+# positions whose fp64 numbers are in memory at a time
 SLICE_TOKENS = 1 << 12
 # Every library's fp64 cos and sin are off by less than this; most of them by less than 1.
 LIBRARY_ERROR_ULPS = 256
-# decimal digits of logarithms and powers, bits behind the point of angles: fp64 needs 16 and 53
+# decimal digits of logarithms and powers, fraction bits of angles: fp64 needs 16 and 53
 DIGITS = 50
 FRACTION_BITS = 256
 _MIDDLE = 1 << 28
@@ -66,18 +66,19 @@ def apply_rope(x: Tensor, table: Tensor, positions: Tensor, *, inverse: bool = F
     `attend` takes as queries. A new tensor; `x` stays as it is.
 
     `table` is the layer's (`rope_table`, with `yarn` as the layer has it), `positions` the plan's:
-    whole numbers [tokens]; of padding (-1) as of position 0.
+    whole numbers [tokens]; padding (-1) counts as position 0.
 
-    Rotated are the last `table.shape[1]` channels (`ModelSpec.rope_dim`), the others keep their
-    bits. Pairs are interleaved, as DeepSeek trains: of the rotated channels 2i and 2i + 1 are a
-    pair, not i and i + rope_dim / 2. With c and s the numbers i and i + rope_dim / 2 of the token's
-    row of the table, pair i, (a, b), becomes (a·c - b·s, a·s + b·c); with `inverse`
-    (a·c + b·s, b·c - a·s), as `attend` with `inverse_rope` does to its output.
+    The last `table.shape[1]` channels (`ModelSpec.rope_dim`) are rotated, the others keep their
+    bits. Pairs are interleaved, as DeepSeek trains: channels 2i and 2i + 1 of the rotated ones are
+    a pair, not i and i + rope_dim / 2. With c and s the numbers i and i + rope_dim / 2 of the
+    token's row of the table, pair i, (a, b), becomes (a·c - b·s, a·s + b·c); with `inverse` (a·c +
+    b·s, b·c - a·s), as `attend` with `inverse_rope` does to its output.
 
     `x` is bf16 or fp32, and so is the result: products and sums are rounded to fp32 one by one,
-    then once to bf16 (nearest even, one NaN) if `x` is bf16. The same bits on every device as the
-    cache's own, as long as no compiler fuses a product with a sum. Normalise first, round to the
-    type of `x`, then rotate. No host sync on a GPU: it may be captured. Raises InvalidInput.
+    then once to bf16 (nearest even, one NaN) if `x` is bf16. The bits are the same on every device
+    and equal the cache's own, as long as no compiler fuses a product with a sum. Normalise first,
+    round to the type of `x`, then rotate. It never synchronises with the host, so it may be
+    captured in a graph. Raises InvalidInput.
     """
     for name, tensor in (("x", x), ("table", table), ("positions", positions)):
         if not isinstance(tensor, Tensor):
@@ -134,10 +135,10 @@ def rotation_table(
 
 
 def _rounded(values: Tensor, angles: Tensor, *, quarter: int) -> Tensor:
-    """fp64 → fp32. Where the library's error leaves two fp32 numbers to choose from, about one
+    """fp64 → fp32. Where the library's error leaves two fp32 numbers to choose from, for about one
     value in a million, integers decide."""
     nearest = values.float()
-    # the 29 bits that rounding drops: a 1 and 28 zeros lie in the middle of two fp32 numbers
+    # the 29 bits that rounding drops: 1 followed by 28 zeros is the midpoint of two fp32 numbers
     dropped = (values.view(torch.int64) + (_MIDDLE + LIBRARY_ERROR_ULPS)) & (2 * _MIDDLE - 1)
     undecided = torch.nonzero(dropped <= 2 * LIBRARY_ERROR_ULPS, as_tuple=True)
     if len(undecided[0]):
@@ -147,8 +148,8 @@ def _rounded(values: Tensor, angles: Tensor, *, quarter: int) -> Tensor:
 
 
 def _exact_sin(angle: float, quarter: int) -> float:
-    """The fp32 number nearest to sin(angle + quarter · π/2), in integers of FRACTION_BITS bits
-    behind the point; `quarter` is 0 or 1."""
+    """The fp32 number nearest to sin(angle + quarter · π/2), in integers with FRACTION_BITS
+    fraction bits; `quarter` is 0 or 1."""
     if angle == 0:
         return float(quarter)
     numerator, denominator = angle.as_integer_ratio()
@@ -170,7 +171,7 @@ def _exact_sin(angle: float, quarter: int) -> float:
 
 
 def _arctan_of_inverse(n: int) -> int:
-    """arctan(1 / n), with FRACTION_BITS bits behind the point."""
+    """arctan(1 / n), with FRACTION_BITS fraction bits."""
     total, power, nth = 0, (1 << FRACTION_BITS) // n, 1
     while power:
         total += power // nth if nth % 4 == 1 else -(power // nth)

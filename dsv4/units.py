@@ -1,7 +1,7 @@
 """Bytes and token counts as people write them. Torch-free.
 
-Bytes know both families of units: GiB = 2^30, GB = 10^9. Tokens count in powers of two, as context
-lengths do: 128k = 131,072 and 1M = 1,048,576.
+Bytes exist in both families of units: GiB = 2^30, GB = 10^9. Tokens count in powers of two, as
+context lengths do: 128k = 131,072 and 1M = 1,048,576.
 """
 
 from __future__ import annotations

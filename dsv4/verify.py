@@ -1,7 +1,7 @@
 """`dsv4 verify`: a golden file (inputs and outputs of an official run) through the cache.
 
-Of DeepSeek-V4: arrays `swa/…`, `csa/…`, `hca/…` and `meta` (seed, tokens, heads, index heads,
-top-k, window). Of DeepSeek-V4.1: arrays of the layers of `V41_LAYERS`, and `meta` goes on with
+For DeepSeek-V4: arrays `swa/…`, `csa/…`, `hca/…` and `meta` (seed, tokens, heads, index heads,
+top-k, window). For DeepSeek-V4.1: arrays of the layers of `V41_LAYERS`, and `meta` also has the
 tokens of the first chunk, candidate blocks and their entries. uint16 arrays are bf16 bits, `rows`
 the tokens that `q` and `out` have (default: all). Only what a file holds is compared.
 """
@@ -47,9 +47,9 @@ V41_LAYERS: dict[str, tuple[int, str | None, str | None, str | None]] = {
 }
 ROPE_DIM = 64
 LEAST_IDENTICAL = 0.999
-# Official sums run in fp32 in an order of their own: about one pooled value in 10,000 lies so near
-# to the middle of two bf16 numbers that it goes the other way. Through the rotation that shows in
-# both channels of a pair, also in an array so small that two elements are more than 0.1 %.
+# Official sums run in fp32 in a different order: about one pooled value in 10,000 is so close to
+# the midpoint of two bf16 numbers that it is rounded the other way. After the rotation both
+# channels of a pair differ, even in an array so small that two elements are more than 0.1 %.
 ONE_MOVED_ROUNDING = 2
 LEAST_IDENTICAL_SCORES = 0.995
 INTERPRETED_QUERIES = 12
@@ -115,7 +115,7 @@ def verify(
     device: str = "cpu",
 ) -> list[ArrayReport]:
     """Runs a golden file (default: the small one shipped with the package) through the cache and
-    compares array by array. Raises InvalidInput for a file that is not one."""
+    compares array by array. Raises InvalidInput for a file that is not a golden file."""
     file = _load(golden)
     arrays = file.arrays
     schema, manager, request, outputs = _run(file, backend, device)
@@ -308,7 +308,7 @@ def _run(
 def _draft_reports(
     file: _Golden, backend: BackendName | None, device: str, limit: float
 ) -> list[ArrayReport]:
-    """One DSpark layer: the ring of the accepted tokens, and a draft step behind them."""
+    """One DSpark layer: the ring of the accepted tokens, and a draft step after them."""
     arrays = file.arrays
     tokens = arrays["dspark/kv"].shape[0]
     layer = LayerSpec(layer=0, owner=0, attention=AttentionType.SWA, draft=True)
@@ -412,7 +412,7 @@ def _read_step(
 
 
 def _attended_stride(handle: LayerCacheHandle, tokens: int) -> int:
-    """Triton's interpreter takes a second a query, so there only some queries attend."""
+    """Triton's interpreter takes a second per query, so there only some queries attend."""
     interpreted = handle.backend.name == "triton" and handle.block_table.device.type == "cpu"
     return max(1, tokens // INTERPRETED_QUERIES) if interpreted else 1
 
@@ -541,8 +541,8 @@ def _compare_scores(file: _Golden, kind: str, scores: Tensor) -> ArrayReport:
 
 
 def _compare_selection(file: _Golden, kind: str, selected: Tensor) -> ArrayReport:
-    """As sets. Where the file leaves ties open, entries may be exchanged for others of exactly the
-    same official score."""
+    """Compared as sets. Where the file leaves ties open, entries may be replaced by others of
+    exactly the same official score."""
     official, scores = file.selected(kind), file.arrays[f"{kind}/index_scores"].float()
     differing = wrong = 0
     for t in range(file.tokens):
@@ -562,7 +562,7 @@ def _compare_selection(file: _Golden, kind: str, selected: Tensor) -> ArrayRepor
 
 
 def _compare_candidates(file: _Golden, kind: str, candidates: Tensor) -> ArrayReport:
-    """The file has them as bits, packed as numpy does."""
+    """The file has them as bits, packed as numpy packs them."""
     bits = file.arrays[f"{kind}/candidate_blocks"].numpy()
     official = torch.from_numpy(np.unpackbits(bits, axis=1)).bool()
     ours = torch.zeros_like(official)

@@ -44,10 +44,14 @@ TORCH_FREE = {
     "dsv4.cache.allocator",
     "dsv4.cache.changes",
     "dsv4.cache.requests",
+    "dsv4.cache.prefix.eviction",
     "dsv4.cache.prefix.index",
+    "dsv4.cache.prefix.node",
     "dsv4.cache.prefix.options",
+    "dsv4.cache.prefix.pins",
     "dsv4.cache.prefix.prompt",
     "dsv4.cache.prefix.resume",
+    "dsv4.cache.prefix.rows",
     "dsv4.cache.prefix.trail",
     "dsv4.cache.stats",
     "dsv4.cache.step.shape",
@@ -168,6 +172,23 @@ def test_what_computes_knows_of_the_cache_only_the_layout(package: str):
         if module.startswith(f"dsv4.{package}"):
             of_cache = {name for name in found if name.startswith("dsv4.cache")}
             assert of_cache <= LAYOUT, module
+
+
+def calls(module: str) -> set[str]:
+    """Names of what a module calls, without what they are called on."""
+    functions = (
+        n.func
+        for n in ast.walk(ast.parse(modules()[module].read_text()))
+        if isinstance(n, ast.Call)
+    )
+    return {ast.unparse(function).rpartition(".")[2] for function in functions}
+
+
+def test_requests_are_made_by_admission_alone():
+    makers = {
+        name: {m for m in modules() if name in calls(m)} for name in ("Request", "make_request")
+    }
+    assert makers == {"Request": {"dsv4.cache.requests"}, "make_request": {"dsv4.cache.admission"}}
 
 
 def test_no_two_modules_import_each_other():

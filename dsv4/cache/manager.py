@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from dsv4.backends import load_backend
+from dsv4.cache.admission import Admission
 from dsv4.cache.arena import Arena
 from dsv4.cache.changes import LOGGER, Guard, Turn, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
-from dsv4.cache.prefix.cache import LearnedIds, PinnedPrefix, PrefixCache, PrefixMatch
+from dsv4.cache.prefix.cache import LearnedIds, PrefixCache, PrefixMatch
 from dsv4.cache.prefix.index import BlockEvent
 from dsv4.cache.prefix.options import PrefixOptions
+from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import Resume
 from dsv4.cache.prefix.snapshots import SnapshotPool
@@ -34,7 +36,8 @@ from dsv4.cache.prepare_forward import (
     make_halves,
     make_plan,
 )
-from dsv4.cache.requests import LENGTH, PUBLISHED, REUSED, Request, RequestTable
+from dsv4.cache.recover import recover_books
+from dsv4.cache.requests import LENGTH, PUBLISHED, REUSED, Condition, Request, RequestTable
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step import checks as step_checks
@@ -144,6 +147,7 @@ class KVCacheManager(Uncopied):
         self.open_plans: list[ForwardPlan] = []
         self.guard = Guard()
         self.handoff = None if handoff is None else self._handoff(handoff)
+        self._admission = Admission(self.table, self.memory, self.prefix, self.guard)
         self._step_readers = tuple(StepReader(schema, self.table) for _ in self.memory.lanes)
         layers = [LayerMemory.of(self.memory, layer) for layer in range(len(schema.layers))]
         self._handles = tuple(  # of each lane, and again for chunks apart
@@ -387,7 +391,7 @@ class KVCacheManager(Uncopied):
         """Blocks that could be taken, free or evictable, if this request were released."""
         self._require_free("released_blocks")
         self.table.require_live(request)
-        pinned: Collection[int] = () if self.prefix is None else self.prefix.pinned_ids()
+        pinned: Collection[int] = () if self.prefix is None else self.prefix.pins.block_ids()
         references = self.table.allocator.references
         return sum(references(b) == 1 and b not in pinned for b in request.block_ids)
 
@@ -403,7 +407,7 @@ class KVCacheManager(Uncopied):
             shared = [node.block_id for node in self.prefix.match(trail).nodes]
         short = self.schema.blocks_for(count) - len(shared) - self.table.allocator.free
         fits = short <= 0 or (
-            self.prefix is not None and self.prefix.evictable_blocks(besides=shared) >= short
+            self.prefix is not None and self.prefix.evictable_blocks(excluding=shared) >= short
         )
         return fits and bool(self.table.free_slots)
 
@@ -428,36 +432,11 @@ class KVCacheManager(Uncopied):
                 needed=blocks, free=allocator.free, total=allocator.total, asker_blocks=blocks
             )
         table.require_slots()
-        slot = table.free_slots[-1]
         if self.prefix is None or found is None:
-            resume = Resume(start=0, reused_tokens=0, end=count, source="nothing")
-            request = table.make(slot, table.take(blocks), resume)
-            self.guard.change.hand_out(request)
-            table.enlist(request)
-            return request
+            return self._admission.begin(count)
         trail = found.copy() if isinstance(prompt, Prompt) else found
         match = self.prefix.match(trail) if reuse else self.prefix.no_match(trail)
-        shared = [node.block_id for node in match.nodes]
-        allocator.share(shared)
-        try:
-            reserved = table.reserve(blocks - len(shared), asker_blocks=blocks, shared=shared)
-            try:
-                if shared:  # the device first, into a slot that nobody has
-                    self.memory.publish(slot, 0, shared)
-                    self.prefix.put_state(match, self.slot_arena.bytes[slot])
-            except BaseException:
-                table.cancel(reserved)
-                raise
-        except BaseException:
-            allocator.release(shared)
-            raise
-        request = table.make(slot, shared + table.settle(reserved), match.resume)
-        request.published_blocks, request.trail = len(shared), trail
-        table.restart(request, match.resume)
-        self.guard.change.hand_out(request)
-        table.enlist(request)
-        self.prefix.use(match, trail)
-        return request
+        return self._admission.after(self.prefix, match, trail)
 
     @changes
     def fork(self, request: Request, count: int) -> list[Request]:
@@ -467,38 +446,10 @@ class KVCacheManager(Uncopied):
         of its unfinished block: all or nothing. Raises OutOfSlots, OutOfBlocks, RequestError.
         """
         self._require_unplanned(request)
-        request.require_whole()
+        request.require("fork")
         count = require_count("count", count, at_least=0)
-        table = self.table
-        table.require_slots(count)
-        held = self.schema.blocks_for(request.length)
-        whole = max(request.length, request.reused_tokens) // self.schema.block_tokens
-        shared = request.block_ids[:whole] if self.schema.block_bytes else []
-        reserved = table.reserve(
-            count * max(0, held - len(shared)), asker_blocks=held + count, shared=request.block_ids
-        )
-        copies, slots = reserved.block_ids, table.free_slots[: -count - 1 : -1] if count else []
-        try:  # the device first, into slots and blocks that nobody has; blocks last, all at once
-            for nth, slot in enumerate(slots):
-                self.memory.copy_slot(request.slot, slot)
-                if ids := [*shared, *copies[nth : nth + 1]]:
-                    self.memory.publish(slot, 0, ids)
-            if copies:
-                self.memory.copy_block(request.block_ids[len(shared)], copies)
-        except BaseException:
-            table.cancel(reserved)
-            raise
-        table.settle(reserved)
-        forks = []
-        for nth, slot in enumerate(slots):
-            fork = table.fork(request, slot, [*shared, *copies[nth : nth + 1]])
-            fork.published_blocks = len(fork.block_ids)
-            table.allocator.share(shared)
-            forks.append(fork)
-        self.guard.change.hand_out(*forks)
-        for fork in forks:
-            table.enlist(fork)
-        return forks
+        self.table.require_slots(count)
+        return self._admission.fork(request, count)
 
     @changes
     def rewind(self, request: Request, length: int) -> Resume:
@@ -509,47 +460,7 @@ class KVCacheManager(Uncopied):
         gives the blocks behind it back. Raises InvalidInput, RequestError, OutOfBlocks.
         """
         self._require_unplanned(request)
-        length = step_checks.rewind_length(request, length)
-        reach = request.written_tokens - self.schema.max_rollback_tokens
-        if length >= max(reach, request.reused_tokens):
-            exact = request.approximate_from is None
-            resume = Resume(
-                start=length, reused_tokens=length, end=length, source="rings", exact=exact
-            )
-            self._own_unfinished_block(request, length)
-            if request.trail is not None:
-                request.trail.cut(length)
-            request.shorten(length)
-            self.table.cut_shared_behind(request)
-            request.resume = resume
-        elif self.prefix is None:
-            resume = Resume(start=0, reused_tokens=0, end=length, source="nothing")
-            with self.guard.change.rewriting(request):
-                self.table.cut(request, 0)
-                self.table.restart(request, resume)
-        else:
-            match = self.prefix.match_own(request, length)
-            resume = match.resume
-            self._resume_at(request, match, length)
-        request.mend()
-        return resume
-
-    def _resume_at(self, request: Request, match: PrefixMatch, length: int) -> None:
-        """Puts a live request where a match says it goes on, with the state that it needs there.
-
-        The state is made outside the slot and copied into it by one operation of the device, so
-        that an error leaves all as it was."""
-        assert self.prefix is not None
-        spare = self.memory.workspace.slot
-        if match.resume.source != "nothing":
-            self.prefix.put_state(match, spare)
-        with self.guard.change.rewriting(request):
-            if match.resume.source != "nothing":
-                self.memory.fill_slot(request.slot)
-            if request.trail is not None:
-                request.trail.cut(length)
-            self.table.cut(request, match.resume.reused_tokens // self.schema.block_tokens)
-            self.table.restart(request, match.resume)
+        return self._admission.rewind(request, step_checks.rewind_length(request, length))
 
     @changes
     def supply_ids(self, request: Request, ids: TokenIds) -> None:
@@ -584,16 +495,18 @@ class KVCacheManager(Uncopied):
         """
         prefix = self._prefix_cache()
         self._require_unplanned(request)
-        request.require_whole()
-        request.require_exact("is not continued: admit the prompt")
+        if request.condition is not Condition.INCOMPLETE:  # of which not all tokens are known
+            request.require("continue")
         count, trail = self._read_prompt(prompt, None)
-        length, known = request.length, request.trail
-        if trail is None or known is None or request.incomplete_from is not None:
+        known = request.trail
+        if trail is None or known is None or not request.condition.allows("continue"):
             raise InvalidInput(
                 f"the tokens of request {request.serial} are not known to be the prompt's: both "
                 f"must be given as ids"
             )
-        fixed = max(length, request.reused_tokens)  # entries to replay are those of its tokens
+        fixed = max(
+            request.length, request.reused_tokens
+        )  # entries to replay are those of its tokens
         is_same = len(known.ids) >= fixed and known.root == trail.root and count > fixed
         if not is_same or not np.array_equal(trail.ids[:fixed], known.ids[:fixed]):
             raise InvalidInput(
@@ -601,16 +514,9 @@ class KVCacheManager(Uncopied):
                 f"{request.serial}: it must begin with them and be longer, all of them must be "
                 f"known (supply_ids), and the salt must be the same"
             )
-        self.table.grow([(request, self.schema.blocks_for(count))])
-        request.trail = trail.copy()
-        request.resume = Resume(
-            start=length,
-            reused_tokens=fixed,
-            end=count,
-            source="rings",
-        )
+        resume = self._admission.go_on(request, trail.copy(), count)
         prefix.note_continued(request)
-        return request.resume
+        return resume
 
     @changes
     def extend(self, request: Request, tokens: int) -> list[int]:
@@ -650,14 +556,7 @@ class KVCacheManager(Uncopied):
         """Starts the request over: length 0, its slot zeroed. Blocks that only it holds stay with
         it."""
         self._require_unplanned(request)
-        with self.guard.change.rewriting(request):
-            self.memory.zero_slot(request.slot)
-            if request.trail is not None:
-                request.trail.cut(0)
-            resume = Resume(start=0, reused_tokens=0, end=0, source="nothing")
-            self.table.restart(request, resume)
-            self.table.cut_shared(request)
-        request.mend()
+        self._admission.reset(request)
 
     @changes
     def release_request(self, request: Request) -> None:
@@ -752,34 +651,16 @@ class KVCacheManager(Uncopied):
                 turn.leave()
             guard.step_back(number)
             raise
-        handed_out = [item for visit in interrupted for item in visit[3].handed_out]
-        still_open = []
-        for plan in self.open_plans:
-            moved = bool((self.table.numbers[LENGTH, plan.slots] != plan.starts).any())
-            if plan.done or (moved and plan.behind is None) or plan in handed_out:
-                plan.done = True
-                overlap.move_up(plan, self.table, self.open_plans)
-            else:
-                still_open.append(plan)
-        self.open_plans = still_open
-        lost = {item for item in handed_out if isinstance(item, Request)}
-        rewritten = [item for visit in interrupted for item in visit[3].rewritten]
-        if self.transfers is not None:
-            self.transfers.rebuild()
-        if self.handoff is not None:
-            self.handoff.rebuild()
-        cached: list[int] = []
-        if self.prefix is not None:
-            taken = [plan.captures.captures for plan in still_open if plan.captures is not None]
-            rows = {capture.row for captures in taken for capture in captures}
-            self.prefix.rebuild(rows, handed_out)
-            cached = [node.block_id for node in self.prefix.index.nodes()]
-        self.table.rebuild(lost, cached, rewritten)
+        self.open_plans = recover_books(
+            [change for *_, change in interrupted],
+            open_plans=self.open_plans,
+            table=self.table,
+            memory=self.memory,
+            prefix=self.prefix,
+            transfers=self.transfers,
+            handoff=self.handoff,
+        )
         self._forget_steps()
-        for request in self.table.live.values():
-            if request.published_blocks:
-                ids = request.block_ids[: request.published_blocks]
-                self.memory.publish(request.slot, 0, ids)
         for turn in turns:
             turn.leave()
         guard.give_way(number)
@@ -796,13 +677,13 @@ class KVCacheManager(Uncopied):
     def pin(self, ids: TokenIds, salt: str | None = None) -> PinnedPrefix:
         """Keeps what is cached of these token ids until `unpin`, whatever the pressure."""
         prefix = self._prefix_cache()
-        pinned = prefix.pin(prefix.trail(token_ids(ids), salt), self.guard.change.hand_out)
+        pinned = prefix.pins.pin(prefix.trail(token_ids(ids), salt), self.guard.change.hand_out)
         return pinned
 
     @changes
     def unpin(self, pinned: PinnedPrefix) -> None:
         """Lets a pinned prefix be evicted again."""
-        self._prefix_cache().unpin(pinned)
+        self._prefix_cache().pins.unpin(pinned)
 
     @changes
     def evict(self, blocks: int | None = None) -> int:
@@ -895,8 +776,8 @@ class KVCacheManager(Uncopied):
         """
         transfers = self._tiers()
         self._require_unplanned(request)
-        request.require_whole()
-        request.require_exact("is not suspended: release it, and admit its tokens again")
+        if request.condition is not Condition.INCOMPLETE:  # of which not all ids are known
+            request.require("suspend")
         known = 0 if request.trail is None else len(request.trail.ids)
         if request.trail is None or known < request.length:
             raise InvalidInput(
@@ -910,8 +791,7 @@ class KVCacheManager(Uncopied):
     def _can_suspend(self, request: Request) -> bool:
         trail = request.trail
         known = trail is not None and len(trail.ids) >= request.length
-        exact = request.approximate_from is None
-        return self.transfers is not None and known and exact and not request.is_torn
+        return self.transfers is not None and known and request.condition.allows("suspend")
 
     def resume_request(
         self, prompt: TokenIds | Prompt, salt: str | None = None, *, timeout_s: float
@@ -935,41 +815,12 @@ class KVCacheManager(Uncopied):
                 return None
             state = transfers.slot_of(row, tokens)
             resume = Resume(start=tokens, reused_tokens=tokens, end=len(prompt), source="state")
-            return self._put_back(fetch.trail, PrefixMatch(nodes, resume, None), *state)
+            match, trail = PrefixMatch(nodes, resume, None), fetch.trail.copy()
+            request = self._admission.from_state(prefix, match, trail, *state)
+            transfers.resumed += 1
+            return request
         finally:
             transfers.host.release(row)
-
-    def _put_back(
-        self, trail: TokenTrail, match: PrefixMatch, slot_bytes: Tensor, block_bytes: Tensor
-    ) -> Request:
-        """Like an admission; slot and unfinished block come from the host."""
-        table, allocator = self.table, self.table.allocator
-        table.require_slots()
-        slot, shared = table.free_slots[-1], [node.block_id for node in match.nodes]
-        blocks = self.schema.blocks_for(match.resume.end)
-        allocator.share(shared)
-        try:
-            reserved = table.reserve(blocks - len(shared), asker_blocks=blocks, shared=shared)
-            begun = reserved.block_ids[: match.resume.start % self.schema.block_tokens > 0]
-            try:  # the device first, into a slot and a block that nobody has
-                self.memory.publish(slot, 0, [*shared, *begun])
-                self.slot_arena.bytes[slot].copy_(slot_bytes)
-                for block_id in begun:
-                    self.block_arena.bytes[block_id].copy_(block_bytes)
-            except BaseException:
-                table.cancel(reserved)
-                raise
-        except BaseException:
-            allocator.release(shared)
-            raise
-        request = table.make(slot, shared + table.settle(reserved), match.resume)
-        request.published_blocks, request.trail = len(shared) + len(begun), trail.copy()
-        table.restart(request, match.resume)
-        self.guard.change.hand_out(request)
-        table.enlist(request)
-        self._prefix_cache().use(match, trail)
-        self._tiers().resumed += 1
-        return request
 
     @changes
     def drain_tiers(self, timeout_s: float) -> bool:
@@ -998,8 +849,7 @@ class KVCacheManager(Uncopied):
         """
         handoff = self._handing_over()
         self.table.require_live(request)
-        request.require_whole()
-        request.require_exact("is not offered: hand over its prompt")
+        request.require("offer")
         most, written = self.schema.max_narrow_tokens, request.written_tokens
         for plan in self.open_plans:
             if request not in plan.requests:
@@ -1011,17 +861,8 @@ class KVCacheManager(Uncopied):
                     f"state: commit the plan, then offer it"
                 )
             written = max(written, int(plan.latest_ends[row]))
-        length = request.length
         if not request.has_exact_state:
-            raise RequestError(
-                f"request {request.serial} has {length} tokens of which "
-                f"{request.reused_tokens} are to be replayed: run them first, then offer it"
-            )
-        if request.incomplete_from is not None:
-            raise RequestError(
-                f"not all layers of request {request.serial} have stored what is behind token "
-                f"{request.incomplete_from}: rewind it to there, then offer it"
-            )
+            raise RequestError(f"request {request.serial} has 0 tokens: run some, then offer it")
         return handoff.offer(request, written=written, lease_s=lease_s, takers=takers)
 
     @changes
@@ -1068,8 +909,7 @@ class KVCacheManager(Uncopied):
         try:
             table.hold(arrival, shared)
             reserved = table.reserve(blocks - len(shared), asker_blocks=blocks, shared=shared)
-            table.promise(arrival, reserved)
-            arrival.landing.block_ids = table.landing[arrival]
+            arrival.landing.block_ids = table.promise(arrival, reserved)
             handoff.start(arrival)
         except Exception:
             handoff.give_back(arrival)
@@ -1089,21 +929,8 @@ class KVCacheManager(Uncopied):
         handoff.note_arrived(arrival)
 
     def _settle_arrival(self, arrival: Arrival) -> Request:
-        """Like an admission; blocks and slot are there already, the state is on the host."""
-        handoff, table, length = self._handing_over(), self.table, arrival.tokens
-        landing, slot = arrival.landing, self.table.promised[arrival]
-        slot_bytes, block_bytes = handoff.state_of(arrival)
-        block_ids = [*landing.shared, *landing.block_ids]
-        # the device first, into a slot and a block that nobody has
-        if block_ids:
-            self.memory.publish(slot, 0, block_ids)
-        self.slot_arena.bytes[slot].copy_(slot_bytes)
-        if length % self.schema.block_tokens and self.schema.block_bytes:
-            self.block_arena.bytes[block_ids[-1]].copy_(block_bytes)
-        resume = Resume(start=length, reused_tokens=length, end=length, source="state")
-        request = table.arrive(arrival, resume, self.guard.change)
-        request.published_blocks, request.trail = len(block_ids), arrival.trail
-        table.restart(request, resume)
+        slot_bytes, block_bytes = self._handing_over().state_of(arrival)
+        request = self._admission.arrived(arrival, slot_bytes, block_bytes)
         if self.prefix is not None and arrival.trail is not None:
             self.prefix.note_arrival(request, arrival.trail, self._adopt)
         return request
@@ -1339,7 +1166,20 @@ class KVCacheManager(Uncopied):
         raised cannot be committed at all: `fail` it. Raises PlanError, InvalidInput.
         """
         require_flag("partial", partial)
-        self._require_turn(plan, "commit")
+        turn = self._enter_turn(plan)
+        try:
+            self._commit(plan, accepted, ids, partial=partial)
+        finally:
+            turn.leave()
+
+    def _commit(
+        self,
+        plan: ForwardPlan,
+        accepted: Sequence[int] | None,
+        ids: TokenIds | None,
+        *,
+        partial: bool,
+    ) -> None:
         overlap.require_first(plan)
         kept = step_checks.accepted(self.schema, plan, accepted)
         overlap.require_kept(plan, kept, self.open_plans)
@@ -1368,7 +1208,13 @@ class KVCacheManager(Uncopied):
     def abandon(self, plan: ForwardPlan) -> None:
         """The step did not happen; lengths stay. For a plan that never ran, or whose few tokens can
         be undone: after an error call `fail`. Raises PlanError."""
-        self._require_turn(plan, "abandon")
+        turn = self._enter_turn(plan)
+        try:
+            self._abandon(plan)
+        finally:
+            turn.leave()
+
+    def _abandon(self, plan: ForwardPlan) -> None:
         overlap.require_last(plan, self.open_plans)
         chunks = plan.wide_half or plan
         if not chunks.narrow and (chunks.touched or chunks.appended_layers):
@@ -1394,21 +1240,29 @@ class KVCacheManager(Uncopied):
         """
         step_checks.open_plan(plan, self.open_plans)
         failing = overlap.last_first(plan, self.open_plans)
-        for each in failing:
-            self._require_turn(each, "fail")
-        for each in failing:
-            if self.prefix is not None:
-                self.prefix.note_abandon(each)
-            self._note_unkept(each)
-            self._close(each)
+        turns: list[Turn] = []
+        try:
+            for each in failing:
+                turns.append(self._enter_turn(each))
+            for each in failing:
+                if self.prefix is not None:
+                    self.prefix.note_abandon(each)
+                self._note_unkept(each)
+                self._close(each)
+        finally:
+            for turn in turns:
+                turn.leave()
         if LOGGER.isEnabledFor(logging.INFO):
             torn = sum(request.is_torn for request in plan.requests)
             LOGGER.info("a step of %d requests failed, %d are torn", len(plan.requests), torn)
 
-    def _require_turn(self, plan: ForwardPlan, call: str) -> None:
-        """PlanError for a plan that is not open, ThreadError while a thread uses its handles."""
+    def _enter_turn(self, plan: ForwardPlan) -> Turn:
+        """No handle of the plan is used until the turn is left. PlanError for a plan that is not
+        open, ThreadError while a thread uses its handles."""
         step_checks.open_plan(plan, self.open_plans)
-        self.memory.lanes[plan.lane].workspace.turn.require_free(call)
+        turn = self.memory.lanes[plan.lane].workspace.turn
+        turn.enter_with(self.guard.visits[self.guard.number])
+        return turn
 
     def _note_unkept(self, plan: ForwardPlan) -> None:
         """What a step that did not happen may have written."""
@@ -1454,7 +1308,7 @@ class KVCacheManager(Uncopied):
         while a call runs elsewhere, partly as before it and partly as after."""
         allocator, live, going = self.table.allocator, self.requests, self._going()
         free, idle = allocator.left_by([request.block_ids for request in going])
-        pinned: Collection[int] = () if self.prefix is None else self.prefix.pinned_ids()
+        pinned: Collection[int] = () if self.prefix is None else self.prefix.pins.block_ids()
         evictable = 0 if self.prefix is None else self.prefix.evictable_blocks()
         return Stats(
             blocks_total=allocator.total,
@@ -1548,23 +1402,6 @@ class KVCacheManager(Uncopied):
         self.table.allocator.share(block_ids)
         request.block_ids[span] = block_ids
         self.table.allocator.release(own)
-
-    def _own_unfinished_block(self, request: Request, length: int) -> None:
-        """Makes sure that what the request writes from `length` on into the block that it is in is
-        in a block of its own."""
-        block, inside = divmod(length, self.schema.block_tokens)
-        if not inside or not self.schema.block_bytes:
-            return
-        if not self.table.allocator.is_shared(request.block_ids[block]):
-            return
-        reserved = self.table.reserve(1, asker_blocks=block + 1, shared=request.block_ids)
-        try:
-            self.memory.copy_block(request.block_ids[block], reserved.block_ids)
-        except BaseException:
-            self.table.cancel(reserved)
-            raise
-        (copy,) = self.table.settle(reserved)
-        self.table.replace(request, block, copy)
 
 
 def _is_wide_half(plan: object) -> bool:

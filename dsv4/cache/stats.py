@@ -53,7 +53,6 @@ class PrefixCounters:
     tokens_asked: int = 0
     tokens_skipped: int = 0  # not run at all
     tokens_shared: int = 0  # in blocks that were there
-    snapshot_evictions: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +61,7 @@ class PrefixStats(PrefixCounters):
     blocks that no request holds by what is in them."""
 
     block_evictions: int
+    snapshot_evictions: int
     blocks_indexed: int
     snapshots_total: int
     snapshots_used: int

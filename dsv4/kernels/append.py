@@ -1,9 +1,9 @@
 """The write path of one layer in one launch: window rows, tails, closed groups.
 
-Programs of several sorts share a grid. The first close groups, for one compressor and then for the
-other (compress.py). The rest write one token each: its window row and, in a narrow step, its rows
-in the tails. A wide step has a launch before, whose last programs stage the window in front of
-each chunk.
+Programs of several kinds share a grid. The first ones close groups, those of one compressor and
+then those of the other (compress.py). The rest write one token each: its window row and, in a
+decode step, its rows in the tails. A prefill step has one more launch before this one; its last
+programs stage the window rows that precede each chunk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dsv4.kernels.compress import (
     KEY_FIELDS,
     Compressor,
     compress,
-    compressor_share,
+    compressor_launch,
     is_kept,
     ring_at,
     tail_rank,
@@ -36,10 +36,10 @@ from dsv4.ops.calls import CompressorWrite, StepTensors, WindowWrite
 NUM_WARPS = 4
 # A chunk's second launch has one warp per window row: no exchange between warps.
 CHUNK_WINDOW_WARPS = 1
-# Left alone, ptxas stops at 128 registers and spills a few. With 96, five programs of a group that
-# is split fit a multiprocessor. A chunk that is folded keeps 2 · FOLD_AHEAD_TOKENS rows, and there
-# are never more than two such programs for a multiprocessor. Decode steps that project keys have
-# sums in fp64 and weights on their way.
+# Without a bound ptxas stops at 128 registers and spills a few. With 96, five programs of a split
+# group fit on a multiprocessor. A chunk that is folded keeps 2 · FOLD_AHEAD_TOKENS rows in
+# registers, and a multiprocessor never has more than two such programs. Decode steps that project
+# keys hold fp64 sums and prefetched weights.
 MAX_REGISTERS = 144
 MAX_SPLIT_REGISTERS = 96
 MAX_PROJECTION_REGISTERS = 240
@@ -49,9 +49,9 @@ MAX_FOLD_REGISTERS = 224
 
 @dataclass(frozen=True, slots=True)
 class WindowConstants:
-    """A window write as compile-time constants. STAGE: this launch saves the WINDOW - 1 rows in
-    front of each chunk. Without it, a WIDE step's own rows go to the staging page too, and without
-    KEEP only there."""
+    """A window write as compile-time constants. STAGE: this launch saves the WINDOW - 1 rows that
+    precede each chunk. Without it, a WIDE (prefill) step's own rows go to the staging page too, and
+    without KEEP only there."""
 
     RING: int
     WIDTH: int
@@ -65,7 +65,7 @@ class WindowConstants:
 
 
 class Step(NamedTuple):
-    """What every program of a launch is told: pointers, strides in bytes, the norm's epsilon."""
+    """What every program of a launch receives: pointers, strides in bytes, the norm's epsilon."""
 
     block_arena: Any
     slot_arena: Any
@@ -80,8 +80,8 @@ class Step(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Where window rows come from and go to. Offsets are bytes from a slot's or the staging page's
-    first."""
+    """Where window rows come from and go to. Offsets are in bytes, from the start of a slot or of
+    the staging page."""
 
     kv: Any
     norm: Any
@@ -95,10 +95,11 @@ class Window(NamedTuple):
 def append(
     step: StepTensors, window: WindowWrite | None, compressors: Sequence[CompressorWrite]
 ) -> None:
-    """One launch; a wide step has two. Same result as dsv4.reference.append.append, byte for byte.
+    """One launch; two in a prefill step. Same result as dsv4.reference.append.append, byte for
+    byte.
 
-    A wide step's ring must be staged before it is overwritten, so its first launch stages and
-    compresses, and its second, which needs few registers, stores the window rows.
+    The ring of a prefill step must be staged before it is overwritten. So its first launch stages
+    and compresses; its second, which needs few registers, stores the window rows.
     """
     if window is None or window.staging is None:
         append_launch(step, window, compressors).run()
@@ -114,10 +115,10 @@ def append_launch(
     *,
     stage: bool = False,
 ) -> Launch:
-    """With `stage` the window rows in front of each chunk are saved, and the step's own are not
-    stored."""
-    main = compressor_share(step, _of_kind(compressors, "main"))
-    index = compressor_share(step, _of_kind(compressors, "index"))
+    """With `stage` the window rows that precede each chunk are saved, and the step's own rows are
+    not stored."""
+    main = compressor_launch(step, _of_kind(compressors, "main"))
+    index = compressor_launch(step, _of_kind(compressors, "index"))
     window_arguments, window_constants = _window_arguments(step, window, stage)
     constants = {"WINDOW": window_constants, "MAIN": main.constants, "INDEX": index.constants}
     with_tails = any(
@@ -163,7 +164,8 @@ def _of_kind(
 
 
 def _options(constants: dict[str, Any], target: Target) -> dict[str, Any]:
-    """Warps and the bound on registers. Sums must round as the reference's: nothing is fused."""
+    """Warps and the bound on registers. Sums must round as in the reference, so nothing is
+    fused."""
     window, main, index = (constants[name] for name in ("WINDOW", "MAIN", "INDEX"))
     warps, registers = NUM_WARPS, MAX_REGISTERS
     if main is None and index is None and window is not None and window.WIDE:
@@ -207,7 +209,7 @@ def _window_arguments(
     return arguments, constants
 
 
-# Counts that differ from step to step: what Triton could make of them is not worth a binary.
+# These counts change with every step: specialising on them would compile a binary for each value.
 _COUNTS = [
     "main_programs", "index_programs",
     "m_item_rows", "m_work_programs", "m_tail_programs",
@@ -230,8 +232,8 @@ def _append_kernel(
     i_ka_offset, i_za_offset, i_kb_offset, i_zb_offset,
     WINDOW: tl.constexpr, MAIN: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """Takes the fields of Step, Window and two Compressors one by one: the host's cost of nested
-    arguments is not known."""
+    """Takes the fields of Step, Window and two Compressors one by one, because the host cost of
+    nested arguments was never measured."""
     begin_program()
     step = Step(
         block_arena, slot_arena, block_table, batch, tokens, rope, block_bytes, slot_bytes,
@@ -272,8 +274,8 @@ def _append_token(
     nth, step, window, main, index,
     WINDOW: tl.constexpr, MAIN: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """One token: its window row and, in a narrow step, its rows in the tails. The inputs
-    are in row `nth` too, so they need not wait for it."""
+    """One token: its window row and, in a decode step, its rows in the tails. Its inputs are in
+    row `nth` as well, so loading them need not wait for the token's columns."""
     MAIN_TAILS: tl.constexpr = MAIN is not None and MAIN.TAILS == "token"
     INDEX_TAILS: tl.constexpr = INDEX is not None and INDEX.TAILS == "token"
     token = load_token(token_at(step.tokens, nth))
@@ -284,7 +286,8 @@ def _append_token(
         main_rows = _load_tail(nth, main, MAIN)
     if INDEX_TAILS:
         index_rows = _load_tail(nth, index, INDEX)
-    tl.debug_barrier()  # below which no load sinks: all of them are under way before the branch
+    # A barrier that no load moves below: all loads are under way before the branch.
+    tl.debug_barrier()
     if slot >= 0:
         slot_ptr = step.slot_arena + slot * step.slot_bytes
         main_bias = ()
@@ -310,7 +313,7 @@ def _load_kv(nth, window, W: tl.constexpr):
 
 @triton.jit
 def _store_window(x, nth, token, slot_ptr, step, window, W: tl.constexpr):
-    """A row [1, WIDTH] into the ring and, in a wide step, into the staging page."""
+    """A row [1, WIDTH] into the ring and, in a prefill step, into the staging page."""
     WIDTH: tl.constexpr = W.WIDTH
     RECORD: tl.constexpr = W.RECORD
     x = wide(x)
@@ -368,7 +371,7 @@ def _load_bias(position, compressor, C: tl.constexpr):
 
 @triton.jit
 def _store_tail(rows, bias, slot_ptr, position, compressor, C: tl.constexpr):
-    """A token into the rings. A narrow step has no more tokens than they have rows."""
+    """A token into the rings. A decode step never has more tokens than the rings have rows."""
     column = tl.arange(0, C.WIDTH)
     if C.A_ROWS > 0:
         at = tail_rank(position, C) % C.A_ROWS * C.WIDTH + column
@@ -386,7 +389,7 @@ def _store_tail(rows, bias, slot_ptr, position, compressor, C: tl.constexpr):
 
 @triton.jit
 def _stage_window(program, step, window, W: tl.constexpr):
-    """One row in front of a request's chunk, from the ring that the chunk will overwrite."""
+    """One row before a request's chunk, from the ring that the chunk will overwrite."""
     RECORD: tl.constexpr = W.RECORD
     BEFORE: tl.constexpr = W.WINDOW - 1
     batch_row = program // BEFORE

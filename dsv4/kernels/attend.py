@@ -1,18 +1,18 @@
 """Sparse attention in one launch: one softmax over window rows and compressed entries.
 
 The keys of a query are numbered: the window first (rounded up to whole tiles), then the entries.
-They are cut into tiles of BLOCK_N and splits of some tiles; where a split begins depends on what
-the cache can hold and on nothing else. A split is computed from nothing, and the splits of a query
-are merged in their order. So the result does not depend on who shares the launch, nor on which of
-two ways the work was shared out:
+They are cut into tiles of BLOCK_N keys and splits of a few tiles; where a split begins depends only
+on what the cache can hold. Each split is computed from zero, and the splits of a query are merged
+in order. So a query's result depends neither on the other queries of the launch nor on which of two
+ways the work was distributed:
 
-    parallel  few queries: one program per split. Each parks its sums in the workspace, and whoever
-              comes last merges them.
+    parallel  few queries: one program per split. Each parks its sums in the workspace, and the last
+              one to finish merges them.
     serial    many queries: one program per query and block of heads takes split after split, and
               parks the sums so far. It uses the same two places of the workspace throughout, so
               they stay in the L2.
 
-A query whose keys fit one split goes from registers to the output.
+A query whose keys fit into one split goes from registers straight to the output.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from dsv4.ops.calls import Attention, EntrySource, WindowSource
 
 # Heads per program at most, on any GPU; target.py says how many, and how many keys a tile has.
 MAX_HEADS = 64
-# Splits are counted in units of so many keys, which whole tiles make up. A split has at least
-# UNITS_PER_SPLIT, and more where there would be over MAX_SPLITS. Changing them changes results in
-# the last bit.
+# Splits are counted in units of this many keys; a unit is a whole number of tiles. A split has at
+# least UNITS_PER_SPLIT, and more where there would be more than MAX_SPLITS. Changing any of these
+# changes the last bit of results.
 UNIT_KEYS = 64
 UNITS_PER_SPLIT = 5
 MAX_SPLITS = 16
-# Places in the workspace where sums can be parked. Splits run in parallel if all of them fit.
+# How many sums can be parked in the workspace. Splits run in parallel if all of theirs fit.
 PLACES = 512
-# The loops over tiles have stages of their own.
+# The loops over tiles choose their own number of stages.
 NUM_STAGES = 1
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -55,7 +55,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 @dataclass(frozen=True, slots=True)
 class AttendConstants:
     """A launch as compile-time constants. ALL: every visible entry, not a list. JOINT: the queries
-    of a request see the window of its last token. CUT: they see no row in front of its first."""
+    of a request see the window of its last token. CUT: they see no row before its first one."""
 
     HEADS: int
     BLOCK_H: int
@@ -84,8 +84,9 @@ class AttendConstants:
 
 
 class AttendArguments(NamedTuple):
-    """What the signatures of this kernel and of Hopper's begin with: Triton reads a signature from
-    the kernel's own source, so it stands there too, and a test compares the names."""
+    """The arguments that the signatures of this kernel and of Hopper's begin with. Triton reads a
+    signature from the kernel's own source, so they are repeated there; a test compares the
+    names."""
 
     q_ptr: Tensor
     sink_ptr: Tensor
@@ -114,17 +115,16 @@ class AttendArguments(NamedTuple):
 
 
 def split_count(window: int, max_entries: int) -> int:
-    """Into how many splits the keys of a query may fall: `max_entries` is how many a query can
-    have, the width of `indices` or the capacity of a row of the block table."""
+    """How many splits the keys of a query can fall into. `max_entries` is how many entries a query
+    can have: the width of `indices`, or the capacity of a row of the block table."""
     return -(-_units(window, max_entries) // _split_units(window, max_entries))
 
 
 def workspace_elements(tokens: int, heads: int, head_dim: int, max_splits: int) -> int:
     """fp32 elements that launches of up to `tokens` tokens and `max_splits` splits need.
 
-    They must be 0 before the first launch; launches that follow each other may share them,
-    whatever their shapes. Where a program has fewer heads there are more programs, and not more
-    elements.
+    They must be 0 before the first launch; consecutive launches may share them, whatever their
+    shapes. Where a program has fewer heads there are more programs, but no more elements in all.
     """
     if max_splits <= 1:
         return 0
@@ -137,7 +137,7 @@ def attend(call: Attention) -> None:
     """One launch. The result of the reference up to the order of fp32 sums.
 
     Deterministic; a query's result does not depend on the other queries. The workspace has
-    `workspace_elements`. Raises InvalidInput if it is too small.
+    `workspace_elements` elements; raises InvalidInput if it is smaller.
     """
     attend_launch(call).run()
 
@@ -193,7 +193,7 @@ def attend_launch(call: Attention) -> Launch:
         ROPE=0 if call.inverse_rope is None else call.inverse_rope.shape[1],
         COUNTERS=PLACES,
         WINDOW_STAGES=1 + _buffers(window_record, tiles),
-        # Triton fetches block ids as many tiles ahead of the keys, and indices ahead of those
+        # Triton prefetches block ids this many tiles before their keys, and indices before those.
         ENTRY_STAGES=1 + _buffers(entry_record, tiles) * (2 if call.indices is None else 3),
     )
     arguments = (*run_time_arguments(call), units, int(parallel))
@@ -209,8 +209,8 @@ def entries_or_window(call: Attention) -> EntrySource:
 
 
 def run_time_arguments(call: Attention) -> AttendArguments:
-    """What is not given is replaced by a tensor of the right type, which is not read. Raises
-    InvalidInput, SchemaError."""
+    """Fills in a tensor of the right type, which is not read, for each argument that is missing.
+    Raises InvalidInput, SchemaError."""
     _check(call.q, call.out, call.window, call.entries)
     window, source = call.window, entries_or_window(call)
     listed = call.tokens if call.indices is None else call.indices
@@ -258,7 +258,7 @@ def _spans(
     width: int, tiles: AttentionTiles, window: WindowSource, entries: EntrySource | None
 ) -> list[tuple[int, int]]:
     """Start and width of each span: powers of two, none with both coded and bf16 channels unless
-    the tiles want it."""
+    the tiles allow it."""
     edges = {width}
     for source in (window, entries):
         if source is not None and not tiles.mixed_spans:
@@ -291,23 +291,23 @@ def _check(q: Tensor, out: Tensor, *sources: WindowSource | EntrySource | None) 
             )
 
 
-# What helpers take is packed inside the kernel, where a bundle is no more than its fields. Comments
-# give the shapes of block values: [heads] are the BLOCK_H heads of a program, [keys] the BLOCK_N
-# keys of a tile, [channels] those of a span.
+# Bundles for helpers are packed inside the kernel, where they cost no more than their fields.
+# Comments give the shapes of block values: [heads] are the BLOCK_H heads of a program, [keys] the
+# BLOCK_N keys of a tile, [channels] those of a span.
 
 
 class _Query(NamedTuple):
     """One token's query, for the heads of one program."""
 
     row: Any  # of q
-    head: Any  # [heads] their numbers; from A.HEADS on there is none
+    head: Any  # [heads] their numbers; those from A.HEADS on are padding
     newest: Any  # position of the window
     visible: Any  # entries
 
 
 class _Window(NamedTuple):
-    """Where window rows are: row `position + shift` of the staging page, or a row of the ring; none
-    is in front of the `oldest` position."""
+    """Where window rows are: row `position + shift` of the staging page, or a row of the ring. No
+    row lies before the `oldest` position."""
 
     page: Any
     data: Any  # offsets in the page, bytes
@@ -317,7 +317,7 @@ class _Window(NamedTuple):
 
 
 class _Entries(NamedTuple):
-    """Where a request's entries are, and which of them the query reads if not all."""
+    """Where a request's entries are, and which of them the query reads if it does not read all."""
 
     arena: Any
     block_bytes: Any
@@ -329,7 +329,7 @@ class _Entries(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """A softmax under way: `acc` weighs keys by 2^(logit - top), and `total` is their weight."""
+    """A softmax in progress: `acc` weighs keys by 2^(logit - top), and `total` is their weight."""
 
     acc: Any  # of each span [heads, channels]
     top: Any  # [heads] highest logit, base 2
@@ -337,7 +337,7 @@ class _Sums(NamedTuple):
 
 
 class _Out(NamedTuple):
-    """Where a token's result goes, and what it takes from outside the keys."""
+    """Where a token's result goes, and what enters it besides the keys."""
 
     row: Any  # of out
     lse_row: Any
@@ -445,8 +445,8 @@ def _attend_kernel(
                 rope_row=rope_ptr + position.to(tl.int64) * A.ROPE,
                 head=head,
             )
-            # where SPLITS is 1 no branch stands around the end: Triton 3.6 fails on one without an
-            # else behind products in tensor memory
+            # Where SPLITS is 1, the end is not inside a branch: Triton 3.6 fails on an `if` without
+            # `else` after products in tensor memory.
             if SPLITS == 1 or splits == 1:
                 _finish(sums, out, A)
             else:
@@ -472,7 +472,7 @@ def _attend_kernel(
 
 @triton.jit
 def _attend_split(tile, end, query, window, entries, A: tl.constexpr):
-    """The sums of a query over its tiles [tile, end), from nothing."""
+    """The sums of a query over its tiles [tile, end), starting from zero."""
     BLOCK_H: tl.constexpr = A.BLOCK_H
     SPANS: tl.constexpr = A.SPANS
     BLOCK_N: tl.constexpr = A.BLOCK_N
@@ -522,7 +522,7 @@ def _attend_split(tile, end, query, window, entries, A: tl.constexpr):
 
 @triton.jit
 def _attend_tile(q, sums, data_ptrs, scale_ptrs, live, RECORD: tl.constexpr, A: tl.constexpr):
-    """One tile of keys into the sums. Rows that are not live are not read and weigh nothing."""
+    """Adds one tile of keys to the sums. Rows that are not live are not read and weigh nothing."""
     BLOCK_H: tl.constexpr = A.BLOCK_H
     SPANS: tl.constexpr = A.SPANS
     BLOCK_N: tl.constexpr = A.BLOCK_N
@@ -548,9 +548,9 @@ def _attend_tile(q, sums, data_ptrs, scale_ptrs, live, RECORD: tl.constexpr, A: 
     return _Sums(acc=acc, top=highest, total=sums.total * alpha + tl.sum(weight, axis=1))
 
 
-# Spans differ in width, so what is cut into them is a tuple with a tensor per span, and loops over
-# it are unrolled. The language wants a helper for each step of such a loop: to grow a tuple, and to
-# make constants of a span's start and width before a range or a shape is built from them.
+# Spans differ in width, so values that are cut into spans are tuples with a tensor per span, and
+# loops over them are unrolled. The language needs a helper for each step of such a loop: to append
+# to a tuple, and to turn a span's start and width into constants that can shape a range or tensor.
 
 
 @triton.jit
@@ -574,7 +574,7 @@ def _channels(span: tl.constexpr, A: tl.constexpr):
 
 @triton.jit
 def _parked(span: tl.constexpr, A: tl.constexpr):
-    """Offsets of one span of parked sums, [heads, channels]; spans lie one after the other."""
+    """Offsets of one span of parked sums, [heads, channels]; spans lie one after another."""
     BLOCK_H: tl.constexpr = A.BLOCK_H
     START: tl.constexpr = A.SPAN_STARTS[span]
     EXTENT: tl.constexpr = A.SPAN_WIDTHS[span]
@@ -584,7 +584,7 @@ def _parked(span: tl.constexpr, A: tl.constexpr):
 
 @triton.jit
 def _place(nth, places, A: tl.constexpr):
-    """A place of the workspace: sums of BLOCK_H × WIDTH, then maxima, then totals."""
+    """A slot for parked sums in the workspace: BLOCK_H × WIDTH sums, then maxima, then totals."""
     return places + tl.cast(nth, tl.int64) * (A.BLOCK_H * (A.WIDTH + 2))
 
 
@@ -630,7 +630,7 @@ def _merge(nth_place, count, done, places, out, A: tl.constexpr):
         else:
             tl.store(at, summed)
     if not done:
-        tl.debug_barrier()  # the old maxima have been read by all
+        tl.debug_barrier()  # every thread has read the old maxima
         tl.store(line, top)
         tl.store(line + BLOCK_H, total)
 
@@ -655,7 +655,7 @@ def _finish(sums, out, A: tl.constexpr):
 
 @triton.jit
 def _close(top, total, out, A: tl.constexpr):
-    """Stores the lse and returns what the sums are multiplied with: the sink enters here."""
+    """Stores the lse and returns what the sums are multiplied by; the sink is included here."""
     live = out.head < A.HEADS
     tl.store(out.lse_row + out.head, (top + tl.log2(total)) * _LN_2, mask=live)
     sink = tl.load(out.sink + out.head, mask=live, other=0.0)

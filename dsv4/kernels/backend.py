@@ -39,8 +39,8 @@ from dsv4.ops.calls import Attention, EntrySource, Scoring, Selection
 
 LOGGER = logging.getLogger("dsv4")
 Call = TypeVar("Call", Attention, Scoring)
-Sort = Literal["wide", "whole"]
-_FOR: dict[Sort, str] = {"wide": "in chunks", "whole": "of few whole queries"}
+Variant = Literal["wide", "whole"]
+_STEPS: dict[Variant, str] = {"wide": "in chunks", "whole": "of few batch-invariant queries"}
 
 
 class TritonBackend:
@@ -59,11 +59,11 @@ class TritonBackend:
     def __init__(self, device: torch.device, *, batch_invariant: bool = False) -> None:
         self._device, self._batch_invariant = device, batch_invariant
         hopper = target_of(device).is_hopper and device.type == "cuda" and not INTERPRETED.value
-        self._attend = _Own("attend") if hopper else None
-        self._wide_attend = _beside(self._attend, "wide")
-        self._whole_attend = _beside(self._attend, "whole")
-        self._index_scores = _Own("index_scores") if hopper else None
-        self._wide_scores = _beside(self._index_scores, "wide")
+        self._attend = _SpecialKernel("attend") if hopper else None
+        self._wide_attend = _variant_of(self._attend, "wide")
+        self._whole_attend = _variant_of(self._attend, "whole")
+        self._index_scores = _SpecialKernel("index_scores") if hopper else None
+        self._wide_scores = _variant_of(self._index_scores, "wide")
 
     def warm_up(
         self, calls: Callable[[], None], *, workers: int, progress: Callable[[int, int], None]
@@ -132,7 +132,7 @@ class TritonBackend:
         _run(call, self._wide_attend, self._narrow_attend)
 
     def _narrow_attend(self, call: Attention) -> None:
-        # few whole queries have the bits of many only where both are Hopper's
+        # few batch-invariant queries have the bits of many only if both kernels are Hopper's
         alike = self._attend is not None and self._attend.module is not None
         _run(call, self._whole_attend if alike else None, self._single_attend)
 
@@ -152,28 +152,29 @@ class TritonBackend:
         return 4 * elements
 
 
-class _Own:
-    """An operation's kernel for one architecture, or one of its sorts beside it: `wide` for chunks,
-    `whole` for few whole queries. It is written in Gluon, which changes with every Triton: `module`
-    is None once it could not be imported or compiled."""
+class _SpecialKernel:
+    """An operation's kernel for one architecture, or a variant of it: `wide` for chunks, `whole`
+    for few batch-invariant queries. It is written in Gluon, which changes with every Triton:
+    `module` is None once it could not be imported or compiled."""
 
-    def __init__(self, operation: str, sort: Sort | None = None) -> None:
-        self.operation, self.sort = operation, sort
+    def __init__(self, operation: str, variant: Variant | None = None) -> None:
+        self.operation, self.variant = operation, variant
         self.module: ModuleType | None = None
         try:
-            name = f"{operation}_{sort}" if sort else operation
+            name = f"{operation}_{variant}" if variant else operation
             self.module = import_module(f"dsv4.kernels.hopper.{name}")
-        except Exception as error:  # whatever a new Gluon does to decorators
-            self.leave(error)
+        except Exception as error:  # whatever a new Gluon raises in its decorators
+            self.disable(error)
 
-    def leave(self, error: Exception) -> None:
-        """From now on another kernel runs. It computes the same; it is slower here."""
+    def disable(self, error: Exception) -> None:
+        """From now on another kernel runs. It computes the same result but is slower on this
+        GPU."""
         self.module = None
         LOGGER.info("Hopper's kernel of %s cannot be compiled", self.operation, exc_info=error)
         what, instead = self.operation, "the portable one"
-        if self.sort:
+        if self.variant:
             what, instead = (
-                f"{what} {_FOR[self.sort]}",
+                f"{what} {_STEPS[self.variant]}",
                 "the one of other steps, or the portable one,",
             )
         warnings.warn(
@@ -186,20 +187,23 @@ class _Own:
         )
 
 
-def _beside(own: _Own | None, sort: Sort) -> _Own | None:
-    """The kernel of a sort beside an operation's own: where Gluon lacks what that needs to be
-    imported, this is not tried."""
-    return None if own is None or own.module is None else _Own(own.operation, sort)
+def _variant_of(kernel: _SpecialKernel | None, variant: Variant) -> _SpecialKernel | None:
+    """A variant of an operation's kernel. It is not attempted where the base kernel could not be
+    imported, because it imports that one."""
+    if kernel is None or kernel.module is None:
+        return None
+    return _SpecialKernel(kernel.operation, variant)
 
 
-def _run(call: Call, own: _Own | None, portable: Callable[[Call], None]) -> None:
-    """A kernel is compiled before it is launched, so one that cannot be has written nothing, and
-    the one in front of it workspace alone."""
-    if own is not None and own.module is not None and own.module.supports(call):
+def _run(call: Call, kernel: _SpecialKernel | None, portable: Callable[[Call], None]) -> None:
+    """Tries a special kernel. A kernel is compiled before it is launched, so one that cannot be
+    compiled has written no output; an earlier launch of the same call may have written
+    workspace."""
+    if kernel is not None and kernel.module is not None and kernel.module.supports(call):
         try:
-            getattr(own.module, own.operation)(call)
+            getattr(kernel.module, kernel.operation)(call)
         except TritonError as error:
-            own.leave(error)
+            kernel.disable(error)
         else:
             return
     portable(call)

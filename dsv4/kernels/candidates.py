@@ -1,4 +1,4 @@
-"""Selection in two levels: scores of blocks of entries, and from columns back to entries."""
+"""Selection in two levels: scores of blocks of entries, then from columns back to entries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsv4.kernels.launch import Launch
 from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.rows import load_token, token_at
 
-# Blocks of one program of the first kernel; the second has all columns of a row.
+# Blocks per program of the first kernel; a program of the second has all columns of a row.
 BLOCKS_AT_ONCE = 256
 NUM_WARPS = 4
 OPTIONS = {"num_warps": NUM_WARPS, "enable_fp_fusion": True}
@@ -20,8 +20,8 @@ def block_scores_launch(
     scores: Tensor, *, tokens: Tensor, ratio: int, span: int, out: Tensor
 ) -> Launch:
     """fp32 `out` [tokens, blocks]: the highest of the visible scores of each block of `span`
-    entries, NaN apart; infinity for the block of the newest visible entry. Blocks that a token does
-    not see, and rows of padding tokens, keep what they held."""
+    entries, NaN ignored; infinity for the block of the newest visible entry. Blocks that a token
+    does not see, and rows of padding tokens, keep what they held."""
     rows, blocks = out.shape
     arguments = (scores, tokens, out, scores.shape[1], blocks, scores.stride(0), out.stride(0))
     constants = {
@@ -35,8 +35,8 @@ def block_scores_launch(
 
 
 def entries_of_columns_launch(out: Tensor, *, tokens: Tensor, blocks: Tensor, span: int) -> Launch:
-    """Columns in int32 `out` [tokens, k] become entries: column j is entry j % span of the block at
-    j // span of the token's list. -1 stays."""
+    """Turns columns in int32 `out` [tokens, k] into entries: column j is entry j % span of block
+    j // span in the token's list. -1 stays."""
     rows, k = out.shape
     arguments = (out, tokens, blocks, out.stride(0), blocks.stride(0))
     constants = {"K": k, "K_PADDED": triton.next_power_of_2(k), "SPAN": span}
@@ -57,7 +57,7 @@ def _block_scores_kernel(
         row = scores_ptr + nth * scores_stride
         place = tl.arange(0, SPAN_PADDED)[None, :]
         entry = block[:, None] * SPAN + place
-        # whole 16 bytes are loaded, up to three scores that are not seen among them
+        # whole 16 bytes are loaded; up to three of the scores may not be visible
         loaded = (entry < tl.cdiv(visible, 4) * 4) & (entry < columns)
         score = tl.load(row + entry, mask=loaded, other=float("-inf"))  # [AT_ONCE, SPAN_PADDED]
         counts = (place < SPAN) & (entry < visible) & (score == score)

@@ -1,4 +1,4 @@
-"""Codes of elements (E4M3, E2M1) and of scales (UE8M0), to numbers and back, in registers.
+"""Codes of elements (E4M3, E2M1) and of scales (UE8M0) to numbers and back, in registers.
 
 A UE8M0 byte e is 2^(e - 127); 0 is 2^-127, a denormal, and 255 is NaN.
 """
@@ -20,7 +20,7 @@ _E2M1_MAX = tl.constexpr(ELEMENT_MAX["e2m1"])
 
 def e4m3_times_bf16(low_power: str, high_power: str, *, unit: int = 120) -> str:
     """PTX: four E4M3 codes ($2) times two bf16 powers of two in each of these operands, into $0 and
-    $1. The bits of a code, four places up in a bf16, are its value times 2^-120, denormals
+    $1. The bits of a code, shifted by four in a bf16, are its value times 2^-120, denormals
     included; both products are exact. The hardware's conversion goes through fp16 and fp32, one
     number at a time. With a smaller `unit` results are times 2^(unit - 120)."""
     up = (unit + 127 << 7) * 0x10001
@@ -42,8 +42,8 @@ def e4m3_times_bf16(low_power: str, high_power: str, *, unit: int = 120) -> str:
 }}"""
 
 
-# PTX: the E2M1 codes in four bytes ($2) times the bf16 scales in $3 and $4, into $0 and $1. The
-# three bits of a code's size, put where bf16 has the end of its exponent and the start of its
+# PTX: the E2M1 codes in four bytes ($2) times the bf16 scales in $3 and $4, into $0 and $1. A
+# code's three magnitude bits, placed where bf16 has the end of its exponent and the start of its
 # mantissa, are its value times 2^-126.
 E2M1_TIMES_BF16 = """{
     .reg .b32 low, high, sign, unit;
@@ -67,8 +67,8 @@ E2M1_TIMES_BF16 = """{
 
 def e2m1_pairs_times_bf16() -> str:
     """PTX: eight E2M1 codes ($4), the even channel in the low half of a byte, times the bf16 scale
-    that is twice in $5, into $0 to $3, two channels each; all of them times 2^-126, see above. A
-    byte's two codes come to lie at the upper ends of a word's halves."""
+    that $5 holds twice, into $0 to $3, two channels each; all of them times 2^-126, see above. A
+    byte's two codes end up at the upper ends of a word's halves."""
     pairs = "\n".join(
         f"""    prmt.b32 word, up, $4, {(4 + byte) << 12 | byte << 4:#x};
     and.b32 sign, word, 0x80008000;
@@ -86,7 +86,7 @@ def e2m1_pairs_times_bf16() -> str:
 
 @triton.jit
 def e4m3_bits(x):
-    """fp32 → E4M3 code, nearest even; ±448 beyond, and 0x7F for a positive NaN."""
+    """fp32 → E4M3 code, nearest even; ±448 beyond that range, and 0x7F for a positive NaN."""
     if INTERPRETED or not converts_e4m3():
         nan = x != x
         x = tl.minimum(tl.maximum(x, -_E4M3_MAX), _E4M3_MAX)
@@ -112,14 +112,14 @@ def e4m3_value(code):
     if converts_e4m3():
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
-        # exponent and mantissa where fp32 has them are the value times 2^-120, denormals included
+        # exponent and mantissa, placed as in fp32, are the value times 2^-120, denormals included
         bits = ((code & 0x7F).to(tl.uint32) << 20) | ((code & 0x80).to(tl.uint32) << 24)
         return bits.to(tl.float32, bitcast=True) * 2.0**120
 
 
 @triton.jit
 def e4m3_or_nan(code):
-    """E4M3 code → fp32. Scales may be NaN, and so are codes under such a scale."""
+    """E4M3 code → fp32. Scales may be NaN; codes under a NaN scale are NaN too."""
     value = e4m3_value(code)
     if INTERPRETED or not converts_e4m3():
         value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
@@ -151,7 +151,7 @@ def e2m1_value(code):
 def nearest_e2m1(x):
     """fp32 in ±6 → the nearest E2M1 number, ties to the even code."""
     bits = x.to(tl.int32, bitcast=True)
-    # E2M1 numbers are half of their power of two apart, and never less than half of 1: to add
+    # E2M1 numbers are spaced by half of their power of two, and never by less than a half: adding
     # 1.5·2^22 times that power rounds to them
     power = tl.maximum(bits & 0x7F800000, 127 << 23)
     magic = (power + ((22 << 23) | (1 << 22))).to(tl.float32, bitcast=True)
@@ -177,7 +177,7 @@ def power_of_two(exponent):
 @triton.jit
 def bf16_power_bits(exponent):
     """The bf16 bits of 2^(exponent - 127) for a UE8M0 byte, in 16 bits or more; the result has
-    its type."""
+    the type of `exponent`."""
     bits = tl.where(exponent == 0, 0x0040, exponent << 7).to(exponent.dtype)
     return tl.where(exponent == 255, 0x7FC0, bits).to(exponent.dtype)
 

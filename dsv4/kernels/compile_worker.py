@@ -1,7 +1,7 @@
-"""A process that compiles: takes jobs from its input and leaves binaries in Triton's cache.
+"""A process that compiles: reads jobs from its input and leaves binaries in Triton's cache.
 
-It has no GPU. A driver that knows only for what to compile stands for Triton's own, so that kernels
-find their way through Triton as they do when they are launched, and their binaries lie where a
+It has no GPU. A driver that knows only which target to compile for replaces Triton's own. So
+kernels take the same path through Triton as when they are launched, and their binaries lie where a
 launch looks for them.
 """
 
@@ -38,7 +38,7 @@ class Tiles(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One binary. Among the arguments a type stands for an aligned tensor of it."""
+    """One binary. Among the arguments, a type stands for an aligned tensor of that type."""
 
     module: str
     name: str
@@ -49,7 +49,7 @@ class Job(NamedTuple):
 
 
 class NoDevice:
-    """A driver of a GPU that is not there."""
+    """A driver for a GPU that is not there."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -65,7 +65,7 @@ class NoDevice:
 
 
 def compile_job(job: Job) -> str | None:
-    """Where the binary lies; None if Triton does not say."""
+    """Returns where the binary lies; None if Triton does not say."""
     target = TARGETS[job.target]
     driver.set_active(NoDevice(target.triton_target))
     kernel = getattr(import_module(job.module), job.name)
@@ -80,8 +80,9 @@ def compile_job(job: Job) -> str | None:
 
 
 def _compile_launcher(binary: Any) -> None:
-    """The C function that starts a binary, which Triton compiles for each signature and keeps too.
-    Without a driver of CUDA it cannot be linked: then the first launch tries again, and tells."""
+    """The C function that starts a binary. Triton compiles one for each signature and caches it
+    too. Without the CUDA driver it cannot be linked; then the first launch tries again and reports
+    it."""
     from triton.backends.nvidia.driver import CudaLauncher
 
     try:
@@ -92,7 +93,7 @@ def _compile_launcher(binary: Any) -> None:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what compilers print is no answer
+    os.dup2(2, 1)  # what compilers print must not end up among the answers
     while True:
         try:
             job = pickle.load(sys.stdin.buffer)
@@ -107,7 +108,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # what jobs are made of belongs to the module, not to the program that it is here
+    # pickled classes must belong to the module, not to the `__main__` that it is here
     from dsv4.kernels import compile_worker
 
     compile_worker.main()

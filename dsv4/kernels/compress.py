@@ -1,10 +1,10 @@
 """Compressors in the append kernel: groups that close are pooled and stored as entries or keys.
 
-An item is all that a step does to one group of one request; in a wide step the first item of a
+An item is all that a step does to one group of one request; in a prefill step the first item of a
 request writes the tails, after it has read what it overwrites (work_items.py). An item with few
 rows shares its program with others; one with many is split, by channels, over several programs,
-and whoever comes last stores the entry. Folded groups (fold.py) have programs of their own for the
-states, one per request. `C` are the CompressorConstants, `compressor` the Compressor beside them.
+and the last one to finish stores the entry. Folded groups (fold.py) have programs of their own for
+the states, one per request. `C` are the CompressorConstants, `compressor` the matching Compressor.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from dsv4.ops.constants import PROJECTION_LANES, SUM_LANES
 # Pooling more rows than this splits the channels over programs: a group of 128 tokens is 512 KB.
 MAX_ROWS_IN_ONE_PROGRAM = 8
 SPLIT_CHANNELS = 32
-# Else a program takes as many items as give each of its threads four channels of every row.
+# Otherwise a program takes as many items as give each of its threads four channels of every row.
 CHANNELS_IN_ONE_PROGRAM = 512
-# Folding goes token by token, so a thread has one channel; a narrow step folds only a few.
+# Folding goes token by token, so a thread has one channel; a decode step folds only a few tokens.
 FOLD_SPLIT_CHANNELS = 128
 FOLD_AHEAD_TOKENS = 16
-# A captured step has programs for every group that could close, and mostly few do. Beyond ten for
-# each of 132 multiprocessors they take several in turn: those with nothing to do cost time too.
+# A captured step has programs for every group that could close, and mostly few do. Above ten for
+# each of 132 multiprocessors a program takes several in turn: even programs with no work cost time.
 MOST_NARROW_PROGRAMS = 1320
-# Tiles of a projection that are loaded while as many are added: alone, a program waits for memory;
-# in a chunk others fill the wait, and registers are for them.
+# How many tiles of a projection are loaded while the same number is added. A program that runs
+# alone waits for memory; in a chunk other programs fill the wait, and need the registers.
 KEY_TURNS, CHUNK_KEY_TURNS = 4, 2
 
 
@@ -54,12 +54,12 @@ KEY_TURNS, CHUNK_KEY_TURNS = 4, 2
 class CompressorConstants:
     """A compressor as compile-time constants.
 
-    SPLITS programs share an item, or one program takes ITEMS_PER_PROGRAM; with LOOP it goes on to
-    others. TAILS says who writes them: "none", "token" (the program of each token), "apart"
-    (programs of their own, one per request) or "after" (an item's, behind its groups). BIAS: there
-    is an ape. Without GATED a group is one token, as it is. KEY_WIDTH is that of index keys that
-    come from the latent, 0 where none do; KEY_LANES channels are added at once, and KEY_TURNS times
-    as many are loaded ahead."""
+    SPLITS programs share an item, or one program takes ITEMS_PER_PROGRAM; with LOOP it then goes on
+    to more of them. TAILS: which programs write the tails: "none", "token" (the program of each
+    token), "apart" (programs of their own, one per request) or "after" (the program of an item,
+    after its groups). BIAS: there is an ape. Without GATED a group is one token, stored as it is.
+    KEY_WIDTH is that of index keys that come from the latent, 0 where none do; KEY_LANES channels
+    are added at once, and KEY_TURNS times as many are loaded ahead."""
 
     RATIO: int
     OVERLAP: bool
@@ -92,8 +92,8 @@ class CompressorConstants:
 
 
 class Compressor(NamedTuple):
-    """One compressor's tensors, program counts and places. Offsets are bytes from a block's
-    (`data`, `scale`) or a slot's first; with folded groups `ka_offset` is that of the states."""
+    """One compressor's tensors, program counts and places. Offsets are in bytes, from the start of
+    a block (`data`, `scale`) or of a slot; for folded groups `ka_offset` is that of the states."""
 
     items: Any
     c: Any
@@ -124,7 +124,7 @@ class Compressor(NamedTuple):
 KEY_FIELDS = 4
 
 
-class Share(NamedTuple):
+class CompressorLaunch(NamedTuple):
     """What a compressor adds to a launch."""
 
     programs: int
@@ -133,7 +133,7 @@ class Share(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Groups that a program closes at once; each field [ITEMS_PER_PROGRAM]."""
+    """Groups that a program closes at once; each field is [ITEMS_PER_PROGRAM]."""
 
     item: Any
     slot: Any
@@ -161,12 +161,12 @@ class Place(NamedTuple):
     sin: Any
 
 
-def compressor_share(step: StepTensors, write: CompressorWrite | None) -> Share:
-    """No programs where a layer has no such compressor."""
+def compressor_launch(step: StepTensors, write: CompressorWrite | None) -> CompressorLaunch:
+    """An empty share, without programs, where a layer has no such compressor."""
     nothing: Tensor = step.rope
     if write is None:
         unread = (step.batch, *[nothing] * 6, step.arrived, *[0] * 11, nothing, nothing, 0, 0)
-        return Share(0, Compressor._make(unread), None)
+        return CompressorLaunch(0, Compressor._make(unread), None)
     layout, items, keys = write.layout, write.items.shape[0], write.layout.key_page
     items_per_program = splits = 1
     if layout.online:
@@ -175,13 +175,13 @@ def compressor_share(step: StepTensors, write: CompressorWrite | None) -> Share:
         splits = max(1, layout.width // SPLIT_CHANNELS)
     elif layout.key_page is None:
         items_per_program = max(1, CHANNELS_IN_ONE_PROGRAM // layout.width)
-    # Where a step is narrow its tails overwrite nothing that its groups read, so other programs
-    # may write them meanwhile; a wide chunk's groups must be read first.
+    # The tails of a decode step overwrite nothing that its groups read, so other programs may write
+    # them at the same time; the groups of a prefill chunk must be read first.
     tails = "none"
     if write.write_tails and (layout.online or layout.ka is not None or layout.kb is not None):
         tails = ("apart" if layout.online else "token") if step.narrow else "after"
     sets = -(-items // items_per_program) if write.compress or tails == "after" else 0
-    # an online step has one program per item: there is nothing to save
+    # a step with online states has one program per item: there is nothing to save
     bounded = step.narrow and not layout.online
     sets_at_once = min(sets, MOST_NARROW_PROGRAMS // splits) if bounded else sets
     work_programs = sets_at_once * splits
@@ -204,7 +204,8 @@ def compressor_share(step: StepTensors, write: CompressorWrite | None) -> Share:
         LOOP=sets_at_once < sets,
         LANES=SUM_LANES,
         WIDE=not step.narrow,
-        # What storing needs is under way with the rows, where there are registers to spare for it.
+        # What storing needs is loaded together with the rows if there are registers to spare for
+        # it.
         PLACE_FIRST=layout.online or (step.narrow and splits == 1),
         AHEAD=1 if step.narrow else FOLD_AHEAD_TOKENS,
         COMPRESS=write.compress,
@@ -242,7 +243,7 @@ def compressor_share(step: StepTensors, write: CompressorWrite | None) -> Share:
         key_data_offset=0 if keys is None else keys.offset_bytes,
         key_scale_offset=0 if keys is None else keys.scale_offset_bytes,
     )
-    return Share(work_programs + tail_programs, arguments, constants)
+    return CompressorLaunch(work_programs + tail_programs, arguments, constants)
 
 
 def _rows(ring: Ring | None) -> int:
@@ -264,7 +265,8 @@ def compress(program, step, compressor, C: tl.constexpr):
 
 @triton.jit
 def tail_rank(position, C: tl.constexpr):
-    """How many tokens before a position the tails keep; the row of their rings follows from it."""
+    """How many tokens before a position the tails keep; a token's row in their rings follows from
+    its rank."""
     if C.SKIPS_LAST:
         return position - position // C.RATIO
     else:
@@ -288,8 +290,8 @@ def ring_at(slot_ptr, offset):
 
 @triton.jit
 def _compress_rows(program, step, compressor, C: tl.constexpr):
-    """ITEMS_PER_PROGRAM items; where programs are fewer, every so many in turn up to the first
-    that is padding."""
+    """ITEMS_PER_PROGRAM items. If there are fewer programs than sets of items, each program strides
+    over the sets and stops at the first padding item."""
     split = program % C.SPLITS
     nth = program // C.SPLITS
     if C.LOOP:
@@ -308,8 +310,8 @@ def _first_slot(nth, compressor, C: tl.constexpr):
 
 @triton.jit
 def _load_items(nth, compressor, C: tl.constexpr):
-    """ItemColumns [ITEMS_PER_PROGRAM] of the nth items; -1 beyond the list. A single item is loaded
-    as scalars, not once per layout."""
+    """ItemColumns [ITEMS_PER_PROGRAM] of the nth items; -1 past the end of the list. A single item
+    is loaded as scalars, not once per layout."""
     if C.ITEMS_PER_PROGRAM == 1:
         one = tl.zeros([1], dtype=tl.int32)
         item = load_item(item_at(compressor.items, nth))
@@ -325,7 +327,7 @@ def _load_items(nth, compressor, C: tl.constexpr):
 @triton.jit
 def _compress_items(nth, split, step, compressor, C: tl.constexpr):
     items = _load_items(nth, compressor, C)
-    # Padding is -1 in every column; asking all of them has them all loaded before the branch.
+    # Padding is -1 in every column; testing all columns makes all loads start before the branch.
     asked = items.slot & items.start & items.end & items.first_row & items.entry & items.entries
     live = asked >= 0
     item = nth * C.ITEMS_PER_PROGRAM + tl.arange(0, C.ITEMS_PER_PROGRAM)
@@ -340,7 +342,7 @@ def _compress_items(nth, split, step, compressor, C: tl.constexpr):
                 groups = Groups(item, slot, entry, items.start, items.first_row)
                 _close_groups(closes, groups, slot_ptr, split, step, compressor, C)
     if C.TAILS == "after":
-        tl.debug_barrier()  # the rows read above may be among those written below
+        tl.debug_barrier()  # some of the rows read above may be overwritten below
         again = load_item(item_at(compressor.items, item), item < compressor.item_rows, 0)
         _write_tails(again.writes_tails == 1, items, slot_ptr, split, compressor, C)
 
@@ -362,10 +364,10 @@ def _close_groups(closes, groups, slot_ptr, split, step, compressor, C: tl.const
     rows = Stored(compressor.c, compressor.c_stride, ka, kb)
     values = _load_tiles(closes, groups, split, rows, None, C)
     if not C.WIDE:
-        # Left alone, ptxas loads the values after the exponentials, and one program has nothing
-        # else to fill that wait. No load sinks below a barrier, and no barrier below a branch.
+        # Without a barrier ptxas loads the values after the exponentials, and a lone program has
+        # nothing else to fill that wait. No load moves below a barrier, no barrier below a branch.
         tl.debug_barrier()
-    if C.WIDE or step.slot_bytes > 0:  # always
+    if C.WIDE or step.slot_bytes > 0:  # always true
         if C.GATED:
             pooled = _pool(logits, values, closes, groups.entry, C)
         else:
@@ -375,9 +377,9 @@ def _close_groups(closes, groups, slot_ptr, split, step, compressor, C: tl.const
 
 @triton.jit
 def _compress_folded(program, step, compressor, C: tl.constexpr):
-    """One group that closes, or the states of one request. In a wide step the states of a request
-    that begins a group are read by nobody, so programs of their own write them; else the program
-    of the request's first item does, after it has read them."""
+    """One group that closes, or the states of one request. In a prefill step nothing reads the
+    states of a request that begins a group, so programs of their own write them. Otherwise the
+    program of the request's first item writes them, after it has read them."""
     RATIO: tl.constexpr = C.RATIO
     if C.WIDE:
         tail = program < compressor.tail_programs
@@ -397,7 +399,7 @@ def _compress_folded(program, step, compressor, C: tl.constexpr):
         states = tl.where(tail, states & begins, (writes_tails == 1) & (begins == 0))
     group = Groups(item, slot, entry, start, first_row)
     if C.WIDE:
-        # one loop over two jobs: its code is long, and slow to compile
+        # one loop over two jobs, because its code is long and slow to compile
         for job in range(tl.where(closes, 0, 1), tl.where(states, 2, 1)):
             _fold_job(job, True, group, end, split, step, compressor, C)
     else:
@@ -410,7 +412,7 @@ def _compress_folded(program, step, compressor, C: tl.constexpr):
 @triton.jit
 def _fold_job(job, FOLDS: tl.constexpr, group, end, split, step, compressor, C: tl.constexpr):
     """Job 0 closes a group (scalars), job 1 writes the states of a request's newest tokens. Without
-    FOLDS no token comes between the stored state and those."""
+    FOLDS there are no tokens between the stored state and those."""
     RATIO: tl.constexpr = C.RATIO
     slot_ptr = step.slot_arena + group.slot * step.slot_bytes
     ring = ring_at(slot_ptr, compressor.ka_offset)
@@ -441,7 +443,7 @@ def _fold_job(job, FOLDS: tl.constexpr, group, end, split, step, compressor, C: 
 
 @triton.jit
 def _place(closes, groups, step, compressor, C: tl.constexpr):
-    """Where the entries go, and what they are multiplied with."""
+    """Where the entries go, and what they are multiplied by."""
     WIDTH: tl.constexpr = C.WIDTH
     at = step.block_table + groups.slot * step.table_stride + groups.entry // C.PAGE_ROWS
     block_id = tl.load(at, mask=closes, other=0).to(tl.int64)
@@ -453,8 +455,8 @@ def _place(closes, groups, step, compressor, C: tl.constexpr):
 
 @triton.jit
 def _finish_entries(pooled, closes, groups, split, place, step, compressor, C: tl.constexpr):
-    """Stores entries; `pooled` is [items, PART]. Where programs have pooled some channels each,
-    whoever comes last has them all."""
+    """Stores entries; `pooled` is [items, PART]. Where several programs have pooled some channels
+    each, the last one to finish collects them all."""
     if C.SPLITS == 1:
         _store_entries(pooled, closes, groups, place, step, compressor, C)
     else:
@@ -501,14 +503,14 @@ def _store_entries(pooled, closes, groups, place, step, compressor, C: tl.conste
 @triton.jit
 def _store_key(latent, closes, groups, place, step, compressor, C: tl.constexpr):
     """The index key of one latent [1, WIDTH]: its projection, norm, RoPE and record. Channels are
-    added in fp64 and in the order of the reference's `project`: lane by lane, then lanes in a
-    tree."""
+    added in fp64 and in the order of the reference's `project`: first within each lane, then the
+    lanes as a tree."""
     RECORD: tl.constexpr = C.KEY_RECORD
     WIDTH: tl.constexpr = C.WIDTH
     KEY_WIDTH: tl.constexpr = C.KEY_WIDTH
     LANES: tl.constexpr = C.KEY_LANES
     TURNS: tl.constexpr = C.KEY_TURNS
-    # through memory, because a thread needs all channels and has a few
+    # through memory, because a thread needs all channels but holds only a few
     line = compressor.scratch + tl.max(groups.item, axis=0).to(tl.int64) * WIDTH
     tl.store(line + tl.arange(0, WIDTH)[None, :], latent)
     tl.debug_barrier()
@@ -517,7 +519,7 @@ def _store_key(latent, closes, groups, place, step, compressor, C: tl.constexpr)
     sums = tl.zeros([LANES, KEY_WIDTH], dtype=tl.float64)
     tiles = _key_tiles(line, weights, 0, C)
     for first in range(0, WIDTH, TURNS * LANES):
-        # the next tiles are under way; behind the last ones the same again
+        # the next tiles are already being loaded; after the last ones, the same ones again
         ahead = tl.minimum(first + TURNS * LANES, WIDTH - TURNS * LANES)
         next_tiles = _key_tiles(line, weights, ahead, C)
         for turn in tl.static_range(TURNS):
@@ -542,7 +544,7 @@ def _store_key(latent, closes, groups, place, step, compressor, C: tl.constexpr)
 @triton.jit
 def _key_tiles(line, weights, first, C: tl.constexpr):
     """KEY_TURNS tiles from channel `first` on: channels of the latent [LANES, 1] and weights
-    [LANES, KEY_WIDTH], in turn."""
+    [LANES, KEY_WIDTH], alternating."""
     TURNS: tl.constexpr = C.KEY_TURNS
     tiles = ()
     for turn in tl.static_range(TURNS):
@@ -558,11 +560,11 @@ def _key_tile(line, weights, first, C: tl.constexpr):
 
 @triton.jit
 def _load_tiles(closes, groups, split, stored, ape, C: tl.constexpr):
-    """Logits or values of all rows of groups, as a tuple of tiles [items, ROWS, PART]. Logits that
-    are the step's own get their bias: `ape` is None for values."""
+    """Logits or values of all rows of groups, as a tuple of tiles [items, ROWS, PART]. Logits of
+    the step's own tokens get their bias: `ape` is None for values."""
     RATIO: tl.constexpr = C.RATIO
     ROWS: tl.constexpr = min(RATIO, C.LANES)
-    # only the newest rows of a group that a narrow step closes can be the step's own
+    # only the newest rows of a group that a decode step closes can come from the step itself
     ANY: tl.constexpr = C.WIDE or C.SKIPS_LAST
     NEWEST: tl.constexpr = 2 * RATIO if ANY else max(C.A_ROWS - RATIO + 1, 1)
     entry = groups.entry
@@ -587,7 +589,7 @@ def _load_tile(
     PREVIOUS: tl.constexpr, NEW: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The rows [items, ROWS, PART] at positions from `first` on of the PREVIOUS or the current
-    stream: from its ring and, where some can be NEW, from the step's projections."""
+    stream: from its ring and, where some may be NEW, from the step's projections."""
     WIDTH: tl.constexpr = C.WIDTH
     PART: tl.constexpr = WIDTH // C.SPLITS
     ROWS: tl.constexpr = min(C.RATIO, C.LANES)
@@ -600,7 +602,7 @@ def _load_tile(
     exists = exists[:, None, None]
     start = groups.start[:, None]
     token = (groups.first_row[:, None] + position - start).to(tl.int64)
-    if not C.GATED:  # of a type of its own, and always the step's
+    if not C.GATED:  # of a type of its own, and always the step's own tokens
         row = stored.new + token * stored.stride
         return (load_bf16(row[:, :, None] + column, exists).to(tl.float32),)
     else:
@@ -635,7 +637,7 @@ def _pool(logits, values, closes, entry, C: tl.constexpr):
         weights += weight
         products += product
     if C.SPLITS == 1:
-        # 0 / 0 for groups that do not close would take the long way through the division
+        # for groups that do not close, 0 / 0 would take the slow path of the division
         product = tl.where(closes[:, None], _halving_sum(products), 1.0)
         return tl.div_rn(product, tl.where(closes[:, None], _halving_sum(weights), 1.0))
     else:
@@ -652,7 +654,7 @@ def _masked(logits, exists):
 @triton.jit
 def _weigh(z, k, exists, top):
     """Softmax numerators and their products with the values; rows that do not exist (their values
-    are 0) count 0."""
+    are 0) have weight 0."""
     weight = tl.where(exists, exp_nonpositive(z - top), 0.0)
     return weight, weight * k
 
@@ -672,7 +674,7 @@ def _halving_sum(x):
 
 @triton.jit
 def _tree_sum(x, ROWS: tl.constexpr, PART: tl.constexpr):
-    """[ROWS, PART, 2] → [PART, 2] in the same order, where the rows are spread over threads."""
+    """[ROWS, PART, 2] → [PART, 2] in the same order, where rows are spread over threads."""
     if ROWS == 1:
         return tl.reshape(x, [PART, 2])
     else:
@@ -689,7 +691,7 @@ def _write_tails(live, items, slot_ptr, split, compressor, C: tl.constexpr):
     WIDTH: tl.constexpr = C.WIDTH
     PART: tl.constexpr = WIDTH // C.SPLITS
     COLUMNS: tl.constexpr = WIDTH * 2 if C.OVERLAP else WIDTH
-    # tokens among which are those that the rings keep
+    # a range of tokens that includes those the rings keep
     RINGS: tl.constexpr = 2 * C.A_ROWS if C.SKIPS_LAST else max(C.A_ROWS, C.B_ROWS)
     ROWS: tl.constexpr = 1 if C.OVERLAP else min(32, 2048 // PART)
     # [items, 1]

@@ -1,7 +1,7 @@
-"""The keys of a wide step decoded once, for all of its tokens: one launch, bf16 rows.
+"""Decodes the keys of a prefill step once for all of its tokens: one launch, bf16 rows.
 
-Window rows come first, as they are staged, then `max_visible` rows per request for its entries. A
-row that no token can see holds anything.
+Window rows come first, as they are staged, then `max_visible` rows per request for its entries. The
+content of a row that no token can see is undefined.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from dsv4.ops.calls import Attention
 
 
 def window_rows(call: Attention) -> int:
-    """Rows that a step has staged at most."""
+    """The most rows that a step can stage."""
     return call.tokens.shape[0] + (call.window.window - 1) * call.batch.shape[0]
 
 
 def first_entry(call: Attention) -> int:
-    """The row of the first request's first entry: window rows end in a whole block of keys."""
+    """The row of the first request's first entry; window rows are padded to a whole block of
+    keys."""
     return _whole_blocks(window_rows(call))
 
 
 def entries_apart(call: Attention) -> int:
-    """How far the first entries of two requests lie apart, in rows."""
+    """The distance between the first entries of two consecutive requests, in rows."""
     if call.entries is None:
         return 0
     assert call.max_visible is not None
@@ -45,7 +46,7 @@ def decoded_rows(call: Attention) -> int:
 
 
 def decoded(call: Attention) -> Tensor:
-    """The rows in the call's memory, [rows, head_dim]."""
+    """The rows as a view of the call's memory, [rows, head_dim]."""
     assert call.decoded is not None
     return call.decoded.view(torch.bfloat16)[: decoded_rows(call) * call.q.shape[2]].view(
         -1, call.q.shape[2]
@@ -53,7 +54,7 @@ def decoded(call: Attention) -> Tensor:
 
 
 def decode_launch(call: Attention) -> Launch:
-    """Only for staged windows, and where `max_visible` is known."""
+    """Only for staged windows, and only if `max_visible` is known."""
     window, source, out = call.window, entries_or_window(call), decoded(call)
     arguments = (
         window.arena,

@@ -14,7 +14,7 @@ from dsv4.kernels.numerics import INTERPRETED, round_bf16, wide
 
 @triton.jit
 def load_bf16(ptrs, mask):
-    """bf16 numbers as `dot` takes them; 0 where masked."""
+    """bf16 numbers in the form that `dot` takes; 0 where masked."""
     x = tl.load(ptrs, mask=mask, other=0.0)
     if INTERPRETED:
         return wide(x)
@@ -24,7 +24,7 @@ def load_bf16(ptrs, mask):
 
 @triton.jit
 def as_operand(x):
-    """fp32 → the nearest bf16, as `dot` takes it."""
+    """fp32 → the nearest bf16, in the form that `dot` takes."""
     if INTERPRETED:
         return round_bf16(x)
     else:

@@ -1,4 +1,4 @@
-"""Groups that are kept folded, for the append kernel: dsv4/reference/online.py, byte for byte.
+"""Folded groups in the append kernel: dsv4/reference/online.py, byte for byte.
 
 `compressor` and `C` are a Compressor and its CompressorConstants (compress.py).
 """
@@ -23,7 +23,7 @@ class State(NamedTuple):
 
 @triton.jit
 def _fold_token(top, weight, product, z, c, first):
-    """One more token; where it is the first of its group, the state before it does not count."""
+    """Folds one more token; if it is the first of its group, the state before it is ignored."""
     top = tl.where(first, z, top)
     weight = tl.where(first, 0.0, weight)
     product = tl.where(first, 0.0, product)
@@ -37,13 +37,14 @@ def _fold_token(top, weight, product, z, c, first):
 
 @triton.jit
 def fold_tokens(state, begin, end, row_offset, split, compressor, C: tl.constexpr):
-    """Folds the tokens [begin, end), token p from row p + row_offset of the projections. A wide
-    step has the next AHEAD tokens under way while it folds as many: a load takes as long."""
+    """Folds the tokens [begin, end), token p from row p + row_offset of the projections. A prefill
+    step loads the next AHEAD tokens while it folds as many: a load takes about as long."""
     AHEAD: tl.constexpr = C.AHEAD
     PART: tl.constexpr = C.WIDTH // C.SPLITS
     z_stride, c_stride = compressor.z_stride, compressor.c_stride
     top, weight, product = state
-    # three pointers march on: addresses made from positions are half of a fold's instructions
+    # three pointers are advanced: computing addresses from positions would be half of the
+    # instructions
     channel = split * PART + tl.arange(0, PART)
     token = (begin + row_offset).to(tl.int64)
     at_z = compressor.z + token * z_stride + channel
@@ -58,8 +59,8 @@ def fold_tokens(state, begin, end, row_offset, split, compressor, C: tl.constexp
         # for a group's first token the running maximum is its own logit and the sums are 0
         first = (left == end - begin) & (begin % C.RATIO == 0)
         top = tl.where(first, rows[0] + rows[1], top)
-        # Exponentials wait for logits alone, so all of a block are under way at once; what is left
-        # for the sums is one product and one sum per token.
+        # Exponentials depend on logits alone, so all those of a block are started at once; what is
+        # left for the sums is one product and one sum per token.
         factors = ()
         for nth in tl.static_range(AHEAD):
             z = rows[3 * nth] + rows[3 * nth + 1]
@@ -75,7 +76,7 @@ def fold_tokens(state, begin, end, row_offset, split, compressor, C: tl.constexp
 @triton.jit
 def _load_ahead(at_z, at_c, at_bias, z_stride, c_stride, left, C: tl.constexpr):
     """AHEAD tokens of one group as one tuple, three vectors each: logits, bias, values; zeros
-    beyond the `left` that there are."""
+    past the `left` tokens that exist."""
     AHEAD: tl.constexpr = C.AHEAD
     rows = ()
     for nth in tl.static_range(AHEAD):
@@ -96,12 +97,13 @@ def _load_row(at_z, at_bias, at_c, live):
 
 @triton.jit
 def _factors(top, z, c, live):
-    """What a token does to the sums: both are multiplied by the first, then the second is added to
-    the weights and the third to the values. A factor of 1 and a summand of -0 change nothing."""
+    """What a token does to the sums: both are multiplied by the first factor, then the second is
+    added to the weights and the third to the values. A factor of 1 and a summand of -0 change
+    nothing."""
     rises = (z > top) & live
     shrink = exp_nonpositive(tl.where(z == top, 0.0, -tl.abs(z - top)))
     keep = tl.where(rises, shrink, 1.0)
-    # by its bits, because Triton makes +0 of the literal -0.0, and -0 + +0 is +0
+    # written as bits, because Triton turns the literal -0.0 into +0, and -0 + +0 is +0
     nothing = tl.full(z.shape, 0x80000000, tl.uint32).to(tl.float32, bitcast=True)
     add = tl.where(rises, 1.0, tl.where(live, shrink, nothing))
     return keep, add, add * c
@@ -109,13 +111,13 @@ def _factors(top, z, c, live):
 
 @triton.jit
 def write_states(state, newest, kept, end, row_offset, split, ring, compressor, C: tl.constexpr):
-    """The states of the tokens [kept, end) into the ring, from the one before them; `newest` are
-    the projections of the first."""
+    """Writes the states of the tokens [kept, end) into the ring, starting from the state before
+    them; `newest` are the projections of the first."""
     WIDTH: tl.constexpr = C.WIDTH
     PART: tl.constexpr = WIDTH // C.SPLITS
     top, weight, product = state
     if C.WIDE:
-        tl.debug_barrier()  # rows read before may be among those written below
+        tl.debug_barrier()  # some of the rows read before may be overwritten here
     channel = split * PART + tl.arange(0, PART)
     for at in range(kept, end):
         z, bias, c = newest

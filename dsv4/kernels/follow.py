@@ -1,5 +1,5 @@
-"""Where requests start that were planned behind a step which is still under way: one small launch,
-one program per request."""
+"""Fills in where requests start that were planned after a step which is still running: one small
+launch, one program per request."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _FOLLOW_COLUMNS = tl.constexpr(FOLLOW_COLUMNS)
 
 @dataclass(frozen=True, slots=True)
 class FollowConstants:
-    """Per ratio: the ratio, 1 where groups overlap, and where its items lie, in words behind
-    `batch`. BLOCK is a power of two, no less than the tokens that a request has. DRAFTS steps of
-    DRAFT_ROWS requests lie as far behind `batch` as is said."""
+    """Per ratio: the ratio, 1 where groups overlap, and the offset of its items, in words after
+    `batch`. BLOCK is a power of two, no less than the tokens of any request. DRAFTS steps of
+    DRAFT_ROWS requests lie at the given offsets after `batch`."""
 
     RATIOS: tuple[int, ...]
     OVERLAPS: tuple[int, ...]
@@ -94,7 +94,8 @@ def _follow_kernel(follows, batch, tokens, batch_before, accepted, FOLLOW: tl.co
 def _fill_items(
     at, batch, request, start, end, reused, nth, OF_RATIO: tl.constexpr, FOLLOW: tl.constexpr
 ):
-    """The items of a request, as many as it can have; those that it has not become padding."""
+    """The items of a request: it has room for the most it can have, and the unused ones become
+    padding."""
     RATIO: tl.constexpr = FOLLOW.RATIOS[OF_RATIO]
     OVERLAP: tl.constexpr = FOLLOW.OVERLAPS[OF_RATIO]
     first = start // RATIO

@@ -1,4 +1,4 @@
-"""Dequantising gathers: records back to bf16, one launch, no host knowledge of lengths."""
+"""Dequantising gathers: records back to bf16 in one launch; the host need not know lengths."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def gather_entries_launch(
     out: Tensor,
     lengths: Tensor,
 ) -> Launch:
-    """Without `indices` all entries that are seen."""
+    """Without `indices`: all entries that are seen."""
     rows, keys, width = out.shape
     arguments = (
         source.arena,

@@ -1,4 +1,4 @@
-"""Indexer queries as the indexer's keys are kept: RoPE, Hadamard, the round trip of the format."""
+"""Indexer queries in the form of the indexer's keys: RoPE, Hadamard, the format's round trip."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.record_store import record_constants
 from dsv4.kernels.rows import load_token, token_at
 
-# Of one program: a warp's 32 lanes then hold 16 channels each, and no barrier has a second warp.
+# Per program: a warp's 32 lanes then hold 16 channels each, and no barrier spans two warps.
 HEADS = 4
 NUM_WARPS = 1
 
@@ -43,7 +43,7 @@ def index_query_launch(
     out: Tensor,
     transform: bool = True,
 ) -> Launch:
-    """As prepare_index_queries."""
+    """As prepare_index_queries, without launching."""
     arguments = (
         q,
         tokens,

@@ -1,10 +1,10 @@
-"""How much each query wants each entry: I = Σ_h w_h · ReLU(q_h · k), in one launch.
+"""The score of each entry for each query: I = Σ_h w_h · ReLU(q_h · k), in one launch.
 
 A program multiplies a tile of entries (rows of the matrix instruction) with all heads of a token
-(columns), so the sum over heads stays within four neighbouring lanes. Work is cut on the device:
-every program counts the tiles of all tokens and takes an equal share of them, whatever the lengths,
-so long and short requests of a batch keep all processors busy and no program is launched for
-entries that nobody sees.
+(columns), so the sum over heads stays within four neighbouring lanes. Work is divided on the
+device: every program counts the tiles of all tokens and takes an equal share of them. So long and
+short requests of a batch keep all processors busy, whatever the lengths, and no program is launched
+for entries that no token sees.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ MAX_TOKENS = 256
 
 def _decode_nibble(nth: int) -> str:
     """PTX: code `nth` of the words in $4 times the powers of two in $5, into ${nth}."""
-    sign, size = 12 - 4 * nth, 6 - 4 * nth  # places from where a code has them to where bf16 does
+    # by how many bits a code's fields move to where bf16 has them
+    sign, size = 12 - 4 * nth, 6 - 4 * nth
     aligned = f"shl.b32 sign, $4, {sign};\n        and.b32 sign, sign, 0x80008000;"
     word = aligned if sign else "and.b32 sign, $4, 0x80008000;"
     shift = f"shl.b32 size, $4, {size};" if size > 0 else f"shr.u32 size, $4, {-size};"
@@ -63,7 +64,7 @@ def _decode_nibble(nth: int) -> str:
         mul.rn.bf16x2 ${nth}, size, $5;"""
 
 
-# unit is 2^126 twice
+# unit is 2^126, twice
 DECODE_MXFP4 = tl.constexpr(
     "{.reg .b32 sign, size, unit; mov.b32 unit, 0x7E807E80;"
     + "".join(map(_decode_nibble, range(4)))
@@ -83,8 +84,8 @@ WEIGHTED_RELU = tl.constexpr("""
 @dataclass(frozen=True, slots=True)
 class ScoreConstants:
     """A launch as compile-time constants. Up to BANDS bands of BAND tokens; TILE entries; ROUND:
-    dots, products and sums are bf16 numbers. With BLOCKS, columns are the entries of so many
-    candidate blocks of SPAN entries."""
+    dots, products and sums are bf16 numbers. With BLOCKS, columns are the entries of BLOCKS
+    candidate blocks of SPAN entries each."""
 
     HEADS: int
     HEADS_PADDED: int
@@ -105,7 +106,8 @@ class ScoreConstants:
 
 
 class ScoreArguments(NamedTuple):
-    """What the signatures of this kernel and of Hopper's begin with, as `AttendArguments`."""
+    """The arguments that the signatures of this kernel and of Hopper's begin with, as
+    `AttendArguments`."""
 
     q_ptr: Tensor
     weights_ptr: Tensor
@@ -127,8 +129,8 @@ class ScoreArguments(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """The tokens of a launch, and what of their entries is scored: `columns` at most, and nothing
-    where no more than `skip_visible` are seen."""
+    """The tokens of a launch, and which of their entries are scored: at most `columns`, and none
+    for tokens that see no more than `skip_visible`."""
 
     ptr: Any
     rows: Any
@@ -145,7 +147,7 @@ class _Queries(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """Where keys are: offsets in a block in bytes."""
+    """Where keys are: byte offsets in a block."""
 
     arena: Any
     table: Any
@@ -171,19 +173,19 @@ class _Query(NamedTuple):
 
 def index_scores(call: Scoring) -> None:
     """Same result as the reference, bit for bit where the dot product is exact in fp32 (MXFP4 and
-    NVFP4 unless scales lie very far apart).
+    NVFP4 unless scales differ by very much).
 
-    One launch per 256 tokens. Up to 16 neighbouring tokens share the keys they load, as far as
-    `tokens_per_request` says that they usually belong to one request. Raises InvalidInput for a
-    width below 64.
+    One launch per 256 tokens. Up to 16 neighbouring tokens share the keys they load, depending on
+    how many tokens a request usually has (`tokens_per_request`). Raises InvalidInput for a width
+    below 64.
     """
     for piece in pieces(call):
         index_scores_launch(piece).run()
 
 
 def candidate_scores(call: Scoring, candidates: Candidates) -> None:
-    """The same, of the entries of each token's candidate blocks: column j is entry
-    j % block_entries of block j // block_entries of its list."""
+    """The same for the entries of each token's candidate blocks: column j is entry
+    j % block_entries of block j // block_entries in the token's list."""
     first = 0
     for piece in pieces(call):
         rows = slice(first, first + piece.tokens.shape[0])
@@ -193,7 +195,7 @@ def candidate_scores(call: Scoring, candidates: Candidates) -> None:
 
 
 def pieces(call: Scoring) -> Iterator[Scoring]:
-    """The call in runs of tokens that one launch can look at."""
+    """The call as runs of tokens that one launch can handle."""
     count = call.tokens.shape[0]
     if count <= MAX_TOKENS:
         yield call
@@ -210,7 +212,7 @@ def pieces(call: Scoring) -> Iterator[Scoring]:
 
 
 def index_scores_launch(call: Scoring, candidates: Candidates | None = None) -> Launch:
-    """Of a call that is one piece."""
+    """The launch of a call that is one piece."""
     _, heads, width = call.q.shape
     if width < 64 or width & (width - 1):
         raise InvalidInput(
@@ -332,11 +334,11 @@ def _index_scores_kernel(
     scores = _Scores(ptr=scores_ptr, stride=scores_stride)
     ends = _tile_ends(tokens, S)
     total = tl.max(ends, axis=0).to(tl.int64)
-    # this program's share of all tiles, counted through the bands: [at, stop)
+    # this program's share of all tiles, counted across the bands: [at, stop)
     at = (tl.program_id(0) * total // tl.num_programs(0)).to(tl.int32)
     stop = ((tl.program_id(0) + 1) * total // tl.num_programs(0)).to(tl.int32)
     while at < stop:
-        # counted anew, from the cache, rather than kept: registers are what limits the programs
+        # computed again from the cache rather than kept: registers are what limits the programs
         ends = _tile_ends(tokens, S)
         band = tl.sum((ends <= at).to(tl.int32), axis=0)
         band_begin = tl.max(tl.where(ends <= at, ends, 0), axis=0)
@@ -353,7 +355,7 @@ def _index_scores_kernel(
 
 @triton.jit
 def _tile_ends(tokens, S: tl.constexpr):
-    """How many tiles the bands up to each have, itself included: [BANDS]."""
+    """The running total of tiles over the bands, each band included: [BANDS]."""
     BAND: tl.constexpr = S.BAND
     BANDS: tl.constexpr = S.BANDS
     _, seen = _seen_columns(tl.arange(0, BANDS * BAND), tokens, S)
@@ -393,7 +395,7 @@ def _score_token(token, begin, end, tokens, queries, keys, scores, S: tl.constex
 
 @triton.jit
 def _score_band(band, begin, end, tokens, queries, keys, scores, S: tl.constexpr):
-    """Tiles [begin, end) of a band of tokens. Keys are loaded anew only where the request changes
+    """Tiles [begin, end) of a band of tokens. Keys are loaded again only where the request changes
     from one token to the next."""
     BAND: tl.constexpr = S.BAND
     TILE: tl.constexpr = S.TILE
@@ -449,8 +451,8 @@ def _load_query(token, queries, S: tl.constexpr):
 @triton.jit
 def _load_keys(entry, live, keys, table_row, S: tl.constexpr):
     """Four quarters [entries, WIDTH / 4] of decoded keys: every fourth channel where 16 bits hold
-    four codes, else a quarter of the channels after the other. bf16, interpreted fp32; 0 where not
-    live, nothing is read there."""
+    four codes, else consecutive quarters of the channels. bf16, or fp32 when interpreted. Rows that
+    are not live are not read and give 0."""
     QUARTER: tl.constexpr = S.WIDTH // 4
     RECORD: tl.constexpr = S.RECORD
     block_id = tl.load(table_row + entry // S.PAGE_ROWS, mask=live, other=0).to(tl.int64)
@@ -509,8 +511,8 @@ def _spread(scale, QUARTER: tl.constexpr):
 def _decode_mxfp4(words, scale):
     """16 bits of four E2M1 codes, and bf16 scales → the codes' values as bf16, two words at once.
 
-    A code's three magnitude bits, put where bf16 has the end of its exponent and the start of its
-    mantissa, read as its value times 2^-126 (a half as a denormal); its sign goes to the front.
+    A code's three magnitude bits, placed where bf16 has the end of its exponent and the start of
+    its mantissa, read as its value times 2^-126 (a half as a denormal); its sign goes to the front.
     """
     return tl.inline_asm_elementwise(
         bf16_products(DECODE_MXFP4),
@@ -560,8 +562,8 @@ def _weighted_relu(dots, weight):
 @triton.jit
 def _head_sum(x):
     """[entries, heads] → [entries], in the order of the reference. Each step adds two numbers, so
-    no layout of registers can change it: neighbours lie in one thread, then the halves do, at last
-    lanes."""
+    no layout of registers can change the sum: first neighbours, which one thread holds, then the
+    halves, finally across lanes."""
     x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2)
     if x.shape[1] >= 128:
         x = _halve(x)

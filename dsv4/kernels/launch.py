@@ -1,9 +1,9 @@
-"""One launch of one kernel, before it happens: what launchers return and tests compile.
+"""One launch of one kernel as an object: what launchers return and tests compile.
 
 Triton finds the binary of a launch by the text of all its constants, which takes the host longer
-than most of our kernels take the GPU. `Launch.run` asks it once for each kind of launch and then
-starts the binary itself. What a call has launched can be launched again with other tensors of the
-same shapes (`repeatable`): then nothing is built, and only addresses are put in.
+than most of our kernels take the GPU. `Launch.run` asks Triton once for each specialization and
+then starts the binary itself. What a call has launched can be launched again with other tensors of
+the same shapes (`repeatable`): nothing is built again, only the addresses change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dsv4.kernels.target import compiled_for
 from dsv4.ops.device import on_device
 
 _INT32_MAX = 2**31 - 1
-# what Triton compiled for a kind of launch, and its constants in the order of the arguments
+# per specialization: what Triton compiled, and its constants in the order of the arguments
 _binaries: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
 
@@ -42,19 +42,19 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     def run(self) -> None:
-        """Launches on the current stream of the tensors' device, whichever device is current; a
+        """Launches on the current stream of the tensors' device, whichever device is current. A
         grid without programs launches nothing."""
         if not all(self.grid):
             return
-        heard = _listening.heard
-        if heard is None:
+        recorder = _recording.recorder
+        if recorder is None:
             self._run()
-        elif isinstance(heard, Collection):
-            heard.take(self)
+        elif isinstance(recorder, Collection):
+            recorder.take(self)
         else:
-            with heard.paused():
+            with recorder.paused():
                 self._run()
-            heard.launches.append(self)
+            recorder.launches.append(self)
 
     def _run(self) -> None:
         if INTERPRETED.value:
@@ -70,9 +70,9 @@ class Launch(NamedTuple):
         return (*self.grid, 1, 1)[:3]
 
     def binary(self) -> tuple[Any, tuple[Any, ...]]:
-        """What Triton compiled for launches of this kind, and the constants that follow the
-        arguments. The first one compiles it."""
-        key = self.kind()
+        """What Triton compiled for this launch, and the constants that follow the arguments. The
+        first launch of a specialization compiles it."""
+        key = self.specialization()
         found = _binaries.get(key)
         if found is None:
             names = self.kernel.arg_names[len(self.arguments) :]
@@ -80,11 +80,12 @@ class Launch(NamedTuple):
             found = _binaries[key] = compiled(self), constants
         return found
 
-    def kind(self) -> tuple[Any, ...]:
-        """Launches of one kind run the same binary: besides the device, the kernel and what it was
-        compiled for, Triton tells arguments apart by type, by alignment, and whether one is 1; of
-        those that a kernel does not specialise on it tells only whether they have 32 bits."""
-        forms = [*map(_specialization, self.arguments)]
+    def specialization(self) -> tuple[Any, ...]:
+        """Launches of one kind run the same binary. The kind consists of the device, the kernel,
+        its constants and, because Triton specialises on them, each argument's type, its alignment
+        and whether it is 1; for arguments that a kernel does not specialise on, only whether they
+        have 32 bits."""
+        forms = [*map(_form, self.arguments)]
         for at in _unspecialized(self.kernel):
             forms[at] = forms[at] >= _LONG
         return (
@@ -97,49 +98,50 @@ class Launch(NamedTuple):
 
 
 class CompilationFailed(TritonError):  # type: ignore[misc]
-    """A pass of Triton's compiler has failed, which Triton itself tells as what the C++ inside it
-    has thrown becomes in Python."""
+    """A pass of Triton's compiler failed. Triton lets the C++ exception through as whatever Python
+    type pybind maps it to; this gives it one type."""
 
 
-# what pybind makes of C++: out_of_range is an IndexError, invalid_argument a ValueError
+# pybind's mapping from C++: out_of_range is an IndexError, invalid_argument a ValueError
 _COMPILER_ERRORS = (RuntimeError, IndexError, ValueError, AssertionError)
 
 
 def compiled(launch: Launch) -> Any:
-    """Triton's binary of a launch, which is not started. Raises TritonError if there is none."""
+    """Triton's binary of a launch, which is not started. Raises TritonError if it cannot be
+    compiled."""
     cache_key(launch.kernel)  # before Triton makes it
     options = compiled_for().options(**launch.options)
     arguments, constants = launch.arguments, launch.constants
     try:
         return launch.kernel.warmup(*arguments, grid=launch.grid, **constants, **options)
     except _COMPILER_ERRORS as error:
-        # what the device or its driver raises is none of the compiler's
-        told = str(error)
-        if isinstance(error, torch.AcceleratorError) or "[CUDA]" in told or "[HIP]" in told:
+        # errors of the device or its driver are not the compiler's
+        text = str(error)
+        if isinstance(error, torch.AcceleratorError) or "[CUDA]" in text or "[HIP]" in text:
             raise
         name, target = launch.kernel.fn.__name__, compiled_for().name
         raise CompilationFailed(f"{name} cannot be compiled for {target}: {error}") from error
 
 
-_LONG = 4  # forms of numbers that need more than 32 bits begin here
+_LONG = 4  # numbers outside this range need more than 32 bits
 
 
-def _specialization(argument: Any) -> Any:
+def _form(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, float):
         return float
     if is_descriptor(argument):
         return argument.base.dtype, *argument.block_shape
-    number = argument if type(argument) is int else index(argument)  # numpy's too
+    number = argument if type(argument) is int else index(argument)  # numpy's integers too
     if number == 1:
         return 1
     return 2 + (number % 16 == 0) + 2 * (number < -_INT32_MAX or number > _INT32_MAX)
 
 
 def is_descriptor(argument: Any) -> bool:
-    """Of a tensor, for bulk copies. Gluon, whose class it is, is not imported here: portable
-    kernels run without it."""
+    """Whether it is a tensor descriptor, for bulk copies. Gluon, which has the class, is not
+    imported here, because portable kernels run without it."""
     return hasattr(argument, "block_shape")
 
 
@@ -147,11 +149,11 @@ _unspecialized_places: dict[int, tuple[int, ...]] = {}
 
 
 def _unspecialized(kernel: Any) -> tuple[int, ...]:
-    """Which arguments of a kernel may be any number: its do_not_specialize."""
+    """The arguments that a kernel does not specialise on: its do_not_specialize."""
     places = _unspecialized_places.get(id(kernel))
     if places is None:
-        told = getattr(kernel, "kwargs", {})  # of an interpreted one
-        given = getattr(kernel, "do_not_specialize", None) or told.get("do_not_specialize") or ()
+        options = getattr(kernel, "kwargs", {})  # an interpreted kernel
+        given = getattr(kernel, "do_not_specialize", None) or options.get("do_not_specialize") or ()
         names = getattr(kernel, "arg_names", ())
         places = tuple(at for at, name in enumerate(names) if name in given)
         _unspecialized_places[id(kernel)] = places
@@ -162,8 +164,8 @@ def _unspecialized(kernel: Any) -> tuple[int, ...]:
 
 
 class _Start(NamedTuple):
-    """One launch as its binary takes it. `moved` says which arguments lie in tensors that may be
-    others next time: their places, the tensors, and how far behind their first bytes."""
+    """One launch as its binary takes it. `moved` lists the arguments in tensors that may be others
+    next time: the argument's index, the tensor's, and the offset from its first byte."""
 
     launch: Launch
     run: Any
@@ -174,14 +176,13 @@ class _Start(NamedTuple):
     moved: tuple[tuple[int, int, int], ...]
 
 
-_ALIGNMENT = (15).__and__  # of an address, to 16 bytes
+_ALIGNMENT = (15).__and__  # an address modulo 16 bytes
 
 
 class Repetition:
-    """The launches of a call, to be made again with other tensors in the place of those that the
-    call was given. They must have the types, shapes and strides of the first ones, which is the
-    caller's to check; how they are aligned, and how tensors of one storage lie in it, is checked
-    here."""
+    """The launches of a call, to be made again with other tensors in place of those that the call
+    was given. These must have the types, shapes and strides of the first ones, which the caller
+    checks. How they are aligned, and how tensors of one storage lie in it, is checked here."""
 
     __slots__ = ("_alignments", "_device", "_starts", "_tied")
 
@@ -198,8 +199,8 @@ class Repetition:
         )
 
     def places(self, tensors: Sequence[Tensor]) -> list[int] | None:
-        """Where these tensors lie, or None where the launches cannot be made with them as they
-        were made before."""
+        """The addresses of these tensors, or None if the launches cannot be repeated with them
+        unchanged."""
         places = [*map(Tensor.data_ptr, tensors)]
         if [*map(_ALIGNMENT, places)] != self._alignments:
             return None
@@ -209,7 +210,8 @@ class Repetition:
         return None if self._device is not None and _is_watched() else places
 
     def run(self, places: list[int], tensors: Sequence[Tensor]) -> None:
-        """Launches on the current stream of its device what `places` has accepted."""
+        """Makes the launches, on the current stream of their device, with the addresses that
+        `places` returned."""
         if self._device is None:
             self._interpret(tensors)
             return
@@ -220,27 +222,28 @@ class Repetition:
         stream = driver.active.get_current_stream(self._device)
         for _, run, grid, function, metadata, arguments, moved in self._starts:
             given = list(arguments)
-            for at, nth, behind in moved:
-                given[at] = places[nth] + behind
+            for at, nth, offset in moved:
+                given[at] = places[nth] + offset
             run(*grid, stream, function, metadata, None, None, None, *given)
 
     def _interpret(self, tensors: Sequence[Tensor]) -> None:
-        """The interpreter wants tensors, not addresses."""
+        """The interpreter needs tensors, not addresses."""
         for start in self._starts:
             arguments = list(start.launch.arguments)
-            for at, nth, behind in start.moved:
-                arguments[at] = _view_like(arguments[at], tensors[nth], behind)
+            for at, nth, offset in start.moved:
+                arguments[at] = _view_like(arguments[at], tensors[nth], offset)
             start.launch._replace(arguments=tuple(arguments)).run()
 
 
 def repeatable(
     call: Callable[[], None], tensors: Sequence[Tensor], fixed: Sequence[Tensor]
 ) -> Repetition | None:
-    """Makes `call` and returns how to launch the same again with others in the place of `tensors`.
-    None where that is not all: the call did more with tensors than to look at parts of them, or
-    some of `tensors` share memory with the `fixed`, which are always the same. All of them are on
-    one device, which need not be the current one, here or later."""
-    if isinstance(_listening.heard, Collection):
+    """Makes `call` and returns how to launch the same again with other tensors in place of
+    `tensors`. Returns None if repeating the launches is not enough: the call did more with tensors
+    than take views of them, or some of `tensors` share memory with the `fixed` ones, which always
+    stay the same. All of them are on one device, which need not be the current one, now or
+    later."""
+    if isinstance(_recording.recorder, Collection):
         call()
         return None
     with on_device(fixed[0].device):
@@ -250,24 +253,24 @@ def repeatable(
 def _repeatable(
     call: Callable[[], None], tensors: Sequence[Tensor], fixed: Sequence[Tensor]
 ) -> Repetition | None:
-    heard = _Heard()
-    before, _listening.heard = _listening.heard, heard
+    recorder = _Recorder()
+    before, _recording.recorder = _recording.recorder, recorder
     try:
-        with heard:
+        with recorder:
             call()
     finally:
-        _listening.heard = before
+        _recording.recorder = before
     storages: dict[int, int] = {}
     homes = [
         storages.setdefault(tensor.untyped_storage().data_ptr(), nth)
         for nth, tensor in enumerate(tensors)
     ]
     owned = {tensor.untyped_storage().data_ptr() for tensor in fixed}
-    if heard.more or not owned.isdisjoint(storages):
+    if recorder.did_more or not owned.isdisjoint(storages):
         return None
     firsts = [tensor.data_ptr() for tensor in tensors]
     starts = []
-    for launch in heard.launches:
+    for launch in recorder.launches:
         arguments, moved = [], []
         for at, argument in enumerate(launch.arguments):
             if not isinstance(argument, Tensor):
@@ -282,7 +285,7 @@ def _repeatable(
 
 
 def _start(launch: Launch, arguments: list[Any], moved: tuple[tuple[int, int, int], ...]) -> _Start:
-    """Tensors that stay are kept alive by the launch: where they are no others come."""
+    """A launch keeps the tensors alive that never change."""
     places = {at for at, _, _ in moved}
     kept = tuple(
         argument if at not in places else 0 for at, argument in enumerate(launch.arguments)
@@ -301,32 +304,32 @@ def _start(launch: Launch, arguments: list[Any], moved: tuple[tuple[int, int, in
     )
 
 
-def _view_like(view: Tensor, tensor: Tensor, behind: int) -> Tensor:
-    """Memory `behind` the first byte of `tensor`, in the form of `view`."""
+def _view_like(view: Tensor, tensor: Tensor, offset: int) -> Tensor:
+    """Memory `offset` bytes after the start of `tensor`, in the form of `view`."""
     storage = tensor.untyped_storage()
-    first = tensor.data_ptr() + behind - storage.data_ptr()
+    first = tensor.data_ptr() + offset - storage.data_ptr()
     empty = torch.empty(0, dtype=view.dtype, device=view.device)
     return empty.set_(storage, first // view.element_size(), view.shape, view.stride())
 
 
 def _is_watched() -> bool:
-    """Whether somebody wants to hear of launches, as profilers do."""
+    """Whether something listens for launches, as profilers do."""
     hook = knobs.runtime.launch_enter_hook
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
-class _Heard(TorchDispatchMode):
-    """The launches of a call, and whether it did `more` than launch and take views."""
+class _Recorder(TorchDispatchMode):
+    """The launches of a call, and whether it did more than launch and take views."""
 
     def __init__(self) -> None:
         super().__init__()
         self.launches: list[Launch] = []
-        self.more = False
+        self.did_more = False
         self._pauses = 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What a launch does itself, interpreted or compiled, does not count."""
+        """What a launch does itself, interpreted or compiled, is not counted as `did_more`."""
         self._pauses += 1
         try:
             yield
@@ -335,40 +338,40 @@ class _Heard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._pauses and not func.is_view:
-            self.more = True
+            self.did_more = True
         return func(*args, **(kwargs or {}))
 
 
-class _Listening(threading.local):
-    """Who hears the launches of this thread, if anybody."""
+class _Recording(threading.local):
+    """What records the launches of this thread, if anything does."""
 
-    heard: _Heard | Collection | None = None
+    recorder: _Recorder | Collection | None = None
 
 
-_listening = _Listening()
+_recording = _Recording()
 
 
 # ---- launching nothing -----------------------------------------------------------------------
 
 
 class Collection:
-    """One launch of each kind that calls would make. Inside `collecting` nothing is launched, and
-    kinds that are `refused` raise what compiling them has raised."""
+    """One launch of each kind that calls would make. Inside `collecting` nothing is launched;
+    kinds that are `refused` raise the error that compiling them raised."""
 
     def __init__(self) -> None:
         self.launches: dict[Any, Launch] = {}
         self.refused: dict[Any, TritonError] = {}
 
     def take(self, launch: Launch) -> None:
-        kind = launch.kind()
-        if kind in self.refused:
-            raise self.refused[kind]
-        self.launches.setdefault(kind, launch)
+        key = launch.specialization()
+        if key in self.refused:
+            raise self.refused[key]
+        self.launches.setdefault(key, launch)
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        before, _listening.heard = _listening.heard, self
+        before, _recording.recorder = _recording.recorder, self
         try:
             yield
         finally:
-            _listening.heard = before
+            _recording.recorder = before

@@ -54,7 +54,7 @@ def round_bf16(x):
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         rounded = tl.where(x != x, 0x7FC00000, rounded)
     else:
-        # two at a time: the instruction for one has an eighth of the rate
+        # two at a time: the instruction for one has an eighth of the throughput
         narrow = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;",
             "=r,r,r",
@@ -63,15 +63,15 @@ def round_bf16(x):
             is_pure=True,
             pack=2,
         )
-        # it makes every NaN 0x7FFF, the highest of all patterns
+        # this instruction makes every NaN 0x7FFF, the highest of all patterns
         rounded = tl.minimum(narrow.to(tl.float32).to(tl.int32, bitcast=True), 0x7FC00000)
     return rounded.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def wide(x):
-    """bf16 numbers as fp32. Triton's interpreter converts subnormal ones wrongly: there by their
-    bits."""
+    """bf16 numbers as fp32. Triton's interpreter converts subnormal ones wrongly, so there it is
+    done on the bits."""
     if INTERPRETED and x.dtype == tl.bfloat16:
         bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         return bits.to(tl.float32, bitcast=True)
@@ -122,8 +122,8 @@ def load_rope(rope_row_ptr, WIDTH: tl.constexpr, ROPE: tl.constexpr):
 
 @triton.jit
 def rotate(x, cos, sin, WIDTH: tl.constexpr, ROPE: tl.constexpr):
-    """RoPE on the last ROPE channels of vectors of WIDTH, pairs interleaved, all turned by the same
-    angles; bf16 values as fp32."""
+    """RoPE on the last ROPE channels of vectors of WIDTH, pairs interleaved, all rotated by the
+    same angles; bf16 values as fp32."""
     turned = (tl.arange(0, WIDTH // 2) >= (WIDTH - ROPE) // 2)[None, :]
     even, odd = tl.split(tl.reshape(x, [x.numel // WIDTH, WIDTH // 2, 2]))
     new_even = round_bf16(even * cos - odd * sin)
@@ -133,8 +133,8 @@ def rotate(x, cos, sin, WIDTH: tl.constexpr, ROPE: tl.constexpr):
     return tl.reshape(tl.join(even, odd), x.shape)
 
 
-# Read as the upper half of an fp64, a bf16 number shifted past the wider exponent is itself times
-# 2^-_UNIT, denormals included.
+# A bf16 number, shifted past the wider exponent of fp64 and read as the upper half of an fp64, is
+# its value times 2^-_UNIT, denormals included.
 _UNIT = tl.constexpr(1023 - 127)
 
 
@@ -142,7 +142,7 @@ _UNIT = tl.constexpr(1023 - 127)
 def _to_f64_units(x):
     """bf16 values (as fp32) → fp64, times 2^-_UNIT."""
     bits = x.to(tl.int32, bitcast=True)
-    high = (bits >> 3) & ~0x70000000  # the sign has been shifted in four times
+    high = (bits >> 3) & ~0x70000000  # shifting right has copied the sign four times
     high = tl.where((bits & 0x7F800000) == 0x7F800000, high | 0x7FF00000, high)
     high = high.to(tl.uint32, bitcast=True).to(tl.uint64)
     return (high << 32).to(tl.float64, bitcast=True)
@@ -150,8 +150,8 @@ def _to_f64_units(x):
 
 @triton.jit
 def _butterflies(x):
-    """H of N, at most 32, over the first axis of [N, M]. Every step meets its pairs in registers
-    as long as M fills the lanes."""
+    """H of N, at most 32, over the first axis of [N, M]. Every step finds its pairs in registers as
+    long as M fills the lanes."""
     N: tl.constexpr = x.shape[0]
     M: tl.constexpr = x.shape[1]
     for step in tl.static_range(5):
@@ -166,7 +166,7 @@ def _butterflies(x):
 def hadamard(x, scale, WIDTH: tl.constexpr):
     """H·x·scale in natural order for vectors of WIDTH bf16 values (as fp32). Sums are formed in
     fp64, in the reference's order."""
-    # 8 channels lie in a thread as they are loaded; the others come there in one exchange
+    # A thread loads 8 channels; one exchange brings it the others.
     INNER: tl.constexpr = 8
     OUTER: tl.constexpr = WIDTH // INNER
     ROWS: tl.constexpr = x.numel // WIDTH
@@ -182,7 +182,7 @@ def hadamard(x, scale, WIDTH: tl.constexpr):
 @triton.jit
 def hadamard_across_lanes(x, scale, WIDTH: tl.constexpr):
     """As hadamard, where a thread has 4 channels and a warp whole vectors: the others come from
-    lane to lane, with no barrier. With more channels per thread that takes longer."""
+    lane to lane, without a barrier. With more channels per thread this takes longer."""
     INNER: tl.constexpr = 4
     OUTER: tl.constexpr = WIDTH // INNER
     ROWS: tl.constexpr = x.numel // WIDTH

@@ -1,8 +1,8 @@
 """Loading records into registers: the decoder of dsv4/reference/codec.py inside a kernel.
 
 Values are bf16 numbers: in bf16 when compiled, in fp32 when interpreted (kernels/dot.py says why).
-A masked row is not read and gives zeros, whatever its pointers say. A tile with a NaN has a scale
-that is NaN, and all of it is read as NaN; codes of elements are read as numbers, whatever they are.
+A masked row is not read and gives zeros, whatever its pointers are. A tile that contained a NaN has
+a NaN scale, and all of it reads as NaN; element codes are always read as numbers.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def load_record_span(
 
 @triton.jit
 def _aligned(rows, RECORD: tl.constexpr):
-    """Pages start on 16 bytes (schema.align_bytes), so rows of whole 16 bytes do too."""
+    """Pages start at multiples of 16 bytes (schema.align_bytes), so rows of whole 16 bytes do
+    too."""
     if RECORD.DATA_BYTES % 16 == 0:
         return tl.multiple_of(rows, [16, 16, 16])
     else:
@@ -94,7 +95,7 @@ def _aligned(rows, RECORD: tl.constexpr):
 
 @triton.jit
 def _bf16_values(rows, channel, mask, RECORD: tl.constexpr):
-    """Channels behind the coded ones, where `mask` holds."""
+    """Channels after the coded ones, where `mask` holds."""
     ptrs = _aligned((rows + RECORD.CODED).to(tl.pointer_type(tl.uint16)), RECORD)
     bits = tl.load(ptrs + (channel - RECORD.CODED), mask=mask, other=0)
     if INTERPRETED:
@@ -106,7 +107,7 @@ def _bf16_values(rows, channel, mask, RECORD: tl.constexpr):
 @triton.jit
 def _scaled(codes, scale, RECORD: tl.constexpr):
     """Codes times their scales: exact in bf16 for powers of two and for E2M1 codes with E4M3
-    scales, else rounded once."""
+    scales, otherwise rounded once."""
     if RECORD.ELEMENT == "e2m1":
         factor = power_of_two(scale.to(tl.int32)) if RECORD.SCALE == "ue8m0" else scale
         if INTERPRETED:

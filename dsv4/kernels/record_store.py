@@ -34,7 +34,7 @@ class RecordConstants:
 
 @cache
 def record_constants(record: RecordFormat) -> RecordConstants:
-    """Raises SchemaError for a format with another shape than [one coded part][bf16 part]."""
+    """Raises SchemaError for a format that is not [one coded part][bf16 part]."""
     coded = [part for part in record.parts if part.code is not None]
     if len(coded) > 1 or (coded and coded[0].start != 0):
         raise SchemaError(
@@ -61,7 +61,7 @@ def record_constants(record: RecordFormat) -> RecordConstants:
 @triton.jit
 def store_records(x, live, data_ptr, scale_ptr, WIDTH: tl.constexpr, R: tl.constexpr):
     """Encodes vectors [n, WIDTH] of bf16 values (as fp32) into a data row and a scale row of uint8
-    each, at pointers [n]; those that are not `live` [n] are left out."""
+    each, at pointers [n]; vectors that are not `live` [n] are skipped."""
     ELEMENT: tl.constexpr = R.ELEMENT
     SCALE: tl.constexpr = R.SCALE
     CODED: tl.constexpr = R.CODED
@@ -85,7 +85,8 @@ def store_records(x, live, data_ptr, scale_ptr, WIDTH: tl.constexpr, R: tl.const
         nan = tl.reshape(value != value, [ROWS, TILES, SPAN])
         if ELEMENT == "e4m3":
             tiles = tl.reshape(bounded(value), [ROWS, TILES, SPAN])
-            # as integers, of which a NaN is the largest: then the scale and all codes are NaN too
+            # compared as integers, where NaN is the largest: then the scale and all codes become
+            # NaN too
             size = tl.max(tl.abs(tiles).to(tl.int32, bitcast=True), axis=2)
             amax = size.to(tl.float32, bitcast=True)
             amax = tl.where(amax < FLOOR, FLOOR, amax)

@@ -1,7 +1,7 @@
-"""Rows of a step's index tensors in kernels, by name: the twin of dsv4/ops/columns.py.
+"""Rows of a step's index tensors in kernels, by name: the counterpart of dsv4/ops/columns.py.
 
 `at` points to the first column of one row or of a block of rows. Columns that a kernel does not use
-are not loaded: the compiler drops them. Gluon kernels call the same functions.
+are not loaded: the compiler drops the loads. Gluon kernels call the same functions.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def load_item(at, mask=None, other=None):
 
 @triton.jit
 def load_item_or_request(items, batch, row, is_request):
-    """One item, or one request as an item without entries. The columns that both tensors have
-    stand in the same places, so one load serves either."""
+    """One item, or one request as an item without entries. The columns that both tensors have are
+    in the same places, so one load serves either."""
     at = tl.where(is_request, request_at(batch, row), item_at(items, row))
     is_item = is_request == 0
     slot = tl.load(at)
@@ -94,17 +94,17 @@ def load_item_or_request(items, batch, row, is_request):
 
 @triton.jit
 def staged_row(first_row, start, batch_row, position, WINDOW: tl.constexpr):
-    """The row of the staging page for `position` of a wide step's request. Rows follow positions:
-    a kernel that reads many adds the positions to the row of position 0."""
+    """The row of the staging page for `position` in a request of a prefill step. Rows follow
+    positions: a kernel that reads many adds the positions to the row of position 0."""
     before = WINDOW - 1
     return first_row + before * batch_row + (position - (start - before))
 
 
 @triton.jit
 def score_columns(visible, SPAN: tl.constexpr, BLOCKS: tl.constexpr):
-    """How many columns a row of scores has that stands for so many visible entries: one per entry,
-    or one per block of SPAN entries, or one per entry of BLOCKS candidate blocks. All candidates
-    but the last, which has the newest entry, are whole."""
+    """How many columns a row of scores has for this many visible entries: one per entry, or one per
+    block of SPAN entries, or one per entry of BLOCKS candidate blocks. All candidates are whole but
+    the last, which has the newest entry."""
     if SPAN == 1:
         return visible
     else:

@@ -1,4 +1,4 @@
-"""Scores, then exact top-k, over as many rows at a time as the workspace holds."""
+"""Scores, then exact top-k, for as many rows at a time as fit into the workspace."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dsv4.kernels.top_k import top_k as take_top_k
 from dsv4.kernels.top_k import top_k_workspace_bytes
 from dsv4.ops.calls import Candidates, EntrySource, Scoring, Selection
 
-# pieces of many tokens are whole multiples of this, as kernels take tokens
+# pieces of many tokens are multiples of this, as the kernels take tokens
 PIECE_ROWS = 128
 
 
-# what the kernel of scores needs for so many tokens, besides the scores
+# what the kernel of scores needs for a number of tokens, besides the scores
 ScoreBytes = Callable[[int], int]
 
 
@@ -32,17 +32,17 @@ def select_workspace_bytes(
     score_bytes: ScoreBytes,
     block_entries: int = 0,
 ) -> int:
-    """fp32 scores of every entry the block table can name, then what their kernel or top-k needs.
-    It serves every number of entries up to `top_k` and beyond."""
+    """fp32 scores of every entry that the block table can name, then what their kernel or top-k
+    needs. It is enough for any number of entries up to `top_k` and more."""
     columns = keys.capacity
-    behind = max(score_bytes(rows), _top_k_bytes(rows, columns, top_k, block_entries))
-    return _aligned(4 * rows * columns) + behind
+    others = max(score_bytes(rows), _top_k_bytes(rows, columns, top_k, block_entries))
+    return _aligned(4 * rows * columns) + others
 
 
 def select(call: Selection, *, score: Callable[[Scoring], None], score_bytes: ScoreBytes) -> None:
     """Two to four launches per piece of tokens, two or three more where candidates are published,
-    one more where they bound the selection; no allocation, no look at lengths on the device;
-    `score` is the kernel of index scores."""
+    one more where they bound the selection. It allocates nothing and does not read lengths from the
+    device. `score` is the kernel of index scores."""
     count, columns, candidates, span = call.tokens.shape[0], call.columns, call.candidates, 0
     if candidates is not None and candidates.publish:
         span = candidates.block_entries
@@ -68,13 +68,13 @@ def _select_piece(
     candidates: Candidates | None,
     score: Callable[[Scoring], None],
 ) -> None:
-    """Some tokens, whose scores fit the workspace in rows of so many columns."""
+    """Some tokens whose scores fit into the workspace, in rows of `columns` scores."""
     tokens, out = call.tokens[piece], call.out[piece]
     bounds = None if candidates is None or candidates.publish else candidates
     scores_bytes = 4 * len(tokens) * columns if columns > call.top_k else 0
     behind = call.workspace[_aligned(scores_bytes) :]
     scores = _unread(call.tokens, len(tokens), columns)
-    if scores_bytes:  # else every visible entry is selected: no score is read
+    if scores_bytes:  # otherwise every visible entry is selected, and no score is read
         scores = call.workspace[:scores_bytes].view(torch.float32).view(-1, columns)
         scoring = Scoring(
             q=call.q[piece],
@@ -112,7 +112,7 @@ def _publish(
     call: Selection, tokens: Tensor, scores: Tensor, candidates: Candidates, workspace: Tensor
 ) -> None:
     """The best blocks. Where all blocks are candidates no score is read; a token that sees at most
-    top_k entries has none, and all of its blocks are candidates."""
+    top_k entries has no scores, and all of its blocks are candidates."""
     span, ratio = candidates.block_entries, call.keys.ratio
     blocks = -(-scores.shape[1] // span)
     block_bytes = 4 * len(tokens) * blocks if blocks > candidates.blocks.shape[1] else 0
@@ -132,7 +132,7 @@ def _publish(
 
 
 def _unread(tokens: Tensor, rows: int, columns: int) -> Tensor:
-    """Scores of that shape that nobody reads."""
+    """A tensor of scores of that shape which nothing reads."""
     return tokens.view(torch.float32).as_strided((rows, columns), (0, 0))
 
 
@@ -162,7 +162,7 @@ def _rows_at_a_time(
     score_bytes: ScoreBytes,
     block_entries: int = 0,
 ) -> int:
-    """From shapes alone, so a captured graph holds for every length."""
+    """Computed from shapes alone, so a captured graph is valid for every length."""
     if columns <= top_k:
         return tokens
 
@@ -174,7 +174,7 @@ def _rows_at_a_time(
         return max(scored(rows), _aligned(4 * rows * columns) + top_k_bytes)
 
     rows = bisect_right(range(tokens + 1), workspace_bytes, key=scored) - 1
-    # few rows may be cut finer than many, and so the last piece may need more than the others
+    # few rows may be cut into smaller slices than many, so the last piece may need more memory
     while rows > 0 and max(needed(rows), needed(tokens % rows)) > workspace_bytes:
         rows -= 1
     if rows <= 0 < tokens:

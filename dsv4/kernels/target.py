@@ -27,7 +27,7 @@ GLUON_REINTERPRET = "reinterpret" if TRITON >= (3, 9) else "_reinterpret"
 GLUON_ASYNC_LOAD = "async_load" if TRITON >= (3, 9) else "async_copy_global_to_shared"
 GLUON_BULK_LOAD = "async_load" if TRITON >= (3, 8) else "async_copy_global_to_shared"
 GLUON_BARRIER = "barrier" if TRITON >= (3, 7) else "thread_barrier"
-# Registers per thread with which loops do not spill: later Tritons keep more in them.
+# Registers per thread with which loops do not spill: later Tritons keep more values in registers.
 OVERLAPPING_CHUNK_REGISTERS = 168 if TRITON < (3, 7) else 232
 LONG_ROW_REGISTERS = 128 if TRITON < (3, 9) else 136
 
@@ -70,8 +70,8 @@ class Target:
 
     @property
     def launches_early(self) -> bool:
-        """Whether a launch may begin before the one in front of it has ended. Later architectures
-        can too; whether it pays was measured on an H200."""
+        """Whether a launch may begin before the previous one has ended. Later architectures
+        can do this too; whether it pays was measured on an H200 only."""
         return self.is_hopper
 
     @property
@@ -79,9 +79,9 @@ class Target:
         return GPUTarget(self.backend, self.arch, self.wave)
 
     def options(self, *, enable_fp_fusion: bool, **asked: Any) -> dict[str, Any]:
-        """Options of a launch, less those that Triton does not know for this target. A launch may
-        begin early (kernels/overlap.py) unless it asks not to. Whether products and sums may be
-        fused is always said: Triton's default is a setting, and another one from 3.10 on."""
+        """Options of a launch, without those that Triton does not know for this target. A launch
+        may begin early (kernels/overlap.py) unless it asks not to. Whether products and sums may be
+        fused is always given explicitly: Triton's default is a setting, and changes in 3.10."""
         asked["enable_fp_fusion"] = enable_fp_fusion
         if self.launches_early:
             asked.setdefault("launch_pdl", True)
@@ -118,7 +118,8 @@ def _hip(arch: str, gpus: str, shared: int) -> Target:
         arch=arch,
         shared_bytes=shared * KIB,
         products="mfma",
-        converts_e4m3=False,  # gfx942's FP8 is another, and gfx950's conversion does not saturate
+        # gfx942's FP8 is a different format, and gfx950's conversion does not saturate
+        converts_e4m3=False,
         multiplies_bf16=False,
         wave=64,
         registers=512,
@@ -142,7 +143,7 @@ TARGETS: dict[str, Target] = {
 # Where kernels are interpreted nothing is limited; the choices are those of the GPU of the tests.
 INTERPRETER_LIKE = TARGETS["sm_90"]
 
-# A matrix instruction wants that many rows at least.
+# A matrix instruction needs at least this many rows.
 MIN_HEADS = 16
 
 
@@ -177,9 +178,9 @@ _WAVE = AttentionTiles(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileRule:
-    """Tiles for launches that meet all conditions which are given: how the target multiplies, heads
-    of a program of 64 heads at most, kinds of records, whether the target has little shared memory,
-    and Tritons from `since` on, older than `before`.
+    """Tiles for launches that meet all the given conditions: how the target multiplies, heads of a
+    program (64 at most), kinds of records, whether the target has little shared memory, and Triton
+    versions from `since` on and older than `before`.
 
     `why`: what was wrong with the tiles of the rules below. `was_run`: a GPU has run launches with
     these tiles; others were only compiled."""
@@ -196,7 +197,7 @@ class TileRule:
     before: tuple[int, ...] = (1_000,)
 
     def holds(self, **launch: object) -> bool:
-        """For a launch with all of these conditions, by their names."""
+        """Whether a launch meets all of these conditions, given by name."""
         given = {name: getattr(self, name) for name in launch}
         met = all(wanted in (None, launch[name]) for name, wanted in given.items())
         return met and self.since <= TRITON < self.before
@@ -259,7 +260,7 @@ ATTENTION_TILES = (
         why="the sums take the 512 columns of tensor memory; logits of several spans took more",
         was_run=False,
     ),
-    # products of a warp, or of a wave: sums are in registers
+    # products of a warp or of a wave: sums are in registers
     TileRule(
         products="mfma",
         fp32_scales=True,
@@ -333,8 +334,8 @@ def heads_per_program(heads: int, most: int) -> int:
 
 def attention_rule(target: Target, heads: int, *, crowded: bool, fp32_scales: bool) -> TileRule:
     """The rule for queries with this many heads. `crowded`: some records have 4-bit codes, or more
-    than one scale for 64 channels; `fp32_scales`: some have such scales. Both are decoded in more
-    registers than FP8 codes with a power of two."""
+    than one scale per 64 channels; `fp32_scales`: some have fp32 scales. Both take more registers
+    to decode than FP8 codes with a power of two."""
     launch = {
         "products": target.products,
         "heads": heads_per_program(heads, 64),
@@ -348,34 +349,35 @@ def attention_rule(target: Target, heads: int, *, crowded: bool, fp32_scales: bo
 def attention_tiles(
     target: Target, heads: int, *, crowded: bool, fp32_scales: bool
 ) -> AttentionTiles:
-    """As attention_rule says."""
+    """The tiles of attention_rule."""
     return attention_rule(target, heads, crowded=crowded, fp32_scales=fp32_scales).tiles
 
 
 def score_tile(target: Target, band: int) -> int:
-    """Entries per tile of index scores, for bands of so many tokens. Without instructions of a warp
-    group keys and logits of a band are in registers, and 64 of them spill in the loop."""
+    """Entries per tile of index scores, for bands of this many tokens. Without instructions of a
+    warpgroup, keys and logits of a band are in registers, and 64 of them spill in the loop."""
     return 32 if band > 1 and target.products == "mma" else 64
 
 
 def score_registers(target: Target, band: int, *, powers: bool) -> int | None:
-    """Registers per thread of index scores at most; None leaves it to the assembler. `powers`:
+    """The most registers per thread for index scores; None leaves it to the assembler. `powers`:
     scales are powers of two."""
     if band == 1 and powers:
         return 128  # four programs share a processor; other formats would spill
     if band > 1 and target.products == "mma":
-        return target.registers  # left to itself it spills in the loop to fit one program more
+        # without a bound it spills in the loop in order to fit one program more
+        return target.registers
     return None
 
 
 def bounded_registers(target: Target, bound: int) -> int:
-    """Registers per thread at most, for more programs on a processor: a bound that was found on
-    Hopper. Other assemblers spill in loops under it, and get room."""
+    """The most registers per thread, for more programs on a processor. The bound was found on
+    Hopper; other assemblers spill in loops under it, and get more."""
     return bound if target.is_hopper else max(bound, 168)
 
 
 def row_warps(target: Target, scores: int) -> int:
-    """Warps of a program that holds a row of so many scores in registers; with 4 later Tritons
+    """Warps of a program that holds a row of this many scores in registers; with 4, later Tritons
     spill in loops where the row is long."""
     return 8 if scores > 4096 and TRITON >= (3, 8) and not target.is_hopper else 4
 
@@ -386,7 +388,7 @@ _asked_for: list[Target] = []
 @contextmanager
 def compiling_for(target: Target) -> Iterator[None]:
     """Inside, launchers and kernels choose for this target, whatever GPU is there. For compiling
-    without it: a launch on another GPU fails."""
+    without that GPU: a launch on another one fails."""
     _asked_for.append(target)
     try:
         yield
@@ -395,7 +397,8 @@ def compiling_for(target: Target) -> Iterator[None]:
 
 
 def target_of(device: torch.device) -> Target:
-    """The target of a device; without a GPU what the interpreter goes by. Raises UnsupportedGpu."""
+    """The target of a device; without a GPU the one that the interpreter uses. Raises
+    UnsupportedGpu."""
     if _asked_for:
         return _asked_for[-1]
     return _target_of(device)
@@ -414,7 +417,7 @@ def _target_of(device: torch.device) -> Target:
 
 
 def named_target(name: str, *, gpu: str) -> Target:
-    """Raises UnsupportedGpu, which names the GPU."""
+    """Raises UnsupportedGpu, whose message names the GPU."""
     if name not in TARGETS:
         known = ", ".join(f"{t.name} ({t.gpus})" for t in TARGETS.values())
         raise UnsupportedGpu(
@@ -448,8 +451,8 @@ def _bf16_products(ptx: str) -> str:
     return re.sub(r"mul(\.rn\.bf16x2 [^;]*);", fused, ptx)
 
 
-# Triton looks through the functions below for what a kernel depends on, but not through its own.
-# cache_key.py makes this file and the facts of all targets a part of the keys.
+# Triton looks through the functions below for what a kernel depends on, but not through functions
+# that it takes for its own. cache_key.py adds this file and the facts of all targets to the keys.
 compiled_for.__triton_builtin__ = True  # type: ignore[attr-defined]
 _bf16_products.__triton_builtin__ = True  # type: ignore[attr-defined]
 
@@ -462,18 +465,18 @@ def speaks_ptx():
 
 @triton.constexpr_function
 def launches_early():
-    """Whether a kernel says when the next one may begin, and waits for the one before."""
+    """Whether a kernel says when the next one may begin, and waits for the previous one."""
     return compiled_for().launches_early and not triton.knobs.runtime.interpret
 
 
 @triton.constexpr_function
 def converts_e4m3():
-    """Whether fp32 ↔ E4M3 is an instruction with the reference's results."""
+    """Whether fp32 ↔ E4M3 is one instruction with the reference's results."""
     return compiled_for().converts_e4m3
 
 
 @triton.constexpr_function
 def bf16_products(ptx):
     """PTX with products of bf16 pairs, `mul.rn.bf16x2 d, a, b;`, as the target can do them. Where
-    it has none, a fused multiply-add of -0 gives the same, signs of zeros included."""
+    it lacks the instruction, a fused multiply-add of -0 gives the same, signs of zeros included."""
     return _bf16_products(ptx)

@@ -1,28 +1,28 @@
 """Exact selection: the k highest scores of every row, ties to the lowest entry.
 
-A score has an image, a number that orders alike: 0 is NaN, 1 is -infinity. Thresholds are images;
-scores are compared as they are. Entries fall into bins, and at least k scores reach the k-th
-highest of the bins' maxima, or any number below it: a bound, mostly close to the k-th highest
-score.
+A score has an image, a number with the same order: 0 is NaN, 1 is -infinity. Thresholds are images;
+scores are compared directly. Entries fall into bins. At least k scores reach the k-th highest of
+the bins' maxima, or any number below it: this is the bound, and mostly it is close to the k-th
+highest score.
 
 A row of up to MAX_ROW scores is held in registers by one program, which finds the bound and then,
-by counting from there, the k-th highest score. A longer row takes two launches, but one where rows
-are so many that a program each keeps all processors busy: it does both in turn.
+by counting from there, the k-th highest score. A longer row takes two launches, except where there
+are so many rows that one program each keeps all processors busy: that program does both in turn.
 
-1. The maxima of BINS bins are stored. Bins take one of each run of BINS entries and shift from run
-   to run by SKEW, so that neither neighbours nor entries at a round distance, which tend to score
-   alike, meet in one.
-2. Every program finds the bound and adds what of its slice of the row reaches it to the row's list,
-   a little more than k entries. Whoever comes last finds the k-th highest score of the list, brings
-   the list into the order of entries and writes. The order in which slices come differs from run
-   to run; the result does not.
+1. The maxima of BINS bins are stored. A bin takes one of each run of BINS entries and shifts from
+   run to run by SKEW, so that neither neighbours nor entries at a round distance, which tend to
+   have similar scores, meet in one bin.
+2. Every program finds the bound and adds those scores of its slice of the row that reach it to the
+   row's list, a little more than k entries. The last program to finish finds the k-th highest score
+   of the list, sorts the list by entry and writes the result. The order in which slices arrive
+   differs from run to run; the result does not.
 
-A row with more scores that reach the bound than the list holds (its highest would all have to lie
-in a few bins, or be equal) is searched itself, by whoever comes last: slow, and exact too.
+If more scores reach the bound than the list holds (the highest would all have to lie in a few bins,
+or be equal), the last program searches the row itself: slow, but exact too.
 
-A bound is close where bins are at least twice k, and the list longer than what reaches it. So rows
-of which more than BINS // 2 are wanted (V4.1's 2,048 candidate blocks) have WIDER times as many
-bins and a list LONGER times as long.
+A bound is close if there are at least twice as many bins as k, and the list is longer than what
+reaches the bound. So rows of which more than BINS // 2 scores are wanted (V4.1's 2,048 candidate
+blocks) have WIDER times as many bins and a list LONGER times as long.
 
     workspace int32 [rows, highest of bins | list length, arrived | slices: length, start | list]
     of many rows    [rows, list]
@@ -48,17 +48,17 @@ BINS = 2048
 LIST = 2048
 WIDER = 4
 LONGER = 2
-# A multiple of 8 (32 bytes), so that loads stay wide, and an odd one, so that it takes all runs of
-# 2^19 entries until two have the same shift.
+# A multiple of 8 (32 bytes), so that loads stay wide, times an odd number, so that two runs have
+# the same shift only after 2^19 entries.
 SKEW = 8 * 77
-# Longest row of one program, and longest and shortest slice of longer rows: short ones where rows
-# are so few that processors would stay idle.
+# Longest row of one program, and longest and shortest slice of longer rows: short slices where
+# there are so few rows that processors would stay idle.
 MAX_ROW = 8192
 MAX_SLICE = 8192
 MIN_SLICE = 2048
 ENOUGH_PROGRAMS = 256
-MAX_AT_ONCE = 4096  # scores that a program of the first launch has under way
-# From so many rows on a program each does all of a long row, so many scores at a time.
+MAX_AT_ONCE = 4096  # scores that a program of the first launch loads at a time
+# From this many rows on, one program does all of a long row, this many scores at a time.
 MANY_ROWS = 256
 LONG_TILE = 4096
 LONG_WARPS = 4
@@ -71,7 +71,7 @@ _HIGHEST = tl.constexpr(0xFF800000)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopKConstants:
     """A launch as compile-time constants. TILE: scores of a program; WIDTH and DEPTH: bins of a
-    program of the first of two launches, and how many members of each it has under way. SPAN and
+    program of the first of two launches, and how many members of each it loads at a time. SPAN and
     BLOCKS: what columns stand for (rows.score_columns)."""
 
     K: int
@@ -102,8 +102,8 @@ class _Row(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """A row's part of the workspace: of each slice the length and the start of what it listed, and
-    the list itself, scores and then entries. Behind `length`, arrivals."""
+    """A row's part of the workspace: for each slice the length and the start of what it listed, and
+    the list itself, scores and then entries. The arrival counter follows `length`."""
 
     length: Any
     slices: Any
@@ -111,8 +111,8 @@ class _Work(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """Of scores that reach a bound: how many do among the first one to four of each four scores,
-    among all before these four, and among all."""
+    """Prefix counts of the scores that reach a bound: within each quad of scores up to each of its
+    four, in all earlier quads, and in total."""
 
     to_0: Any
     to_1: Any
@@ -123,7 +123,7 @@ class _Places(NamedTuple):
 
 
 def top_k_workspace_bytes(rows: int, columns: int, k: int) -> int:
-    """What top_k needs as `workspace` for the k highest, or fewer, of such scores."""
+    """What top_k needs as `workspace` for the k highest (or fewer) of such scores."""
     slices = -(-columns // _tile(rows, columns))
     if slices == 1:
         return 0
@@ -142,10 +142,10 @@ def top_k(
     blocks: int = 0,
 ) -> None:
     """Same result as dsv4.reference.top_k.top_k, in one launch where rows have up to MAX_ROW
-    scores or are many, else in two. No allocation; `workspace`, contiguous uint8, may hold anything
-    before. Scores that are not bf16 numbers need bf16_scores=False. With `span` columns stand for
-    blocks of so many entries, with `blocks` for the entries of as many such blocks. Raises
-    InvalidInput when the workspace is too small.
+    scores or are many, else in two. Allocates nothing; `workspace`, contiguous uint8, may have any
+    content before. Scores that are not bf16 numbers need bf16_scores=False. With `span`, columns
+    stand for blocks of that many entries; with `blocks`, for the entries of that many such blocks.
+    Raises InvalidInput if the workspace is too small.
     """
     rows, columns = scores.shape
     if rows == 0 or out.shape[1] == 0:
@@ -228,7 +228,7 @@ def top_k_launches(
 
 
 def _tile(rows: int, columns: int) -> int:
-    """Scores of a program, from shapes alone; the result does not depend on it."""
+    """Scores per program, from shapes alone; the result does not depend on it."""
     if columns <= MAX_ROW:
         return max(_SMALLEST_TILE, int(triton.next_power_of_2(columns)))
     tile = MIN_SLICE
@@ -247,7 +247,7 @@ def _padded(slices: int) -> int:
 
 
 def _bins_and_list(k: int) -> tuple[int, int]:
-    """Bins of a row and length of its list, where k of its scores are wanted."""
+    """Bins of a row and the length of its list, if k of its scores are wanted."""
     return (WIDER * BINS, LONGER * LIST) if 2 * k > BINS else (BINS, LIST)
 
 
@@ -330,7 +330,7 @@ def _long_row_kernel(
     scores_ptr, tokens_ptr, columns, scores_stride, work_ptr, out_ptr, out_stride,
     T: tl.constexpr,
 ):  # fmt: skip
-    """A whole row that registers cannot hold: its bins, its list, and the result from that."""
+    """A whole row that registers cannot hold: its bins, its list, and the result from it."""
     begin_program()
     K: tl.constexpr = T.K
     LIST: tl.constexpr = T.LIST
@@ -369,7 +369,8 @@ def _list_kernel(
     scores_ptr, tokens_ptr, columns, scores_stride, work_ptr, row_words, out_ptr,
     out_stride, T: tl.constexpr,
 ):  # fmt: skip
-    """Lists what of one slice reaches the bound; the last program of a row writes the result."""
+    """Lists the scores of one slice that reach the bound; the last program of a row writes the
+    result."""
     begin_program()
     K: tl.constexpr = T.K
     BINS: tl.constexpr = T.BINS
@@ -405,7 +406,7 @@ def _list_kernel(
 
 @triton.jit
 def _list(work, mine, score, at, bound, T: tl.constexpr):
-    """Adds what of a slice reaches the bound to the list, in order."""
+    """Adds the scores of a slice that reach the bound to the list, in order."""
     slice_at = work.slices + mine
     places = _places(score, bound, T.BITS)
     total = tl.where(bound == 0, T.LIST + 1, places.total)  # no bound, no list
@@ -447,7 +448,7 @@ def _list_quarter(place, score, at, before, to, LIST: tl.constexpr):
 
 @triton.jit
 def _emit_list(row, work, listed, bound, T: tl.constexpr):
-    """Writes the result from the list, which it first brings into the order of entries."""
+    """Writes the result from the list, which is first sorted by entry."""
     K: tl.constexpr = T.K
     LIST: tl.constexpr = T.LIST
     TILE: tl.constexpr = T.TILE
@@ -457,13 +458,13 @@ def _emit_list(row, work, listed, bound, T: tl.constexpr):
     place = work.list + nth
     bits = tl.load(place, mask=live, other=-1, cache_modifier=".cg")
     at = tl.load(place + LIST, mask=live, other=0, cache_modifier=".cg")
-    # slices lie in the list in the order in which they came
+    # slices lie in the list in the order in which they arrived
     mine = tl.arange(0, SLICES)
     exists = mine * TILE < row.seen
     length = tl.load(work.slices + mine, mask=exists, other=0, cache_modifier=".cg")
     start = tl.load(work.slices + SLICES + mine, mask=exists, other=0, cache_modifier=".cg")
     moved = nth + tl.gather(tl.cumsum(length, axis=0) - length - start, at // TILE, 0)
-    tl.debug_barrier()  # what will be overwritten has been read
+    tl.debug_barrier()  # every thread has read what will be overwritten
     _scatter(work.list, moved, bits, live)
     _scatter(work.list + LIST, moved, at, live)
     threshold, higher = _boundary(bits.to(tl.float32, bitcast=True), K, bound, T.BITS)
@@ -481,7 +482,7 @@ def _emit_row(row, low, PART: tl.constexpr, T: tl.constexpr):
     K: tl.constexpr = T.K
     high = _infinity(T.BITS)
     higher = 0
-    step = tl.full([], 1, tl.uint32)  # scores equal to the bound are why most lists overflow
+    step = tl.full([], 1, tl.uint32)  # most lists overflow because many scores equal the bound
     while low < high:
         middle = low + tl.minimum(step, ((high - low) >> 1) + 1)
         reaching = _reaching(row, middle, PART, T)
@@ -533,8 +534,8 @@ def _seen(tokens_ptr, row, columns, T: tl.constexpr):
 
 @triton.jit
 def _scores(row, at):
-    """NaN where a score is not seen."""
-    # whole 16 bytes are loaded, up to three scores that are not seen among them
+    """NaN where a score is not visible."""
+    # whole 16 bytes are loaded; up to three of the scores may not be visible
     loaded = (at < tl.cdiv(row.seen, 4) * 4) & (at < row.columns)
     score = tl.load(row.scores + at, mask=loaded, other=float("nan"))
     return tl.where(at < row.seen, score, float("nan"))
@@ -542,9 +543,9 @@ def _scores(row, at):
 
 @triton.jit
 def _image(score, BITS: tl.constexpr):
-    """The lowest image that a score (not NaN) or a higher one has."""
+    """The lowest image that this score (not NaN) or a higher one has."""
     bits = tl.where(score == 0, 0.0, score).to(tl.uint32, bitcast=True)
-    # zero takes the place that the order of bits has for -0
+    # zero takes the place that -0 has in the order of bits
     order = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits + 0x7FFFFFFF)
     return (order >> (32 - BITS)) - ((_LOWEST >> (32 - BITS)) - 1)
 
@@ -575,29 +576,31 @@ def _bound(highest, wanted: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _boundary(score, wanted, low, BITS: tl.constexpr):
-    """An image from `low` on, with how many scores above it: `wanted`, or fewer than that and with
-    those that have it `wanted` or more. Known: at least `wanted` scores have `low` or more."""
+    """A threshold at `low` or above it, and how many scores lie above the threshold: at most
+    `wanted`, while those that equal it bring the number to at least `wanted`. Known beforehand: at
+    least `wanted` scores are `low` or higher."""
     image, reaching = _search(score, wanted, 0, low, BITS)
     return tl.where(reaching == wanted, image - 1, image).to(tl.uint32), reaching
 
 
 @triton.jit
 def _search(score, wanted, slack, low, BITS: tl.constexpr):
-    """An image that between `wanted` and wanted + slack scores reach, and their number; else the
-    highest one that at least `wanted` reach, and how many are above it."""
+    """An image that between `wanted` and wanted + slack scores reach, and their number; if there is
+    none, the highest one that at least `wanted` reach, and how many lie above it."""
     number = score == score
     bottom = tl.min(tl.where(number, score, float("inf")), axis=0)
     top = tl.max(tl.where(number, score, float("-inf")), axis=0)
     high = _image(top, BITS)
-    # By values first, because scores are rarely far apart. What is not finite stands far from all.
+    # By values first, because scores are rarely far apart. What is not finite is far from all
+    # others.
     if bottom == float("-inf"):
         bottom = tl.min(tl.where(score > float("-inf"), score, float("inf")), axis=0)
     if top == float("inf"):
         top = tl.max(tl.where(score < float("inf"), score, float("-inf")), axis=0)
     bottom = tl.minimum(tl.maximum(bottom, -3e38), 3e38)
     top = tl.minimum(tl.maximum(top, -3e38), 3e38)
-    reaching = 0  # bottom, once that is known
-    above = -1  # those that reach top, once that is known
+    reaching = 0  # how many reach bottom, once known
+    above = -1  # how many reach top, once known
     tries = 0
     while (tries < 6) & ((reaching < wanted) | (reaching > wanted + slack)):
         value_1 = bottom * (2 / 3) + top * (1 / 3)
@@ -637,7 +640,7 @@ def _two_counts(score, value_1, value_2):
 
 @triton.jit
 def _raised(score, wanted, low, BITS: tl.constexpr):
-    """_boundary, where it is little above `low`."""
+    """_boundary, for a result that is little above `low`."""
     high = _infinity(BITS)
     above = 0
     step = tl.full([], 6, tl.uint32)
@@ -661,7 +664,7 @@ def _raised(score, wanted, low, BITS: tl.constexpr):
 
 @triton.jit
 def _ranked(score, live, threshold, BITS: tl.constexpr):
-    """Scores and what those with the image `threshold` equal."""
+    """Scores and, for each, what scores with the image `threshold` equal."""
     least = _score(threshold, BITS)
     if threshold == 0:  # NaN
         score = tl.where(score == score, 1.0, tl.where(live, 0.0, score))
@@ -671,7 +674,8 @@ def _ranked(score, live, threshold, BITS: tl.constexpr):
 
 @triton.jit
 def _quarters(x):
-    """Every fourth, from the first, second, third and fourth on: they lie in one thread."""
+    """Every fourth score, starting from the first, second, third and fourth: they lie in one
+    thread."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0] // 4, 2, 2]))
     x_0, x_2 = tl.split(even)
     x_1, x_3 = tl.split(odd)
@@ -680,7 +684,8 @@ def _quarters(x):
 
 @triton.jit
 def _scatter(pointer, place, value, mask):
-    """tl.store as four: of one, the compiler would first bring the operands into another layout."""
+    """tl.store in four pieces: with one, the compiler would first convert the operands to another
+    layout."""
     place_0, place_1, place_2, place_3 = _quarters(place)
     value_0, value_1, value_2, value_3 = _quarters(value)
     mask_0, mask_1, mask_2, mask_3 = _quarters(mask)
@@ -692,7 +697,7 @@ def _scatter(pointer, place, value, mask):
 
 @triton.jit
 def _before(count):
-    """Sum of the counts before each, and of all: first along lines of 8, which share a warp."""
+    """Sum of the counts before each, and of all: first along lines of 8, which one warp has."""
     lines = tl.reshape(count, [count.shape[0] // 8, 8])
     line = tl.sum(lines, axis=1)
     before = (tl.cumsum(line, axis=0) - line)[:, None] + tl.cumsum(lines, axis=1) - lines
@@ -701,11 +706,11 @@ def _before(count):
 
 @triton.jit
 def _emit(out_row, score, entry, least, wanted, higher_before, equal_before):
-    """Writes the entries with scores above the least, and of those equal to it the row's first
-    `wanted`, behind what the tiles before this one write."""
+    """Writes the entries with scores above the threshold, and of those equal to it the row's first
+    `wanted`, after what the previous tiles have written."""
     score_0, score_1, score_2, score_3 = _quarters(score)
     entry_0, entry_1, entry_2, entry_3 = _quarters(entry)
-    # both counts over a tile fit 16 bits
+    # both counts over a tile fit into 16 bits
     to_0 = _both(score_0, least)
     to_1 = to_0 + _both(score_1, least)
     to_2 = to_1 + _both(score_2, least)
@@ -725,7 +730,7 @@ def _emit(out_row, score, entry, least, wanted, higher_before, equal_before):
 
 @triton.jit
 def _both(score, least):
-    """2^16 where a score is above the least, 1 where it equals it."""
+    """2^16 where a score is above the threshold, 1 where it equals it."""
     return tl.where(score > least, 1 << 16, (score == least).to(tl.int32))
 
 

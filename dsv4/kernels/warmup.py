@@ -1,9 +1,9 @@
 """Compiling launches before they happen, in as many processes as there are processors.
 
-A process compiles one binary at a time: Triton holds Python's lock for about half of it. So workers
-of their own compile into Triton's cache on disk (compile_worker.py), and this process then takes
-from there what it will launch. What has been compiled is noted beside the cache by a name made of
-all that the binary depends on, so that nobody is started where nothing is missing.
+A process compiles one binary at a time: Triton holds Python's lock for about half of it. So worker
+processes compile into Triton's cache on disk (compile_worker.py), and this process then takes from
+there what it will launch. What has been compiled is noted beside the cache, under a name made of
+all that the binary depends on, so that no worker is started where nothing is missing.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def warm_up(
     workers: int,
     progress: Progress,
 ) -> int:
-    """Everything that `calls` would launch is compiled and loaded, and nothing is launched. Returns
-    how many binaries that is. `progress` is told how many of how many are ready.
+    """Compiles and loads everything that `calls` would launch, and launches nothing. Returns the
+    number of binaries. `progress` is called with how many of how many are ready.
 
-    Kernels that cannot be compiled are refused as they would be at their launch: another one takes
-    their place, which is compiled then, or the error is raised.
+    A kernel that cannot be compiled is refused as it would be at its launch: the one that replaces
+    it is compiled then, or the error is raised.
     """
     with on_device(device):
         return _warm_up(calls, device, workers, progress)
@@ -73,7 +73,7 @@ def _warm_up(
 
 
 def load(launch: Launch) -> None:
-    """Finds the binary, compiles it if need be, and brings it onto the device."""
+    """Finds the binary, compiles it if need be, and loads it onto the device."""
     binary, _ = launch.binary()
     _ = binary.run
 
@@ -89,8 +89,8 @@ def _compile_apart(
 
 
 def missing_jobs(launches: Iterable[Launch], device: torch.device) -> dict[Path, bytes]:
-    """What workers have to do for launches that nobody has compiled, by where that is noted. It
-    keeps none of the launches' tensors."""
+    """Jobs for the launches that are not compiled yet, by the path where that will be noted. They
+    keep none of the launches' tensors."""
     target = target_of(device).name
     jobs = {}
     for launch in launches:
@@ -102,7 +102,7 @@ def missing_jobs(launches: Iterable[Launch], device: torch.device) -> dict[Path,
 
 
 def compile_jobs(jobs: dict[Path, bytes], workers: int, progress: Progress) -> None:
-    """Whatever goes wrong here is seen again, and told, by whoever loads the binary."""
+    """Errors here are ignored: loading the binary meets them again and reports them."""
     missing: SimpleQueue[tuple[Path, bytes]] = SimpleQueue()
     for job in jobs.items():
         missing.put(job)
@@ -127,7 +127,7 @@ def compile_jobs(jobs: dict[Path, bytes], workers: int, progress: Progress) -> N
 
 
 def _work(missing: SimpleQueue[tuple[Path, bytes]], tell: Callable[[], None]) -> None:
-    """Hands one job after the other to a process, until none is left or the process is gone."""
+    """Hands one job after the other to a process, until none is left or the process has died."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -161,7 +161,7 @@ def _work(missing: SimpleQueue[tuple[Path, bytes]], tell: Callable[[], None]) ->
 
 
 def job_of(launch: Launch, target: str) -> Job:
-    """A launch without its tensors, of which a compiler needs the types."""
+    """A launch without its tensors: a compiler only needs their types."""
     function = launch.kernel.fn
     arguments = tuple(map(_form, launch.arguments))
     return Job(
@@ -185,13 +185,13 @@ def _form(argument: Any) -> Any:
 
 
 def note_path(launch: Launch, job: Job) -> Path:
-    """Where it is noted that a job has been done: a name for all that its binary depends on."""
+    """Where it is noted that a job is done: a name made of all that its binary depends on."""
     settings = [item for item in sorted(os.environ.items()) if item[0].startswith("TRITON_")]
     key = cache_key(launch.kernel)
     target = TARGETS[job.target]
     named = sorted(job.constants.items()), sorted(target.options(**job.options).items())
-    told = (triton.__version__, key, launch.kind()[4:], named, target, settings)
-    text = repr(told)
+    facts = (triton.__version__, key, launch.specialization()[4:], named, target, settings)
+    text = repr(facts)
     return Path(knobs.cache.dir) / "dsv4" / hashlib.sha256(text.encode()).hexdigest()
 
 

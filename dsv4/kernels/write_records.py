@@ -1,4 +1,4 @@
-"""Quantise bf16 rows and scatter them into pages: the last step of a flush, on its own."""
+"""Quantises bf16 rows and scatters them into pages: the last step of a flush, as one operation."""
 
 from __future__ import annotations
 

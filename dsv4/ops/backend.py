@@ -3,7 +3,7 @@ any device, dsv4/kernels in Triton; mypy checks that both agree with this file.
 
 What backends write is the same byte for byte; what they compute from it differs at most in the
 order of fp32 sums. None of these calls allocates on the device or looks at device data on the host,
-but for the reference, which does both.
+except in the reference, which does both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Repetition(Protocol):
     """A call that can be made again with other tensors of the same types, shapes and strides."""
 
     def places(self, tensors: Sequence[Tensor]) -> list[int] | None:
-        """Where `tensors` lie, or None where they cannot stand for those of the first call."""
+        """Where `tensors` lie, or None where they cannot replace those of the first call."""
 
     def run(self, places: list[int], tensors: Sequence[Tensor]) -> None:
         """The call, with `tensors` at `places`. Checks nothing."""
@@ -58,48 +58,47 @@ class Backend(Protocol):
         self, calls: Sequence[partial[None]], tensors: Sequence[Tensor], fixed: Sequence[Tensor]
     ) -> Repetition | None:
         """Makes `calls` of this backend's operations, which use `tensors` and `fixed`, and returns
-        how to make them again with others in the place of `tensors`; None where there is no quicker
-        way than to ask again."""
+        how to make them again with other tensors in place of `tensors`; None where that would be no
+        faster than making a new call."""
 
     def warm_up(
         self, calls: Callable[[], None], *, workers: int, progress: Callable[[int, int], None]
     ) -> int:
         """Compiles what `calls` would launch, in up to `workers` processes, and launches nothing.
-        `progress` is told how many of how many binaries are ready. Returns how many there are; 0,
-        without a call, where nothing is compiled."""
+        `progress` is called with how many of how many binaries are ready. Returns how many there
+        are; 0, without calling `progress`, where nothing is compiled."""
 
     # ---- where a step starts -------------------------------------------------------------------
 
     def follow(self, call: Following) -> None:
-        """Fills in where requests start: their rows of `batch`, the positions of their tokens, of
-        draft steps too, and the work items of the groups that these close (work_items.py); items
-        that are not needed become padding. An accepted count below 0 or above the tokens there are
-        is taken for the nearest that can be."""
+        """Fills in where requests start: their rows of `batch`, the positions of their tokens
+        (those of draft steps too), and the work items of the groups that these close
+        (work_items.py); items that are not needed become padding. An accepted count below 0 or
+        above the request's tokens is clamped to that range."""
 
     # ---- writes --------------------------------------------------------------------------------
 
     def append(
         self, step: StepTensors, window: WindowWrite | None, compressors: Sequence[CompressorWrite]
     ) -> None:
-        """Everything that one layer writes in a step: window rows into the ring (and, in a wide
+        """Everything that one layer writes in a step: window rows into the ring (and, in a prefill
         step, into the staging), projections into the tails, closed groups into their blocks.
-
         Groups are read before tails are overwritten. Padding rows write nothing.
         """
 
     def write_records(
         self, arena: Tensor, page: Page, arena_row: Tensor, page_row: Tensor, rows: Tensor
     ) -> None:
-        """Row i of `rows`, of the format's value type, into row `page_row[i]` of the page in arena
-        row `arena_row[i]`; where either is negative nothing is written."""
+        """Writes row i of `rows`, of the format's value type, into row `page_row[i]` of the page in
+        arena row `arena_row[i]`; where either is negative nothing is written."""
 
     # ---- gathers -------------------------------------------------------------------------------
 
     def gather_entries(
         self, source: EntrySource, *, slot: Tensor, position: Tensor, indices: Tensor, out: Tensor
     ) -> None:
-        """Entries `indices` int32 [rows, k] of each row's slot into `out` [rows, k, width], of the
-        value type of the records' format.
+        """Decodes entries `indices` int32 [rows, k] of each row's slot into `out` [rows, k, width],
+        of the value type of the records' format.
 
         `position` is the query's: an index below 0, or of an entry that it cannot see, gives zeros.
         Rows with a negative slot are padding and stay untouched.
@@ -108,9 +107,9 @@ class Backend(Protocol):
     def gather_all_entries(
         self, source: EntrySource, *, slot: Tensor, position: Tensor, out: Tensor, lengths: Tensor
     ) -> None:
-        """All entries visible at `position` of each row's slot, in order, into `out`
-        [rows, n, width]; `lengths` int32 [rows] says how many, at most n. What lies behind them in
-        `out`, and padding rows (negative slot), stay untouched."""
+        """Decodes all entries visible at `position` of each row's slot, in order, into `out`
+        [rows, n, width]; `lengths` int32 [rows] receives how many, at most n. Rows of `out` past
+        these, and padding rows (negative slot), stay untouched."""
 
     def gather_window(
         self,
@@ -122,8 +121,8 @@ class Backend(Protocol):
         out: Tensor,
         lengths: Tensor,
     ) -> None:
-        """The window of the query at `position` of each batch row, oldest first, into `out`
-        [rows, window, width]; `lengths` int32 [rows] says how many. What lies behind them in `out`,
+        """Decodes the window of the query at `position` of each batch row, oldest first, into `out`
+        [rows, window, width]; `lengths` int32 [rows] receives how many. Rows of `out` past these,
         and padding rows (negative `batch_row`), stay untouched."""
 
     # ---- selection -----------------------------------------------------------------------------
@@ -138,21 +137,21 @@ class Backend(Protocol):
         out: Tensor,
         transform: bool = True,
     ) -> None:
-        """`q` [tokens, heads, width] of the value type of `record` → `out` alike: what encoding
-        and decoding with `record` leaves of the rotated and, with `transform`, Hadamard-transformed
-        query.
+        """Rotates `q` [tokens, heads, width], with `transform` applies a Hadamard transform, then
+        encodes and decodes it with `record`; the result goes into `out`, of the same shape and type
+        (the value type of `record`).
 
         `rope` is the layer's table (dsv4.rope). Padding rows of `out` are not touched. A head with
-        a NaN or an infinity becomes NaN altogether.
+        a NaN or an infinity becomes NaN in all channels.
         """
 
     def index_scores(self, call: Scoring) -> None:
         """I = Σ_h w_h · ReLU(q_h · k) of every token and every entry that it sees.
 
-        `q` as prepare_index_queries leaves it and `weights`, already scaled, are of the value type
-        of the keys. With `round_bf16` dots, products and the sum are rounded to bf16, as the model
-        was trained; else all is fp32. The heads are added in a fixed order, so a score depends on
-        its query and its key alone.
+        `q` comes from prepare_index_queries, and `weights` are already scaled; both are of the
+        value type of the keys. With `round_bf16` dots, products and the sum are rounded to bf16, as
+        the model was trained; otherwise all is fp32. The heads are added in a fixed order, so a
+        score depends on its query and its key alone.
 
         Only entries that the token sees are written: columns from (position + 1) // ratio on, the
         rows of padding tokens and those of tokens that see at most `skip_visible` entries keep what
@@ -160,19 +159,19 @@ class Backend(Protocol):
         """
 
     def select(self, call: Selection) -> None:
-        """The exact `top_k` entries of every token: entries ascending, -1 behind them.
+        """The exact `top_k` entries of every token: entries ascending, followed by -1.
 
         Of equal scores the lowest entries are taken; -0 equals +0, and NaN is below every number,
         -inf included. Padding rows of `out` and of candidates are not touched. The size of a piece
         of tokens follows from shapes alone, never from lengths. Raises InvalidInput when one
-        token's scores do not fit the workspace; nothing has been launched then.
+        token's scores do not fit into the workspace; nothing has been launched then.
         """
 
     def select_workspace_bytes(
         self, rows: int, *, keys: EntrySource, top_k: int, block_entries: int = 0
     ) -> int:
-        """The workspace with which `select` handles `rows` tokens at a time; `block_entries` where
-        it publishes candidates, in blocks of so many."""
+        """The workspace with which `select` handles `rows` tokens at a time; `block_entries` is the
+        block size where it publishes candidates."""
 
     # ---- attention -----------------------------------------------------------------------------
 
@@ -184,9 +183,10 @@ class Backend(Protocol):
             lse = log Σ exp(l), without the sink
         in fp32, except that exp(l - M) is rounded to the type of `q` before it multiplies k, as
         DeepSeek's kernel does. `q` is of the value type of the records. Indices that are negative
-        or not visible are passed over; one named twice counts twice. A query without any key gives
-        0 and -inf; rows of padding stay as they are. With `inverse_rope` the last channels of the
-        rounded output are turned back by the query's position and rounded again.
+        DeepSeek's kernel does. `q` is of the value type of the records. Indices that are negative
+        or not visible are skipped; one named twice counts twice. A query without any key gives
+        0 and -inf; rows of padding stay unchanged. With `inverse_rope` the last channels of the
+        rounded output are rotated back by the query's position and rounded again.
         """
 
     def attend_workspace_bytes(self, tokens: int, *, model: ModelSpec, max_entries: int) -> int:

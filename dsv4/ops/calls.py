@@ -23,8 +23,8 @@ class CompressorWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyProjection:
-    """Index keys of the latent: `weight` [index_dim, head_dim], of the type of the entries' values,
-    then `norm` fp32 [index_dim]."""
+    """Index keys computed from the latent: `weight` [index_dim, head_dim], of the type of the
+    entries' values, then `norm` fp32 [index_dim]."""
 
     weight: Tensor
     norm: Tensor
@@ -32,12 +32,12 @@ class KeyProjection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """What of a layer's weights the cache applies.
+    """The weights of a layer that the cache applies.
 
     `rope` is the table of dsv4.rope for this layer (`LayerSpec.yarn`). With `kv_norm` fp32
-    [head_dim] the layer hands over raw KV projections; without, KV after norm and RoPE.
+    [head_dim] the layer hands over raw KV projections; without it, KV after norm and RoPE.
     `index_projection` is for layers whose index keys come from the latent (V4.1).
-    Raises InvalidInput for weights of another kind; `append` checks the tensors.
+    Raises InvalidInput for weights that do not fit together; `append` checks the tensors.
     """
 
     rope: Tensor
@@ -65,7 +65,7 @@ _KINDS: dict[str, type] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowedItems:
-    """The work items of a ratio, in rows that are to be filled."""
+    """The work items of a ratio, in rows that have yet to be filled."""
 
     ratio: int
     overlap: bool
@@ -84,12 +84,13 @@ class FollowedDrafts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Following:
-    """Requests of a step that start where the step before leaves them, which only the device knows.
+    """Requests of a step that start where the previous step leaves them, which only the device
+    knows.
 
-    `follows` (columns.py) names them and the rows of `items` that are theirs, as many as their
-    tokens can close at most. `batch_before` is the tensor of the step before; of its tokens
-    `accepted` int32 or int64 [requests] are kept, all of them without. All index tensors of the
-    step lie in one storage. No request has more than `most_tokens`.
+    `follows` (columns.py) lists them and the rows of `items` reserved for them, as many as their
+    tokens can close at most. `batch_before` is the tensor of the previous step; of its tokens
+    `accepted` int32 or int64 [requests] are kept, or all of them if it is not given. All index
+    tensors of the step lie in one storage. No request has more than `most_tokens`.
     """
 
     follows: Tensor
@@ -111,8 +112,8 @@ class StepTensors:
     """The arenas and a step's index tensors, cut to the padded sizes (columns.py names their
     columns). Rows of -1 are padding and write nothing.
 
-    `narrow`: no request has more tokens in the step than its rings can lose
-    (schema.max_rollback_tokens), so what it writes leaves what it reads alone.
+    `narrow` (a decode step): no request has more tokens in the step than its rings can lose
+    (schema.max_rollback_tokens), so what it writes does not overwrite what it reads.
     `scratch` fp32 [items, head_dim] and `arrived` int32 [items] serve groups that several programs
     pool together; `arrived` is 0 between launches."""
 
@@ -133,9 +134,9 @@ class WindowWrite:
     """`kv` [tokens, head_dim] into the ring. With `norm` fp32 [head_dim] the rows are raw
     projections: RMSNorm and RoPE come first.
 
-    With `staging` (uint8 [1, bytes] holding `staging_page`) the step is wide: every row goes there
-    too, and before that the `window` - 1 rows in front of each request's first token, from the
-    ring. Without `keep` rows go to the staging alone.
+    With `staging` (uint8 [1, bytes] holding `staging_page`) this is a prefill step: every row goes
+    there too, and first the `window` - 1 rows before each request's first token, from the ring.
+    Without `keep` rows go to the staging alone.
     """
 
     page: Page
@@ -149,13 +150,13 @@ class WindowWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressorWrite:
-    """fp32 projections `c`, `z` [tokens, columns] into tails and, where groups close, entries. `c`
-    of a layout that is not gated is of the type of the entries' values, and there is no `z`. With
+    """fp32 projections `c`, `z` [tokens, columns] into tails and, where groups close, entries. For
+    a layout that is not gated, `c` is of the type of the entries' values, and there is no `z`. With
     `keys` the latent of each entry gives its index key.
 
     `items` are the work items of the ratio in the step's buffers. Without `c` and `z` the groups
     are read from the tails, which must hold the step's tokens already. `compress` and `write_tails`
-    say which half of the work to do. With `dense` [items, width] the entries of a narrow step go
+    say which half of the work to do. With `dense` [items, width] the entries of a decode step go
     there and not into blocks.
     """
 
@@ -178,11 +179,11 @@ class CompressorWrite:
 class WindowSource:
     """The window rows of a step's requests: records of `page` in `arena` (uint8 [rows, bytes]).
 
-    A narrow step reads the ring: position p of slot s is row p % page.rows of arena row s. A wide
-    one (`staged`) reads staged rows, because its own tokens have overwritten the ring: all in arena
-    row 0, position p of batch row b at page row columns.staged_row(…), for p from
-    start[b] - (window - 1), where not negative, to the newest token. `window` tokens, the query's
-    own included, are visible.
+    A decode step reads the ring: position p of slot s is row p % page.rows of arena row s. A
+    prefill step (`staged`) reads staged rows, because its own tokens have overwritten the ring: all
+    in arena row 0, position p of batch row b at page row columns.staged_row(…), for p from start[b]
+    - (window - 1), where not negative, to the newest token. `window` tokens, the query's own
+    included, are visible.
     """
 
     arena: Tensor
@@ -209,13 +210,13 @@ class EntrySource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """Indexer scores of a step's tokens into fp32 `scores` [tokens, columns], column j being entry
-    j; `Backend.index_scores` says of which arithmetic.
+    """Indexer scores of a step's tokens into fp32 `scores` [tokens, columns], where column j is
+    entry j; `Backend.index_scores` specifies the arithmetic.
 
     `q` [tokens, index heads, index_dim] are prepared queries, `weights` [tokens, index heads] their
     scaled weights. Rows of tokens that see at most `skip_visible` entries are left alone: a top-k
-    of so many takes them all. `tokens_per_request` is the most tokens that one request has in the
-    step, and `workspace` contiguous uint8 memory whose content is lost: both are for speed.
+    of that size takes all of them. `tokens_per_request` is the most tokens that one request has in
+    the step, and `workspace` contiguous uint8 memory whose content is lost: both are for speed.
     """
 
     q: Tensor
@@ -231,12 +232,12 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """The first of two levels of selection: int32 `blocks` [tokens, n], ascending, -1 behind them;
+    """The first of two levels of selection: int32 `blocks` [tokens, n], ascending, followed by -1;
     block b is the entries [b · block_entries, (b + 1) · block_entries).
 
     With `publish` the n best blocks are written there, a block's score being the highest of its
     visible entries'; the block of the newest visible entry is always among them, and of equal
-    blocks the lowest are taken. Without, only their entries are selected from.
+    blocks the lowest are taken. Without it, entries are selected from these blocks only.
     """
 
     blocks: Tensor
@@ -249,9 +250,9 @@ class Selection:
     """The `top_k` entries of every token by score into int32 `out` [tokens, top_k].
 
     `workspace` is contiguous uint8 memory whose content is lost; tokens are handled in pieces whose
-    scores fit it. No token sees more than `max_visible` entries; without it, all that the block
-    table can name may be seen. What is selected when `candidates` are published does not
-    depend on them.
+    scores fit into it. No token sees more than `max_visible` entries; without it, all that the
+    block table can name may be seen. When `candidates` are published, the selection does not depend
+    on them.
     """
 
     q: Tensor
@@ -281,13 +282,13 @@ class Attention:
 
     `tokens` and `batch` are the step's index tensors. Of `entries` a query sees those that
     `indices` int32 [tokens, k] names, or all visible ones without `indices`. With `inverse_rope`,
-    the rotation table of the layer, the output is turned back. `workspace` fp32 holds partial
+    the rotation table of the layer, the output is rotated back. `workspace` fp32 holds partial
     results; it is 0 before its first use. With `joint` (staged windows only) all queries of a
-    request see the window of its last token in the step; with `window_cut` (staged ones only too)
-    none sees a row in front of its request's first token in the step.
+    request see the window of its last token in the step; with `window_cut` (staged windows only)
+    they see no row before the request's first token in the step.
 
-    With `whole` a query's result is the same to the bit whatever else is in the call, whether its
-    window is staged or not.
+    With `whole` the operation is batch-invariant: a query's result is the same to the bit whatever
+    else is in the call, whether its window is staged or not.
 
     The rest is for speed: `tokens_per_request` is the most tokens that one request has in the step,
     `max_visible` the most entries that a token sees, if that is known, and `decoded` contiguous

@@ -1,6 +1,6 @@
-"""A step's index tensors, int32: what stands in which column, and where window rows are staged.
+"""A step's index tensors, int32: which column holds what, and where window rows are staged.
 
-The fields of a bundle stand in the order of the columns. A bundle holds columns of a tensor or of a
+The fields of a bundle have the order of the columns. A bundle holds columns of a tensor or of a
 NumPy array, the numbers of one row, or what a kernel has loaded. Rows of -1 are padding.
 """
 
@@ -26,7 +26,7 @@ class RequestColumns(NamedTuple):
 
 class TokenColumns(NamedTuple):
     """The tensor `tokens`, one row per token: row `batch_row` of `batch` is its request; `kept` is
-    1 if its window row is still in the ring after the step, which is so for all of a narrow one."""
+    1 if its window row is still in the ring after the step, as all rows of a decode step are."""
 
     slot: Any
     position: Any
@@ -36,7 +36,8 @@ class TokenColumns(NamedTuple):
 
 class ItemColumns(NamedTuple):
     """The tensor `items` of a ratio, one row per work item (work_items.py): `entries` entries from
-    `entry` on, of a request whose tokens have positions [start, end); 1 if it writes the tails."""
+    `entry` on, of a request whose tokens have positions [start, end); whether it writes the
+    tails."""
 
     slot: Any
     start: Any
@@ -49,9 +50,9 @@ class ItemColumns(NamedTuple):
 
 class FollowColumns(NamedTuple):
     """The first columns of the tensor `follows`, one row per request that starts where a step that
-    is still under way will leave it: its row in `batch`, its row in the `batch` of that step, and
-    the tokens whose entries exist. Then, per ratio, the first of the rows of `items` that are its
-    own."""
+    is still running will leave it: its row in `batch`, its row in the `batch` of that step, and the
+    number of tokens whose entries exist. Then, per ratio, the first of the rows of `items` that are
+    its own."""
 
     batch_row: Any
     row_before: Any
@@ -79,8 +80,8 @@ def follow_columns(follows: Any) -> FollowColumns:
 
 
 def most_items(count: Any, ratio: int, *, overlap: bool, narrow: bool) -> Any:
-    """How many work items `count` tokens of a request, more than none, have at most, wherever they
-    start. Numbers, arrays and tensors alike."""
+    """The most work items that `count` > 0 tokens of a request can have, wherever they start. For
+    numbers, arrays and tensors alike."""
     closed = (count + ratio - 1) // ratio
     if narrow or not overlap:
         return closed
@@ -88,13 +89,13 @@ def most_items(count: Any, ratio: int, *, overlap: bool, narrow: bool) -> Any:
 
 
 def staged_row(first_row: Any, start: Any, batch_row: Any, position: Any, window: int) -> Any:
-    """The row of the staging page for `position` of a wide step's request, of which
-    `batch` has `first_row` and `start` in row `batch_row`.
+    """The row of the staging page for `position` in a request of a prefill step. The request has
+    `first_row` and `start` in row `batch_row` of `batch`.
 
-    The rows of a request follow those of the request before it: first the window - 1 in front of
-    its tokens, from position start - (window - 1) on (those below position 0 stay unused), then its
-    tokens'. Any token of the step may stand for the first: its row in `tokens` and its position.
-    Numbers, arrays and tensors alike.
+    The rows of a request follow those of the previous request: first the window - 1 rows before its
+    tokens, from position start - (window - 1) on (those below position 0 stay unused), then its
+    tokens'. `first_row` and `start` may be those of any token of the request: only their difference
+    matters. For numbers, arrays and tensors alike.
     """
     before = window - 1
     return first_row + before * batch_row + (position - (start - before))

@@ -20,6 +20,6 @@ EXP_POLY = (
 EXP_UNDERFLOW = -87.0
 ROUND_MAGIC = 12582912.0  # 1.5 · 2^23: adding and subtracting it rounds to the nearest integer
 
-SUM_LANES = 32  # rows of a group are summed in as many lanes, then lanes in a tree
-PROJECTION_LANES = 16  # and the channels of a latent, which are projected
-MIN_HEADS = 16  # sums over heads pad them to a power of two, at least this
+SUM_LANES = 32  # rows of a group are summed in this many lanes, then the lanes as a tree
+PROJECTION_LANES = 16  # likewise for the channels of a latent, which are projected
+MIN_HEADS = 16  # sums over heads pad them to a power of two, to at least this

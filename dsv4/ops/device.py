@@ -1,5 +1,5 @@
-"""Where launches go. torch sends an operation to the device of its tensors; Triton, events and
-graphs go to the device that is current, whatever tensors they are given."""
+"""Where launches go. torch runs an operation on the device of its tensors; Triton, events and
+graphs use the current device, whatever tensors they are given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HERE: AbstractContextManager[Any] = nullcontext()
 
 
 def is_current(device: torch.device) -> bool:
-    """Whether kernels that are launched now go to a device; where nothing is launched they do."""
+    """Whether kernels launched now go to this device; true where nothing is launched."""
     return device.type != "cuda" or device.index in (None, torch.cuda.current_device())
 
 

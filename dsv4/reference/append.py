@@ -24,7 +24,7 @@ from dsv4.reference.numerics import (
 )
 from dsv4.reference.pages import page_rows, ring_rows
 
-PROJECTED_ROWS = 256  # at a time: each takes a hundred kilobytes of products
+PROJECTED_ROWS = 256  # entries at a time: each needs a hundred kilobytes of products
 
 
 def append(
@@ -46,8 +46,8 @@ def append(
 def append_window(
     step: StepTensors, window: WindowWrite, live: Tensor, token: TokenColumns
 ) -> None:
-    """Quantises the step's rows: the newest into the ring, at position modulo its length; all of a
-    wide step's into the staging. `token` has the columns of the `live` rows."""
+    """Quantises the step's rows: the newest go into the ring, at position modulo its length; all
+    rows of a prefill step also go into the staging. `token` has the columns of the `live` rows."""
     if window.staging is not None:
         stage_window(step, window)
     rows = window.kv[live]
@@ -64,7 +64,7 @@ def append_window(
 
 
 def stage_window(step: StepTensors, window: WindowWrite) -> None:
-    """The window in front of each request's chunk, from the ring that the chunk will overwrite."""
+    """The window before each request's chunk, from the ring that the chunk will overwrite."""
     assert window.staging is not None
     assert window.staging_page is not None
     request = request_columns(step.batch.long()[:, None])  # columns [requests, 1]
@@ -140,7 +140,7 @@ def write_tails(
     if write.ape is not None:
         biased = biased + write.ape[token.position % layout.ratio]
     batch = step.batch[token.batch_row].long()
-    rank, last = token.position, batch[:, 1] + batch[:, 2]  # behind the request's tokens
+    rank, last = token.position, batch[:, 1] + batch[:, 2]  # past the request's tokens
     if layout.skips_last:
         rank, last = _rank(layout, rank), _rank(layout, last)
     width, row_bytes, rows = layout.width, 4 * layout.width, 0
@@ -154,7 +154,7 @@ def write_tails(
             continue
         if ring.rows != rows:
             rows = ring.rows
-            # what a later token of the step would overwrite is left out
+            # skips what a later token of the step would overwrite
             keep = rank >= last - rows
             if layout.skips_last:
                 keep = keep & (token.position % layout.ratio != layout.ratio - 1)
@@ -169,7 +169,7 @@ def write_tails(
 
 
 def _rank(layout: CompressorLayout, position: Tensor) -> Tensor:
-    """How many tokens before `position` go to tails that leave out the last one of a group."""
+    """A position's rank among the tokens that go to tails without the last one of each group."""
     return position - position // layout.ratio
 
 
@@ -216,7 +216,7 @@ def _projections(write: CompressorWrite, groups: ClosedGroups) -> Tensor:
 def _fresh_rows(
     write: CompressorWrite, groups: ClosedGroups, position: Tensor, columns: slice
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Values and biased logits of the step's own tokens; of other positions, anything."""
+    """Values and biased logits of the step's own tokens; undefined for other positions."""
     if write.c is None or write.z is None:
         return None, None
     row = groups.first_row[:, None] + position - groups.start[:, None]

@@ -14,18 +14,17 @@ from dsv4.reference.numerics import rotate, to_bf16
 from dsv4.reference.pages import read_entries, read_records
 from dsv4.reference.runs import Runs, runs
 
-# Records that the queries of one request share are read once for so many of them.
+# Records that the queries of one request share are read once for this many of them.
 RUN_TOKENS = 64
-# Below every logit that is a number; -inf less it is -inf.
+# Below every finite logit; -inf minus it is -inf.
 LOWEST = torch.finfo(torch.float32).min
-# Requests with one query each are read together, about so many records at once.
+# Requests with one query each are read together, about this many records at a time.
 MAX_RECORDS = 1 << 13
 
 
 def attend(call: Attention) -> None:
-    """Query after query; the workspace is not used. Queries share what is read and what is done
-    number by number; sums and products are each query's own, so no bit of a result depends on the
-    neighbours."""
+    """Query after query; the workspace is not used. Queries share reads and elementwise operations;
+    sums and products are each query's own, so no bit of a result depends on the neighbours."""
     width, found = call.q.shape[2], runs(call.tokens, RUN_TOKENS)
     for first, end in _parts(call, found):
         rows = slice(found.firsts[first], found.ends[end - 1])
@@ -44,13 +43,13 @@ def attend(call: Attention) -> None:
                 keys = torch.cat((keys, seen))
             logits = (q[nth] @ keys.T).mul_(width**-0.5)
             torch.amax(logits, dim=-1, keepdim=True, out=top[nth])
-            # keys that weigh nothing are no keys: weights from 0 on, not from -inf
+            # keys without weight are not keys: weights from 0 on, not from -inf
             weights = logits.sub_(top[nth].clamp_min(LOWEST)).exp_()
             torch.sum(weights, dim=-1, keepdim=True, out=total[nth])
             torch.mm(weights.to(call.q.dtype).float(), keys, out=summed[nth])
         call.lse[rows] = (top + torch.log(total)).squeeze(-1)
         sinks = torch.exp(call.sink[:, None] - top)
-        # without a key the sink takes all
+        # without a key the sink takes all the weight
         result = summed.div_(torch.where(total > 0, total + sinks, torch.inf))
         if call.q.dtype == torch.bfloat16:
             result = to_bf16(result)
@@ -124,8 +123,8 @@ def _window_keys(call: Attention, found: Runs, first: int, end: int) -> tuple[Te
 def _entry_keys(
     call: Attention, source: EntrySource, found: Runs, first: int, end: int
 ) -> tuple[Tensor, Sequence[slice | Tensor]]:
-    """fp32 rows of entries that some runs see, and which of them are each query's: all visible
-    ones, or those named, in the order in which they are."""
+    """fp32 rows of entries that some runs see, and which of them belong to each query: all visible
+    ones, or those that `indices` names, in that order."""
     rows, device = slice(found.firsts[first], found.ends[end - 1]), call.q.device
     visible = (np.array(found.positions[rows]) + 1) // source.ratio
     slots = np.array(found.slots[first:end])

@@ -38,10 +38,10 @@ class ReferenceBackend:
         return 0
 
     def check_format(self, record: RecordFormat) -> None:
-        """Every format."""
+        """Accepts every format."""
 
     def check_ratio(self, layer: int, ratio: int) -> None:
-        """Every ratio."""
+        """Accepts every ratio."""
 
     def attend_workspace_bytes(self, tokens: int, *, model: ModelSpec, max_entries: int) -> int:
         return 0

@@ -13,14 +13,14 @@ from dsv4.reference.top_k import best
 def publish_candidates(
     scores: Tensor, *, tokens: Tensor, ratio: int, candidates: Candidates
 ) -> None:
-    """The best blocks of every token, as `Candidates` says; scores as for top_k."""
+    """The best blocks of every token, as `Candidates` specifies; scores as for top_k."""
     size, out = candidates.block_entries, candidates.blocks
     for token, visible in _visible(tokens, ratio):
         row = scores[token, :visible]
         row = torch.where(torch.isnan(row), torch.full_like(row, -torch.inf), row)
         row = torch.nn.functional.pad(row, (0, -visible % size), value=-torch.inf)
         blocks = row.unflatten(0, (-1, size)).amax(dim=-1)
-        blocks[-1:] = torch.inf  # the newest entry's
+        blocks[-1:] = torch.inf  # the block of the newest entry
         chosen = best(blocks, out.shape[1])
         out[token] = -1
         out[token, : len(chosen)] = chosen.to(torch.int32)
@@ -29,7 +29,7 @@ def publish_candidates(
 def top_k_of_candidates(
     scores: Tensor, *, tokens: Tensor, ratio: int, candidates: Candidates, out: Tensor
 ) -> None:
-    """As top_k, of the entries of each token's candidate blocks alone."""
+    """As top_k, but only among the entries of each token's candidate blocks."""
     size = candidates.block_entries
     nth = torch.arange(size, device=scores.device)
     for token, visible in _visible(tokens, ratio):

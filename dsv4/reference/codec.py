@@ -1,8 +1,8 @@
 """Records in plain PyTorch: vectors to bytes and back, exact by the specification.
 
 What no specification fixes is fixed here: ±inf behaves as the largest bf16 number of its sign. A
-NaN makes the scale of its tile NaN, and with it all of the tile, as kernels multiply by scales but
-do not look for codes that are NaN. In E4M3 all codes of the tile become NaN too.
+NaN makes the scale of its tile NaN, and with it the whole tile, because kernels multiply by scales
+but do not look for NaN codes. In E4M3 all codes of the tile become NaN too.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _powers(device: torch.device) -> Tensor:
 
 @cache
 def _inverse_powers(device: torch.device) -> Tensor:
-    """fp32 [255]: one divided by it, for the codes of numbers."""
+    """fp32 [255]: the inverse of each, for the codes of numbers."""
     return _power_of_two(torch.arange(254, -1, -1, dtype=torch.int32, device=device))
 
 
@@ -161,7 +161,7 @@ def _e2m1_codes(x: Tensor) -> Tensor:
 
 @cache
 def _e2m1_pairs(device: torch.device) -> Tensor:
-    """fp32 [256, 2]: the two numbers of each byte, that of the low nibble first."""
+    """fp32 [256, 2]: the two numbers of each byte, the one in the low nibble first."""
     grid = torch.tensor((*E2M1_GRID, *(-v for v in E2M1_GRID)), device=device)
     byte = torch.arange(256, device=device)
     return torch.stack((grid[byte & 0xF], grid[byte >> 4]), dim=-1)

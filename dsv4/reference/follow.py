@@ -1,4 +1,4 @@
-"""Where requests start that were planned behind a step which is still under way, in PyTorch."""
+"""Fills in where requests start that were planned after a step still running, in PyTorch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _fill_items(
     first_item: Tensor,
     nth: Tensor,
 ) -> None:
-    """All items that are the requests' own: columns [requests, items]."""
+    """All items that are reserved for the requests: columns [requests, items]."""
     ratio, overlap = each.ratio, each.overlap and not narrow
     start, count = request.start[:, None], request.count[:, None]
     first, closed = start // ratio, (start + count) // ratio - start // ratio

@@ -1,4 +1,4 @@
-"""Indexer queries as the indexer's keys are kept: RoPE, Hadamard, the round trip of the format."""
+"""Indexer queries in the form of the indexer's keys: RoPE, Hadamard, the format's round trip."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dsv4.cache.records import RecordFormat
 from dsv4.reference.codec import decode, encode
 from dsv4.reference.numerics import hadamard, rotate
 
-# Taken at once: what comes of them stays in a processor's cache.
+# Taken at once, so that intermediate results stay in a processor's cache.
 MAX_CHANNELS = 1 << 17
 
 

@@ -1,4 +1,4 @@
-"""How much each query wants each entry: I = Σ_h w_h · ReLU(q_h · k)."""
+"""The score of each entry for each query: I = Σ_h w_h · ReLU(q_h · k)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dsv4.reference.numerics import to_bf16
 from dsv4.reference.pages import read_entries
 from dsv4.reference.runs import runs
 
-# Tokens of a run, keys that are read and dots that are taken on at once.
+# Tokens of a run, keys that are read and dots that are computed at a time.
 RUN_TOKENS = 64
 MAX_KEYS = 1 << 14
 MAX_DOTS = 1 << 18
 
-Scored = tuple[int, int, int]  # a token's row, where its keys begin, how many
+Scored = tuple[int, int, int]  # a token's row, where its keys begin, how many there are
 
 
 def index_scores(call: Scoring) -> None:
@@ -70,7 +70,7 @@ def _score(call: Scoring, slots: list[int], counts: list[int], scored: list[Scor
 
 
 def _scores(call: Scoring, keys: Tensor, scored: list[Scored], most: int) -> None:
-    """Scores tokens that see at most so many of the fp64 `keys`."""
+    """Scores tokens that see at most as many entries as there are fp64 `keys`."""
     first, end = scored[0][0], scored[-1][0] + 1
     rows = slice(first, end) if end - first == len(scored) else [row for row, _, _ in scored]
     q = call.q[rows].double()  # [tokens, heads, width]

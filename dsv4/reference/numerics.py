@@ -43,7 +43,7 @@ def exp_nonpositive(x: Tensor) -> Tensor:
 def gated_pool(values: Tensor, logits: Tensor, valid: Tensor) -> Tensor:
     """Softmax over axis -2 of `logits`, channel by channel, applied to `values`; fp32.
 
-    `valid` [..., n] leaves rows out altogether. At least one row must be valid.
+    `valid` [..., n] excludes rows. At least one row must be valid.
     """
     mask = valid.unsqueeze(-1)
     z = torch.where(mask, logits, -torch.inf)
@@ -54,10 +54,10 @@ def gated_pool(values: Tensor, logits: Tensor, valid: Tensor) -> Tensor:
 
 
 def fold_token(state: Tensor, values: Tensor, logits: Tensor, first: Tensor) -> Tensor:
-    """One more token in a running softmax, channel by channel: fp32 [..., 3, width] before and
-    after, the largest logit, the sum of the weights and that of the weighted values.
+    """Adds one token to a running softmax, channel by channel: fp32 [..., 3, width] before and
+    after: the largest logit, the sum of the weights and that of the weighted values.
 
-    Where `first` [...] is true the token begins a group and the state before it does not count.
+    Where `first` [...] is true the token begins a group and the previous state is ignored.
     """
     top, weight, product = state.unbind(-2)
     begins = first.unsqueeze(-1)
@@ -66,7 +66,7 @@ def fold_token(state: Tensor, values: Tensor, logits: Tensor, first: Tensor) -> 
     product = torch.where(begins, 0.0, product)
     rises = logits > top
     gap = torch.where(rises, top - logits, logits - top)
-    gap = torch.where(logits == top, 0.0, gap)  # equal infinities too
+    gap = torch.where(logits == top, 0.0, gap)  # for equal infinities too
     shrink = exp_nonpositive(gap)
     weight = torch.where(rises, weight * shrink + 1.0, weight + shrink)
     product = torch.where(rises, product * shrink + values, product + shrink * values)
@@ -74,7 +74,7 @@ def fold_token(state: Tensor, values: Tensor, logits: Tensor, first: Tensor) -> 
 
 
 def tree_sum(x: Tensor) -> Tensor:
-    """Sum over axis -2 in a fixed order: row r joins lane r mod SUM_LANES, in turn; then the lower
+    """Sum over axis -2 in a fixed order: row r joins lane r mod SUM_LANES, in order; then the lower
     half of the lanes is added to the upper half until one is left."""
     rows, lanes = x.shape[-2], 1
     while lanes < min(rows, SUM_LANES):
@@ -92,9 +92,9 @@ def tree_sum(x: Tensor) -> Tensor:
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
-    """`weight` [out, channels] times x over its last axis: fp32 [..., out], formed in fp64 and
+    """`weight` [out, channels] times x over its last axis: fp32 [..., out], computed in fp64 and
     rounded once. Products of bf16 numbers are exact in fp64; channel c joins lane c mod
-    PROJECTION_LANES, in turn, and lanes are added as in `tree_sum`."""
+    PROJECTION_LANES, in order, and lanes are added as in `tree_sum`."""
     rows, wide = weight.double().T, x.double()
     lanes = min(PROJECTION_LANES, rows.shape[0])
     total = wide[..., :lanes, None] * rows[:lanes]
@@ -108,25 +108,25 @@ def square_root(x: Tensor) -> Tensor:
     """√x of fp32, correctly rounded.
 
     torch.sqrt goes through the CPU's vector maths library, which is an ulp off on some CPUs. The
-    root of a number of 24 bits is never nearer than 4 ulps of fp64 to the middle of two fp32
-    numbers, so an fp64 root that is less than 4 ulps off rounds to the right one.
+    root of a 24-bit number is never nearer than 4 ulps of fp64 to the midpoint of two fp32
+    numbers, so an fp64 root with an error below 4 ulps rounds to the right one.
     """
     return torch.sqrt(x.double()).float()
 
 
 def divide(x: Tensor, divisor: float) -> Tensor:
-    """x / divisor in fp32, rounded once. On a GPU torch multiplies by the reciprocal of a plain
+    """x / divisor in fp32, rounded once. On a GPU torch multiplies by the reciprocal of a Python
     number, which rounds twice."""
     return x / torch.full((), divisor, dtype=torch.float32, device=x.device)
 
 
 def channel_sum(x: Tensor) -> Tensor:
-    """Sum of fp32 over the last axis, formed in fp64 by halves and rounded once; keeps the axis.
+    """Sum of fp32 over the last axis, computed in fp64 by halves and rounded once; keeps the axis.
 
     Kernels add in another order. For squares of bf16 numbers that changes nothing: they have 16
-    bits, so fp64 holds the sum of 512 exactly if no two of the numbers, zeros apart, differ by more
-    than 2^14 in size. Where some do, an order may change the last bits of fp64, and the rounded sum
-    if it lies within 2^-44 of the middle of two fp32 numbers.
+    bits, so fp64 holds the sum of 512 exactly if no two of the nonzero numbers differ by more
+    than a factor of 2^14. Otherwise the order may change the last bits of fp64, and the rounded sum
+    if it lies within 2^-44 of the midpoint of two fp32 numbers.
     """
     wide = x.double()
     while (width := wide.shape[-1]) > 1:

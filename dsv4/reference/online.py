@@ -1,8 +1,8 @@
-"""Groups that are kept folded: a ring of running softmax states, one per token.
+"""Folded groups: a ring of running softmax states, one per token.
 
 The row of token p is the fold of its group's tokens up to p, in the order of their positions, so it
-depends on the tokens alone and not on how steps cut them. A step goes on from the row of the token
-before it; a rollback finds the row of the token that became the last one.
+depends on the tokens alone and not on how steps divide them. A step continues from the row of the
+token before it; a rollback finds the row of the token that is the last one again.
 """
 
 from __future__ import annotations

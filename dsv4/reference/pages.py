@@ -37,11 +37,11 @@ def ring_rows(slot_arena: Tensor, ring: Ring, *shape: int) -> Tensor:
 
 
 def read_records(arena: Tensor, page: Page, arena_row: Tensor, page_row: Tensor) -> Tensor:
-    """The records at these places, decoded to [..., width]."""
+    """The records at the given places, decoded to [..., width]."""
     record, stride, found = page.format, arena.stride(0), []
     first, last = page.offset_bytes, (arena.shape[0] - 1) * stride + arena.shape[1]
     for width in (record.data_row_bytes, record.scale_row_bytes):
-        # rows that begin at any byte of the page: torch takes whole rows many times faster than
+        # rows that begin at any byte of the page: torch copies whole rows many times faster than
         # it indexes by two tensors
         rows = arena.as_strided(
             (max(0, last - first - width + 1), width), (1, 1), arena.storage_offset() + first
@@ -53,7 +53,7 @@ def read_records(arena: Tensor, page: Page, arena_row: Tensor, page_row: Tensor)
 
 
 def read_entries(source: EntrySource, slot: Tensor, entry: Tensor) -> Tensor:
-    """Entries of slots, int64 alike or one for all, decoded to [..., width]."""
+    """Entries of slots (int64 of the same shape, or one slot for all), decoded to [..., width]."""
     rows = source.page.rows
     block_id = source.block_table[slot, torch.div(entry, rows, rounding_mode="floor")].long()
     return read_records(source.arena, source.page, block_id, entry % rows)

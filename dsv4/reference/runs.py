@@ -1,4 +1,4 @@
-"""Neighbouring tokens of one request: what they read is read once for all of them."""
+"""Neighbouring tokens of one request: what they all read is read once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """Tokens in neighbouring rows of a step, at positions less than a run's length apart.
+    """Tokens in neighbouring rows of a step, whose positions span less than a run's length.
 
     Run i is the rows [firsts[i], ends[i]) of the step, of the request in `slots[i]`, which is row
     `batch_rows[i]` of the batch. `positions` has all rows of the step.
@@ -23,7 +23,7 @@ class Runs:
 
 
 def runs(tokens: Tensor, most: int) -> Runs:
-    """The live tokens of a step in runs of at most so many."""
+    """The live tokens of a step in runs of limited length."""
     slots, positions, batch_rows, _ = tokens.T.tolist()
     run_slots, run_rows, firsts, ends = [], [], [], []
     first, count = 0, len(slots)

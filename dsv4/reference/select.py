@@ -1,4 +1,4 @@
-"""Scores, then exact top-k, over as many rows at a time as the workspace holds."""
+"""Scores, then exact top-k, for as many rows at a time as fit into the workspace."""
 
 from __future__ import annotations
 

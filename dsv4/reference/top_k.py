@@ -16,9 +16,9 @@ def top_k(scores: Tensor, *, tokens: Tensor, ratio: int, out: Tensor) -> None:
     column j being entry j, among those the token sees.
 
     Entries come in ascending order, whatever their scores: attention needs the set, and rows that
-    lie next to each other are read together. Fewer than k visible ones are followed by -1. Of equal
+    lie next to each other are read together. If fewer than k are visible, the rest is -1. Of equal
     scores the lowest entries are taken; -0 equals +0, and NaN is below every number, -inf included.
-    Columns that the token does not see do not count, whatever is in them; rows of padding tokens
+    Columns that the token does not see are ignored, whatever is in them; rows of padding tokens
     are not touched.
     """
     k = out.shape[1]

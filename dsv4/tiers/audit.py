@@ -1,4 +1,4 @@
-"""What is in a disk tier's directory, looked at from outside: for commands. Torch-free."""
+"""What is in a disk tier's directory, seen from outside: for commands. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PIECE_BYTES = 1 << 20  # read at a time, whatever a header says
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audited:
-    """A record's file and what it says of itself, or why it is none."""
+    """A record's file and what it says of itself, or why it is not a record."""
 
     file: Found
     label: Label | None = None
@@ -26,8 +26,8 @@ class Audited:
 
 
 class Audit:
-    """A directory that is only looked at, but for `remove` and `sweep`. Safe beside processes that
-    use it: what they remove meanwhile is left out. Raises InvalidInput if there is none.
+    """A directory that is only looked at, except by `remove` and `sweep`. Safe while processes use
+    it: what they remove meanwhile is left out. Raises InvalidInput if there is none.
 
     `others` are files of other record versions, `unreadable` the shelves that cannot be opened or
     read, and why."""
@@ -52,8 +52,8 @@ class Audit:
         return self._each(whole=True)
 
     def by_use(self, headers: Iterable[Audited]) -> list[Found]:
-        """Files as a tier would let them go: the longest unused first, where a use of a record is
-        one of all that it leans on, and none before what leans on it."""
+        """Files in the order in which a tier would remove them: the longest unused first, where
+        using a record also uses all that it leans on, and none before what leans on it."""
         labels = {each.file.key: each.label for each in headers if each.label is not None}
         used_ns = {file.key: file.used_ns for file in self.files}
 
@@ -72,7 +72,7 @@ class Audit:
         ]
 
     def remove(self, files: Iterable[Found | Other]) -> list[tuple[str, str]]:
-        """Takes files away. Answers with those that stay, and why."""
+        """Removes files. Returns those that stay, and why."""
         gone: list[Found | Other] = []
         stay = []
         for file in files:
@@ -90,7 +90,7 @@ class Audit:
         return stay
 
     def sweep(self) -> int:
-        """Removes temporary files that have lost their writers, and counts them."""
+        """Removes temporary files that have lost their writers; returns their number."""
         return self._shelves.sweep()
 
     def close(self) -> None:

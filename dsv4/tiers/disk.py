@@ -37,34 +37,36 @@ from dsv4.units import format_bytes
 
 log = logging.getLogger("dsv4.tiers")
 Sync = Literal["off", "each"]
-MOST_VICTIMS = 64  # that go for one record: a capacity that has become smaller is reached by and by
+MOST_VICTIMS = 64  # evicted per record: after the capacity was reduced it is reached step by step
 HELP_S = 0.1  # how long a store that needs room helps to make the index
 WAIT_S = 1.0  # how long a record waits for its block, which is being stored
 MOST_FREE_BYTES = 1 << 30  # kept free on the file system, or a sixteenth of the capacity
-FRESH_NS = 60 * 10**9  # how far the time of a last use in the directory may be behind the index
-# errors that say nothing of the record, nor of the disk: this one is dropped or missing
+FRESH_NS = 60 * 10**9  # how far a file's time of last use may lag behind the index
+# errors that say nothing about the record, nor about the disk: this record is dropped or missing
 _PASSING = {
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFBIG),
-    errno.EINVAL,  # O_DIRECT's word for a write that a limit cuts short
-    *(errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP),  # others work in the directory
+    errno.EINVAL,  # O_DIRECT's error for a write that a limit cuts short
+    # other processes work in the directory
+    *(errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP),
 }
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_DISK = {*_FULL, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO}  # the next one meets it too
-_RECENT, _BROKEN = 32, 8  # records, and failures of different ones among them: it is the disk
+# the next record meets it too
+_DISK = {*_FULL, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO}
+_RECENT, _BROKEN = 32, 8  # if this many different records of the last ones failed, it is the disk
 
 
 class DiskTier(QueuedTier):
-    """Records as files in a directory of its own, at most so many bytes of them.
+    """Records as files in a directory of its own, with a limit on their total bytes.
 
     A file appears whole or not at all. `sync="off"`: after a power loss a record may be gone or
     damaged, and a damaged one is refused. `sync="each"`: what was reported as stored is there after
-    a power loss. `direct`: around the page cache; None tries whether that works.
+    a power loss. `direct`: bypasses the page cache; None tries whether that works.
 
     Processes that share the directory see each other's records at once and count their bytes
     together; of their capacities the largest counts. A hundredth of the file system is left free.
     """
 
-    look_chunk = 64  # labels of a lookup's job: each is a name that the file system knows or not
+    look_chunk = 64  # labels per job of a lookup: each is a name that the file system knows or not
     keeps_order = True
 
     def __init__(
@@ -106,7 +108,8 @@ class DiskTier(QueuedTier):
         self._begin_stock()
 
     def _decide_direct(self) -> None:
-        """O_DIRECT or not, by a trial. One that a full disk kept from being made comes again."""
+        """O_DIRECT or not, found by trying. If a full disk prevents the trial, it is repeated
+        later."""
         works = self._shelves.takes_direct() if self._direct is not False else False
         self._tries_direct = works is None
         if works is not None:
@@ -131,17 +134,17 @@ class DiskTier(QueuedTier):
         return False
 
     def _is_there(self, label: Label) -> bool:
-        """Asked from the file system by name, which knows what all processes wrote."""
+        """Asks the file system by name, because it knows what all processes wrote."""
         exists, looked_in = self._shelves.exists, self._shelves.fd
         return exists(label.key) or (self._is_another(looked_in) and exists(label.key))
 
     def _is_another(self, looked_in: int) -> bool:
-        """Whether another directory is used than that, which was taken away: since this call, or
-        since another thread's."""
+        """Whether another directory than `looked_in` is in use now, because that one was removed;
+        this call or another thread's may have noticed."""
         return self._renewed() or self._shelves.fd != looked_in
 
     def _renewed(self) -> bool:
-        """Whether the directory had been taken away: then another is used."""
+        """Whether the directory had been removed; then a new one is used."""
         renewed = self._shelves.renew()
         if renewed:
             self._survey.stop()
@@ -152,8 +155,8 @@ class DiskTier(QueuedTier):
         return [self._load_one(record) for record in records]
 
     def _load_one(self, record: Record) -> Outcome:
-        """An error of one file is that record's: it is refused, and removed as any that is. Many of
-        different ones are the disk's."""
+        """An error of one file concerns that record: it is refused, and removed like any refused
+        one. Errors of many different files are the disk's."""
         try:
             fd = self._open(record.key)
         except OSError as error:
@@ -194,10 +197,10 @@ class DiskTier(QueuedTier):
         try:
             return self._shelves.exists(key)
         except OSError:
-            return False  # not the file's: its shelf cannot be opened
+            return False  # not the file's fault: its shelf cannot be opened
 
     def _blame(self, operation: Operation, key: Key, error: OSError) -> None:
-        """Notes that a record could not be had or kept. Raises Outage when it is the disk."""
+        """Notes that a record could not be read or written. Raises Outage when it is the disk."""
         with self._lock:
             health = self._disk[operation]
             health.note_failure(key)
@@ -272,7 +275,7 @@ class DiskTier(QueuedTier):
                     raise
 
     def _remove_uncounted(self, label: Label) -> None:
-        """A record that was dropped, or gave way to others, while its file was written."""
+        """Removes a record that was dropped or evicted while its file was being written."""
         with self._index.books() as books:
             if not books.holds(label.key):
                 self._shelves.remove(label.key)
@@ -283,7 +286,8 @@ class DiskTier(QueuedTier):
             self._forget(key)
 
     def _forget(self, key: Key) -> None:
-        """A record that is not there. That the index cannot be told costs room, for a while."""
+        """Removes a record that is not there from the index. If that fails, its room is counted for
+        a while longer."""
         with suppress(Outage, OSError):
             if self._shelves.exists(key):
                 return
@@ -305,7 +309,7 @@ class DiskTier(QueuedTier):
         return bounce
 
     def _bounce(self, record: Record) -> tuple[memoryview, ...]:
-        """Memory of this thread that O_DIRECT takes, where the record's own is not."""
+        """This thread's buffer that O_DIRECT accepts, for records whose own memory it does not."""
         if not self._flags or record.parts.whole:
             return ()
         size_bytes, memory = record.label.padded_bytes, getattr(self._own, "memory", None)
@@ -316,8 +320,8 @@ class DiskTier(QueuedTier):
     # ---- room ------------------------------------------------------------------------------------
 
     def _use(self, uses: Sequence[Sequence[Label]]) -> None:
-        """Of a prompt the end is enough: what it leans on does not go before it. Its file is
-        touched now and then, for `dsv4 store`, and for the day that the index is lost."""
+        """The end of a prompt is enough: what it leans on is not evicted before it. Its file is
+        touched now and then, for `dsv4 store`, and in case the index is lost."""
         within = {labels[0].leans_on for labels in uses if len(labels) == 1}
         used = []
         with self._index.books() as books:
@@ -333,21 +337,22 @@ class DiskTier(QueuedTier):
                 self._shelves.touch(key)
 
     def _reserve(self, label: Label, full_bytes: int) -> bool:
-        """Counts a record, which is about to be written, and makes room for it. `full_bytes` are to
-        go because the disk had no room for it. Raises OSError."""
+        """Counts a record that is about to be written, and makes room for it. `full_bytes` must be
+        freed because the disk had no room for it. Raises OSError."""
         until, helped = time.monotonic() + WAIT_S, False
         while True:
             short_bytes = max(full_bytes, self._shortage(label))
             with self._index.books() as books:
                 books.learn(label)
                 if books.holds(label.key):
-                    return True  # somebody else is about to write it, or its file was lost
+                    # another thread or process is about to write it, or its file was lost
+                    return True
                 reachable = books.can_be_reached(label) or (
                     not books.complete and self._has_file(label.leans_on)
                 )
                 over = books.bytes + label.padded_bytes - books.capacity_bytes
                 fits = over <= 0 and not short_bytes and (reachable or helped)
-                # what is not counted yet may be what goes, and what others lean on
+                # without a complete index, something uncounted might have to go, or be leaned on
                 if books.complete or fits:
                     has_room = self._made_room(books, label, over, short_bytes, reachable)
                     if has_room is not None:
@@ -364,17 +369,19 @@ class DiskTier(QueuedTier):
                 time.sleep(0.001)
 
     def _shortage(self, label: Label) -> int:
-        """What the file system lacks: two records go for one, as their room may come late."""
+        """The bytes that the file system lacks: at most two records are evicted for one, because
+        the space they free may take a while to appear."""
         most = min(MOST_FREE_BYTES, self._capacity_bytes // 16)
         return min(self._shelves.shortage(label.padded_bytes, most), 2 * label.padded_bytes)
 
     def _made_room(
         self, books: Books, label: Label, over: int, short_bytes: int, reachable: bool
     ) -> bool | None:
-        """Whether a record has room, after what goes for it is removed; None if that would leave it
-        where nobody finds it. Raises OSError."""
+        """Whether a record has room, after others were removed for it; None if it would then be
+        stored where no lookup reaches it. Raises OSError."""
         before_bytes = books.bytes
-        spare = books.capacity_bytes // 16  # only then for what leans on nothing that is here
+        # only with this much room is a record kept that leans on nothing here
+        spare = books.capacity_bytes // 16
         if (over + spare > 0 or short_bytes) and not reachable:
             return None
         for _ in range(MOST_VICTIMS):
@@ -407,7 +414,7 @@ class DiskTier(QueuedTier):
         books.remove(victim)
 
     def _is_coming(self, key: Key) -> bool:
-        """Whether another thread stores a record at this moment."""
+        """Whether another thread is storing a record at this moment."""
         with self._lock:
             return any(record.key == key for job in self._running for record in job.records)
 
@@ -419,8 +426,8 @@ class DiskTier(QueuedTier):
             self._do_later(self._take_stock)
 
     def _take_stock(self) -> None:
-        """Makes the index from the files, where that is not done yet: a piece, then what else
-        waits, then the next."""
+        """Makes the index from the files, where that is not done yet: a piece, then other queued
+        work, then the next piece."""
         self._takes_stock = False
         with self._index.books():
             pass
@@ -428,8 +435,8 @@ class DiskTier(QueuedTier):
             self._begin_stock()
 
     def _is_above(self) -> bool:
-        """Whether there is still more than the capacity, after some of it was removed: what came
-        while the index was made, or the capacity has become smaller."""
+        """Whether there is still more than the capacity after a few records were removed: some came
+        while the index was made, or the capacity was reduced."""
         with self._index.books() as books:
             before_bytes = books.bytes
             for _ in range(MOST_VICTIMS):
@@ -442,8 +449,8 @@ class DiskTier(QueuedTier):
             return books.bytes < before_bytes
 
     def _look_around(self, seconds: float, *, unless_complete: bool = False) -> bool:
-        """Goes on with the round through the directory: one step, or as many as the time allows
-        while the index is not complete. Whether it is."""
+        """Continues the survey of the directory: one step, or as many as the time allows while the
+        index is not complete. Returns whether it is."""
         until = time.monotonic() + seconds
         while not (unless_complete and self._index.complete):
             self._survey.step(max(0.0, until - time.monotonic()))
@@ -454,5 +461,5 @@ class DiskTier(QueuedTier):
 
 
 def _padding(label: Label) -> memoryview:
-    """Zeros for writing; for reading, memory that nobody looks at."""
+    """Zeros for writing; for reading, memory whose content is ignored."""
     return memoryview(bytearray(label.padded_bytes - label.record_bytes))

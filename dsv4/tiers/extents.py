@@ -18,7 +18,7 @@ class Extent(NamedTuple):
 class Extents:
     """Which units are free. A record gets one run of units where there is one, else several.
 
-    Holes that touch are one hole. The smallest hole that is large enough is cut.
+    Holes that touch are merged. The smallest hole that is large enough is cut.
     """
 
     def __init__(self, units: int) -> None:
@@ -30,7 +30,7 @@ class Extents:
             self._add(Extent(0, units))
 
     def take(self, units: int) -> tuple[Extent, ...] | None:
-        """So many units; None if they are not free, or lie in too many pieces."""
+        """`units` units; None if they are not free, or lie in too many pieces."""
         if units > self.free_units:
             return None
         at = bisect_left(self._by_size, (units, 0))

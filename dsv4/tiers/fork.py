@@ -1,4 +1,4 @@
-"""What has threads and memory of one process does not work in a fork of it: it says so there.
+"""Objects with threads and memory of one process do not work in a fork of it: they say so there.
 Torch-free."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dsv4.errors import CopyError
 
 
 class _LeftBehind:
-    """In the place of a lock, in a child of the process that made it: whoever held it is not here,
-    and would be waited for without end."""
+    """Replaces a lock in a child of the process that made it: the thread that held it is not here,
+    and waiting for it would never end."""
 
     def __init__(self, what: str, made_by: int) -> None:
         self._what, self._made_by = what, made_by

@@ -1,4 +1,4 @@
-"""Host memory as a tier: the rows that everything below the device passes through. Torch-free."""
+"""Host memory as a tier: the rows that everything below the device goes through. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dsv4.tiers.sizes import UNIT_BYTES
 from dsv4.tiers.tier import DONE, DROPPED, MISSING, Limits, Outcome, QueuedTier
 from dsv4.units import format_bytes
 
-MOST_LOST = 65_536  # keys that are remembered because the tier had no room for them
-PASSING = 8  # the part of the memory that records on their way elsewhere may clear
+MOST_LOST = 65_536  # keys remembered because the tier had no room for them
+PASSING = 8  # the part of the memory that may be cleared for records on their way elsewhere
 
 
 @dataclass(slots=True, eq=False)
 class HostRow:
-    """Memory of one record in a host tier. It stays as it is while it is held. One that is passing
-    is on its way to somewhere else, and is not kept."""
+    """Memory of one record in a host tier. It stays as it is while it is held. A passing one is on
+    its way to somewhere else, and is not kept."""
 
     label: Label
     parts: Parts
@@ -34,7 +34,8 @@ class HostRow:
     holds: int = 1
     published: bool = False
     passing: bool = False
-    leans: bool = False  # keeps the block before it, until it does so as a record that is held
+    # keeps the block before it until its own record is held, which then keeps that block
+    leans: bool = False
 
     @property
     def record(self) -> Record:
@@ -42,12 +43,12 @@ class HostRow:
 
 
 class HostTier(QueuedTier):
-    """Records in one piece of host memory of a fixed size. What others lean on stays until they
-    have gone; of the rest what was used longest ago makes room. Of a prompt that is longer than the
-    memory the beginning is kept: what is held can be reached.
+    """Records in one piece of host memory of a fixed size. Records that others lean on stay until
+    those have gone; of the rest the longest unused one makes room. Of a prompt that is longer than
+    the memory the beginning is kept: everything that is held can be reached.
 
-    Beside the calls of every tier there are rows: `take` one, fill it, `publish` it; `hold` one to
-    copy from it or to store it in another tier; `release` each. Rows need no copy in between.
+    Besides the calls of every tier there are rows: `take` one, fill it, `publish` it; `hold` one to
+    copy from it or to store it in another tier; `release` each. Rows avoid a copy in between.
     Raises InvalidInput for more memory than there is.
     """
 
@@ -66,7 +67,7 @@ class HostTier(QueuedTier):
         self._where = format_bytes(units * UNIT_BYTES)
         self._extents = Extents(units)
         self._rows: Leaves[HostRow] = Leaves()
-        # Blocks that had to go or found no room: what leans on one cannot be reached, and is not
+        # Blocks that had to go or found no room: what leans on them cannot be reached, and is not
         # kept until the block is. Oldest first.
         self._lost: dict[Key, None] = {}
         self._passing_units = 0
@@ -78,24 +79,24 @@ class HostTier(QueuedTier):
         return Region(name=self.name, memory=self._memory)
 
     def pin(self) -> None:
-        """Makes the memory one that a GPU copies by itself, until the tier is closed or gone. Needs
-        torch and a GPU."""
+        """Pins the memory, so that a GPU can copy it directly, until the tier is closed or
+        collected. Needs torch and a GPU."""
         if self._unpin is None or not self._unpin.alive:
             from dsv4.tiers.pin import pin
 
             # The driver must forget the memory before the system does, when the process ends too:
-            # it would take the addresses for used, and fail where it gives them to something else.
+            # it would think that the addresses are in use, and fail when they are allocated again.
             self._unpin = weakref.finalize(self, pin(self._memory))
             self._at_end(self._unpin)
 
     # ---- rows ------------------------------------------------------------------------------------
 
     def take(self, label: Label, *, passing: bool = True) -> HostRow | None:
-        """A row for a record that is not there yet, held once and seen by nobody. None if the
-        record is there, or everything else is held.
+        """A row for a record that is not there yet, held once and not visible to others. None if
+        the record is there, or everything else is held.
 
-        A block that could not be reached, for the one before it had to go or found no room, is not
-        kept: its row passes, and `publish` does nothing. None where `passing` is not wanted.
+        A block that could not be reached, because the one before it had to go or found no room, is
+        not kept: its row passes, and `publish` does nothing. None unless `passing` is wanted.
         """
         with self._lock:
             if self._closed or label.key in self._rows:
@@ -121,19 +122,20 @@ class HostTier(QueuedTier):
             return HostRow(label, parts, extents, passing=passes, leans=not passes)
 
     def publish(self, row: HostRow) -> bool:
-        """Lets a row be found, unless it is passing. Its header must be in place. It stays held.
-        Whether its record can be found now."""
+        """Makes a row visible, unless it is passing. Its header must be in place. It stays held.
+        Returns whether its record can be found now."""
         with self._lock:
             key = row.label.key
             if not (row.passing or row.published or key in self._rows):
                 row.published = True
                 self._rows.add(row.label, row.label.padded_bytes, row)
                 self._lean_no_more(row)
-            # if somebody else was first, this row goes when it is released
+            # if another thread was first, this row goes when it is released
             return key in self._rows
 
     def hold(self, labels: Sequence[Label]) -> list[HostRow | None]:
-        """The rows of records, until they are released; None where there is none. Counts as use."""
+        """The rows of records, until they are released; None where there is none. Counts as a
+        use."""
         with self._lock:
             return [self._hold(label) for label in labels]
 
@@ -146,7 +148,7 @@ class HostTier(QueuedTier):
         return entry.value
 
     def release(self, row: HostRow) -> None:
-        """Undoes one `take` or `hold`. Memory of a row that cannot be found is free then."""
+        """Undoes one `take` or `hold`. The memory of a row that is not visible is then free."""
         with self._lock:
             row.holds -= 1
             if row.holds:
@@ -170,16 +172,16 @@ class HostTier(QueuedTier):
             return key in self._rows
 
     def is_lost(self, label: Label) -> bool:
-        """Whether the block before a record had no room here, so that it could not be reached. A
-        state is kept all the same: its blocks may still be on the device."""
+        """Whether the block before a record had no room here, so that the record could not be
+        reached. A state is kept all the same: its blocks may still be on the device."""
         with self._lock:
             before = label.leans_on
             has_left = before in self._lost and before not in self._rows
             return has_left and label.kind is not Kind.STATE
 
     def note_loads(self, labels: Sequence[Label], refusals: Sequence[Refusal | None]) -> None:
-        """Rows that were held, checked and used where they lie: counted as loads. What was refused
-        is forgotten."""
+        """Counts rows that were held, checked and used in place as loads. Refused ones are
+        forgotten."""
         with self._lock:
             for label, refusal in zip(labels, refusals, strict=True):
                 if refusal is None:
@@ -197,7 +199,7 @@ class HostTier(QueuedTier):
                     self._rows.touch(label.key)
 
     def _last_held(self, blocks: Sequence[Label]) -> Label | None:
-        """A block is held only if all before it are: the last one in a few looks."""
+        """A block is held only if all before it are: finds the last one in a few looks."""
         held = bisect_left(range(len(blocks)), True, key=lambda n: blocks[n].key not in self._rows)
         return blocks[held - 1] if held else None
 
@@ -217,7 +219,8 @@ class HostTier(QueuedTier):
             self._rows.lean_no_more(label.leans_on)
 
     def _room_to_pass(self, units: int) -> tuple[Extent, ...] | None:
-        """Free room, or a little that is cleared: what is kept is not given up for what is not."""
+        """Free room, or a little that is cleared: records that are kept do not make way for one
+        that is not."""
         extents = self._extents.take(units)
         most = self._memory.nbytes // UNIT_BYTES // PASSING
         if extents is None and (not self._passing_units or self._passing_units + units <= most):
@@ -292,7 +295,7 @@ class HostTier(QueuedTier):
 
 
 def _memory(size_bytes: int) -> memoryview:
-    """One piece of memory, or InvalidInput with what there is."""
+    """One piece of memory, or InvalidInput with how much there is."""
     try:
         return memoryview(mmap.mmap(-1, size_bytes))
     except (OSError, OverflowError, ValueError) as error:
@@ -304,8 +307,8 @@ def _memory(size_bytes: int) -> memoryview:
 
 
 def _copied(source: Parts, target: Parts) -> Outcome:
-    """Copies a record from pieces to pieces that are cut elsewhere. Of a record of another size
-    only the header, for which it is refused. numpy lets other threads run meanwhile."""
+    """Copies a record between pieces that are cut differently. Of a record of another size only the
+    header, for which it is then refused. numpy lets other threads run meanwhile."""
     if source.payload_bytes != target.payload_bytes:
         target.header[:] = source.header
         return DONE

@@ -1,17 +1,17 @@
 """What a disk tier's directory holds, in an SQLite database beside the records. Torch-free.
 
-    ROOT/1/index-1-9d2e….sqlite   and what SQLite keeps beside it: -wal, -shm
-    ROOT/1/index-lock             held by who looks for one, and makes it where there is none
+        ROOT/1/index-1-9d2e….sqlite   and what SQLite keeps beside it: -wal, -shm
+        ROOT/1/index-lock             held while looking for an index, and while making one
 
-The files are what counts. Whether a record is there is asked from the file system, by name; the
-index knows how many bytes there are, and what goes first. One that is lost, damaged or stale costs
-time: it is made anew from the files, a piece at a time. All processes share it, so that the bytes
+The files are the truth. Whether a record is there is asked from the file system, by name; the index
+knows how many bytes there are, and what goes first. If it is lost, damaged or stale this costs only
+time: it is made again from the files, a piece at a time. All processes share it, so that the bytes
 of all of them are counted together. Where SQLite cannot keep it in the directory (file systems
-without its locks, a full disk, one that is read only) it lies in memory, for this process alone.
+without its locks, a full disk, a read-only one) it is kept in memory, for this process alone.
 
-A record leans on a block (`Label.leans_on`). Only what nothing leans on is given up, the longest
-unused first, and its last use passes to the block that it leaned on. So a use of the end of a
-prompt keeps all that is before it, and costs the same however long the prompt is.
+A record leans on a block (`Label.leans_on`). Only records that nothing leans on are evicted, the
+longest unused first, and a record's last use passes to the block that it leaned on. So using the
+end of a prompt keeps all that is before it, and costs the same however long the prompt is.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from dsv4.tiers.shelves import Shelves
 from dsv4.tiers.tier import Outage
 
 log = logging.getLogger("dsv4.tiers")
-# with the version of its tables. A name is never used twice: SQLite would take the log of an index
-# that was lost for that of the next one.
+# with the version of its tables. A name is never reused: SQLite would take the log of a lost index
+# for that of the next one.
 _NAME = re.compile(r"index-1-[0-9a-f]{16}\.sqlite", re.ASCII)
 _OURS = re.compile(r"\.?index-1-[0-9a-f]{16}\.sqlite(-wal|-shm|-journal)?", re.ASCII)
 _LOCK = "index-lock"
-BUSY_S = 1.0  # how long another process may be in there
+BUSY_S = 1.0  # how long another process may hold the lock
 _TABLES = """
 CREATE TABLE IF NOT EXISTS state (
     one INTEGER PRIMARY KEY CHECK (one = 1),
@@ -95,7 +95,7 @@ class Books:
             )
 
     def now(self) -> int:
-        """The time, later than every use before. A clock that is set back changes no order."""
+        """The time, later than every use before. Setting a clock back changes no order."""
         self.clock = max(self.clock + 1, time.time_ns())
         return self.clock
 
@@ -104,7 +104,7 @@ class Books:
         return found is not None and found[0] > 0
 
     def put(self, key: Key, leans_on: Key | None, size_bytes: int, used_ns: int) -> None:
-        """A record that is there, or about to be."""
+        """Counts a record that is there, or about to be."""
         own = _blob(key)
         below = None if leans_on is None or leans_on == key else _blob(leans_on)
         execute = self._db.execute
@@ -128,7 +128,7 @@ class Books:
         self.bytes += size_bytes
 
     def remove(self, key: Key) -> None:
-        """A record that is gone. Its last use is its block's, too."""
+        """Removes a record that is gone. Its last use becomes that of its block."""
         own, execute = _blob(key), self._db.execute
         found = execute(
             "SELECT leans_on, bytes, used, leaning FROM records WHERE key=?", (own,)
@@ -151,7 +151,7 @@ class Books:
 
     def use(self, label: Label) -> tuple[Key, int] | None:
         """Marks a record as used now, or the block that it leans on where it is not here itself.
-        Answers with what was marked, and when it was used before."""
+        Returns what was marked, and when it was used before."""
         for key in (label.key, label.leans_on):
             found = self._db.execute(
                 "SELECT used FROM records WHERE key=? AND bytes>0", (_blob(key),)
@@ -162,12 +162,12 @@ class Books:
         return None
 
     def put_back(self, key: Key) -> None:
-        """It is the last to go, among what nothing leans on."""
+        """Makes it the last to go among the records that nothing leans on."""
         self._db.execute("UPDATE records SET used=? WHERE key=?", (self.now(), _blob(key)))
 
     def oldest(self, keep: Key | None) -> Key | str | None:
-        """What goes next: records of other versions, which nobody here can read, then what was used
-        longest ago among what nothing leans on, but for one."""
+        """What goes next: records of other versions, which nothing here can read, then the record
+        longest unused among those that nothing leans on, except for `keep`."""
         found = self._db.execute("SELECT path FROM others ORDER BY used LIMIT 1").fetchone()
         if found is not None:
             path: str = found[0]
@@ -180,7 +180,8 @@ class Books:
         return None if found is None else _key(found[0])
 
     def learn(self, label: Label) -> None:
-        """How many tokens the blocks of a schema have: what divides the tokens of all of them."""
+        """Notes the block size of a schema: the greatest common divisor of the tokens of its
+        blocks."""
         if label.kind is Kind.BLOCK:
             known = self._block_tokens(label)
             if known == 0 or label.tokens % known:
@@ -196,8 +197,8 @@ class Books:
         return found[0] if found is not None else 0
 
     def can_be_reached(self, label: Label) -> bool:
-        """Whether the block that a record leans on is here, or it leans on none, as the first block
-        of a prompt."""
+        """Whether the block that a record leans on is here, or the record leans on none, like the
+        first block of a prompt."""
         if self.holds(label.leans_on):
             return True
         block_tokens = self._block_tokens(label)
@@ -209,10 +210,10 @@ class Books:
             case Kind.SNAPSHOT:
                 return False
 
-    # ---- for those that go round the directory ---------------------------------------------------
+    # ---- for surveys of the directory ------------------------------------------------------------
 
     def keys_of(self, kind: Kind, byte: int, after: bytes, count: int) -> list[tuple[Key, int]]:
-        """Records of one shelf and their last uses, by name, from behind a digest on."""
+        """Records of one shelf and their last uses, by name, from after a digest on."""
         first = bytes((kind, byte)) if not after else bytes((kind,)) + after
         last = bytes((kind, byte)) + b"\xff" * 32
         rows = self._db.execute(
@@ -222,7 +223,7 @@ class Books:
         return [(_key(key), used) for key, used in rows]
 
     def put_other(self, path: str, size_bytes: int, used_ns: int, seen: int) -> None:
-        """A file of another record version, and the round in which it was seen."""
+        """A file of another record version, and the survey in which it was seen."""
         self.remove_other(path)
         row = (path, size_bytes, used_ns, seen)
         self._db.execute("INSERT INTO others VALUES (?, ?, ?, ?)", row)
@@ -237,7 +238,7 @@ class Books:
             self.bytes -= found[0]
 
     def remove_unseen_others(self, seen: int) -> None:
-        """Forgets those that a round did not see."""
+        """Forgets those that a survey did not see."""
         totals = "SELECT count(*), coalesce(sum(bytes), 0) FROM others WHERE seen<>?"
         records, size_bytes = self._db.execute(totals, (seen,)).fetchone()
         if records:
@@ -250,8 +251,8 @@ class Index:
     """The index of one directory, for the threads of one process. Calls may wait for other threads
     and processes, for BUSY_S at most. They raise OSError or Outage, and have then changed nothing.
 
-    `capacity_bytes`: what this process wants. While others have the directory open, the largest
-    that any of them wanted is everybody's.
+    `capacity_bytes`: what this process wants. While several processes have the directory open, the
+    largest of their capacities applies to all.
     """
 
     def __init__(self, shelves: Shelves, capacity_bytes: int) -> None:
@@ -259,16 +260,16 @@ class Index:
         self._lock = threading.Lock()
         self._db: sqlite3.Connection | None = None
         self._name = ""
-        self._own: tuple[object, ...] = ()  # process, directory and file that `_db` is of
-        self._presence = -1  # a descriptor whose lock says that somebody is here
+        self._own: tuple[object, ...] = ()  # process, directory and file that `_db` belongs to
+        self._presence = -1  # a descriptor whose lock says that this process is here
         self.records = self.bytes = 0  # when it was last looked at
         self.capacity_bytes = capacity_bytes
         self.complete = False
-        self.openings = 0  # another number: perhaps another index
+        self.openings = 0  # changes when there may be another index
 
     @contextmanager
     def books(self) -> Iterator[Books]:
-        """A transaction: all of it, or nothing where it raises."""
+        """A transaction: all of it, or nothing if it raises."""
         with self._lock:
             try:
                 db, books = self._begun()
@@ -327,10 +328,10 @@ class Index:
                 break
             except (sqlite3.Error, OSError) as error:
                 if isinstance(error, OSError) and error.errno in _BUSY:
-                    raise  # it may do the next time
+                    raise  # it may work next time
                 if isinstance(error, sqlite3.Error) and _code(error) in _PASSING | _DAMAGED:
                     raise
-                if again:  # somebody may have taken it away at this moment
+                if again:  # another process may have removed it at this moment
                     continue
                 log.warning(
                     "disk tier %s: no index in there (%s); it is kept in memory, and made by "
@@ -414,7 +415,7 @@ class Index:
             if self._own[0] == os.getpid():
                 with suppress(sqlite3.Error):
                     db.close()
-            else:  # closing it here would take the parent's log away
+            else:  # closing it here would remove the parent's log
                 _left.append(db)
         if self._presence >= 0:
             os.close(self._presence)
@@ -432,7 +433,7 @@ def _connection(where: str) -> sqlite3.Connection:
 
 
 def forget(shelves: Shelves, keys: Sequence[Key], paths: Sequence[str] = ()) -> None:
-    """Tells the index of a directory, if it has one, what was removed by somebody else."""
+    """Removes from the index of a directory, if it has one, what another program removed."""
     with suppress(sqlite3.Error, OSError):
         name = _found(shelves.fd)
         if not name:
@@ -454,8 +455,8 @@ def forget(shelves: Shelves, keys: Sequence[Key], paths: Sequence[str] = ()) -> 
 
 @contextmanager
 def _locked(fd: int) -> Iterator[None]:
-    """One process at a time; where there are no such locks, all of them. Raises OSError: EAGAIN if
-    another one stays."""
+    """One process at a time; on file systems without such locks, all of them. Raises OSError:
+    EAGAIN if another process keeps the lock."""
     flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         lock = os.open(_LOCK, flags, 0o600, dir_fd=fd)
@@ -482,7 +483,7 @@ def _locked(fd: int) -> Iterator[None]:
 
 
 def _found(fd: int) -> str:
-    """The index of a directory, private and no link; "" if there is none."""
+    """The index of the directory, if it is private and not a link; "" if there is none."""
     if fd < 0:
         return ""
     for name in sorted(os.listdir(fd)):
@@ -496,7 +497,8 @@ def _found(fd: int) -> str:
 
 
 def _made(fd: int, path: Path) -> str:
-    """A new index, empty. It has its name when it is whole. What is left of others goes."""
+    """A new, empty index. It gets its name when it is complete. What is left of others is
+    removed."""
     for name in os.listdir(fd):
         if _OURS.fullmatch(name):
             with suppress(OSError):
@@ -528,13 +530,13 @@ def _identity(fd: int, name: str) -> tuple[int, int] | None:
 
 
 def _log_pages(fd: int) -> int:
-    """How far SQLite's log may grow: 4 MB, and less on a file system that is small itself."""
+    """How far SQLite's log may grow: 4 MB, less on a file system that is small itself."""
     found = os.fstatvfs(fd)
     return min(1000, max(16, found.f_blocks * found.f_frsize // 4096 // 256))
 
 
 def _code(error: sqlite3.Error) -> int:
-    """SQLite's own word for it, without the finer ones."""
+    """SQLite's primary error code, without the extended part."""
     return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_IOERR)) & 0xFF
 
 

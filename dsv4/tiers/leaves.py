@@ -1,4 +1,4 @@
-"""Which record of a host tier goes first: one that none leans on, used longest ago. Torch-free."""
+"""Which record of a host tier goes first: one that none leans on, longest unused. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ V = TypeVar("V")
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[V]):
-    """A record that is held, and the block without which it is of no use."""
+    """A record that is held, and the block without which it is useless."""
 
     key: Key
     leans_on: Key
@@ -27,8 +27,8 @@ class Entry(Generic[V]):
 class Leaves(Generic[V]):
     """Records as a tree: a block stays while something leans on it. The caller has the lock.
 
-    A use marks one record. What leans on a block tells it when it was used last as it goes, so a
-    use is one of all blocks before, and costs the same whatever their number.
+    A use marks one record. A record that goes passes its last use to the block that it leans on, so
+    a use counts for all blocks before, and costs the same whatever their number.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Leaves(Generic[V]):
         self.queue(entry.key)
 
     def touch(self, key: Key) -> None:
-        """Marks a record as used now; one that is not held is passed over."""
+        """Marks a record as used now; one that is not held is ignored."""
         entry = self._entries.get(key)
         if entry is not None:
             self._clock += 1
@@ -76,7 +76,7 @@ class Leaves(Generic[V]):
         return entry
 
     def lean(self, key: Key) -> None:
-        """A block stays: something that leans on it is here, or is being written."""
+        """Keeps a block: something that leans on it is here, or is being written."""
         self._leaning[key] = self._leaning.get(key, 0) + 1
 
     def lean_no_more(self, key: Key) -> None:
@@ -88,7 +88,8 @@ class Leaves(Generic[V]):
             self.queue(key)
 
     def queue(self, key: Key) -> None:
-        """A record may go, in its turn: after a `pop` had to pass it over it must be told so."""
+        """Allows a record to go when its turn comes. A record that a `pop` skipped must be queued
+        again."""
         entry = self._entries.get(key)
         if entry is None or entry.queued:
             return
@@ -101,7 +102,7 @@ class Leaves(Generic[V]):
 
     def pop(self, may_go: Callable[[V], bool]) -> Entry[V] | None:
         """Removes the leaf that was used longest ago, of those that may go. One that may not is
-        passed over until it is queued again."""
+        skipped until it is queued again."""
         while self._heap:
             stamp, _, entry = heapq.heappop(self._heap)
             entry.queued = False

@@ -1,8 +1,8 @@
 """Mooncake Store as a tier: memory of many machines. Torch-free. Needs the extra `mooncake`.
 
-Its answers are hints. A put that says 0 may have stored nothing (another writer's put is pending,
-or was when that writer died), and its data carry no sum once they were on disk. What is there is
-asked for again, and what is loaded is checked as everywhere.
+Its answers are hints. A put that returns 0 may have stored nothing (another writer's put is
+pending, or was when that writer died), and its data have no checksum once they were on disk. So
+what is there is asked again, and what is loaded is checked as everywhere.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dsv4.tiers")
 _RPC_FAILED = -900  # the master does not answer
-_SIZE_DIFFERS = (-600, -800)  # codes for an object of another size, among other troubles
-_LOCAL_BUFFER_BYTES = 16 << 20  # Mooncake's own; records go past it
+_SIZE_DIFFERS = (-600, -800)  # codes for an object of another size, among other errors
+_LOCAL_BUFFER_BYTES = 16 << 20  # Mooncake's own buffer; records do not pass through it
 
 
 class MooncakeTier(QueuedTier):
     """Records in the memory of the machines of one Mooncake master.
 
-    `segment_bytes` is the memory that this process gives to the store; with 0 it only uses others'.
-    `host` is the address that others are told to reach this process at. It binds nothing: Mooncake
-    listens on every interface, asks for no password, and has the registered memory, which a warning
-    says when it begins to.
+    `segment_bytes` is the memory that this process contributes to the store; with 0 it only uses
+    that of others. `host` is the address at which other machines reach this process. It binds
+    nothing: Mooncake listens on every interface, asks for no password, and has access to the
+    registered memory; a warning says so when it begins to listen.
 
-    A master that cannot be reached is an outage, at the start too: the tier tries again when it has
-    rested. Raises MissingExtra without Mooncake or the two libraries that it is linked to.
+    A master that cannot be reached is an outage, at the start too: the tier tries again after it
+    has backed off. Raises MissingExtra without Mooncake or the two libraries that it is linked to.
     """
 
     chunk = 256
@@ -88,7 +88,7 @@ class MooncakeTier(QueuedTier):
                     )
 
     def _connected(self) -> Any:
-        """The client, with all regions made known to it. Raises Outage, OSError."""
+        """The client, with all regions registered. Raises Outage, OSError."""
         if not self._connecting.acquire(timeout=self._limits.deadline_s):
             raise Outage("another thread still waits for Mooncake's set-up")
         try:
@@ -117,7 +117,7 @@ class MooncakeTier(QueuedTier):
             self._connecting.release()
 
     def _knock(self) -> None:
-        """Raises Outage if nobody listens at the master's address: Mooncake waits for 90 s."""
+        """Raises Outage if nothing listens at the master's address: Mooncake waits for 90 s."""
         host, _, port = self._master.rpartition(":")
         try:
             socket.create_connection((host, int(port)), self._limits.deadline_s).close()
@@ -156,7 +156,7 @@ class MooncakeTier(QueuedTier):
 
 
 def _calls(records: Sequence[Record]) -> tuple[list[str], list[list[int]], list[list[int]]]:
-    """Keys, addresses and lengths, as Mooncake's calls take them."""
+    """Keys, addresses and lengths, in the form of Mooncake's calls."""
     return (
         [str(record.key) for record in records],
         [[address(piece) for piece in record.parts.pieces] for record in records],

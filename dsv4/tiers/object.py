@@ -1,4 +1,4 @@
-"""Object storage as a tier: S3 and what speaks like it. Torch-free. Needs the extra `object`."""
+"""Object storage as a tier: S3 and compatible stores. Torch-free. Needs the extra `object`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dsv4.errors import InvalidInput, MissingExtra
 from dsv4.tiers.record import RECORD_VERSION, Key, Kind, Label, Record
 from dsv4.tiers.tier import DONE, DROPPED, MISSING, Limits, Outcome, QueuedTier, wrong_size
 
-RETRIES = 3  # of a request, with jitter, as long as it can still end with the deadline
-FIRST_ASKED, ASKED_AT_ONCE = 2, 64  # blocks of a prompt: few behind a miss, many along a hit
-MOST_LISTED = 1000  # one answer of S3's
+RETRIES = 3  # of a request, with jitter, as long as it can still end before the deadline
+FIRST_ASKED, ASKED_AT_ONCE = 2, 64  # blocks of a prompt: few after a miss, many along a hit
+MOST_LISTED = 1000  # the most that one answer of S3 has
 
 
 class ObjectTier(QueuedTier):
@@ -25,13 +25,13 @@ class ObjectTier(QueuedTier):
 
     `config` is obstore's (endpoint, region, access_key_id, …); what it leaves out comes from the
     environment. An object is never overwritten. There is no capacity: the bucket's lifecycle rules
-    take away what is old. A request that the server could not answer is repeated a few times, with
-    jitter, and ends with the deadline all the same. Raises InvalidInput for a place that obstore
-    does not know, MissingExtra without obstore.
+    remove what is old. A request that the server could not answer is repeated a few times, with
+    jitter, and still ends with the deadline. Raises InvalidInput for a URL that obstore does not
+    know, MissingExtra without obstore.
 
-    Blocks of a prompt are looked for in growing numbers, up to the first that is missing. Beside a
-    state lies an empty object with the name of the block before it, so that one listing finds what
-    states there are behind a block.
+    Blocks of a prompt are looked for in growing numbers, up to the first that is missing. Each
+    state has an empty object beside it with the name of the block before it, so that one listing
+    finds which states there are after a block.
     """
 
     look_chunk = 1 << 30  # one job
@@ -75,7 +75,7 @@ class ObjectTier(QueuedTier):
         self._where = f"{place.scheme}://{place.netloc.rpartition('@')[2]}{place.path}"
 
     def _look(self, labels: Sequence[Label]) -> Sequence[bool]:
-        # one request after the other, each of them in time, may take as long as they like together
+        # requests in sequence, each of them in time, may together take as long as they need
         within = asyncio.wait_for(self._look_through(labels), self._limits.deadline_s)
         return asyncio.run(within)
 
@@ -111,7 +111,7 @@ class ObjectTier(QueuedTier):
         return there
 
     async def _without_unlisted_states(self, labels: Sequence[Label]) -> list[Label]:
-        """Of the states behind one block those whose names a listing has; the rest as it is."""
+        """Of the states after one block, those whose names a listing has; the rest unchanged."""
         groups: dict[bytes, list[Label]] = {}
         for label in labels:
             if label.kind is Kind.STATE:
@@ -121,13 +121,13 @@ class ObjectTier(QueuedTier):
             if len(states) <= FIRST_ASKED:
                 continue
             names = await self._listed(parent)
-            if len(names) < MOST_LISTED:  # else there are more, and each is asked for
+            if len(names) < MOST_LISTED:  # otherwise there are more, and each is asked for
                 # the first, which a resumed request asks for, may be older than listings are
                 unlisted.update(each for each in states[1:] if each.digest.hex() not in names)
         return [label for label in labels if label not in unlisted]
 
     async def _listed(self, parent: bytes) -> set[str]:
-        """The first names of states behind a block."""
+        """The first names of states after a block."""
         with self._answering():
             found = self._obstore.list(self._bucket, _behind(parent), chunk_size=MOST_LISTED)
             async for objects in found:
@@ -166,13 +166,13 @@ class ObjectTier(QueuedTier):
     def _put(self, record: Record) -> Outcome:
         label, pieces = record.label, list(record.parts.pieces)
         if not self._create(str(label.key), pieces) and not self._exists(label.key):
-            return DROPPED  # S3 says 409 as well while somebody else's request is under way
+            return DROPPED  # S3 also answers 409 while another client's request is being processed
         if label.kind is Kind.STATE:
             self._create(f"{_behind(label.parent)}/{label.digest.hex()}", [])
         return DONE
 
     def _create(self, path: str, pieces: list[memoryview]) -> bool:
-        """Whether it was not there. If it was, it may be so only by the store's word."""
+        """Whether it was not there. If it was, that may be the store's word only."""
         with self._answering():
             try:
                 self._obstore.put(self._bucket, path, pieces or b"", mode="create")
@@ -186,7 +186,8 @@ class ObjectTier(QueuedTier):
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """Whatever obstore raises is a failure of this request, but for what its callers expect."""
+        """Treats anything obstore raises as a failure of this request, except what callers
+        expect."""
         try:
             yield
         except self._obstore.exceptions.BaseError as error:
@@ -194,7 +195,7 @@ class ObjectTier(QueuedTier):
 
 
 def _in_order(labels: Sequence[Label]) -> Iterator[list[Label]]:
-    """Cut into prompts: blocks that follow each other, and everything else alone."""
+    """Splits labels into prompts: consecutive blocks together, everything else alone."""
     prompt: list[Label] = []
     for label in labels:
         follows = prompt and label.kind is Kind.BLOCK and label.leans_on == prompt[-1].key
@@ -207,7 +208,7 @@ def _in_order(labels: Sequence[Label]) -> Iterator[list[Label]]:
 
 
 def _behind(parent: bytes) -> str:
-    """Where the names of states are that go on from a block."""
+    """Where the names of states are that continue from a block."""
     return f"dsv4/{RECORD_VERSION}/behind/{parent.hex()}"
 
 

@@ -1,4 +1,4 @@
-"""Host memory that a GPU can copy from and to while the host goes on. The one file with torch."""
+"""Host memory that a GPU can copy from and to in the background. The one file with torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsv4.tiers.record import address
 
 
 def pin(memory: memoryview) -> Callable[[], None]:
-    """Registers memory with CUDA in its exact size, and gives the call that undoes it.
+    """Registers memory with CUDA in its exact size, and returns the call that undoes it.
 
     torch's own pinned memory is rounded up to powers of two. Raises InvalidInput if the driver
     refuses, which it does for memory beyond the process's limit.

@@ -1,4 +1,4 @@
-"""What a tier keeps: one row of an arena behind a header of 256 bytes. Torch-free.
+"""What a tier keeps: one row of an arena after a header of 256 bytes. Torch-free.
 
     offset  bytes  field                     offset  bytes  field
          0      8  magic                         32     32  digest
@@ -60,7 +60,7 @@ _KEY = re.compile(r"dsv4/([0-9]{1,5})/([bst])/([0-9a-f]{64})", re.ASCII)
 
 
 class Key(NamedTuple):
-    """The name of a record in every tier. It says no rank: the cache is the same on all of them."""
+    """The name of a record in every tier. It has no rank: the cache is the same on all of them."""
 
     kind: Kind
     digest: bytes
@@ -70,7 +70,7 @@ class Key(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Key | None:
-        """The key that is written so; None for another version's, and for anything else."""
+        """The inverse of str(); None for a key of another version, and for anything else."""
         found = _KEY.fullmatch(text)
         if found is None or found[1] != str(RECORD_VERSION):
             return None
@@ -79,7 +79,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """What a record says of itself: told when it is stored, compared when it is loaded.
+    """What a record says of itself: written when it is stored, compared when it is loaded.
 
     `tokens` counts from the start of the prompt to the end of the record. `parent` is the chain
     digest of the block before it (the chain's root before the first); that of a state is the last
@@ -107,7 +107,7 @@ class Label:
 
     @property
     def leans_on(self) -> Key:
-        """The block without which this record is of no use."""
+        """The block without which this record is useless."""
         own = self.kind is Kind.SNAPSHOT
         return Key(Kind.BLOCK, self.digest if own else self.parent)
 
@@ -133,7 +133,7 @@ def address(memory: memoryview) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
     """Memory that parts point into: an arena, or staging rows. Tiers that move bytes by address
-    must know it beforehand."""
+    must know it in advance."""
 
     name: str
     memory: memoryview
@@ -147,7 +147,7 @@ class Region:
 class Parts:
     """The memory of a record: its header, then its payload in one or more pieces.
 
-    `whole` is there if all of it, padding included, lies in pieces that start and end at units of
+    `whole` is set if all of it, padding included, lies in pieces that start and end at units of
     4 KiB: a disk then needs no copy.
     """
 
@@ -173,7 +173,7 @@ class Parts:
     @staticmethod
     def of_units(whole: Sequence[memoryview], payload_bytes: int) -> Parts:
         """A record over memory in units of 4 KiB: header first, padding last. The padding is zeroed
-        here, the rest is left as it is."""
+        here, the rest is left unchanged."""
         sizes = [piece.nbytes for piece in whole]
         if sum(sizes) != padded(HEADER_BYTES + payload_bytes) or any(n % UNIT_BYTES for n in sizes):
             raise InvalidInput(
@@ -236,7 +236,7 @@ class Reason(StrEnum):
     PAYLOAD_BYTES = "payload_bytes"
     PAYLOAD_SUM = "payload_sum"
     FOREIGN = "foreign"  # something else is where a record should be
-    UNREADABLE = "unreadable"  # the system gives an error for it
+    UNREADABLE = "unreadable"  # the system reports an error for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +257,7 @@ def payload_sum(pieces: Sequence[memoryview]) -> bytes:
 
 
 def sum_of(pieces: Iterable[memoryview | bytes]) -> bytes:
-    """The same of pieces that come one after the other."""
+    """The same for pieces that come one after another."""
     running = xxhash.xxh3_128()
     for piece in pieces:
         running.update(piece)
@@ -265,7 +265,7 @@ def sum_of(pieces: Iterable[memoryview | bytes]) -> bytes:
 
 
 def pack_header(label: Label, payload_digest: bytes) -> bytes:
-    """The 256 bytes in front of a payload with this sum."""
+    """The 256 bytes before a payload with this sum."""
     fields = _FIELDS.pack(
         MAGIC,
         RECORD_VERSION,
@@ -322,7 +322,8 @@ def read_header(header: bytes | memoryview) -> tuple[Label, bytes] | Refusal:
 
 
 def check(record: Record) -> Refusal | None:
-    """Whether the record's memory holds what its label says, header and payload; None if so."""
+    """Returns None if the record's memory holds what its label says, header and payload; otherwise
+    what was found instead."""
     found = read_header(record.parts.header)
     if isinstance(found, Refusal):
         return found
@@ -333,7 +334,7 @@ def check(record: Record) -> Refusal | None:
 
 
 def payload_refusal(actual: bytes, total: bytes) -> Refusal | None:
-    """Why a payload with one sum is refused where its header says another."""
+    """Why a payload with this sum is refused if its header has another sum."""
     return None if actual == total else _refusal(Reason.PAYLOAD_SUM, actual, total)
 
 

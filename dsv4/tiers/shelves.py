@@ -30,18 +30,18 @@ from dsv4.tiers.sizes import UNIT_BYTES
 
 log = logging.getLogger("dsv4.tiers")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# without O_NONBLOCK a FIFO in place of a record would hold the thread for ever
+# without O_NONBLOCK a FIFO in place of a record would block the thread forever
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _NAME = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _VERSION = re.compile(r"[0-9]{1,5}", re.ASCII)
 _TEMPORARY = re.compile(r"\.[0-9]+-[0-9a-f]{16}\.tmp", re.ASCII)
 _NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP}
-FREE_SHARE = 100  # one part of so many of a file system is left free
-STALE_S = 60.0  # a temporary file that nobody has written to for so long has lost its writer
+FREE_SHARE = 100  # one part in this many of a file system is left free
+STALE_S = 60.0  # a temporary file that has not been written to for this long has lost its writer
 
 
 class Calls:
-    """The calls to the system that change a directory. Tests put a recorder in their place."""
+    """The system calls that change a directory. Tests put a recorder in their place."""
 
     def mkdir(self, name: str, *, dir_fd: int) -> None:
         os.mkdir(name, 0o700, dir_fd=dir_fd)
@@ -65,7 +65,7 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A record's file, by its name: what is in it nobody has looked at."""
+    """A record's file, by its name; its content has not been read."""
 
     key: Key
     size_bytes: int
@@ -103,14 +103,15 @@ class Shelves:
         self.path = self.root / str(RECORD_VERSION)
         self._calls = calls or Calls()
         self._renewing = threading.Lock()
-        self._left: list[int] = []  # of directories that are gone: others may still be in there
+        # directories that are gone: other threads may still be using them
+        self._left: list[int] = []
         self._secured: set[tuple[Kind, int]] = set()
-        self.unreadable: list[tuple[str, OSError]] = []  # shelves, as they were gone through
+        self.unreadable: list[tuple[str, OSError]] = []  # shelves, in the order of the survey
         self.fd = self._opened(create)
         self._device = os.fstat(self.fd).st_dev if self.fd >= 0 else -1
 
     def _opened(self, create: bool) -> int:
-        """The directory of this record version; -1 where there is none and none is made."""
+        """The directory of this record version; -1 if there is none and none is made."""
         root, made = self.root, []
         try:
             if create:
@@ -158,16 +159,16 @@ class Shelves:
             os.close(fd)
 
     def renew(self) -> bool:
-        """Looks whether the directory is still there. One that was deleted is made anew, one that
-        somebody made in its place is taken; the answer is True then. Raises OSError where neither
-        can be: the answer to a file system that is gone is not a directory on the one below."""
+        """Checks that the directory is still there. One that was deleted is created again, one that
+        was put in its place is used; both return True. Raises OSError where neither is possible: if
+        the file system is gone, no directory is created on the one below."""
         with suppress(FileNotFoundError):
             if os.path.samestat(os.lstat(self.path), os.fstat(self.fd)):
                 return False
         with self._renewing:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.lstat(self.path), os.fstat(self.fd)):
-                    return True  # another thread was here first
+                    return True  # another thread was faster
             there = next(each for each in self.path.parents if each.exists())
             if os.stat(there).st_dev != self._device:
                 raise OSError(errno.ESTALE, f"{self.root}: its file system is gone")
@@ -176,7 +177,7 @@ class Shelves:
             except InvalidInput as error:
                 raise OSError(errno.ESTALE, str(error)) from error
             log.warning("disk tier %s: the directory was taken away; a new one is used", self.root)
-            self._left.append(self.fd)  # a number that is given again must not be read from
+            self._left.append(self.fd)  # a file descriptor that is reused must not be read from
             self._secured = set()
             self.fd = fd
             return True
@@ -188,7 +189,7 @@ class Shelves:
         self.fd, self._left = -1, []
 
     def takes_direct(self) -> bool | None:
-        """Whether O_DIRECT works here, by trying it; None if it could not be tried."""
+        """Whether O_DIRECT works here, found by trying; None if it could not be tried."""
         if not hasattr(os, "O_DIRECT"):
             return False
         name = _temporary_name()
@@ -208,8 +209,8 @@ class Shelves:
             os.unlink(name, dir_fd=self.fd)
 
     def shortage(self, size_bytes: int, most_bytes: int) -> int:
-        """How many bytes are to be removed before so many may be written, for a hundredth of the
-        file system and of its inodes stays free, but `most_bytes` at most. Raises OSError."""
+        """How many bytes must be removed before this many can be written, so that a hundredth of
+        the file system and of its inodes stays free (at most `most_bytes`). Raises OSError."""
         found = os.fstatvfs(self.fd)
         keep_bytes = min(found.f_blocks * found.f_frsize // FREE_SHARE, most_bytes)
         short = size_bytes + keep_bytes - found.f_bavail * found.f_frsize
@@ -229,7 +230,7 @@ class Shelves:
         return found is not None and _is_record(found, size_bytes)
 
     def is_foreign(self, key: Key) -> bool:
-        """Whether something that is no file has the record's name."""
+        """Whether something that is not a file has the record's name."""
         with suppress(OSError):
             found = self._stat(key)
             return found is not None and not stat.S_ISREG(found.st_mode)
@@ -246,8 +247,8 @@ class Shelves:
             return os.open(key.digest.hex(), _FILE | flags, dir_fd=fd)
 
     def write(self, key: Key, pieces: Sequence[memoryview], *, flags: int) -> None:
-        """A record's file, whole or not at all. One of its size that is there is kept. Raises
-        OSError; then nothing is left but what could not be removed."""
+        """Writes a record's file, whole or not at all. An existing one of the same size is kept.
+        Raises OSError; then nothing is left except what could not be removed."""
         size_bytes = sum(piece.nbytes for piece in pieces)
         with self._shelf(key, create=True) as shelf:
             name, final = _temporary_name(), key.digest.hex()
@@ -259,7 +260,7 @@ class Shelves:
                         self._calls.sync(fd)
                 finally:
                     os.close(fd)
-                # another writer may be through, and have said so after a sync of its own file
+                # another writer may have finished, and said so after a sync of its own file
                 if not self._keeps(shelf, final, size_bytes):
                     try:
                         self._calls.rename(name, final, dir_fd=shelf)
@@ -282,8 +283,8 @@ class Shelves:
         return False
 
     def sync(self, key: Key) -> None:
-        """A record that is there already is on the medium when this returns, whoever wrote it.
-        Raises OSError."""
+        """A record that is there already is on the medium when this returns, whichever process
+        wrote it. Raises OSError."""
         with self._shelf(key) as shelf:
             self._sync_file(shelf, key.digest.hex())
             self._secure(key, shelf)
@@ -296,7 +297,8 @@ class Shelves:
             os.close(fd)
 
     def _secure(self, key: Key, shelf: int) -> None:
-        """Names in a shelf, and its own name, which another process may have made."""
+        """Makes names in a shelf durable, and the shelf's own name, which another process may have
+        created."""
         self._calls.sync(shelf)
         place = (key.kind, key.digest[0])
         if place not in self._secured:
@@ -309,8 +311,8 @@ class Shelves:
             self._secured.add(place)
 
     def _clear(self, shelf: int, name: str) -> None:
-        """Takes a directory out of a record's place. One with something in it is kept under another
-        name: whoever put it there may want it."""
+        """Removes a directory from a record's place. One with content is renamed instead, in case
+        it is wanted."""
         try:
             os.rmdir(name, dir_fd=shelf)
         except OSError as error:
@@ -330,12 +332,12 @@ class Shelves:
                 left[0] = left[0][written:]
 
     def touch(self, key: Key) -> None:
-        """Marks a record as used now. One that is gone is passed over."""
+        """Marks a record as used now. One that is gone is skipped."""
         with suppress(OSError), self._shelf(key) as fd:
             os.utime(key.digest.hex(), dir_fd=fd, follow_symlinks=False)
 
     def remove(self, key: Key) -> None:
-        """Takes a record's file away, or what lies in its place; one that is gone already is fine.
+        """Removes a record's file, or what lies in its place; it is fine if it is already gone.
         Raises OSError."""
         with suppress(FileNotFoundError), self._shelf(key) as fd:
             name = key.digest.hex()
@@ -351,8 +353,8 @@ class Shelves:
     # ---- all of them -----------------------------------------------------------------------------
 
     def shelves(self) -> Iterator[tuple[Kind, int, int]]:
-        """Each shelf that there is: its kind, its byte and its directory, which is open until the
-        next one is asked for. One that cannot be opened hides no other."""
+        """Yields each shelf that exists: its kind, its byte and its directory, which is open until
+        the next one is requested. One that cannot be opened hides no other."""
         for kind in Kind:
             try:
                 upper = self._down(self.fd, kind.letter, create=False)
@@ -390,7 +392,7 @@ class Shelves:
                 self.unreadable.append((f"{kind.letter}/{byte:02x}", error))
 
     def sweep(self) -> int:
-        """Removes temporary files that have lost their writers, and counts them."""
+        """Removes temporary files that have lost their writers; returns their number."""
         removed = 0
         with suppress(OSError):
             removed += self.sweep_in(self.fd)
@@ -406,8 +408,8 @@ class Shelves:
             return sum(self.sweep_one(fd, entry) for entry in entries)
 
     def sweep_one(self, fd: int, entry: os.DirEntry[str]) -> bool:
-        """Removes a temporary file whose writer has not written for a while, by any clock: one that
-        is far in the future was written before the clock was set back."""
+        """Removes a temporary file whose writer has not written for a while, by any clock: a file
+        from the far future was written before the clock was set back."""
         if not _TEMPORARY.fullmatch(entry.name):
             return False
         with suppress(FileNotFoundError):
@@ -417,8 +419,8 @@ class Shelves:
         return False
 
     def others(self) -> Iterator[Other]:
-        """Every file with a record's name that another record version has here, whatever its
-        shelves are called."""
+        """Every file here with a record's name but of another record version, whatever its shelves
+        are called."""
         try:
             top = os.open(self.root, _DIRECTORY)
         except OSError:
@@ -452,7 +454,7 @@ class Shelves:
             os.close(fd)
 
     def remove_other(self, path: str) -> None:
-        """Takes a file of another record version away. No link on the way is followed. Raises
+        """Removes a file of another record version. No link on the way is followed. Raises
         OSError."""
         *above, name = path.split("/")
         if not _NAME.fullmatch(name) or {"", ".", ".."} & set(above):
@@ -495,7 +497,8 @@ class Shelves:
         return os.open(name, _DIRECTORY, dir_fd=fd)
 
     def _make(self, name: str, fd: int) -> None:
-        """A directory. What is stored in it would be lost with it: it is durable too."""
+        """Creates a directory. Losing it would lose what is stored in it, so it is made durable
+        too."""
         with suppress(FileExistsError):
             self._calls.mkdir(name, dir_fd=fd)
             if self._durable:
@@ -520,7 +523,7 @@ def _require_private(fd: int, path: Path) -> None:
 
 
 def read_at(fd: int, pieces: Sequence[memoryview]) -> int:
-    """Fills pieces from the start of a file. Answers with the bytes that there were."""
+    """Fills pieces from the start of a file. Returns the number of bytes read."""
     left, at = list(pieces), 0
     while left:
         count = os.preadv(fd, left[:1024], at)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 HEADER_BYTES = 256
-UNIT_BYTES = 4096  # what O_DIRECT, mmap and cudaHostRegister count in
+UNIT_BYTES = 4096  # the unit of O_DIRECT, mmap and cudaHostRegister
 
 
 def padded(count_bytes: int) -> int:
-    """So many bytes in whole units of 4 KiB."""
+    """A number of bytes rounded up to whole units of 4 KiB."""
     return -(-count_bytes // UNIT_BYTES) * UNIT_BYTES

@@ -1,5 +1,5 @@
-"""Going round the directory of a disk tier, a little at a time: the index learns what others wrote
-and removed, temporary files that have lost their writers go. Torch-free."""
+"""Surveys the directory of a disk tier, a little at a time: the index learns what other processes
+wrote and removed, and temporary files that have lost their writers are removed. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIECE = 64  # names that are looked at in one step
 
 
 class Survey:
-    """Rounds through a directory, one after the other, for the threads of one tier."""
+    """Surveys of a directory, one after the other, for the threads of one tier."""
 
     def __init__(self, shelves: Shelves, index: Index) -> None:
         self._shelves, self._index = shelves, index
@@ -26,8 +26,8 @@ class Survey:
         self._round: Iterator[None] | None = None
 
     def step(self, timeout_s: float) -> None:
-        """Goes on by one step, unless another thread is at it all the time. Raises what the index
-        raises; then the round is over."""
+        """Makes one step, unless other threads are at it all the time. Raises what the index
+        raises; then the survey is over."""
         if not self._lock.acquire(timeout=timeout_s):
             return
         try:
@@ -39,16 +39,17 @@ class Survey:
             self._lock.release()
 
     def stop(self) -> None:
-        """Ends the round; the next step begins another one."""
+        """Ends the survey; the next step begins a new one."""
         self._round = None
 
 
 def _round(shelves: Shelves, index: Index) -> Iterator[None]:
-    """One round, step by step: each looks at PIECE names at most. At its end the index is complete;
-    a round ends early where the index has become another. Raises what the index raises."""
+    """One survey, step by step: each looks at PIECE names at most. At its end the index is
+    complete; it ends early if the index was replaced. Raises what the index raises."""
     with index.books():
         began = index.openings
-    before_ns = time.time_ns() - int(STALE_S * 1e9)  # what is younger may be on its way
+    # younger files may still be in the process of being stored
+    before_ns = time.time_ns() - int(STALE_S * 1e9)
     shelves.unreadable.clear()
     with suppress(OSError):
         shelves.sweep_in(shelves.fd)
@@ -71,7 +72,7 @@ def _round(shelves: Shelves, index: Index) -> Iterator[None]:
 def _files(
     shelves: Shelves, index: Index, kind: Kind, shelf: int, names: set[bytes], before_ns: int
 ) -> Iterator[None]:
-    """The files of a shelf: those that the index does not know are told to it."""
+    """The files of a shelf: those that the index does not know are entered into it."""
     piece: list[Key] = []
     with os.scandir(shelf) as entries:
         for entry in entries:
@@ -130,7 +131,7 @@ def _look(shelf: int, key: Key) -> tuple[Label | None, int, int] | None:
 def _gone(
     shelves: Shelves, index: Index, kind: Kind, byte: int, names: set[bytes], before_ns: int
 ) -> Iterator[None]:
-    """Records of a shelf that the index knows and that are not there any more."""
+    """Records of a shelf that the index knows but that are not there any more."""
     after = b""
     while True:
         with index.books() as books:
@@ -148,7 +149,7 @@ def _gone(
 
 
 def _others(shelves: Shelves, index: Index) -> Iterator[None]:
-    """Records of other versions, which this one cannot read: they take room all the same."""
+    """Records of other versions, which this one cannot read: they still take room."""
     seen = time.time_ns()
     for nth, other in enumerate(shelves.others(), 1):
         with index.books() as books:

@@ -1,7 +1,8 @@
 """What every tier can do, and the queue, deadlines and counters that all of them share. Torch-free.
 
-Every call returns at once: the work is done by threads of the tier, and a ticket says how far it
-is. Nothing raises for an outage: what cannot be had is missing, what cannot be kept is dropped.
+Every call returns at once: the work is done by threads of the tier, and a ticket reports its
+progress. An outage raises nothing: what cannot be loaded is missing, what cannot be stored is
+dropped.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ from dsv4.tiers.health import Health
 from dsv4.tiers.record import Key, Label, Reason, Record, Refusal, Region, check, seal
 
 log = logging.getLogger("dsv4.tiers")
-_LOGGED = 100  # refusals, and failures, of each tier; the counters go on
-RECENT = 16  # calls, and failures among them, that say whether a tier works
-FAILURES = 4  # of different records, and half of the recent calls: then a tier rests
-MOST_TIDIED = 4_096  # records whose use, and keys whose removal, may wait to be told
+_LOGGED = 100  # failures and refusals are logged this often for each tier; the counters go on
+RECENT = 16  # the last calls, and how many must have failed, for a tier to count as broken
+# failed records, if they also are half of the recent calls, after which a tier backs off
+FAILURES = 4
+MOST_TIDIED = 4_096  # the most records whose use, and keys whose removal, may wait to be passed on
 
 
 class State(StrEnum):
     """How far a tier is with one key."""
 
     PENDING = "pending"
-    DONE = "done"  # loaded and checked; stored, as far as the tier can tell; found, if looked up
+    DONE = "done"  # loaded and checked; stored, as far as the tier knows; found, if looked up
     MISSING = "missing"  # not there, or not in time
-    REFUSED = "refused"  # there, and not what its label says
+    REFUSED = "refused"  # there, but not what its label says
     DROPPED = "dropped"  # not stored: no room, no time, an outage
 
 
@@ -63,10 +65,11 @@ DROPPED = Outcome(State.DROPPED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a ticket is. An outcome that is not pending does not change any more.
+    """The progress of a ticket. An outcome that is not pending does not change any more.
 
-    `settled`: the tier touches the memory of this ticket no more. A ticket whose deadline is over
-    has all its outcomes and may still be unsettled: the memory must not be used until it is.
+    `settled`: the tier no longer touches the memory of this ticket. A ticket whose deadline has
+    passed has all its outcomes and may still be unsettled: the memory must not be used until it is
+    settled.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -85,7 +88,7 @@ class Operation(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """Work that was handed to a tier. What it says is asked with `poll`."""
+    """Work that was handed to a tier. `poll` reports its progress."""
 
     operation: Operation
     started: float
@@ -96,7 +99,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """Seconds from the call to the outcome, over the records that came through."""
+    """Seconds from the call to the outcome, over the records that succeeded."""
 
     count: int = 0
     total_s: float = 0.0
@@ -112,7 +115,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """What a tier did since it was made, and what it holds. None: the tier cannot know."""
+    """What a tier has done since it was made, and what it holds. None: the tier cannot know."""
 
     name: str
     hits: int
@@ -127,7 +130,7 @@ class TierStats:
     load: Latency
     store: Latency
     queued_bytes: int
-    resting: bool  # closed for a while, after an outage or a missed deadline
+    backing_off: bool  # closed for a while, after an outage or a missed deadline
     held_records: int | None
     held_bytes: int | None
     capacity_bytes: int | None
@@ -136,62 +139,62 @@ class TierStats:
 class Tier(Protocol):
     """Memory below the device. All calls return at once; none raises for an outage.
 
-    One that evicts may have `use(blocks, snapshot)` too: `QueuedTier` says what that tells it.
+    A tier that evicts may also have `use(blocks, snapshot)`: see `QueuedTier.use`.
     """
 
     @property
     def name(self) -> str: ...
 
     def register(self, region: Region) -> None:
-        """Makes memory known that records of later calls point into."""
+        """Announces memory that records of later calls point into."""
 
     def lookup(self, labels: Sequence[Label]) -> Ticket:
-        """Asks which records are there: done or missing. A hint, nothing is checked. Of blocks that
-        follow each other, those after one that is missing may be missing without a look."""
+        """Asks which records are there: done or missing. This is a hint, nothing is checked. After
+        the first missing one of a sequence of blocks, the rest may be reported missing unseen."""
 
     def load(self, records: Sequence[Record]) -> Ticket:
         """Fills the memory of each record. Done means that header and payload are checked; after
-        any other outcome the memory holds anything."""
+        any other outcome the content of the memory is undefined."""
 
     def store(self, records: Sequence[Record]) -> Ticket:
         """Keeps records. Their memory must not change until the ticket is settled. A record that is
         there already is done. Loads go first: under pressure records are dropped."""
 
     def poll(self, ticket: Ticket) -> Progress:
-        """How far a ticket is. Ends it if its deadline is over."""
+        """Returns the progress of a ticket, and ends it if its deadline has passed."""
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ends what has not begun: missing, or dropped. What runs already is unsettled until it
-        returns."""
+        """Ends what has not begun: missing, or dropped. What is already running stays unsettled
+        until it returns."""
 
     def drop(self, keys: Sequence[Key]) -> None:
-        """Forgets records, in a while: of many at once those that find room in its queue."""
+        """Removes records eventually; if there are many, only those that fit into its queue."""
 
     def stats(self) -> TierStats: ...
 
     def close(self, timeout_s: float) -> None:
-        """Finishes what waits, as far as the time allows. Later calls miss and drop."""
+        """Finishes what is queued, as far as the time allows. Later calls miss and drop."""
 
 
 class Outage(Exception):
-    """A tier cannot be reached or cannot work: raised by implementations, ends in the queue. The
-    tier rests. What only these records met is an OSError."""
+    """A tier cannot be reached or cannot work. Implementations raise it, the queue catches it, and
+    the tier backs off. An error that concerns only these records is an OSError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much may wait and how long. Raises InvalidInput for what is no positive number."""
+    """How much may wait and how long. Raises InvalidInput for a value that is not positive."""
 
     threads: int = 2
     queued_bytes: int = 256 << 20  # of stores
     queued_loads: int = 65_536  # of records and labels
     deadline_s: float = 5.0
-    rest_s: float = 10.0  # after an outage or a missed deadline
+    back_off_s: float = 10.0  # after an outage or a missed deadline
 
     def __post_init__(self) -> None:
         for name in ("threads", "queued_bytes", "queued_loads"):
             require_count(name, getattr(self, name))
-        for name in ("deadline_s", "rest_s"):
+        for name in ("deadline_s", "back_off_s"):
             value = getattr(self, name)
             if not is_number(value) or not 0 < value <= threading.TIMEOUT_MAX:
                 raise InvalidInput(f"{name}={value!r}: must be a number of seconds, more than 0")
@@ -233,13 +236,13 @@ class _Counters:
 
 
 class QueuedTier(ABC):
-    """A tier whose work is done by threads. An implementation says how with the calls at the end,
+    """A tier whose work is done by threads. An implementation provides the methods at the end,
     which run on the threads and may block. They raise Outage where the tier cannot work, and
-    OSError for what the next record may not meet.
+    OSError for an error that the next record may not meet.
 
-    Loads and lookups go before stores, and one thread is always left to them. After an outage, a
-    deadline that a call missed, or failures of several records, half of the last calls or more, the
-    tier rests: for a while nothing is asked of it.
+    Loads and lookups go before stores, and one thread is always left to them. The tier backs off
+    (for a while it is not used at all) after an outage, after a call that missed its deadline, or
+    when several records failed and at least half of the last calls.
 
     Calls raise CopyError in a process that os.fork made: the threads are not there.
 
@@ -248,10 +251,10 @@ class QueuedTier(ABC):
     by then is lost.
     """
 
-    chunk = 1  # records of a job
-    look_chunk = 0  # labels of a lookup's job; 0: as many
+    chunk = 1  # records per job
+    look_chunk = 0  # labels per job of a lookup; 0: the same
     _where = ""  # for people: what an implementation keeps where, without locks and credentials
-    keeps_order = False  # whether `_use` is to be told what came through
+    keeps_order = False  # whether `_use` is called for what was loaded and used
 
     def __init__(self, name: str, limits: Limits) -> None:
         require_type("name", name, str)
@@ -269,14 +272,14 @@ class QueuedTier(ABC):
         self._running: set[_Job] = set()
         self._queued_bytes = 0
         self._queued_loads = 0
-        self._rests_until = dict.fromkeys(Operation, 0.0)
+        self._closed_until = dict.fromkeys(Operation, 0.0)
         self._health = {
             stores: Health(recent=RECENT, failures=FAILURES) for stores in (False, True)
         }
         self._failures = 0
-        self._uses: dict[Key, Sequence[Label]] = {}  # to tell, the latest last
+        self._uses: dict[Key, Sequence[Label]] = {}  # not passed on yet, the latest last
         self._drops: dict[Key, None] = {}
-        self._tidies = False  # a job for these two waits
+        self._tidies = False  # a job for these two is queued
         self._closed = False
         self._counters = _Counters()
         self._endings: list[Callable[[], object]] = []
@@ -295,7 +298,7 @@ class QueuedTier(ABC):
         return self._name
 
     def register(self, region: Region) -> None:  # noqa: B027
-        """Memory is found by itself here."""
+        """Not needed here: any memory will do."""
 
     # ---- calls -----------------------------------------------------------------------------------
 
@@ -326,9 +329,9 @@ class QueuedTier(ABC):
             now = time.monotonic()
             if PENDING in ticket.outcomes and now > ticket.deadline:
                 self._counters.late += 1
-                # a queue that is long is no outage, a call that does not return is
+                # a long queue is not an outage, a call that does not return is
                 if any(now - job.began > self._limits.deadline_s / 2 for job in self._running):
-                    self._rest(ticket.operation, f"no answer in {self._limits.deadline_s:g} s")
+                    self._back_off(ticket.operation, f"no answer in {self._limits.deadline_s:g} s")
                 self._end(ticket)
             return Progress(outcomes=tuple(ticket.outcomes), settled=not ticket.unsettled)
 
@@ -337,9 +340,8 @@ class QueuedTier(ABC):
             self._end(ticket)
 
     def use(self, blocks: Sequence[Label], snapshot: Label | None = None) -> None:
-        """The blocks of one prompt from its first on, and a snapshot, were used above this tier:
-        what it has of them is the last to go. Looks at a few of the blocks, whatever their
-        number."""
+        """The blocks of one prompt from its first on, and a snapshot, were used above this tier, so
+        it evicts them last. Looks at a few of the blocks, whatever their number."""
         if self.keeps_order:
             with self._lock:
                 self._use_later([] if snapshot is None else [[snapshot]])
@@ -370,7 +372,7 @@ class QueuedTier(ABC):
                 load=counted.load,
                 store=counted.store,
                 queued_bytes=self._queued_bytes,
-                resting=any(now < until for until in self._rests_until.values()),
+                backing_off=any(now < until for until in self._closed_until.values()),
                 held_records=held_records,
                 held_bytes=held_bytes,
                 capacity_bytes=capacity_bytes,
@@ -396,7 +398,7 @@ class QueuedTier(ABC):
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         if not any(thread.is_alive() for thread in self._threads):
-            self._end_all()  # else a call hangs in there: what it uses stays
+            self._end_all()  # otherwise a call hangs in there: what it uses stays open
 
     # ---- queue -----------------------------------------------------------------------------------
 
@@ -416,7 +418,7 @@ class QueuedTier(ABC):
         return Ticket(operation, now, now + self._limits.deadline_s, [PENDING] * count)
 
     def _enqueue(self, ticket: Ticket, jobs: Iterable[_Job]) -> None:
-        closed = self._closed or ticket.started < self._rests_until[ticket.operation]
+        closed = self._closed or ticket.started < self._closed_until[ticket.operation]
         for job in jobs:
             ticket.unsettled += 1
             if closed or not self._has_room(job):
@@ -433,7 +435,7 @@ class QueuedTier(ABC):
     def _has_room(self, job: _Job) -> bool:
         assert job.ticket is not None
         if job.ticket.operation is Operation.STORE:
-            # one job always fits, or a tier with a short queue would store nothing
+            # one job is always accepted, or a tier with a short queue would store nothing
             waiting = self._queued_bytes
             return not waiting or waiting + job.bytes <= self._limits.queued_bytes
         waiting = self._queued_loads
@@ -454,8 +456,8 @@ class QueuedTier(ABC):
                 self._find_thread()
 
     def _use_later(self, uses: Sequence[Sequence[Label]]) -> None:
-        """A use of the last block of a prompt is one of all before it: only that one waits, with a
-        few before it where it may not be here."""
+        """Using the last block of a prompt implies using all before it. So only that one is queued,
+        with a few before it in case it is not in this tier."""
         for labels in uses:
             self._uses.pop(labels[0].leans_on, None)
             self._uses.pop(labels[0].key, None)
@@ -480,15 +482,15 @@ class QueuedTier(ABC):
             self._drop(gone)
 
     def _find_thread(self) -> None:
-        """A thread for what was just queued: one that waits, or a new one. Threads are started when
-        they are needed: a tier that is only made has none."""
+        """A thread for what was just queued: a waiting one, or a new one. Threads are started when
+        they are needed: a tier that is only constructed has none."""
         if self._idle < len(self._first) + len(self._later) and (
             len(self._threads) < self._limits.threads
         ):
             name = f"dsv4-{self._name}-{len(self._threads)}"
             arguments = (weakref.ref(self), self._wake)
             thread = threading.Thread(target=_work, args=arguments, name=name, daemon=True)
-            thread.start()  # first: one that an interrupt kept from starting must not count
+            thread.start()  # first: a thread that an interrupt kept from starting must not count
             self._threads.append(thread)
         if self._wake.qsize() < self._idle:
             self._wake.put(None)
@@ -570,7 +572,7 @@ class QueuedTier(ABC):
         return outcomes
 
     def _store_sealed(self, records: Sequence[Record]) -> list[Outcome]:
-        """A header that is there already is checked: what memory damaged is kept nowhere."""
+        """Checks headers that already exist: data that was damaged in memory is not stored."""
         outcomes, good = [DONE] * len(records), []
         for nth, record in enumerate(records):
             if not record.sealed:
@@ -585,7 +587,7 @@ class QueuedTier(ABC):
         return outcomes
 
     def _discard(self, key: Key) -> None:
-        """Takes a refused record away; that it cannot be is no news."""
+        """Removes a refused record; a failure is only logged."""
         try:
             self._drop((key,))
         except (Outage, OSError) as error:
@@ -594,13 +596,14 @@ class QueuedTier(ABC):
     # ---- outcomes --------------------------------------------------------------------------------
 
     def _give_up(self, job: _Job) -> None:
-        """Ends a job without an answer."""
+        """Ends a job without doing it."""
         if job.ticket is not None:
             stores = job.ticket.operation is Operation.STORE
             self._finish(job, [DROPPED if stores else MISSING] * job.count)
 
     def _end(self, ticket: Ticket) -> None:
-        """Ends a ticket: jobs that wait are taken out, those that run have lost their say."""
+        """Ends a ticket: its queued jobs are removed, the results of running ones will be
+        ignored."""
         if ticket.unsettled:
             waiting = (*self._first, *self._later)
             self._first = deque(job for job in self._first if job.ticket is not ticket)
@@ -657,7 +660,7 @@ class QueuedTier(ABC):
             log.warning("tier %s refuses %s: %s", self._name, key, refusal)
 
     def _note_health(self, job: _Job, trouble: str, *, is_out: bool) -> None:
-        """What one call says of the tier."""
+        """Records what the outcome of one call says about the tier."""
         operation = job.ticket.operation if job.ticket else Operation.STORE
         health = self._health[operation is Operation.STORE]
         if not trouble:
@@ -669,23 +672,23 @@ class QueuedTier(ABC):
             asked = job.labels[0] if job.labels else job.records[0].label
             health.note_failure((operation, asked.key))
         if is_out or health.is_lost():
-            self._rest(operation, trouble)
+            self._back_off(operation, trouble)
         self._failures += 1
         if self._failures <= _LOGGED:
             log.warning("tier %s: a call failed: %s", self._name, trouble)
 
-    def _rest(self, operation: Operation, why: str) -> None:
-        """Closes the tier for a while: what cannot store may still load, not the other way."""
+    def _back_off(self, operation: Operation, why: str) -> None:
+        """Closes the tier for a while: one that cannot store may still load, not vice versa."""
         now = time.monotonic()
         stores = operation is Operation.STORE
         for each in (Operation.STORE,) if stores else tuple(Operation):
-            if now >= self._rests_until[each]:
+            if now >= self._closed_until[each]:
                 log.warning(
-                    "tier %s: no %s for %g s: %s", self._name, each, self._limits.rest_s, why
+                    "tier %s: no %s for %g s: %s", self._name, each, self._limits.back_off_s, why
                 )
-            self._rests_until[each] = now + self._limits.rest_s
+            self._closed_until[each] = now + self._limits.back_off_s
 
-    # ---- what an implementation says -------------------------------------------------------------
+    # ---- what an implementation provides ---------------------------------------------------------
 
     def _require(self, records: Sequence[Record]) -> None:  # noqa: B027
         """Raises InvalidInput for memory that the tier cannot use."""
@@ -703,27 +706,28 @@ class QueuedTier(ABC):
 
     @abstractmethod
     def _load(self, records: Sequence[Record]) -> Sequence[Outcome]:
-        """Fills memory. DONE: the bytes are in place, and are checked behind this call."""
+        """Fills memory. DONE: the bytes are in place; they are checked after this call."""
 
     @abstractmethod
     def _store(self, records: Sequence[Record]) -> Sequence[Outcome]: ...
 
     def _use(self, uses: Sequence[Sequence[Label]]) -> None:  # noqa: B027
-        """Records that came through or were used above, and those that they lean on, are the last
-        to go. Of blocks that follow each other only the last is told; where it may not be here,
-        some before it too, the last first: the first that is here is meant."""
+        """Records that were loaded, or used above, and those that they lean on, are evicted last.
+        Of consecutive blocks only the last is given; if it may not be in this tier, also some
+        before it, the last first: the first of them that the tier has is the one that was used."""
 
     @abstractmethod
     def _drop(self, keys: Sequence[Key]) -> None: ...
 
     def _at_end(self, call: Callable[[], object]) -> None:
-        """Has a call made when the tier is closed and its threads have ended, or when it is
-        collected; the last one given comes first. A call that refers to the tier would keep it."""
+        """Registers a call for when the tier is closed and its threads have ended, or when it is
+        collected; the last one registered is made first. A call that refers to the tier would
+        keep it alive."""
         self._endings.append(call)
 
 
 def _work(tier: weakref.ref[QueuedTier], wake: SimpleQueue[None]) -> None:
-    """The life of a tier's thread. While it waits it keeps nothing of the tier."""
+    """The life of a tier's thread. While it waits it keeps no reference to the tier."""
     was_idle = False
     while (working := tier()) is not None and working._work(was_idle=was_idle):
         del working
@@ -734,8 +738,9 @@ def _work(tier: weakref.ref[QueuedTier], wake: SimpleQueue[None]) -> None:
 def _end_all(
     made_by: int, wake: SimpleQueue[None], threads: int, endings: list[Callable[[], object]]
 ) -> None:
-    """Ends the threads of a tier and lets go of what it held. The collector calls it too, in any
-    thread: it waits for no lock. In a fork of the process all of it belongs to the parent."""
+    """Ends the threads of a tier and releases what it held. The garbage collector calls it too, in
+    any thread, so it waits for no lock. In a fork of the process all of it belongs to the
+    parent."""
     if os.getpid() != made_by:
         return
     for _ in range(threads):
@@ -748,14 +753,14 @@ def _end_all(
 
 
 def _some_of(blocks: Sequence[Label]) -> list[Label]:
-    """The last block and a few before it, twice as far from an end each time, the last first."""
+    """The last block and a few others at distances 1, 2, 4, … from either end, the last first."""
     last = len(blocks) - 1
     steps = [0, *(1 << n for n in range(last.bit_length()))]
     return [blocks[at] for at in sorted({*steps, *(last - step for step in steps)}, reverse=True)]
 
 
 def foreign(found: str) -> Outcome:
-    """Refused: something that is no record is where a record should be."""
+    """Refused: something that is not a record is where a record should be."""
     return Outcome(State.REFUSED, Refusal(reason=Reason.FOREIGN, found=found, asked="a record"))
 
 

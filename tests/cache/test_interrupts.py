@@ -208,7 +208,7 @@ class Scene:
         if self.real:
             assert_cold(self.stack, again, self.text.stream)
         manager.release_request(again)
-        for pin in list(manager.prefix._pins):  # type: ignore[union-attr]
+        for pin in list(manager.prefix.pins._standing):  # type: ignore[union-attr]
             manager.unpin(pin)
         manager.evict()
         manager.check_invariants()
@@ -267,7 +267,7 @@ def interrupt(
 ) -> None:
     made = Scene(call.__name__, real=real)
     assert made.manager.prefix is not None
-    known = set(made.manager.prefix._pins)
+    known = set(made.manager.prefix.pins._standing)
     with pytest.raises(KeyboardInterrupt), Interrupts(at, inside=inside).injected():
         call(made)
     try:
@@ -276,7 +276,7 @@ def interrupt(
         with pytest.raises(RecoveryNeeded, match=r"call manager\.recover\(\) before acquire"):
             made.manager.acquire(0)
         made.manager.recover()
-    assert made.manager.prefix._pins <= known, "the caller has no other pin"
+    assert made.manager.prefix.pins._standing <= known, "the caller has no other pin"
     made.go_on()
 
 

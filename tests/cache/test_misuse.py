@@ -143,7 +143,7 @@ def test_what_are_no_tokens(name: str):
 
 
 @pytest.mark.parametrize(
-    "name", ["prompt", "look_up", "needed_blocks", "admit_request", "pin", "fetch", "tell"]
+    "name", ["prompt", "look_up", "needed_blocks", "admit_request", "pin", "fetch", "supply_ids"]
 )
 def test_a_request_is_no_prompt(name: str):
     """It has calls that tensors have; none of them is made."""
@@ -152,7 +152,7 @@ def test_a_request_is_no_prompt(name: str):
     request = stack.manager.admit_request(text.ids)
     stack.step([(request, text.stream, 20)])
     before = everything(stack.manager)
-    first = (request,) if name == "tell" else ()
+    first = (request,) if name == "supply_ids" else ()
     with pytest.raises(InvalidInput):
         getattr(stack.manager, name)(*first, request)
     stack.manager.check_invariants()

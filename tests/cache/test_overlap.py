@@ -246,8 +246,8 @@ def test_a_replayed_request_writes_no_entries_that_exist():
         engine.step([0], [200], [200])
         engine.step([0], [99], [99])
         engine.finish()
-        for node in list(manager.prefix._taken.values()):
-            manager.prefix._let_go(node)
+        for node in list(manager.prefix.rows._taken.values()):
+            manager.prefix.rows.evict(node)
         manager.release_request(engine.requests[1])
         again = manager.admit_request(text.ids[:300])
         assert again.resume.source == "replay" or again.length == 0

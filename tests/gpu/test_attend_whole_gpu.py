@@ -1,4 +1,5 @@
-"""Attention of few whole queries in two launches: every bit is that of one program per query.
+"""Attention of few batch-invariant queries in two launches: every bit equals that of one program
+per query.
 
 Arenas and steps as in test_attend_hopper_gpu.py: every row that no query may read is NaN, and so is
 what an earlier launch has left in the workspace.

@@ -26,7 +26,7 @@ def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kind(*arguments: object, constant: int = 3, warps: int = 4, kernel: object = None) -> object:
-    return Launch(kernel, (1,), arguments, {"A": constant}, {"num_warps": warps}).kind()
+    return Launch(kernel, (1,), arguments, {"A": constant}, {"num_warps": warps}).specialization()
 
 
 def test_what_changes_no_instruction_changes_no_binary() -> None:
@@ -142,7 +142,7 @@ def test_another_kernel_runs_where_hoppers_cannot_be_compiled(
     told: Callable[[Exception], Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = told(RuntimeError("PassManager::run failed"))
-    own = backend._Own("attend")
+    own = backend._SpecialKernel("attend")
     assert own.module is not None
     module = SimpleNamespace(supports=lambda call: True, attend=lambda call: launch.compiled(call))
     monkeypatch.setattr(own, "module", module)

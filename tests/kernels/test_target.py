@@ -172,7 +172,9 @@ def test_a_kernel_that_cannot_be_compiled_is_replaced_with_one_warning(
     assert len(warned) == 1
     assert not caplog.records  # which would be a second warning, where nobody has set up logging
     told = str(warned[0].message)
-    what = {"_wide": " in chunks", "_whol": " of few whole queries"}.get(own_kernel[:5], "")
+    what = {"_wide": " in chunks", "_whol": " of few batch-invariant queries"}.get(
+        own_kernel[:5], ""
+    )
     other = "the one of other steps, or the portable one," if what else "the portable one"
     assert f"of {operation}{what} (CannotCompile): {other} runs instead" in told
     with warnings.catch_warnings():

@@ -174,7 +174,7 @@ def test_no_step_compiles_anything_after_warmup(
         random_steps(manager, engine.run, seed=3)
         for requests in range(1, REQUESTS + 1) if engine.model.draft_block else ():
             engine.draft(requests)
-        asked = {(each.kernel.fn.__name__, each.kind()[2:]) for each in gpu.asked}
+        asked = {(each.kernel.fn.__name__, each.specialization()[2:]) for each in gpu.asked}
     assert not asked
     assert len(gpu.started) > 500
     names = {each.kernel for each in gpu.started}

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.prefix.cache import PinnedPrefix
 from dsv4.cache.prefix.options import PrefixOptions, full, periodic, zero
+from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.errors import InvalidInput
 from dsv4.model import ModelSpec, v4_layers

@@ -246,7 +246,7 @@ class Attack(World):
                 self.mend(request, min(request.length, request.incomplete_from or request.length))
         prefix = manager.prefix
         assert prefix is not None
-        self.pins = list(prefix._pins)
+        self.pins = list(prefix.pins._standing)
         self.check_all()
 
 

@@ -226,7 +226,7 @@ def test_one_case_on_the_triton_backend():
         stack.manager.release_request(request)
         for node in stack.manager.prefix.index.nodes():  # then without any snapshot
             if node.snapshot is not None:
-                stack.manager.prefix._detach(node)
+                stack.manager.prefix.rows.drop(node)
 
 
 def test_ids_may_come_as_list_array_or_tensor():

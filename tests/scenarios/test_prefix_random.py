@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.pages import CompressorLayout
-from dsv4.cache.prefix.cache import PinnedPrefix
 from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
+from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, HcaState
@@ -286,7 +286,7 @@ class World:
         manager.block_arena.bytes.numpy()[manager.table.allocator._free] = 0xFF
         manager.slot_arena.bytes.numpy()[manager.table.free_slots] = 0xFF
         assert manager.prefix is not None
-        manager.prefix.pool.bytes.numpy()[manager.prefix._free_rows] = 0xFF
+        manager.prefix.pool.bytes.numpy()[manager.prefix.rows._free] = 0xFF
 
     def check_all(self) -> None:
         self.manager.check_invariants()

@@ -90,8 +90,8 @@ def everything(manager: KVCacheManager) -> dict[str, Any]:
         }
         rows = [node.snapshot for node in nodes if node.snapshot is not None]
         found["snapshots"] = {row: _bytes(prefix.pool.bytes[row]) for row in rows}
-        found["free rows"] = sorted(prefix._free_rows)
-        found["pins"] = {id(pin) for pin in prefix._pins}
+        found["free rows"] = sorted(prefix.rows._free)
+        found["pins"] = {id(pin) for pin in prefix.pins._standing}
     return found
 
 

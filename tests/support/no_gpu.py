@@ -78,10 +78,13 @@ class Binary:
 def _backend(device: torch.device, *, hopper: bool, batch_invariant: bool) -> TritonBackend:
     found = TritonBackend(device, batch_invariant=batch_invariant)
     if hopper:
-        found._attend, found._index_scores = backend._Own("attend"), backend._Own("index_scores")
-        found._wide_attend = backend._Own("attend", "wide")
-        found._whole_attend = backend._Own("attend", "whole")
-        found._wide_scores = backend._Own("index_scores", "wide")
+        found._attend, found._index_scores = (
+            backend._SpecialKernel("attend"),
+            backend._SpecialKernel("index_scores"),
+        )
+        found._wide_attend = backend._SpecialKernel("attend", "wide")
+        found._whole_attend = backend._SpecialKernel("attend", "whole")
+        found._wide_scores = backend._SpecialKernel("index_scores", "wide")
     return found
 
 

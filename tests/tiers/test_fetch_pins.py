@@ -90,7 +90,12 @@ def test_an_interrupted_fetch_leaves_no_pin_that_nobody_has(call: str, inside: b
     stack, text = half_cached(HostTier(8 << 20))
     manager = stack.manager
     assert manager.prefix is not None
-    files = ("/cache/changes.py", "/prefix/cache.py", "/transfers/fetch.py")
+    files = (
+        "/cache/changes.py",
+        "/prefix/cache.py",
+        "/transfers/fetch.py",
+        "/transfers/loading.py",
+    )
     at, found = 0, 0
     while True:
         fetch = manager.fetch(text.ids[:400]) if call != "fetch" else None
@@ -115,7 +120,7 @@ def test_an_interrupted_fetch_leaves_no_pin_that_nobody_has(call: str, inside: b
         elif manager.transfers is not None:  # it was over, and did not come to its caller
             for each in tuple(manager.transfers.fetches.open):
                 each.cancel()
-        assert manager.prefix._pins == set(), at
+        assert manager.prefix.pins._standing == set(), at
         manager.check_invariants()
         manager.evict()
         stats = manager.stats()

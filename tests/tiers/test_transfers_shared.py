@@ -34,7 +34,7 @@ from tests.support.tiers import (
     until,
 )
 
-QUICK = Limits(threads=2, deadline_s=2.0, rest_s=0.2)  # where a deadline is to pass
+QUICK = Limits(threads=2, deadline_s=2.0, back_off_s=0.2)  # where a deadline is to pass
 TOKENS = 400
 BLOCKS = (TOKENS - 1) // BLOCK
 # a peer: another manager, whose blocks lie in the memory that it gives; waits to be killed
@@ -65,7 +65,7 @@ def met(tier: MooncakeTier) -> MooncakeTier:
 
     def has_met() -> bool:
         found(tier, [label("any")])
-        return tier._client is not None and not tier.stats().resting
+        return tier._client is not None and not tier.stats().backing_off
 
     until(has_met)
     return tier

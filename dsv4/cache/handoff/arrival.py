@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dsv4.cache.changes import Uncopied
+from dsv4.cache.polled import Polled
 from dsv4.errors import OfferError, RecoveryNeeded, ThreadError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Landing:
     block_ids: list[int] = field(default_factory=list)  # in flight
 
 
-class Arrival(Uncopied):
+class Arrival(Polled):
     """A request that was accepted. `poll` moves it on and says whether it is over; then `request`
     is the request, live at the length that it was offered with, or None, and `error` says why.
     `cancel` ends it; memory that is still being written to is kept apart until it is not."""
@@ -56,7 +56,7 @@ class Arrival(Uncopied):
         poll: Callable[[Arrival], None],
         cancel: Callable[[Arrival], None],
     ) -> None:
-        self._poll, self._cancel = poll, cancel
+        super().__init__(advance=poll, end=cancel)
         self.tokens = offer.tokens
         self.request: Request | None = None
         self.error: OfferError | None = None
@@ -70,17 +70,6 @@ class Arrival(Uncopied):
     @property
     def done(self) -> bool:
         return self.request is not None or self.error is not None
-
-    def poll(self) -> bool:
-        """Moves it on as far as it goes; whether it is over. Never waits."""
-        if not self.done:
-            self._poll(self)
-        return self.done
-
-    def cancel(self) -> None:
-        """Ends it, if it is not over."""
-        if not self.done:
-            self._cancel(self)
 
     def wait(self) -> Request:
         """Polls until it is over. Other calls may come in between. Raises OfferError: the request

@@ -416,7 +416,7 @@ class Handoff:
                 arrival.error = OfferError("cancelled", why)
             read = arrival.read
             if arrival.request is not None or read is None or read.settled:
-                self._table.forget(arrival)
+                self._table.holdings.pop(arrival, None)
                 self._let_go_host(arrival)
             else:
                 read.given_up = True

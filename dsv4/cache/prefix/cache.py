@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -15,10 +14,13 @@ from torch import Tensor
 
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.changes import LOGGER
-from dsv4.cache.prefix.index import PrefixIndex, PrefixNode
+from dsv4.cache.prefix.index import PrefixIndex
+from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.options import PrefixOptions
+from dsv4.cache.prefix.pins import Pins
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import Resume, StateSource, cut_replay_start, replay_start
+from dsv4.cache.prefix.rows import SnapshotRows
 from dsv4.cache.prefix.snapshots import Capture, SnapshotPool, WideCaptures
 from dsv4.cache.prefix.trail import Ids, RecentIds, TokenTrail, chain_root
 from dsv4.cache.prepare_forward import ForwardPlan
@@ -38,16 +40,6 @@ _HIT_KINDS: dict[StateSource, HitKind] = {
     "state": "state",
     "cut_replay": "cut_replay",
 }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PinnedPrefix:
-    """The first `tokens` tokens of some prompt, which stay cached until they are unpinned; a fetch
-    does that when it is over, a pin of the caller's is `lasting`."""
-
-    tokens: int
-    nodes: tuple[PrefixNode, ...]
-    lasting: bool = True
 
 
 class LearnedIds(NamedTuple):
@@ -99,23 +91,20 @@ class PrefixCache:
         if options.replay == "cut":
             _check_cut(schema)
         self.schema, self.options = schema, options
-        self.index = PrefixIndex(allocator)
+        policy = options.eviction()
+        self.index = PrefixIndex(allocator, policy)
         if options.events:
             self.index.events = []
         self._allocator = allocator
         self._bytes_by_kind = schema.bytes_by_kind()["block"]
-        rows = options.rows
-        self.pool = SnapshotPool(schema, rows, where=options.where, device=device)
+        self.pool = SnapshotPool(schema, options.rows, where=options.where, device=device)
         self.has_state_bytes = self.pool.layout.row_bytes > 0  # else tiers have none to keep
-        self._free_rows = list(range(rows - 1, -1, -1))
-        self._taken: OrderedDict[int, PrefixNode] = OrderedDict()  # row -> node, oldest use first
-        self._pins: set[PinnedPrefix] = set()
-        self._pinned_ids: frozenset[int] | None = None  # blocks that pins keep, once asked for
+        self.rows = SnapshotRows(options.rows, policy, self._note_reuse)
+        self.pins = Pins(self.index, schema.block_tokens)
         self.counters = PrefixCounters()
-        # with tiers: what they have yet to get, rows that bytes are on their way into, and a call
-        # that comes before memory that may be being copied is used for something else
+        # with tiers: what they have yet to get, and a call that comes before memory that may be
+        # being copied is used for something else
         self.outbox: deque[Fresh] | None = None
-        self.rows_in_flight: set[int] = set()
         self.before_reuse: Callable[[], None] | None = None
         self.on_use: Callable[[PrefixMatch, TokenTrail], None] | None = None  # of what tiers have
 
@@ -172,7 +161,7 @@ class PrefixCache:
                 break
             in_rings = request.written_tokens - boundary <= self.schema.max_rollback_tokens
             if in_rings and node.snapshot is None and self._is_wanted(request, trail, boundary):
-                row = self._reserve()
+                row = self.rows.reserve()
                 if row is not None:
                     self._capture(slot, row, boundary, node, trail)
 
@@ -239,8 +228,8 @@ class PrefixCache:
             )
             if match.nodes:
                 self.index.touch(match.nodes[-1])
-            if match.snapshot is not None and match.snapshot.snapshot is not None:
-                self._taken.move_to_end(match.snapshot.snapshot)
+            if match.snapshot is not None:
+                self.rows.use(match.snapshot)
             if self.on_use is not None:
                 self.on_use(match, trail)
             return
@@ -296,7 +285,7 @@ class PrefixCache:
         captures = [
             Capture(batch_row=batch_row, boundary=boundary, row=row_id)
             for (batch_row, boundary), row_id in zip(
-                reversed(wanted), self._choose_rows(len(wanted)), strict=False
+                reversed(wanted), self.rows.choose(len(wanted)), strict=False
             )
         ]
         if not captures:
@@ -311,10 +300,7 @@ class PrefixCache:
 
     def settle_captures(self, captures: WideCaptures) -> None:
         """The rows that `plan_captures` has chosen belong to the plan."""
-        rows = {capture.row for capture in captures.captures}
-        for row in rows.intersection(self._taken):
-            self._let_go(self._taken[row])
-        self._free_rows = [row for row in self._free_rows if row not in rows]
+        self.rows.reserve_chosen([capture.row for capture in captures.captures])
 
     def read_ids(
         self, plan: ForwardPlan, kept: I64, ends: I64, ids: Ids, recent: RecentIds
@@ -384,7 +370,7 @@ class PrefixCache:
                     # behind these a boundary is in no ring any more; of a chunk, none is in any
                     oldest = newest[row] - self.schema.max_rollback_tokens
                     in_rings = plan.counts[row] <= self.schema.max_narrow_tokens
-                    row_id = self._reserve() if in_rings and boundary >= oldest else None
+                    row_id = self.rows.reserve() if in_rings and boundary >= oldest else None
                     if row_id is not None:
                         slot = slot_arena[request.slot]
                         self._capture(slot, row_id, boundary, node, trail)
@@ -438,15 +424,16 @@ class PrefixCache:
         try:
             self.pool.capture(slot, row, boundary)
         except RuntimeError as error:
-            self._free_rows.append(row)
+            self.rows.give_back(row)
             LOGGER.warning("no snapshot at %d tokens: %s", boundary, error)
         else:
-            self._attach(node, row)
+            self.rows.attach(node, row)
             self._note_fresh(node, trail, boundary, is_snapshot=True)
 
     def note_abandon(self, plan: ForwardPlan) -> None:
         if plan.captures is not None:
-            self._free_rows.extend(capture.row for capture in plan.captures.captures)
+            for capture in plan.captures.captures:
+                self.rows.give_back(capture.row)
 
     def note_release(self, request: Request) -> None:
         if request.trail is not None and request.trail.chain:
@@ -508,10 +495,10 @@ class PrefixCache:
                 block = capture.boundary // self.schema.block_tokens - 1
                 node = self.index.get(trail.digest(block))
             if node is None or node.snapshot is not None:
-                self._free_rows.append(capture.row)
+                self.rows.give_back(capture.row)
             else:
                 assert trail is not None
-                self._attach(node, capture.row)
+                self.rows.attach(node, capture.row)
                 self._note_fresh(node, trail, capture.boundary, is_snapshot=True)
 
     def _is_complete(self, layers: set[int]) -> bool:
@@ -549,25 +536,13 @@ class PrefixCache:
                 break
             self.index.touch(node)
 
-    def take_row(self) -> int | None:
-        """A snapshot row for bytes that are on their way; None if all are pinned."""
-        row = self._reserve() if self.pool.rows else None
-        if row is not None:
-            self.rows_in_flight.add(row)
-        return row
-
-    def give_row_back(self, row: int) -> None:
-        self.rows_in_flight.remove(row)
-        self._free_rows.append(row)
-
     def adopt_snapshot(self, digest: bytes, row: int) -> None:
         """A row in flight, whose bytes are there and checked, is the state behind a block."""
         node = self.index.get(digest)
         if node is None or node.snapshot is not None:
-            self.give_row_back(row)
+            self.rows.give_back(row)
         else:
-            self.rows_in_flight.remove(row)
-            self._attach(node, row)
+            self.rows.attach(node, row)
 
     # ---- memory ------------------------------------------------------------------------------
 
@@ -580,8 +555,8 @@ class PrefixCache:
 
     def choose(self, blocks: int, *, or_fewer: bool = False) -> list[PrefixNode]:
         victims = self.index.choose(blocks, or_fewer=or_fewer)
-        if victims and self.before_reuse is not None:  # they may be written before they are dropped
-            self.before_reuse()
+        if victims:  # they may be written before they are dropped
+            self._note_reuse()
         return victims
 
     def spare(self, victims: Sequence[PrefixNode]) -> None:
@@ -594,119 +569,30 @@ class PrefixCache:
             LOGGER.debug("%d cached blocks evicted", len(victims))
         for node in victims:
             if node.snapshot is not None:
-                self._detach(node)
+                self.rows.drop(node)
 
-    def pinned_blocks(self, besides: Collection[int] = ()) -> int:
+    def pinned_blocks(self, excluding: Collection[int] = ()) -> int:
         """Blocks that lasting pins keep, with all before them, but for those named."""
-        lasting = [pin for pin in tuple(self._pins) if pin.lasting]
-        return len(self._ids_up_to(lasting).difference(besides))
+        return self.pins.lasting_blocks(excluding)
 
-    def evictable_blocks(self, besides: Collection[int] = ()) -> int:
+    def evictable_blocks(self, excluding: Collection[int] = ()) -> int:
         """How many cached blocks could go if these were held. Whoever holds a cached block holds
         those before it, so it is all idle ones but what pins keep."""
         references = self._allocator.references
         return self._allocator.idle - sum(
-            not references(b) for b in self.pinned_ids().union(besides)
+            not references(b) for b in self.pins.block_ids().union(excluding)
         )
-
-    def pinned_ids(self) -> frozenset[int]:
-        """Blocks that pins keep, with all before them."""
-        if self._pinned_ids is None:
-            self._pinned_ids = self._ids_up_to(tuple(self._pins))
-        return self._pinned_ids
-
-    def _ids_up_to(self, pins: Iterable[PinnedPrefix]) -> frozenset[int]:
-        kept: set[PrefixNode] = set()
-        for pin in pins:
-            node: PrefixNode | None = pin.nodes[0]
-            while node is not None and node not in kept:
-                kept.add(node)
-                node = node.parent
-        return frozenset(node.block_id for node in kept)
 
     def rebuild(self, reserved: Collection[int], lost: Collection[object]) -> None:
         """After an interrupt: pins and snapshots anew, from what the index keeps. `reserved` rows
         are an open plan's, `lost` pins nobody has; fetches are over, with what they pinned."""
         self.index.rebuild()
-        self._pinned_ids = None
-        self._pins = {pin for pin in self._pins if pin.lasting and pin not in lost}
-        for node in self.index.nodes():
-            node.pins = 0
-        for pin in self._pins:
-            for node in pin.nodes:
-                node.pins += 1
-        owned = {node.snapshot: node for node in self.index.nodes() if node.snapshot is not None}
-        order = [row for row in self._taken if row in owned]
-        order += [row for row in owned if row not in self._taken]
-        self._taken = OrderedDict((row, owned[row]) for row in order)
-        rest = set(range(self.pool.rows)).difference(owned, reserved)
-        self._free_rows = sorted(rest, reverse=True)
-        self.rows_in_flight = set()
+        self.pins.rebuild(lost)
+        self.rows.rebuild(self.index.nodes(), reserved)
 
-    def pin(
-        self,
-        trail: TokenTrail,
-        hand_out: Callable[[object], None] | None = None,
-        *,
-        lasting: bool = True,
-    ) -> PinnedPrefix:
-        nodes = self.index.match(trail, len(trail.ids) // self.schema.block_tokens)
-        if not nodes:
-            raise InvalidInput("nothing of this prefix is cached: run it once before pinning it")
-        # the same prompt again resumes one block earlier than one that goes on behind it
-        resumed = [node for node in reversed(nodes) if node.snapshot is not None][:2]
-        kept = [nodes[-1], *resumed]
-        pin = PinnedPrefix(len(nodes) * self.schema.block_tokens, tuple(kept), lasting)
-        if hand_out is not None:
-            hand_out(pin)
-        for node in kept:
-            node.pins += 1
-        self._pins.add(pin)
-        self._pinned_ids = None
-        return pin
-
-    def unpin(self, pin: PinnedPrefix) -> None:
-        if not isinstance(pin, PinnedPrefix) or pin not in self._pins:
-            raise InvalidInput(f"{pin!r} is not pinned here: give what pin returned, once")
-        self._pinned_ids = None
-        self._pins.remove(pin)
-        for node in pin.nodes:
-            node.pins -= 1
-
-    def _reserve(self) -> int | None:
-        """A snapshot row: a free one, or the least recently used one that is not pinned."""
-        if self._free_rows:
-            return self._free_rows.pop()
-        node = next((node for node in self._taken.values() if not node.pins), None)
-        if node is None:
-            LOGGER.debug("a snapshot is not taken: all %d rows are pinned or taken", self.pool.rows)
-            return None
-        self._let_go(node)
-        return self._free_rows.pop()
-
-    def _choose_rows(self, count: int) -> list[int]:
-        """The rows that so many `_reserve` would give, or fewer. Changes nothing."""
-        free = self._free_rows[: -count - 1 : -1] if count else []
-        unpinned = (row for row, node in self._taken.items() if not node.pins)
-        return [*free, *islice(unpinned, count - len(free))]
-
-    def _let_go(self, node: PrefixNode) -> None:
-        LOGGER.debug("a snapshot evicted, of the block %d", node.block_id)
+    def _note_reuse(self) -> None:
         if self.before_reuse is not None:
             self.before_reuse()
-        evictions = self.counters.snapshot_evictions + 1
-        self.counters = replace(self.counters, snapshot_evictions=evictions)
-        self._detach(node)
-
-    def _attach(self, node: PrefixNode, row: int) -> None:
-        node.snapshot = row
-        self._taken[row] = node
-
-    def _detach(self, node: PrefixNode) -> None:
-        assert node.snapshot is not None
-        del self._taken[node.snapshot]
-        self._free_rows.append(node.snapshot)
-        node.snapshot = None
 
     def stats(self, *, idle_blocks: int) -> PrefixStats:
         return PrefixStats(
@@ -714,7 +600,8 @@ class PrefixCache:
             blocks_indexed=len(self.index),
             block_evictions=self.index.evictions,
             snapshots_total=self.pool.rows,
-            snapshots_used=len(self._taken),
+            snapshots_used=self.rows.used,
+            snapshot_evictions=self.rows.evictions,
             snapshot_bytes=self.pool.layout.row_bytes,
             cached_bytes_by_kind={
                 kind: count * idle_blocks for kind, count in self._bytes_by_kind.items()
@@ -733,10 +620,7 @@ class PrefixCache:
                 )
         taken = [plan.captures.captures for plan in open_plans if plan.captures is not None]
         reserved = [capture.row for captures in taken for capture in captures]
-        owned = {node.snapshot: node for node in self.index.nodes() if node.snapshot is not None}
-        rows = sorted([*self._free_rows, *reserved, *self._taken, *self.rows_in_flight])
-        if rows != list(range(self.pool.rows)) or owned != dict(self._taken):
-            raise Dsv4Error("snapshots are lost or doubled: free and taken ones do not add up")
+        self.rows.check_invariants(self.index.nodes(), reserved)
 
 
 def _check_cut(schema: CacheSchema) -> None:

@@ -58,7 +58,7 @@ def untorn(schema: CacheSchema, shape: StepShape, starts: I64, written: I64) -> 
     """RequestError for a request whose rings do not hold the state at its length."""
     torn = written - starts > schema.max_rollback_tokens
     if np.count_nonzero(torn):
-        shape.requests[int(torn.argmax())].require_whole()
+        shape.requests[int(torn.argmax())].require("run")
 
 
 def cut_replays(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from dsv4.tiers.record import Label, Record
 from dsv4.tiers.tier import MISSING, PENDING, Progress, Ticket, Tier
@@ -125,3 +126,25 @@ def _is_over(tier: Tier, asked: Asked) -> bool:
     except Exception as error:
         asked.error = error
         return True
+
+
+def progress_of(tier: Any, ticket: Any, count: int) -> Progress | None:
+    """How far a ticket for `count` records is; None, and a line in the log, from a tier that breaks
+    its word and raises, or answers for others."""
+    try:
+        progress: Progress = tier.poll(ticket)
+        if len(progress.outcomes) == count:
+            return progress
+    except Exception:
+        LOGGER.exception("%s raised: a bug", tier.name)
+        return None
+    LOGGER.error("%s has %d answers for %d: a bug", tier.name, len(progress.outcomes), count)
+    return None
+
+
+def cancel(tier: Any, ticket: Any) -> None:
+    """A line in the log, from a tier that raises."""
+    try:
+        tier.cancel(ticket)
+    except Exception:
+        LOGGER.exception("%s raised: a bug", tier.name)

@@ -8,12 +8,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from dsv4.cache.transfers.aside import progress_of
 from dsv4.tiers.fork import refuse_after_fork
 from dsv4.tiers.host import HostRow, HostTier
 from dsv4.tiers.record import Key, Record, Refusal, check, seal
-from dsv4.tiers.tier import DONE, Progress, Ticket, Tier
+from dsv4.tiers.tier import DONE, Ticket, Tier
 
 LOGGER = logging.getLogger("dsv4.tiers")
 _POLL_S = 0.0005
@@ -47,10 +47,11 @@ class _Batch:
 
 class Courier:
     """Seals parcels, lets the host tier find them, and hands them to the tiers below it; checks
-    rows. Calls return at once. `keeps`: the host memory is a tier's, not only staging."""
+    rows. Calls return at once. `host_is_tier`: records stay in the
+    host memory, it is not only staging."""
 
-    def __init__(self, host: HostTier, below: Sequence[Tier], *, keeps: bool) -> None:
-        self._host, self._below, self._keeps = host, tuple(below), keeps
+    def __init__(self, host: HostTier, below: Sequence[Tier], *, host_is_tier: bool) -> None:
+        self._host, self._below, self._host_is_tier = host, tuple(below), host_is_tier
         # Held by itself, not as the condition, whose end is Python: an interrupt there keeps it.
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
@@ -147,7 +148,7 @@ class Courier:
                 LOGGER.exception("%s is not kept: a bug", parcel.row.label.key)
                 self._end([parcel], [False])
                 continue
-            parcel.kept = self._keeps and self._host.publish(parcel.row)
+            parcel.kept = self._host_is_tier and self._host.publish(parcel.row)
             sealed.append(parcel)
         if not sealed:
             return
@@ -194,20 +195,6 @@ class Courier:
                 self.stored.append(parcel.row.label.key)
             else:
                 self.dropped += 1
-
-
-def progress_of(tier: Any, ticket: Any, count: int) -> Progress | None:
-    """How far a ticket for so many records is; None, and a line in the log, from a tier that breaks
-    its word and raises, or answers for others."""
-    try:
-        progress: Progress = tier.poll(ticket)
-        if len(progress.outcomes) == count:
-            return progress
-    except Exception:
-        LOGGER.exception("%s raised: a bug", tier.name)
-        return None
-    LOGGER.error("%s has %d answers for %d: a bug", tier.name, len(progress.outcomes), count)
-    return None
 
 
 def _record(row: HostRow) -> Record:

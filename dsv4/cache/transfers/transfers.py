@@ -22,6 +22,7 @@ from dsv4.cache.transfers.copies import Copies, Mark
 from dsv4.cache.transfers.courier import Courier, Parcel
 from dsv4.cache.transfers.fetch import Fetch, Fetches
 from dsv4.cache.transfers.labels import Labels
+from dsv4.cache.transfers.loading import Route
 from dsv4.errors import InvalidInput
 from dsv4.tiers.host import HostRow, HostTier
 from dsv4.tiers.record import Key, Kind, Label
@@ -55,7 +56,7 @@ class Suspended:
 
 
 @dataclass(slots=True, eq=False)
-class _Going:
+class CopyBatch:
     """Rows that are being copied to the host."""
 
     mark: Mark
@@ -103,7 +104,7 @@ class Transfers:
         if len(hosts) > 1:
             raise InvalidInput("two host tiers: one is enough, give it more memory")
         self.host = hosts[0] if hosts else self._staging()
-        self.keeps = bool(hosts)
+        self.host_is_tier = bool(hosts)
         if device.type == "cuda":
             self.host.pin()
         below = [tier for tier in self.tiers if tier is not self.host]
@@ -111,20 +112,22 @@ class Transfers:
         for tier in below:
             tier.register(self.host.region)
         self.copies = Copies(device, self.host.region.memory)
-        self.courier = Courier(self.host, below, keeps=self.keeps)
+        self.courier = Courier(self.host, below, host_is_tier=self.host_is_tier)
         # no call of the owner waits for one of these; host memory answers by itself
         self._asked: tuple[HostTier | Aside, ...] = tuple(
             tier if isinstance(tier, HostTier) else Aside(tier) for tier in self.tiers
         )
         self.fetches = Fetches(
+            Route(
+                tiers=self._asked,
+                host=self.host,
+                host_is_tier=self.host_is_tier,
+                copies=self.copies,
+                courier=self.courier,
+            ),
             prefix=prefix,
             table=table,
             labels=self.labels,
-            tiers=self._asked,
-            host=self.host,
-            keeps=self.keeps,
-            copies=self.copies,
-            courier=self.courier,
             block_arena=block_arena,
         )
         self._outbox: deque[Fresh] = deque()
@@ -133,7 +136,7 @@ class Transfers:
         prefix.on_use = self._on_use
         prefix.index.has_tiers = True
         self._gathering: list[Parcel] = []
-        self._going: list[_Going] = []
+        self._going: list[CopyBatch] = []
         self._copying = 0
         self._last_down: Mark | None = None
         self._copied = self._copied_bytes = self._stored = self._dropped = 0
@@ -176,7 +179,7 @@ class Transfers:
                 if row is not None:
                     self._gathering.append(Parcel(row))
                     rows.append((source, self._gathering[-1]))
-                elif self.keeps and self.host.holds(label.key):
+                elif self.host_is_tier and self.host.holds(label.key):
                     if not fresh.is_snapshot:
                         fresh.node.stored = True
                 elif not self._passes and self.host.is_lost(label):
@@ -204,7 +207,7 @@ class Transfers:
                 self.host.release(parcel.row)
             return
         self._last_down = mark
-        self._going.append(_Going(mark, parcels))
+        self._going.append(CopyBatch(mark, parcels))
         self._gathering = []
         self._copying += len(parcels)
         self._copied += len(parcels)
@@ -280,7 +283,7 @@ class Transfers:
             row = self.host.take(label)
             if row is not None:
                 parcel = self._gather(request, row, length)
-            elif self.keeps and self.host.holds(label.key):
+            elif self.host_is_tier and self.host.holds(label.key):
                 return Suspended(tokens=length, parcel=None, kept=True)
             else:
                 self._dropped += 1
@@ -314,7 +317,7 @@ class Transfers:
 
         parcel.fill = fill
         mark.hold_back()
-        self._going.append(_Going(mark, [parcel]))
+        self._going.append(CopyBatch(mark, [parcel]))
         self._gathering = []
         self._copying += 1
         self._copied += 1
@@ -371,16 +374,16 @@ class Transfers:
         self.fetches.abandon_all()
 
     def stats(self) -> TransferStats:
-        fetches, courier = self.fetches, self.courier
+        fetches, route, courier = self.fetches, self.fetches.route, self.courier
         return TransferStats(
             records_waiting=len(self._outbox) + self._copying + courier.waiting,
             records_copied=self._copied,
             records_stored=self._stored + len(courier.stored),
             records_dropped=self._dropped + courier.dropped,
-            records_refused=fetches.refused,
-            records_fetched=fetches.records,
+            records_refused=route.refused,
+            records_fetched=route.records,
             bytes_copied=self._copied_bytes,
-            bytes_fetched=fetches.bytes,
+            bytes_fetched=route.bytes,
             tokens_fetched=fetches.tokens,
             fetches=fetches.started,
             fetches_cancelled=fetches.cancelled,

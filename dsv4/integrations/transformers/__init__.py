@@ -4,6 +4,12 @@ from dsv4.errors import MissingExtra
 
 try:
     import transformers.models.deepseek_v4 as _v4  # noqa: F401
+
+    from dsv4.integrations.transformers.private import require_names
+
+    require_names()  # before the modules that import these names are loaded
+except MissingExtra:
+    raise
 except ImportError as error:
     raise MissingExtra(
         f"this integration needs transformers 5.17 or newer ({error}): install it with "

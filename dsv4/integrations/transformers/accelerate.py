@@ -25,8 +25,9 @@ from dsv4.integrations.transformers.cache import FETCH_TIMEOUT_S, PagedCache
 from dsv4.integrations.transformers.caches import FastCaches
 from dsv4.integrations.transformers.forward import FastForward
 from dsv4.integrations.transformers.generate import FastGenerate
-from dsv4.integrations.transformers.lockstep import SplitManager, places
+from dsv4.integrations.transformers.lockstep import Lockstep, Manager, places
 from dsv4.integrations.transformers.model import cache_schema, read_ranks, require_type, require_v4
+from dsv4.integrations.transformers.private import FORWARD_ARGUMENTS, require_names
 from dsv4.ops.backend import BackendName
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def accelerate(
     for name, count in (("max_batch", max_batch), ("max_step_tokens", max_step_tokens)):
         require_count(name, count)
     ranks = read_ranks(model)
+    require_names(model)
     found = places(model)
     if len(found) > 1 and (tiers or ranks is not None):
         what = "tiers" if tiers else "several processes"
@@ -118,13 +120,13 @@ def accelerate(
             "prefix": _default_prefix(schema) if prefix is PREFIX else prefix,
             "backend": backend,
         }
-        manager = (
-            SplitManager(schema, found, **sizes)
-            if len(found) > 1
-            else KVCacheManager(schema, device=found[0][0], tiers=tiers, **sizes)
-        )
-        if tiers:
-            weakref.finalize(model, _keep_all, manager)
+        manager: Manager
+        if len(found) > 1:
+            manager = Lockstep(schema, found, **sizes)
+        else:
+            manager = KVCacheManager(schema, device=found[0][0], tiers=tiers, **sizes)
+            if tiers:
+                weakref.finalize(model, _keep_all, manager)
         tables = {}
         for device, layers in found:
             made = make_rope_tables(model.model.rotary_emb, max_context, device)
@@ -216,7 +218,7 @@ def speculation(model: Any) -> Iterator[None]:
         )
 
     def check(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        cache = given.get("past_key_values", args[3] if len(args) > 3 else None)
+        cache = (dict(zip(FORWARD_ARGUMENTS, args, strict=False)) | given).get("past_key_values")
         if cache is not None and not isinstance(cache, PagedCache):
             raise InvalidInput(
                 f"a {type(cache).__name__} cannot take drafts back: inside speculation(model) pass "

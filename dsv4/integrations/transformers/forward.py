@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from threading import local
 from types import MethodType
 from typing import Any
@@ -25,6 +24,7 @@ from dsv4.integrations.transformers.caches import FastCaches, RunningCall
 from dsv4.integrations.transformers.generate import context_overflow, wrong_padding
 from dsv4.integrations.transformers.model import no_gradients
 from dsv4.integrations.transformers.packing import Packing, beside, make_packing, read_packing
+from dsv4.integrations.transformers.private import has_known_wrappers, wrappers
 from dsv4.ops.device import is_current, on_device
 
 # transformers builds a dense mask unless it is given a dictionary of finished ones
@@ -386,12 +386,8 @@ def _without_recording(model: Any) -> Callable[..., Any]:
     forward: Callable[..., Any] = model.forward
     if "forward" in vars(model):
         return forward
-    around, function = [], forward.__func__  # type: ignore[attr-defined]
-    while (inner := getattr(function, "__wrapped__", None)) is not None:
-        around.append(Path(function.__code__.co_filename).name)
-        function = inner
-    known = around == ["generic.py", "output_capturing.py"]
-    bare: Callable[..., Any] = MethodType(function, model) if known else forward
+    around, inside = wrappers(forward.__func__)  # type: ignore[attr-defined]
+    bare: Callable[..., Any] = MethodType(inside, model) if has_known_wrappers(around) else forward
     return bare
 
 

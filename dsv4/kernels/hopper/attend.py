@@ -4,18 +4,18 @@ The portable kernel (attend.py) lets every warp do everything in turn. Here the 
 have roles, which Triton's Gluon dialect can express and its interpreter cannot run, so this file is
 tested on GPUs only; it must agree with the portable kernel and the reference.
 
-    producer   4 warps: reads 32 records at a time, one thread for 16 channels of a row, the next
-               ones already under way, and stores them decoded, bf16, in shared memory
+    producer   4 warps: reads 32 records at a time, one thread for 16 channels of a row, with the
+               next ones already being loaded, and stores them decoded, bf16, in shared memory
     left       4 warps: logits of 64 heads × 32 keys, softmax, and the first half of its channels
                of the sum
     right      4 warps: the second half, from the left's probabilities
 
 A query's keys are numbered as in attend.py and cut into `splits` parts of about equal length. Where
-processors would be idle the channels are cut too: every one of `slices` programs computes all
-logits of a part, but sums only its own channels, so that there is less to write and to add.
+processors would be idle the channels are cut too: each of `slices` programs computes all logits of
+a part, but sums only its own channels, so that there is less to write and to add.
 
-The programs of a split query wait for each other. So all of them must run at once: there are never
-more than processors, and the launch is a cooperative one, which the driver starts as a whole.
+The programs of a split query wait for each other, so all of them must run at once: there are never
+more programs than processors, and the launch is cooperative, so the driver starts it as a whole.
 
     here                  which launch, left, right
     attend_setup.py       how any of these programs begins, and how it stores its heads
@@ -104,11 +104,11 @@ from dsv4.kernels.target import processors
 from dsv4.ops.calls import Attention
 
 TILE_KEYS = TILE.value
-# A processor has 504 registers for a thread of each role: left gets what these two leave.
+# A processor has 504 registers for one thread of each role: left gets what these two leave.
 RIGHT_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(168), gl.constexpr(104)
 # More parts than this cost more to combine than they save.
 MAX_SPLITS = 66
-# What writing and adding parts costs, in the time that a tile takes, by the number of slices.
+# What writing and adding parts costs, in units of the time of a tile, by the number of slices.
 PARTS_COST_TILES = {1: 3.0, 2: 1.3, 4: 0.0}
 
 _WEIGHT = gl.constexpr(gl.NVMMASharedLayout(64, 16, rank=2))
@@ -116,9 +116,9 @@ _WEIGHT = gl.constexpr(gl.NVMMASharedLayout(64, 16, rank=2))
 
 @dataclass(frozen=True, slots=True)
 class HopperConstants:
-    """A launch as compile-time constants. ALL: every visible entry, not a list. V41: which records;
-    KEY_UNIT: decoded keys times this are the numbers. WHOLE: the softmax of queries that are never
-    cut. PARTS and HEADS_PER_THREAD: see combine_shape."""
+    """A launch as compile-time constants. ALL: every visible entry, not a list. V41: the records
+    are V4.1's. KEY_UNIT: decoded keys times this are the numbers. WHOLE: the softmax of queries
+    that are never cut. PARTS and HEADS_PER_THREAD: see combine_shape."""
 
     HEADS: int
     WIDTH: int
@@ -144,7 +144,7 @@ class HopperConstants:
 
 
 def supports(call: Attention) -> bool:
-    """Whether this kernel does these shapes and records: V4's or V4.1's, with any number of
+    """Whether this kernel supports these shapes and records: V4's or V4.1's, with any number of
     heads."""
     return (
         call.q.shape[2] == 2 * HALF.value
@@ -157,13 +157,13 @@ def supports(call: Attention) -> bool:
 
 
 def tiles_of(window: int, max_entries: int) -> int:
-    """Tiles that a query can have."""
+    """The most tiles that a query can have."""
     return -(-window // int(TILE_KEYS)) - (-max_entries // int(TILE_KEYS))
 
 
 def workspace_elements(device: torch.device) -> int:
-    """fp32 elements that any launch needs at most. A part for each processor: with more programs
-    than processors nothing is split."""
+    """fp32 elements that any launch needs at most: one part per processor, because nothing is split
+    when there are more programs than processors."""
     return PARTS_START + processors(device) * PART_ELEMENTS
 
 
@@ -171,8 +171,8 @@ def shares(
     tokens: int, heads: int, window: int, max_entries: int, programs: int
 ) -> tuple[int, int]:
     """Into how many splits of its keys and slices of its channels a query is cut, so that at most
-    `programs` of them run at once. Follows from shapes alone: the same launch cuts the same way
-    whatever the lengths are."""
+    `programs` of them run at once. It follows from shapes alone: the same launch is always cut the
+    same way, whatever the lengths are."""
     tiles = tiles_of(window, max_entries)
     items = max(1, tokens * head_blocks(heads))
     best, least = (1, 1), float(tiles)
@@ -188,13 +188,13 @@ def attend(call: Attention) -> None:
     each part to 11 bits.
 
     Deterministic; a query's result depends on its keys and on the number of tokens in the launch
-    (which sets the split), not on what else is in it. Only for what `supports` accepts.
+    (which sets the split), not on the other queries. Only for what `supports` accepts.
     """
     attend_launch(call, programs=processors(call.q.device)).run()
 
 
 def attend_launch(call: Attention, *, programs: int) -> Launch:
-    """A grid of queries and blocks of heads × splits × slices, `programs` of them at most where a
+    """A grid of queries and blocks of heads × splits × slices, at most `programs` of them where a
     query is split. Raises InvalidInput for a workspace that is too small."""
     count, heads, _ = call.q.shape
     splits, slices = 1, 1
@@ -212,7 +212,7 @@ def attend_launch(call: Attention, *, programs: int) -> Launch:
     options = {
         "num_warps": WARPS_PER_ROLE,
         "launch_cooperative_grid": splits > 1,
-        "launch_pdl": False,  # programs need a processor each: waiting next to others is slower
+        "launch_pdl": False,  # one program per processor: two on one processor would be slower
         "enable_fp_fusion": True,
     }
     grid = (items, splits, slices)
@@ -261,7 +261,8 @@ def _values(keys, stage, nth_slice, ROLE: gl.constexpr, A: gl.constexpr):
 
 @gluon.jit
 def _left(queries, keys, weights, out, share, A: gl.constexpr):
-    """The logits of the next tile run while this one is summed, so that only the softmax waits."""
+    """The logits of the next tile are computed while this one is summed, so that only the softmax
+    has to be waited for."""
     LINE: gl.constexpr = gl.SliceLayout(1, LOGITS)
     KEY: gl.constexpr = gl.SliceLayout(0, LOGITS)
     COLUMNS: gl.constexpr = HALF // A.SLICES
@@ -347,7 +348,7 @@ def _right(queries, keys, weights, out, share, A: gl.constexpr):
 
 @gluon.jit
 def _end_right(acc, queries, weights, out, share, extent, A: gl.constexpr):
-    """What right does after its last tile, with the factor that left has found."""
+    """What right does after its last tile, with the normalising factor from left."""
     SUMS: gl.constexpr = acc.type.layout
     COLUMNS: gl.constexpr = HALF // A.SLICES
     mbarrier.wait(weights.closed, 0)
@@ -370,8 +371,8 @@ def _end_right(acc, queries, weights, out, share, extent, A: gl.constexpr):
 
 @gluon.jit
 def _finish(staged, out, share, extent, ROLE: gl.constexpr, A: gl.constexpr):
-    """How both consumers end: their channels from shared memory to the output, by way of a part
-    where the query is split."""
+    """How both consumers end: their channels go from shared memory to the output, or first into a
+    part where the query is split."""
     live = extent.slot >= 0
     channel = (2 * share.nth_slice + ROLE) * (HALF // A.SLICES)
     if A.SPLIT:
@@ -416,7 +417,7 @@ def _attend_hopper_kernel(
     BLOCKS: gl.constexpr = (A.HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     item = gl.program_id(0)
     split, splits, nth_slice = gl.program_id(1), gl.num_programs(1), gl.program_id(2)
-    # as program_of, in the order of the kernel that was measured
+    # as program_of, in the order that the measured kernel had
     block, token = item % BLOCKS, item // BLOCKS
     tokens_row = token_at(tokens_ptr, token)
     program = Program(token=token.to(gl.int64), head=block * BLOCK_HEADS)

@@ -1,5 +1,5 @@
-"""The keys of a query in Hopper's attention: which there are, where they lie, and how decoded ones
-pass from the producer (attend_producer.py) to the consumers (attend.py, attend_whole.py)."""
+"""The keys of a query in Hopper's attention: which ones there are, where they lie, and how decoded
+ones pass from the producer (attend_producer.py) to the consumers (attend.py, attend_whole.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TILE = gl.constexpr(32)  # keys
 SPAN = gl.constexpr(64)  # channels that share a scale
 HALF = gl.constexpr(256)  # channels of one consumer where they are not sliced
 KEY_STAGES = gl.constexpr(3)  # decoded tiles in shared memory
-AHEAD = gl.constexpr(3)  # tiles of records under way
+AHEAD = gl.constexpr(3)  # tiles of records that are being loaded
 
 OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -30,7 +30,7 @@ RECORD_ROW = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 4], [8, 4], [4,
 
 
 class Share(NamedTuple):
-    """What of a query a program does: one of `splits` parts of its keys, and one slice of its
+    """A program's part of a query: one of `splits` parts of its keys, and one slice of its
     channels. `parts` is where those of a split query are parked (attend_parts.py), else ()."""
 
     parts: gl.tuple
@@ -53,7 +53,7 @@ class Extent(NamedTuple):
 
 class Keys(NamedTuple):
     """Decoded tiles in shared memory, from the producer to the consumers: the first half of the
-    channels of all stages, then the second. `bias` is -inf where a key does not live."""
+    channels of all stages, then the second. `bias` is -inf where a key is not live."""
 
     halves: gl.shared_memory_descriptor
     bias: gl.shared_memory_descriptor
@@ -62,7 +62,7 @@ class Keys(NamedTuple):
 
 
 class Where(NamedTuple):
-    """Where keys are, as the launch says it."""
+    """Where keys are, as the launch's arguments say it."""
 
     arena: gl.tensor
     window_row: gl.tensor
@@ -80,7 +80,7 @@ class Where(NamedTuple):
 
 class _Source(NamedTuple):
     """Where a query's keys are: offsets are bytes from `arena`, that of the entries, so that window
-    and entries are read by the same loads."""
+    rows and entries are read by the same loads."""
 
     arena: gl.tensor
     window_data: gl.tensor
@@ -203,7 +203,7 @@ def _entry_at(tile, nth, source, A: gl.constexpr):
 
 @gluon.jit
 def entry_of(tile, nth, source, A: gl.constexpr):
-    """The entries that the keys of a tile name; what lies outside the list is -1."""
+    """The entries that the keys of a tile name; -1 outside the list."""
     if A.ALL:
         return (tile - A.WINDOW // TILE) * TILE + nth
     else:
@@ -213,7 +213,7 @@ def entry_of(tile, nth, source, A: gl.constexpr):
 
 @gluon.jit
 def later_entry(ring, place, tile, nth, source, A: gl.constexpr):
-    """As entry_of, sent for by send_entry."""
+    """As entry_of, for indices that send_entry has requested."""
     if A.ALL:
         return entry_of(tile, nth, source, A)
     else:
@@ -223,7 +223,7 @@ def later_entry(ring, place, tile, nth, source, A: gl.constexpr):
 
 @gluon.jit
 def send_entry(ring, place, tile, nth, source, A: gl.constexpr):
-    """Sends for the indices of a tile."""
+    """Starts loading the indices of a tile."""
     if not A.ALL:
         at, listed = _entry_at(tile, nth, source, A)
         async_load(ring.index(place), at, mask=listed)
@@ -231,7 +231,7 @@ def send_entry(ring, place, tile, nth, source, A: gl.constexpr):
 
 @gluon.jit
 def _block_at(entry, tile, source, A: gl.constexpr):
-    """Where the ids of blocks with these entries are, and which of them are to be read."""
+    """Where the ids of the blocks with these entries are, and which of them are to be read."""
     live = (entry >= 0) & (entry < source.visible)
     live = live & (tile >= A.WINDOW // TILE) & (tile < source.last)
     return source.table_row + entry.to(gl.uint32) // A.ENTRY_ROWS, live
@@ -245,15 +245,15 @@ def block_of(entry, tile, source, A: gl.constexpr):
 
 @gluon.jit
 def send_block(ring, place, entry, tile, source, A: gl.constexpr):
-    """Sends for the ids of the blocks with these entries."""
+    """Starts loading the ids of the blocks with these entries."""
     at, live = _block_at(entry, tile, source, A)
     async_load(ring.index(place), at, mask=live)
 
 
 @gluon.jit
 def fetch_spans(raw, at, live, FIRST: gl.constexpr):
-    """Spans from FIRST on, each [rows, words], so that rows of a span follow each other closely:
-    neighbouring rows then lie in different banks."""
+    """Loads spans from FIRST on, each [rows, words], so that rows of a span lie close together:
+    neighbouring rows are then in different banks."""
     row: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, SPANS))
     at = gl.convert_layout(at, row, assert_trivial=True)[None, :, None]
     live = gl.convert_layout(live, row, assert_trivial=True)[None, :, None]

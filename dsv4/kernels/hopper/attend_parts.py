@@ -1,7 +1,8 @@
 """Parts of a query that several programs of Hopper's attention compute: how they are parked in the
 workspace, and how the programs meet and add them up.
 
-Each adds the parts of some heads in a fixed order. So all programs of a query must run at once."""
+Each program adds the parts of some heads in a fixed order. So all programs of a query must run at
+once."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from dsv4.kernels.hopper.attend_keys import HALF, OPERAND
 from dsv4.kernels.hopper.attend_setup import BLOCK_HEADS, HEADS_PER_PROGRAM, pairs, real_heads
 from dsv4.kernels.hopper.dialect import reinterpret, thread_barrier
 
-# A part, of 64 heads: the log2-sum-exp2 in fp32, a power of two in fp32 for each consumer of each
+# A part, for 64 heads: the log2-sum-exp2 in fp32, a power of two in fp32 for each consumer of each
 # slice, and the normalised sums of 512 channels in fp16, as multiples of these powers.
 POWERS = 8
 PART_ELEMENTS = HEADS_PER_PROGRAM * (1 + POWERS + 512 // 2)
-# The portable kernel's counters lie before the parts; they are used here too, and left at 0.
+# The portable kernel's counters precede the parts; they are used here too, and left at 0.
 PARTS_START = PLACES
 FIRST_PART = gl.constexpr(PARTS_START)
-# Counters lie apart. Half as many as processors are in use at most, of which Hopper has 144.
+# Counters are spaced out. At most half as many as processors are in use; Hopper has up to 144.
 _COUNTER_STRIDE = gl.constexpr(7)
 _POWERS = gl.constexpr(POWERS)
 
@@ -52,7 +53,7 @@ class Parts(NamedTuple):
 
 
 def combine_shape(splits: int, slices: int) -> tuple[int, int]:
-    """How many parts a program has under way when it adds them, and of how many heads per
+    """How many parts a program loads at a time when it adds them, and of how many heads per
     thread: chosen so that the loop runs once, with at most 16 loads in flight per thread."""
     if splits == 1:
         return 1, 1
@@ -88,18 +89,18 @@ def sums_of(part):
 
 @gluon.jit
 def park(acc, queries, out, share, live, ROLE: gl.constexpr, A: gl.constexpr):
-    """A consumer's sums in shared memory as parts have them: fp16 keeps three bits more than bf16,
-    of multiples of the power of two that the largest channel of a head begins with."""
+    """Parks a consumer's sums in shared memory in the form of a part: as multiples of the leading
+    power of two of a head's largest channel, in fp16, which keeps three bits more than bf16."""
     COLUMNS: gl.constexpr = HALF // A.SLICES
     LINE: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     bits = gl.max(gl.abs(acc), axis=1).to(gl.int32, bitcast=True) & 0x7F800000
-    # powers that have an inverse; what is not finite stays that in fp16
+    # powers that have an inverse; what is not finite stays so in fp16
     bits = gl.where((bits == 0) | (bits > 0x7E000000), 0x3F800000, bits)
     head = gl.arange(0, BLOCK_HEADS, layout=LINE)
     row = _powers(part_of(share.parts.first, share.split, A), 2 * share.nth_slice + ROLE)
     gl.store(row + head, bits.to(gl.float32, bitcast=True), mask=live & real_heads(head, out, A))
     inverse = (0x7F000000 - bits).to(gl.float32, bitcast=True)
-    SLICES: gl.constexpr = A.SLICES  # Triton 3.8 wants a shape for all that is there
+    SLICES: gl.constexpr = A.SLICES  # Triton 3.8 wants the shape of the whole buffer
     half = queries.halves.index(ROLE)
     staged = reinterpret(half, gl.float16, [SLICES, BLOCK_HEADS, COLUMNS], OPERAND).index(0)
     staged.store((acc * inverse[:, None]).to(gl.float16))
@@ -108,9 +109,9 @@ def park(acc, queries, out, share, live, ROLE: gl.constexpr, A: gl.constexpr):
 
 @gluon.jit
 def meet(share, ROLE: gl.constexpr):
-    """Waits until all parts of a query are parked. Every consumer adds 1 and one of them what is
-    left to 2^31, which sets the highest bit; when they leave they add the same again, and after
-    the last one the counter is 0. Until then the highest bit stays."""
+    """Waits until all parts of a query are parked. Every consumer adds 1, and one of them adds the
+    rest up to 2^31, which sets the highest bit. When they leave they add the same again: the
+    highest bit stays set until the last of them brings the counter back to 0."""
     step = gl.to_tensor(1)
     if ROLE == 0:
         step = gl.where(share.split == 0, -2147483648 - (2 * share.splits - 1), 1)
@@ -125,9 +126,10 @@ def meet(share, ROLE: gl.constexpr):
 @gluon.jit
 def combine(out, share, channel, position, A: gl.constexpr):
     """Adds the parts of some heads in a fixed order, a consumer's channels, four heads at a time.
-    A warp takes one head; where it has few channels, its lanes also share out the parts."""
+    A warp takes one head; where the head has few channels, its lanes also divide the parts among
+    themselves."""
     COLUMNS: gl.constexpr = HALF // A.SLICES
-    LANES: gl.constexpr = A.SLICES  # that share out the parts
+    LANES: gl.constexpr = A.SLICES  # lanes that divide the parts among themselves
     PARTS: gl.constexpr = A.PARTS
     HEADS: gl.constexpr = 4 * A.HEADS_PER_THREAD
     L: gl.constexpr = gl.BlockedLayout(

@@ -1,12 +1,12 @@
-"""The producer of Hopper's attention: which tile is fetched, decoded and handed over when.
+"""The producer of Hopper's attention: when each tile is fetched, decoded and handed over.
 
-Four warps take tile after tile of 32 keys. A key's place follows from two loads that depend on each
-other, its index in the list and its block's id (attend_keys.py). So the indices of tile t are sent
-for at tile t - 9, its block ids at t - 6 and its records at t - 3. All of them go to shared memory:
-a register with a pending load cannot be carried into the next turn of the loop.
+Four warps take tile after tile of 32 keys. A key's place follows from two loads, the second of
+which depends on the first: its index in the list and its block's id (attend_keys.py). So for tile t
+the indices are requested at tile t - 9, its block ids at t - 6 and its records at t - 3. All of
+them go to shared memory: a register with a pending load cannot be carried into the next iteration.
 
-What a record looks like is known to records_v4.py and records_v41.py alone: `fetch` sends for a
-tile, `hand_over` decodes it.
+Only records_v4.py and records_v41.py know what a record looks like: `fetch` starts loading a tile,
+`hand_over` decodes it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from dsv4.kernels.hopper.dialect import reinterpret
 
 
 class Incoming(NamedTuple):
-    """What is under way in shared memory: records of the next AHEAD tiles, the entries that keys
-    of later tiles name, and the ids of the blocks that have them."""
+    """What is being loaded into shared memory: records of the next AHEAD tiles, the entries that
+    keys of later tiles name, and the ids of the blocks that have them."""
 
     records: gl.tuple
     entries: gl.shared_memory_descriptor
@@ -63,7 +63,7 @@ def new_incoming(A: gl.constexpr):
 
 @gluon.jit
 def produce(keys, incoming, where, share, A: gl.constexpr):
-    """Every buffer is written once per tile: Triton orders all writes to one with barriers."""
+    """Every buffer is written once per tile: Triton orders all writes to a buffer with barriers."""
     nth = gl.arange(0, TILE, layout=RECORD_ROW)
     extent = extent_of(share, A)
     source = source_of(where, share, extent, A)
@@ -87,7 +87,7 @@ def produce(keys, incoming, where, share, A: gl.constexpr):
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     near = gl.to_tensor(AHEAD)  # the place of the entries of the tile to fetch next
-    far = gl.to_tensor(0)  # and of the tile whose block ids are to be sent for next
+    far = gl.to_tensor(0)  # and of the tile whose block ids are to be requested next
     for tile in range(first, extent.last):
         async_copy.wait_group(AHEAD - 1)
         taken = () if A.V41 else v4.take(records, stage)
@@ -113,7 +113,8 @@ def produce(keys, incoming, where, share, A: gl.constexpr):
 
 @gluon.jit
 def _fetch(records, place, tile, nth, entry, block_id, source, A: gl.constexpr):
-    """Sends for the records of a tile. Rows that do not live become zeros. Returns which live."""
+    """Starts loading the records of a tile. Rows that are not live become zeros. Returns which
+    are."""
     if A.V41:
         return v41.fetch(records, place, tile, nth, entry, block_id, source, A)
     else:

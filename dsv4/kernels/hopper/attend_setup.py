@@ -1,5 +1,5 @@
 """What Hopper's attention kernels begin and end with: a program's query and heads, the queries in
-shared memory, what passes between its consumers, and its channels of the output."""
+shared memory, what its consumers exchange, and its channels of the output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ANGLES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 class Program(NamedTuple):
-    """What a program has: a query, by its row in the launch, and its heads from `head` on."""
+    """What a program works on: a query, by its row in the launch, and its heads from `head` on."""
 
     token: gl.tensor
     head: gl.tensor
@@ -40,7 +40,7 @@ class Queries(NamedTuple):
 
 class Weights(NamedTuple):
     """Probabilities of a tile, and the factors that bring sums to its maximum, from left to right.
-    The factors after those of all stages normalise: they are there once `closed` is."""
+    The factors after those of all stages normalise: they are there once `closed` is signalled."""
 
     probabilities: gl.shared_memory_descriptor
     factors: gl.shared_memory_descriptor
@@ -50,8 +50,8 @@ class Weights(NamedTuple):
 
 
 class Out(NamedTuple):
-    """Where the result of a program's heads goes, how many they are, and what it takes from outside
-    the keys: `angles` are those of the query in shared memory."""
+    """Where the result of a program's heads goes, how many heads there are, and what enters it
+    besides the keys: `angles` are those of the query in shared memory."""
 
     heads: gl.tensor
     sink_row: gl.tensor
@@ -62,19 +62,19 @@ class Out(NamedTuple):
 
 
 def head_blocks(heads: int) -> int:
-    """Programs that share the heads of a query. The rows of the last one that are no heads are
-    multiplied all the same, for 64 rows are the least of Hopper's matrix instruction."""
+    """How many programs share the heads of a query. Rows of the last program that are not heads are
+    multiplied all the same, because Hopper's matrix instruction has at least 64 rows."""
     return -(-heads // HEADS_PER_PROGRAM)
 
 
 def turns_back(call: Attention) -> bool:
-    """Whether the output stays as it is or the channels that right turns are all of RoPE's."""
+    """Whether RoPE's channels, if the output is turned back, are exactly those of right."""
     return call.inverse_rope is None or call.inverse_rope.shape[1] == SPAN.value
 
 
 @gluon.jit
 def program_of(item, A: gl.constexpr):
-    """Of the items of a launch, which are queries and blocks of heads."""
+    """The query and block of heads of one item of a launch."""
     BLOCKS: gl.constexpr = (A.HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     head = item % BLOCKS * BLOCK_HEADS
     return Program(token=item // BLOCKS, head=head)
@@ -82,7 +82,7 @@ def program_of(item, A: gl.constexpr):
 
 @gluon.jit
 def row_of(pointer, stride, program, EACH: gl.constexpr):
-    """Where a tensor with EACH elements per head has those of a program."""
+    """Where a tensor with EACH elements per head has the elements of a program's heads."""
     return pointer + program.token.to(gl.int64) * stride + program.head * EACH
 
 
@@ -131,7 +131,8 @@ def new_out(sink_row, out_row, lse_row, rope_ptr, program, A: gl.constexpr):
 
 @gluon.jit
 def load_queries(queries, NTH: gl.constexpr, A: gl.constexpr):
-    """One half of the channels of the program's heads into shared memory, towards `ready`."""
+    """Loads one half of the channels of the program's heads into shared memory and signals
+    `ready`."""
     head = gl.arange(0, BLOCK_HEADS, layout=gl.SliceLayout(1, _QUERY))[:, None]
     column = NTH * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, _QUERY))[None, :]
     at = queries.row + head * A.WIDTH + column
@@ -146,7 +147,7 @@ def load_queries(queries, NTH: gl.constexpr, A: gl.constexpr):
 
 @gluon.jit
 def load_sink(out, LINE: gl.constexpr, A: gl.constexpr):
-    """The sinks of a program's heads, long before they are used. Where a query is split, a
+    """The sinks of a program's heads, loaded long before they are used. Where a query is split, a
     placeholder that is not read: `combine` loads sinks when it adds up the parts."""
     head = gl.arange(0, BLOCK_HEADS, layout=LINE)
     if A.SPLIT:
@@ -157,8 +158,8 @@ def load_sink(out, LINE: gl.constexpr, A: gl.constexpr):
 
 @gluon.jit
 def load_angles(out, position, A: gl.constexpr):
-    """Cosines and sines of right's last channels, long before they are used. `combine`
-    loads those of a split query."""
+    """Cosines and sines of right's last channels, loaded long before they are used. `combine` loads
+    those of a split query."""
     if A.ROPE > 0 and not A.SPLIT:
         position = position - (position >> 31)  # padding's is -1: 0
         nth = gl.arange(0, A.ROPE, layout=_ANGLES)
@@ -176,7 +177,7 @@ def real_heads(head, out, A: gl.constexpr):
 
 @gluon.jit
 def store_heads(staged, row, live, out, A: gl.constexpr):
-    """A consumer's channels from shared memory to where they go, 16 bytes per thread."""
+    """Stores a consumer's channels from shared memory to their place, 16 bytes per thread."""
     COLUMNS: gl.constexpr = staged.shape[1]
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     head = gl.arange(0, BLOCK_HEADS, layout=gl.SliceLayout(1, L))[:, None]
@@ -187,13 +188,13 @@ def store_heads(staged, row, live, out, A: gl.constexpr):
 
 @gluon.jit
 def pairs(x):
-    """Even and odd columns, which RoPE turns together."""
+    """Even and odd columns, which RoPE rotates together."""
     return gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
 
 
 @gluon.jit
 def split_columns(x):
-    """The left and the right half of the columns; they lie in different registers."""
+    """The left and the right half of the columns; they are in different registers."""
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
     return gl.split(gl.permute(gl.reshape(x, [ROWS, 2, COLUMNS // 2]), [0, 2, 1]))
@@ -201,7 +202,7 @@ def split_columns(x):
 
 @gluon.jit
 def turn_back(x, angles, A: gl.constexpr):
-    """Inverse RoPE of the last channels, rounded to bf16 before as DeepSeek's code does."""
+    """Inverse RoPE of the last channels, rounded to bf16 first, as DeepSeek's code does."""
     COLUMNS: gl.constexpr = x.shape[1]
     rounded = x.to(gl.bfloat16).to(gl.float32)
     even, odd = pairs(rounded)
@@ -214,5 +215,6 @@ def turn_back(x, angles, A: gl.constexpr):
 
 @gluon.jit
 def rotated(even, odd, cos, sin):
-    """Pairs of channels turned back. Which product is rounded is not left to the compiler."""
+    """Pairs of channels rotated back. It is fixed here, not by the compiler, which product is
+    rounded."""
     return gl.fma(even, cos, odd * sin), gl.fma(odd, cos, -(even * sin))

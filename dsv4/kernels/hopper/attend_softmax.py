@@ -1,4 +1,4 @@
-"""The softmax of Hopper's attention, tile by tile, and what normalises the sums after the last."""
+"""The softmax of Hopper's attention, tile by tile, and what normalises the sums at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.value,
 
 
 class Sums(NamedTuple):
-    """A softmax under way: `acc` weighs a consumer's channels by 2^(logit - top), and `total` is
+    """A softmax in progress: `acc` weighs a consumer's channels by 2^(logit - top), and `total` is
     the weight of all keys."""
 
     top: gl.tensor  # [heads] highest logit, base 2
@@ -94,9 +94,9 @@ def _biased(logits, bias, A: gl.constexpr):
 
 @gluon.jit
 def weigh(logits, bias, A: gl.constexpr):
-    """What a tile of a whole query gives by itself: the weights of its keys [heads, keys] under its
-    own highest logit, fp16, which has three bits more than they are multiplied with; their sums and
-    that logit [heads]."""
+    """What a tile of a query that is not cut gives by itself: the weights of its keys [heads, keys]
+    under its own highest logit, fp16, which has three bits more than they are multiplied with;
+    their sums and that logit [heads]."""
     x = _biased(logits, bias, A)
     top = gl.max(x, axis=1)
     base = gl.where(top == float("-inf"), 0.0, top)  # no key
@@ -106,14 +106,15 @@ def weigh(logits, bias, A: gl.constexpr):
 
 @gluon.jit
 def factors(top, tile_top, highest):
-    """What brings the sums so far, and a tile's weights, to the highest logit of both."""
+    """The factors that bring the sums so far, and a tile's weights, to the highest logit of
+    both."""
     base = gl.where(highest == float("-inf"), 0.0, highest)
     return gl.exp2(top - base), gl.exp2(tile_top - base)
 
 
 @gluon.jit
 def scaled(weight, factor):
-    """A tile's weights as they are multiplied with its keys."""
+    """A tile's weights in the form in which they are multiplied with its keys."""
     return (weight.to(gl.float32) * factor[:, None]).to(gl.bfloat16)
 
 
@@ -126,7 +127,7 @@ def with_sink(total, sink, top):
 
 @gluon.jit
 def normaliser(total, A: gl.constexpr):
-    """What sums are multiplied by in the end."""
+    """What sums are multiplied by at the end."""
     inverse = gl.where(total > 0, 1.0 / total, 0.0)
     if A.KEY_UNIT != 1.0:
         inverse *= A.KEY_UNIT
@@ -135,7 +136,7 @@ def normaliser(total, A: gl.constexpr):
 
 @gluon.jit
 def normalised(acc, inverse, A: gl.constexpr):
-    """Where queries are whole, -0 becomes 0: some ways to it add tiles of zeros."""
+    """Where queries are not cut, -0 becomes 0: some ways to compute them add tiles of zeros."""
     if A.WHOLE:
         inverse, acc = gl.broadcast(inverse[:, None], acc)
         return gl.fma(acc, inverse, gl.full(acc.shape, 0.0, gl.float32, acc.type.layout))
@@ -145,8 +146,8 @@ def normalised(acc, inverse, A: gl.constexpr):
 
 @gluon.jit
 def close(sums, sink, weights, out, share, extent, A: gl.constexpr):
-    """What left does first after its last tile: the log-sum-exp, and the factor that normalises,
-    for right too."""
+    """What left does first after its last tile: computes the log-sum-exp, and the factor that
+    normalises, for right too."""
     LINE: gl.constexpr = sums.top.type.layout
     live = extent.slot >= 0
     top, total = sums.top, sums.total
@@ -159,6 +160,6 @@ def close(sums, sink, weights, out, share, extent, A: gl.constexpr):
         gl.store(out.lse_row + head, lse * _LN_2, mask=live & real)
         total = with_sink(total, sink, top)
     inverse = normaliser(total, A)
-    weights.factors.index(WEIGHT_STAGES).store(inverse)  # right may still read the others
+    weights.factors.index(WEIGHT_STAGES).store(inverse)  # right may still be reading the others
     mbarrier.arrive(weights.closed, count=1)
     return gl.convert_layout(inverse, gl.SliceLayout(1, sums.acc.type.layout))

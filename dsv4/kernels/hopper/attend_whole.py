@@ -1,16 +1,16 @@
-"""Attention of few queries whose result must not depend on how few they are, for Hopper.
+"""Attention of few queries whose result must not depend on their number, for Hopper.
 
-attend.py cuts a query's keys into parts for many processors, rounds the parts and adds them: how a
-query was cut is in the last bits of its result. One program per query would leave processors idle.
-So there are two launches, and nothing is rounded between them:
+attend.py cuts a query's keys into parts for many processors, rounds the parts and adds them: the
+last bits of a result then depend on how the query was cut. One program per query would leave
+processors idle. So there are two launches, and nothing is rounded between them:
 
-    weigh    programs of a query take some of its tiles: they decode the keys, and store them
+    weigh    programs of a query take some of its tiles each: they decode the keys, and store them
              with the weights that the keys have for all heads
-    add      programs of a query take some of its channels, and add up all keys in their order
+    add      programs of a query take some of its channels each, and add up all keys in order
 
 Together they do, operation for operation, what one program of attend.py does with a query that is
 `WHOLE`: a tile's weights are computed under its own highest logit (`weigh` in attend_softmax.py),
-whichever program has the tile, and are brought to the highest so far where they are added.
+whichever program has the tile, and are scaled to the highest logit so far when they are added.
 Compiled only; tested on GPUs.
 """
 
@@ -89,12 +89,12 @@ KEY_ELEMENTS = TILE_KEYS * WIDTH // 2
 WEIGHT_ELEMENTS = HEADS_PER_PROGRAM * TILE_KEYS // 2
 LINES = 2
 TILE_ELEMENTS = KEY_ELEMENTS + WEIGHT_ELEMENTS + LINES * HEADS_PER_PROGRAM
-# Of tiles that are stored, which bounds the workspace: 158 MB, for 16 queries of 1M tokens.
+# Bytes of stored tiles, which bounds the workspace: 158 MB for 16 queries of 1M tokens.
 MAX_TILES = 4224
-# What the second launch and storing tiles cost, in the time that a tile takes in the first one.
+# What the second launch and storing tiles cost, in units of the time of a tile in the first launch.
 COST_TILES = 3.0
-# The second launch sends for this many tiles at once, and for several of these ahead: what other
-# processors have just written comes late. By the number of channels of a program.
+# The second launch requests this many tiles at once, and several such groups ahead: what other
+# processors have just written arrives late. By the number of channels of a program.
 TOGETHER = 4
 AHEAD = {32: 5, 64: 5, 128: 4}
 
@@ -126,7 +126,7 @@ class AddConstants:
 
 
 class Tiles(NamedTuple):
-    """Stored tiles, and those that are under way in shared memory."""
+    """Stored tiles, and those that are being loaded into shared memory."""
 
     stored: gl.tensor
     channels: gl.shared_memory_descriptor
@@ -151,8 +151,8 @@ def _most_items(programs: int) -> int:
 def programs_per_query(
     tokens: int, heads: int, window: int, max_entries: int, programs: int
 ) -> int:
-    """Among how many programs the tiles of a query are shared out so that at most `programs` run
-    at once; 1 where a single launch is faster. No bit depends on it."""
+    """Over how many programs the tiles of a query are distributed so that at most `programs` run at
+    once; 1 where a single launch is faster. No bit of the result depends on it."""
     tiles = tiles_of(window, max_entries)
     items = tokens * head_blocks(heads)
     if not 0 < items <= min(_most_items(programs), MAX_TILES // tiles):
@@ -168,7 +168,7 @@ def columns_per_program(items: int, programs: int) -> int:
 
 def supports(call: Attention) -> bool:
     """Whether these are queries that attend.py would not cut, and two launches are faster. Where
-    the workspace has no place for their tiles, one does it."""
+    the workspace has no room for their tiles, a single launch runs."""
     count, heads, _ = call.q.shape
     if not call.whole or not narrow.supports(call):
         return False
@@ -181,7 +181,7 @@ def supports(call: Attention) -> bool:
 
 
 def attend(call: Attention) -> None:
-    """Two launches; the bits of the one that attend.py makes of it."""
+    """Two launches; the same bits as the one launch that attend.py makes of it."""
     for launch in attend_launches(call, programs=processors(call.q.device)):
         launch.run()
 
@@ -345,8 +345,8 @@ def _weigh_kernel(
 
 @gluon.jit
 def _fetch(tiles, place, tile, count, columns, A: gl.constexpr):
-    """Sends for the next tiles: a program's channels of their keys, the weights, and the lines
-    after them. What is not there becomes zeros."""
+    """Starts loading the next tiles: a program's channels of their keys, the weights, and the lines
+    after them. Missing ones become zeros."""
     C: gl.constexpr = A.COLUMNS
     CHANNELS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
     WEIGHTS: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
@@ -381,8 +381,8 @@ def _fetch(tiles, place, tile, count, columns, A: gl.constexpr):
 
 @gluon.jit
 def _scaled(tiles, place, NTH: gl.constexpr, there, sums):
-    """The weights of a tile brought to the highest logit so far, what brings the sums there, and
-    these sums except for the channels."""
+    """The weights of a tile brought to the highest logit so far, the factors that bring the sums
+    there, and these sums except for the channels."""
     LINE: gl.constexpr = sums.top.type.layout
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LINE.parent, 2)
     weight = tiles.weights.index(place).slice(NTH * BLOCK_HEADS, BLOCK_HEADS).load(OPERAND)
@@ -400,7 +400,7 @@ def _scaled(tiles, place, NTH: gl.constexpr, there, sums):
 
 @gluon.jit
 def _plus(acc, alpha, weight, tiles, place, NTH: gl.constexpr):
-    """The sums with a tile more."""
+    """The sums with one more tile."""
     channels = tiles.channels.index(place).slice(NTH * TILE, TILE)
     acc = warpgroup_mma(weight, channels, acc * alpha[:, None], is_async=True)
     return warpgroup_mma_wait(0, deps=[acc])

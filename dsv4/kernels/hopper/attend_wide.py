@@ -2,19 +2,19 @@
 
 Two launches: kernels/decode.py decodes the step's window rows and its requests' entries, then one
 program per query and block of heads attends to the decoded rows. It has the roles of attend.py, the
-same softmax and the same arithmetic at the end, with 64 keys a tile and the channels in quarters:
-left sums the first one, right the others. Left's softmax leaves the matrix units idle, so right
-multiplies then, by the weights of the tile before. A quarter of a tile is free again as soon as its
-products are done, and what is copied into it arrives while the others are in use. The producer is
-another one:
+same softmax and the same arithmetic at the end, with tiles of 64 keys and the channels in quarters:
+left sums the first one, right the others. While left's softmax leaves the matrix units idle, right
+multiplies by the weights of the tile before. A quarter of a tile is free again as soon as its
+products are done, and what is copied into it arrives while the others are in use. The producer is a
+different one:
 
     whole tiles    64 neighbouring rows, all of them seen: a bulk copy per quarter
-    other tiles    entries of a list, and tiles with keys that are not seen: row by row. A key that
-                   is not seen stands for the query's own window row, and its weight is 0: what
-                   other requests have stored, NaNs too, is never multiplied
+    other tiles    entries of a list, and tiles with keys that are not seen: row by row. The query's
+                   own window row replaces a key that is not seen, with weight 0: so what other
+                   requests have stored, NaNs too, is never multiplied
 
-A program has a processor for itself, so nothing fills the wait for its first loads: sinks, angles
-and the queries of a later program are sent for early. Compiled only; tested on GPUs.
+A program has a processor for itself, so nothing else fills the wait for its first loads: sinks,
+angles and the queries of a later program are requested early. Compiled only; tested on GPUs.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ from dsv4.kernels.rows import load_request, load_token, request_at, staged_row, 
 from dsv4.kernels.target import processors
 from dsv4.ops.calls import Attention
 
-# Decoding pays for requests with many tokens, and with entries that are not too many for them.
+# Decoding pays off for requests with many tokens, and if their entries are not too many for them.
 MIN_TOKENS = 64
 ROWS_PER_TOKEN = 64
 TILE_KEYS = 64
 STAGES = 2
 WIDTH = 512
-# A thread's, of 504 in all: left has the other 200. With 176 Triton 3.9 spills in its loop.
+# Per thread, of 504 in all: left has the other 200. With 176 Triton 3.9 spills in its loop.
 RIGHT_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(232), gl.constexpr(72)
 
 _TILE = gl.constexpr(TILE_KEYS)
@@ -82,7 +82,7 @@ _STAGES = gl.constexpr(STAGES)
 _PRODUCERS = gl.constexpr(32 * WARPS_PER_ROLE)  # threads
 _QUARTERS = gl.constexpr(4)
 _QUARTER = gl.constexpr(WIDTH // 4)  # channels
-# Quarters of the next logits that are under way when right may multiply: with 2 it delays them,
+# Quarters of the next logits that have been started when right may multiply: with 2 it delays them,
 # with 4 it begins late (8,192 tokens over HCA at 128k: 2,200 and 2,090 us, with 3 2,040).
 _GO = gl.constexpr(3)
 _LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_KEYS, 16]))
@@ -92,7 +92,7 @@ _COPY = gl.constexpr(gl.BlockedLayout([8, 8], [2, 16], [4, 1], [1, 0]))
 _LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
-# Bytes ($2) from an address ($1) on into the L2; one thread of a warpgroup asks for them.
+# Prefetches $2 bytes from address $1 on into the L2; one thread of a warpgroup does it.
 _PREFETCH = gl.constexpr("""{
     .reg .pred asks;
     .reg .b32 thread;
@@ -109,7 +109,7 @@ _PREFETCH = gl.constexpr("""{
 
 @dataclass(frozen=True, slots=True)
 class WideConstants:
-    """A launch as compile-time constants, as in attend.py, whose parts read the last ones."""
+    """A launch as compile-time constants, as in attend.py, whose code reads the last of them."""
 
     HEADS: int
     WIDTH: int
@@ -125,9 +125,9 @@ class WideConstants:
 
 class _Keys(NamedTuple):
     """Tiles in shared memory: the first quarter of the channels of all stages, then the second and
-    so on; each becomes ready and free by itself. `bias` is -inf where a key is not seen, and there
-    with the first quarter. `offsets` are those of a tile's rows. `go` tells right to multiply: one
-    for each of the weights that there are at a time."""
+    so on; each becomes ready and free by itself. `bias` is -inf where a key is not seen; it comes
+    with the first quarter. `offsets` are those of a tile's rows. `go` allows right to multiply,
+    with one barrier for each set of weights that exists at a time."""
 
     quarters: gl.shared_memory_descriptor
     bias: gl.shared_memory_descriptor
@@ -151,7 +151,7 @@ class _Source(NamedTuple):
 
 
 class _Later(NamedTuple):
-    """All queries, and the program that probably follows on this processor."""
+    """All queries, and the program that will probably run next on this processor."""
 
     q: gl.tensor
     q_stride: gl.tensor
@@ -159,7 +159,7 @@ class _Later(NamedTuple):
 
 
 class _Extent(NamedTuple):
-    """A query and its tiles: none for padding. `count` keys after the window, of `visible`
+    """A query and its tiles: none for padding. `count` keys after the window, out of `visible`
     entries."""
 
     slot: gl.tensor
@@ -170,12 +170,12 @@ class _Extent(NamedTuple):
 
 
 def supports(call: Attention) -> bool:
-    """Whether this kernel does these shapes, and the step is one that it is faster for."""
+    """Whether this kernel supports these shapes, and the step is one for which it is faster."""
     if (
         not call.window.staged
         or call.joint
         or call.window_cut
-        or call.whole  # the sums of tiles of 32 keys are other ones
+        or call.whole  # tiles of 32 keys give other sums
         or call.tokens_per_request < MIN_TOKENS
         or call.q.shape[2] != WIDTH
         or call.window.window % TILE_KEYS
@@ -197,7 +197,7 @@ def attend(call: Attention) -> None:
 
 
 def attend_launch(call: Attention, *, programs: int) -> Launch:
-    """A program for each query and block of heads, `programs` of them at once."""
+    """One program for each query and block of heads, `programs` of them at once."""
     heads = call.q.shape[1]
     given = run_time_arguments(call)
     rows = decoded(call)
@@ -270,7 +270,7 @@ def _is_whole(tile, extent, A: gl.constexpr):
 
 @gluon.jit
 def _listed(key, source, extent, A: gl.constexpr):
-    """The entries that keys after the window name; what lies outside the list is -1."""
+    """The entries that keys after the window name; -1 outside the list."""
     inside = (key >= 0) & (key < extent.count)
     if A.ALL:
         return gl.where(inside, key, -1)
@@ -280,7 +280,7 @@ def _listed(key, source, extent, A: gl.constexpr):
 
 @gluon.jit
 def _produce(keys, source, A: gl.constexpr):
-    """Brings tile after tile. Entries of a list are sent for one tile ahead."""
+    """Loads tile after tile. Entries of a list are requested one tile ahead."""
     WINDOW_TILES: gl.constexpr = A.WINDOW // _TILE
     QUARTER_BYTES: gl.constexpr = _TILE * _QUARTER * 2
     extent = _extent_of(source, A)
@@ -337,8 +337,8 @@ def _produce(keys, source, A: gl.constexpr):
 
 @gluon.jit
 def _wait_for(place, phase, tile, keys, extent, A: gl.constexpr):
-    """Rows that were copied one by one must be shown to the matrix instructions, which read them
-    past the ordinary way."""
+    """Rows that were copied one by one must be made visible to the matrix instructions, which do
+    not read them through the ordinary path."""
     mbarrier.wait(keys.ready.index(place), phase)
     if not _is_whole(tile, extent, A):
         fence_async_shared()
@@ -346,8 +346,8 @@ def _wait_for(place, phase, tile, keys, extent, A: gl.constexpr):
 
 @gluon.jit
 def _columns(queries):
-    """The memory of the queries in quarters of channels. The output is put there after the last
-    logits; right knows of that by `closed`."""
+    """The memory of the queries, in quarters of channels. The output is put there after the last
+    logits; `closed` signals that to right."""
     return reinterpret(queries.halves, gl.bfloat16, [_QUARTERS, BLOCK_HEADS, _QUARTER], OPERAND)
 
 
@@ -364,8 +364,8 @@ def _add_logits(
     LAST: gl.constexpr,
     A: gl.constexpr,
 ):
-    """Starts what quarters [FIRST, LAST) give to the logits [heads, keys] of a tile, one by one as
-    its keys are there."""
+    """Starts what quarters [FIRST, LAST) add to the logits [heads, keys] of a tile, one by one as
+    their keys arrive."""
     columns = _columns(queries)
     for quarter in gl.static_range(FIRST, LAST):
         place = quarter * _STAGES + stage
@@ -463,7 +463,7 @@ def _right(queries, keys, weights, out, source, A: gl.constexpr):
         third = third * alpha
         fourth = fourth * alpha
         mbarrier.wait(keys.go.index(place), place_phase)
-        # all that branches comes first: between products it would make ptxas serialise them
+        # all branches come first: between products they would make ptxas serialise them
         mbarrier.wait(keys.ready.index(_STAGES + stage), phase)
         mbarrier.wait(keys.ready.index(2 * _STAGES + stage), phase)
         _wait_for(3 * _STAGES + stage, phase, nth, keys, extent, A)
@@ -543,7 +543,7 @@ def _attend_wide_kernel(
     for place in gl.static_range(WEIGHT_STAGES):
         mbarrier.init(keys.go.index(place), count=1)
     for nth in gl.static_range(_QUARTERS * _STAGES):
-        # one arrival of the bulk copy or of the role, one per thread or as many at once
+        # one arrival for the bulk copy or the role, and one per thread, or all of these at once
         mbarrier.init(keys.ready.index(nth), count=1 + _PRODUCERS)
         mbarrier.init(keys.free.index(nth), count=1)
     fence_async_shared()

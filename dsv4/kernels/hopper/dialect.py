@@ -1,4 +1,4 @@
-"""Gluon under the names that its versions have for things; kernels/target.py knows which."""
+"""Gluon under the names that its versions use; kernels/target.py knows which version has which."""
 
 from __future__ import annotations
 

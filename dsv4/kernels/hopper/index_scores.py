@@ -1,8 +1,8 @@
 """Indexer scores for Hopper: MXFP4 keys of 128 channels, and 64 heads (V4) or 32 (V4.1).
 
-The same scores as index_scores.py, and the same way to share out the work. Codes and queries meet
-as E4M3 numbers in the FP8 matrix instruction, whose 32 channels are exactly one span of a key
-(channels that share a scale), and scales follow in fp32:
+The same scores as index_scores.py, with work distributed in the same way. Codes and queries meet as
+E4M3 numbers in the FP8 matrix instruction, whose 32 channels are exactly one span of a key
+(channels that share a scale), and scales are applied in fp32:
   - An E2M1 code's bits, moved to the right places of a byte, are an E4M3 number: its value times
     2^-6. No arithmetic, and four codes at once.
   - Hopper keeps few bits of FP8 sums, but enough for one span of 32 products of E2M1 numbers
@@ -17,7 +17,7 @@ as E4M3 numbers in the FP8 matrix instruction, whose 32 channels are exactly one
 
 A thread loads the words that it decodes, which are those that the matrix instruction takes from its
 registers: the order of channels within a span is free. So keys never pass through shared memory,
-two tiles are under way while one is computed, and no warp waits for another within a token.
+two tiles are being loaded while one is computed, and no warp waits for another within a token.
 Compiled only; tested on GPUs.
 """
 
@@ -79,8 +79,8 @@ PROGRAMS_PER_PROCESSOR = 3
 MAX_REGISTERS = 168
 
 
-# Each product in the upper half of a register is already the fp32 number: the weights' lower halves
-# are 0.
+# Each product, in the upper half of a register, already is the fp32 number: the weights' lower
+# halves are 0.
 WEIGHTED_RELU = gl.constexpr("""
     {
     .reg .b32 pair, first;
@@ -137,8 +137,8 @@ FINISH = gl.constexpr(
 
 
 class _Tokens(NamedTuple):
-    """The tokens of a launch, and what of their entries is scored: `columns` at most, and nothing
-    where no more than `skip_visible` are seen."""
+    """The tokens of a launch, and which of their entries are scored: at most `columns`, and none
+    for tokens that see no more than `skip_visible`."""
 
     ptr: gl.tensor
     rows: gl.tensor
@@ -178,7 +178,7 @@ class _Powers(NamedTuple):
 
 
 def supports(call: Scoring) -> bool:
-    """Whether this kernel does these shapes and records: V4's and V4.1's."""
+    """Whether this kernel supports these shapes and records: V4's and V4.1's."""
     page = call.keys.page
     record = record_constants(page.format)
     coded = (record.ELEMENT, record.SCALE, record.TILE, record.CODED)
@@ -200,10 +200,10 @@ def index_scores(call: Scoring) -> None:
 
 
 def index_scores_launch(call: Scoring, processors: int) -> Launch:
-    """Of a call that is one piece, on a GPU with this many processors."""
+    """The launch of a call that is one piece, on a GPU with this many processors."""
     rows, columns = call.scores.shape
     tiles = rows * triton.cdiv(columns, TILE)
-    # a program's start costs as much as some tiles: two at least, once all processors have one
+    # starting a program costs as much as some tiles: at least two, once all processors have one
     useful = max(triton.cdiv(tiles, 2), min(tiles, processors))
     constants = {
         "TOKENS": max(MIN_TOKENS, triton.next_power_of_2(rows)),
@@ -234,7 +234,7 @@ def _seen_columns(token, tokens, RATIO: gl.constexpr):
 
 @gluon.jit
 def _block_ids(tile, pages, table_row, PAGE_ROWS: gl.constexpr):
-    """Blocks of a tile's warps; 0 from `pages` on, where the table may name anything."""
+    """Blocks of a tile's warps; 0 from `pages` on, where the table may contain anything."""
     warp = gl.arange(0, _WARPS, layout=_OF_WARP)
     page = tile * _KEYS // PAGE_ROWS + warp * _WARP_ENTRIES // PAGE_ROWS
     return gl.load(table_row + page, mask=page < pages, other=0)
@@ -253,7 +253,7 @@ def _first_rows(arena, data_offset, scale_offset, PAGE_ROWS: gl.constexpr):
 
 @gluon.jit
 def _distance(block_id, arena_stride):
-    """Bytes from the arena's begin. A product that the compiler would make of three."""
+    """Bytes from the start of the arena: one product where the compiler would use three."""
     return gl.inline_asm_elementwise(
         "mul.wide.u32 $0, $1, $2;", "=l,r,r", [block_id, arena_stride], gl.int64, True, 1
     )
@@ -261,7 +261,8 @@ def _distance(block_id, arena_stride):
 
 @gluon.jit
 def _load_keys(tile, block_id, keys, PAGE_ROWS: gl.constexpr):
-    """Codes and scales of a tile, unseen ones of its pages too: their scores are not written."""
+    """Codes and scales of a tile, including unseen ones of its pages: their scores are not
+    written."""
     codes, scales = keys.codes, keys.scales
     distance = _distance(block_id, keys.block_bytes)[:, None, None]
     second = gl.arange(0, 2, layout=_OF_HALF)[None, :, None] * _HALF
@@ -290,8 +291,8 @@ def _powers(scales, HEADS: gl.constexpr):
 
 @gluon.jit
 def _dots(k, query, powers):
-    """Dot products [entries, heads] with a query, relative to the keys' first scales. While a span
-    multiplies, the one before is scaled."""
+    """Dot products [entries, heads] with a query, relative to the keys' first scales. While one
+    span is multiplied, the one before is scaled."""
     dot = span_dot(k[0], query, 0)
     s = span_dot(k[1], query, 1)
     dot, s = warpgroup_mma_wait(0, deps=[dot, s])
@@ -352,8 +353,8 @@ def _load_query(q_row, weights_row, query):
 
 @gluon.jit
 def _score(tile, words, scales, block_id, token, keys, PAGE_ROWS: gl.constexpr):
-    """Scores of a tile whose codes and scales have come; then those two tiles on, and the blocks of
-    those four on."""
+    """Scores of a tile whose codes and scales have arrived; then starts loading the tile two
+    further on, and the blocks of the one four further on."""
     HEADS: gl.constexpr = token.query.shape[0]
     powers = _powers(scales, HEADS)
     k = decode(words, HEADS)
@@ -395,13 +396,13 @@ def _index_scores_hopper_kernel(
     )
     tokens = _Tokens(ptr=tokens_ptr, rows=rows, columns=columns, skip_visible=skip_visible)
     _, all_seen = _seen_columns(gl.arange(0, TOKENS, layout=LINE), tokens, RATIO)
-    # how many tiles the tokens up to each have, itself included; kept where it takes no registers
+    # running total of tiles over the tokens, each included; kept where it takes no registers
     ends = gl.associative_scan(gl.cdiv(all_seen, _KEYS)[:, None], 0, _add)
     ends = gl.convert_layout(gl.reshape(ends, [TOKENS]), LINE, assert_trivial=True)
     kept_ends = gl.allocate_shared_memory(gl.int32, [TOKENS], _VECTOR)
     kept_ends.store(ends)
     total = gl.max(ends, axis=0)
-    # this program's share of all tiles, counted through the tokens: [at, stop)
+    # this program's share of all tiles, counted across the tokens: [at, stop)
     program, programs = gl.program_id(0), gl.num_programs(0)
     share = total // programs
     longer = total - share * programs
@@ -422,7 +423,7 @@ def _index_scores_hopper_kernel(
         first = at - begin
         last = end - begin
         pages = gl.cdiv(gl.minimum(seen, last * _KEYS), PAGE_ROWS)
-        # keys first, then the query: they travel together
+        # keys first, then the query: they are loaded at the same time
         id0 = _block_ids(first, pages, table_row, PAGE_ROWS)
         id1 = _block_ids(first + 1, pages, table_row, PAGE_ROWS)
         words0, scales0 = _load_keys(first, id0, keys, PAGE_ROWS)
@@ -442,7 +443,7 @@ def _index_scores_hopper_kernel(
             seen=seen,
             scores_row=scores_row,
         )
-        # two tiles per turn, so that keys which have come stay in their registers
+        # two tiles per iteration, so that keys which have arrived stay in their registers
         for tile in range(first, last, 2):
             words0, scales0, id0 = _score(tile, words0, scales0, id0, token, keys, PAGE_ROWS)
             if tile + 1 < last:

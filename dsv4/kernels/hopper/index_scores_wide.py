@@ -4,16 +4,16 @@ The same scores as index_scores.py, bit for bit, in two launches.
 
     prepare    queries become E4M3 numbers once, not once per program
     score      a program per band of tokens and tile of entries: three warpgroups hold 64 keys each
-               in the registers that the matrix instruction takes, and a warp brings the queries
+               in the registers that the matrix instruction takes, and a warp loads the queries
 
-While a token multiplies, the one before is weighed and added up. The scales of a key's spans are
-folded into its E4M3 numbers, so that one sum over all channels serves. Hopper keeps 14 bits of such
-sums. Every product is a multiple of its key's smallest unit times its query's, and no partial sum
-exceeds the product of their lengths (Cauchy and Schwarz): where that is at most 2^14 units, nothing
-is lost. Elsewhere each span has a sum of its own, as in index_scores.py.
+While one token is multiplied, the one before is weighed and added up. The scales of a key's spans
+are folded into its E4M3 numbers, so that one sum over all channels is enough. Hopper keeps 14 bits
+of such sums. Every product is a multiple of its key's smallest unit times its query's, and no
+partial sum exceeds the product of their lengths (Cauchy and Schwarz): where that is at most 2^14
+units, nothing is lost. Elsewhere each span has a sum of its own, as in index_scores.py.
 
-The tokens of a band need not be of one request: a program takes run after run of neighbours that
-are. Compiled only; tested on GPUs.
+The tokens of a band need not belong to one request: a program handles one run of neighbours of the
+same request after another. Compiled only; tested on GPUs.
 """
 
 from __future__ import annotations
@@ -72,16 +72,16 @@ from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.rows import load_token, token_at
 from dsv4.ops.calls import Scoring
 
-MIN_TOKENS = 64  # of one request, from which on this kernel is the faster one
+MIN_TOKENS = 64  # tokens of one request from which on this kernel is the faster one
 CONSUMERS = 3
 TILE = CONSUMERS * KEYS
 BAND = 128  # tokens
-GROUP = 4  # tokens that come together
+GROUP = 4  # tokens that are loaded together
 STAGES = 4
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 152, 40
 EXACT_UNITS = 2.0**14
 QUERY_BYTES = HEADS * WIDTH
-# of a token: its query, its weights, and its length; fewer heads need less
+# per token: its query, its weights, and its length; fewer heads need less
 TOKEN_BYTES = QUERY_BYTES + 2 * HEADS + 4
 
 _PROGRAM_KEYS = gl.constexpr(TILE)
@@ -111,8 +111,8 @@ _PRODUCER_LINE = gl.constexpr(
 FINISH = gl.constexpr(finish(second="$6", last="fma.rn.f32 x, x, power, 0f00000000;"))
 
 # FINISH of the four tokens of a group at once. The sums are $8 + 4 * entry + 2 * (token % 2) +
-# token // 2; of the eight a lane goes on with two: those of the entry that $24 names, and of token
-# 0 or 1 and 2 or 3, as $32 says.
+# token // 2. Of the eight a lane goes on with two: those of the entry that $24 names, and of token
+# 0 or 1 and of token 2 or 3, as $32 says.
 FINISH_GROUP = gl.constexpr("""
     {
     .reg .pred second, odd;
@@ -181,8 +181,8 @@ class _Line(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Neighbouring tokens [first, stop) of one request that see entries of the tile, `seen` of all
-    entries at most. `first` is _NONE after the last run of a band."""
+    """Neighbouring tokens [first, stop) of one request that see entries of the tile; `seen` is the
+    most entries that one of them sees. `first` is _NONE after the last run of a band."""
 
     first: gl.tensor
     stop: gl.tensor
@@ -191,7 +191,7 @@ class _Run(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """Where keys are: offsets in a block in bytes."""
+    """Where keys are: byte offsets in a block."""
 
     arena: gl.tensor
     table: gl.tensor
@@ -202,8 +202,8 @@ class _Keys(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """Prepared queries in global memory, and those of some groups of tokens in shared memory with
-    their weights. A group past the end of a run holds what follows there."""
+    """Prepared queries in global memory, and in shared memory those of some groups of tokens with
+    their weights. A group that extends past the end of a run holds whatever follows there."""
 
     ptr: gl.tensor
     weights_ptr: gl.tensor
@@ -220,9 +220,9 @@ class _Scores(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Keys as E4M3 numbers relative to their largest scale `power`, whole and span by span. A span
-    more than 2^14 below that is still to be multiplied by its `rest`. `length` is that of the
-    longest key in units of its own, infinite where one sum cannot do."""
+    """Keys as E4M3 numbers relative to their largest scale `power`, as a whole and span by span. A
+    span more than 2^14 below that has yet to be multiplied by its `rest`. `length` is that of the
+    longest key in units of its own, infinite where one sum is not enough."""
 
     whole: gl.tensor
     k0: gl.tensor
@@ -238,7 +238,7 @@ class _Block(NamedTuple):
 
 
 def supports(call: Scoring) -> bool:
-    """Whether this kernel does these shapes and records, and there are tokens enough for it."""
+    """Whether this kernel supports these shapes and records, and there are enough tokens for it."""
     given = 0 if call.workspace is None else call.workspace.numel()
     return (
         call.tokens_per_request >= MIN_TOKENS
@@ -248,12 +248,12 @@ def supports(call: Scoring) -> bool:
 
 
 def workspace_bytes(tokens: int) -> int:
-    """Of the prepared queries; a group that begins with the last token is read as a whole."""
+    """Bytes of the prepared queries; a group that begins with the last token is read as a whole."""
     return (tokens + GROUP) * TOKEN_BYTES
 
 
 def index_scores(call: Scoring) -> None:
-    """Two launches whatever the number of tokens; only for what `supports` accepts."""
+    """Two launches, whatever the number of tokens; only for what `supports` accepts."""
     assert call.workspace is not None
     space = prepared(call.workspace, call.q.shape[0])
     prepare_launch(call, *space).run()
@@ -324,7 +324,7 @@ def score_launch(call: Scoring, queries: Tensor, weights: Tensor, lengths: Tenso
 
 @gluon.jit
 def _unit(q):
-    """The exponents, as bf16 has them, of the lowest bits of numbers with two bits at most; a large
+    """The exponents, as bf16 has them, of the lowest bits of numbers with at most two bits; a large
     one for 0. [heads]"""
     bits = q.to(gl.int16, bitcast=True).to(gl.int32) & 0x7FFF
     exponent = (bits >> 7) - ((bits >> 6) & 1)
@@ -349,7 +349,7 @@ def _prepare_kernel(
     channel = gl.arange(0, _SPAN, layout=gl.SliceLayout(0, _QUERY))[None, :]
     q0, q1, q2, q3 = load_spans(q_ptr + row * q_stride + head[:, None] * _WIDTH + channel)
     weight = gl.load(weights_ptr + row * weights_stride + head).to(gl.float32)
-    # below 15 the power of the weights would be none
+    # below 15 the power of the weights would be zero
     x, exponent, power = coded_query((q0, q1, q2, q3), 15)
     to_head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, _ROWS))[:, None]
     to_channel = gl.arange(0, _WIDTH, layout=gl.SliceLayout(0, _ROWS))[None, :]
@@ -361,10 +361,10 @@ def _prepare_kernel(
     f2, f3 = q2.to(gl.float32) * power, q3.to(gl.float32) * power
     squares = gl.sum(f0 * f0 + f1 * f1 + f2 * f2 + f3 * f3, axis=1)
     length = gl.sqrt(squares) * gl.exp2((exponent - unit - 8).to(gl.float32))
-    coded = (exponent - unit <= 15) & (exponent < 255)  # E4M3 has all its bits
+    coded = (exponent - unit <= 15) & (exponent < 255)  # E4M3 keeps all its bits
     length = gl.where(unit == 0x7FFF, 0.0, gl.where(coded, length, float("inf")))
     gl.store(lengths_ptr + row, gl.max(length, axis=0) * 1.001)
-    # undoes what queries were multiplied with, and 2^6 of the keys
+    # undoes what queries were multiplied by, and the keys' 2^6
     weight *= ((exponent - 14) << 23).to(gl.float32, bitcast=True)
     weight = (weight.to(gl.uint32, bitcast=True) & 0xFFFF0000).to(gl.float32, bitcast=True)
     gl.store(query_weights_ptr + row * HEADS + head, weight.to(gl.bfloat16))
@@ -420,7 +420,7 @@ def _send(queries, place, row):
 
 @gluon.jit
 def _produce(queries, tokens, RATIO: gl.constexpr):
-    """The groups of all runs follow each other through the stages, some of them under way."""
+    """The groups of all runs pass through the stages one after another, several at a time."""
     AHEAD: gl.constexpr = _STAGES // 2
     line = _line_of(tokens, _PRODUCER_LINE, RATIO)
     stage = gl.to_tensor(0)
@@ -450,7 +450,7 @@ def _produce(queries, tokens, RATIO: gl.constexpr):
 
 @gluon.jit
 def _load_block(begin, run, keys, PAGE_ROWS: gl.constexpr, HEADS: gl.constexpr):
-    """The keys of the entries from `begin` on; block 0 stands for pages that are not seen."""
+    """The keys of the entries from `begin` on; block 0 replaces pages that are not seen."""
     warp = gl.arange(0, _WARPS, layout=_OF_WARP)
     half = gl.arange(0, 2, layout=_OF_HALF)[None, :, None]
     entry = gl.arange(0, _HALF, layout=_OF_ENTRY)[None, None, :]
@@ -597,7 +597,7 @@ def _four_sums(block, query):
 def _weighed(dot, weight):
     """Weighs and adds up the dots [keys, heads] of a token: [keys, lanes]. Not pure, or the
     compiler would move it after the next wait. One product for two dots, as in the portable kernel:
-    Hopper multiplies bf16 at half of the rate of what takes pairs apart."""
+    Hopper multiplies bf16 at half of the rate of the instructions that separate the pairs."""
     weight, dot = gl.broadcast(weight[None, :], dot)
     product = gl.inline_asm_elementwise(
         WEIGHTED_RELU, "=&r,=&r,f,f,r", [dot, weight], gl.float32, False, 2
@@ -627,7 +627,7 @@ def _write_group(x0, x1, x2, x3, power, scores, stride, left0, left1, left2, lef
 
 @gluon.jit
 def _store_pair(x, scores, stride, left0, left1):
-    """Scores of two tokens: a lane has that of one of two entries and one of the two."""
+    """Stores scores of two tokens: a lane has those of one of two entries and of one of the two."""
     x, _ = gl.split(x)
     score, column, lane = placed(x)
     odd = lane % 2

@@ -37,7 +37,7 @@ _E4M3_TIMES_BF16 = gl.constexpr(e4m3_times_bf16("$3", "$3"))
 
 
 class _Records(NamedTuple):
-    """Tiles under way: four, two and one span of codes, the RoPE channels, and the scales (the
+    """Tiles being loaded: four, two and one span of codes, the RoPE channels, and the scales (the
     first words of all tiles, then the second), all as words."""
 
     four: gl.shared_memory_descriptor
@@ -48,7 +48,7 @@ class _Records(NamedTuple):
 
 
 def takes(call: Attention) -> bool:
-    """One format for window and entries: codes with a power of two for 64, then bf16 channels."""
+    """One format for window and entries: codes with a power of two per 64 channels, then bf16."""
     window, entries = call.window, call.entries
     record = record_constants(window.page.format)
     return (
@@ -99,7 +99,8 @@ def _rows(tile, nth, entry, block_id, source, A: gl.constexpr):
 
 @gluon.jit
 def fetch(records, place, tile, nth, entry, block_id, source, A: gl.constexpr):
-    """Sends for the records of a tile. Rows that do not live become zeros. Returns which live."""
+    """Starts loading the records of a tile. Rows that are not live become zeros. Returns which
+    are."""
     data, scale, live = _rows(tile, nth, entry, block_id, source, A)
     at = (source.arena + data).to(gl.pointer_type(gl.uint32))
     fetch_spans(records.four.index(place), at, live, 0)
@@ -123,7 +124,7 @@ def fetch(records, place, tile, nth, entry, block_id, source, A: gl.constexpr):
 
 @gluon.jit
 def take(records, stage):
-    """What has come of a tile: its scales [keys], four to a word, the codes of each span [keys,
+    """What has arrived of a tile: its scales [keys], four to a word, the codes of each span [keys,
     words] and the RoPE channels."""
     low = records.scales.index(stage).load(RECORD_ROW)
     high = records.scales.index(AHEAD + stage).load(RECORD_ROW)

@@ -1,7 +1,7 @@
 """DeepSeek-V4.1's records in the producer of Hopper's attention (attend_producer.py): the window's
-are FP8 with a power of two for 32 channels, the entries' FP4 with an E4M3 scale for 16.
+are FP8 with a power of two per 32 channels, the entries' FP4 with an E4M3 scale per 16.
 
-A tile is of one sort or the other, because the window is whole tiles, and takes one of two ways
+A tile is of one kind or the other, because the window is whole tiles, and takes one of two paths
 from memory to shared memory. Decoded keys are the numbers divided by KEY_UNIT, which saves a
 product for every two channels of an entry; logits and results are multiplied by it again. All of
 these are powers of two: nothing is rounded.
@@ -24,11 +24,11 @@ from dsv4.ops.calls import Attention
 KEY_UNIT = 256.0
 WINDOW_DATA_BYTES, WINDOW_SCALE_BYTES = 512, 16
 ENTRY_DATA_BYTES, ENTRY_SCALE_BYTES = 256, 32
-# What a thread is handed at once: 16 bytes of a record, one of four in a span of 64.
+# What a thread receives at once: 16 bytes of a record, one of four in a span of 64.
 _SPAN_WORDS = gl.constexpr(16)
 
-# Eight rows lie in neighbouring lanes: then 16-byte accesses of eight lanes meet all banks, both
-# in the records as they come (swizzled so) and in the decoded keys.
+# Eight rows lie in neighbouring lanes: then 16-byte accesses of eight lanes use all banks, both
+# in the records as they arrive (swizzled accordingly) and in the decoded keys.
 _RAW = gl.constexpr(gl.SwizzledSharedLayout(4, 2, 4, [2, 1, 0]))
 _RAW_SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -47,8 +47,8 @@ _FOURS_PAIR = gl.constexpr(gl.SliceLayout(3, _FOURS_SCALE))  # [spans, keys, thr
 _V41_E4M3_TIMES_BF16 = gl.constexpr(e4m3_times_bf16("$3", "$3", unit=112))
 _E2M1_TIMES_BF16 = gl.constexpr(e2m1_pairs_times_bf16())
 # Two E4M3 scales in a halfword ($2) to twice the first ($0) and twice the second ($1), as bf16
-# times 2^118: that is 2^126, which E2M1 codes lack, less KEY_UNIT's 2^8. As bf16 their bits lack
-# 2^120. The highest code is NaN, and so are bits that are all ones.
+# times 2^118: that is 2^126, which E2M1 codes lack, less KEY_UNIT's 2^8. Read as bf16 their bits
+# lack 2^120. The highest code is NaN, and becomes bits that are all ones.
 _SCALES_OF = gl.constexpr("""{
     .reg .b32 both, up, nan;
     mov.b32 up, 0x7F007F00;
@@ -67,8 +67,8 @@ _SCALES_OF = gl.constexpr("""{
 
 
 class _Records(NamedTuple):
-    """Tiles under way, as words: the codes of a window's first half of channels, or all of an
-    entry's; those of the window's second half; scales of each sort."""
+    """Tiles being loaded, as words: the codes of a window's first half of channels, or all of an
+    entry's; those of the window's second half; scales of each kind."""
 
     low: gl.shared_memory_descriptor
     high: gl.shared_memory_descriptor
@@ -105,7 +105,7 @@ def new_records():
 
 @gluon.jit
 def hand_over(tile, keys, halves, records, stage, phase, A: gl.constexpr):
-    """Decodes a tile of either sort into its stage, once that is free."""
+    """Decodes a tile of either kind into its stage, once that is free."""
     if A.ENTRIES:
         if tile < A.WINDOW // TILE:
             _hand_over_window(keys, halves, records, stage, phase)
@@ -117,7 +117,8 @@ def hand_over(tile, keys, halves, records, stage, phase, A: gl.constexpr):
 
 @gluon.jit
 def fetch(records, place, tile, nth, entry, block_id, source, A: gl.constexpr):
-    """Sends for the records of a tile. Rows that do not live become zeros. Returns which live."""
+    """Starts loading the records of a tile. Rows that are not live become zeros. Returns which
+    are."""
     if A.ENTRIES:
         if tile < A.WINDOW // TILE:
             live = _fetch_window(records, place, tile, nth, source, A)
@@ -166,7 +167,7 @@ def _hand_over_window(keys, halves, records, stage, phase):
     """Decodes a tile of the window into its stage, once that is free."""
     low = records.low.index(stage).load(_LOADED)
     high = records.high.index(stage).load(_LOADED)
-    # two scales of 32 channels for each span of 64, which two threads have each
+    # two scales of 32 channels for each span of 64; two threads share each scale
     scales = reinterpret(records.window_scales, gl.uint16, [AHEAD, TILE, 8], _PLAIN)
     scales = scales.index(stage).permute((1, 0))  # [spans, keys]
     row: gl.constexpr = gl.SliceLayout(2, _EIGHTS_SCALE)

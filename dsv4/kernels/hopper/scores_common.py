@@ -2,7 +2,7 @@
 a thread has, and how the lanes of a key end its score.
 
 A thread loads the words of keys that it decodes, which are those that the matrix instruction takes
-from its registers: the order of channels within a span is free, and queries have it too."""
+from its registers: the order of channels within a span is free, and queries use the same order."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ _QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 _VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 8, rank=2))
 
-# A word of eight codes → the low and the high ones of its bytes as E4M3. A low code's sign has to
-# travel two places farther than the rest: 0x60 makes a carry of it.
+# A word of eight codes → the low and the high ones of its bytes as E4M3. A low code's sign must
+# move two places farther than the rest: 0x60 makes a carry of it.
 DECODE = gl.constexpr("""
     {
     .reg .b32 low, high;
@@ -109,8 +109,9 @@ SCALED_E4M3 = gl.constexpr("""
 
 def finish(second: str, last: str) -> str:
     """PTX that adds up four lanes for two keys, whose sums are $2 and $3; where `second` is not 0 a
-    lane goes on with the second one, into $0. `last` multiplies by `power`, the key's, and adds 0,
-    which makes one zero of both. A NaN is the highest of all numbers and becomes the usual one."""
+    lane continues with the second one, into $0. `last` multiplies by `power`, the key's, and adds
+    0, which maps both zeros to one. A NaN is the highest of all numbers and becomes the usual
+    one."""
     return f"""
     {{
     .reg .pred second;
@@ -140,8 +141,8 @@ def load_spans(at):
 @gluon.jit
 def coded_query(q, LEAST: gl.constexpr):
     """A query's spans as bytes of E4M3 numbers [heads, channels], in the order of `decode`, each
-    head's largest value from 256 to 384; bf16's exponent of these values, but at least LEAST, and
-    255 for a NaN; and the powers that heads were multiplied by."""
+    head's largest value between 256 and 384; bf16's exponent of these values, but at least LEAST,
+    and 255 for a NaN; and the powers that heads were multiplied by."""
     q0, q1, q2, q3 = q
     largest = gl.inline_asm_elementwise(LARGEST, "=r,r,r,r,r", [q0, q1, q2, q3], gl.int16, True, 2)
     exponent = gl.maximum(gl.max(largest.to(gl.int32), axis=1) >> 7, LEAST)
@@ -208,8 +209,8 @@ def lane_sums(x):
 
 @gluon.jit
 def placed(x):
-    """Scores [warps, entries, lanes], and the entry and the lane of each. Of a thread's two entries
-    the first one's place in x [keys, lanes] holds what it went on with."""
+    """Scores [warps, entries, lanes], and the entry and the lane of each. Of a thread's two
+    entries, the place of the first one in x [keys, lanes] holds the one that it continued with."""
     x = gl.permute(gl.reshape(x, [_WARPS, 2, _HALF, _LANES]), (0, 2, 3, 1))
     score, _ = gl.split(x)
     layout: gl.constexpr = score.type.layout
