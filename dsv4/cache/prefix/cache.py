@@ -583,13 +583,6 @@ class PrefixCache:
             not references(b) for b in self.pins.block_ids().union(excluding)
         )
 
-    def rebuild(self, reserved: Collection[int], lost: Collection[object]) -> None:
-        """After an interrupt: pins and snapshots anew, from what the index keeps. `reserved` rows
-        are an open plan's, `lost` pins nobody has; fetches are over, with what they pinned."""
-        self.index.rebuild()
-        self.pins.rebuild(lost)
-        self.rows.rebuild(self.index.nodes(), reserved)
-
     def _note_reuse(self) -> None:
         if self.before_reuse is not None:
             self.before_reuse()

@@ -362,7 +362,7 @@ class Transfers:
 
     # ---- afterwards ------------------------------------------------------------------------------
 
-    def rebuild(self) -> None:
+    def end_fetches(self) -> None:
         """After an interrupt: nothing is in flight any more."""
         self.copies.finish()
         sent = {id(parcel) for going in self._going for parcel in going.parcels}
