@@ -238,7 +238,7 @@ def _compute(manager: KVCacheManager, ids: NDArray[np.int64], device: str) -> fl
             tokens = min(CHUNK, len(ids) - request.length)
             plan = manager.prepare_forward([(request, tokens)])
             for layer in layers:
-                handle = manager.acquire(layer, plan)
+                handle = manager.acquire(layer, plan.batch)
                 spec, rope = model.layers[layer], weights[layer].rope
                 rows = [each[:tokens] for each in inputs[spec.attention]]
                 handle.append(*rows, weights=weights[layer])

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from dsv4.cache.changes import Guard
 from dsv4.cache.memory import CacheMemory
-from dsv4.cache.prefix.cache import PrefixCache, PrefixMatch
-from dsv4.cache.prefix.resume import Resume
+from dsv4.cache.prefix.cache import PrefixCache
+from dsv4.cache.prefix.resume import PrefixMatch, Resume
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request, RequestTable
 

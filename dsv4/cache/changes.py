@@ -304,7 +304,7 @@ def in_turn(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P
         if self.thread != threading.get_ident() and self.thread is not None:
             raise ThreadError(
                 f"{name} came from another thread than the one that acquired this handle: call "
-                f"manager.acquire(layer, plan) in the thread that uses it"
+                f"manager.acquire(layer, batch) in the thread that uses it"
             )
         turn = self.turn
         visit: Visit = (sys._getframe(), name, 0, NOTHING_BEGUN)

@@ -15,25 +15,24 @@ from torch import Tensor
 from dsv4.backends import load_backend
 from dsv4.cache.admission import Admission
 from dsv4.cache.arena import Arena
+from dsv4.cache.batch import Batch
 from dsv4.cache.changes import LOGGER, Guard, Turn, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
 from dsv4.cache.options import ManagerOptions, Settings
-from dsv4.cache.prefix.cache import LearnedIds, PrefixCache, PrefixMatch
+from dsv4.cache.prefix.cache import LearnedIds, PrefixCache
 from dsv4.cache.prefix.index import BlockEvent
 from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prefix.prompt import Prompt
-from dsv4.cache.prefix.resume import Resume
+from dsv4.cache.prefix.resume import PrefixMatch, Resume
 from dsv4.cache.prefix.snapshots import SnapshotPool
 from dsv4.cache.prefix.trail import TokenIds, TokenTrail, token_ids
 from dsv4.cache.prepare_forward import (
     ForwardPlan,
     PlanOptions,
-    StepOptions,
     check_step,
     fill_new_blocks,
     following,
-    make_halves,
     make_plan,
 )
 from dsv4.cache.recover import recover_books
@@ -132,7 +131,7 @@ class KVCacheManager(Uncopied):
         self.prefix: PrefixCache | None = None
         if prefix is not None:
             self.prefix = PrefixCache(schema, self.table.allocator, prefix, place)
-            self.table.reclaimer = self.prefix
+            self.table.reclaimer = self.prefix.blocks
         self.transfers = self._transfers(settings.tiers) if settings.tiers else None
         self.open_plans: list[ForwardPlan] = []
         self.guard = Guard()
@@ -336,7 +335,7 @@ class KVCacheManager(Uncopied):
             shared = [node.block_id for node in self.prefix.match(trail).nodes]
         short = self.schema.blocks_for(count) - len(shared) - self.table.allocator.free
         fits = short <= 0 or (
-            self.prefix is not None and self.prefix.evictable_blocks(excluding=shared) >= short
+            self.prefix is not None and self.prefix.blocks.evictable(excluding=shared) >= short
         )
         return fits and bool(self.table.free_slots)
 
@@ -364,7 +363,7 @@ class KVCacheManager(Uncopied):
         if self.prefix is None or found is None:
             return self._admission.begin(count)
         trail = found.copy() if isinstance(prompt, Prompt) else found
-        match = self.prefix.match(trail) if reuse else self.prefix.no_match(trail)
+        match = self.prefix.match(trail, reuse=reuse)
         return self._admission.after(self.prefix, match, trail)
 
     @changes
@@ -444,7 +443,7 @@ class KVCacheManager(Uncopied):
                 f"known (supply_ids), and the salt must be the same"
             )
         resume = self._admission.go_on(request, trail.copy(), count)
-        prefix.note_continued(request)
+        prefix.use(PrefixMatch([], resume, None), trail)
         return resume
 
     @changes
@@ -623,7 +622,7 @@ class KVCacheManager(Uncopied):
             if blocks is None
             else require_count("blocks", blocks, at_least=0)
         )
-        return self._prefix_cache().evict(most, or_fewer=True)
+        return self._prefix_cache().blocks.evict(most)
 
     # ---- tiers -------------------------------------------------------------------------------
 
@@ -779,7 +778,7 @@ class KVCacheManager(Uncopied):
         handoff = self._handing_over()
         self.table.require_live(request)
         request.require("offer")
-        most, written = self.schema.max_narrow_tokens, request.written_tokens
+        most, written = self.schema.max_decode_tokens, request.written_tokens
         for plan in self.open_plans:
             if request not in plan.requests:
                 continue
@@ -885,7 +884,7 @@ class KVCacheManager(Uncopied):
         *,
         pad_tokens: int | None = None,
         pad_requests: int | None = None,
-        behind: ForwardPlan | None = None,
+        after: ForwardPlan | None = None,
         accepted: Tensor | None = None,
         drafts: int = 0,
         chunks_apart: bool = False,
@@ -897,15 +896,15 @@ class KVCacheManager(Uncopied):
         the rows past the live ones do nothing. The plan stays open until `commit`, `abandon` or
         `fail`; `max_open_plans` of them, without a common request, may be open at once.
 
-        A step `behind` an open plan goes on where that one will leave its requests; up to
-        `schema.steps_ahead` plans may be open in front of it. How many tokens of the plan before
+        A step `after` an open plan goes on where that one will leave its requests; up to
+        `schema.steps_ahead` plans may be open before it. How many tokens of the plan before
         are kept is in `accepted`, int32 or int64 [its requests] on the device, read there when its
         turn comes; without it, all are. A chunk is always kept whole. Blocks are taken for as many
-        tokens as can be. Plans behind each other are prepared and run on one stream.
+        tokens as can be. Plans after each other are prepared and run on one stream.
 
-        With `drafts` the plan has so many `draft_steps`. With `chunks_apart` requests that have
-        more than `schema.max_narrow_tokens` come last; `plan.narrow_half` is what is padded and can
-        be captured, `plan.wide_half` the chunks.
+        With `drafts` the plan has that many batches in `plan.drafts`. With `chunks_apart` requests
+        that have more than `schema.max_decode_tokens` come last; `plan.decode` is what is padded
+        and can be captured, `plan.prefill` the chunks.
         Raises PlanError, OutOfBlocks, ContextOverflow or RequestError.
         """
         require_flag("chunks_apart", chunks_apart)
@@ -913,7 +912,7 @@ class KVCacheManager(Uncopied):
         buffers = self.memory.lanes[lane].buffers
         shape = self._step_readers[lane].read(steps)
         before = overlap.read_before(
-            self.schema, self.table, shape, behind, accepted, self.open_plans, self.device
+            self.schema, self.table, shape, after, accepted, self.open_plans, self.device
         )
         if self.open_plans:
             step_checks.disjoint(shape, self.open_plans, before)
@@ -949,31 +948,33 @@ class KVCacheManager(Uncopied):
             new_blocks = fill_new_blocks(
                 self.schema, buffers, growth, published.take(growing).tolist()
             )
-            numbers = (shape, starts, ends, reused)
-            options: StepOptions = {
-                "pad_tokens": pad_tokens,
-                "pad_requests": pad_requests,
-                "before": before,
-                "drafts": int(drafts),
-            }
             if chunks_apart:
-                chunk_buffers = self.memory.lanes[lane].chunk_buffers
-                chunk_buffers.wait()
-                plan = make_halves(self.schema, buffers, chunk_buffers, *numbers, **options)
-            else:
-                plan = make_plan(self.schema, buffers, *numbers, **options)
-            for each in (plan, *plan.halves, *plan.draft_steps):
-                each.lane = lane
+                self.memory.lanes[lane].chunk_buffers.wait()
+            plan = make_plan(
+                self.schema,
+                self.memory.lanes[lane],
+                shape,
+                starts,
+                ends,
+                reused,
+                pad_tokens=pad_tokens,
+                pad_requests=pad_requests,
+                before=before,
+                drafts=int(drafts),
+                chunks_apart=chunks_apart,
+            )
             if self.schema.model.draft_block:
                 lengths = self.table.numbers[LENGTH].take(shape.slots)
-                plan.window_lost = overlap.window_lost(self.schema, plan, lengths, written)
+                lost = overlap.window_lost(self.schema, plan, lengths, written)
+                for batch in plan.batches:
+                    batch.window_lost = lost
             if window_cut:
-                plan.window_cut, plan.sizes = True, (*plan.sizes, 1)
+                plan.batch.window_cut, plan.batch.sizes = True, (*plan.batch.sizes, 1)
             captures = None
-            if self.prefix is not None:
-                captures = self.prefix.plan_captures(plan.wide_half or plan)
+            if self.prefix is not None and plan.prefill is not None:
+                captures = self.prefix.plan_captures(plan.prefill)
             self.memory.send(new_blocks, buffers)
-            if plan.wide_half is not None:
+            if len(plan.batches) > 1:
                 self.memory.lanes[lane].chunk_buffers.send()
             if plan.unknown_starts is not None:
                 self.backend.follow(following(self.schema, buffers, plan, accepted))
@@ -985,9 +986,8 @@ class KVCacheManager(Uncopied):
             self.table.numbers[PUBLISHED, shape.slots.take(growing)] = growth.blocks
         if captures is not None:
             assert self.prefix is not None
-            plan.captures = captures
-            if plan.wide_half is not None:
-                plan.wide_half.captures = captures
+            assert plan.prefill is not None
+            plan.prefill.captures = captures
             self.prefix.settle_captures(captures)
         self.guard.change.hand_out(plan)
         self.open_plans.append(plan)
@@ -1055,20 +1055,20 @@ class KVCacheManager(Uncopied):
         with progress_bar(progress) as told:
             return self.backend.warm_up(calls, workers=most, progress=told)
 
-    def acquire(self, layer: int, plan: ForwardPlan | None = None) -> LayerCacheHandle:
-        """The handle of one layer, bound to an open plan, to a half of one or to a draft step.
-        Allocates nothing; the same object each time. Without a plan it only reads."""
+    def acquire(self, layer: int, batch: Batch | None = None) -> LayerCacheHandle:
+        """The handle of one layer, bound to a batch of an open plan. Allocates nothing; the same
+        object each time. Without a batch it only reads."""
         # engines call this for every layer of every step: calls are left out where they can be
-        is_part = getattr(plan, "whole", None) is not None
-        handles = self._handles[getattr(plan, "lane", 0)][is_part and _is_wide_half(plan)]
+        handles = self._handles[0][0]
         if (type(layer) is not int and not is_whole(layer)) or not 0 <= layer < len(handles):
             raise InvalidInput(f"layer {layer} of a model with {len(handles)} layers")
         if self.guard.number in self.guard.visits:
             self.guard.refuse("acquire")
-        if plan is not None:
-            step_checks.bound(layer, plan, self.open_plans)
+        if batch is not None:
+            step_checks.bound(layer, batch, self.open_plans)
+            handles = self._handles[batch.lane][not (batch.alone or batch.is_decode)]
         handle = handles[layer]
-        handle.bind(plan)
+        handle.bind(batch)
         return handle
 
     @changes
@@ -1083,7 +1083,7 @@ class KVCacheManager(Uncopied):
         """The step happened: lengths move by `accepted` tokens per request (default: all).
 
         Rejected tokens vanish because nothing at or past the length is ever read. At most
-        `schema.max_narrow_tokens` of a request may be rejected. Of plans behind each other the
+        `schema.max_decode_tokens` of a request may be rejected. Of plans after each other the
         first is committed first, with the counts that the device had. `ids` are those of the
         step's tokens in the plan's order: with them the prefix cache keeps what requests admitted
         with ids generate; without one they are ignored.
@@ -1112,7 +1112,7 @@ class KVCacheManager(Uncopied):
         overlap.require_first(plan)
         kept = step_checks.accepted(self.schema, plan, accepted)
         overlap.require_kept(plan, kept, self.open_plans)
-        if plan.window_cut:
+        if plan.batches[0].window_cut:
             step_checks.whole_replays(plan, kept, self.table.numbers[REUSED].take(plan.slots))
         ends = plan.starts + kept
         learned: LearnedIds | None = None
@@ -1145,12 +1145,12 @@ class KVCacheManager(Uncopied):
 
     def _abandon(self, plan: ForwardPlan) -> None:
         overlap.require_last(plan, self.open_plans)
-        chunks = plan.wide_half or plan
-        if not chunks.narrow and (chunks.touched or chunks.appended_layers):
+        chunks = plan.prefill
+        if chunks is not None and (chunks.touched or chunks.appended_layers):
             raise PlanError(
                 f"layers {sorted(chunks.appended_layers | chunks.unfinished_layers)[:4]} already "
                 f"wrote {plan.shape.most_tokens} tokens of a request, more than the "
-                f"{self.schema.max_narrow_tokens} that can be undone: call fail(plan); "
+                f"{self.schema.max_decode_tokens} that can be undone: call fail(plan); "
                 f"nothing of it is cached"
             )
         if self.prefix is not None:
@@ -1164,7 +1164,7 @@ class KVCacheManager(Uncopied):
 
         Nothing of it is cached and lengths stay. Requests whose rings have lost more than they can
         get back (those with a chunk, if any layer has begun to write) can only be rewound, reset or
-        released: `request.is_torn` tells. All others just go on. Plans behind this one fail with
+        released: `request.is_torn` tells. All others just go on. Plans after this one fail with
         it. Raises PlanError.
         """
         step_checks.open_plan(plan, self.open_plans)
@@ -1199,7 +1199,7 @@ class KVCacheManager(Uncopied):
         self.table.note_written(plan.slots[ran], plan.latest_ends[ran])
 
     def _close(self, plan: ForwardPlan) -> None:
-        plan.done = True
+        plan.close()
         self.open_plans.remove(plan)
 
     def _free_lane(self) -> int:
@@ -1238,7 +1238,7 @@ class KVCacheManager(Uncopied):
         allocator, live, going = self.table.allocator, self.requests, self._going()
         free, idle = allocator.left_by([request.block_ids for request in going])
         pinned: Collection[int] = () if self.prefix is None else self.prefix.pins.block_ids()
-        evictable = 0 if self.prefix is None else self.prefix.evictable_blocks()
+        evictable = 0 if self.prefix is None else self.prefix.blocks.evictable()
         return Stats(
             blocks_total=allocator.total,
             blocks_free=allocator.free + len(free),
@@ -1331,7 +1331,3 @@ class KVCacheManager(Uncopied):
         self.table.allocator.share(block_ids)
         request.block_ids[span] = block_ids
         self.table.allocator.release(own)
-
-
-def _is_wide_half(plan: object) -> bool:
-    return isinstance(plan, ForwardPlan) and plan.whole is not None and not plan.narrow

@@ -78,8 +78,8 @@ def _plans(
     still_open = []
     for plan in open_plans:
         moved = bool((table.numbers[LENGTH, plan.slots] != plan.starts).any())
-        if plan.done or (moved and plan.behind is None) or plan in handed_out:
-            plan.done = True
+        if plan.done or (moved and plan.after is None) or plan in handed_out:
+            plan.close()
             overlap.move_up(plan, table, open_plans)
         else:
             still_open.append(plan)

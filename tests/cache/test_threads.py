@@ -218,7 +218,7 @@ def test_a_call_of_a_handle_keeps_nothing_that_it_was_given():
     stack = tiny_stack(max_requests=2)
     request = stack.manager.admit_request(8)
     plan = stack.manager.prepare_forward([(request, 8)])
-    handle = stack.manager.acquire(0, plan)
+    handle = stack.manager.acquire(0, plan.batch)
     kv = torch.zeros((8, stack.schema.model.head_dim), dtype=torch.bfloat16)
     gone = weakref.ref(kv)
     gc.disable()
@@ -268,7 +268,7 @@ def test_after_an_interrupt_in_a_handle_another_thread_may_use_the_plan(inside: 
         interrupts, caught = Interrupts(at, files, inside=inside), False
         try:
             with interrupts.injected():
-                handle = manager.acquire(0, plan)
+                handle = manager.acquire(0, plan.batch)
                 handle.append(kv, *projections, weights=stack.weights[0])
         except KeyboardInterrupt:
             caught = True
@@ -357,7 +357,7 @@ def test_no_handle_is_used_while_its_plan_ends(end: str):
     request = manager.admit_request(8)
     plan = manager.prepare_forward([(request, 1)])
     stack.write(plan, [text.stream])
-    handle = manager.acquire(0, plan)
+    handle = manager.acquire(0, plan.batch)
     kv, projections = stack.inputs(plan, [text.stream], 0)
     found: list[type[BaseException] | None] = []
     close = manager._close

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.changes import LOGGER
-from dsv4.cache.prefix.cache import Fresh, PrefixCache, PrefixMatch
+from dsv4.cache.prefix.cache import PrefixCache
+from dsv4.cache.prefix.observer import NewlyCached
+from dsv4.cache.prefix.resume import PrefixMatch
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request, RequestTable
 from dsv4.cache.state import StateLayout, copy_payload
@@ -130,17 +132,14 @@ class Transfers:
             labels=self.labels,
             block_arena=block_arena,
         )
-        self._outbox: deque[Fresh] = deque()
-        prefix.outbox = self._outbox
-        prefix.before_reuse = self._before_reuse
-        prefix.on_use = self._on_use
-        prefix.index.has_tiers = True
+        self._outbox: deque[NewlyCached] = deque()
         self._gathering: list[Parcel] = []
         self._going: list[CopyBatch] = []
         self._copying = 0
         self._last_down: Mark | None = None
         self._copied = self._copied_bytes = self._stored = self._dropped = 0
         self.suspended = self.resumed = 0
+        prefix.observe(self)
 
     def _staging(self) -> HostTier:
         """Host memory that records only pass through."""
@@ -169,19 +168,19 @@ class Transfers:
         rows: list[tuple[Tensor, Parcel]] = []
         self._gathering = []
         while self._outbox and self._copying + len(rows) < MOST_COPYING:
-            fresh = self._outbox[0]
-            source = self._source(fresh)
+            new = self._outbox[0]
+            source = self._source(new)
             if source is None:  # evicted before its turn
                 self._dropped += 1
             else:
-                label = self._label(fresh)
+                label = self._label(new)
                 row = self.host.take(label, passing=self._passes)
                 if row is not None:
                     self._gathering.append(Parcel(row))
                     rows.append((source, self._gathering[-1]))
                 elif self.host_is_tier and self.host.holds(label.key):
-                    if not fresh.is_snapshot:
-                        fresh.node.stored = True
+                    if not new.is_snapshot:
+                        new.node.stored = True
                 elif not self._passes and self.host.is_lost(label):
                     self._dropped += 1  # nobody wants it, and nobody waits for it
                 elif rows or self._copying or not self.courier.idle or self.fetches.open:
@@ -216,17 +215,17 @@ class Transfers:
             self._copying -= len(parcels)
             self.courier.send(self._going.pop().parcels)
 
-    def _source(self, fresh: Fresh) -> Tensor | None:
-        node = fresh.node
+    def _source(self, new: NewlyCached) -> Tensor | None:
+        node = new.node
         if self._prefix.index.get(node.digest) is not node:
             return None
-        if not fresh.is_snapshot:
+        if not new.is_snapshot:
             return self._block_arena[node.block_id]
         return None if node.snapshot is None else self._prefix.pool.bytes[node.snapshot]
 
-    def _label(self, fresh: Fresh) -> Label:
-        kind = Kind.SNAPSHOT if fresh.is_snapshot else Kind.BLOCK
-        return self.labels.make(kind, fresh.node.digest, fresh.parent, fresh.tokens)
+    def _label(self, new: NewlyCached) -> Label:
+        kind = Kind.SNAPSHOT if new.is_snapshot else Kind.BLOCK
+        return self.labels.make(kind, new.node.digest, new.parent, new.tokens)
 
     def _note_stored(self) -> None:
         stored = self.courier.stored
@@ -238,7 +237,13 @@ class Transfers:
                 if node is not None:
                     node.stored = True
 
-    def _before_reuse(self) -> None:
+    # ---- what the prefix cache tells its observer ------------------------------------------------
+
+    def cached(self, new: NewlyCached) -> None:
+        """It is copied down with the next `pump`."""
+        self._outbox.append(new)
+
+    def before_reuse(self) -> None:
         """Memory that is being copied is written to by what comes next on the current stream only
         after the copy."""
         if self._last_down is not None:
@@ -246,7 +251,7 @@ class Transfers:
             if self._last_down.passed:
                 self._last_down = None
 
-    def _on_use(self, match: PrefixMatch, trail: TokenTrail) -> None:
+    def used(self, match: PrefixMatch, trail: TokenTrail) -> None:
         """What is used on the device is used below: else it would be the first to go there."""
         if not match.nodes:
             return
@@ -256,6 +261,8 @@ class Transfers:
             snapshot = self.labels.of_block(trail, block, Kind.SNAPSHOT)
         for tier in self._asked:
             tier.use(blocks, snapshot)
+
+    # ---- the end ---------------------------------------------------------------------------------
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until all that was cached is kept below, or dropped; whether that is so."""

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from dsv4.cache.batch import Batch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions
@@ -240,13 +241,21 @@ class Lockstep:
             self._plans[id(plan)] = tuple(theirs)
             return plan
 
-    def acquire(self, layer: int, plan: ForwardPlan | None = None) -> LayerCacheHandle:
+    def acquire(self, layer: int, batch: Batch | None = None) -> LayerCacheHandle:
         if layer not in self._places:
             raise InvalidInput(f"layer {layer} of a model with {len(self._places)} layers")
         nth, local = self._places[layer]
-        if nth and plan is not None:
-            plan = self._plans[id(plan)][nth - 1]
-        return self.managers[nth].acquire(local, plan)
+        if nth and batch is not None:
+            batch = self._twin_of(batch, nth)
+        return self.managers[nth].acquire(local, batch)
+
+    def _twin_of(self, batch: Batch, nth: int) -> Batch:
+        """The batch of the same rows on another device."""
+        for plan in self._first.open_plans:
+            for own, twin in zip(plan.batches, self._plans[id(plan)][nth - 1].batches, strict=True):
+                if own is batch:
+                    return twin
+        return batch  # which the other manager refuses
 
     def commit(self, plan: ForwardPlan, *, partial: bool = False, **options: Any) -> None:
         """Raises PlanError for a step that lacks a layer on any device, and none has moved."""
