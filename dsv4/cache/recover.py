@@ -48,8 +48,7 @@ def recover_books(
         handoff.rebuild()
     cached: list[int] = []
     if prefix is not None:
-        taken = [plan.captures.captures for plan in still_open if plan.captures is not None]
-        prefix.rebuild({capture.row for captures in taken for capture in captures}, handed_out)
+        prefix.rebuild(prefix.captures.rows_of(still_open), handed_out)
         cached = [node.block_id for node in prefix.index.nodes()]
     _slots(table, handed_out)
     _blocks(table, cached)
