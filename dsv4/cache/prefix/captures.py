@@ -3,7 +3,7 @@ chunk, which crosses boundaries whose state is in no ring once it is over.
 
     plan     chooses the boundaries and the rows of the pool, when a step is prepared
     reserve  the rows belong to the plan, which is sure to come now
-    …        each layer hands over its part around its append (`ChunkCaptures`, called by the handle)
+    …        each layer hands over its part around its append: the handle calls `ChunkCaptures`
     finish   attaches what is complete to the blocks, when the step is committed
 """
 

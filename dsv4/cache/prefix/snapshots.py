@@ -1,4 +1,4 @@
-"""The pool of snapshots: the state of requests at block boundaries, in a bounded arena of its own."""
+"""The pool of snapshots: states of requests at block boundaries, in a bounded arena of its own."""
 
 from __future__ import annotations
 
