@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TypeVar
 
@@ -356,14 +356,7 @@ class PrefixCache:
         else:
             self.rows.attach(node, row)
 
-    # ---- memory ------------------------------------------------------------------------------
-
-    def rebuild(self, reserved: Collection[int], lost: Collection[object]) -> None:
-        """After an interrupt: pins and snapshots anew, from what the index keeps. `reserved` rows
-        are an open plan's, `lost` pins nobody has; fetches are over, with what they pinned."""
-        self.index.rebuild()
-        self.pins.rebuild(lost)
-        self.rows.rebuild(self.index.nodes(), reserved)
+    # ---- looking -----------------------------------------------------------------------------
 
     def stats(self, *, idle_blocks: int) -> PrefixStats:
         return PrefixStats(
