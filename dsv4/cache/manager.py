@@ -63,7 +63,8 @@ if TYPE_CHECKING:
     from dsv4.cache.handoff.handoff import Handoff
     from dsv4.cache.handoff.options import HandoffOptions
     from dsv4.cache.transfers.fetch import Fetch
-    from dsv4.cache.transfers.transfers import Suspended, Transfers
+    from dsv4.cache.transfers.offload import Suspended
+    from dsv4.cache.transfers.transfers import Transfers
     from dsv4.tiers.tier import Tier
 
 FETCH_POLL_S = 0.0002

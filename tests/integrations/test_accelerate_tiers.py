@@ -20,7 +20,7 @@ from dsv4.tiers.host import HostTier
 from tests.integrations.fast_v4 import fast, generate, manager_of, plain_model
 from tests.integrations.test_accelerate_prefix import counted, ids
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 NEW_TOKENS = 9
 OPTIONS = PrefixOptions(model_id="tiny weights, seed 0")
 
@@ -32,7 +32,11 @@ def process(root: Path, **options: Any) -> Iterator[tuple[Any, list[int], DiskTi
     try:
         with (
             fast(
-                plain_model(), prefix=OPTIONS, tiers=[HostTier(4 << 20), disk], **options
+                plain_model(),
+                prefix=OPTIONS,
+                tiers=[HostTier(4 << 20), disk],
+                fetch_timeout_s=TIMEOUT_S,
+                **options,
             ) as model,
             counted(model) as runs,
         ):

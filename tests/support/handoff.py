@@ -19,7 +19,7 @@ from tests.support.stack import Stack, readable_bytes
 from tests.support.tiered import options
 
 MODEL = "tiny 1"
-PATIENT_S = 60.0  # where nothing is to be late, on the slowest machine
+PATIENT_S = 240.0  # where nothing is to be late, on the slowest machine
 
 
 def side(
