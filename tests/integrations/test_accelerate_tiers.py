@@ -95,6 +95,28 @@ def test_a_batch_goes_on_row_by_row(tmp_path: Path) -> None:
     assert found.sequences.tolist() == expected(question).sequences.tolist()
 
 
+def test_weights_that_are_loaded_again_find_what_was_stored(tmp_path: Path) -> None:
+    prompt = ids(300, 1)
+    with process(tmp_path) as (model, runs, disk):
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+        first = say(model, prompt)
+        assert manager_of(model).drain_tiers(TIMEOUT_S)
+        stored = disk.stats().stored
+        manager_of(model).evict()
+        model.load_state_dict(values)
+        runs.clear()
+        again = say(model, prompt)
+        assert sum(runs) < 60 + NEW_TOKENS
+        assert torch.equal(again.sequences, first.sequences)
+        assert manager_of(model).drain_tiers(TIMEOUT_S)
+        assert disk.stats().stored == stored
+        with torch.no_grad():
+            model.model.layers[1].self_attn.kv_proj.weight[3, 5] += 0.01
+        runs.clear()
+        say(model, prompt)
+        assert sum(runs) >= 300
+
+
 def test_tiers_that_are_gone_cost_time_and_nothing_else(tmp_path: Path) -> None:
     prompt = ids(200, 8)
     with process(tmp_path) as (model, runs, disk):
