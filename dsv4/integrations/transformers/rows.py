@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,17 @@ Writer = Literal["transformers", "accelerate"]
 Ids = NDArray[np.int64]
 UNKNOWN_ID = -1
 _FIRST_COLUMNS = 256
+
+
+_Verb = TypeVar("_Verb", bound=Callable[..., Any])
+
+
+def uncompiled(verb: _Verb) -> _Verb:
+    """torch.compile(model) compiles what is around the cache, which keeps its books in Python."""
+    disabled: _Verb = torch.compiler.disable(
+        verb, reason="dsv4: a PagedCache runs as it is; compile the model without fullgraph"
+    )
+    return disabled
 
 
 class History:
@@ -478,6 +489,7 @@ class CacheRows:
 
     # ---- steps of transformers' own layers -------------------------------------------------
 
+    @uncompiled
     def observe(self, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         """A forward begins that has this cache. Raises InvalidInput for masks and positions that
         transformers' own layers would take for something else."""
