@@ -922,7 +922,8 @@ class KVCacheManager(Uncopied):
         )
         growth = self.table.reserve_step(step.shape.requests, step.shape.slots, step.ends)
         try:  # the device first, the table of live requests last and at once
-            lane.wait(chunks_apart=chunks_apart)
+            for buffers in lane.both_buffers[: 1 + chunks_apart]:
+                buffers.wait()
             new_blocks = lane.buffers.fill_new_blocks(growth)
             plan = make_plan(
                 lane,
@@ -939,7 +940,7 @@ class KVCacheManager(Uncopied):
             captures = None
             if self.prefix is not None and plan.prefill is not None:
                 captures = self.prefix.plan_captures(plan.prefill)
-            self.memory.send(lane, new_blocks, chunks_apart=len(plan.batches) > 1)
+            self.memory.send(new_blocks, *lane.both_buffers[: len(plan.batches)])
             if plan.unknown_starts is not None:
                 self.backend.follow(following(lane.buffers, plan, accepted))
         except BaseException:  # of the device, out of memory, or a key pressed

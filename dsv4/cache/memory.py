@@ -49,6 +49,7 @@ class Lane:
             max_tokens=max_tokens,
             device=block_table.device,
         )
+        self.both_buffers = self.buffers, self.chunk_buffers
         self.workspace = Workspace(
             schema,
             backend,
@@ -56,12 +57,6 @@ class Lane:
             max_tokens=max_tokens,
             max_items=self.buffers.most_items,
         )
-
-    def wait(self, *, chunks_apart: bool) -> None:
-        """Until no copy reads the host's buffers any more."""
-        self.buffers.wait()
-        if chunks_apart:
-            self.chunk_buffers.wait()
 
 
 class CacheMemory:
@@ -119,9 +114,8 @@ class CacheMemory:
         row = self.block_table[slot, first : first + len(block_ids)]
         row.copy_(host, non_blocking=True)
 
-    def send(self, lane: Lane, new_blocks: int, *, chunks_apart: bool) -> None:
+    def send(self, new_blocks: int, buffers: StepBuffers, *others: StepBuffers) -> None:
         """A step's index tensors to the device, and from there its new blocks to the table."""
-        buffers = lane.buffers
         buffers.send()
         if new_blocks:
             self._flat_table.index_copy_(
@@ -129,8 +123,8 @@ class CacheMemory:
                 buffers.cut("new_block_at", new_blocks),
                 buffers.cut("new_block_id", new_blocks),
             )
-        if chunks_apart:
-            lane.chunk_buffers.send()
+        for each in others:
+            each.send()
 
     def memory_bytes(self, *, snapshots: int = 0) -> MemoryBytes:
         """Bytes allocated here, and those of the prefix cache beside them."""
