@@ -179,7 +179,7 @@ class Engine:
     def end_jobs(self) -> None:
         """What is over, cancelled or refused gives its memory back, once no step under way has it.
         Its prefix stays cached."""
-        for job in [job for job in self.jobs if job.done and not self.in_flight(job)]:
+        for job in [job for job in self.jobs if job.is_over and not self.in_flight(job)]:
             self.leave(job)
             self.jobs.remove(job)
 
@@ -188,7 +188,7 @@ class Engine:
         request, job.request = job.request, None
         if request is not None:
             self.manager.release_request(request)
-        if not job.done:
+        if not job.is_over:
             job.prompt = self.manager.prompt(job.tokens, job.salt)
 
     def admit(self) -> None:
@@ -214,7 +214,7 @@ class Engine:
         def is_cheap(job: Job) -> bool:
             return 2 * self.manager.look_up(job.prompt).start > len(job.prompt)
 
-        waiting = [job for job in self.jobs if job.request is None and not job.done]
+        waiting = [job for job in self.jobs if job.request is None and not job.is_over]
         return max(waiting[:LOOK_AHEAD], key=is_cheap, default=None)
 
     def schedule(self) -> list[Share]:
@@ -236,7 +236,7 @@ class Engine:
             missing -= flying.samples  # at least
             if flying.count <= 1 + schema.max_draft_tokens:
                 left = min(left, 1 + schema.max_draft_tokens)  # a chunk is not behind drafts
-        if job.done or missing <= 0 or left <= 0 or start >= schema.max_context:
+        if job.is_over or missing <= 0 or left <= 0 or start >= schema.max_context:
             return None
         drafts = 0
         if len(ids) <= 1:

@@ -66,7 +66,7 @@ TORCH_FREE = {
     "dsv4.cache.handoff.options",
     "dsv4.cache.handoff.probe",
     "dsv4.cache.handoff.rows",
-    "dsv4.cache.transfers.courier",
+    "dsv4.cache.transfers.worker",
     "dsv4.cache.transfers.labels",
     "dsv4.planner",
 }

@@ -122,7 +122,7 @@ def test_a_suspended_request_says_whether_a_tier_has_it() -> None:
     manager.drain_tiers(timeout_s=30)
     assert suspended.stored
     assert repr(suspended) == "Suspended(40 tokens, stored)"
-    suspended._parcel, suspended._kept = None, False
+    suspended._record, suspended._kept = None, False
     assert repr(suspended) == "Suspended(40 tokens, not stored)"
     tier.close(1.0)
 

@@ -17,7 +17,6 @@ from dsv4.cache.batch import ENTRIES, TAILS, WINDOW, Batch
 from dsv4.cache.changes import Uncopied, in_turn
 from dsv4.cache.memory import LayerMemory
 from dsv4.cache.pages import CompressorLayout
-from dsv4.cache.prefix.snapshots import WideCaptures
 from dsv4.cache.repeats import Key, Repeats
 from dsv4.cache.views import ClassicalView, IndexerView, SWAView
 from dsv4.cache.workspace import Workspace
@@ -140,7 +139,7 @@ class LayerCacheHandle(Uncopied):
         if batch.captures is not None:  # which take what the calls are built from
             for call in build():
                 call()
-            self._take_window(batch.captures)
+            batch.captures.after_append(self.layer)
         else:
             given = (kv, c, z, index_c, index_z, *_tensors_of(weights))
             call_key = ("append", batch.sizes, batch.item_counts)
@@ -162,7 +161,7 @@ class LayerCacheHandle(Uncopied):
         step = self.step_tensors(batch, weights)
         batch.begin_append(self.layer)
         if batch.captures is not None:
-            batch.captures.take_tails(self.layer, self._slot_arena, writes)
+            batch.captures.before_append(self.layer, writes)
         return [partial(self.backend.append, step, window, writes)]
 
     def _repeated(
@@ -196,7 +195,7 @@ class LayerCacheHandle(Uncopied):
         batch.begin_append(self.layer)
         self.backend.append(step, window, ())
         if batch.captures is not None and self._parts == WINDOW:
-            self._take_window(batch.captures)
+            batch.captures.after_append(self.layer)
         batch.note_part(self.layer, WINDOW, self._parts)
 
     @in_turn
@@ -290,10 +289,6 @@ class LayerCacheHandle(Uncopied):
     def note_entries(self) -> None:
         """The groups that close in the bound batch are in their blocks."""
         self.open_batch().note_part(self.layer, ENTRIES, self._parts)
-
-    def _take_window(self, captures: WideCaptures) -> None:
-        """The last of what a layer gives to a chunk's snapshots: then they have its part."""
-        captures.take_window(self.layer, self._workspace.staging, self._workspace.staging_page)
 
     def _compressor_writes(
         self,

@@ -20,12 +20,13 @@ from dsv4.cache.changes import LOGGER, Guard, Turn, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, Lane, LayerMemory
 from dsv4.cache.options import ManagerOptions, Settings
-from dsv4.cache.prefix.cache import LearnedIds, PrefixCache
+from dsv4.cache.prefix.cache import PrefixCache
 from dsv4.cache.prefix.index import BlockEvent
 from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume
 from dsv4.cache.prefix.snapshots import SnapshotPool
+from dsv4.cache.prefix.step_ids import StepIds
 from dsv4.cache.prefix.trail import TokenIds, TokenTrail, token_ids
 from dsv4.cache.prepare_forward import (
     ForwardPlan,
@@ -63,7 +64,8 @@ if TYPE_CHECKING:
     from dsv4.cache.handoff.handoff import Handoff
     from dsv4.cache.handoff.options import HandoffOptions
     from dsv4.cache.transfers.fetch import Fetch
-    from dsv4.cache.transfers.transfers import Suspended, Transfers
+    from dsv4.cache.transfers.offload import Suspended
+    from dsv4.cache.transfers.transfers import Transfers
     from dsv4.tiers.tier import Tier
 
 FETCH_POLL_S = 0.0002
@@ -939,7 +941,9 @@ class KVCacheManager(Uncopied):
                 overlap.note_lost_windows(self.schema, plan, self.table)
             captures = None
             if self.prefix is not None and plan.prefill is not None:
-                captures = self.prefix.plan_captures(plan.prefill)
+                captures = self.prefix.captures.plan(
+                    plan.prefill, self.slot_arena.bytes, lane.workspace
+                )
             self.memory.send(new_blocks, *lane.both_buffers[: len(plan.batches)])
             if plan.unknown_starts is not None:
                 self.backend.follow(following(lane.buffers, plan, accepted))
@@ -950,7 +954,7 @@ class KVCacheManager(Uncopied):
             self.table.settle_step(growth)
         if captures is not None and self.prefix is not None and plan.prefill is not None:
             plan.prefill.captures = captures
-            self.prefix.settle_captures(captures)
+            self.prefix.captures.reserve(captures)
         self.guard.change.hand_out(plan)
         self.open_plans.append(plan)
         return plan
@@ -1089,7 +1093,7 @@ class KVCacheManager(Uncopied):
         try:
             self._commit(plan, accepted, ids, partial=partial)
         finally:
-            turn.leave()
+            del turn.visits[turn.number]  # turn.leave, without a call
 
     def _commit(
         self,
@@ -1108,9 +1112,10 @@ class KVCacheManager(Uncopied):
         if plan.batches[0].window_cut:
             step_checks.whole_replays(plan, kept, self.table.numbers[REUSED].take(plan.slots))
         ends = plan.starts + kept
-        learned: LearnedIds | None = None
+        learned: StepIds | None = None
         if self.prefix is not None and ids is not None:
-            learned = self.prefix.read_ids(plan, kept, ends, token_ids(ids), self.table.recent)
+            block_tokens = self.schema.block_tokens
+            learned = StepIds.read(plan, kept, token_ids(ids), self.table.recent, block_tokens)
         if not step_checks.every_layer(plan, kept, partial=partial):
             for row in kept.nonzero()[0].tolist():
                 plan.requests[row].note_incomplete(int(plan.starts[row]))
@@ -1121,8 +1126,8 @@ class KVCacheManager(Uncopied):
             newest = plan.latest_ends
             if has_neighbours:
                 newest = overlap.newest(plan, self.open_plans)
-            recent, slots = self.table.recent, self.slot_arena.bytes
-            self.prefix.note_commit(plan, kept, ends, learned, recent, newest, slots, self._adopt)
+            slots = self.slot_arena.bytes
+            self.prefix.note_commit(plan, kept, ends, learned, newest, slots, self._adopt)
         if has_neighbours:
             overlap.move_up(plan, self.table, self.open_plans)
         self._close(plan)
@@ -1150,7 +1155,7 @@ class KVCacheManager(Uncopied):
                 f"nothing of it is cached"
             )
         if self.prefix is not None:
-            self.prefix.note_abandon(plan)
+            self.prefix.captures.give_back(plan)
         self._note_unkept(plan)
         self._close(plan)
 
@@ -1171,7 +1176,7 @@ class KVCacheManager(Uncopied):
                 turns.append(self._enter_turn(each))
             for each in failing:
                 if self.prefix is not None:
-                    self.prefix.note_abandon(each)
+                    self.prefix.captures.give_back(each)
                 self._note_unkept(each)
                 self._close(each)
         finally:
@@ -1186,7 +1191,9 @@ class KVCacheManager(Uncopied):
         open, ThreadError while a thread uses its handles."""
         step_checks.open_plan(plan, self.open_plans)
         turn = self.memory.lanes[plan.lane].workspace.turn
-        turn.enter_with(self.guard.visits[self.guard.number])
+        visit = self.guard.visits[self.guard.number]
+        if turn.visits.setdefault(turn.number, visit) is not visit:  # turn.enter, without a call
+            turn.come_past(visit)
         return turn
 
     def _note_unkept(self, plan: ForwardPlan) -> None:

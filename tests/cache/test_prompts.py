@@ -38,8 +38,8 @@ def compute(manager: KVCacheManager, ids: Any, **options: Any) -> None:
         count = min(500, request.resume.end - request.length)
         plan = manager.prepare_forward([(request, count)])
         plan.mark_appended()
-        if plan.captures is not None:
-            plan.captures.layers.update(range(len(SCHEMA.layers)))
+        if plan.prefill is not None and plan.prefill.captures is not None:
+            plan.prefill.captures.layers.update(range(len(SCHEMA.layers)))
         manager.commit(plan)
     manager.release_request(request)
 
@@ -108,11 +108,11 @@ def test_a_long_prompt_is_asked_about_in_a_few_looks():
             return super().__contains__(key)
 
     index._nodes = Counting(index._nodes)
-    begin = time.perf_counter()
+    begin = time.thread_time()
     assert manager.look_up(prompt) == Resume(
         start=0, reused_tokens=0, end=schema.max_context, source="nothing"
     )
-    assert time.perf_counter() - begin < 0.02
+    assert time.thread_time() - begin < 0.02
     assert 0 < looks <= 12
 
 

@@ -63,7 +63,7 @@ def test_many_jobs_that_come_and_go(step_tokens: int) -> None:
         while not unwanted.request:
             engine.step()
         engine.cancel(unwanted)
-        assert unwanted.done
+        assert unwanted.is_over
         assert not unwanted.generated
         while len(late.generated) < 2:
             engine.step()
@@ -468,7 +468,7 @@ def test_streams_of_several_threads_arrive_fairly(is_run: bool) -> None:
     taken, late = {}, []
 
     def choose(logits: Tensor, of: Any) -> Tensor:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while any(taken[job] < len(job.generated) for job in readers):
             if late or time.monotonic() > until:
                 late.append([len(job.generated) - taken[job] for job in readers])

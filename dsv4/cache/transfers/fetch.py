@@ -29,7 +29,8 @@ from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import RequestTable
 from dsv4.cache.transfers.aside import Asked, cancel, progress_of
 from dsv4.cache.transfers.labels import Labels
-from dsv4.cache.transfers.loading import Incoming, Loading, Route, Source, Stage
+from dsv4.cache.transfers.loading import Incoming, Loading, Source, Stage
+from dsv4.cache.transfers.offload import Route
 from dsv4.tiers.host import HostRow
 from dsv4.tiers.record import Kind, Label
 from dsv4.tiers.tier import DONE, Ticket
