@@ -124,12 +124,12 @@ def _measure(
     step_inputs = random_inputs(schema, layers[0], batch) if tokens == 1 else None
 
     def make_call(layer: int) -> Call:
-        handle = manager.acquire(layer, plan)
+        handle = manager.acquire(layer, plan.batch)
         weights = random_weights(schema, layer, rope)
         inputs = step_inputs or random_inputs(schema, layer, batch * tokens)
 
         def call() -> None:
-            plan.appended_layers.clear()
+            plan.batch.appended_layers.clear()
             handle.append(*inputs, weights=weights)
 
         return call

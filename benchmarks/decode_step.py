@@ -20,9 +20,9 @@ from benchmarks.append import append_bytes, random_inputs, random_weights
 from benchmarks.case import Case, Measurement
 from benchmarks.lengths import set_length
 from benchmarks.timing import time_graph
+from dsv4.cache.batch import Batch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.warmup import available_processors
 from dsv4.model import AttentionType, LayerSpec, ModelSpec
@@ -118,11 +118,11 @@ class DecodeStep:
             chunks_apart=decodes > 0,
             **padding,
         )
-        self.halves = self.plan.halves or (self.plan,)
+        self.batches = self.plan.batches
         self.handles = {
-            (nth, layer): self.manager.acquire(layer, half)
+            (nth, layer): self.manager.acquire(layer, batch)
             for layer in self.layers
-            for nth, half in enumerate(self.halves)
+            for nth, batch in enumerate(self.batches)
         }
         self._make_inputs(device)
 
@@ -135,28 +135,28 @@ class DecodeStep:
             partial(self.run, PARTS), workers=available_processors(), progress=lambda *_: None
         )
 
-    def run(self, parts: Sequence[str], halves: Sequence[int] = (0, 1)) -> None:
-        """The named parts of the step, or of its halves where chunks are apart. The first run must
+    def run(self, parts: Sequence[str], batches: Sequence[int] = (0, 1)) -> None:
+        """The named parts of the step, or of its batches where chunks are apart. The first run must
         have all, for reads follow writes."""
         for layer in self.layers:
             begin = 0
-            for nth, half in enumerate(self.halves):
-                rows = slice(begin, begin + half.padded_tokens)
+            for nth, batch in enumerate(self.batches):
+                rows = slice(begin, begin + batch.padded_tokens)
                 begin = rows.stop
-                if nth in halves:
-                    self._run_layer(self.handles[nth, layer], half, rows, parts)
+                if nth in batches:
+                    self._run_layer(self.handles[nth, layer], batch, rows, parts)
 
     def _run_layer(
-        self, handle: LayerCacheHandle, plan: ForwardPlan, rows: slice, parts: Sequence[str]
+        self, handle: LayerCacheHandle, batch: Batch, rows: slice, parts: Sequence[str]
     ) -> None:
         spec = handle.schema.spec
         weights = self.weights[spec.layer]
         if "append" in parts:
-            plan.appended_layers.discard(spec.layer)  # a chunk is appended once, but not here
+            batch.appended_layers.discard(spec.layer)  # a chunk is appended once, but not here
             inputs = (each[rows] for each in self.inputs[_sort(spec)])
             handle.append(*inputs, weights=weights)
         if "select" in parts and spec.layer in self.selecting_layers:
-            self._select(handle, plan, rows, weights.rope)
+            self._select(handle, batch, rows, weights.rope)
         if "attend" in parts:
             csa = spec.attention is AttentionType.CSA
             handle.attend(
@@ -168,14 +168,12 @@ class DecodeStep:
                 inverse_rope=weights.rope,
             )
 
-    def _select(
-        self, handle: LayerCacheHandle, plan: ForwardPlan, rows: slice, rope: Tensor
-    ) -> None:
+    def _select(self, handle: LayerCacheHandle, batch: Batch, rows: slice, rope: Tensor) -> None:
         """What `select` does with raw queries, which it would overwrite; here they serve again."""
         model, spec = self.schema.model, handle.schema.spec
         handle.backend.prepare_index_queries(
             self.raw_index_q[rows],
-            tokens=plan.tokens,
+            tokens=batch.tokens,
             rope=rope,
             record=self.schema.index_format,
             out=self.index_q[rows],

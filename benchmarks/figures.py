@@ -46,12 +46,12 @@ PAGES = (
 _TRANSFORMERS = "versions of transformers"
 _TRITON = "a version of Triton"
 _CHOSEN = "a condition of the example, chosen"
-# page -> words with figures in them (of a table: its first row, for all of it) -> who holds these
-# figures, or why nobody has to.
+# page -> words with figures in them (of a table: its first row, for all of it) -> what checks these
+# figures, or why no check is needed.
 ELSEWHERE: dict[str, dict[str, str]] = {
     "docs/distributed.md": {
         "| V4-Flash | bytes | 25 Gb/s | 100 Gb/s | 400 Gb/s |": "rates of links; rows have marks",
-        "At 20,000 and 3,000 tokens a second": _CHOSEN,
+        "At 20,000 and 3,000 tokens per second": _CHOSEN,
         "of 400 Gb/s": _CHOSEN,
         "ends after 30 s": "PROBE_S of dsv4/cache/handoff/probe.py",
     },

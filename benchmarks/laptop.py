@@ -81,7 +81,7 @@ class Laptop:
 
         plan = self.manager.prepare_forward([(self.request, tokens)])
         for layer, weights in zip(self.layers, self.weights, strict=True):
-            handle, model = self.manager.acquire(layer, plan), self.model
+            handle, model = self.manager.acquire(layer, plan.batch), self.model
             inputs = random_inputs(self.schema, layer, tokens, "cpu")
             q = torch.randn(tokens, model.heads, model.head_dim).bfloat16()
             index_q = torch.randn(tokens, model.index_heads, model.index_dim).bfloat16()

@@ -29,7 +29,7 @@ from dsv4.cache.prefix.options import PrefixOptions, periodic
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.transfers.copies import Copies
-from dsv4.cache.transfers.courier import Parcel
+from dsv4.cache.transfers.worker import Outgoing
 from dsv4.model import AttentionType, ModelSpec
 from dsv4.rope import rope_table
 from dsv4.tiers.disk import DiskTier
@@ -136,7 +136,7 @@ def measure_step(
         replay()
         row = tier.take(_label(below))
         if row is not None:
-            transfers.send_down([(below.block_arena.bytes[0], Parcel(row))])
+            transfers.offload.copy([(below.block_arena.bytes[0], Outgoing(row))])
         transfers.pump()
 
     times: dict[str, list[float]] = {"with": [], "without": []}
@@ -238,7 +238,7 @@ def _compute(manager: KVCacheManager, ids: NDArray[np.int64], device: str) -> fl
             tokens = min(CHUNK, len(ids) - request.length)
             plan = manager.prepare_forward([(request, tokens)])
             for layer in layers:
-                handle = manager.acquire(layer, plan)
+                handle = manager.acquire(layer, plan.batch)
                 spec, rope = model.layers[layer], weights[layer].rope
                 rows = [each[:tokens] for each in inputs[spec.attention]]
                 handle.append(*rows, weights=weights[layer])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dsv4.cache.batch import Batch
     from dsv4.cache.build import Cache
     from dsv4.cache.handle import LayerCacheHandle
     from dsv4.cache.handoff.arrival import Arrival
@@ -57,6 +58,7 @@ __version__ = "0.2.0.dev0"
 __all__ = [
     "Arrival",
     "AttentionType",
+    "Batch",
     "BlockBudget",
     "BlockEvent",
     "Cache",
@@ -114,6 +116,7 @@ __all__ = [
 
 # what `from dsv4 import name` loads; the imports above declare the same names to type checkers
 _HOMES = {
+    "dsv4.cache.batch": ("Batch",),
     "dsv4.cache.build": ("Cache",),
     "dsv4.cache.handle": ("LayerCacheHandle",),
     "dsv4.cache.handoff.arrival": ("Arrival",),

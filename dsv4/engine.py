@@ -481,7 +481,7 @@ class Engine:
         """A plan for the shares that there is memory for; the others leave, and their jobs wait."""
         before, options = self.flight, dict[str, Any]()
         if before is not None:
-            options = {"behind": before.plan, "accepted": before.accepted}
+            options = {"after": before.plan, "accepted": before.accepted}
         while shares:
             steps = [(share.request, share.count) for share in shares]
             if self.padding is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4.cache.batch import Batch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.pages import CompressorLayout
@@ -56,10 +57,10 @@ class Layer:
         q = (x @ self.index_q).bfloat16().unflatten(1, (self.spec.index_heads, self.spec.index_dim))
         return q, (x @ self.index_weights).bfloat16()
 
-    def queries(self, x: Tensor, plan: ForwardPlan) -> Tensor:
+    def queries(self, x: Tensor, batch: Batch) -> Tensor:
         """As `attend` takes them: [tokens, heads, head_dim], after norm and RoPE."""
         q = normed(_on_grid(x @ self.q).unflatten(1, (self.spec.heads, self.spec.head_dim)))
-        return apply_rope(q.bfloat16(), self.cache.rope, plan.positions)
+        return apply_rope(q.bfloat16(), self.cache.rope, batch.positions)
 
     def output(self, attended: Tensor) -> Tensor:
         return _on_grid(_on_grid(attended.double().flatten(1)) @ self.out)
@@ -87,7 +88,7 @@ class RandomModel:
         """[tokens, vocabulary] of the plan's tokens, which every layer writes to the cache."""
         hidden = self.embedding[ids]
         for number, layer in enumerate(self.layers):
-            hidden = hidden + attention(layer, normed(hidden), manager.acquire(number, plan))
+            hidden = hidden + attention(layer, normed(hidden), manager.acquire(number, plan.batch))
         return normed(hidden) @ self.head
 
     def _layer(self, number: int) -> Layer:
@@ -135,7 +136,7 @@ def attention(layer: Layer, x: Tensor, handle: LayerCacheHandle) -> Tensor:
     indices = None
     if layer.has_indexer:
         indices = handle.select(*layer.index_queries(x), rope=layer.cache.rope)
-    q = layer.queries(x, handle.open_plan())
+    q = layer.queries(x, handle.open_batch())
     attended, _ = handle.attend(q, layer.sink, indices, inverse_rope=layer.cache.rope)
     return layer.output(attended)
 

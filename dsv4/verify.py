@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dsv4.cache.batch import Batch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.pages import Page
-from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.records import ELEMENT_MAX, Part, RecordFormat
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
@@ -297,10 +297,10 @@ def _run(
             inputs = [arrays.get(f"{kind}/{n}") for n in ("kv", "C", "Z", "index_C", "index_Z")]
             rows = [None if x is None else x[start:end].clone().to(device) for x in inputs]
             assert rows[0] is not None
-            handle = manager.acquire(layer, plan)
+            handle = manager.acquire(layer, plan.batch)
             handle.append(rows[0], *rows[1:], weights=weights)
             span = slice(start, end)
-            _read_step(file, handle, plan, kind, span, weights.rope, candidates, outputs)
+            _read_step(file, handle, plan.batch, kind, span, weights.rope, candidates, outputs)
         manager.commit(plan)
     return schema, manager, request, outputs
 
@@ -331,13 +331,13 @@ def _draft_reports(
     weights = LayerWeights(rope=rope)
     request = manager.admit_request()
     plan = manager.prepare_forward([(request, tokens)])
-    manager.acquire(0, plan).append(arrays["dspark/kv"].to(device), weights=weights)
+    manager.acquire(0, plan.batch).append(arrays["dspark/kv"].to(device), weights=weights)
     manager.commit(plan)
     page = _page(schema, "window", 0)
     ring = _read(manager.slot_arena.bytes[request.slot][None], page, page.rows)[0]
     newest = torch.arange(max(0, tokens - model.window), tokens)
     plan = manager.prepare_forward([(request, model.draft_block)])
-    out, _ = manager.acquire(0, plan).attend_draft(
+    out, _ = manager.acquire(0, plan.batch).attend_draft(
         *(arrays[f"dspark/{name}"].to(device) for name in ("draft_kv", "draft_q", "sink")),
         weights=weights,
     )
@@ -355,7 +355,7 @@ def _draft_reports(
 def _read_step(
     file: _Golden,
     handle: LayerCacheHandle,
-    plan: ForwardPlan,
+    batch: Batch,
     kind: str,
     span: slice,
     rope: Tensor,
@@ -377,12 +377,12 @@ def _read_step(
             Scoring(
                 q=q,
                 weights=weights,
-                tokens=plan.tokens,
+                tokens=batch.tokens,
                 keys=view.source,
                 scores=scores,
             )
         )
-        seen = (plan.positions[:, None] + 1) // view.ratio
+        seen = (batch.positions[:, None] + 1) // view.ratio
         hidden = torch.arange(entries, device=rope.device) >= seen
         outputs.scores.setdefault(kind, []).append(scores.masked_fill(hidden, float("nan")).cpu())
         publishes = handle.layer in model.candidate_sources
@@ -402,11 +402,11 @@ def _read_step(
         nth = torch.nonzero(here).flatten()
         nth = nth[:: _attended_stride(handle, len(nth))]
         chosen = (file.rows[nth] - span.start).to(rope.device)
-        q = torch.zeros((plan.padded_tokens, *arrays[f"{kind}/q"].shape[1:]), dtype=torch.bfloat16)
+        q = torch.zeros((batch.padded_tokens, *arrays[f"{kind}/q"].shape[1:]), dtype=torch.bfloat16)
         q[chosen.cpu()] = arrays[f"{kind}/q"][nth]
-        padding = torch.ones((plan.padded_tokens, 1), dtype=torch.bool, device=rope.device)
+        padding = torch.ones((batch.padded_tokens, 1), dtype=torch.bool, device=rope.device)
         padding[chosen] = False
-        handle.plan = replace(plan, tokens=plan.tokens.masked_fill(padding, -1))
+        handle.batch = replace(batch, tokens=batch.tokens.masked_fill(padding, -1))
         out, _ = handle.attend(q.to(rope.device), sink, indices)
         outputs.attended.setdefault(kind, []).append((nth, out[chosen].cpu()))
 

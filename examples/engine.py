@@ -39,12 +39,12 @@ class Model:
         step can be planned and launched while this one runs."""
         x = self.weights.embedding[ids]
         for number, layer in enumerate(self.weights.layers):
-            handle, rope, indices = self.cache.acquire(number, plan), layer.cache.rope, None
+            handle, rope, indices = self.cache.acquire(number, plan.batch), layer.cache.rope, None
             given = normed(x)
             handle.append(*layer.projections(given), weights=layer.cache)
             if layer.has_indexer:
                 indices = handle.select(*layer.index_queries(given), rope=rope)
-            q = layer.queries(given, plan)
+            q = layer.queries(given, plan.batch)
             attended, _ = handle.attend(q, layer.sink, indices, inverse_rope=rope)
             x = x + layer.output(attended)
         logits = normed(x) @ self.weights.head

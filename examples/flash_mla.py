@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from dsv4 import (
+    Batch,
     CacheSchema,
     CompressorWeights,
-    ForwardPlan,
     InvalidInput,
     KVCacheManager,
     LayerCacheHandle,
@@ -56,12 +56,12 @@ def flash_mla_arguments(
     `q` bf16 [tokens, heads, 512] after RoPE, `sink` fp32 [heads], `chosen` the result of `select`
     on a CSA layer. The caches are views of the arenas; only the index lists are new. Raises
     SchemaMismatch or InvalidInput where FlashMLA has no kernel for the shapes, and PlanError in a
-    wide step, whose window rows are staged outside the ring.
+    prefill step, whose window rows are staged outside the ring.
     """
-    plan = handle.open_plan()
-    if not plan.narrow:
+    batch = handle.open_batch()
+    if not batch.is_decode:
         raise PlanError(
-            f"a step with {plan.counts.max()} tokens of one request is not a decode step: its "
+            f"a step with {batch.counts.max()} tokens of one request is not a decode step: its "
             f"window is staged outside the ring; use handle.attend for chunks"
         )
     check_queries(q)
@@ -70,7 +70,7 @@ def flash_mla_arguments(
     arguments: dict[str, Any] = {
         "q": q[:, None],
         "k_cache": window.pages,
-        "indices": window_indices(handle, plan.tokens)[:, None],
+        "indices": window_indices(handle, batch.tokens)[:, None],
         "head_dim_v": HEAD_DIM,
         "softmax_scale": HEAD_DIM**-0.5,
         "attn_sink": sink,
@@ -82,9 +82,9 @@ def flash_mla_arguments(
         view = handle.read_classical_view()
         check_pages("entry", view.pages)
         if chosen is None:
-            chosen = all_entries(plan, view.ratio)
+            chosen = all_entries(batch, view.ratio)
         arguments["extra_k_cache"] = view.pages
-        arguments["extra_indices_in_kvcache"] = entry_indices(handle, plan.tokens, chosen)[:, None]
+        arguments["extra_indices_in_kvcache"] = entry_indices(handle, batch.tokens, chosen)[:, None]
     return arguments
 
 
@@ -108,11 +108,11 @@ def entry_indices(handle: LayerCacheHandle, tokens: Tensor, chosen: Tensor) -> T
     return _padded(torch.where(valid, index.int(), -1))
 
 
-def all_entries(plan: ForwardPlan, ratio: int) -> Tensor:
+def all_entries(batch: Batch, ratio: int) -> Tensor:
     """Every entry that the longest request of the step has, for each token: what HCA reads."""
-    longest = int((plan.starts + plan.counts).max(initial=0)) // ratio
-    entries = torch.arange(longest, dtype=torch.int32, device=plan.tokens.device)
-    return entries.expand(plan.padded_tokens, longest)
+    longest = int((batch.starts + batch.counts).max(initial=0)) // ratio
+    entries = torch.arange(longest, dtype=torch.int32, device=batch.tokens.device)
+    return entries.expand(batch.padded_tokens, longest)
 
 
 def check_queries(q: Tensor) -> None:
@@ -254,9 +254,9 @@ def main(device: str | None = None) -> int:
     for steps in ([prompts[0]], [prompts[1]], [prompts[2]], [(r, 1) for r in requests]):
         plan = manager.prepare_forward(steps)
         for layer in range(len(model.layers)):
-            handle = manager.acquire(layer, plan)
+            handle = manager.acquire(layer, plan.batch)
             append_random(handle, schema, random)
-            if plan.narrow:
+            if plan.batch.is_decode:
                 worst = max(worst, compare(handle, model, random))
         manager.commit(plan)
     print(f"largest difference to handle.attend: {worst:.1e} of the result's norm")
@@ -265,7 +265,7 @@ def main(device: str | None = None) -> int:
 
 def append_random(handle: LayerCacheHandle, schema: CacheSchema, random: torch.Generator) -> None:
     """Random projections of the plan's tokens into one layer, in place of a model's."""
-    model, tokens = schema.model, handle.open_plan().padded_tokens
+    model, tokens = schema.model, handle.open_batch().padded_tokens
     device = handle.block_table.device
     yarn = model.layers[handle.layer].yarn
 
@@ -295,7 +295,7 @@ def append_random(handle: LayerCacheHandle, schema: CacheSchema, random: torch.G
 
 def compare(handle: LayerCacheHandle, model: ModelSpec, random: torch.Generator) -> float:
     """Prints who computed one layer, and returns how far it is from `handle.attend`."""
-    tokens, device = handle.open_plan().padded_tokens, handle.block_table.device
+    tokens, device = handle.open_batch().padded_tokens, handle.block_table.device
     q = torch.randn(tokens, model.heads, model.head_dim, generator=random, device=device)
     q, sink = q.to(torch.bfloat16), torch.linspace(-1, 2, model.heads, device=device)
     chosen = None

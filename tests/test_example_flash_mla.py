@@ -44,7 +44,7 @@ def attended(
     stack: Stack, plan: ForwardPlan, layer: int
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """What FlashMLA would be passed, and what `handle.attend` gives for the same queries."""
-    handle = stack.manager.acquire(layer, plan)
+    handle = stack.manager.acquire(layer, plan.batch)
     asked = [queries(stack, seed, 300) for seed in range(len(plan.counts))]
     chosen = None
     if handle.index_compressor is not None:
@@ -95,7 +95,7 @@ def test_every_index_names_the_record_it_should(
 ) -> None:
     """Recounted in plain Python from lengths and block ids."""
     stack, plan = step
-    schema, handle = stack.schema, stack.manager.acquire(layer, plan)
+    schema, handle = stack.schema, stack.manager.acquire(layer, plan.batch)
     arguments, _, _ = attended(stack, plan, layer)
     spec = handle.schema.spec
     token = 0
@@ -169,7 +169,7 @@ def test_shapes_that_flash_mla_cannot_read_are_refused() -> None:
         (records, 16, InvalidInput, "64 or 128 heads"),
     ):
         plan = stack.manager.prepare_forward([(stack.manager.admit_request(), 1)])
-        handle = stack.manager.acquire(stack.layers[0], plan)
+        handle = stack.manager.acquire(stack.layers[0], plan.batch)
         q = torch.zeros(1, heads, stack.schema.model.head_dim, dtype=torch.bfloat16)
         with pytest.raises(error, match=match):
             flash_mla.flash_mla_arguments(handle, q, torch.zeros(heads))
@@ -181,4 +181,4 @@ def test_a_chunk_is_refused() -> None:
     plan = stack.manager.prepare_forward([(stack.manager.admit_request(), 5)])
     q = torch.zeros(5, 64, 512, dtype=torch.bfloat16)
     with pytest.raises(PlanError, match=r"5 tokens.*staged"):
-        flash_mla.flash_mla_arguments(stack.manager.acquire(0, plan), q, torch.zeros(64))
+        flash_mla.flash_mla_arguments(stack.manager.acquire(0, plan.batch), q, torch.zeros(64))

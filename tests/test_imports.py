@@ -44,7 +44,11 @@ TORCH_FREE = {
     "dsv4.cache.allocator",
     "dsv4.cache.changes",
     "dsv4.cache.requests",
+    "dsv4.cache.prefix.blocks",
+    "dsv4.cache.prefix.eviction",
     "dsv4.cache.prefix.index",
+    "dsv4.cache.prefix.node",
+    "dsv4.cache.prefix.observer",
     "dsv4.cache.prefix.options",
     "dsv4.cache.prefix.pins",
     "dsv4.cache.prefix.prompt",
@@ -63,7 +67,7 @@ TORCH_FREE = {
     "dsv4.cache.handoff.options",
     "dsv4.cache.handoff.probe",
     "dsv4.cache.handoff.rows",
-    "dsv4.cache.transfers.courier",
+    "dsv4.cache.transfers.worker",
     "dsv4.cache.transfers.labels",
     "dsv4.planner",
 }
@@ -170,6 +174,23 @@ def test_what_computes_knows_of_the_cache_only_the_layout(package: str):
         if module.startswith(f"dsv4.{package}"):
             of_cache = {name for name in found if name.startswith("dsv4.cache")}
             assert of_cache <= LAYOUT, module
+
+
+def calls(module: str) -> set[str]:
+    """Names of what a module calls, without what they are called on."""
+    functions = (
+        n.func
+        for n in ast.walk(ast.parse(modules()[module].read_text()))
+        if isinstance(n, ast.Call)
+    )
+    return {ast.unparse(function).rpartition(".")[2] for function in functions}
+
+
+def test_requests_are_made_by_admission_alone():
+    makers = {
+        name: {m for m in modules() if name in calls(m)} for name in ("Request", "make_request")
+    }
+    assert makers == {"Request": {"dsv4.cache.requests"}, "make_request": {"dsv4.cache.admission"}}
 
 
 def test_no_two_modules_import_each_other():

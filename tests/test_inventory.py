@@ -137,7 +137,7 @@ def test_views_say_where_positions_are():
     stack.step(list(zip(requests, streams, [3, 200], strict=True)))
     plan = stack.manager.prepare_forward([(requests[0], 200)])
     stack.write(plan, streams[:1])
-    handle, request = stack.manager.acquire(CSA, plan), requests[0]
+    handle, request = stack.manager.acquire(CSA, plan.batch), requests[0]
     gathered, count = handle.gather_all_compressed_kv(
         torch.zeros(1, 64, TINY.head_dim, dtype=torch.bfloat16)
     )
@@ -172,7 +172,7 @@ def append(
     """A step of one layer through append_swa alone."""
     (layer,) = stack.layers
     plan = stack.manager.prepare_forward([(r, n) for r, _, n in work], **padding)
-    handle = stack.manager.acquire(layer, plan)
+    handle = stack.manager.acquire(layer, plan.batch)
     kv, _ = stack.inputs(plan, [stream for _, stream, _ in work], layer)
     append_swa(handle, kv, stack.weights[layer])
     stack.manager.commit(plan, partial=True)
@@ -282,7 +282,7 @@ def test_append_swa_refuses_before_it_writes():
     with pytest.raises(PlanError, match="this plan is over"):
         append_swa(handle, stream.kv[SWA], weights)
     plan = stack.manager.prepare_forward([(request, 2)])
-    handle = stack.manager.acquire(SWA, plan)
+    handle = stack.manager.acquire(SWA, plan.batch)
     for kv in (stream.kv[SWA][:3], stream.kv[SWA][:2, :-1], stream.kv[SWA][:2].float()):
         with pytest.raises(InvalidInput, match="kv"):
             append_swa(handle, kv, weights)

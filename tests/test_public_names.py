@@ -144,7 +144,7 @@ reveal_type(schema)
 reveal_type(manager)
 reveal_type(request)
 reveal_type(plan)
-reveal_type(manager.acquire(0, plan))
+reveal_type(manager.acquire(0, plan.batch))
 reveal_type(manager.stats())
 reveal_type(manager.memory_bytes())
 """

@@ -91,14 +91,15 @@ def test_a_plan_ahead_of_its_lengths_says_that_it_does_not_know_them() -> None:
     plan = manager.prepare_forward([(request, 3)])
     stack.write(plan, [stack.stream(1, 3)])
     kept = torch.tensor([2], dtype=torch.int32)  # on a GPU the host does not look
-    ahead = manager.prepare_forward([(request, 3)], behind=plan, accepted=kept)
+    ahead = manager.prepare_forward([(request, 3)], after=plan, accepted=kept)
     assert repr(ahead) == "ForwardPlan(open: 3 tokens, 1 requests: 3 at 3 at most)"
 
 
 def test_a_handle_says_its_layer_and_its_plan() -> None:
     manager, plan = a_plan(1)
-    assert repr(manager.acquire(CSA)) == "LayerCacheHandle(layer 1, csa: bound to no plan)"
-    assert repr(manager.acquire(CSA, plan)) == f"LayerCacheHandle(layer 1, csa: {plan!r})"
+    assert repr(manager.acquire(CSA)) == "LayerCacheHandle(layer 1, csa: bound to no batch)"
+    bound = repr(manager.acquire(CSA, plan.batch))
+    assert bound == f"LayerCacheHandle(layer 1, csa: {plan.batch!r})"
 
 
 def test_a_suspended_request_says_whether_a_tier_has_it() -> None:
@@ -121,7 +122,7 @@ def test_a_suspended_request_says_whether_a_tier_has_it() -> None:
     manager.drain_tiers(timeout_s=30)
     assert suspended.stored
     assert repr(suspended) == "Suspended(40 tokens, stored)"
-    suspended._parcel, suspended._kept = None, False
+    suspended._record, suspended._kept = None, False
     assert repr(suspended) == "Suspended(40 tokens, not stored)"
     tier.close(1.0)
 

@@ -267,15 +267,15 @@ def test_the_cache_rotates_the_same_bits(record: str):
         request = manager.admit_request(70)
         for first, count in ((0, 69), (69, 1)):
             plan = manager.prepare_forward([(request, count)])
-            handle, kv = manager.acquire(0, plan), raw[first : first + count]
+            handle, kv = manager.acquire(0, plan.batch), raw[first : first + count]
             if own:
-                kv = apply_rope(rms_norm(kv, norm, model.rms_eps), table, plan.positions)
+                kv = apply_rope(rms_norm(kv, norm, model.rms_eps), table, plan.batch.positions)
             handle.append(kv, weights=LayerWeights(rope=table, kv_norm=None if own else norm))
             q = Numbers(5).normal(count, model.heads, model.head_dim).to(dtype)
-            q = apply_rope(q, table, plan.positions)
+            q = apply_rope(q, table, plan.batch.positions)
             plain, _ = handle.attend(q, torch.zeros(model.heads))
             back, _ = handle.attend(q, torch.zeros(model.heads), inverse_rope=table)
-            turned = apply_rope(plain, table, plan.positions, inverse=True)
+            turned = apply_rope(plain, table, plan.batch.positions, inverse=True)
             assert not torch.equal(bits_of(plain), bits_of(back))
             assert torch.equal(bits_of(turned), bits_of(back))
             outputs.append(back)

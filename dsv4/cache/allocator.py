@@ -8,7 +8,7 @@ that was freed last is taken first (of one release: in its order), and a fresh p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from dsv4.errors import Dsv4Error, InvalidInput, OutOfBlocks, require_count
 
@@ -178,25 +178,6 @@ class BlockAllocator:
         for block_id in block_ids:
             self._generations[block_id] += 1
         self._free.extend(reversed(block_ids))
-
-    def rebuild(
-        self, references: Counter[int], cached: Collection[int], in_flight: Collection[int] = ()
-    ) -> None:
-        """Counts anew who holds what; free blocks keep their order. Nothing is in flight but what
-        is named."""
-        counts = [references[block_id] for block_id in range(self.total)]
-        kept = bytearray(self.total)
-        for block_id in cached:
-            kept[block_id] = True
-        flying = set(in_flight)
-        free = {b for b in range(self.total) if not counts[b] and not kept[b] and b not in flying}
-        known = [b for b in dict.fromkeys(self._free) if b in free]
-        for block_id in free.difference(known):
-            self._generations[block_id] += 1
-        self._free = [*known, *sorted(free.difference(known), reverse=True)]
-        self._references, self._cached, self._in_flight = counts, kept, flying
-        self.cached = len(cached)
-        self.idle = sum(not counts[block_id] for block_id in cached)
 
     def check_invariants(self) -> None:
         """Every block is free once, or held, or cached, or in flight. Raises Dsv4Error

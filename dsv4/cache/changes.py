@@ -264,20 +264,17 @@ class Turn(Door):
         if self.visits.setdefault(self.number, visit) is not visit:
             self.come_past(visit)
 
+    def enter_with(self, visit: Visit) -> None:
+        """As `enter`, for a call that is inside its manager too."""
+        if self.visits.setdefault(self.number, visit) is not visit:
+            self.come_past(visit)
+
     def come_past(self, visit: Visit) -> None:
         """Enters past calls that were interrupted. Raises ThreadError while another one runs."""
         inside, number, _ = self._come_past(visit)
         if inside is not None:
             self._refuse(visit[1])
         self._settle(number)
-
-    def require_free(self, call: str) -> None:
-        """Raises ThreadError while a call is inside."""
-        visits, number = self.visits, self.number
-        while (found := visits.get(number)) is not None:
-            if _is_on(found):
-                self._refuse(call)
-            number += visits.get(number) is found
 
     def _refuse(self, call: str) -> NoReturn:
         raise ThreadError(
@@ -307,7 +304,7 @@ def in_turn(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P
         if self.thread != threading.get_ident() and self.thread is not None:
             raise ThreadError(
                 f"{name} came from another thread than the one that acquired this handle: call "
-                f"manager.acquire(layer, plan) in the thread that uses it"
+                f"manager.acquire(layer, batch) in the thread that uses it"
             )
         turn = self.turn
         visit: Visit = (sys._getframe(), name, 0, NOTHING_BEGUN)

@@ -127,7 +127,7 @@ def hca_reset_state(handle: LayerCacheHandle, slot: int, length: int) -> dict[st
 
 
 def _items(handle: LayerCacheHandle) -> Tensor:
-    return handle.open_plan().items[handle.schema.spec.ratio]
+    return handle.open_batch().items[handle.schema.spec.ratio]
 
 
 def _live_items(handle: LayerCacheHandle) -> Tensor:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from dsv4.cache import checks
+from dsv4.cache.batch import ENTRIES, TAILS, WINDOW, Batch
 from dsv4.cache.changes import Uncopied, in_turn
 from dsv4.cache.memory import LayerMemory
 from dsv4.cache.pages import CompressorLayout
 from dsv4.cache.prefix.snapshots import WideCaptures
-from dsv4.cache.prepare_forward import ENTRIES, TAILS, WINDOW, ForwardPlan
 from dsv4.cache.repeats import Repeats
 from dsv4.cache.views import ClassicalView, IndexerView, SWAView
 from dsv4.cache.workspace import Workspace
@@ -41,7 +41,7 @@ __all__ = ["ClassicalView", "IndexerView", "LayerCacheHandle", "SWAView"]
 
 
 class LayerCacheHandle(Uncopied):
-    """Made once per layer by the manager and handed out by `acquire`, which binds it to a plan.
+    """Made once per layer by the manager and handed out by `acquire`, which binds it to a batch.
 
     The fast path of a step is `append`, then `select` on CSA layers, then `attend`. Writes launch
     kernels and do nothing else: no allocation, no synchronisation, the same launches whatever the
@@ -51,7 +51,7 @@ class LayerCacheHandle(Uncopied):
     uses it, and no other thread is inside a call of the same plan meanwhile (ThreadError).
     """
 
-    _instead = "manager.acquire(layer, plan) returns it"
+    _instead = "manager.acquire(layer, batch) returns it"
 
     def __init__(self, memory: LayerMemory, backend: Backend, workspace: Workspace) -> None:
         schema = memory.shared.schema
@@ -60,7 +60,7 @@ class LayerCacheHandle(Uncopied):
         self.pool, self.state = memory.pool, memory.state
         self.compressor, self.index_compressor = memory.compressor, memory.index_compressor
         self.block_table = memory.shared.block_table
-        self.plan: ForwardPlan | None = None
+        self.batch: Batch | None = None
         self.thread: int | None = None  # who acquired it
         self._model, self._max_context = schema.model, schema.max_context
         self._value_dtype = schema.entry_format.value_dtype
@@ -75,7 +75,7 @@ class LayerCacheHandle(Uncopied):
         self._parts = WINDOW | (TAILS | ENTRIES if self.compressor is not None else 0)
 
     def __repr__(self) -> str:
-        bound = "bound to no plan" if self.plan is None else repr(self.plan)
+        bound = "bound to no batch" if self.batch is None else repr(self.batch)
         return f"LayerCacheHandle(layer {self.layer}, {self.schema.spec.attention}: {bound})"
 
     # ---- views -------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class LayerCacheHandle(Uncopied):
     ) -> None:
         """All that this layer writes in the step: one launch in a decode step, two in a chunk.
 
-        Rows are the plan's tokens in its order (padding rows included, their content ignored): `kv`
+        Rows are the batch's tokens in order (padding rows included, their content ignored): `kv`
         [tokens, head_dim], bf16 or, where the format keeps it, fp32; `c`, `z` fp32
         [tokens, columns] are the compressor's value and gate projections, columns
         [previous | current] where groups overlap; `index_c`, `index_z` the indexer's. A layer of
@@ -124,51 +124,50 @@ class LayerCacheHandle(Uncopied):
         Raises InvalidInput or PlanError before anything is launched. After any other error the step
         is for `fail`: of a chunk no layer appends again, as after a success.
         """
-        plan = self.plan
+        batch = self.batch
         if (
-            plan is None
-            or plan.done
-            or plan.whole
-            or plan.unfinished_layers
-            or self.layer in plan.appended_layers
+            batch is None
+            or batch.done
+            or batch.unfinished_layers
+            or self.layer in batch.appended_layers
         ):
-            plan = self._unwritten_plan()
+            batch = self._unwritten_batch()
         if type(weights) is not LayerWeights:
             checks.layer_weights(weights)
         given = (kv, c, z, index_c, index_z, *_tensors_of(weights))
-        key, known = self._repeats.find(("append", plan.sizes, plan.item_counts), given)
+        key, known = self._repeats.find(("append", batch.sizes, batch.item_counts), given)
         tensors = [*filter(_is_given, given)]
-        if known is not None and plan.captures is None:
+        if known is not None and batch.captures is None:
             places = known.places(tensors)
             if places is not None:
-                plan.begin_append(self.layer)
+                batch.begin_append(self.layer)
                 known.run(places, tensors)
-                plan.note_append(self.layer)
+                batch.note_append(self.layer)
                 return
-        window = self._window_write(plan, kv, weights)
-        writes = self._compressor_writes(plan, weights, c, z, index_c, index_z)
-        step = self.step_tensors(plan, weights)
-        plan.begin_append(self.layer)
-        if plan.captures is not None:
-            plan.captures.take_tails(self.layer, self._slot_arena, writes)
+        window = self._window_write(batch, kv, weights)
+        writes = self._compressor_writes(batch, weights, c, z, index_c, index_z)
+        step = self.step_tensors(batch, weights)
+        batch.begin_append(self.layer)
+        if batch.captures is not None:
+            batch.captures.take_tails(self.layer, self._slot_arena, writes)
         calls = [partial(self.backend.append, step, window, writes)]
-        self._repeats.make(key, tensors, calls, plan.tokens)
-        if plan.captures is not None:
-            self._take_window(plan.captures)
-        plan.note_append(self.layer)
+        self._repeats.make(key, tensors, calls, batch.tokens)
+        if batch.captures is not None:
+            self._take_window(batch.captures)
+        batch.note_append(self.layer)
 
     @in_turn
     def write_swa(self, kv: Tensor, *, weights: LayerWeights) -> None:
         """The window rows alone. Wrap-around leaves exactly the newest ring-full."""
-        plan = self._unwritten_plan()
+        batch = self._unwritten_batch()
         checks.layer_weights(weights)
-        window = self._window_write(plan, kv, weights)
-        step = self.step_tensors(plan, weights)
-        plan.begin_append(self.layer)
+        window = self._window_write(batch, kv, weights)
+        step = self.step_tensors(batch, weights)
+        batch.begin_append(self.layer)
         self.backend.append(step, window, ())
-        if plan.captures is not None and self._parts == WINDOW:
-            self._take_window(plan.captures)
-        plan.note_part(self.layer, WINDOW, self._parts)
+        if batch.captures is not None and self._parts == WINDOW:
+            self._take_window(batch.captures)
+        batch.note_part(self.layer, WINDOW, self._parts)
 
     @in_turn
     def write_tail(
@@ -182,16 +181,16 @@ class LayerCacheHandle(Uncopied):
     ) -> None:
         """The projections into the tails alone; `flush_compression` then closes groups from them.
 
-        Only for narrow steps: a tail holds no more than a group and the drafts.
+        Only for decode batches: a tail holds no more than a group and the drafts.
         """
         self._require_whole_tails("write_tail")
-        plan = self._narrow_plan("write_tail")
+        batch = self._decode_batch("write_tail")
         checks.layer_weights(weights)
-        writes = self._compressor_writes(plan, weights, c, z, index_c, index_z, compress=False)
-        step = self.step_tensors(plan, weights)
-        plan.begin_append(self.layer)
+        writes = self._compressor_writes(batch, weights, c, z, index_c, index_z, compress=False)
+        step = self.step_tensors(batch, weights)
+        batch.begin_append(self.layer)
         self.backend.append(step, None, writes)
-        plan.note_part(self.layer, TAILS, self._parts)
+        batch.note_part(self.layer, TAILS, self._parts)
 
     @in_turn
     def flush_compression(self, *, weights: LayerWeights) -> None:
@@ -200,18 +199,18 @@ class LayerCacheHandle(Uncopied):
         Always the same launch; whether anything closes is decided on the device.
         """
         self._require_whole_tails("flush_compression")
-        plan = self._narrow_plan("flush_compression")
+        batch = self._decode_batch("flush_compression")
         checks.layer_weights(weights)
         writes = [
-            self._compressor_write(plan, layout, w, name, None, None, write_tails=False)
+            self._compressor_write(batch, layout, w, name, None, None, write_tails=False)
             for layout, w, name in (
                 (self.compressor, weights.compressor, ""),
                 (self.index_compressor, weights.index_compressor, "index_"),
             )
             if layout is not None
         ]
-        step = self.step_tensors(plan, weights)
-        plan.begin_append(self.layer)
+        step = self.step_tensors(batch, weights)
+        batch.begin_append(self.layer)
         self.backend.append(step, None, writes)
         self.note_entries()
 
@@ -220,15 +219,15 @@ class LayerCacheHandle(Uncopied):
         """Closed groups into `out` [work items, width], of the format's value type, and not into
         blocks."""
         self._require_whole_tails("compress_tail")
-        plan = self._narrow_plan("compress_tail")
+        batch = self._decode_batch("compress_tail")
         checks.layer_weights(weights)
         indexer = layout.kind == "index"
         chosen = weights.index_compressor if indexer else weights.compressor
         name = "index_" if indexer else ""
         write = self._compressor_write(
-            plan, layout, chosen, name, None, None, write_tails=False, dense=out
+            batch, layout, chosen, name, None, None, write_tails=False, dense=out
         )
-        self.backend.append(self.step_tensors(plan, weights), None, (write,))
+        self.backend.append(self.step_tensors(batch, weights), None, (write,))
 
     @in_turn
     def write_entry_records(
@@ -237,7 +236,7 @@ class LayerCacheHandle(Uncopied):
         """`rows` into this layer's pages; a negative `block_id` writes nothing."""
         self.backend.write_records(self._block_arena, layout.page, block_id, page_row, rows)
 
-    def step_tensors(self, plan: ForwardPlan, weights: LayerWeights) -> StepTensors:
+    def step_tensors(self, batch: Batch, weights: LayerWeights) -> StepTensors:
         checks.rope_table(
             weights.rope, self._model.rope_dim, self._max_context, self._slot_arena.device
         )
@@ -245,22 +244,22 @@ class LayerCacheHandle(Uncopied):
             block_arena=self._block_arena,
             slot_arena=self._slot_arena,
             block_table=self.block_table,
-            batch=plan.batch,
-            tokens=plan.tokens,
+            batch=batch.request_rows,
+            tokens=batch.tokens,
             rope=weights.rope,
             rms_eps=self._model.rms_eps,
-            narrow=plan.narrow,
+            narrow=batch.is_decode,
             scratch=self._workspace.scratch,
             arrived=self._workspace.arrived,
         )
 
     def begin_entries(self) -> None:
-        """Entries of the bound plan's step are about to be written."""
-        self.open_plan().begin_append(self.layer)
+        """Entries of the bound batch are about to be written."""
+        self.open_batch().begin_append(self.layer)
 
     def note_entries(self) -> None:
-        """The groups that close in the bound plan's step are in their blocks."""
-        self.open_plan().note_part(self.layer, ENTRIES, self._parts)
+        """The groups that close in the bound batch are in their blocks."""
+        self.open_batch().note_part(self.layer, ENTRIES, self._parts)
 
     def _take_window(self, captures: WideCaptures) -> None:
         """The last of what a layer gives to a chunk's snapshots: then they have its part."""
@@ -268,7 +267,7 @@ class LayerCacheHandle(Uncopied):
 
     def _compressor_writes(
         self,
-        plan: ForwardPlan,
+        batch: Batch,
         weights: LayerWeights,
         c: Tensor | None,
         z: Tensor | None,
@@ -280,7 +279,7 @@ class LayerCacheHandle(Uncopied):
         keys = weights.index_projection
         return [
             self._compressor_write(
-                plan, layout, given, name, values, gates, compress=compress, keys=projection
+                batch, layout, given, name, values, gates, compress=compress, keys=projection
             )
             for layout, given, name, values, gates, projection in (
                 (self.compressor, weights.compressor, "", c, z, keys),
@@ -289,10 +288,10 @@ class LayerCacheHandle(Uncopied):
             if checks.wanted(layout, f"{name}c", values, f"{name}z", gates, self.layer)
         ]
 
-    def _window_write(self, plan: ForwardPlan, kv: Tensor, weights: LayerWeights) -> WindowWrite:
+    def _window_write(self, batch: Batch, kv: Tensor, weights: LayerWeights) -> WindowWrite:
         page = self.memory.window.page
         device = self._slot_arena.device
-        checks.rows("kv", kv, plan.padded_tokens, page.format.width, self._value_dtype, device)
+        checks.rows("kv", kv, batch.padded_tokens, page.format.width, self._value_dtype, device)
         if weights.kv_norm is not None:
             checks.vector("kv_norm", weights.kv_norm, (page.format.width,), device)
         return WindowWrite(
@@ -300,13 +299,13 @@ class LayerCacheHandle(Uncopied):
             kv=kv,
             norm=weights.kv_norm,
             window=self.schema.window,
-            staging=None if plan.narrow else self._workspace.staging,
-            staging_page=None if plan.narrow else self._workspace.staging_page,
+            staging=None if batch.is_decode else self._workspace.staging,
+            staging_page=None if batch.is_decode else self._workspace.staging_page,
         )
 
     def _compressor_write(
         self,
-        plan: ForwardPlan,
+        batch: Batch,
         layout: CompressorLayout | None,
         weights: CompressorWeights | None,
         name: str,
@@ -328,10 +327,10 @@ class LayerCacheHandle(Uncopied):
         for label, tensor in ((f"{name}c", c), (f"{name}z", z)):
             if tensor is not None:
                 dtype = "float32" if layout.gated else self._value_dtype
-                checks.rows(label, tensor, plan.padded_tokens, layout.columns, dtype, device)
+                checks.rows(label, tensor, batch.padded_tokens, layout.columns, dtype, device)
         if layout.key_page is not None:
             self._check_projection(layout, keys)
-        items = plan.items[layout.ratio]
+        items = batch.items[layout.ratio]
         if dense is not None:
             record = layout.page.format
             checks.rows("out", dense, items.shape[0], layout.width, record.value_dtype, device)
@@ -372,13 +371,13 @@ class LayerCacheHandle(Uncopied):
         """Entries `indices` int32 [tokens, k] of each of the step's tokens, as values
         [tokens, k, head_dim]. K and V are this one tensor. An index below 0, or of an entry that
         the token cannot see, gives zeros; rows of padding tokens stay as they are."""
-        plan = self._readable_plan()
+        batch = self._readable_batch()
         width = self._model.head_dim
         device = self._slot_arena.device
-        checks.index_rows("indices", indices, plan.padded_tokens, device)
+        checks.index_rows("indices", indices, batch.padded_tokens, device)
         shape = (*indices.shape, width)
         out = _result("out", out, shape, self._value_dtype, device)
-        token = token_columns(plan.tokens)
+        token = token_columns(batch.tokens)
         self.backend.gather_entries(
             self.read_classical_view().source,
             slot=token.slot,
@@ -395,15 +394,15 @@ class LayerCacheHandle(Uncopied):
         """All entries that each request's newest token sees, in order, into `out`, values
         [requests, n, head_dim], and how many, int32 [requests], at most n. What lies behind them in
         `out` stays as it is."""
-        plan = self._readable_plan()
-        requests = plan.batch.shape[0]
+        batch = self._readable_batch()
+        requests = batch.request_rows.shape[0]
         checks.is_tensor("out", out)
         if out.dim() != 3:
             raise InvalidInput(f"out has shape {list(out.shape)}, expected [requests, n, head_dim]")
         shape = (requests, out.shape[1], self._model.head_dim)
         out = _result("out", out, shape, self._value_dtype, self._slot_arena.device)
         lengths = _result("lengths", lengths, (requests,), "int32", out.device)
-        request = request_columns(plan.batch)
+        request = request_columns(batch.request_rows)
         self.backend.gather_all_entries(
             self.read_classical_view().source,
             slot=request.slot,
@@ -419,18 +418,19 @@ class LayerCacheHandle(Uncopied):
     ) -> tuple[Tensor, Tensor]:
         """The window of each of the step's tokens, oldest first and its own row last, as values
         [tokens, window, head_dim], and how many rows, int32 [tokens]. Raises PlanError before
-        `append` and in a plan of cut replays, whose windows are not gathered."""
-        plan = self._written_plan()
-        if plan.window_cut:
+        `append` and in a batch of cut replays, whose windows are not gathered."""
+        batch = self.open_batch()
+        batch.require_written(self.layer)
+        if batch.window_cut:
             raise PlanError("windows of a cut replay are not gathered: attend cuts them")
-        rows, device = plan.padded_tokens, self._slot_arena.device
+        rows, device = batch.padded_tokens, self._slot_arena.device
         shape = (rows, self.schema.window, self._model.head_dim)
         out = _result("out", out, shape, self._value_dtype, device)
         lengths = _result("lengths", lengths, (rows,), "int32", device)
-        token = token_columns(plan.tokens)
+        token = token_columns(batch.tokens)
         self.backend.gather_window(
-            self.window_source(plan),
-            batch=plan.batch,
+            self.window_source(batch),
+            batch=batch.request_rows,
             batch_row=token.batch_row,
             position=token.position,
             out=out,
@@ -469,8 +469,8 @@ class LayerCacheHandle(Uncopied):
             raise SchemaMismatch(
                 f"layer {self.layer} has no indexer: it reads what layer {spec.selector} selected"
             )
-        plan = self._readable_plan()
-        told = ("select", plan.sizes, prepared, round_bf16, repr(top_k))  # True is no 1 here
+        batch = self._readable_batch()
+        told = ("select", batch.sizes, prepared, round_bf16, repr(top_k))  # True is no 1 here
         key, known = self._repeats.find(told, (q, index_weights, out, rope, candidates))
         if known is not None:
             if out is None:
@@ -481,7 +481,7 @@ class LayerCacheHandle(Uncopied):
             if places is not None:
                 known.run(places, tensors)
                 return out
-        device, rows = self._slot_arena.device, plan.padded_tokens
+        device, rows = self._slot_arena.device, batch.padded_tokens
         require_flag("prepared", prepared)
         require_flag("round_bf16", round_bf16)
         count = self._model.index_topk if top_k is None else require_count("top_k", top_k)
@@ -507,14 +507,14 @@ class LayerCacheHandle(Uncopied):
         selection = Selection(
             q=q,
             weights=index_weights,
-            tokens=plan.tokens,
+            tokens=batch.tokens,
             keys=view.source,
             top_k=count,
             out=out,
             workspace=self._workspace.select,
             round_bf16=round_bf16,
-            tokens_per_request=max(1, plan.shape.most_tokens),
-            max_visible=None if plan.reaches is None else plan.reaches // view.source.ratio,
+            tokens_per_request=max(1, batch.shape.most_tokens),
+            max_visible=_visible(batch, view.source.ratio),
             candidates=bounds,
         )
         calls = [partial(self.backend.select, selection)]
@@ -522,7 +522,7 @@ class LayerCacheHandle(Uncopied):
             prepare = partial(
                 self.backend.prepare_index_queries,
                 q,
-                tokens=plan.tokens,
+                tokens=batch.tokens,
                 rope=rope,
                 record=view.page.format,
                 out=q,
@@ -530,7 +530,7 @@ class LayerCacheHandle(Uncopied):
             )
             calls.insert(0, prepare)
         tensors = [*filter(_is_given, (q, index_weights, out, rope, candidates))]
-        self._repeats.make(key, tensors, calls, plan.tokens)
+        self._repeats.make(key, tensors, calls, batch.tokens)
         return out
 
     def _candidates(self, blocks: Tensor | None, rows: int, top_k: int) -> Candidates | None:
@@ -587,9 +587,9 @@ class LayerCacheHandle(Uncopied):
         Raises PlanError before `append`, its own or that of the layer whose entries it reads,
         InvalidInput.
         """
-        plan = self._readable_plan()
+        batch = self._readable_batch()
         given = (q, sink, indices, out, lse, inverse_rope)
-        key, known = self._repeats.find(("attend", plan.sizes), given)
+        key, known = self._repeats.find(("attend", batch.sizes), given)
         if known is not None:
             out = torch.empty_like(q) if out is None else out
             if lse is None:
@@ -599,7 +599,7 @@ class LayerCacheHandle(Uncopied):
             if places is not None:
                 known.run(places, tensors)
                 return out, lse
-        device, rows, spec = self._slot_arena.device, plan.padded_tokens, self.schema.spec
+        device, rows, spec = self._slot_arena.device, batch.padded_tokens, self.schema.spec
         checks.heads("q", q, rows, self._model.head_dim, self._value_dtype, device)
         checks.vector("sink", sink, (q.shape[1],), device)
         if (indices is not None) != (spec.attention is AttentionType.CSA):
@@ -616,23 +616,23 @@ class LayerCacheHandle(Uncopied):
         attention = Attention(
             q=q,
             sink=sink,
-            tokens=plan.tokens,
-            batch=plan.batch,
-            window=self.window_source(plan),
+            tokens=batch.tokens,
+            batch=batch.request_rows,
+            window=self.window_source(batch),
             entries=self.read_classical_view().source if spec.ratio else None,
             indices=indices,
             out=out,
             lse=lse,
             inverse_rope=inverse_rope,
             workspace=self._workspace.attend,
-            tokens_per_request=max(1, plan.shape.most_tokens),
-            max_visible=None if plan.reaches is None else plan.reaches // max(1, spec.ratio),
+            tokens_per_request=max(1, batch.shape.most_tokens),
+            max_visible=_visible(batch, max(1, spec.ratio)),
             decoded=self._workspace.select,
-            window_cut=plan.window_cut,
+            window_cut=batch.window_cut,
         )
         tensors = [*filter(_is_given, (q, sink, indices, out, lse, inverse_rope))]
         calls = [partial(self.backend.attend, attention)]
-        self._repeats.make(key, tensors, calls, plan.tokens)
+        self._repeats.make(key, tensors, calls, batch.tokens)
         return out, lse
 
     @in_turn
@@ -647,9 +647,9 @@ class LayerCacheHandle(Uncopied):
         weights: LayerWeights,
         inverse_rope: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """A draft step of a DSpark layer: the plan's tokens, `draft_block` per request, are a draft
-        behind its length. Each query sees the window of the request's last token and all keys of
-        the draft, later ones too. out and lse as of `attend`.
+        """A draft step of a DSpark layer: the batch's tokens, `draft_block` per request, are a
+        draft past its length. Each query sees the window of the request's last token and all keys
+        of the draft, later ones too. out and lse as of `attend`.
 
         `kv` and `weights` as in `append`: keys are rounded as records are, and stored nowhere. The
         plan stays unwritten: `abandon` it when all draft layers have drafted. Three launches.
@@ -658,33 +658,33 @@ class LayerCacheHandle(Uncopied):
         model, device = self._model, self._slot_arena.device
         if not self.schema.spec.draft or not model.draft_block:
             raise SchemaMismatch(f"layer {self.layer} is no layer that drafts several tokens")
-        plan = self.open_plan()
-        counts = plan.counts.tolist()
-        if plan.touched or plan.whole or any(count != model.draft_block for count in counts):
+        batch = self.open_batch()
+        counts = batch.counts.tolist()
+        if batch.touched or not batch.alone or any(count != model.draft_block for count in counts):
             raise PlanError(
                 f"a draft step has {model.draft_block} tokens of every request and stores nothing: "
                 f"prepare a plan for it alone, of requests that are to draft"
             )
-        if plan.window_lost:
+        if batch.window_lost:
             raise PlanError(
                 "the oldest window row that a draft reads was overwritten by tokens that were "
                 "rejected or taken back: run a token first, or build the schema with a greater "
                 "ring_rows"
             )
         checks.layer_weights(weights)
-        rows, workspace = plan.padded_tokens, self._workspace
+        rows, workspace = batch.padded_tokens, self._workspace
         checks.heads("q", q, rows, model.head_dim, self._value_dtype, device)
         checks.vector("sink", sink, (q.shape[1],), device)
         if inverse_rope is not None:
             checks.rope_table(inverse_rope, model.rope_dim, self._max_context, device)
         window = replace(
-            self._window_write(plan, kv, weights),
+            self._window_write(batch, kv, weights),
             window=self.schema.window + model.draft_block,
             staging=workspace.staging,
             staging_page=workspace.staging_page,
             keep=False,
         )
-        step = self.step_tensors(plan, weights)
+        step = self.step_tensors(batch, weights)
         out = _result("out", out, tuple(q.shape), self._value_dtype, device)
         lse = _result("lse", lse, (rows, q.shape[1]), "float32", device)
         self.backend.append(step, window, ())
@@ -692,8 +692,8 @@ class LayerCacheHandle(Uncopied):
             Attention(
                 q=q,
                 sink=sink,
-                tokens=plan.tokens,
-                batch=plan.batch,
+                tokens=batch.tokens,
+                batch=batch.request_rows,
                 window=WindowSource(
                     arena=workspace.staging,
                     page=workspace.staging_page,
@@ -711,92 +711,61 @@ class LayerCacheHandle(Uncopied):
         )
         return out, lse
 
-    def window_source(self, plan: ForwardPlan) -> WindowSource:
-        """Where the window rows of a step are: the ring, or for a wide step the staging."""
+    def window_source(self, batch: Batch) -> WindowSource:
+        """Where the window rows of a batch are: the ring, or for a prefill batch the staging."""
         return WindowSource(
-            arena=self._slot_arena if plan.narrow else self._workspace.staging,
-            page=self.memory.window.page if plan.narrow else self._workspace.staging_page,
+            arena=self._slot_arena if batch.is_decode else self._workspace.staging,
+            page=self.memory.window.page if batch.is_decode else self._workspace.staging_page,
             window=self.schema.window,
-            staged=not plan.narrow,
+            staged=not batch.is_decode,
         )
 
-    # ---- plans -------------------------------------------------------------------------------
+    # ---- batches -----------------------------------------------------------------------------
 
-    def bind(self, plan: ForwardPlan | None) -> None:
-        """To a plan, for this thread. Raises ThreadError while another thread uses the plan that
+    def bind(self, batch: Batch | None) -> None:
+        """To a batch, for this thread. Raises ThreadError while another thread uses the plan that
         the handle is bound to."""
         turn = self.turn
         turn.enter("acquire")
-        self.plan, self.thread = plan, threading.get_ident()
+        self.batch, self.thread = batch, threading.get_ident()
         del turn.visits[turn.number]  # leave, without a call
 
-    def open_plan(self) -> ForwardPlan:
-        """The plan this handle is bound to. Raises PlanError if there is none or it is over."""
-        plan = self.plan
-        if plan is None:
-            raise PlanError(f"layer {self.layer} is not bound to a plan: acquire it with one")
-        if plan.is_over:
-            raise PlanError("this plan is over: prepare a new one for each step")
-        return plan
+    def open_batch(self) -> Batch:
+        """The batch this handle is bound to. Raises PlanError if there is none or it is over."""
+        batch = self.batch
+        if batch is None:
+            raise PlanError(f"layer {self.layer} is not bound to a plan: acquire it with a batch")
+        batch.require_open()
+        return batch
 
-    def _narrow_plan(self, call: str) -> ForwardPlan:
-        plan = self.open_plan()
-        if not plan.narrow:
-            raise PlanError(
-                f"{call} works from the tails, which hold a group and the drafts, but a request "
-                f"has {plan.shape.most_tokens} tokens in this step: use append for a chunk"
-            )
-        return plan
+    def _decode_batch(self, call: str) -> Batch:
+        batch = self.open_batch()
+        batch.require_decode(call)
+        return batch
 
-    def _unwritten_plan(self) -> ForwardPlan:
-        """A wide step overwrites the rows it has staged, and rings that its own writes are made
-        from, so each layer writes it once, whatever came of it."""
-        plan = self.plan
-        if plan is None or plan.done or plan.whole is not None:
-            plan = self.open_plan()
-        if plan.unfinished_layers and not plan.narrow:
-            raise PlanError(
-                f"an append of layer {min(plan.unfinished_layers)} to this plan raised, and a wide "
-                f"step is not repeatable: call fail(plan)"
-            )
-        if self.layer in plan.appended_layers and not plan.narrow:
-            raise PlanError(
-                f"layer {self.layer} has appended this plan already: a wide step is not repeatable"
-            )
-        return plan
+    def _unwritten_batch(self) -> Batch:
+        batch = self.open_batch()
+        batch.require_unwritten(self.layer)
+        return batch
 
-    def _written_plan(self) -> ForwardPlan:
-        plan = self.plan
-        if plan is None or plan.done or plan.whole is not None:
-            plan = self.open_plan()
-        if plan.last_appended != self.layer and (
-            not plan.narrow or self.layer not in plan.appended_layers
-        ):
-            raise PlanError(
-                f"layer {self.layer} reads before it has appended this plan"
-                + ("" if plan.narrow else ", or after another layer reused the staging")
-                + ": call append first"
-            )
-        return plan
-
-    def _readable_plan(self) -> ForwardPlan:
-        """A written plan in which the entries that this layer reads are stored too."""
-        plan, owner = self.plan, self._owner
+    def _readable_batch(self) -> Batch:
+        """One in which what this layer reads is stored, window rows and entries."""
+        batch, owner = self.batch, self._owner
         if (  # how it is in every step, without further calls
-            plan is not None
-            and not plan.done
-            and not plan.whole
-            and plan.last_appended == self.layer
-            and owner in plan.stored_layers
+            batch is not None
+            and not batch.done
+            and batch.last_appended == self.layer
+            and owner in batch.stored_layers
         ):
-            return plan
-        plan = self._written_plan()
-        if owner != self.layer and owner not in plan.stored_layers:
-            raise PlanError(
-                f"layer {self.layer} reads the entries of layer {owner}, which has not appended "
-                f"this plan: call its append first"
-            )
-        return plan
+            return batch
+        batch = self.open_batch()
+        batch.require_readable(self.layer, owner)
+        return batch
+
+
+def _visible(batch: Batch, ratio: int) -> int | None:
+    """A bound on the entries that a token of a prefill batch sees."""
+    return None if batch.position_bound is None else batch.position_bound // ratio
 
 
 _is_given: Any = partial(is_not, None)

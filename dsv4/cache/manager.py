@@ -13,29 +13,30 @@ import torch
 from torch import Tensor
 
 from dsv4.backends import load_backend
+from dsv4.cache.admission import Admission
 from dsv4.cache.arena import Arena
+from dsv4.cache.batch import Batch
 from dsv4.cache.changes import LOGGER, Guard, Turn, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
-from dsv4.cache.prefix.cache import LearnedIds, PrefixCache, PrefixMatch
+from dsv4.cache.options import ManagerOptions, Settings
+from dsv4.cache.prefix.cache import LearnedIds, PrefixCache
 from dsv4.cache.prefix.index import BlockEvent
-from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prefix.prompt import Prompt
-from dsv4.cache.prefix.resume import Resume
+from dsv4.cache.prefix.resume import PrefixMatch, Resume
 from dsv4.cache.prefix.snapshots import SnapshotPool
 from dsv4.cache.prefix.trail import TokenIds, TokenTrail, token_ids
 from dsv4.cache.prepare_forward import (
     ForwardPlan,
     PlanOptions,
-    StepOptions,
     check_step,
     fill_new_blocks,
     following,
-    make_halves,
     make_plan,
 )
-from dsv4.cache.requests import LENGTH, PUBLISHED, REUSED, Request, RequestTable
+from dsv4.cache.recover import recover_books
+from dsv4.cache.requests import LENGTH, PUBLISHED, REUSED, Condition, Request, RequestTable
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step import checks as step_checks
@@ -56,14 +57,14 @@ from dsv4.errors import (
     require_timeout,
     require_type,
 )
-from dsv4.ops.backend import BackendName
 
 if TYPE_CHECKING:
     from dsv4.cache.handoff.arrival import Arrival
     from dsv4.cache.handoff.handoff import Handoff
     from dsv4.cache.handoff.options import HandoffOptions
     from dsv4.cache.transfers.fetch import Fetch
-    from dsv4.cache.transfers.transfers import Suspended, Transfers
+    from dsv4.cache.transfers.offload import Suspended
+    from dsv4.cache.transfers.transfers import Transfers
     from dsv4.tiers.tier import Tier
 
 FETCH_POLL_S = 0.0002
@@ -99,30 +100,21 @@ class KVCacheManager(Uncopied):
         *,
         num_blocks: int,
         max_requests: int,
-        max_step_tokens: int = 8192,
-        device: torch.device | str = "cpu",
-        backend: BackendName | None = None,
-        prefix: PrefixOptions | None = None,
-        max_open_plans: int = 1,
-        tiers: Sequence[Tier] = (),
-        handoff: HandoffOptions | None = None,
-        batch_invariant: bool = False,
+        **options: Unpack[ManagerOptions],
     ) -> None:
         require_type("schema", schema, CacheSchema)
-        if prefix is not None:
-            require_type("prefix", prefix, PrefixOptions)
+        settings = Settings.of(options)
+        prefix, max_step_tokens = settings.prefix, settings.max_step_tokens
         least_blocks = 1 if schema.block_bytes else 0
         num_blocks = require_count("num_blocks", num_blocks, at_least=least_blocks)
         max_requests = require_count("max_requests", max_requests)
-        max_step_tokens = require_count("max_step_tokens", max_step_tokens)
-        place = _device(device)
+        place = settings.place
         self.schema = schema
         if prefix is not None and prefix.replay == "cut":
             require_count("max_step_tokens", max_step_tokens, at_least=schema.model.window)
-        require_flag("batch_invariant", batch_invariant)
-        if not isinstance(tiers, Sequence) or isinstance(tiers, str | bytes):
-            raise InvalidInput(f"tiers are {type(tiers).__name__}: give a list, the fastest first")
-        self.backend = load_backend(backend, place, batch_invariant=batch_invariant)
+        self.backend = load_backend(
+            settings.backend, place, batch_invariant=settings.batch_invariant
+        )
         for record in (schema.entry_format, schema.window_format, schema.index_format):
             self.backend.check_format(record)
         for layer in schema.layers:
@@ -134,17 +126,18 @@ class KVCacheManager(Uncopied):
             max_requests=max_requests,
             max_step_tokens=max_step_tokens,
             device=place,
-            max_open_plans=require_count("max_open_plans", max_open_plans),
+            max_open_plans=settings.max_open_plans,
         )
         self.table = RequestTable(schema, num_blocks=num_blocks, max_requests=max_requests)
         self.prefix: PrefixCache | None = None
         if prefix is not None:
             self.prefix = PrefixCache(schema, self.table.allocator, prefix, place)
-            self.table.reclaimer = self.prefix
-        self.transfers = self._transfers(tiers) if tiers else None
+            self.table.reclaimer = self.prefix.blocks
+        self.transfers = self._transfers(settings.tiers) if settings.tiers else None
         self.open_plans: list[ForwardPlan] = []
         self.guard = Guard()
-        self.handoff = None if handoff is None else self._handoff(handoff)
+        self.handoff = None if settings.handoff is None else self._handoff(settings.handoff)
+        self._admission = Admission(self.table, self.memory, self.prefix, self.guard)
         self._step_readers = tuple(StepReader(schema, self.table) for _ in self.memory.lanes)
         layers = [LayerMemory.of(self.memory, layer) for layer in range(len(schema.layers))]
         self._handles = tuple(  # of each lane, and again for chunks apart
@@ -168,30 +161,13 @@ class KVCacheManager(Uncopied):
         cls,
         schema: CacheSchema,
         budget: BlockBudget,
-        *,
-        max_step_tokens: int = 8192,
-        device: torch.device | str = "cpu",
-        backend: BackendName | None = None,
-        prefix: PrefixOptions | None = None,
-        max_open_plans: int = 1,
-        tiers: Sequence[Tier] = (),
-        handoff: HandoffOptions | None = None,
-        batch_invariant: bool = False,
+        **options: Unpack[ManagerOptions],
     ) -> KVCacheManager:
         """A manager that allocates `budget.total_bytes`, to the byte: a budget that does not count
         what these options need besides is refused. `from_memory` finds one that does; who counts
         otherwise builds a manager of `budget.num_blocks`. Raises InvalidInput."""
         require_type("budget", budget, BlockBudget)
-        other_bytes = cls.other_bytes(
-            schema,
-            max_requests=budget.max_requests,
-            max_step_tokens=max_step_tokens,
-            device=device,
-            backend=backend,
-            prefix=prefix,
-            max_open_plans=max_open_plans,
-            batch_invariant=batch_invariant,
-        )
+        other_bytes = cls.other_bytes(schema, max_requests=budget.max_requests, **options)
         if other_bytes != budget.other_bytes:
             raise InvalidInput(
                 f"the budget leaves {budget.other_bytes:,} bytes for what is no cache, with "
@@ -202,14 +178,7 @@ class KVCacheManager(Uncopied):
             schema,
             num_blocks=budget.num_blocks,
             max_requests=budget.max_requests,
-            max_step_tokens=max_step_tokens,
-            device=device,
-            backend=backend,
-            prefix=prefix,
-            max_open_plans=max_open_plans,
-            tiers=tiers,
-            handoff=handoff,
-            batch_invariant=batch_invariant,
+            **options,
         )
 
     @classmethod
@@ -220,30 +189,14 @@ class KVCacheManager(Uncopied):
         memory_bytes: int,
         max_requests: int,
         context: int | None = None,
-        max_step_tokens: int = 8192,
-        device: torch.device | str = "cpu",
-        backend: BackendName | None = None,
-        prefix: PrefixOptions | None = None,
-        max_open_plans: int = 1,
-        tiers: Sequence[Tier] = (),
-        handoff: HandoffOptions | None = None,
-        batch_invariant: bool = False,
+        **options: Unpack[ManagerOptions],
     ) -> KVCacheManager:
         """A manager that allocates no more than `memory_bytes` on its device, all told: slots, the
         block table, step buffers, workspace and snapshots, and blocks with what is left.
 
         Raises PoolTooSmall, with the minimum, if one request of `context` tokens would not fit.
         """
-        other_bytes = cls.other_bytes(
-            schema,
-            max_requests=max_requests,
-            max_step_tokens=max_step_tokens,
-            device=device,
-            backend=backend,
-            prefix=prefix,
-            max_open_plans=max_open_plans,
-            batch_invariant=batch_invariant,
-        )
+        other_bytes = cls.other_bytes(schema, max_requests=max_requests, **options)
         budget = compute_block_budget(
             schema,
             memory_bytes=memory_bytes,
@@ -251,50 +204,29 @@ class KVCacheManager(Uncopied):
             context=context,
             other_bytes=other_bytes,
         )
-        return cls.from_budget(
-            schema,
-            budget,
-            max_step_tokens=max_step_tokens,
-            device=device,
-            backend=backend,
-            prefix=prefix,
-            max_open_plans=max_open_plans,
-            tiers=tiers,
-            handoff=handoff,
-            batch_invariant=batch_invariant,
-        )
+        return cls.from_budget(schema, budget, **options)
 
     @classmethod
     def other_bytes(
-        cls,
-        schema: CacheSchema,
-        *,
-        max_requests: int,
-        max_step_tokens: int = 8192,
-        device: torch.device | str = "cpu",
-        backend: BackendName | None = None,
-        prefix: PrefixOptions | None = None,
-        max_open_plans: int = 1,
-        batch_invariant: bool = False,
+        cls, schema: CacheSchema, *, max_requests: int, **options: Unpack[ManagerOptions]
     ) -> int:
         """Bytes that a manager of these options allocates besides blocks, slots and block table:
-        step buffers, workspace, snapshots. Allocates nothing there."""
+        step buffers, workspace, snapshots. Allocates nothing there. Raises InvalidInput."""
         require_type("schema", schema, CacheSchema)
-        require_flag("batch_invariant", batch_invariant)
-        place, nowhere = _device(device), torch.device("meta")
+        settings = Settings.of(options)
+        place, nowhere = settings.place, torch.device("meta")
         memory = CacheMemory(
             schema,
-            load_backend(backend, place, batch_invariant=batch_invariant),
+            load_backend(settings.backend, place, batch_invariant=settings.batch_invariant),
             num_blocks=0,
             max_requests=require_count("max_requests", max_requests),
-            max_step_tokens=require_count("max_step_tokens", max_step_tokens),
+            max_step_tokens=settings.max_step_tokens,
             device=nowhere,
-            max_open_plans=require_count("max_open_plans", max_open_plans),
+            max_open_plans=settings.max_open_plans,
         ).memory_bytes()
         snapshots = 0
-        if prefix is not None:
-            require_type("prefix", prefix, PrefixOptions)
-            snapshots = SnapshotPool.bytes_on_device(schema, prefix, place)
+        if settings.prefix is not None:
+            snapshots = SnapshotPool.bytes_on_device(schema, settings.prefix, place)
         return memory.step_buffers + memory.workspace + snapshots
 
     def _transfers(self, tiers: Sequence[Tier]) -> Transfers:
@@ -404,7 +336,7 @@ class KVCacheManager(Uncopied):
             shared = [node.block_id for node in self.prefix.match(trail).nodes]
         short = self.schema.blocks_for(count) - len(shared) - self.table.allocator.free
         fits = short <= 0 or (
-            self.prefix is not None and self.prefix.evictable_blocks(excluding=shared) >= short
+            self.prefix is not None and self.prefix.blocks.evictable(excluding=shared) >= short
         )
         return fits and bool(self.table.free_slots)
 
@@ -429,36 +361,11 @@ class KVCacheManager(Uncopied):
                 needed=blocks, free=allocator.free, total=allocator.total, asker_blocks=blocks
             )
         table.require_slots()
-        slot = table.free_slots[-1]
         if self.prefix is None or found is None:
-            resume = Resume(start=0, reused_tokens=0, end=count, source="nothing")
-            request = table.make(slot, table.take(blocks), resume)
-            self.guard.change.hand_out(request)
-            table.enlist(request)
-            return request
+            return self._admission.begin(count)
         trail = found.copy() if isinstance(prompt, Prompt) else found
-        match = self.prefix.match(trail) if reuse else self.prefix.no_match(trail)
-        shared = [node.block_id for node in match.nodes]
-        allocator.share(shared)
-        try:
-            reserved = table.reserve(blocks - len(shared), asker_blocks=blocks, shared=shared)
-            try:
-                if shared:  # the device first, into a slot that nobody has
-                    self.memory.publish(slot, 0, shared)
-                    self.prefix.put_state(match, self.slot_arena.bytes[slot])
-            except BaseException:
-                table.cancel(reserved)
-                raise
-        except BaseException:
-            allocator.release(shared)
-            raise
-        request = table.make(slot, shared + table.settle(reserved), match.resume)
-        request.published_blocks, request.trail = len(shared), trail
-        table.restart(request, match.resume)
-        self.guard.change.hand_out(request)
-        table.enlist(request)
-        self.prefix.use(match, trail)
-        return request
+        match = self.prefix.match(trail, reuse=reuse)
+        return self._admission.after(self.prefix, match, trail)
 
     @changes
     def fork(self, request: Request, count: int) -> list[Request]:
@@ -468,38 +375,10 @@ class KVCacheManager(Uncopied):
         of its unfinished block: all or nothing. Raises OutOfSlots, OutOfBlocks, RequestError.
         """
         self._require_unplanned(request)
-        request.require_whole()
+        request.require("fork")
         count = require_count("count", count, at_least=0)
-        table = self.table
-        table.require_slots(count)
-        held = self.schema.blocks_for(request.length)
-        whole = max(request.length, request.reused_tokens) // self.schema.block_tokens
-        shared = request.block_ids[:whole] if self.schema.block_bytes else []
-        reserved = table.reserve(
-            count * max(0, held - len(shared)), asker_blocks=held + count, shared=request.block_ids
-        )
-        copies, slots = reserved.block_ids, table.free_slots[: -count - 1 : -1] if count else []
-        try:  # the device first, into slots and blocks that nobody has; blocks last, all at once
-            for nth, slot in enumerate(slots):
-                self.memory.copy_slot(request.slot, slot)
-                if ids := [*shared, *copies[nth : nth + 1]]:
-                    self.memory.publish(slot, 0, ids)
-            if copies:
-                self.memory.copy_block(request.block_ids[len(shared)], copies)
-        except BaseException:
-            table.cancel(reserved)
-            raise
-        table.settle(reserved)
-        forks = []
-        for nth, slot in enumerate(slots):
-            fork = table.fork(request, slot, [*shared, *copies[nth : nth + 1]])
-            fork.published_blocks = len(fork.block_ids)
-            table.allocator.share(shared)
-            forks.append(fork)
-        self.guard.change.hand_out(*forks)
-        for fork in forks:
-            table.enlist(fork)
-        return forks
+        self.table.require_slots(count)
+        return self._admission.fork(request, count)
 
     @changes
     def rewind(self, request: Request, length: int) -> Resume:
@@ -510,47 +389,7 @@ class KVCacheManager(Uncopied):
         gives the blocks behind it back. Raises InvalidInput, RequestError, OutOfBlocks.
         """
         self._require_unplanned(request)
-        length = step_checks.rewind_length(request, length)
-        reach = request.written_tokens - self.schema.max_rollback_tokens
-        if length >= max(reach, request.reused_tokens):
-            exact = request.approximate_from is None
-            resume = Resume(
-                start=length, reused_tokens=length, end=length, source="rings", exact=exact
-            )
-            self._own_unfinished_block(request, length)
-            if request.trail is not None:
-                request.trail.cut(length)
-            request.shorten(length)
-            self.table.cut_shared_behind(request)
-            request.resume = resume
-        elif self.prefix is None:
-            resume = Resume(start=0, reused_tokens=0, end=length, source="nothing")
-            with self.guard.change.rewriting(request):
-                self.table.cut(request, 0)
-                self.table.restart(request, resume)
-        else:
-            match = self.prefix.match_own(request, length)
-            resume = match.resume
-            self._resume_at(request, match, length)
-        request.mend()
-        return resume
-
-    def _resume_at(self, request: Request, match: PrefixMatch, length: int) -> None:
-        """Puts a live request where a match says it goes on, with the state that it needs there.
-
-        The state is made outside the slot and copied into it by one operation of the device, so
-        that an error leaves all as it was."""
-        assert self.prefix is not None
-        spare = self.memory.workspace.slot
-        if match.resume.source != "nothing":
-            self.prefix.put_state(match, spare)
-        with self.guard.change.rewriting(request):
-            if match.resume.source != "nothing":
-                self.memory.fill_slot(request.slot)
-            if request.trail is not None:
-                request.trail.cut(length)
-            self.table.cut(request, match.resume.reused_tokens // self.schema.block_tokens)
-            self.table.restart(request, match.resume)
+        return self._admission.rewind(request, step_checks.rewind_length(request, length))
 
     @changes
     def supply_ids(self, request: Request, ids: TokenIds) -> None:
@@ -585,16 +424,18 @@ class KVCacheManager(Uncopied):
         """
         prefix = self._prefix_cache()
         self._require_unplanned(request)
-        request.require_whole()
-        request.require_exact("is not continued: admit the prompt")
+        if request.condition is not Condition.INCOMPLETE:  # of which not all tokens are known
+            request.require("continue")
         count, trail = self._read_prompt(prompt, None)
-        length, known = request.length, request.trail
-        if trail is None or known is None or request.incomplete_from is not None:
+        known = request.trail
+        if trail is None or known is None or not request.condition.allows("continue"):
             raise InvalidInput(
                 f"the tokens of request {request.serial} are not known to be the prompt's: both "
                 f"must be given as ids"
             )
-        fixed = max(length, request.reused_tokens)  # entries to replay are those of its tokens
+        fixed = max(
+            request.length, request.reused_tokens
+        )  # entries to replay are those of its tokens
         is_same = len(known.ids) >= fixed and known.root == trail.root and count > fixed
         if not is_same or not np.array_equal(trail.ids[:fixed], known.ids[:fixed]):
             raise InvalidInput(
@@ -602,16 +443,9 @@ class KVCacheManager(Uncopied):
                 f"{request.serial}: it must begin with them and be longer, all of them must be "
                 f"known (supply_ids), and the salt must be the same"
             )
-        self.table.grow([(request, self.schema.blocks_for(count))])
-        request.trail = trail.copy()
-        request.resume = Resume(
-            start=length,
-            reused_tokens=fixed,
-            end=count,
-            source="rings",
-        )
-        prefix.note_continued(request)
-        return request.resume
+        resume = self._admission.go_on(request, trail.copy(), count)
+        prefix.use(PrefixMatch([], resume, None), trail)
+        return resume
 
     @changes
     def extend(self, request: Request, tokens: int) -> list[int]:
@@ -651,14 +485,7 @@ class KVCacheManager(Uncopied):
         """Starts the request over: length 0, its slot zeroed. Blocks that only it holds stay with
         it."""
         self._require_unplanned(request)
-        with self.guard.change.rewriting(request):
-            self.memory.zero_slot(request.slot)
-            if request.trail is not None:
-                request.trail.cut(0)
-            resume = Resume(start=0, reused_tokens=0, end=0, source="nothing")
-            self.table.restart(request, resume)
-            self.table.cut_shared(request)
-        request.mend()
+        self._admission.reset(request)
 
     @changes
     def release_request(self, request: Request) -> None:
@@ -753,34 +580,16 @@ class KVCacheManager(Uncopied):
                 turn.leave()
             guard.step_back(number)
             raise
-        handed_out = [item for visit in interrupted for item in visit[3].handed_out]
-        still_open = []
-        for plan in self.open_plans:
-            moved = bool((self.table.numbers[LENGTH, plan.slots] != plan.starts).any())
-            if plan.done or (moved and plan.behind is None) or plan in handed_out:
-                plan.done = True
-                overlap.move_up(plan, self.table, self.open_plans)
-            else:
-                still_open.append(plan)
-        self.open_plans = still_open
-        lost = {item for item in handed_out if isinstance(item, Request)}
-        rewritten = [item for visit in interrupted for item in visit[3].rewritten]
-        if self.transfers is not None:
-            self.transfers.rebuild()
-        if self.handoff is not None:
-            self.handoff.rebuild()
-        cached: list[int] = []
-        if self.prefix is not None:
-            taken = [plan.captures.captures for plan in still_open if plan.captures is not None]
-            rows = {capture.row for captures in taken for capture in captures}
-            self.prefix.rebuild(rows, handed_out)
-            cached = [node.block_id for node in self.prefix.index.nodes()]
-        self.table.rebuild(lost, cached, rewritten)
+        self.open_plans = recover_books(
+            [change for *_, change in interrupted],
+            open_plans=self.open_plans,
+            table=self.table,
+            memory=self.memory,
+            prefix=self.prefix,
+            transfers=self.transfers,
+            handoff=self.handoff,
+        )
         self._forget_steps()
-        for request in self.table.live.values():
-            if request.published_blocks:
-                ids = request.block_ids[: request.published_blocks]
-                self.memory.publish(request.slot, 0, ids)
         for turn in turns:
             turn.leave()
         guard.give_way(number)
@@ -814,7 +623,7 @@ class KVCacheManager(Uncopied):
             if blocks is None
             else require_count("blocks", blocks, at_least=0)
         )
-        return self._prefix_cache().evict(most, or_fewer=True)
+        return self._prefix_cache().blocks.evict(most)
 
     # ---- tiers -------------------------------------------------------------------------------
 
@@ -896,8 +705,8 @@ class KVCacheManager(Uncopied):
         """
         transfers = self._tiers()
         self._require_unplanned(request)
-        request.require_whole()
-        request.require_exact("is not suspended: release it, and admit its tokens again")
+        if request.condition is not Condition.INCOMPLETE:  # of which not all ids are known
+            request.require("suspend")
         known = 0 if request.trail is None else len(request.trail.ids)
         if request.trail is None or known < request.length:
             raise InvalidInput(
@@ -911,8 +720,7 @@ class KVCacheManager(Uncopied):
     def _can_suspend(self, request: Request) -> bool:
         trail = request.trail
         known = trail is not None and len(trail.ids) >= request.length
-        exact = request.approximate_from is None
-        return self.transfers is not None and known and exact and not request.is_torn
+        return self.transfers is not None and known and request.condition.allows("suspend")
 
     def resume_request(
         self, prompt: TokenIds | Prompt, salt: str | None = None, *, timeout_s: float
@@ -936,41 +744,12 @@ class KVCacheManager(Uncopied):
                 return None
             state = transfers.slot_of(row, tokens)
             resume = Resume(start=tokens, reused_tokens=tokens, end=len(prompt), source="state")
-            return self._put_back(fetch.trail, PrefixMatch(nodes, resume, None), *state)
+            match, trail = PrefixMatch(nodes, resume, None), fetch.trail.copy()
+            request = self._admission.from_state(prefix, match, trail, *state)
+            transfers.resumed += 1
+            return request
         finally:
             transfers.host.release(row)
-
-    def _put_back(
-        self, trail: TokenTrail, match: PrefixMatch, slot_bytes: Tensor, block_bytes: Tensor
-    ) -> Request:
-        """Like an admission; slot and unfinished block come from the host."""
-        table, allocator = self.table, self.table.allocator
-        table.require_slots()
-        slot, shared = table.free_slots[-1], [node.block_id for node in match.nodes]
-        blocks = self.schema.blocks_for(match.resume.end)
-        allocator.share(shared)
-        try:
-            reserved = table.reserve(blocks - len(shared), asker_blocks=blocks, shared=shared)
-            begun = reserved.block_ids[: match.resume.start % self.schema.block_tokens > 0]
-            try:  # the device first, into a slot and a block that nobody has
-                self.memory.publish(slot, 0, [*shared, *begun])
-                self.slot_arena.bytes[slot].copy_(slot_bytes)
-                for block_id in begun:
-                    self.block_arena.bytes[block_id].copy_(block_bytes)
-            except BaseException:
-                table.cancel(reserved)
-                raise
-        except BaseException:
-            allocator.release(shared)
-            raise
-        request = table.make(slot, shared + table.settle(reserved), match.resume)
-        request.published_blocks, request.trail = len(shared) + len(begun), trail.copy()
-        table.restart(request, match.resume)
-        self.guard.change.hand_out(request)
-        table.enlist(request)
-        self._prefix_cache().use(match, trail)
-        self._tiers().resumed += 1
-        return request
 
     @changes
     def drain_tiers(self, timeout_s: float) -> bool:
@@ -999,9 +778,8 @@ class KVCacheManager(Uncopied):
         """
         handoff = self._handing_over()
         self.table.require_live(request)
-        request.require_whole()
-        request.require_exact("is not offered: hand over its prompt")
-        most, written = self.schema.max_narrow_tokens, request.written_tokens
+        request.require("offer")
+        most, written = self.schema.max_decode_tokens, request.written_tokens
         for plan in self.open_plans:
             if request not in plan.requests:
                 continue
@@ -1012,17 +790,8 @@ class KVCacheManager(Uncopied):
                     f"state: commit the plan, then offer it"
                 )
             written = max(written, int(plan.latest_ends[row]))
-        length = request.length
         if not request.has_exact_state:
-            raise RequestError(
-                f"request {request.serial} has {length} tokens of which "
-                f"{request.reused_tokens} are to be replayed: run them first, then offer it"
-            )
-        if request.incomplete_from is not None:
-            raise RequestError(
-                f"not all layers of request {request.serial} have stored what is behind token "
-                f"{request.incomplete_from}: rewind it to there, then offer it"
-            )
+            raise RequestError(f"request {request.serial} has 0 tokens: run some, then offer it")
         return handoff.offer(request, written=written, lease_s=lease_s, takers=takers)
 
     @changes
@@ -1069,8 +838,7 @@ class KVCacheManager(Uncopied):
         try:
             table.hold(arrival, shared)
             reserved = table.reserve(blocks - len(shared), asker_blocks=blocks, shared=shared)
-            table.promise(arrival, reserved)
-            arrival.landing.block_ids = table.landing[arrival]
+            arrival.landing.block_ids = table.promise(arrival, reserved)
             handoff.start(arrival)
         except Exception:
             handoff.give_back(arrival)
@@ -1090,21 +858,8 @@ class KVCacheManager(Uncopied):
         handoff.note_arrived(arrival)
 
     def _settle_arrival(self, arrival: Arrival) -> Request:
-        """Like an admission; blocks and slot are there already, the state is on the host."""
-        handoff, table, length = self._handing_over(), self.table, arrival.tokens
-        landing, slot = arrival.landing, self.table.promised[arrival]
-        slot_bytes, block_bytes = handoff.state_of(arrival)
-        block_ids = [*landing.shared, *landing.block_ids]
-        # the device first, into a slot and a block that nobody has
-        if block_ids:
-            self.memory.publish(slot, 0, block_ids)
-        self.slot_arena.bytes[slot].copy_(slot_bytes)
-        if length % self.schema.block_tokens and self.schema.block_bytes:
-            self.block_arena.bytes[block_ids[-1]].copy_(block_bytes)
-        resume = Resume(start=length, reused_tokens=length, end=length, source="state")
-        request = table.arrive(arrival, resume, self.guard.change)
-        request.published_blocks, request.trail = len(block_ids), arrival.trail
-        table.restart(request, resume)
+        slot_bytes, block_bytes = self._handing_over().state_of(arrival)
+        request = self._admission.arrived(arrival, slot_bytes, block_bytes)
         if self.prefix is not None and arrival.trail is not None:
             self.prefix.note_arrival(request, arrival.trail, self._adopt)
         return request
@@ -1130,7 +885,7 @@ class KVCacheManager(Uncopied):
         *,
         pad_tokens: int | None = None,
         pad_requests: int | None = None,
-        behind: ForwardPlan | None = None,
+        after: ForwardPlan | None = None,
         accepted: Tensor | None = None,
         drafts: int = 0,
         chunks_apart: bool = False,
@@ -1142,15 +897,15 @@ class KVCacheManager(Uncopied):
         the rows past the live ones do nothing. The plan stays open until `commit`, `abandon` or
         `fail`; `max_open_plans` of them, without a common request, may be open at once.
 
-        A step `behind` an open plan goes on where that one will leave its requests; up to
-        `schema.steps_ahead` plans may be open in front of it. How many tokens of the plan before
+        A step `after` an open plan goes on where that one will leave its requests; up to
+        `schema.steps_ahead` plans may be open before it. How many tokens of the plan before
         are kept is in `accepted`, int32 or int64 [its requests] on the device, read there when its
         turn comes; without it, all are. A chunk is always kept whole. Blocks are taken for as many
-        tokens as can be. Plans behind each other are prepared and run on one stream.
+        tokens as can be. Plans after each other are prepared and run on one stream.
 
-        With `drafts` the plan has so many `draft_steps`. With `chunks_apart` requests that have
-        more than `schema.max_narrow_tokens` come last; `plan.narrow_half` is what is padded and can
-        be captured, `plan.wide_half` the chunks.
+        With `drafts` the plan has that many batches in `plan.drafts`. With `chunks_apart` requests
+        that have more than `schema.max_decode_tokens` come last; `plan.decode` is what is padded
+        and can be captured, `plan.prefill` the chunks.
         Raises PlanError, OutOfBlocks, ContextOverflow or RequestError.
         """
         require_flag("chunks_apart", chunks_apart)
@@ -1158,7 +913,7 @@ class KVCacheManager(Uncopied):
         buffers = self.memory.lanes[lane].buffers
         shape = self._step_readers[lane].read(steps)
         before = overlap.read_before(
-            self.schema, self.table, shape, behind, accepted, self.open_plans, self.device
+            self.schema, self.table, shape, after, accepted, self.open_plans, self.device
         )
         if self.open_plans:
             step_checks.disjoint(shape, self.open_plans, before)
@@ -1194,31 +949,33 @@ class KVCacheManager(Uncopied):
             new_blocks = fill_new_blocks(
                 self.schema, buffers, growth, published.take(growing).tolist()
             )
-            numbers = (shape, starts, ends, reused)
-            options: StepOptions = {
-                "pad_tokens": pad_tokens,
-                "pad_requests": pad_requests,
-                "before": before,
-                "drafts": int(drafts),
-            }
             if chunks_apart:
-                chunk_buffers = self.memory.lanes[lane].chunk_buffers
-                chunk_buffers.wait()
-                plan = make_halves(self.schema, buffers, chunk_buffers, *numbers, **options)
-            else:
-                plan = make_plan(self.schema, buffers, *numbers, **options)
-            for each in (plan, *plan.halves, *plan.draft_steps):
-                each.lane = lane
+                self.memory.lanes[lane].chunk_buffers.wait()
+            plan = make_plan(
+                self.schema,
+                self.memory.lanes[lane],
+                shape,
+                starts,
+                ends,
+                reused,
+                pad_tokens=pad_tokens,
+                pad_requests=pad_requests,
+                before=before,
+                drafts=int(drafts),
+                chunks_apart=chunks_apart,
+            )
             if self.schema.model.draft_block:
                 lengths = self.table.numbers[LENGTH].take(shape.slots)
-                plan.window_lost = overlap.window_lost(self.schema, plan, lengths, written)
+                lost = overlap.window_lost(self.schema, plan, lengths, written)
+                for batch in plan.batches:
+                    batch.window_lost = lost
             if window_cut:
-                plan.window_cut, plan.sizes = True, (*plan.sizes, 1)
+                plan.batch.window_cut, plan.batch.sizes = True, (*plan.batch.sizes, 1)
             captures = None
-            if self.prefix is not None:
-                captures = self.prefix.plan_captures(plan.wide_half or plan)
+            if self.prefix is not None and plan.prefill is not None:
+                captures = self.prefix.plan_captures(plan.prefill)
             self.memory.send(new_blocks, buffers)
-            if plan.wide_half is not None:
+            if len(plan.batches) > 1:
                 self.memory.lanes[lane].chunk_buffers.send()
             if plan.unknown_starts is not None:
                 self.backend.follow(following(self.schema, buffers, plan, accepted))
@@ -1230,9 +987,8 @@ class KVCacheManager(Uncopied):
             self.table.numbers[PUBLISHED, shape.slots.take(growing)] = growth.blocks
         if captures is not None:
             assert self.prefix is not None
-            plan.captures = captures
-            if plan.wide_half is not None:
-                plan.wide_half.captures = captures
+            assert plan.prefill is not None
+            plan.prefill.captures = captures
             self.prefix.settle_captures(captures)
         self.guard.change.hand_out(plan)
         self.open_plans.append(plan)
@@ -1300,20 +1056,20 @@ class KVCacheManager(Uncopied):
         with progress_bar(progress) as told:
             return self.backend.warm_up(calls, workers=most, progress=told)
 
-    def acquire(self, layer: int, plan: ForwardPlan | None = None) -> LayerCacheHandle:
-        """The handle of one layer, bound to an open plan, to a half of one or to a draft step.
-        Allocates nothing; the same object each time. Without a plan it only reads."""
+    def acquire(self, layer: int, batch: Batch | None = None) -> LayerCacheHandle:
+        """The handle of one layer, bound to a batch of an open plan. Allocates nothing; the same
+        object each time. Without a batch it only reads."""
         # engines call this for every layer of every step: calls are left out where they can be
-        is_part = getattr(plan, "whole", None) is not None
-        handles = self._handles[getattr(plan, "lane", 0)][is_part and _is_wide_half(plan)]
+        handles = self._handles[0][0]
         if (type(layer) is not int and not is_whole(layer)) or not 0 <= layer < len(handles):
             raise InvalidInput(f"layer {layer} of a model with {len(handles)} layers")
         if self.guard.number in self.guard.visits:
             self.guard.refuse("acquire")
-        if plan is not None:
-            step_checks.bound(layer, plan, self.open_plans)
+        if batch is not None:
+            step_checks.bound(layer, batch, self.open_plans)
+            handles = self._handles[batch.lane][not (batch.alone or batch.is_decode)]
         handle = handles[layer]
-        handle.bind(plan)
+        handle.bind(batch)
         return handle
 
     @changes
@@ -1328,7 +1084,7 @@ class KVCacheManager(Uncopied):
         """The step happened: lengths move by `accepted` tokens per request (default: all).
 
         Rejected tokens vanish because nothing at or past the length is ever read. At most
-        `schema.max_narrow_tokens` of a request may be rejected. Of plans behind each other the
+        `schema.max_decode_tokens` of a request may be rejected. Of plans after each other the
         first is committed first, with the counts that the device had. `ids` are those of the
         step's tokens in the plan's order: with them the prefix cache keeps what requests admitted
         with ids generate; without one they are ignored.
@@ -1340,11 +1096,24 @@ class KVCacheManager(Uncopied):
         raised cannot be committed at all: `fail` it. Raises PlanError, InvalidInput.
         """
         require_flag("partial", partial)
-        self._require_turn(plan, "commit")
+        turn = self._enter_turn(plan)
+        try:
+            self._commit(plan, accepted, ids, partial=partial)
+        finally:
+            turn.leave()
+
+    def _commit(
+        self,
+        plan: ForwardPlan,
+        accepted: Sequence[int] | None,
+        ids: TokenIds | None,
+        *,
+        partial: bool,
+    ) -> None:
         overlap.require_first(plan)
         kept = step_checks.accepted(self.schema, plan, accepted)
         overlap.require_kept(plan, kept, self.open_plans)
-        if plan.window_cut:
+        if plan.batches[0].window_cut:
             step_checks.whole_replays(plan, kept, self.table.numbers[REUSED].take(plan.slots))
         ends = plan.starts + kept
         learned: LearnedIds | None = None
@@ -1369,14 +1138,20 @@ class KVCacheManager(Uncopied):
     def abandon(self, plan: ForwardPlan) -> None:
         """The step did not happen; lengths stay. For a plan that never ran, or whose few tokens can
         be undone: after an error call `fail`. Raises PlanError."""
-        self._require_turn(plan, "abandon")
+        turn = self._enter_turn(plan)
+        try:
+            self._abandon(plan)
+        finally:
+            turn.leave()
+
+    def _abandon(self, plan: ForwardPlan) -> None:
         overlap.require_last(plan, self.open_plans)
-        chunks = plan.wide_half or plan
-        if not chunks.narrow and (chunks.touched or chunks.appended_layers):
+        chunks = plan.prefill
+        if chunks is not None and (chunks.touched or chunks.appended_layers):
             raise PlanError(
                 f"layers {sorted(chunks.appended_layers | chunks.unfinished_layers)[:4]} already "
                 f"wrote {plan.shape.most_tokens} tokens of a request, more than the "
-                f"{self.schema.max_narrow_tokens} that can be undone: call fail(plan); "
+                f"{self.schema.max_decode_tokens} that can be undone: call fail(plan); "
                 f"nothing of it is cached"
             )
         if self.prefix is not None:
@@ -1390,26 +1165,34 @@ class KVCacheManager(Uncopied):
 
         Nothing of it is cached and lengths stay. Requests whose rings have lost more than they can
         get back (those with a chunk, if any layer has begun to write) can only be rewound, reset or
-        released: `request.is_torn` tells. All others just go on. Plans behind this one fail with
+        released: `request.is_torn` tells. All others just go on. Plans after this one fail with
         it. Raises PlanError.
         """
         step_checks.open_plan(plan, self.open_plans)
         failing = overlap.last_first(plan, self.open_plans)
-        for each in failing:
-            self._require_turn(each, "fail")
-        for each in failing:
-            if self.prefix is not None:
-                self.prefix.note_abandon(each)
-            self._note_unkept(each)
-            self._close(each)
+        turns: list[Turn] = []
+        try:
+            for each in failing:
+                turns.append(self._enter_turn(each))
+            for each in failing:
+                if self.prefix is not None:
+                    self.prefix.note_abandon(each)
+                self._note_unkept(each)
+                self._close(each)
+        finally:
+            for turn in turns:
+                turn.leave()
         if LOGGER.isEnabledFor(logging.INFO):
             torn = sum(request.is_torn for request in plan.requests)
             LOGGER.info("a step of %d requests failed, %d are torn", len(plan.requests), torn)
 
-    def _require_turn(self, plan: ForwardPlan, call: str) -> None:
-        """PlanError for a plan that is not open, ThreadError while a thread uses its handles."""
+    def _enter_turn(self, plan: ForwardPlan) -> Turn:
+        """No handle of the plan is used until the turn is left. PlanError for a plan that is not
+        open, ThreadError while a thread uses its handles."""
         step_checks.open_plan(plan, self.open_plans)
-        self.memory.lanes[plan.lane].workspace.turn.require_free(call)
+        turn = self.memory.lanes[plan.lane].workspace.turn
+        turn.enter_with(self.guard.visits[self.guard.number])
+        return turn
 
     def _note_unkept(self, plan: ForwardPlan) -> None:
         """What a step that did not happen may have written."""
@@ -1417,7 +1200,7 @@ class KVCacheManager(Uncopied):
         self.table.note_written(plan.slots[ran], plan.latest_ends[ran])
 
     def _close(self, plan: ForwardPlan) -> None:
-        plan.done = True
+        plan.close()
         self.open_plans.remove(plan)
 
     def _free_lane(self) -> int:
@@ -1456,7 +1239,7 @@ class KVCacheManager(Uncopied):
         allocator, live, going = self.table.allocator, self.requests, self._going()
         free, idle = allocator.left_by([request.block_ids for request in going])
         pinned: Collection[int] = () if self.prefix is None else self.prefix.pins.block_ids()
-        evictable = 0 if self.prefix is None else self.prefix.evictable_blocks()
+        evictable = 0 if self.prefix is None else self.prefix.blocks.evictable()
         return Stats(
             blocks_total=allocator.total,
             blocks_free=allocator.free + len(free),
@@ -1549,35 +1332,3 @@ class KVCacheManager(Uncopied):
         self.table.allocator.share(block_ids)
         request.block_ids[span] = block_ids
         self.table.allocator.release(own)
-
-    def _own_unfinished_block(self, request: Request, length: int) -> None:
-        """Makes sure that what the request writes from `length` on into the block that it is in is
-        in a block of its own."""
-        block, inside = divmod(length, self.schema.block_tokens)
-        if not inside or not self.schema.block_bytes:
-            return
-        if not self.table.allocator.is_shared(request.block_ids[block]):
-            return
-        reserved = self.table.reserve(1, asker_blocks=block + 1, shared=request.block_ids)
-        try:
-            self.memory.copy_block(request.block_ids[block], reserved.block_ids)
-        except BaseException:
-            self.table.cancel(reserved)
-            raise
-        (copy,) = self.table.settle(reserved)
-        self.table.replace(request, block, copy)
-
-
-def _is_wide_half(plan: object) -> bool:
-    return isinstance(plan, ForwardPlan) and plan.whole is not None and not plan.narrow
-
-
-def _device(named: object) -> torch.device:
-    """A device that memory can be taken on, with its number: the current one where "cuda" is
-    named. InvalidInput."""
-    if not isinstance(named, str | int | torch.device) or isinstance(named, bool):
-        raise InvalidInput(f"device={named!r}: must be a torch.device or its name")
-    try:
-        return torch.empty(0, device=torch.device(named)).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InvalidInput(f"device={named!r} cannot be used: {error}") from error

@@ -27,8 +27,15 @@ class Lane:
     of different lanes may run on different streams."""
 
     def __init__(
-        self, schema: CacheSchema, backend: Backend, block_table: torch.Tensor, *, max_tokens: int
+        self,
+        number: int,
+        schema: CacheSchema,
+        backend: Backend,
+        block_table: torch.Tensor,
+        *,
+        max_tokens: int,
     ) -> None:
+        self.number = number
         self.buffers = StepBuffers(
             schema,
             max_requests=block_table.shape[0],
@@ -74,8 +81,8 @@ class CacheMemory:
         )
         self._flat_table = self.block_table.view(-1)
         self.lanes = tuple(
-            Lane(schema, backend, self.block_table, max_tokens=max_step_tokens)
-            for _ in range(max_open_plans)
+            Lane(number, schema, backend, self.block_table, max_tokens=max_step_tokens)
+            for number in range(max_open_plans)
         )
         self.buffers, self.workspace = self.lanes[0].buffers, self.lanes[0].workspace
 

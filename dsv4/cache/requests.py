@@ -3,16 +3,18 @@ Torch-free: nothing here touches the device."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dsv4.cache.allocator import BlockAllocator
-from dsv4.cache.changes import Change, Uncopied
-from dsv4.cache.prefix.index import PrefixNode
+from dsv4.cache.changes import Uncopied
+from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.resume import Resume
 from dsv4.cache.prefix.trail import RecentIds, TokenTrail
 from dsv4.cache.schema import CacheSchema
@@ -54,13 +56,59 @@ class Growth(NamedTuple):
     reserved: Reserved
 
 
+Use = Literal["run", "fork", "continue", "suspend", "offer"]
+
+
+class Condition(Enum):
+    """The one condition that a request is in: of those that apply, the one that allows least.
+
+    Rewind, reset and release need none: they are what remains for a torn request.
+    """
+
+    SOUND = auto()
+    REPLAYING = auto()  # entries up to `reused_tokens` are there, the rings are being filled
+    INCOMPLETE = auto()  # not all layers have stored what comes after `incomplete_from`
+    APPROXIMATE = auto()  # computed after a cut replay: not a cold run's
+    TORN = auto()  # the rings do not hold the state at `length`
+    RELEASED = auto()
+
+    def allows(self, use: Use) -> bool:
+        return use in _ALLOWED[self]
+
+
+_ALLOWED: dict[Condition, frozenset[Use]] = {
+    Condition.SOUND: frozenset(("run", "fork", "continue", "suspend", "offer")),
+    Condition.REPLAYING: frozenset(("run", "fork", "continue", "suspend")),
+    Condition.INCOMPLETE: frozenset(("run", "fork")),
+    Condition.APPROXIMATE: frozenset(("run", "fork")),
+    Condition.TORN: frozenset(),
+    Condition.RELEASED: frozenset(),
+}
+# what to do instead with an approximate request
+_INSTEAD = {
+    "continue": "is not continued: admit the prompt",
+    "suspend": "is not suspended: release it, and admit its tokens again",
+    "offer": "is not offered: hand over its prompt",
+}
+
+
+@dataclass(slots=True)
+class Holding:
+    """What an offer or an arrival of the hand-off between machines has: blocks that it holds as a
+    request would, and what its request will get: blocks in flight and a slot."""
+
+    block_ids: list[int]
+    landing: list[int] = field(default_factory=list)
+    slot: int | None = None
+
+
 class Request(Uncopied):
     """What one request holds. The manager changes it; callers read it. It cannot be copied.
 
     Token positions, as the last commit left them:
       [0, length)              computed: entries in blocks, the rest in the slot
       [length, reused_tokens)  replayed: entries are there already and are not written again
-      [length, end of blocks)  paid for: blocks are there, nothing is written
+      [length, end of blocks)  reserved: blocks are there, nothing is written
     """
 
     __slots__ = (
@@ -89,22 +137,44 @@ class Request(Uncopied):
         recent: RecentIds,
         resume: Resume,
         max_rollback_tokens: int,
+        published_blocks: int = 0,
+        trail: TokenTrail | None = None,
     ) -> None:
         self.slot, self.serial = slot, serial
         self.released = False
-        self.is_leaving = False  # `release_later` was told
-        self._max_rollback_tokens = max_rollback_tokens
-        self.resume = resume  # what the caller runs next to get where it wanted to be
-        self.origin = resume  # by which the rings were filled last
+        self.is_leaving = False  # `release_later` was called
         self.incomplete_from: int | None = None  # a step from here on was not stored by all layers
-        self._recent = recent
-        self._trail: TokenTrail | None = None
-        self._recent.known[slot] = -1
-        self._row = row
-        self._row[:] = 0
+        self._max_rollback_tokens = max_rollback_tokens
+        self._recent, self._row = recent, row
         self.block_ids = block_ids  # in the order of the tokens
+        self.published_blocks = published_blocks
+        self._trail: TokenTrail | None = None
+        self.trail = trail
+        self.restart(resume)
 
     _instead = "fork(request, 1) makes another request that goes on from where this one is"
+
+    def restart(self, resume: Resume) -> None:
+        """The request goes on from `resume.start`, whatever it has written before."""
+        self.resume = resume  # what the caller runs next to get where it wanted to be
+        self.origin = resume  # by which the rings were filled last
+        self._row[LENGTH] = self._row[WRITTEN] = resume.start
+        self._row[REUSED] = resume.reused_tokens
+        trail = self._trail
+        if trail is not None and (trail.sealed or not resume.exact):
+            # what is computed after a cut replay is never cached: its trail ends there
+            if not resume.exact:
+                trail.cut(resume.reused_tokens)
+            trail.detach()
+            trail.sealed = not resume.exact
+            trail.attach(self._recent, self.slot)
+
+    def continue_from(self, parent: Request) -> None:
+        """A new request is where its parent is, but for blocks."""
+        self._row[[LENGTH, REUSED, WRITTEN]] = parent._row[[LENGTH, REUSED, WRITTEN]]
+        self.resume, self.origin = parent.resume, parent.origin
+        self.incomplete_from = parent.incomplete_from
+        self.trail = parent.trail and parent.trail.copy()
 
     @property
     def trail(self) -> TokenTrail | None:
@@ -177,17 +247,46 @@ class Request(Uncopied):
 
     @property
     def is_torn(self) -> bool:
-        """Whether a step that failed has overwritten what the rings held at `length`: the request
-        can only be rewound, reset or released."""
+        """Whether a step that failed, or an interrupt, has overwritten what the rings held at
+        `length`: the request can only be rewound, reset or released."""
         return self.written_tokens - self.length > self._max_rollback_tokens
 
-    def require_whole(self) -> None:
-        """RequestError for a torn request."""
+    @property
+    def condition(self) -> Condition:
+        if self.released:
+            return Condition.RELEASED
         if self.is_torn:
+            return Condition.TORN
+        if not self.origin.exact:
+            return Condition.APPROXIMATE
+        if self.incomplete_from is not None:
+            return Condition.INCOMPLETE
+        return Condition.REPLAYING if self.length < self.reused_tokens else Condition.SOUND
+
+    def require(self, use: Use) -> None:
+        """RequestError where the condition of a live request does not allow a use of it."""
+        condition = self.condition
+        if condition.allows(use):
+            return
+        if condition is Condition.TORN:
             raise RequestError(
                 f"a step of request {self.serial} failed after it had overwritten the rings: "
                 f"rewind the request to {self.length} tokens or fewer, or release it"
             )
+        if condition is Condition.APPROXIMATE:
+            raise RequestError(
+                f"request {self.serial} was resumed by a cut replay: from token "
+                f"{self.approximate_from} on it is no cold run's, and {_INSTEAD[use]}"
+            )
+        if condition is Condition.INCOMPLETE:
+            raise RequestError(
+                f"not all layers of request {self.serial} have stored what comes after token "
+                f"{self.incomplete_from}: rewind it to there, then {use} it"
+            )
+        raise RequestError(
+            f"request {self.serial} has {self.length} tokens of which "
+            f"{self.reused_tokens} are to be replayed: run them first, then {use} it"
+        )
 
     def note_incomplete(self, tokens: int) -> None:
         """Not all layers have stored what comes after so many tokens: it is never cached, offered
@@ -197,25 +296,6 @@ class Request(Uncopied):
             self.incomplete_from = tokens
             if self.trail is not None:
                 self.trail.cut(tokens)
-
-    def require_exact(self, what: str) -> None:
-        """RequestError for a request after a cut replay."""
-        if self.approximate_from is not None:
-            raise RequestError(
-                f"request {self.serial} was resumed by a cut replay: from token "
-                f"{self.approximate_from} on it is no cold run's, and {what}"
-            )
-
-    def note_resume(self, resume: Resume) -> None:
-        """What is computed after a cut replay is never cached: the trail ends there. After any
-        other resume it goes on."""
-        trail = self._trail
-        if trail is not None and (trail.sealed or not resume.exact):
-            if not resume.exact:
-                trail.cut(resume.reused_tokens)
-            trail.detach()
-            trail.sealed = not resume.exact
-            trail.attach(self._recent, self.slot)
 
     def mend(self) -> None:
         """After tokens were taken back: nothing is torn if all that was is gone."""
@@ -230,6 +310,13 @@ class Request(Uncopied):
         """The length goes back, as far as the rings reach."""
         self._row[WRITTEN] = self.written_tokens
         self._row[LENGTH] = tokens
+        self.resume = Resume(
+            start=tokens,
+            reused_tokens=tokens,
+            end=tokens,
+            source="rings",
+            exact=self.origin.exact,
+        )
 
     def detach(self) -> None:
         """The slot goes to another request; this one keeps its last values, and nothing alive."""
@@ -258,11 +345,7 @@ class RequestTable:
         self.numbers = np.zeros((REQUEST_NUMBERS, max_requests), dtype=np.int64)
         self.recent = RecentIds(max_requests, schema.block_tokens)
         self.reclaimer: Reclaimer | None = None
-        # for the hand-off between machines: blocks that an offer or an arrival holds, and blocks in
-        # flight and slots that an arrival has been promised
-        self.holds: dict[object, list[int]] = {}
-        self.landing: dict[object, list[int]] = {}
-        self.promised: dict[object, int] = {}
+        self.holdings: dict[object, Holding] = {}  # of offers and arrivals
         self._next_serial = 0
 
     # ---- requests ----------------------------------------------------------------------------
@@ -282,15 +365,16 @@ class RequestTable:
         if count > free:
             raise OutOfSlots(total=self.max_requests, needed=count, free=free)
 
-    def open(self, block_ids: list[int], resume: Resume) -> Request:
-        """A new request in the next free slot, which must be there, with blocks that were taken
-        for it. It is live at once."""
-        request = self.make(self.free_slots[-1], block_ids, resume)
-        self.enlist(request)
-        return request
-
-    def make(self, slot: int, block_ids: list[int], resume: Resume) -> Request:
-        """A request that nobody knows of yet; `enlist` makes it live."""
+    def make_request(
+        self,
+        slot: int,
+        block_ids: list[int],
+        resume: Resume,
+        *,
+        published_blocks: int = 0,
+        trail: TokenTrail | None = None,
+    ) -> Request:
+        """A request that is in no book yet; `enlist` makes it live. Only admission makes any."""
         request = Request(
             slot=slot,
             serial=self._next_serial,
@@ -299,6 +383,8 @@ class RequestTable:
             recent=self.recent,
             resume=resume,
             max_rollback_tokens=self.schema.max_rollback_tokens,
+            published_blocks=published_blocks,
+            trail=trail,
         )
         self._next_serial += 1
         return request
@@ -309,25 +395,6 @@ class RequestTable:
         else:
             self.free_slots.remove(request.slot)
         self.live[request.slot] = request
-
-    def fork(self, parent: Request, slot: int, block_ids: list[int]) -> Request:
-        """A request that is where another one is, with blocks that were taken for it, and that
-        nobody knows of yet."""
-        request = self.make(slot, block_ids, parent.resume)
-        self.numbers[:, slot] = self.numbers[:, parent.slot]
-        request.published_blocks = 0
-        request.origin = parent.origin
-        request.trail = parent.trail and parent.trail.copy()
-        request.incomplete_from = parent.incomplete_from
-        return request
-
-    def restart(self, request: Request, resume: Resume) -> None:
-        """The request goes on from `resume.start`, whatever it has written before."""
-        self.numbers[LENGTH, request.slot] = resume.start
-        request.reused_tokens = resume.reused_tokens
-        request.note_resume(resume)
-        request.resume = request.origin = resume
-        request.written_tokens = resume.start
 
     def close(self, request: Request) -> None:
         """Slot and blocks go back; the request keeps its last numbers."""
@@ -374,6 +441,29 @@ class RequestTable:
             self.reclaimer.drop(reserved.victims)
         return self.allocator.take(len(reserved.block_ids))
 
+    @contextmanager
+    def reserving(
+        self, count: int, *, asker_blocks: int | None = None, shared: Collection[int] = ()
+    ) -> Iterator[Reserved]:
+        """Blocks for what is done inside: taken at its end, left as they were if it raises."""
+        reserved = self.reserve(count, asker_blocks=asker_blocks, shared=shared)
+        try:
+            yield reserved
+        except BaseException:
+            self.cancel(reserved)
+            raise
+        self.settle(reserved)
+
+    @contextmanager
+    def sharing(self, block_ids: list[int]) -> Iterator[None]:
+        """One more owner for these blocks; none if what is done inside raises."""
+        self.allocator.share(block_ids)
+        try:
+            yield
+        except BaseException:
+            self.allocator.release(block_ids)
+            raise
+
     def settle_in_flight(self, reserved: Reserved) -> list[int]:
         """Takes what was reserved for bytes that a tier has."""
         if reserved.victims:
@@ -384,38 +474,33 @@ class RequestTable:
     # ---- the hand-off between machines
 
     def hold(self, holder: object, block_ids: list[int]) -> None:
-        """Somebody who is no request holds these blocks too, all that it ever will."""
+        """An offer or an arrival holds these blocks too, all that it ever will."""
         self.allocator.share(block_ids)
-        self.holds[holder] = block_ids
+        self.holdings[holder] = Holding(block_ids)
 
-    def promise(self, holder: object, reserved: Reserved) -> None:
-        """Blocks in flight and a slot, which must be there, for a request that is on its way."""
-        self.landing[holder] = self.settle_in_flight(reserved)
-        self.promised[holder] = self.free_slots.pop()
+    def promise(self, holder: object, reserved: Reserved) -> list[int]:
+        """Blocks in flight, which are returned, and a slot, which must be there, for the request
+        that a holder is to bring."""
+        holding = self.holdings[holder]
+        holding.landing = self.settle_in_flight(reserved)
+        holding.slot = self.free_slots.pop()
+        return holding.landing
 
     def let_go(self, holder: object) -> None:
-        """What is held and promised goes back. Nobody may write to blocks in flight any more."""
-        self.allocator.release(self.holds.pop(holder, []))
-        self.allocator.give_back(self.landing.pop(holder, []))
-        slot = self.promised.pop(holder, None)
-        if slot is not None:
-            self.free_slots.append(slot)
+        """What is held and promised goes back. Nothing may write to blocks in flight any more."""
+        holding = self.holdings.pop(holder, None)
+        if holding is None:
+            return
+        self.allocator.release(holding.block_ids)
+        self.allocator.give_back(holding.landing)
+        if holding.slot is not None:
+            self.free_slots.append(holding.slot)
 
-    def arrive(self, holder: object, resume: Resume, change: Change) -> Request:
-        """The request that was on its way, in the slot and with the blocks that it was promised,
-        live at once."""
-        held, landed = self.holds[holder], self.landing[holder]
-        request = self.make(self.promised[holder], [*held, *landed], resume)
-        change.hand_out(request)
+    def arrive(self, holder: object, request: Request) -> None:
+        """A request is live in the slot and with the blocks that were promised to the holder."""
         self.live[request.slot] = request
-        self.forget(holder)
-        self.allocator.arrive(landed)
-        return request
-
-    def forget(self, holder: object) -> None:
-        """What it had is a request's, or for `rebuild` to find. The slot last: it knows by it."""
-        for kept in (self.holds, self.landing, self.promised):
-            kept.pop(holder, None)
+        holding = self.holdings.pop(holder)
+        self.allocator.arrive(holding.landing)
 
     def cancel(self, reserved: Reserved) -> None:
         """Nothing of it is taken."""
@@ -483,43 +568,7 @@ class RequestTable:
         written = self.numbers[WRITTEN]
         written[slots] = np.maximum(written.take(slots), ends)
 
-    def rebuild(
-        self, lost: Collection[Request], cached: Collection[int], rewritten: Collection[object]
-    ) -> None:
-        """After an interrupt: slots and blocks anew, from the requests that are live (but for the
-        lost ones, which nobody has) and from what the index keeps.
-
-        A request that was being rewritten, or whose blocks are cut but not its length, is torn."""
-        for holder, slot in list(self.promised.items()):
-            if slot in self.live:
-                self.forget(holder)
-        for slot, request in list(self.live.items()):
-            if request.released or request in lost:
-                del self.live[slot]
-                request.released = True
-        taken = {*self.live, *self.promised.values()}
-        known = [slot for slot in dict.fromkeys(self.free_slots) if slot not in taken]
-        missing = set(range(self.max_requests)) - taken - set(known)
-        self.free_slots = [*known, *sorted(missing, reverse=True)]
-        references = Counter(b for r in self.live.values() for b in r.block_ids)
-        references.update(b for held in self.holds.values() for b in held)
-        landing = [b for landing in self.landing.values() for b in landing]
-        self.allocator.rebuild(references, cached, landing)
-        for request in self.live.values():
-            held = len(request.block_ids) * self.schema.block_tokens
-            is_cut = bool(self.schema.block_bytes) and request.length > held
-            if is_cut:
-                self.numbers[LENGTH, request.slot] = held
-            if is_cut or request in rewritten:
-                request.lose_rings()
-            request.reused_tokens = min(request.reused_tokens, held or request.reused_tokens)
-            self.cut_shared_behind(request)
-            request.published_blocks = min(request.published_blocks, len(request.block_ids))
-            if request.trail is not None and request.is_torn:
-                request.trail.cut(request.length)
-            request.mend()
-
-    def cut_shared_behind(self, request: Request) -> None:
+    def cut_shared_after(self, request: Request) -> None:
         """Blocks that the request has yet to write are its own, or go back."""
         first = self.schema.blocks_for(max(request.length, request.reused_tokens))
         if any(map(self.allocator.is_shared, request.block_ids[first:])):
@@ -536,8 +585,8 @@ class RequestTable:
                 raise Dsv4Error(f"slot {slot} has more tokens than its blocks hold")
             for block_id in request.block_ids:
                 owners[block_id] = owners.get(block_id, 0) + 1
-        for held in self.holds.values():
-            for block_id in held:
+        for holding in self.holdings.values():
+            for block_id in holding.block_ids:
                 owners[block_id] = owners.get(block_id, 0) + 1
         for block_id in range(self.allocator.total):
             if self.allocator.references(block_id) != owners.get(block_id, 0):
@@ -545,6 +594,7 @@ class RequestTable:
                     f"block {block_id} has {self.allocator.references(block_id)} references, but "
                     f"{owners.get(block_id, 0)} requests and offers hold it"
                 )
-        slots = sorted([*self.free_slots, *self.live, *self.promised.values()])
+        promised = [each.slot for each in self.holdings.values() if each.slot is not None]
+        slots = sorted([*self.free_slots, *self.live, *promised])
         if slots != list(range(self.max_requests)):
             raise Dsv4Error("slots are lost or doubled: free and live ones do not add up")

@@ -436,13 +436,13 @@ class CacheSchema:
 
     @cached_property
     def max_rollback_tokens(self) -> int:
-        """How many of the newest tokens that were written the rings can lose: those of a narrow
-        step, and of as many more as may be planned behind it."""
-        return (1 + self.steps_ahead) * self.max_narrow_tokens
+        """How many of the newest tokens that were written the rings can lose: those of a decode
+        step, and of as many more as may be planned after it."""
+        return (1 + self.steps_ahead) * self.max_decode_tokens
 
     @cached_property
-    def max_narrow_tokens(self) -> int:
-        """The most tokens of a request in a narrow step, and the most that its commit may reject:
+    def max_decode_tokens(self) -> int:
+        """The most tokens of a request in a decode batch, and the most that a commit may reject:
         1 + max_draft_tokens."""
         return 1 + self.max_draft_tokens
 

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dsv4.cache.batch import Batch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
 from dsv4.cache.pages import CompressorLayout
-from dsv4.cache.prepare_forward import ForwardPlan, all_reaches
+from dsv4.cache.prepare_forward import all_position_bounds, cut_batch
 from dsv4.cache.step.shape import StepShape
 from dsv4.model import AttentionType
 from dsv4.ops.backend import Backend
@@ -88,35 +89,33 @@ class Warmup:
         self._weights = [self._layer_weights(handle) for handle in self._handles]
 
     def __call__(self) -> None:
-        """One step of each sort in every layer, and every step in one layer of each sort."""
-        most, wide = self._buffers.max_tokens, self._schema.max_narrow_tokens + 1
+        """One batch of each sort in every layer, and every batch in one layer of each sort."""
+        most, chunk = self._buffers.max_tokens, self._schema.max_decode_tokens + 1
         self._follow()
         sorts: dict[object, int] = {}
         for layer, handle in enumerate(self._handles):
             sorts.setdefault(_sort(handle), layer)
-            self._step(layer, tokens=1, most_tokens=1, narrow=True)
-            if wide <= most:
-                self._step(layer, tokens=wide, most_tokens=wide, narrow=False)
+            self._step(layer, tokens=1, most_tokens=1)
+            if chunk <= most:
+                self._step(layer, tokens=chunk, most_tokens=chunk)
         for layer in sorts.values():
             for tokens in token_counts(most):
-                self._step(layer, tokens=tokens, most_tokens=1, narrow=True)
-                for most_tokens in {wide, tokens} if tokens >= wide else ():
-                    self._step(layer, tokens=tokens, most_tokens=most_tokens, narrow=False)
+                self._step(layer, tokens=tokens, most_tokens=1)
+                for most_tokens in {chunk, tokens} if tokens >= chunk else ():
+                    self._step(layer, tokens=tokens, most_tokens=most_tokens)
             for tokens in _around_powers(most):
                 for most_tokens in MOST_TOKENS:
                     if most_tokens <= tokens:
-                        plan = self._plan(tokens, most_tokens, narrow=most_tokens < wide)
-                        self._select(layer, plan)
-                if tokens < wide or tokens & (tokens - 1):  # powers of two will do here
+                        self._select(layer, self._batch(tokens, most_tokens))
+                if tokens < chunk or tokens & (tokens - 1):  # powers of two will do here
                     continue
-                for bound in all_reaches(self._schema):
-                    plan = self._plan(tokens, tokens, narrow=False, reaches=bound)
-                    self._select(layer, plan)
+                for bound in all_position_bounds(self._schema):
+                    self._select(layer, self._batch(tokens, tokens, bound=bound))
         self._draft()
 
-    def _step(self, layer: int, *, tokens: int, most_tokens: int, narrow: bool) -> None:
-        plan = self._plan(tokens, most_tokens, narrow=narrow)
-        handle, weights = self._bound(layer, plan), self._weights[layer]
+    def _step(self, layer: int, *, tokens: int, most_tokens: int) -> None:
+        batch = self._batch(tokens, most_tokens)
+        handle, weights = self._bound(layer, batch), self._weights[layer]
         layouts = (handle.compressor, handle.index_compressor)
         projections = [
             self._projections[layout.columns, layout.gated][:tokens]
@@ -125,10 +124,10 @@ class Warmup:
             for _ in range(2 if layout.gated else 1)
         ]
         handle.append(self._kv[:tokens], *projections, weights=weights)
-        self._select(layer, plan)
+        self._select(layer, batch)
         listed = handle.schema.spec.attention is AttentionType.CSA
-        for cut in (False, True) if self._window_cut and not narrow else (False,):
-            plan.window_cut, plan.sizes = cut, (*plan.sizes, cut)
+        for cut in (False, True) if self._window_cut and not batch.is_decode else (False,):
+            batch.window_cut, batch.sizes = cut, (*batch.sizes, cut)
             handle.attend(
                 self._q[:tokens],
                 self._sink,
@@ -147,8 +146,7 @@ class Warmup:
         weights, most = self._weights[layer], self._buffers.max_tokens // block
         for requests in token_counts(min(most, self._buffers.max_requests)):
             tokens = requests * block
-            plan = self._plan(tokens, block, narrow=block <= self._schema.max_narrow_tokens)
-            self._bound(layer, plan).attend_draft(
+            self._bound(layer, self._batch(tokens, block)).attend_draft(
                 self._kv[:tokens],
                 self._q[:tokens],
                 self._sink,
@@ -159,7 +157,7 @@ class Warmup:
             )
 
     def _follow(self) -> None:
-        """Steps behind others, with draft steps and without."""
+        """Steps after others, with draft steps and without."""
         if not self._schema.steps_ahead:
             return
         buffers = self._buffers
@@ -191,19 +189,19 @@ class Warmup:
                     batch_before=tensors["batch"],
                     accepted=accepted,
                     narrow=narrow,
-                    most_tokens=self._schema.max_narrow_tokens,
+                    most_tokens=self._schema.max_decode_tokens,
                     drafts=drafted,
                 )
             )
 
-    def _select(self, layer: int, plan: ForwardPlan) -> None:
-        handle = self._bound(layer, plan)
+    def _select(self, layer: int, batch: Batch) -> None:
+        handle = self._bound(layer, batch)
         spec = handle.schema.spec
         if handle.memory.index_keys is None or not spec.has_indexer:
             return
         bounded = spec.candidates_of is not None or layer in self._model.candidate_sources
-        plan.note_append(layer)
-        rows = plan.padded_tokens
+        batch.note_append(layer)
+        rows = batch.padded_tokens
         handle.select(
             self._index_q[:rows],
             self._index_weights[:rows],
@@ -213,40 +211,28 @@ class Warmup:
             candidates=self._candidates[:rows] if bounded else None,
         )
 
-    def _bound(self, layer: int, plan: ForwardPlan) -> LayerCacheHandle:
+    def _bound(self, layer: int, batch: Batch) -> LayerCacheHandle:
         handle = self._handles[layer]
-        handle.bind(plan)
+        handle.bind(batch)
         return handle
 
-    def _plan(
-        self, tokens: int, most_tokens: int, *, narrow: bool, reaches: int | None = None
-    ) -> ForwardPlan:
-        """A step that is never run: its index tensors are those of whichever step comes next."""
-        buffers = self._buffers
-        requests = min(-(-tokens // most_tokens), buffers.max_requests)
-        counts = {
-            ratio: buffers.max_items(ratio, tokens=tokens, requests=requests)
-            for ratio in buffers.ratios
-        }
+    def _batch(self, tokens: int, most_tokens: int, *, bound: int | None = None) -> Batch:
+        """One that is never run: its index tensors are those of whichever step comes next."""
+        requests = min(-(-tokens // most_tokens), self._buffers.max_requests)
         nothing = np.zeros(0, dtype=np.int64)
-        plan = ForwardPlan(
-            shape=replace(StepShape.build([], []), num_tokens=tokens, most_tokens=most_tokens),
-            starts=nothing,
-            ends=nothing,
-            latest_ends=nothing,
-            narrow=narrow,
-            reaches=None if narrow else reaches or self._schema.max_context,
-            batch=buffers.on_device["batch"][:requests],
-            tokens=buffers.on_device["tokens"][:tokens],
-            items={ratio: buffers.on_device[f"items_{ratio}"][:n] for ratio, n in counts.items()},
-            sizes=(narrow, requests, tokens, most_tokens, reaches or 0),
-            item_counts=tuple(counts.values()),
-            num_layers=len(self._handles),
-            draft_layers=self._schema.draft_layers,
-            backbone_layers=self._schema.backbone_layers,
+        batch = cut_batch(
+            self._schema,
+            self._buffers,
+            replace(StepShape.build([], []), num_tokens=tokens, most_tokens=most_tokens),
+            nothing,
+            nothing,
+            padded_requests=requests,
+            padded_tokens=tokens,
+            item_counts=self._buffers.most_item_counts(tokens=tokens, requests=requests),
+            bound=bound or self._schema.max_context,
         )
-        plan.stored_layers.update(range(len(self._handles)))  # what other layers' readers read
-        return plan
+        batch.stored_layers.update(range(len(self._handles)))  # what other layers' readers read
+        return batch
 
     def _layer_weights(self, handle: LayerCacheHandle) -> LayerWeights:
         def of(layout: CompressorLayout | None) -> CompressorWeights | None:

@@ -1,4 +1,4 @@
-"""`dsv4 bench`: results of benchmarks side by side, or drawn. Torch-free; measuring is
+"""`dsv4 bench`: benchmark results side by side, or drawn. Torch-free; measuring is done by
 `python -m benchmarks.run` in a checkout on a GPU machine."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def bench_command(
     with reported_errors(as_json=as_json):
         if (compare is None) == (plot is None):
             raise InvalidInput(
-                "say what to do with results: either --compare A B or --plot FILE RESULTS"
+                "say what to do with the results: either --compare A B or --plot FILE RESULTS"
             )
         if plot is not None:
             plot_results(read_results(plot[1]), plot[0], suites=suites or SUITES)

@@ -1,4 +1,4 @@
-"""`dsv4 demo`: a tiny V4 on transformers' cache and on this one, then the real model's bill."""
+"""`dsv4 demo`: a tiny V4 on transformers' cache and on this one, then what the real model costs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def demo_command(
 ) -> None:
     """Generate with a tiny V4, with transformers' own cache and with this one, side by side.
 
-    Exit code 1 if this cache generates anything else than transformers does.
+    Exit code 1 if the tokens differ from those of transformers.
     """
     with reported_errors(as_json=as_json):
         passed = _run(as_json=as_json, plot=plot)
@@ -39,7 +39,7 @@ def _run(*, as_json: bool, plot: Path | None) -> bool:
     from dsv4.plots.style import new_figure, save_figure
 
     figure = None if plot is None else new_figure(11, 4.6)
-    model = tiny_v4()  # says what is missing where transformers is not installed
+    model = tiny_v4()  # reports what is missing if transformers is not installed
 
     from dsv4.demo.events import StepEvent
     from dsv4.demo.story import run_demo

@@ -40,16 +40,17 @@ def plan_command(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Memory: 80GiB, 80GB, bytes; for the cache alone, or with --step-tokens for all."
+            help="Memory: 80GiB, 80GB or bytes; for the cache alone, or with --step-tokens for "
+            "everything that the manager allocates."
         ),
     ] = None,
     context: Annotated[
         str | None, typer.Option(help="Tokens of each request: 1M, 128k, 1_000_000.")
     ] = None,
-    requests: Annotated[int | None, typer.Option(help="Requests alive at once.")] = None,
-    draft: Annotated[int, typer.Option(help="Draft tokens a step may have rejected.")] = 0,
+    requests: Annotated[int | None, typer.Option(help="Live requests at a time.")] = None,
+    draft: Annotated[int, typer.Option(help="Draft tokens per step that may be rejected.")] = 0,
     steps_ahead: Annotated[
-        int, typer.Option(help="Steps planned before the results of one are on the host.")
+        int, typer.Option(help="Steps that may be planned before the result of one is known.")
     ] = 0,
     index_format: Annotated[
         str, typer.Option(help=f"Indexer keys: {', '.join(INDEX_FORMATS)}.")
@@ -61,11 +62,11 @@ def plan_command(
     hca_state: Annotated[
         str, typer.Option(help="Unfinished groups of HCA layers: raw or online.")
     ] = "raw",
-    block_tokens: Annotated[int, typer.Option(help="Tokens of a block.")] = 128,
+    block_tokens: Annotated[int, typer.Option(help="Tokens per block.")] = 128,
     step_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Tokens that one step may have. Counts all that a manager allocates: workspace, "
+            help="Most tokens of a step. Counts everything that a manager allocates: workspace, "
             "step buffers and snapshots too. Loads torch."
         ),
     ] = None,
@@ -76,45 +77,45 @@ def plan_command(
     batch_invariant: Annotated[
         bool,
         typer.Option(
-            "--batch-invariant", help="As the manager's option; with --step-tokens and --device."
+            "--batch-invariant", help="The manager's option; with --step-tokens and --device."
         ),
     ] = False,
     device: Annotated[
-        str, typer.Option(help="Where the manager will be: workspaces depend on the GPU.")
+        str, typer.Option(help="The manager's device: workspace sizes depend on the GPU.")
     ] = "cpu",
     tier: Annotated[
         str | None, typer.Option(help="Memory of a tier below the device: 512GiB, 4TB.")
     ] = None,
     snapshot_every: Annotated[
-        str, typer.Option(help="Tokens between snapshots that a tier keeps; 0: none.")
+        str, typer.Option(help="Tokens between two snapshots in the tier; 0: none.")
     ] = "1024",
     link: Annotated[
         str | None, typer.Option(help="Rate of a link between machines: 400Gb, 25Gb/s.")
     ] = None,
     answer: Annotated[
-        str, typer.Option(help="Tokens of an answer; with --link and the rates of both sides.")
+        str, typer.Option(help="Tokens per answer; with --link and the rates of both sides.")
     ] = "1k",
     prefill_rate: Annotated[
-        float | None, typer.Option(help="Tokens a second that a GPU prefills; with --link.")
+        float | None, typer.Option(help="Tokens per second of a prefill GPU; with --link.")
     ] = None,
     decode_rate: Annotated[
-        float | None, typer.Option(help="Tokens a second that a GPU decodes; with --link.")
+        float | None, typer.Option(help="Tokens per second of a decode GPU; with --link.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw memory against context into this file.")
     ] = None,
     byte_map: Annotated[
-        bool, typer.Option("--map", help="Print where each byte of a block and a slot is.")
+        bool, typer.Option("--map", help="Print the byte layout of a block and a slot.")
     ] = False,
 ) -> None:
-    """Say what a cache costs per token and per request, and what fits.
+    """Show what a cache costs per token and per request, and what fits.
 
-    Give two of --memory, --context and --requests and the third is the answer; give all three and
-    the answer is whether they fit. A context left out is the longest of the model. The answer is
-    about the cache alone, or with --step-tokens about all that a manager allocates. With --tier it
-    says how many tokens a tier of that size keeps, with --link what a hand-off costs, and how many
-    GPUs that prefill feed one that decodes.
+    Give two of --memory, --context and --requests to get the third; give all three to see whether
+    they fit. Without --context it is the longest of the model. The answer is about the cache alone,
+    or with --step-tokens about everything that a manager allocates. With --tier it also says how
+    many tokens a tier of that size keeps, with --link what a hand-off costs, and with the rates of
+    both sides how many prefill GPUs feed one decode GPU.
     """
     with reported_errors(as_json=as_json):
         schema = CacheSchema.build(
@@ -171,7 +172,7 @@ def _other_bytes(
     device: str,
     batch_invariant: bool,
 ) -> OtherBytes:
-    """What a manager of these options needs besides. Loads torch."""
+    """What a manager with these options needs in addition. Loads torch."""
     from dsv4.cache.manager import KVCacheManager
     from dsv4.cache.prefix.options import PrefixOptions
 
@@ -211,7 +212,7 @@ def _json(
 
 
 def print_plan(found: Sizing, maps: dict[str, str], plot: Path | None) -> None:
-    """The answer as tables; with byte maps and the place of the plot where given."""
+    """The answer as tables; with byte maps and the path of the plot where given."""
     console = Console()
     formats = found.formats
     console.print(
@@ -247,7 +248,7 @@ def print_tier(below: TierSizing) -> None:
         how = f"with a snapshot every {below.snapshot_period_tokens:,}"
     answer = (
         f"A tier of {format_bytes(below.tier_bytes)} keeps {below.tokens:,} tokens {how}: "
-        f"{below.bytes_per_token:,.2f} bytes a token."
+        f"{below.bytes_per_token:,.2f} bytes per token."
     )
     console.print(Text(answer, style="bold"), soft_wrap=True)
 
@@ -256,21 +257,21 @@ def print_link(across: LinkSizing) -> None:
     """What requests that go over a link cost, as a table and a sentence."""
     console = Console()
     gigabits = f"{across.link_bits_per_second / 1e9:g} Gb/s"
-    table = _table("a request that is handed over", "bytes", "", f"at {gigabits}")
+    table = _table("one request's hand-off", "bytes", "", f"at {gigabits}")
     for each in across.handoffs:
         size = _bytes(each.handoff_bytes)
         table.add_row(
             f"{format_tokens(each.context_tokens)} tokens", *size, f"{each.seconds * 1e3:,.2f} ms"
         )
-    table.add_row("its state alone, at most", *_bytes(across.state_bytes), "")
+    table.add_row("of that, its state, at most", *_bytes(across.state_bytes), "")
     console.print(table)
-    answer = f"{gigabits} carry {across.tokens_per_second:,.0f} tokens of context a second."
+    answer = f"{gigabits} carry {across.tokens_per_second:,.0f} tokens of context per second."
     if across.prefill_per_decode is not None and across.link_share is not None:
         tokens = format_tokens(across.handoffs[0].context_tokens)
         answer += (
             f" With prompts of {tokens} and answers of {format_tokens(across.answer_tokens or 0)} "
-            f"tokens {across.prefill_per_decode:,.2f} GPUs that prefill feed one that decodes; it "
-            f"takes {across.link_share:.1%} of the link."
+            f"tokens you need {across.prefill_per_decode:,.2f} prefill GPUs per decode GPU, which "
+            f"uses {across.link_share:.1%} of the link."
         )
     console.print(Text(answer, style="bold"), soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""`dsv4 store`: what is in the directory of a disk tier, whether it is whole, and less of it.
+"""`dsv4 store`: lists, checks and prunes the directory of a disk tier.
 Torch-free."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @store_app.command("ls")
 def ls_command(directory: Directory, as_json: AsJson = False) -> None:
-    """Say how many records of which kind there are, by the schema that they belong to."""
+    """Show how many records of each kind there are, by the schema that they belong to."""
     with reported_errors(as_json=as_json), _audit(directory) as audit:
         groups: dict[tuple[str, str], list[Found | Other]] = {}
         tokens: dict[tuple[str, str], int] = {}
@@ -83,7 +83,7 @@ def ls_command(directory: Directory, as_json: AsJson = False) -> None:
 def check_command(
     directory: Directory,
     as_json: AsJson = False,
-    remove: Annotated[bool, typer.Option("--remove", help="Remove what is refused.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove refused records.")] = False,
 ) -> None:
     """Read every record and compare its sums. Exit code 1 if one is not what it says, or cannot be
     read."""
@@ -127,26 +127,28 @@ def check_command(
 def prune_command(
     directory: Directory,
     to: Annotated[
-        str | None, typer.Option(help="Remove the longest unused until so much is left: 100GiB.")
+        str | None, typer.Option(help="Remove the longest unused until this much is left: 100GiB.")
     ] = None,
     unused_for: Annotated[
-        str | None, typer.Option(help="Remove what was not used for so long: 7d, 12h, 30m.")
+        str | None, typer.Option(help="Remove what was not used for this long: 7d, 12h, 30m.")
     ] = None,
     fingerprint: Annotated[
-        str | None, typer.Option(help="Remove what belongs to this schema (its first digits).")
+        str | None, typer.Option(help="Remove what belongs to this schema (give its first digits).")
     ] = None,
     other_versions: Annotated[
         bool, typer.Option("--other-versions", help="Remove what another record version wrote.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be removed.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove records by size, age, schema or record version. Temporary files without a writer go
-    too. Exit code 1 if one cannot be removed."""
+    """Remove records by size, age, schema or record version. Temporary files without a writer are
+    removed too. Exit code 1 if one cannot be removed."""
     with reported_errors(as_json=as_json), _audit(directory) as audit:
         if to is None and unused_for is None and fingerprint is None and not other_versions:
             raise InvalidInput(
-                "say what is to go: --to, --unused-for, --fingerprint or --other-versions"
+                "say what to remove: --to, --unused-for, --fingerprint or --other-versions"
             )
         going = _going(audit, to, unused_for, fingerprint, other_versions, as_json)
         temporary, stay = 0, []
@@ -189,7 +191,7 @@ def _going(
     other_versions: bool,
     as_json: bool,
 ) -> list[Found | Other]:
-    """The files that the options name, each once, in the order in which a tier lets them go."""
+    """The files that the options name, each once, in the order in which a tier evicts them."""
     if fingerprint is not None and not re.fullmatch(r"[0-9a-f]{4,64}", fingerprint):
         raise InvalidInput(f"--fingerprint {fingerprint}: give 4 to 64 hexadecimal digits")
     before_ns = None if unused_for is None else time.time_ns() - _parse_age(unused_for) * 10**9
@@ -242,7 +244,7 @@ def _audit(directory: Path) -> Iterator[Audit]:
 
 
 def _shown(each: Iterable[T], total: int, what: str, as_json: bool) -> Iterable[T]:
-    """With a bar on stderr, if somebody looks."""
+    """With a progress bar on stderr, if that is a terminal."""
     console = Console(stderr=True)
     quiet = as_json or not console.is_terminal
     return track(each, what, total=total, console=console, transient=True, disable=quiet)

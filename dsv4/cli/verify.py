@@ -1,4 +1,4 @@
-"""`dsv4 verify`: is what this cache stores what DeepSeek's code computes?"""
+"""`dsv4 verify`: does this cache store what DeepSeek's code computes?"""
 
 from __future__ import annotations
 

@@ -3,5 +3,5 @@
 what it does            story.py, and prefix.py for its last part; model.py has the model
 what it reports         events.py; watch.py makes the events of a forward
 what people see         screen.py for the terminal, picture.py for --plot
-the bill at the end     bill.py
+the costs at the end    bill.py
 """

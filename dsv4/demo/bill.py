@@ -17,7 +17,7 @@ CONTEXTS = ("128k", "1M")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """So many requests of this context, in memory for the cache alone."""
+    """How many requests of a context fit into memory for the cache alone."""
 
     memory_bytes: int
     context_tokens: int
@@ -27,7 +27,7 @@ class Fit:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashBill:
     """`bf16_bytes_per_token` is what the same entries and keys take unquantised, as transformers
-    keeps them. `v41_…` is the same of DeepSeek-V4.1."""
+    keeps them. `v41_…` is the same for DeepSeek-V4.1."""
 
     bytes_per_token: float
     bf16_bytes_per_token: float

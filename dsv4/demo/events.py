@@ -1,4 +1,4 @@
-"""What the demo reports while it runs, and at the end: plain values, for the screen, the picture
+"""What the demo reports while it runs and at the end: plain values for the screen, the picture
 and JSON. Torch-free."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CacheState:
 class StepEvent:
     """A forward that is over. `step` 0 ran the prompts. `lengths` are tokens in the cache and
     `chosen` all tokens generated so far, by request. `transformers_bytes` is what transformers' own
-    caches have after this step, one cache per request. No cache state where the cache is theirs."""
+    caches have after this step, one cache per request. Where theirs is used, `cache` is None."""
 
     part: str
     step: int

@@ -48,7 +48,7 @@ CONFIG: dict[str, Any] = {
 
 
 def tiny_v4() -> Any:
-    """A DeepseekV4ForCausalLM in fp32, the same every time. Raises MissingExtra."""
+    """A DeepseekV4ForCausalLM in fp32 with the same weights every time. Raises MissingExtra."""
     try:
         from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
     except ImportError as error:

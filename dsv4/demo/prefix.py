@@ -1,5 +1,5 @@
-"""The last part of the demo: two prompts that begin alike, of which `generate` of an accelerated
-model runs the beginning once."""
+"""The prefix part of the demo: two prompts with the same beginning, which `generate` of an
+accelerated model computes only once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsv4.integrations.transformers import PagedCache, accelerate, restore
 
 
 class PutTimes:
-    """A streamer: generate puts the prompt before it runs it, then each token that it chooses."""
+    """A streamer: generate passes it the prompt before running it, then each token it chooses."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
@@ -33,7 +33,7 @@ class PutTimes:
 def run_twice(
     model: Any, first: Tensor, second: Tensor, *, new_tokens: int, records: str
 ) -> tuple[PrefixResult, list[int]]:
-    """What the second prompt saved, and the tokens it got. The model is left as it was."""
+    """What the second prompt saved, and the tokens it got. The model is unchanged afterwards."""
     longest = max(len(first), len(second)) + new_tokens
     resumes: list[Resume] = []
     times = [PutTimes(), PutTimes()]

@@ -1,4 +1,4 @@
-"""A conversation in one process that ends, and in another that goes on: what a disk keeps of it.
+"""A conversation that begins in one process and continues in another: what a disk keeps of it.
 
 `python -m dsv4.demo.restart ROOT NEW_TOKENS PROMPT` is the first process: it answers, says so in
 one line of JSON when everything is on disk, and waits to be killed.
@@ -57,7 +57,7 @@ def answer_and_die(root: Path, prompt: Tensor, *, new_tokens: int) -> Tensor:
 
 
 def go_on(model: Any, root: Path, prompt: Tensor, *, new_tokens: int, records: str) -> Resumed:
-    """This process answers a prompt with what is on disk. The model is left as it was."""
+    """This process answers a prompt with what is on disk. The model is unchanged afterwards."""
     tier = DiskTier(root, CAPACITY_BYTES)
     accelerate(
         model,

@@ -1,4 +1,4 @@
-"""The demo on the screen: lines, and on a terminal a view that moves above them. Torch-free."""
+"""The demo on the screen: lines, and on a terminal a live view above them. Torch-free."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class DemoView:
 
 @contextmanager
 def demo_view(console: Console) -> Iterator[DemoView]:
-    """Moves on a terminal, prints lines elsewhere."""
+    """A live view on a terminal, lines elsewhere."""
     if console.quiet or not console.is_terminal:
         yield DemoView(console)
         return
@@ -99,15 +99,15 @@ def step_line(event: StepEvent, cache: CacheState) -> str:
 
 
 def bytes_lines(event: StepEvent, cache: CacheState) -> list[str]:
-    """Bytes here and in transformers' own caches; where here are more, why."""
+    """Bytes here and in transformers' own caches; if there are more here, the reason."""
     lines = [
         f"fp32: {format_bytes(cache.block_bytes)} in blocks, {format_bytes(cache.slot_bytes)} in "
         f"slots; transformers: {format_bytes(event.transformers_bytes)}"
     ]
     if cache.block_bytes + cache.slot_bytes > event.transformers_bytes:
         lines.append(
-            "more here: a slot has room for a whole window and whole groups from the first token "
-            "on, transformers keeps what there is of them so far"
+            "larger here: a slot reserves a full window and full groups from the start, "
+            "transformers grows them token by token"
         )
     return [*lines, f"fp8 and fp4, as V4 was trained: {format_bytes(cache.trained_bytes)}"]
 

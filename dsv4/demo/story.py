@@ -1,10 +1,10 @@
 """What the demo does, part by part: a tiny V4 generates with transformers' cache and with this one.
 
-transformers  each prompt alone, on transformers' own cache: what the others are held against
+transformers  each prompt alone, on transformers' own cache: the others are compared with this
 paged         the same model with a PagedCache: logits must be equal bit for bit
 batch         accelerated, all prompts in one padded batch: tokens must be equal
 prefix        a prompt whose beginning is cached: tokens must be equal
-restart       a process that answered is killed, this one goes on from disk: tokens must be equal
+restart       a process that answered is killed, this one continues from disk: tokens must be equal
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ NEW_TOKENS = 16
 SHARED_TOKENS, QUESTION_TOKENS = 384, 24
 RESTART_TOKENS = 150
 RECORDS = "bf16"  # unquantised
-# transformers adds in another order, so where its own two best logits are this close, either is
-# right, and so is what follows
+# transformers adds in a different order, so where its own two best logits are this close, either
+# token is right, and so is what follows
 TIE = 1e-3
 ALL_AGREE = "all tokens as transformers generates them"
 
@@ -49,7 +49,7 @@ class Generated:
 
 
 class Story:
-    """Runs the parts on one model and reports through `emit`. The model is left as it was."""
+    """Runs the parts on one model and reports through `emit`. The model is unchanged afterwards."""
 
     def __init__(self, model: Any, emit: Emit) -> None:
         self.model, self._emit = model, emit
@@ -107,7 +107,9 @@ class Story:
         return result
 
     def restart(self) -> None:
-        clock = self._begin("restart", "a process answers and is killed, another goes on from disk")
+        clock = self._begin(
+            "restart", "a process answers and is killed, another one continues from disk"
+        )
         try:
             from dsv4.demo.restart import answer_and_die, go_on
         except MissingExtra as error:
@@ -121,12 +123,12 @@ class Story:
         theirs = _generate(self.model, question[None])
         verdict, note = compare_tokens("the question", found.tokens, theirs)
         if found.run_tokens > QUESTION_TOKENS + 1:
-            verdict, note = "differs", "what was said was run again"
-        told = (
-            f"{found.run_tokens} of {found.prompt_tokens} tokens run, "
-            f"{format_bytes(found.loaded_bytes)} from disk"
+            verdict, note = "differs", "the conversation was computed again"
+        saved = (
+            f"{found.run_tokens} of {found.prompt_tokens} prompt tokens computed, "
+            f"{format_bytes(found.loaded_bytes)} loaded from disk"
         )
-        self._end(clock, verdict, f"{told}; {note}", ["question"])
+        self._end(clock, verdict, f"{saved}; {note}", ["question"])
 
     def _generate_batch(self) -> Generated:
         """All prompts, padded on the left, through the accelerated model."""
@@ -148,7 +150,7 @@ class Story:
             return _generate(self.model, ids, **options)
 
     def _compare(self, ours: Generated) -> tuple[Verdict, str]:
-        """All rows with the prompts alone."""
+        """Compares all rows with the prompts run alone."""
         found = [
             compare_tokens(f"prompt {name}", tokens.tolist(), self.alone[name])
             for name, tokens in zip(self.alone, ours.tokens, strict=True)
@@ -222,15 +224,15 @@ def pad_left(prompts: Sequence[Tensor]) -> dict[str, Tensor]:
 
 def _saving(found: PrefixResult) -> str:
     return (
-        f"{found.second_run_tokens} of {found.second_prompt_tokens} tokens run, "
-        f"{found.second_seconds:.2f} s after {found.first_seconds:.2f} s for the first "
+        f"{found.second_run_tokens} of {found.second_prompt_tokens} prompt tokens computed, first "
+        f"token after {found.second_seconds:.2f} s instead of {found.first_seconds:.2f} s "
         f"({found.source})"
     )
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The tensors are small: threads would wait for each other, on a busy machine for long."""
+    """The tensors are small: threads would wait for each other, for long on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""Looks at every forward of a model while `generate` runs it, and makes an event of what the cache
+"""Watches every forward of a model while `generate` runs it, and makes an event of what the cache
 did."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Emit = Callable[[DemoEvent], None]
 
 class Watcher:
     """Steps of one part of the demo. `transformers_bytes[step]` are those of transformers' own
-    caches after each step: recorded where it is their cache that runs, else compared with."""
+    caches after each step: recorded where their cache is used, otherwise compared with."""
 
     def __init__(
         self, part: str, names: Sequence[str], emit: Emit, transformers_bytes: Sequence[int] = ()

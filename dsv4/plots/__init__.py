@@ -1,2 +1,2 @@
-"""Pictures: plan.py draws memory against context, results.py benchmarks; style.py is what they
+"""Plots: plan.py draws memory against context, results.py benchmarks; style.py has what both
 share."""

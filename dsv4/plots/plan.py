@@ -43,7 +43,7 @@ def plot_plan(
 
 
 def requests_to_draw(asked: int | None) -> tuple[int, ...]:
-    """The default curves and the asked one, less the defaults whose label it would cover."""
+    """The default curves and the requested one, without defaults whose label it would cover."""
     if asked is None:
         return DEFAULT_REQUESTS
     apart = (n for n in DEFAULT_REQUESTS if max(n, asked) >= _LABELS_APART * min(n, asked))
@@ -143,8 +143,8 @@ def _dress(axes: Any, schema: CacheSchema, contexts: list[int], lowest: int, hig
 
 
 def _contexts(schema: CacheSchema) -> list[int]:
-    """Contexts from about 1k to the schema's longest, evenly spread on a log axis. Those between
-    are whole blocks: the curve then shows the trend and not the steps of the sampling."""
+    """Contexts from about 1k to the schema's longest, evenly spaced on a log axis. Those between
+    are whole blocks, so that the curve shows the trend and not the steps of the sampling."""
     longest = schema.max_context
     shortest = min(_SHORTEST_CONTEXT, longest)
     points = (longest // shortest).bit_length() * _POINTS_PER_DOUBLING

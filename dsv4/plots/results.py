@@ -13,17 +13,17 @@ from dsv4.errors import InvalidInput
 from dsv4.plots.style import INK, MUTED, dress_axes, new_figure, save_figure
 from dsv4.units import format_tokens
 
-# drawn against the batch, a panel for each series, beside what others take
+# drawn against the batch size, a panel for each series, together with what others take
 BY_SERIES = {
     "writes": "cache writes of one layer, a decode step",
     "attention": "attention of one layer, a decode step",
 }
-# drawn against the batch, all series of a model in one panel
+# drawn against the batch size, all series of a model in one panel
 BY_MODEL = {"decode_step": "a whole decode step, all layers"}
 # drawn against the context, beside the peer of the same run: time and bytes
 BY_CONTEXT = "transformers"
 SUITES = (*BY_SERIES, *BY_MODEL, BY_CONTEXT)
-# a series of this name stands in the panel of the one without the word
+# a series whose name has this word is drawn in the panel of the one without it
 VARIANTS = ("online", "batch-invariant")
 _COLORS = ("#0b5cad", "#c2410c", "#15803d", "#7e22ce", "#be185d", "#0891b2")
 _OTHERS_COLORS = ("#c2410c", "#15803d", "#be185d")
@@ -47,10 +47,10 @@ def plot_results(
 ) -> None:
     """Draws panels for each of `suites` that the results have, and saves them.
 
-    Against the batch: ours solid, others thin beside it, those that were not in this run dashed;
-    series with a single batch (a prefill chunk) are left out. A colour is a library. `note` stands
-    under the name of the GPU. Raises MissingExtra without matplotlib, and InvalidInput for an
-    unknown suite, where nothing can be drawn, or where the file cannot be written.
+    Against the batch size: ours solid, others thin, those that were not in this run dashed; series
+    with a single batch size (a prefill chunk) are left out. A colour is a library. `note` is
+    printed below the name of the GPU. Raises MissingExtra without matplotlib, and InvalidInput for
+    an unknown suite, if nothing can be drawn, or if the file cannot be written.
     """
     if unknown := [suite for suite in suites if suite not in SUITES]:
         raise InvalidInput(f"cannot draw suite {unknown[0]!r}: choose of {', '.join(SUITES)}")
@@ -127,7 +127,7 @@ def _family(series: str) -> str:
 
 
 def _draw_series(axes: Any, legend: Legend, *, title: str, lines: Lines) -> None:
-    """Ours and its variants, and others once: beside a variant they would be the same again."""
+    """Ours and its variants, and others once: for each variant they would be the same again."""
     family = _family(next(iter(lines)))
     for series, line in lines.items():
         variant = _variant(series)
@@ -184,8 +184,8 @@ def _dress(axes: Any, title: str, lines: Lines) -> None:
 
 
 def _others(line: list[BenchResult]) -> dict[str, tuple[list[tuple[int, float]], Any]]:
-    """Other libraries along a series and how they are drawn: measured in the same run, and apart
-    from it."""
+    """Other libraries along a series and how they are drawn: measured in the same run, or
+    separately."""
     points: dict[str, tuple[list[tuple[int, float]], Any]] = {}
     for result in line:
         for name, time_us in result.peers_us.items():
@@ -244,8 +244,8 @@ def _bars(
     values: list[dict[str, float]],
     more: list[dict[str, float]],
 ) -> None:
-    """A group of bars for each label, one bar per library; `more` is stacked on top. The legend is
-    the panel's own: its colours are others."""
+    """A group of bars for each label, one bar per library; `more` is stacked on top. The panel has
+    a legend of its own, because its colours differ."""
     for rank, name in enumerate(values[0]):
         places = [at + (rank - (len(values[0]) - 1) / 2) * _BAR for at in range(len(labels))]
         heights = [value[name] for value in values]

@@ -1,5 +1,5 @@
-"""What all pictures share: a figure without a window, its colours, axes without a frame, and how it
-is saved. Needs the extra `dsv4[plot]`; torch-free."""
+"""What all plots share: a figure without a window, its colours, axes without a frame, and saving.
+Needs the extra `dsv4[plot]`; torch-free."""
 
 from __future__ import annotations
 

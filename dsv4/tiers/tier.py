@@ -130,7 +130,7 @@ class TierStats:
     load: Latency
     store: Latency
     queued_bytes: int
-    resting: bool  # closed for a while, after an outage or a missed deadline
+    backing_off: bool  # closed for a while, after an outage or a missed deadline
     held_records: int | None
     held_bytes: int | None
     capacity_bytes: int | None
@@ -189,12 +189,12 @@ class Limits:
     queued_bytes: int = 256 << 20  # of stores
     queued_loads: int = 65_536  # of records and labels
     deadline_s: float = 5.0
-    rest_s: float = 10.0  # after an outage or a missed deadline
+    back_off_s: float = 10.0  # after an outage or a missed deadline
 
     def __post_init__(self) -> None:
         for name in ("threads", "queued_bytes", "queued_loads"):
             require_count(name, getattr(self, name))
-        for name in ("deadline_s", "rest_s"):
+        for name in ("deadline_s", "back_off_s"):
             value = getattr(self, name)
             if not is_number(value) or not 0 < value <= threading.TIMEOUT_MAX:
                 raise InvalidInput(f"{name}={value!r}: must be a number of seconds, more than 0")
@@ -272,7 +272,7 @@ class QueuedTier(ABC):
         self._running: set[_Job] = set()
         self._queued_bytes = 0
         self._queued_loads = 0
-        self._rests_until = dict.fromkeys(Operation, 0.0)
+        self._closed_until = dict.fromkeys(Operation, 0.0)
         self._health = {
             stores: Health(recent=RECENT, failures=FAILURES) for stores in (False, True)
         }
@@ -331,7 +331,7 @@ class QueuedTier(ABC):
                 self._counters.late += 1
                 # a long queue is not an outage, a call that does not return is
                 if any(now - job.began > self._limits.deadline_s / 2 for job in self._running):
-                    self._rest(ticket.operation, f"no answer in {self._limits.deadline_s:g} s")
+                    self._back_off(ticket.operation, f"no answer in {self._limits.deadline_s:g} s")
                 self._end(ticket)
             return Progress(outcomes=tuple(ticket.outcomes), settled=not ticket.unsettled)
 
@@ -372,7 +372,7 @@ class QueuedTier(ABC):
                 load=counted.load,
                 store=counted.store,
                 queued_bytes=self._queued_bytes,
-                resting=any(now < until for until in self._rests_until.values()),
+                backing_off=any(now < until for until in self._closed_until.values()),
                 held_records=held_records,
                 held_bytes=held_bytes,
                 capacity_bytes=capacity_bytes,
@@ -418,7 +418,7 @@ class QueuedTier(ABC):
         return Ticket(operation, now, now + self._limits.deadline_s, [PENDING] * count)
 
     def _enqueue(self, ticket: Ticket, jobs: Iterable[_Job]) -> None:
-        closed = self._closed or ticket.started < self._rests_until[ticket.operation]
+        closed = self._closed or ticket.started < self._closed_until[ticket.operation]
         for job in jobs:
             ticket.unsettled += 1
             if closed or not self._has_room(job):
@@ -672,21 +672,21 @@ class QueuedTier(ABC):
             asked = job.labels[0] if job.labels else job.records[0].label
             health.note_failure((operation, asked.key))
         if is_out or health.is_lost():
-            self._rest(operation, trouble)
+            self._back_off(operation, trouble)
         self._failures += 1
         if self._failures <= _LOGGED:
             log.warning("tier %s: a call failed: %s", self._name, trouble)
 
-    def _rest(self, operation: Operation, why: str) -> None:
+    def _back_off(self, operation: Operation, why: str) -> None:
         """Closes the tier for a while: one that cannot store may still load, not vice versa."""
         now = time.monotonic()
         stores = operation is Operation.STORE
         for each in (Operation.STORE,) if stores else tuple(Operation):
-            if now >= self._rests_until[each]:
+            if now >= self._closed_until[each]:
                 log.warning(
-                    "tier %s: no %s for %g s: %s", self._name, each, self._limits.rest_s, why
+                    "tier %s: no %s for %g s: %s", self._name, each, self._limits.back_off_s, why
                 )
-            self._rests_until[each] = now + self._limits.rest_s
+            self._closed_until[each] = now + self._limits.back_off_s
 
     # ---- what an implementation provides ---------------------------------------------------------
 

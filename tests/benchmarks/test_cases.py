@@ -186,7 +186,7 @@ def test_bytes_of_a_step_counted_by_hand() -> None:
 
 def test_a_chunk_runs_all_parts_and_those_of_one_layer_again() -> None:
     step = DecodeStep(TINY, batch=2, chunk=150, context=1024, device="cpu")
-    assert not step.plan.narrow
+    assert not step.plan.batch.is_decode
     assert step.plan.starts.tolist() == [1024 - 150] * 2
     step.run(PARTS)
     whole = step.out.clone()
@@ -200,7 +200,7 @@ def test_a_chunk_runs_all_parts_and_those_of_one_layer_again() -> None:
 
 def test_decodes_and_a_chunk_run_as_two_halves() -> None:
     step = DecodeStep(TINY, batch=4, decodes=3, chunk=150, context=1024, device="cpu")
-    assert [half.padded_tokens for half in step.halves] == [3, 150]
+    assert [batch.padded_tokens for batch in step.batches] == [3, 150]
     assert step.plan.starts.tolist() == [1022, 1021, 1020, 1024 - 150]
     step.run(PARTS)
     assert step.out.isfinite().all()

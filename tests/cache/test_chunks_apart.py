@@ -29,12 +29,12 @@ def mixed_stack(**options: Any) -> tuple[Stack, list[Text]]:
 
 def write_halves(stack: Stack, plan: ForwardPlan, texts: list[Text], order: int = 1) -> None:
     """Layer by layer, the one half and then the other."""
-    assert plan.narrow_half is not None
-    narrow = len(plan.narrow_half.requests)
+    assert plan.decode is not None
+    narrow = len(plan.decode.requests)
     streams = [text.stream for text in texts]
-    work = [(plan.narrow_half, streams[:narrow])]
-    if plan.wide_half is not None:
-        work.append((plan.wide_half, streams[narrow:]))
+    work = [(plan.decode, streams[:narrow])]
+    if plan.prefill is not None:
+        work.append((plan.prefill, streams[narrow:]))
     for layer in TINY_LAYERS:
         for half, given in work[::order]:
             if given:
@@ -78,10 +78,10 @@ def run(apart: bool, seed: int = 0, order: int = 1) -> tuple[Stack, list[Any], l
         ]
         if apart:
             plan = manager.prepare_forward(steps, chunks_apart=True, **PADDING)
-            half = plan.narrow_half
+            half = plan.decode
             assert half is not None
-            addresses.add((half.tokens.data_ptr(), half.batch.data_ptr()))
-            assert (half.padded_tokens, half.batch.shape[0]) == (12, 4)
+            addresses.add((half.tokens.data_ptr(), half.request_rows.data_ptr()))
+            assert (half.padded_tokens, half.request_rows.shape[0]) == (12, 4)
             assert {ratio: len(rows) for ratio, rows in half.items.items()} == {4: 11, 128: 8}
             write_halves(stack, plan, of_step, order)
             assert plan.is_stored
@@ -123,22 +123,22 @@ def test_behind_a_plan_with_chunks_apart_lengths_come_from_the_device():
         plan = manager.prepare_forward(
             [(requests[0], 3), (requests[1], 2), (requests[2], 30)],
             chunks_apart=True,
-            behind=None if behind is None else behind[0],
+            after=None if behind is None else behind[0],
             accepted=None if behind is None else torch.tensor(behind[1]),
             drafts=DRAFTS,
             **PADDING,
         )
-        assert plan.narrow_half is not None
-        assert plan.wide_half is not None
-        assert plan.narrow_half.positions[:5].tolist() == [
+        assert plan.decode is not None
+        assert plan.prefill is not None
+        assert plan.decode.positions[:5].tolist() == [
             *range(lengths[0], lengths[0] + 3),
             *range(lengths[1], lengths[1] + 2),
         ]
-        assert plan.draft_steps[1].positions[:2].tolist() == [lengths[0] + 1, lengths[1] + 1]
-        assert plan.wide_half.starts.tolist() == [lengths[2]]
+        assert plan.drafts[1].positions[:2].tolist() == [lengths[0] + 1, lengths[1] + 1]
+        assert plan.prefill.starts.tolist() == [lengths[2]]
         if behind is not None:
             manager.commit(*behind)
-        assert plan.narrow_half.starts.tolist() == lengths[:2]
+        assert plan.decode.starts.tolist() == lengths[:2]
         write_halves(stack, plan, texts[:3])
         kept = [draw.randint(0, 3), draw.randint(0, 2), 30]
         lengths = [length + n for length, n in zip(lengths, kept, strict=True)]
@@ -153,13 +153,13 @@ def test_without_a_chunk_there_is_only_the_narrow_half():
     stack, texts = mixed_stack()
     request = stack.manager.admit_request(texts[0].ids[:50])
     plan = stack.manager.prepare_forward([(request, 2)], chunks_apart=True, **PADDING)
-    assert plan.wide_half is None
-    assert plan.narrow
+    assert plan.prefill is None
+    assert plan.batch.is_decode
     write_halves(stack, plan, [texts[0]])
     stack.manager.commit(plan)
     empty = stack.manager.prepare_forward([], chunks_apart=True, **PADDING)
-    assert empty.narrow_half is not None
-    assert empty.narrow_half.padded_tokens == 12
+    assert empty.decode is not None
+    assert empty.decode.padded_tokens == 12
     stack.manager.abandon(empty)
     assert_cold(stack, request, texts[0].stream)
 
@@ -172,12 +172,12 @@ def test_a_mixed_step_that_fails_tears_only_what_a_chunk_has_overwritten():
         run_to(stack, request, text, 200)
     for touched in (False, True):
         plan = manager.prepare_forward([(requests[0], 2), (requests[1], 90)], chunks_apart=True)
-        assert plan.narrow_half is not None
-        assert plan.wide_half is not None
-        stack.write(plan.narrow_half, [texts[0].stream])
+        assert plan.decode is not None
+        assert plan.prefill is not None
+        stack.write(plan.decode, [texts[0].stream])
         assert not plan.is_stored
         if touched:
-            stack.write(plan.wide_half, [texts[1].stream], layers=[0, 1])
+            stack.write(plan.prefill, [texts[1].stream], layers=[0, 1])
             with nothing_changes(manager), pytest.raises(PlanError, match="already wrote 90"):
                 manager.abandon(plan)
             manager.fail(plan)
@@ -201,11 +201,11 @@ def test_what_is_refused():
         manager.prepare_forward([(one, 2), (other, 90)], chunks_apart=True, pad_tokens=1)
     plan = manager.prepare_forward([(one, 1), (other, 90)], chunks_apart=True)
     with pytest.raises(PlanError, match="chunks of this plan are apart"):
-        manager.acquire(0, plan)
-    assert plan.wide_half is not None
+        manager.acquire(0, plan.batch)
+    assert plan.prefill is not None
     with nothing_changes(manager), pytest.raises(PlanError, match="belongs to a plan"):
-        manager.commit(plan.wide_half)
-    assert manager.acquire(0, plan.wide_half) is not manager.acquire(0, plan.narrow_half)
+        manager.commit(plan.prefill)
+    assert manager.acquire(0, plan.prefill) is not manager.acquire(0, plan.decode)
     manager.abandon(plan)
     with pytest.raises(PlanError, match="over"):
-        manager.acquire(0, plan.wide_half)
+        manager.acquire(0, plan.prefill)

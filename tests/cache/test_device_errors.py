@@ -84,7 +84,7 @@ def prepare_a_decode(made: Scene) -> object:
 
 def prepare_a_step_behind(made: Scene) -> object:
     return made.stack.manager.prepare_forward(
-        [(made.request, 4)], behind=made.plan, accepted=torch.tensor([3])
+        [(made.request, 4)], after=made.plan, accepted=torch.tensor([3])
     )
 
 

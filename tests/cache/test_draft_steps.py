@@ -27,7 +27,7 @@ DRAFTS = 3
 def draft(stack: Stack, plan: ForwardPlan, streams: list[Stream], wrong: list[Stream]) -> None:
     """What a draft layer does: a token of every request at a time, which turn out to be wrong."""
     weights = stack.weights[DRAFT_LAYER]
-    for nth, step in enumerate(plan.draft_steps):
+    for nth, step in enumerate(plan.drafts):
         handle = stack.manager.acquire(DRAFT_LAYER, step)
         starts = (step.starts.tolist(), step.counts.tolist())
         rows = [
@@ -58,12 +58,12 @@ def test_a_step_drafts_verifies_and_commits_in_one_plan(padded: bool):
         plan = manager.prepare_forward(
             list(zip(requests, counts, strict=True)), drafts=DRAFTS, **pads
         )
-        addresses.add(tuple(step.tokens.data_ptr() for step in plan.draft_steps))
+        addresses.add(tuple(step.tokens.data_ptr() for step in plan.drafts))
         draft(stack, plan, streams, wrong)
-        assert not plan.appended_layers, "drafts are no part of what is stored"
+        assert not plan.batch.appended_layers, "drafts are no part of what is stored"
         stack.write(plan, streams)
         manager.commit(plan, [draw.randint(0, count) for count in counts])
-        assert all(step.is_over for step in plan.draft_steps)
+        assert all(step.done for step in plan.drafts)
     assert len(addresses) == 1, "a captured graph reads the same rows"
     for request, stream in zip(requests, streams, strict=True):
         assert request.incomplete_from is None
@@ -83,7 +83,7 @@ def test_draft_steps_show_what_a_step_of_their_own_would():
         kv = torch.stack([s.kv[DRAFT_LAYER][140:143] for s in wrong])
         if stack is stacks[0]:
             plan = manager.prepare_forward([(r, DRAFTS) for r in requests], drafts=DRAFTS)
-            for nth, step in enumerate(plan.draft_steps):
+            for nth, step in enumerate(plan.drafts):
                 handle = manager.acquire(DRAFT_LAYER, step)
                 handle.append(kv[:, nth].contiguous(), weights=weights)
                 found.append(handle.gather_swa_kv())
@@ -91,7 +91,7 @@ def test_draft_steps_show_what_a_step_of_their_own_would():
         else:
             for nth in range(DRAFTS):
                 plan = manager.prepare_forward([(r, 1) for r in requests])
-                handle = manager.acquire(DRAFT_LAYER, plan)
+                handle = manager.acquire(DRAFT_LAYER, plan.batch)
                 handle.append(kv[:, nth].contiguous(), weights=weights)
                 found.append(handle.gather_swa_kv())
                 manager.commit(plan, partial=True)
@@ -113,7 +113,7 @@ def test_drafting_makes_no_call_per_request():
             for _ in range(3):
                 steps = [(request, 1 + DRAFTS) for request in requests]
                 plan = manager.prepare_forward(steps, drafts=DRAFTS)
-                for step in plan.draft_steps:
+                for step in plan.drafts:
                     manager.acquire(DRAFT_LAYER, step)
                 plan.mark_appended()
                 manager.commit(plan)
@@ -137,12 +137,12 @@ def test_behind_a_plan_the_device_fills_in_where_drafts_start(ahead: int):
         plan = manager.prepare_forward(
             [(r, 1 + DRAFTS) for r in requests],
             drafts=DRAFTS,
-            behind=None if behind is None else behind[0],
+            after=None if behind is None else behind[0],
             accepted=kept,
         )
-        for nth, step in enumerate(plan.draft_steps):
+        for nth, step in enumerate(plan.drafts):
             assert step.positions.tolist() == [length + nth for length in lengths]
-            assert step.batch.tolist() == [
+            assert step.request_rows.tolist() == [
                 [r.slot, length + nth, 1, row]
                 for row, (r, length) in enumerate(zip(requests, lengths, strict=True))
             ]
@@ -151,7 +151,7 @@ def test_behind_a_plan_the_device_fills_in_where_drafts_start(ahead: int):
             manager.commit(*behind)
             behind = None
         assert plan.starts.tolist() == truth
-        assert plan.draft_steps[1].starts.tolist() == [length + 1 for length in truth]
+        assert plan.drafts[1].starts.tolist() == [length + 1 for length in truth]
         stack.write(plan, stream)
         accepted = [draw.randint(0, 1 + DRAFTS) for _ in requests]
         lengths = [length + n for length, n in zip(lengths, accepted, strict=True)]
@@ -175,7 +175,7 @@ def test_what_is_refused():
     with nothing_changes(manager), pytest.raises(PlanError, match="chunks apart"):
         manager.prepare_forward([(request, 20)], drafts=1)
     plan = manager.prepare_forward([(request, 2)], drafts=1)
-    step = plan.draft_steps[0]
+    step = plan.drafts[0]
     with pytest.raises(PlanError, match="does not draft"):
         manager.acquire(1, step)
     for end in (manager.commit, manager.abandon, manager.fail):

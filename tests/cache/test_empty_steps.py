@@ -26,11 +26,11 @@ def test_a_step_without_tokens_does_nothing(backend: BackendName, preset: str, r
     inputs = {layer: stack.inputs(written, [text.stream], layer) for layer in stack.layers}
     manager.abandon(written)
     plan = manager.prepare_forward([(request, 0)] * requests)
-    assert plan.padded_tokens == 0
+    assert plan.batch.padded_tokens == 0
     candidates = torch.empty((0, model.candidate_blocks), dtype=torch.int32)
     for layer in stack.layers:
         spec, weights, (kv, projections) = model.layers[layer], stack.weights[layer], inputs[layer]
-        handle = manager.acquire(layer, plan)
+        handle = manager.acquire(layer, plan.batch)
         handle.append(kv, *projections, weights=weights)
         chosen = None
         if spec.has_indexer:

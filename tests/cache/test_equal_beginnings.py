@@ -82,8 +82,8 @@ def test_a_plan_says_where_its_rows_are():
     plan = manager.prepare_forward(
         [(requests[0], 2), (requests[1], 0), (requests[2], 3)], pad_tokens=8, pad_requests=4
     )
-    assert plan.positions.tolist() == [50, 51, 0, 1, 2, -1, -1, -1]
-    assert plan.clamped_positions.tolist() == [50, 51, 0, 1, 2, 0, 0, 0]
-    assert plan.batch_rows.tolist() == [0, 0, 2, 2, 2, -1, -1, -1]
-    assert plan.last_rows.tolist() == [1, 0, 4, 0]
-    assert plan.last_rows.dtype == torch.int64
+    assert plan.batch.positions.tolist() == [50, 51, 0, 1, 2, -1, -1, -1]
+    assert plan.batch.clamped_positions.tolist() == [50, 51, 0, 1, 2, 0, 0, 0]
+    assert plan.batch.batch_rows.tolist() == [0, 0, 2, 2, 2, -1, -1, -1]
+    assert plan.batch.last_rows.tolist() == [1, 0, 4, 0]
+    assert plan.batch.last_rows.dtype == torch.int64

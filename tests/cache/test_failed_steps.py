@@ -86,7 +86,7 @@ def by_hand(stack: Stack, request: Request, text: Text, *, flush: bool) -> None:
     plan = stack.manager.prepare_forward([(request, 1)])
     start = request.length
     for layer in TINY_LAYERS:
-        handle = stack.manager.acquire(layer, plan)
+        handle = stack.manager.acquire(layer, plan.batch)
         kv, projections = stack.inputs(plan, [text.stream], layer)
         append_swa(handle, kv, stack.weights[layer])
         attention = handle.schema.spec.attention
@@ -161,17 +161,17 @@ def test_of_a_mixed_step_both_halves_are_complete():
     manager, texts = stack.manager, [Text.random(stack, nth, 300) for nth in range(2)]
     requests = [manager.admit_request(text.ids[:200]) for text in texts]
     plan = manager.prepare_forward([(requests[0], 2), (requests[1], 90)], chunks_apart=True)
-    assert plan.narrow_half is not None
-    assert plan.wide_half is not None
-    stack.write(plan.narrow_half, [texts[0].stream])
-    stack.write(plan.wide_half, [texts[1].stream], layers=[0, 1, 2])
+    assert plan.decode is not None
+    assert plan.prefill is not None
+    stack.write(plan.decode, [texts[0].stream])
+    stack.write(plan.prefill, [texts[1].stream], layers=[0, 1, 2])
     with nothing_changes(manager), pytest.raises(PlanError, match="layer 3 of plan"):
         manager.commit(plan)
-    stack.write(plan.wide_half, [texts[1].stream], layers=[3])
+    stack.write(plan.prefill, [texts[1].stream], layers=[3])
     manager.commit(plan)
     chunk = manager.prepare_forward([(requests[1], 90)], chunks_apart=True)
-    assert chunk.wide_half is not None
-    stack.write(chunk.wide_half, [texts[1].stream])
+    assert chunk.prefill is not None
+    stack.write(chunk.prefill, [texts[1].stream])
     manager.commit(chunk)  # the half without requests has nothing to store
     assert [r.length for r in requests] == [2, 180]
 
@@ -395,7 +395,7 @@ def test_an_error_in_the_first_of_two_chunks_leaves_nothing_of_either(partial: b
     old, new = (Text.random(stack, nth, 700) for nth in range(2))
     request = manager.admit_request(old.ids[:512])
     first = manager.prepare_forward([(request, 256)])
-    second = manager.prepare_forward([(request, 256)], behind=first)
+    second = manager.prepare_forward([(request, 256)], after=first)
     stack.write(first, [old.stream], layers=[0, 1, 2])
     stack.write(second, [old.stream])
     if partial:
@@ -500,7 +500,7 @@ def test_plans_that_never_ran_tear_nothing(end: str, apart: bool):
         run_to(stack, request, text, 100)
     decode, chunk = requests
     first = manager.prepare_forward([(decode, 4), (chunk, 200)], chunks_apart=apart)
-    second = manager.prepare_forward([(decode, 4), (chunk, 4)], behind=first)
+    second = manager.prepare_forward([(decode, 4), (chunk, 4)], after=first)
     if end == "fail":
         manager.fail(first)
     else:
@@ -518,7 +518,7 @@ def test_a_plan_that_ran_behind_a_chunk_that_did_not_has_torn_its_request():
     request = manager.admit_request(text.ids[:300])
     run_to(stack, request, text, 100)
     first = manager.prepare_forward([(request, 150)])
-    second = manager.prepare_forward([(request, 4)], behind=first)
+    second = manager.prepare_forward([(request, 4)], after=first)
     stack.write(second, [text.stream], layers=[0])
     manager.fail(first)
     assert request.is_torn

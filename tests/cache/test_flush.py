@@ -70,7 +70,7 @@ def tails_written(
     """A narrow step whose projections are in the tails and whose groups are still open."""
     (layer,) = stack.layers
     plan = stack.manager.prepare_forward([(r, count) for r in requests], pad_requests=3)
-    handle = stack.manager.acquire(layer, plan)
+    handle = stack.manager.acquire(layer, plan.batch)
     kv, projections = stack.inputs(plan, streams, layer)
     handle.write_swa(kv, weights=stack.weights[layer])
     handle.write_tail(*projections, weights=stack.weights[layer])
@@ -87,7 +87,7 @@ def test_the_ring_holds_exactly_the_newest_rows(before: int, count: int):
     if before:
         stack.step([(request, stream, before)])
     plan = stack.manager.prepare_forward([(request, count)])
-    handle = stack.manager.acquire(SWA, plan)
+    handle = stack.manager.acquire(SWA, plan.batch)
     kv, _ = stack.inputs(plan, [stream], SWA)
     handle.write_swa(kv, weights=stack.weights[SWA])
     end, page = before + count, handle.read_swa_view().page
@@ -133,7 +133,7 @@ def test_write_swa_writes_the_ring_that_append_writes():
     requests = list(by_name.manager.table.live.values())
     plan = by_name.manager.prepare_forward([(r, 1) for r in requests], pad_tokens=5)
     kv, _ = by_name.inputs(plan, streams, SWA)
-    by_name.manager.acquire(SWA, plan).write_swa(kv, weights=by_name.weights[SWA])
+    by_name.manager.acquire(SWA, plan.batch).write_swa(kv, weights=by_name.weights[SWA])
     assert_same(arenas(by_name), arenas(by_append))
 
 
@@ -171,8 +171,9 @@ def test_steps_by_hand_leave_the_bytes_of_append(
         requests, streams = lives[1]
         handle = tails_written(by_hand, requests, streams, count)
         close(handle, by_hand.weights[layer])
-        assert handle.plan is not None
-        by_hand.manager.commit(handle.plan, partial=True)
+        plan = by_hand.manager.open_plan
+        assert plan is not None
+        by_hand.manager.commit(plan, partial=True)
         assert_same(arenas(by_hand), arenas(by_append))
 
 
@@ -305,7 +306,7 @@ def test_calls_for_another_kind_of_layer():
     request, stream = stack.manager.admit_request(), stack.stream(0, 10)
     plan = stack.manager.prepare_forward([(request, 1)])
     stack.write(plan, [stream])
-    swa, csa, hca = (stack.manager.acquire(layer, plan) for layer in (SWA, CSA, HCA))
+    swa, csa, hca = (stack.manager.acquire(layer, plan.batch) for layer in (SWA, CSA, HCA))
     before = arenas(stack)
     calls: list[Callable[[], object]] = [
         lambda: maybe_flush_csa(hca, stack.weights[HCA]),
@@ -328,7 +329,7 @@ def test_chunks_do_not_go_through_the_tails(layer: int, state: HcaState):
     stack = build(layer, state, drafts=2)
     request, stream = stack.manager.admit_request(), stack.stream(0, 10)
     plan = stack.manager.prepare_forward([(request, 4)])
-    handle = stack.manager.acquire(layer, plan)
+    handle = stack.manager.acquire(layer, plan.batch)
     _, projections = stack.inputs(plan, [stream], layer)
     before, weights = arenas(stack), stack.weights[layer]
     for call in (

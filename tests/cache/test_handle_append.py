@@ -55,7 +55,7 @@ def good_call(
         request,
         stream,
         plan,
-        stack.manager.acquire(layer, plan),
+        stack.manager.acquire(layer, plan.batch),
         dict(zip(NAMES, (kv, *projections), strict=False)),
         stack.weights[layer],
     )
@@ -72,7 +72,7 @@ def refuse(call: Call, error: type[Dsv4Error], message: str) -> None:
 
     manager = call.stack.manager
     before = manager.block_arena.bytes.clone(), manager.slot_arena.bytes.clone()
-    appended = set(call.plan.appended_layers)
+    appended = set(call.plan.batch.appended_layers)
     real = call.handle.backend
     call.handle.backend = Refusing()
     with pytest.raises(error, match=message):
@@ -80,7 +80,7 @@ def refuse(call: Call, error: type[Dsv4Error], message: str) -> None:
     call.handle.backend = real
     assert torch.equal(manager.block_arena.bytes, before[0])
     assert torch.equal(manager.slot_arena.bytes, before[1])
-    assert call.plan.appended_layers == appended
+    assert call.plan.batch.appended_layers == appended
 
 
 # ---- tensors ------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_a_handle_without_a_plan():
     call = good_call(CSA)
     call.stack.manager.acquire(CSA)
     refuse(call, PlanError, "layer 1 is not bound to a plan")
-    call.stack.manager.acquire(CSA, call.plan)
+    call.stack.manager.acquire(CSA, call.plan.batch)
     call.append()
 
 
@@ -239,7 +239,8 @@ def test_a_narrow_plan_can_be_appended_again(layer: int, state: HcaState):
 @pytest.mark.parametrize("end", ["commit", "abandon"])
 def test_a_plan_that_is_over(end: str):
     call = good_call(CSA)
-    call.plan.mark_appended(call.plan.backbone_layers if end == "commit" else [])
+    backbone = call.stack.manager.schema.backbone_layers
+    call.plan.mark_appended(backbone if end == "commit" else [])
     getattr(call.stack.manager, end)(call.plan)
     refuse(call, PlanError, "this plan is over")
 
@@ -267,7 +268,7 @@ def test_padding_rows_belong_to_the_tensors():
     stack = Stack(schema, layers=[SWA])
     request, stream = stack.manager.admit_request(), stack.stream(0, 4)
     plan = stack.manager.prepare_forward([(request, 1)], pad_tokens=4)
-    handle = stack.manager.acquire(SWA, plan)
+    handle = stack.manager.acquire(SWA, plan.batch)
     with pytest.raises(InvalidInput, match=r"padding included\) need \[4, 128\]"):
         handle.append(stream.kv[SWA][:1], weights=stack.weights[SWA])
     handle.append(stream.kv[SWA], weights=stack.weights[SWA])
@@ -315,7 +316,7 @@ def test_rows_that_do_not_start_on_16_bytes_are_refused(first: int):
 
 def test_a_wide_write_swa_is_not_repeatable_and_cannot_be_abandoned():
     call = good_call(CSA)
-    handle = call.stack.manager.acquire(CSA, call.plan)
+    handle = call.stack.manager.acquire(CSA, call.plan.batch)
     handle.write_swa(call.tensors["kv"], weights=call.weights)
     with pytest.raises(PlanError, match="appended this plan already"):
         handle.write_swa(call.tensors["kv"], weights=call.weights)

@@ -44,7 +44,7 @@ def test_a_chunk_is_read_before_the_next_layer_appends(stack: Stack) -> None:
 
 def test_select_needs_an_indexer(stack: Stack) -> None:
     plan, asked = written(stack)
-    handle = stack.manager.acquire(HCA, plan)
+    handle = stack.manager.acquire(HCA, plan.batch)
     with pytest.raises(SchemaMismatch, match="no indexer"):
         handle.select(asked.index_q, asked.index_weights, rope=stack.weights[CSA].rope)
 
@@ -67,7 +67,7 @@ def test_select_needs_an_indexer(stack: Stack) -> None:
 )
 def test_select_refuses_what_does_not_fit(stack: Stack, change) -> None:
     plan, asked = written(stack, layers=[CSA])
-    handle = stack.manager.acquire(CSA, plan)
+    handle = stack.manager.acquire(CSA, plan.batch)
     arguments = {
         "q": asked.index_q,
         "index_weights": asked.index_weights,
@@ -104,7 +104,7 @@ def test_a_workspace_for_not_even_one_row_is_refused(stack: Stack) -> None:
 )
 def test_attend_refuses_what_does_not_fit(stack: Stack, change) -> None:
     plan, asked = written(stack, layers=[CSA])
-    handle = stack.manager.acquire(CSA, plan)
+    handle = stack.manager.acquire(CSA, plan.batch)
     arguments = {
         "q": asked.q,
         "sink": sink(stack),
@@ -117,7 +117,7 @@ def test_attend_refuses_what_does_not_fit(stack: Stack, change) -> None:
 @pytest.mark.parametrize("layer", [SWA, HCA])
 def test_only_csa_layers_take_indices(stack: Stack, layer: int) -> None:
     plan, asked = written(stack, layers=[layer])
-    handle = stack.manager.acquire(layer, plan)
+    handle = stack.manager.acquire(layer, plan.batch)
     with pytest.raises(InvalidInput, match="takes no indices"):
         handle.attend(asked.q, sink(stack), torch.zeros(6, 4, dtype=torch.int32))
 
@@ -126,7 +126,7 @@ def test_only_csa_layers_take_indices(stack: Stack, layer: int) -> None:
 def test_select_wants_all_index_heads(stack: Stack, heads: int) -> None:
     """A rank of a model that is split by heads would choose entries of its own."""
     plan, asked = written(stack, layers=[CSA])
-    handle = stack.manager.acquire(CSA, plan)
+    handle = stack.manager.acquire(CSA, plan.batch)
     q = asked.index_q[:, :1].expand(-1, heads, -1).contiguous()
     weights = asked.index_weights[:, :1].expand(-1, heads).contiguous()
     before = q.clone()
@@ -138,7 +138,7 @@ def test_select_wants_all_index_heads(stack: Stack, heads: int) -> None:
 
 def test_results_go_into_the_callers_tensors(stack: Stack) -> None:
     plan, asked = written(stack, layers=[CSA])
-    handle = stack.manager.acquire(CSA, plan)
+    handle = stack.manager.acquire(CSA, plan.batch)
     chosen = torch.full((6, 16), 99, dtype=torch.int32)
     given = handle.select(
         rows(plan, [asked.index_q]), asked.index_weights, chosen, rope=stack.weights[CSA].rope
@@ -154,7 +154,7 @@ def test_results_go_into_the_callers_tensors(stack: Stack) -> None:
 
 def test_gathers_through_the_handle(stack: Stack) -> None:
     plan, _ = written(stack, layers=[CSA])
-    handle = stack.manager.acquire(CSA, plan)
+    handle = stack.manager.acquire(CSA, plan.batch)
     window, lengths = handle.gather_swa_kv()
     assert window.shape == (6, 128, 128)
     assert lengths.tolist() == [1, 2, 3, 4, 5, 6]

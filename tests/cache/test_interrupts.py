@@ -169,7 +169,7 @@ class Scene:
 
     def prepare_behind(self) -> None:
         self.manager.prepare_forward(
-            [(self.other, 1), (self.busy, 4)], behind=self.plan, accepted=torch.tensor([2])
+            [(self.other, 1), (self.busy, 4)], after=self.plan, accepted=torch.tensor([2])
         )
 
     def reject_with_one_behind(self) -> None:
@@ -185,7 +185,7 @@ class Scene:
         manager = self.manager
         self.check_books()
         for plan in manager.open_plans:
-            assert plan.behind is None or not plan.behind.done
+            assert plan.after is None or not plan.after.done
         while manager.open_plan is not None:
             manager.fail(manager.open_plan)
         for request in manager.requests:

@@ -31,7 +31,7 @@ def run(manager: KVCacheManager, first: int, tokens: int) -> Request:
     plan = manager.prepare_forward([(request, tokens - request.length)])
     plan.mark_appended()
     if plan.captures is not None:
-        plan.captures.layers.update(range(plan.num_layers))
+        plan.captures.layers.update(range(len(manager.schema.layers)))
     manager.commit(plan, ids=ids[request.length :])
     return request
 

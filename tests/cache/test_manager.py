@@ -543,7 +543,7 @@ def test_acquire_allocates_nothing():
 
     def look_at_every_layer() -> None:
         for layer in range(len(manager.schema.layers)):
-            handle = manager.acquire(layer, plan)
+            handle = manager.acquire(layer, plan.batch)
             handle.read_swa_view().pages  # noqa: B018
             if handle.schema.spec.ratio:
                 handle.read_classical_view().planes.entries_fp8  # noqa: B018
@@ -559,11 +559,11 @@ def test_acquire_gives_the_same_object_each_time():
     request = manager.admit_request(10)
     handles = [manager.acquire(layer) for layer in range(len(manager.schema.layers))]
     assert len({id(handle) for handle in handles}) == len(handles)
-    assert all(handle.plan is None for handle in handles)
+    assert all(handle.batch is None for handle in handles)
     plan = manager.prepare_forward([(request, 3)])
     for layer, handle in enumerate(handles):
-        assert manager.acquire(layer, plan) is handle
-        assert handle.plan is plan
+        assert manager.acquire(layer, plan.batch) is handle
+        assert handle.batch is plan.batch
         assert (handle.layer, handle.schema) == (layer, manager.schema.layers[layer])
         assert handle.read_swa_view() is handle.read_swa_view()
 

@@ -85,7 +85,7 @@ def test_numpy_integers_are_whole_numbers(kind: type):
     plan = manager.prepare_forward(
         [(request, kind(2), kind(19)), (fork, one)], pad_tokens=kind(8), pad_requests=kind(3)
     )
-    manager.acquire(one, plan)
+    manager.acquire(one, plan.batch)
     manager.commit(plan, [one, one], ids=[kind(1), kind(2), kind(3)], partial=True)
     assert (request.length, fork.length) == (20, 21)
     manager.release_request(manager.admit_request(kind(9)))
@@ -143,7 +143,7 @@ def test_what_are_no_tokens(name: str):
 
 
 @pytest.mark.parametrize(
-    "name", ["prompt", "look_up", "needed_blocks", "admit_request", "pin", "fetch", "tell"]
+    "name", ["prompt", "look_up", "needed_blocks", "admit_request", "pin", "fetch", "supply_ids"]
 )
 def test_a_request_is_no_prompt(name: str):
     """It has calls that tensors have; none of them is made."""
@@ -152,7 +152,7 @@ def test_a_request_is_no_prompt(name: str):
     request = stack.manager.admit_request(text.ids)
     stack.step([(request, text.stream, 20)])
     before = everything(stack.manager)
-    first = (request,) if name == "tell" else ()
+    first = (request,) if name == "supply_ids" else ()
     with pytest.raises(InvalidInput):
         getattr(stack.manager, name)(*first, request)
     stack.manager.check_invariants()
@@ -237,7 +237,7 @@ def test_what_a_layer_is_not_bound_to():
     for odd in (*NO_COUNT[:8], np.array(1.0), torch.tensor(1.0)):
         with pytest.raises(InvalidInput):
             plan.mark_appended(odd)
-    assert not plan.appended_layers
+    assert not plan.batch.appended_layers
     stack.manager.abandon(plan)
 
 
@@ -283,7 +283,7 @@ def test_what_a_layer_does_not_take(layer: int):
     stack, request = scene()
     manager, text = stack.manager, Text.random(stack, 0, 300)
     plan = manager.prepare_forward([(request, 1)])
-    handle, weights = manager.acquire(layer, plan), stack.weights[layer]
+    handle, weights = manager.acquire(layer, plan.batch), stack.weights[layer]
     kv, projections = stack.inputs(plan, [text.stream], layer)
     before = everything(manager)
     for odd in (None, 3, "w", {}, kv):
@@ -320,7 +320,7 @@ def test_what_is_no_top_k():
     model = stack.schema.model
     q = torch.zeros(1, model.index_heads, model.index_dim, dtype=torch.bfloat16)
     weights = torch.zeros(1, model.index_heads, dtype=torch.bfloat16)
-    handle, rope = manager.acquire(CSA, plan), stack.weights[CSA].rope
+    handle, rope = manager.acquire(CSA, plan.batch), stack.weights[CSA].rope
     for top_k in (*NO_COUNT, 0):
         with pytest.raises(InvalidInput):
             handle.select(q, weights, rope=rope, top_k=top_k)

@@ -67,7 +67,7 @@ def test_plans_that_are_open_at_once_share_no_request():
         manager.prepare_forward([(c, 1), (b, 1)])
     second = manager.prepare_forward([(c, 1)])
     assert manager.open_plans == [first, second]
-    assert manager.acquire(0, first) is not manager.acquire(0, second)
+    assert manager.acquire(0, first.batch) is not manager.acquire(0, second.batch)
     with nothing_changes(manager), pytest.raises(PlanError, match="2 plans are still open"):
         manager.prepare_forward([])
     for request in (a, b, c):

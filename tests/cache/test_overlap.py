@@ -77,7 +77,7 @@ class Engine:
         behind = self.open[-1][0] if self.open else None
         plan = self.manager.prepare_forward(
             [(self.requests[row], count) for row, count in zip(rows, counts, strict=True)],
-            behind=behind,
+            after=behind,
             accepted=self.accepted if behind is not None else None,
         )
         starts = [self.lengths[row] for row in rows]
@@ -90,7 +90,7 @@ class Engine:
 
     def run(self, plan: ForwardPlan, rows: list[int], starts: list[int], counts: list[int]) -> None:
         positions = [p for a, n in zip(starts, counts, strict=True) for p in range(a, a + n)]
-        assert plan.positions.tolist() == positions
+        assert plan.batch.positions.tolist() == positions
         for layer in TINY_LAYERS:
 
             def gather(tensors: list[Tensor]) -> Tensor:
@@ -102,7 +102,7 @@ class Engine:
                 gather(list(each))
                 for each in zip(*(s.projections[layer] for s in streams), strict=True)
             ]
-            handle = self.manager.acquire(layer, plan)
+            handle = self.manager.acquire(layer, plan.batch)
             kv = gather([s.kv[layer] for s in streams])
             handle.append(kv, *projections, weights=self.stack.weights[layer])
 
@@ -270,11 +270,11 @@ def two_open(**options: Any) -> tuple[Engine, ForwardPlan, ForwardPlan]:
 
 def test_what_the_host_knows_meanwhile():
     engine, first, second = two_open()
-    assert second.behind is first
+    assert second.after is first
     assert second.starts.tolist() == [4, 4]  # the latest
     assert [r.length for r in engine.requests] == [0, 0, 0]
     engine.finish(1)
-    assert second.behind is None
+    assert second.after is None
     assert second.starts.tolist() == [2, 3]
     assert second.ends.tolist() == [6, 4]
     assert [r.length for r in engine.requests] == [2, 3, 0]
@@ -345,30 +345,30 @@ def test_what_was_written_in_vain_is_remembered():
 def test_accepted_counts_that_do_not_fit(accepted: Any, told: str):
     engine, _, second = two_open()
     with nothing_changes(engine.manager), pytest.raises(PlanError, match=told):
-        engine.manager.prepare_forward([(engine.requests[0], 1)], behind=second, accepted=accepted)
+        engine.manager.prepare_forward([(engine.requests[0], 1)], after=second, accepted=accepted)
 
 
 def test_what_cannot_be_planned_behind():
     engine, first, second = two_open()
     manager, (one, other, third) = engine.manager, engine.requests
     kept = torch.tensor([0, 1])
-    with nothing_changes(manager), pytest.raises(PlanError, match="as `behind`"):
+    with nothing_changes(manager), pytest.raises(PlanError, match="as `after`"):
         manager.prepare_forward([(third, 1)], accepted=kept)
     with nothing_changes(manager), pytest.raises(PlanError, match="5 tokens of request 0"):
-        manager.prepare_forward([(one, 5)], behind=second, accepted=kept)
+        manager.prepare_forward([(one, 5)], after=second, accepted=kept)
     with nothing_changes(manager), pytest.raises(PlanError, match="no request in common"):
         manager.prepare_forward([(one, 1)])
     with nothing_changes(manager), pytest.raises(ContextOverflow):
-        manager.prepare_forward([(third, 1025)], behind=second, accepted=kept)
+        manager.prepare_forward([(third, 1025)], after=second, accepted=kept)
     engine.step([0, 1, 2], [1, 1, 1], [1, 1, 1])
     last = engine.open[-1][0]
     with nothing_changes(manager), pytest.raises(PlanError, match="3 plans are still open"):
-        manager.prepare_forward([(one, 1)], behind=last)
+        manager.prepare_forward([(one, 1)], after=last)
     manager.abandon(last)
     engine.open.pop()
     manager.commit(first, [2, 3])
     with pytest.raises(PlanError, match="this plan is over"):
-        manager.prepare_forward([(other, 1)], behind=first)
+        manager.prepare_forward([(other, 1)], after=first)
 
 
 def test_the_schema_says_how_many_steps_may_be_ahead():
@@ -377,7 +377,7 @@ def test_the_schema_says_how_many_steps_may_be_ahead():
     request = manager.admit_request(10)
     plan = manager.prepare_forward([(request, 1)])
     with nothing_changes(manager), pytest.raises(PlanError, match="steps_ahead=1"):
-        manager.prepare_forward([(request, 1)], behind=plan)
+        manager.prepare_forward([(request, 1)], after=plan)
 
 
 def test_a_plan_whose_tokens_were_taken_for_accepted_rejects_none():
@@ -395,7 +395,7 @@ def test_a_plan_behind_one_without_requests(counts: Tensor | None):
     engine = Engine(ahead=1)
     manager, request = engine.manager, engine.requests[0]
     empty = manager.prepare_forward([])
-    plan = manager.prepare_forward([(request, 3)], behind=empty, accepted=counts)
+    plan = manager.prepare_forward([(request, 3)], after=empty, accepted=counts)
     assert (plan.starts.tolist(), plan.unknown_starts) == ([0], None)
     manager.commit(empty)
     engine.run(plan, [0], [0], [3])
@@ -452,7 +452,7 @@ def test_rings_are_long_enough_and_the_planner_knows(drafts: int, ahead: int):
     plain = CacheSchema.build(TINY, max_draft_tokens=drafts)
     schema = CacheSchema.build(TINY, max_draft_tokens=drafts, steps_ahead=ahead)
     more = ahead * (1 + drafts)
-    assert schema.max_narrow_tokens == 1 + drafts
+    assert schema.max_decode_tokens == 1 + drafts
     assert schema.max_rollback_tokens == 1 + drafts + more
     assert schema.ring_rows == plain.ring_rows + more
     for ours, theirs in zip(schema.layers, plain.layers, strict=True):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from dsv4.cache.allocator import BlockAllocator
-from dsv4.cache.prefix.index import PrefixIndex, PrefixNode
+from dsv4.cache.prefix.index import PrefixIndex
+from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.trail import TokenTrail, chain_root, token_ids
 from dsv4.errors import InvalidInput
 

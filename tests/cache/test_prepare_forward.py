@@ -95,8 +95,8 @@ def check_buffers(
 
 def launch_sizes(plan: ForwardPlan) -> dict[str, int]:
     """Rows that kernels are launched for."""
-    sizes = {"batch": len(plan.batch), "tokens": len(plan.tokens)}
-    return sizes | {f"items {ratio}": len(rows) for ratio, rows in plan.items.items()}
+    sizes = {"batch": len(plan.batch.request_rows), "tokens": len(plan.batch.tokens)}
+    return sizes | {f"items {ratio}": len(rows) for ratio, rows in plan.batch.items.items()}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -129,9 +129,9 @@ def test_buffers_hold_ragged_steps_token_by_token(name: str, seed: int):
         assert plan.requests == tuple(batch)
         assert plan.starts.tolist() == [start for _, start, _ in steps]
         assert plan.counts.tolist() == [count for _, _, count in steps]
-        assert plan.num_tokens == plan.padded_tokens == sum(count for _, _, count in steps)
+        assert plan.num_tokens == plan.batch.padded_tokens == sum(count for _, _, count in steps)
         widest = max((count for _, _, count in steps), default=0)
-        assert plan.narrow == (widest <= manager.schema.max_rollback_tokens)
+        assert plan.batch.is_decode == (widest <= manager.schema.max_rollback_tokens)
         assert launch_sizes(plan) == {
             "batch": len(batch),
             "tokens": plan.num_tokens,
@@ -154,7 +154,7 @@ def test_buffers_hold_ragged_steps_token_by_token(name: str, seed: int):
         tensors = [buffers[name] for name in names]
         pointers = [tensor.data_ptr() for tensor in tensors]
         assert addresses in (None, pointers)  # the buffers never move
-        plan_tensors = (plan.batch, plan.tokens, *plan.items.values())
+        plan_tensors = (plan.batch.request_rows, plan.batch.tokens, *plan.batch.items.values())
         for cut, whole in zip(plan_tensors, tensors, strict=True):
             assert not len(cut) or cut.data_ptr() == whole.data_ptr()
         addresses = pointers
@@ -167,9 +167,9 @@ def test_a_step_longer_than_the_ring_keeps_the_newest_tokens():
     request = manager.admit_request()
     grow(manager, request, 7)
     plan = manager.prepare_forward([(request, 300)])
-    token = token_columns(plan.tokens)
+    token = token_columns(plan.batch.tokens)
     assert set(token.slot.tolist()) == {request.slot}
-    assert token.position.tolist() == plan.positions.tolist() == list(range(7, 307))
+    assert token.position.tolist() == plan.batch.positions.tolist() == list(range(7, 307))
     assert token.kept.tolist() == [0] * (300 - 130) + [1] * 130
 
 
@@ -177,7 +177,7 @@ def test_an_empty_step_is_all_padding():
     manager = build()
     manager.admit_request(10)
     plan = manager.prepare_forward([])
-    assert plan.narrow
+    assert plan.batch.is_decode
     assert set(launch_sizes(plan).values()) == {0}
     check_buffers(manager, [], MODELS["v4"][1])
     manager.commit(plan, partial=True)
@@ -233,10 +233,10 @@ def test_padding_sets_the_launch_sizes_and_leaves_the_rows_empty():
     a, b = manager.admit_request(), manager.admit_request()
     plan = manager.prepare_forward([(a, 3)], pad_tokens=64, pad_requests=4)
     sizes = launch_sizes(plan)
-    assert (plan.num_tokens, plan.padded_tokens, plan.narrow) == (3, 64, True)
+    assert (plan.num_tokens, plan.batch.padded_tokens, plan.batch.is_decode) == (3, 64, True)
     assert (sizes["batch"], sizes["tokens"]) == (4, 64)
     items = check_buffers(manager, [(a, 0, 3)], MODELS["v4"][1])
-    for ratio, rows in plan.items.items():
+    for ratio, rows in plan.batch.items.items():
         assert items[ratio] <= len(rows) <= len(manager.memory.buffers.on_device[f"items_{ratio}"])
     # the sizes depend on the padding alone, so a captured graph fits every smaller step
     manager.commit(plan, partial=True)
@@ -251,7 +251,7 @@ def test_one_kind_of_padding_leaves_the_other_as_it_is():
     request = manager.admit_request()
     for padding, expected in (({"pad_tokens": 9}, (9, 1)), ({"pad_requests": 3}, (1, 3))):
         plan = manager.prepare_forward([(request, 1)], **padding)
-        assert (len(plan.tokens), len(plan.batch)) == expected
+        assert (len(plan.batch.tokens), len(plan.batch.request_rows)) == expected
         manager.commit(plan, partial=True)
 
 
@@ -284,7 +284,7 @@ def test_items_are_enough_for_the_worst_step(name: str):
             plan = manager.prepare_forward(list(zip(live, counts, strict=True)), **padding)
             steps = [(r, 127, count) for r, count in zip(live, counts, strict=True)]
             for ratio, items in check_buffers(manager, steps, ratios).items():
-                assert items <= len(plan.items[ratio])
+                assert items <= len(plan.batch.items[ratio])
 
 
 # ---- blocks -------------------------------------------------------------------------------------
@@ -440,7 +440,7 @@ def test_integers_of_numpy_are_counts():
     request = manager.admit_request(np.int64(5))
     plan = manager.prepare_forward([(request, np.int32(1))], pad_tokens=np.uint8(4))
     assert plan.counts.tolist() == [1]
-    assert plan.padded_tokens == 4
+    assert plan.batch.padded_tokens == 4
     manager.commit(plan, partial=True)
     assert manager.extend(request, np.int64(200)) == request.block_ids[1:]
     assert manager.rewind(request, np.int64(0)).start == 0
@@ -499,7 +499,7 @@ def test_more_requests_than_slots_cannot_be_live_so_the_batch_is_full_at_most():
     manager = build(max_requests=2)
     requests = [manager.admit_request() for _ in range(2)]
     plan = manager.prepare_forward([(r, 1) for r in requests], pad_requests=2)
-    assert len(plan.batch) == 2
+    assert len(plan.batch.request_rows) == 2
 
 
 def test_a_second_plan_while_one_is_open():
@@ -525,7 +525,7 @@ def test_a_plan_that_is_over(end: str):
     for call in (
         lambda: manager.commit(plan),
         lambda: manager.abandon(plan),
-        lambda: manager.acquire(0, plan),
+        lambda: manager.acquire(0, plan.batch),
     ):
         with nothing_changes(manager), pytest.raises(PlanError, match="this plan is over"):
             call()
@@ -539,7 +539,7 @@ def test_a_plan_of_another_manager():
     for call in (
         lambda: manager.commit(foreign),
         lambda: manager.abandon(foreign),
-        lambda: manager.acquire(0, foreign),
+        lambda: manager.acquire(0, foreign.batch),
     ):
         with (
             nothing_changes(manager),
@@ -558,7 +558,7 @@ def test_a_failed_release_leaves_the_plan_usable():
     for request in (a, b):
         with nothing_changes(manager), pytest.raises(RequestError, match="still open"):
             manager.release_request(request)
-    assert manager.acquire(1, plan).plan is plan
+    assert manager.acquire(1, plan.batch).batch is plan.batch
     manager.commit(plan, partial=True)
     manager.release_request(a)
     assert b.length == 2
@@ -656,11 +656,11 @@ def test_a_step_that_was_written_wider_than_can_be_undone_is_not_abandoned():
     manager = build(max_draft_tokens=1)
     request = manager.admit_request()
     plan = manager.prepare_forward([(request, 3)])
-    plan.appended_layers.add(2)
+    plan.batch.appended_layers.add(2)
     with nothing_changes(manager), pytest.raises(PlanError, match=r"\[2\] already wrote 3 tokens"):
         manager.abandon(plan)
     manager.commit(plan, partial=True)
     plan = manager.prepare_forward([(request, 2)])
-    plan.appended_layers.add(2)
+    plan.batch.appended_layers.add(2)
     manager.abandon(plan)
     assert request.length == 3

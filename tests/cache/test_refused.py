@@ -52,7 +52,7 @@ def test_nothing_that_stands_for_memory_is_copied(copied: Callable[[object], obj
         (manager, "build another one"),
         (request, r"fork\(request, 1\)"),
         (plan, "prepare_forward|fork"),  # asdict goes on to its requests
-        (manager.acquire(0, plan), "acquire"),
+        (manager.acquire(0, plan.batch), "acquire"),
     ):
         with pytest.raises(CopyError, match=advice):
             copied(each)
@@ -209,14 +209,14 @@ def test_two_threads_in_the_handles_of_one_plan_are_refused(monkeypatch: pytest.
     request = manager.admit_request(8)
     plan = manager.prepare_forward([(request, 8)])
     kv, projections = stack.inputs(plan, [text.stream], 1)
-    handle = manager.acquire(1, plan)
+    handle = manager.acquire(1, plan.batch)
     found: list[BaseException | None] = []
     append = manager.backend.append
 
     def slow(*given: Any) -> None:
         calls: tuple[Callable[[], object], ...] = (
-            lambda: manager.acquire(0, plan),
-            lambda: manager.acquire(1, plan),
+            lambda: manager.acquire(0, plan.batch),
+            lambda: manager.acquire(1, plan.batch),
             lambda: handle.append(kv, *projections, weights=stack.weights[1]),
             lambda: manager.commit(plan),
             lambda: manager.abandon(plan),
@@ -242,18 +242,18 @@ def test_a_handle_belongs_to_the_thread_that_acquired_it():
     request = manager.admit_request(8)
     plan = manager.prepare_forward([(request, 8)])
     kv, projections = stack.inputs(plan, [text.stream], 0)
-    handle = manager.acquire(0, plan)
+    handle = manager.acquire(0, plan.batch)
 
     def use() -> None:
         handle.append(kv, *projections, weights=stack.weights[0])
 
     error = in_thread(use)
     assert isinstance(error, ThreadError)
-    assert "manager.acquire(layer, plan) in the thread that uses it" in str(error)
-    assert not plan.touched
+    assert "manager.acquire(layer, batch) in the thread that uses it" in str(error)
+    assert not plan.batch.touched
 
     def take_over() -> None:
-        manager.acquire(0, plan)
+        manager.acquire(0, plan.batch)
         use()
 
     assert in_thread(take_over) is None

@@ -31,7 +31,9 @@ class Reclaiming(PrefixIndex):
 
 
 def opened(made: RequestTable, blocks: int = 0) -> Request:
-    return made.open(made.take(blocks), NOTHING)
+    request = made.make_request(made.free_slots[-1], made.take(blocks), NOTHING)
+    made.enlist(request)
+    return request
 
 
 def test_slots_and_blocks_come_from_the_table_and_go_back_to_it():
@@ -140,7 +142,7 @@ def test_restarting_forgets_what_was_written():
     request = opened(made, 4)
     made.numbers[0, request.slot] = 300
     resume = Resume(start=128, reused_tokens=256, end=300, source="replay")
-    made.restart(request, resume)
+    request.restart(resume)
     assert (request.length, request.written_tokens) == (128, 128)
     assert (request.reused_tokens, request.rings_exact_from) == (256, 256)
     assert request.resume is resume
@@ -149,10 +151,11 @@ def test_restarting_forgets_what_was_written():
 def test_a_fork_is_where_its_parent_is():
     made = table()
     parent = opened(made, 2)
-    made.restart(parent, Resume(start=128, reused_tokens=256, end=300, source="replay"))
+    parent.restart(Resume(start=128, reused_tokens=256, end=300, source="replay"))
     made.numbers[0, parent.slot] = 140
     made.allocator.share(parent.block_ids)
-    fork = made.fork(parent, made.free_slots[-1], list(parent.block_ids))
+    fork = made.make_request(made.free_slots[-1], list(parent.block_ids), parent.resume)
+    fork.continue_from(parent)
     made.enlist(fork)
     assert (fork.slot, fork.length, fork.written_tokens) == (1, 140, 140)
     assert (fork.reused_tokens, fork.rings_exact_from) == (256, 256)
@@ -208,7 +211,8 @@ from dsv4.model import ModelSpec
 table = RequestTable(CacheSchema.build(ModelSpec.preset("tiny")), num_blocks=4, max_requests=2)
 index = PrefixIndex(table.allocator)
 index.pinned_blocks = lambda excluding: 0; table.reclaimer = index
-request = table.open(table.take(2), Resume(start=0, reused_tokens=0, end=0, source="nothing"))
+resume = Resume(start=0, reused_tokens=0, end=0, source="nothing")
+request = table.make_request(1, table.take(2), resume)
 print(request.block_ids, token_ids([3, 4]).tolist())
 """
     root = Path(__file__).parents[2]

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from dsv4.cache.prefix.index import PrefixNode
+from dsv4.cache.prefix.eviction import LeastRecentlyUsed
+from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.rows import SnapshotRows
 from dsv4.errors import Dsv4Error
 
@@ -17,7 +18,8 @@ class Blocks:
     def __init__(self, rows: int, blocks: int = 12) -> None:
         self.warnings = 0
         self.nodes = [PrefixNode(bytes([n]), n, None) for n in range(blocks)]
-        self.rows = SnapshotRows(rows, self._warn)
+        self.policy = LeastRecentlyUsed()
+        self.rows = SnapshotRows(rows, self.policy, self._warn)
 
     def _warn(self) -> None:
         self.warnings += 1
@@ -163,6 +165,6 @@ def test_a_random_life_against_a_list(seed: int):
         ):  # an interrupt: what was in flight or reserved for a commit is free
             blocks.rows.rebuild(blocks.nodes, [])
             reserved = []
-        assert [each.snapshot for each in order] == list(blocks.rows._taken)
+        assert order == list(blocks.policy.snapshots())
         in_flight = blocks.rows._in_flight
         blocks.check(*(row for row in reserved if row not in in_flight))

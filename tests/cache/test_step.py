@@ -60,7 +60,7 @@ def test_options_are_those_of_prepare_forward() -> None:
     cache = small()
     request = cache.admit_request(3)
     with cache.step([(request, 1)], pad_tokens=8, pad_requests=2) as plan:
-        assert plan.padded_tokens == 8
+        assert plan.batch.padded_tokens == 8
         cache.abandon(plan)
     with (
         pytest.raises(InvalidInput, match="chunks_apart"),

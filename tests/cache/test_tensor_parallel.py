@@ -31,7 +31,7 @@ def test_ranks_attend_with_their_heads_over_the_same_bytes(layer: int, ranks: in
         request, stream = stack.manager.admit_request(), stack.stream(0, TOKENS)
         plan = stack.manager.prepare_forward([(request, TOKENS)])
         stack.write(plan, [stream])
-        handle = stack.manager.acquire(layer, plan)
+        handle = stack.manager.acquire(layer, plan.batch)
         out, lse = handle.attend(q[:, heads].contiguous(), sink[heads].contiguous(), indices)
         return out, lse, stack.manager.slot_arena.bytes
 

@@ -18,9 +18,10 @@ import torch
 from dsv4.cache.changes import Turn
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions
+from dsv4.cache.recover import recover_books
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
-from dsv4.errors import RecoveryNeeded, ThreadError
+from dsv4.errors import PlanError, RecoveryNeeded, ThreadError
 from dsv4.model import ModelSpec
 from tests.support.faults import Interrupts
 from tests.support.lives import Text, tiny_stack
@@ -136,20 +137,20 @@ def test_a_thread_that_stops_anywhere_in_recover_is_inside_or_not(second: str):
     assert found == wanted
 
 
-def test_of_many_threads_one_recovers_at_a_time():
+def test_of_many_threads_one_recovers_at_a_time(monkeypatch: pytest.MonkeyPatch):
     """More than two at once, many times: whoever is inside is alone."""
     manager, inside, errors = build(), [], []
     request = manager.admit_request(100)
-    rebuild = manager.table.rebuild
 
-    def alone(*given: Any) -> None:
+    def alone(*given: Any, **books: Any) -> list[Any]:
         inside.append(threading.get_ident())
-        rebuild(*given)
+        still_open = recover_books(*given, **books)
         if len(inside) != 1:
             errors.append(list(inside))
         inside.remove(threading.get_ident())
+        return still_open
 
-    manager.table.rebuild = alone  # type: ignore[method-assign]
+    monkeypatch.setattr("dsv4.cache.manager.recover_books", alone)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -217,7 +218,7 @@ def test_a_call_of_a_handle_keeps_nothing_that_it_was_given():
     stack = tiny_stack(max_requests=2)
     request = stack.manager.admit_request(8)
     plan = stack.manager.prepare_forward([(request, 8)])
-    handle = stack.manager.acquire(0, plan)
+    handle = stack.manager.acquire(0, plan.batch)
     kv = torch.zeros((8, stack.schema.model.head_dim), dtype=torch.bfloat16)
     gone = weakref.ref(kv)
     gc.disable()
@@ -267,7 +268,7 @@ def test_after_an_interrupt_in_a_handle_another_thread_may_use_the_plan(inside: 
         interrupts, caught = Interrupts(at, files, inside=inside), False
         try:
             with interrupts.injected():
-                handle = manager.acquire(0, plan)
+                handle = manager.acquire(0, plan.batch)
                 handle.append(kv, *projections, weights=stack.weights[0])
         except KeyboardInterrupt:
             caught = True
@@ -345,3 +346,36 @@ def test_what_is_released_later_counts_as_released():
     manager.abandon(plan)
     assert manager.requests == ()
     assert manager.stats().slots_free == 4
+
+
+@pytest.mark.parametrize("end", ["commit", "abandon", "fail"])
+def test_no_handle_is_used_while_its_plan_ends(end: str):
+    """Wherever the call that ends the plan has got to: a handle gets in before it, is kept out, or
+    finds the plan over. It never works beside it."""
+    stack = tiny_stack(max_requests=2)
+    manager, text = stack.manager, Text.random(stack, 0, 200)
+    request = manager.admit_request(8)
+    plan = manager.prepare_forward([(request, 1)])
+    stack.write(plan, [text.stream])
+    handle = manager.acquire(0, plan.batch)
+    kv, projections = stack.inputs(plan, [text.stream], 0)
+    found: list[type[BaseException] | None] = []
+    close = manager._close
+
+    def slow(ending: Any) -> None:
+        """As if the other thread came here, where the plan has been looked at and is not over."""
+        append = partial(handle.append, kv, *projections, weights=stack.weights[0])
+        handle.thread = None
+        other = threading.Thread(target=lambda: found.append(outcome(append)))
+        other.start()
+        other.join(PATIENT_S)
+        close(ending)
+        other = threading.Thread(target=lambda: found.append(outcome(append)))
+        other.start()
+        other.join(PATIENT_S)
+
+    manager._close = slow  # type: ignore[method-assign]
+    getattr(manager, end)(plan)
+    assert found == [ThreadError, ThreadError]
+    assert outcome(partial(handle.append, kv, *projections, weights=stack.weights[0])) is PlanError
+    manager.check_invariants()

@@ -281,7 +281,7 @@ def test_an_empty_directory_is_fine_and_stays_empty(tmp_path: Path) -> None:
 def test_errors_are_one_line(root: Path, tmp_path: Path) -> None:
     for arguments, message in (
         (("ls", tmp_path / "none"), "cannot be a disk tier's directory"),
-        (("prune", root), "say what is to go"),
+        (("prune", root), "say what to remove"),
         (("prune", root, "--unused-for", "soon"), "give a number and s, m, h or d"),
         (("prune", root, "--to", "80G"), "80G"),
         (("prune", root, "--fingerprint", "xyz"), "4 to 64 hexadecimal digits"),

@@ -108,7 +108,7 @@ def test_more_bytes_than_transformers_has_are_explained() -> None:
     for theirs, lines in ((ours, 2), (ours - 1, 3)):
         found = bytes_lines(replace(event, transformers_bytes=theirs), event.cache)
         assert len(found) == lines
-        assert ("a slot has room for a whole window" in found[1]) == (lines == 3)
+        assert ("a slot reserves a full window" in found[1]) == (lines == 3)
 
 
 def test_a_terminal_shows_every_step_while_it_runs() -> None:

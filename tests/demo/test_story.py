@@ -79,7 +79,7 @@ def test_everything_that_must_agree_does(ran: dict[str, Any]) -> None:
 def test_another_process_runs_the_question_alone(ran: dict[str, Any]) -> None:
     (part,) = [part for part in ran["parts"] if part["part"] == "restart"]
     # the last token of the answer had not run
-    assert part["note"].startswith(f"25 of {150 + 16 + 24} tokens run, ")
+    assert part["note"].startswith(f"25 of {150 + 16 + 24} prompt tokens computed, ")
 
 
 def test_tokens_are_those_of_the_model_without_any_cache(ran: dict[str, Any]) -> None:
@@ -288,5 +288,6 @@ def test_a_history_that_is_run_again_fails(monkeypatch: pytest.MonkeyPatch) -> N
     (part,) = told.parts
     assert (part.verdict, part.note) == (
         "differs",
-        "47 of 47 tokens run, 0 B from disk; what was said was run again",
+        "47 of 47 prompt tokens computed, 0 B loaded from disk; "
+        "the conversation was computed again",
     )

@@ -154,7 +154,7 @@ class Captured:
 
     def _append(self, plan: ForwardPlan) -> None:
         for layer, tensors in self.inputs.items():
-            handle = self.stack.manager.acquire(layer, plan)
+            handle = self.stack.manager.acquire(layer, plan.batch)
             handle.append(*tensors, weights=self.stack.weights[layer])
 
     def step(
@@ -248,11 +248,11 @@ def test_append_and_acquire_allocate_nothing_and_never_wait():
         plan = stack.manager.prepare_forward(steps, **padding)
         inputs = {layer: stack.inputs(plan, streams, layer) for layer in stack.layers}
         stack.write(plan, streams)  # compiles
-        plan.appended_layers.clear()
+        plan.batch.appended_layers.clear()
         torch.cuda.synchronize()
         with no_allocation_and_no_sync():
             for layer, (kv, projections) in inputs.items():
-                handle = stack.manager.acquire(layer, plan)
+                handle = stack.manager.acquire(layer, plan.batch)
                 handle.append(kv, *projections, weights=stack.weights[layer])
         stack.manager.commit(plan)
 

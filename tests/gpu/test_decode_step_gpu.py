@@ -96,7 +96,7 @@ class Model:
 
     def step(self, plan: ForwardPlan) -> None:
         for layer in self.layers:
-            handle = self.manager.acquire(layer, plan)
+            handle = self.manager.acquire(layer, plan.batch)
             handle.append(*self.inputs[layer], weights=self.weights[layer])
             out, lse, chosen = self.out[layer]
             selection = None
@@ -187,7 +187,7 @@ def check_against_reference(
 ) -> None:
     live = len(LENGTHS)
     for layer in model.layers:
-        handle = model.manager.acquire(layer, plan)
+        handle = model.manager.acquire(layer, plan.batch)
         out, lse, chosen = results[layer]
         selection = None
         if handle.index_compressor is not None:
@@ -197,7 +197,7 @@ def check_against_reference(
                 Selection(
                     q=q,
                     weights=index_weights,
-                    tokens=plan.tokens,
+                    tokens=plan.batch.tokens,
                     keys=handle.read_indexer_view().source,
                     top_k=model.spec.index_topk,
                     workspace=model.manager.memory.workspace.select,
@@ -210,9 +210,9 @@ def check_against_reference(
             Attention(
                 q=model.q[layer],
                 sink=model.sink,
-                tokens=plan.tokens,
-                batch=plan.batch,
-                window=handle.window_source(plan),
+                tokens=plan.batch.tokens,
+                batch=plan.batch.request_rows,
+                window=handle.window_source(plan.batch),
                 entries=handle.read_classical_view().source if handle.schema.spec.ratio else None,
                 indices=selection,
                 out=wanted,

@@ -72,11 +72,11 @@ class Lane:
             self._append()
 
     def _append(self) -> None:
-        rows = self.plan.batch_rows.clamp_min(0).long()
-        positions = self.plan.clamped_positions.long()
+        rows = self.plan.batch.batch_rows.clamp_min(0).long()
+        positions = self.plan.batch.clamped_positions.long()
         for layer, sources in self.sources.items():
             given = [source[rows, positions] for source in sources]
-            handle = self.stack.manager.acquire(layer, self.plan)
+            handle = self.stack.manager.acquire(layer, self.plan.batch)
             handle.append(*given, weights=self.stack.weights[layer])
 
 
@@ -104,7 +104,7 @@ def test_graphs_replay_behind_each_other_without_a_wait():
         with no_wait():
             plan = gpu.manager.prepare_forward(
                 steps,
-                behind=behind,
+                after=behind,
                 accepted=None if behind is None else on_device[nth - 1],
                 **padding,
             )

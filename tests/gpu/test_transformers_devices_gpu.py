@@ -20,7 +20,7 @@ with suppress(ImportError):  # then every test is skipped
     from transformers import DeepseekV4ForCausalLM
 
     from dsv4.integrations.transformers.accelerate import accelerate
-    from dsv4.integrations.transformers.lockstep import SplitManager
+    from dsv4.integrations.transformers.lockstep import Lockstep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.extra("transformers")]
 
@@ -53,8 +53,8 @@ def test_layers_on_two_devices() -> None:
     ids = Numbers(5).integers(0, VOCABULARY, 2, 300).to(DEVICE)
     whole, split = (accelerated(each) for each in (copy.deepcopy(plain), split_model(plain)))
     manager = vars(split.model)["forward"].step.manager
-    assert isinstance(manager, SplitManager)
-    parts = (manager, manager.others[0])
+    assert isinstance(manager, Lockstep)
+    parts = manager.managers
     assert [part.device.type for part in parts] == [DEVICE, OTHER]
     assert [part.backend.name for part in parts] == ["triton", "reference"]
 

@@ -90,8 +90,8 @@ def test_selections_and_candidates_are_the_reference_s():
         lists = torch.empty((1, FLASH.candidate_blocks), dtype=torch.int32, device=device)
         found = []
         for layer in (20, 24):
-            handle = manager.acquire(layer, plan)
-            plan.note_append(layer)
+            handle = manager.acquire(layer, plan.batch)
+            plan.batch.note_append(layer)
             q = numbers.normal(1, FLASH.index_heads, 128).to(torch.bfloat16).to(device)
             weights = numbers.normal(1, FLASH.index_heads).to(torch.bfloat16).to(device)
             found.append(handle.select(q, weights, rope=rope, candidates=lists).cpu())
@@ -115,9 +115,9 @@ def check_cut_window(device: str, backend: BackendName) -> None:
     stack.step(list(zip(requests, streams, (300, 3), strict=True)))
     plan = stack.manager.prepare_forward([(requests[0], 70), (requests[1], 9)])
     stack.write(plan, streams)
-    handle = stack.manager.acquire(0, plan)
+    handle = stack.manager.acquire(0, plan.batch)
     rows, lengths = (found.cpu() for found in handle.gather_swa_kv())
-    plan.window_cut, plan.sizes = True, (*plan.sizes, 1)
+    plan.batch.window_cut, plan.batch.sizes = True, (*plan.batch.sizes, 1)
     q = Numbers(6).normal(79, FLASH.heads, FLASH.head_dim).to(torch.bfloat16)
     sink = torch.ones(FLASH.heads)
     out, _ = handle.attend(q.to(device), sink.to(device))

@@ -76,9 +76,9 @@ class Engine:
 
     def step(self, work: list[tuple[Any, int]], **padding: int) -> None:
         model, plan = self.model, self.manager.prepare_forward(work, **padding)
-        rows = plan.padded_tokens
+        rows = plan.batch.padded_tokens
         for layer, weights in enumerate(self.weights):
-            handle = self.manager.acquire(layer, plan)
+            handle = self.manager.acquire(layer, plan.batch)
             layouts = (handle.compressor, handle.index_compressor)
             projections = [
                 self.new(rows, layout.columns) for layout in layouts if layout for _ in range(2)

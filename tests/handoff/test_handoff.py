@@ -166,7 +166,7 @@ def test_draft_layers_come_along(owner: Stack, taker: Stack):
     plan = owner.manager.prepare_forward([(request, 3)], drafts=2)
     drafting = [spec.layer for spec in owner.schema.model.layers if spec.draft]
     wrong = Text.random(owner, 27, TOKENS)
-    for step in plan.draft_steps:
+    for step in plan.drafts:
         owner.write(step, [wrong.stream], drafting)
     offer = owner.manager.offer(request)
     owner.manager.abandon(plan)

@@ -78,7 +78,7 @@ class Lives:
         if each is None or each.request.length >= LONGEST:
             return
         text, start = self.texts[each.text], each.request.length
-        narrow = stack.schema.max_narrow_tokens
+        narrow = stack.schema.max_decode_tokens
         count = min(self.random.choice((narrow, 40, 130)), LONGEST + 5 - start)
         ids = text.ids[start : start + count].tolist()
         kept = count if count > narrow else self.random.randint(min(1, count), count)

@@ -47,8 +47,9 @@ def fast(
     options = {"records": "bf16"} | options
     accelerate(model, max_batch=max_batch, max_context=max_context, **options)
     manager = manager_of(model)
-    manager.block_arena.bytes.fill_(POISON)
-    manager.slot_arena.bytes.fill_(POISON)
+    for part in getattr(manager, "managers", (manager,)):  # one per device
+        part.block_arena.bytes.fill_(POISON)
+        part.slot_arena.bytes.fill_(POISON)
     yield model
     manager.check_invariants()
     restore(model)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from transformers import DeepseekV4ForCausalLM
 
-from dsv4.integrations.transformers.lockstep import SplitManager
+from dsv4.integrations.transformers.lockstep import Lockstep
 
 HERE, THERE = "here", "there"
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
@@ -84,12 +84,12 @@ def watched(model: DeepseekV4ForCausalLM, border: int) -> Iterator[Sides]:
     sides = Sides()
     forward = vars(model.model)["forward"]
     manager = forward.step.manager
-    assert isinstance(manager, SplitManager)
+    assert isinstance(manager, Lockstep)
     behind = [*model.model.layers[border:], model.model.norm, model.model.hc_head, model.lm_head]
     there = {id(t) for m in behind for t in (*m.parameters(), *m.buffers())}
     for tensor in (*model.parameters(), *model.buffers()):
         sides.put(THERE if id(tensor) in there else HERE, tensor)
-    for side, part in ((HERE, manager), (THERE, manager.others[0])):
+    for side, part in zip((HERE, THERE), manager.managers, strict=True):
         lane = part.memory.lanes[0]
         tensors = [part.block_arena.bytes, part.slot_arena.bytes, part.block_table]
         sides.put(side, *tensors, *lane.workspace.tensors, *_tensors(lane.buffers))

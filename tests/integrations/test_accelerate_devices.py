@@ -10,7 +10,7 @@ import torch
 
 from dsv4.errors import InvalidInput, PlanError, RecoveryNeeded
 from dsv4.integrations.transformers import Engine, accelerate
-from dsv4.integrations.transformers.lockstep import SplitManager, places
+from dsv4.integrations.transformers.lockstep import Lockstep, places
 from tests.integrations.fast_v4 import assert_close, fast, generate, manager_of, plain_model
 from tests.integrations.second_device import HERE, THERE, second_device, watched
 from tests.integrations.tiny_v4 import prompt
@@ -62,7 +62,7 @@ def test_two_devices_compute_what_one_does() -> None:
     for split in (False, True):
         device = second_device(plain, BORDER) if split else nullcontext()
         with device, fast(plain, max_batch=6) as model:
-            assert isinstance(manager_of(model), SplitManager) == split
+            assert isinstance(manager_of(model), Lockstep) == split
             results = []
             for _ in range(2):
                 steps = generate(model, ids, 3, attention_mask=mask)
@@ -89,13 +89,13 @@ def test_a_failure_on_one_device_is_told_of(monkeypatch: pytest.MonkeyPatch) -> 
     plain, ids = plain_model(), prompt(9)
     with second_device(plain, BORDER), fast(plain, max_batch=2) as model:
         manager = manager_of(model)
-        assert isinstance(manager, SplitManager)
+        assert isinstance(manager, Lockstep)
         past = model(ids).past_key_values
 
         def out_of_memory(*args: object, **options: object) -> None:
             raise torch.OutOfMemoryError("no memory")
 
-        monkeypatch.setattr(manager.others[0], "prepare_forward", out_of_memory)
+        monkeypatch.setattr(manager.managers[1], "prepare_forward", out_of_memory)
         with pytest.raises((torch.OutOfMemoryError, RecoveryNeeded)):
             model(ids[:, :1], past_key_values=past)
         monkeypatch.undo()
@@ -107,7 +107,7 @@ def test_a_failure_on_one_device_is_told_of(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_step_that_lacks_a_layer_on_one_device_is_committed_on_none() -> None:
     stack, cpu = tiny_stack(), torch.device("cpu")
-    stack.manager = manager = SplitManager(
+    stack.manager = manager = Lockstep(
         stack.schema,
         [(cpu, [0, 1]), (cpu, [2, 3, 4])],
         num_blocks=8,

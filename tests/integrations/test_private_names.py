@@ -7,6 +7,7 @@ somewhere: PYTHONPATH=THERE pytest tests/integrations/test_private_names.py.
 from __future__ import annotations
 
 import ast
+import copy
 import re
 import sys
 from collections.abc import Iterator
@@ -173,7 +174,7 @@ def test_every_name_says_what_it_is_for_and_where_it_was_seen() -> None:
 
 
 def test_a_module_that_lost_a_name_is_refused_before_anything_changes() -> None:
-    model = plain_model()
+    model = copy.deepcopy(plain_model())
     scorer = model.model.layers[1].self_attn.compressor.indexer.scorer
     del scorer.weights_scaling
     with pytest.raises(MissingExtra) as error:

@@ -73,7 +73,7 @@ def launch(
     plan = manager.prepare_forward(
         list(zip(requests, counts, strict=True)), pad_tokens=None if counts == CHUNK else tokens
     )
-    handle = manager.acquire(layer, plan)
+    handle = manager.acquire(layer, plan.batch)
 
     class Capturing(ReferenceBackend):
         def append(self, step, window, compressors):  # type: ignore[no-untyped-def]

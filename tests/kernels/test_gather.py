@@ -129,7 +129,7 @@ def test_window_of_a_narrow_step_comes_from_the_ring_in_order(backend: str) -> N
     page = stack.schema.page("window", CSA)
     assert page is not None
     source = WindowSource(
-        arena=stack.manager.slot_arena.bytes, page=page, window=128, staged=not plan.narrow
+        arena=stack.manager.slot_arena.bytes, page=page, window=128, staged=not plan.batch.is_decode
     )
     check_window(stack, BACKENDS[backend], source, plan, work)
 
@@ -139,20 +139,20 @@ def test_window_of_a_chunk_reaches_back_over_its_start(backend: str) -> None:
     stack, work = lived(chunk=True)
     stack.step([(r, s, n // 2) for r, s, n in work])
     plan = stack.manager.prepare_forward([(r, n - n // 2) for r, _, n in work])
-    assert not plan.narrow
+    assert not plan.batch.is_decode
     stack.write(plan, [s for _, s, _ in work], layers=[CSA])
-    source = stack.manager.acquire(CSA, plan).window_source(plan)
+    source = stack.manager.acquire(CSA, plan.batch).window_source(plan.batch)
     assert source.staged
     check_window(stack, BACKENDS[backend], source, plan, work, every=9)
 
 
 def check_window(stack: Stack, backend, source: WindowSource, plan, work, every: int = 1) -> None:
-    tokens = plan.tokens[::every]
+    tokens = plan.batch.tokens[::every]
     out = torch.full((len(tokens), 128, 128), POISON, dtype=torch.bfloat16)
     lengths = torch.zeros(len(tokens), dtype=torch.int32)
     backend.gather_window(
         source,
-        batch=plan.batch,
+        batch=plan.batch.request_rows,
         batch_row=tokens[:, 2],
         position=tokens[:, 1],
         out=out,

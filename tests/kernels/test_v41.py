@@ -83,7 +83,7 @@ def test_a_draft_step_sees_ring_and_draft_and_stores_nothing():
         before = stack.manager.slot_arena.bytes.clone()
         plan = stack.manager.prepare_forward([(r, block) for r in requests], pad_tokens=rows)
         weights = stack.weights[DRAFT]
-        handle = stack.manager.acquire(DRAFT, plan)
+        handle = stack.manager.acquire(DRAFT, plan.batch)
         out = torch.zeros_like(q)
         handle.attend_draft(kv, q, torch.ones(2), out, weights=weights, inverse_rope=weights.rope)
         stack.manager.abandon(plan)
@@ -94,7 +94,7 @@ def test_a_draft_step_sees_ring_and_draft_and_stores_nothing():
     # the first query of a draft sees its last key: other keys, other results
     stack, requests = life.stacks[0], life.lives[0]
     plan = stack.manager.prepare_forward([(r, block) for r in requests], pad_tokens=rows)
-    handle = stack.manager.acquire(DRAFT, plan)
+    handle = stack.manager.acquire(DRAFT, plan.batch)
     changed = kv.clone()
     changed[block - 1] += 1
     again, _ = handle.attend_draft(
@@ -116,14 +116,14 @@ def test_a_draft_step_has_a_plan_of_its_own():
     plan = stack.manager.prepare_forward([(request, 5)])
     weights = stack.weights[DRAFT]
     with pytest.raises(SchemaMismatch, match="layer 1 is no layer that drafts"):
-        stack.manager.acquire(PAIRS, plan).attend_draft(kv, q, torch.ones(2), weights=weights)
-    handle = stack.manager.acquire(DRAFT, plan)
+        stack.manager.acquire(PAIRS, plan.batch).attend_draft(kv, q, torch.ones(2), weights=weights)
+    handle = stack.manager.acquire(DRAFT, plan.batch)
     handle.append(kv, weights=weights)
     with pytest.raises(PlanError, match="stores nothing"):
         handle.attend_draft(kv, q, torch.ones(2), weights=weights)
     stack.manager.abandon(plan)
     plan = stack.manager.prepare_forward([(request, 4)])
-    handle = stack.manager.acquire(DRAFT, plan)
+    handle = stack.manager.acquire(DRAFT, plan.batch)
     with pytest.raises(PlanError, match="has 5 tokens of every request"):
         handle.attend_draft(kv[:4], q[:4], torch.ones(2), weights=weights)
 
@@ -139,9 +139,9 @@ def test_a_cut_window_begins_with_the_step():
     for stack, requests in zip(life.stacks, life.lives, strict=True):
         plan = stack.manager.prepare_forward([(requests[0], 2), (requests[1], 2)])
         stack.write(plan, life.streams)
-        handle = stack.manager.acquire(0, plan)
+        handle = stack.manager.acquire(0, plan.batch)
         rows, lengths = handle.gather_swa_kv()
-        plan.window_cut, plan.sizes = True, (*plan.sizes, 1)
+        plan.batch.window_cut, plan.batch.sizes = True, (*plan.batch.sizes, 1)
         out, _ = handle.attend(q, torch.ones(2))
         for token, (found, length) in enumerate(zip(out, lengths.tolist(), strict=True)):
             keys = rows[token, length - 1 - token % 2 : length].double()

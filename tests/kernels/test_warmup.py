@@ -78,9 +78,9 @@ class Engine:
         )
 
     def run(self, plan: ForwardPlan) -> None:
-        model, rows = self.model, plan.padded_tokens
+        model, rows = self.model, plan.batch.padded_tokens
         for layer in self.layers:
-            handle, weights = self.manager.acquire(layer, plan), self.weights(layer)
+            handle, weights = self.manager.acquire(layer, plan.batch), self.weights(layer)
             projections = [
                 self.new(
                     rows, layout.columns, dtype=torch.float32 if layout.gated else torch.bfloat16
@@ -113,8 +113,8 @@ class Engine:
         admitted = [self.manager.admit_request() for _ in range(requests)]
         plan = self.manager.prepare_forward([(request, block) for request in admitted])
         for layer in (spec.layer for spec in model.layers if spec.draft):
-            weights, rows = self.weights(layer), plan.padded_tokens
-            self.manager.acquire(layer, plan).attend_draft(
+            weights, rows = self.weights(layer), plan.batch.padded_tokens
+            self.manager.acquire(layer, plan.batch).attend_draft(
                 self.new(rows, model.head_dim, dtype=torch.bfloat16),
                 self.new(rows, self.heads, model.head_dim, dtype=torch.bfloat16),
                 self.new(self.heads),
@@ -254,9 +254,9 @@ def test_warming_up_leaves_the_manager_alone(capsys: pytest.CaptureFixture[str])
         before = [t.clone() for t in (manager.block_arena.bytes, manager.block_table)]
         request = manager.admit_request()
         plan = manager.prepare_forward([(request, 3)])
-        tokens = plan.tokens.clone()
+        tokens = plan.batch.tokens.clone()
         manager.warmup(workers=1, progress=True)
-        assert torch.equal(plan.tokens, tokens)
+        assert torch.equal(plan.batch.tokens, tokens)
         assert bool((manager.slot_arena.bytes == 7).all())
         assert torch.equal(manager.block_arena.bytes, before[0])
         Engine(manager, 4).run(plan)

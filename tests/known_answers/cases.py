@@ -178,7 +178,7 @@ def _select(
     stack.write(plan, [stream for _, stream, _ in work])
     q = numbers.heavy(len(work), model.index_heads, model.index_dim).to(torch.bfloat16)
     weights = numbers.normal(len(work), model.index_heads).to(torch.bfloat16)
-    handle = stack.manager.acquire(layer, plan)
+    handle = stack.manager.acquire(layer, plan.batch)
     found = handle.select(
         q.to(stack.device), weights.to(stack.device), rope=stack.weights[layer].rope
     ).clone()

@@ -119,7 +119,7 @@ def test_a_step_equals_float64_formulas(prefill: int):
         for layer in stack.layers:
             q = numbers.normal(1, TINY.heads, TINY.head_dim)
             sink = numbers.normal(TINY.heads)
-            handle, rope = stack.manager.acquire(layer, plan), stack.weights[layer].rope
+            handle, rope = stack.manager.acquire(layer, plan.batch), stack.weights[layer].rope
             ratio = TINY.layers[layer].ratio
             chosen = list(range((position + 1) // ratio if ratio else 0))
             indices = None
@@ -153,7 +153,7 @@ def test_types_follow_the_format():
     stream = stack.stream(1, 8)
     request = stack.manager.admit_request()
     plan = stack.manager.prepare_forward([(request, 8)])
-    handle = stack.manager.acquire(CSA, plan)
+    handle = stack.manager.acquire(CSA, plan.batch)
     with pytest.raises(InvalidInput, match=r"kv is torch.bfloat16"):
         handle.append(
             stream.kv[CSA].bfloat16(), *stream.projections[CSA], weights=stack.weights[CSA]

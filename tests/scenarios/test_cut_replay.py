@@ -80,7 +80,7 @@ def test_it_must_be_asked_for():
     request = runner.admit()
     assert (request.resume, request.approximate_from) == (resume, REUSED)
     assert runner.manager.prefix is not None
-    assert runner.manager.prefix.counters.hits["cut_replay"] == 1
+    assert runner.manager.prefix._counters.hits["cut_replay"] == 1
     # a snapshot that is no further back is exact, and so is a hit within a window
     near = runner.manager.admit_request([*runner.cached[:70], *tokens(2, 20)])
     assert (near.resume.source, near.resume.start, near.resume.exact) == ("snapshot", 64, True)
@@ -165,8 +165,8 @@ def test_it_runs_alone_in_one_step_and_is_kept_whole():
     with pytest.raises(PlanError, match="give it the 16 tokens up to position 48"):
         manager.prepare_forward([(request, 15)])
     plan = manager.prepare_forward([(request, 16), (fork, 60)])  # replays share a step
-    assert plan.window_cut
-    handle = manager.acquire(0, plan)
+    assert plan.batch.window_cut
+    handle = manager.acquire(0, plan.batch)
     kv, weights = torch.zeros((76, 128), dtype=torch.bfloat16), runner.model.layers[0]["weights"]
     handle.append(kv, weights=weights)
     with pytest.raises(PlanError, match="not gathered"):
@@ -179,7 +179,7 @@ def test_it_runs_alone_in_one_step_and_is_kept_whole():
     manager.release_request(fork)
     request = runner.admit()
     runner.model.step(manager, [(request, runner.prompt[FIRST:REUSED])])
-    assert not manager.prepare_forward([(request, 1), (other, 4)]).window_cut
+    assert not manager.prepare_forward([(request, 1), (other, 4)]).batch.window_cut
 
 
 def test_it_is_not_suspended_continued_or_kept_by_tiers():

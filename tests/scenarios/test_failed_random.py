@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 
+from dsv4.cache.batch import Batch
 from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, zero
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
@@ -77,12 +78,12 @@ class Life:
             counts = [self.rng.choice((1, 4, 40)) for _ in jobs]
         apart = behind is None and self.rng.random() < 0.3
         steps = [(job.request, count) for job, count in zip(jobs, counts, strict=True)]
-        return self.manager.prepare_forward(steps, behind=behind, chunks_apart=apart)
+        return self.manager.prepare_forward(steps, after=behind, chunks_apart=apart)
 
     def run(self, plan: ForwardPlan, jobs: list[Job], is_faulty: bool) -> str:
         """All layers of all parts, or up to one that raises, or without some."""
         rng, first = self.rng, 0
-        parts = [part for part in plan.halves or (plan,) if part.num_tokens]
+        parts = [part for part in plan.batches if part.num_tokens]
         left_out = is_faulty and rng.random() < 0.4
         faults = {
             (rng.randrange(len(parts)), layer) for layer in rng.sample(BACKBONE, 1 + left_out)
@@ -97,8 +98,8 @@ class Life:
                     return "raised"
         return "whole" if plan.is_stored else "missing"
 
-    def try_to_write(self, part: ForwardPlan, streams: list, layer: int) -> bool:
-        """Whether a layer has appended in the end: of a narrow step it may be tried again."""
+    def try_to_write(self, part: Batch, streams: list, layer: int) -> bool:
+        """Whether a layer has appended in the end: of a decode batch it may be tried again."""
         kv, projections = self.stack.inputs(part, streams, layer)
         handle, weights = self.manager.acquire(layer, part), self.stack.weights[layer]
         try:
@@ -108,7 +109,7 @@ class Life:
             self.seen["raised"] += 1
         else:
             return True
-        if part.unfinished_layers and not part.narrow:
+        if part.unfinished_layers and not part.is_decode:
             for again in (layer, 0, 3):
                 with pytest.raises(PlanError, match=r"not repeatable: call fail\(plan\)"):
                     self.stack.write(part, streams, layers=[again])
@@ -128,7 +129,7 @@ class Life:
                 kept = [n - rng.randint(0, min(n, 1 + DRAFTS)) for n in plan.counts.tolist()]
             self.manager.commit(plan, kept, ids=ids)
             return True
-        began = any(part.unfinished_layers for part in plan.halves or (plan,))
+        began = any(part.unfinished_layers for part in plan.batches)
         for partial in (False, True)[: 1 + began]:
             with (
                 nothing_changes(self.manager),

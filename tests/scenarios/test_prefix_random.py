@@ -148,10 +148,10 @@ class World:
             if plan.captures is not None:
                 workspace = self.manager.memory.workspace
                 plan.captures.take_window(layer, workspace.staging, workspace.staging_page)
-            plan.note_append(layer)
+            plan.batch.note_append(layer)
 
     def begin(self, plan: ForwardPlan, layer: int) -> None:
-        plan.begin_append(layer)
+        plan.batch.begin_append(layer)
 
     def inexact(self, stamps: Stamps, spans: list, layer: int) -> Stamps:
         """A replay from a zeroed slot is wrong for a window longer in each layer."""
@@ -169,7 +169,7 @@ class World:
         ring, rows = self.planes[layer, "window"], self.schema.ring_rows
         first = 0
         for nth, (request, start, count) in enumerate(spans):
-            if not plan.narrow and count:
+            if not plan.batch.is_decode and count:
                 at = first + nth * (WINDOW - 1)
                 for back in range(min(WINDOW - 1, start)):
                     source = ring[request.slot, (start - 1 - back) % rows]
@@ -222,7 +222,7 @@ class World:
     def write_entries(
         self, plan: ForwardPlan, layer: int, ratio: int, written: Stamps, table: np.ndarray
     ) -> None:
-        for slot, start, end, first, entry0, entries, *_ in plan.items[ratio].tolist():
+        for slot, start, end, first, entry0, entries, *_ in plan.batch.items[ratio].tolist():
             for entry in range(entry0, entry0 + max(0, entries)):
                 if (entry + 1) * ratio > end or slot < 0:
                     continue
@@ -384,7 +384,7 @@ class World:
             counts.append(count)
         plan = self.manager.prepare_forward(list(zip(batch, counts, strict=True)))
         if self.rng.random() < 0.1:
-            if plan.narrow:
+            if plan.batch.is_decode:
                 self.write(plan)
             return self.manager.abandon(plan)
         self.write(plan)

@@ -203,7 +203,7 @@ def written(layer: int) -> tuple[Stack, object]:
     request = stack.manager.admit_request()
     plan = stack.manager.prepare_forward([(request, 4)])
     stack.write(plan, [stack.stream(0, 4)], layers=sorted({TINY.layers[layer].owner, layer}))
-    return stack, stack.manager.acquire(layer, plan)
+    return stack, stack.manager.acquire(layer, plan.batch)
 
 
 def queries() -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,7 +247,7 @@ def test_projections_of_a_layer_are_its_own():
     plan = stack.manager.prepare_forward([(request, 1)])
     rows = torch.zeros((1, 128))
     kv = rows.to(torch.bfloat16)
-    singles = stack.manager.acquire(SINGLES, plan)
+    singles = stack.manager.acquire(SINGLES, plan.batch)
     with pytest.raises(InvalidInput, match="without a gate: leave z out"):
         singles.append(kv, kv, rows, weights=stack.weights[SINGLES])
     with pytest.raises(InvalidInput, match=r"c is torch\.float32, must be torch\.bfloat16"):
@@ -258,7 +258,7 @@ def test_projections_of_a_layer_are_its_own():
     for given in ({"index_projection": rows}, {"compressor": without.compressor.norm}):
         with pytest.raises(InvalidInput, match="is Tensor"):
             replace(without, **given)
-    pairs = stack.manager.acquire(PAIRS, plan)
+    pairs = stack.manager.acquire(PAIRS, plan.batch)
     with pytest.raises(SchemaMismatch, match="close in append"):
         pairs.write_tail(rows, rows, weights=stack.weights[PAIRS])
     assert readable_bytes(stack, request)
@@ -271,7 +271,7 @@ def test_entries_are_read_behind_their_owner(reader: int, owner: int, drafts: in
     stream, request = stack.stream(0, 4), stack.manager.admit_request()
     plan = stack.manager.prepare_forward([(request, 4)])
     stack.write(plan, [stream], layers=[reader])
-    handle = stack.manager.acquire(reader, plan)
+    handle = stack.manager.acquire(reader, plan.batch)
     q = Numbers(1).normal(4, TINY.heads, TINY.head_dim).to(torch.bfloat16)
     indices = torch.zeros((4, 1), dtype=torch.int32)
     lists = torch.zeros((4, TINY.candidate_blocks), dtype=torch.int32)
@@ -291,7 +291,7 @@ def test_entries_are_read_behind_their_owner(reader: int, owner: int, drafts: in
             call()
     handle.gather_swa_kv()
     plan.mark_appended([owner])  # as if a graph had
-    if plan.narrow:
+    if plan.batch.is_decode:
         for call in reads():
             call()
 
@@ -303,7 +303,7 @@ def test_candidates_are_not_published_beside_more_entries_than_are_scored():
     run_to(stack, request, stream, 39)
     plan = stack.manager.prepare_forward([(request, 1)])
     stack.write(plan, [stream], layers=[SINGLES])
-    handle, rope = stack.manager.acquire(SINGLES, plan), stack.weights[SINGLES].rope
+    handle, rope = stack.manager.acquire(SINGLES, plan.batch), stack.weights[SINGLES].rope
     found = []
     for top_k in (None, 32):
         lists = torch.full((1, TINY.candidate_blocks), -2, dtype=torch.int32)
@@ -324,6 +324,6 @@ def test_a_draft_has_no_part_in_a_plan_with_chunks():
     plan = stack.manager.prepare_forward(steps, chunks_apart=True)
     rows = torch.zeros((5, TINY.head_dim), dtype=torch.bfloat16)
     q = torch.zeros((5, TINY.heads, TINY.head_dim), dtype=torch.bfloat16)
-    handle = stack.manager.acquire(7, plan.narrow_half)
+    handle = stack.manager.acquire(7, plan.decode)
     with pytest.raises(PlanError, match="a plan for it alone"):
         handle.attend_draft(rows, q, torch.ones(TINY.heads), weights=stack.weights[7])

@@ -100,7 +100,7 @@ class AttendingModel:
         candidates = torch.empty((len(ids), model.candidate_blocks), dtype=torch.int32)
         selections: dict[int | None, Tensor] = {}
         for nth, layer in enumerate(self.layers):
-            handle, spec = manager.acquire(nth, plan), self.schema.layers[nth].spec
+            handle, spec = manager.acquire(nth, plan.batch), self.schema.layers[nth].spec
             projections = [mix(x) for mix in layer["projections"]]
             if not layer["gated"]:
                 projections = [made.to(torch.bfloat16) for made in projections]

@@ -73,8 +73,11 @@ class Both:
             plan = stack.manager.prepare_forward([], **pad)
             for layer in stack.layers:
                 sources = (self.streams[0].kv[layer], *self.streams[0].projections[layer])
-                rows = [t.new_full((plan.padded_tokens, t.shape[1]), float("nan")) for t in sources]
-                handle = stack.manager.acquire(layer, plan)
+                rows = [
+                    t.new_full((plan.batch.padded_tokens, t.shape[1]), float("nan"))
+                    for t in sources
+                ]
+                handle = stack.manager.acquire(layer, plan.batch)
                 handle.append(*rows, weights=stack.weights[layer])
             stack.manager.commit(plan, partial=True)
         self.assert_equal()
@@ -100,7 +103,7 @@ class Both:
         """A decode step of one layer through append_swa, write_tail and the flush."""
         for stack, requests in zip(self.stacks, self.lives, strict=True):
             plan = stack.manager.prepare_forward([(r, 1) for r in requests], pad_tokens=3)
-            handle = stack.manager.acquire(layer, plan)
+            handle = stack.manager.acquire(layer, plan.batch)
             kv, projections = stack.inputs(plan, self.streams, layer)
             weights = stack.weights[layer]
             append_swa(handle, kv, weights)
@@ -118,7 +121,7 @@ class Both:
         results = []
         for stack, requests in zip(self.stacks, self.lives, strict=True):
             plan = stack.manager.prepare_forward([(r, 1) for r in requests], pad_tokens=4)
-            handle = stack.manager.acquire(layer, plan)
+            handle = stack.manager.acquire(layer, plan.batch)
             _, projections = stack.inputs(plan, self.streams, layer)
             handle.write_tail(*projections, weights=stack.weights[layer])
             compress = csa_compress_tail if len(projections) == 4 else hca_compress_tail

@@ -94,7 +94,7 @@ def assert_nothing_left(*stacks: Stack) -> None:
         assert stats.blocks_free == stats.blocks_total
         assert stats.slots_free == stats.slots_total
         table = manager.table
-        assert (table.holds, table.landing, table.promised) == ({}, {}, {})
+        assert table.holdings == {}
         assert handoff._pledges.free == handoff.options.offers
         assert handoff._rows.free == handoff.options.states
 

@@ -131,7 +131,7 @@ def drafted(stack: Stack, *requests: Request) -> Tensor:
     kv = numbers.normal(model.draft_block, model.head_dim).bfloat16()
     q = numbers.normal(model.draft_block, model.heads, model.head_dim).bfloat16()
     try:
-        out, _ = stack.manager.acquire(layer, plan).attend_draft(
+        out, _ = stack.manager.acquire(layer, plan.batch).attend_draft(
             kv.repeat(len(requests), 1),
             q.repeat(len(requests), 1, 1),
             torch.ones(model.heads),

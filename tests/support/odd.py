@@ -65,7 +65,7 @@ def odd_life(seed: int, stacks: Sequence[Stack]) -> list[tuple[Tensor, Tensor, T
         weights = numbers.normal(1, model.index_heads).to(torch.bfloat16)
         plan = stack.manager.prepare_forward([(request, 1)])
         stack.write(plan, [stream])
-        selected = stack.manager.acquire(CSA, plan).select(
+        selected = stack.manager.acquire(CSA, plan.batch).select(
             q[None].to(stack.device),
             weights.to(stack.device),
             rope=stack.weights[CSA].rope,

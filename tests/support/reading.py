@@ -9,9 +9,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from dsv4.cache.batch import Batch
 from dsv4.cache.prepare_forward import ForwardPlan
 from tests.support.numbers import Numbers
-from tests.support.stack import Stack
+from tests.support.stack import Stack, batch_of
 
 
 @dataclass
@@ -47,23 +48,23 @@ def _sinks(count: int, device: str | torch.device) -> Tensor:
     return torch.linspace(-1.0, 2.0, count).to(device)
 
 
-def rows(plan: ForwardPlan, tensors: Sequence[Tensor]) -> Tensor:
+def rows(plan: ForwardPlan | Batch, tensors: Sequence[Tensor]) -> Tensor:
     """The plan's rows of per-token tensors; padding rows are NaN."""
     pieces = [
         t[a : a + n]
         for t, a, n in zip(tensors, plan.starts.tolist(), plan.counts.tolist(), strict=True)
     ]
-    padding = (plan.padded_tokens - plan.num_tokens, *tensors[0].shape[1:])
+    padding = (batch_of(plan).padded_tokens - plan.num_tokens, *tensors[0].shape[1:])
     like = tensors[0]
     pieces.append(torch.full(padding, float("nan"), dtype=like.dtype, device=like.device))
     return torch.cat(pieces)
 
 
 def read(
-    stack: Stack, plan: ForwardPlan, layer: int, asked: Sequence[Queries]
+    stack: Stack, plan: ForwardPlan | Batch, layer: int, asked: Sequence[Queries]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Output, log-sum-exp and, on a CSA layer, the selection of one layer's step."""
-    handle = stack.manager.acquire(layer, plan)
+    handle = stack.manager.acquire(layer, batch_of(plan))
     table = stack.weights[layer].rope
     selection = None
     if handle.schema.spec.index_keys != "none":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dsv4.cache.batch import Batch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prepare_forward import ForwardPlan
@@ -23,6 +24,12 @@ from tests.support.numbers import Numbers
 if TYPE_CHECKING:
     from dsv4.cache.handoff.options import HandoffOptions
     from dsv4.tiers.tier import Tier
+
+
+def batch_of(plan: ForwardPlan | Batch) -> Batch:
+    """The only batch of a plan, or the batch that was given."""
+    return plan if isinstance(plan, Batch) else plan.batch
+
 
 POISON = 0xFF
 HCA_STATES: tuple[HcaState, ...] = ("raw", "online")
@@ -139,24 +146,25 @@ class Stack:
 
     def write(
         self,
-        plan: ForwardPlan,
+        plan: ForwardPlan | Batch,
         streams: Sequence[Stream],
         layers: Sequence[int] | None = None,
     ) -> None:
         """Appends the plan's tokens on every layer; padding rows are NaN. Layers that the stack
         leaves out are as if they had appended too."""
         if layers is None:
-            plan.mark_appended(set(plan.backbone_layers).difference(self.layers))
+            backbone = self.manager.schema.backbone_layers
+            plan.mark_appended(set(backbone).difference(self.layers))
         for layer in self.layers if layers is None else layers:
             kv, projections = self.inputs(plan, streams, layer)
-            handle = self.manager.acquire(layer, plan)
+            handle = self.manager.acquire(layer, batch_of(plan))
             handle.append(kv, *projections, weights=self.weights[layer])
 
     def inputs(
-        self, plan: ForwardPlan, streams: Sequence[Stream], layer: int
+        self, plan: ForwardPlan | Batch, streams: Sequence[Stream], layer: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         spans = list(zip(streams, plan.starts.tolist(), plan.counts.tolist(), strict=True))
-        padding = plan.padded_tokens - plan.num_tokens
+        padding = batch_of(plan).padded_tokens - plan.num_tokens
 
         def gather(tensors: list[Tensor]) -> Tensor:
             rows = [t[a : a + n] for t, (_, a, n) in zip(tensors, spans, strict=True)]

@@ -32,7 +32,7 @@ ROOT = hashlib.sha256(b"root").digest()
 BIN = Path(sys.executable).parent
 PROJECT = Path(__file__).parents[2]
 # where nothing is to be late, on the slowest machine
-PATIENT = Limits(threads=4, deadline_s=60.0, rest_s=0.2)
+PATIENT = Limits(threads=4, deadline_s=60.0, back_off_s=0.2)
 
 
 def unavailable(reason: str) -> NoReturn:

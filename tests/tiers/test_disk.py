@@ -377,7 +377,7 @@ def test_a_store_that_fails_leaves_nothing_and_loads_go_on(
     """An error of one file is that record's. A full disk gets room: what is used least goes."""
     calls, lost = Broken(), label("lost")
     old, kept = [label(("old", nth)) for nth in range(6)], label("kept")
-    limits = Limits(deadline_s=60.0, rest_s=0.05)
+    limits = Limits(deadline_s=60.0, back_off_s=0.05)
     with opened(root, sync="each", direct=False, calls=calls, limits=limits) as tier:
         assert store(tier, [memory.filled(each) for each in [*old, kept]]) == [State.DONE] * 7
         idle(tier)
@@ -389,7 +389,7 @@ def test_a_store_that_fails_leaves_nothing_and_loads_go_on(
         assert assert_never_wrong(tier, memory, old) == [[State.DONE], [State.MISSING]][full] * 6
         assert len(record_files(root)) == (1 if full else 7)
         calls.where = ""
-        until(lambda: not tier.stats().resting)
+        until(lambda: not tier.stats().backing_off)
         assert store(tier, [memory.filled(lost)]) == [State.DONE]
         assert assert_never_wrong(tier, memory, [kept, lost]) == [State.DONE] * 2
         idle(tier)
@@ -424,11 +424,13 @@ def small_disk(path: Path, size_bytes: int, *more: str) -> Iterator[Path]:
 def test_a_full_disk_drops_and_serves(tmp_path: Path, memory: Memory) -> None:
     labels = chain("a", 40, payload_bytes=100_000 - HEADER_BYTES)
     with small_disk(tmp_path / "disk", 1 << 20) as root:
-        with opened(root, ROOMY, limits=Limits(threads=1, deadline_s=60.0, rest_s=600.0)) as tier:
+        with opened(
+            root, ROOMY, limits=Limits(threads=1, deadline_s=60.0, back_off_s=600.0)
+        ) as tier:
             answered = store(tier, [memory.filled(each) for each in labels])
             assert 5 <= answered.count(State.DONE) <= 10
             assert answered.count(State.DROPPED) == 40 - answered.count(State.DONE)
-            assert tier.stats().resting
+            assert tier.stats().backing_off
             assert assert_never_wrong(tier, memory, labels) == [
                 State.DONE if state is State.DONE else State.MISSING for state in answered
             ]
@@ -457,7 +459,7 @@ from dsv4.tiers.tier import Limits
 from tests.support.tiers import Memory, assert_never_wrong, chain, store
 root, limit = Path(sys.argv[1]), sys.argv[2]
 memory, labels = Memory(), chain("a", 6, payload_bytes=50_000)
-tier = DiskTier(root, 64 << 20, limits=Limits(threads=1, deadline_s=60.0, rest_s=0.01))
+tier = DiskTier(root, 64 << 20, limits=Limits(threads=1, deadline_s=60.0, back_off_s=0.01))
 print(*store(tier, [memory.filled(each) for each in labels[:2]]))
 soft, hard = resource.getrlimit(getattr(resource, limit))
 if limit == "RLIMIT_FSIZE":
@@ -542,7 +544,7 @@ def test_a_file_system_that_is_gone_is_an_outage(tmp_path: Path, memory: Memory)
             subprocess.run(["umount", "-l", disk], check=True)
             assert store(tier, [memory.filled(label("b"))]) == [State.DROPPED]
             assert tier.stats().outages == 1
-            assert tier.stats().resting
+            assert tier.stats().backing_off
             assert list(disk.iterdir()) == []
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", disk], check=True)
 

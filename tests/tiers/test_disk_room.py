@@ -433,10 +433,10 @@ def test_an_index_that_is_lost_costs_time(
     assert found(tier, labels) == [True] * 20
     assert assert_never_wrong(tier, memory, labels) == [State.DONE] * 20
     idle(tier)
-    until(lambda: not tier.stats().resting)
+    until(lambda: not tier.stats().backing_off)
     new = rows("new", 6)
     for each in new:
-        until(lambda: not tier.stats().resting)
+        until(lambda: not tier.stats().backing_off)
         assert store(tier, [memory.filled(each)])
         assert not unreachable(root, labels)
     until(lambda: store(tier, [memory.filled(each) for each in new]) == [State.DONE] * 6)
@@ -502,7 +502,7 @@ def test_an_index_that_another_process_keeps_holds_up_stores_alone(
             assert states(wait(tier, ticket)) == [State.DROPPED]
         db.execute("ROLLBACK")
         db.close()
-        until(lambda: not tier.stats().resting)
+        until(lambda: not tier.stats().backing_off)
         assert store(tier, [memory.filled(each) for each in rows("b", 3)]) == [State.DONE] * 3
 
 
@@ -574,7 +574,7 @@ def test_a_record_that_cannot_be_read_is_refused_alone(
     root: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     bad, labels = broken_files(monkeypatch, code), rows("a", 40)
-    limits = Limits(threads=4, deadline_s=60.0, rest_s=600.0)
+    limits = Limits(threads=4, deadline_s=60.0, back_off_s=600.0)
     with opened(root, limits=limits) as tier:
         assert store(tier, [memory.filled(each) for each in labels]) == [State.DONE] * 40
         bad.add(labels[7])
@@ -585,7 +585,7 @@ def test_a_record_that_cannot_be_read_is_refused_alone(
             assert load(tier, [memory.blank(labels[nth % 40])]) == [expected], nth
         stats = tier.stats()
         assert stats.refused == {"unreadable": 1}
-        assert (stats.outages, stats.resting) == (0, False)
+        assert (stats.outages, stats.backing_off) == (0, False)
         assert not file_of(root, labels[7]).exists()
         bad.clear()
         assert store(tier, [memory.filled(labels[7])]) == [State.DONE]
@@ -596,13 +596,13 @@ def test_many_records_that_cannot_be_read_are_a_broken_disk(
     root: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad, labels = broken_files(monkeypatch, errno.EIO), rows("a", 40)
-    with opened(root, limits=Limits(threads=4, deadline_s=60.0, rest_s=600.0)) as tier:
+    with opened(root, limits=Limits(threads=4, deadline_s=60.0, back_off_s=600.0)) as tier:
         assert store(tier, [memory.filled(each) for each in labels]) == [State.DONE] * 40
         bad.update(labels)
         answered = load(tier, [memory.blank(each) for each in labels])
         assert answered.count(State.REFUSED) <= 30  # a good record among them is not lost for it
         assert State.DONE not in answered
-        assert tier.stats().resting
+        assert tier.stats().backing_off
         assert tier.stats().outages >= 1
 
 
@@ -628,7 +628,7 @@ def test_a_capacity_above_what_the_disk_has_freezes_nothing(tmp_path: Path, memo
         stats = os.statvfs(disk)
         assert stats.f_bavail * stats.f_frsize >= (2 << 20) // 100 - UNIT * 8  # index, log
         assert not list(disk.rglob("*.tmp"))
-        assert (tier.stats().outages, tier.stats().resting) == (0, False)
+        assert (tier.stats().outages, tier.stats().backing_off) == (0, False)
 
 
 def test_a_disk_without_inodes_gets_some(tmp_path: Path, memory: Memory) -> None:
@@ -638,7 +638,7 @@ def test_a_disk_without_inodes_gets_some(tmp_path: Path, memory: Memory) -> None
         opened(disk / "store") as tier,
     ):
         for each in labels:
-            until(lambda: not tier.stats().resting)
+            until(lambda: not tier.stats().backing_off)
             store(tier, [memory.filled(each)])
         # some shelves cannot be made: the inodes of records are given back for them
         answered = [store(tier, [memory.filled(each)]) for each in labels[-20:]]
@@ -651,7 +651,7 @@ def test_a_disk_that_others_fill_takes_the_tier_along_and_gives_it_back(
 ) -> None:
     """Nothing is left to go: stores rest, and go on when there is room."""
     labels = rows("a", 20)
-    limits = Limits(deadline_s=60.0, rest_s=0.05)
+    limits = Limits(deadline_s=60.0, back_off_s=0.05)
     with (
         small_disk(tmp_path / "disk", 2 << 20) as disk,
         opened(disk / "store", limits=limits) as tier,
@@ -662,7 +662,7 @@ def test_a_disk_that_others_fill_takes_the_tier_along_and_gives_it_back(
         big = label("big", payload_bytes=500_000)
         assert store(tier, [memory.filled(big)]) == [State.DROPPED]
         (disk / "other").unlink()
-        until(lambda: not tier.stats().resting)
+        until(lambda: not tier.stats().backing_off)
         assert store(tier, [memory.filled(big)]) == [State.DONE]
         assert assert_never_wrong(tier, memory, [big]) == [State.DONE]
         idle(tier)

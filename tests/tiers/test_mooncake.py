@@ -39,7 +39,7 @@ from tests.support.tiers import (
 )
 
 pytestmark = pytest.mark.usefixtures("mooncake")
-QUICK = Limits(threads=2, deadline_s=1.0, rest_s=0.2)  # where a deadline is to pass
+QUICK = Limits(threads=2, deadline_s=1.0, back_off_s=0.2)  # where a deadline is to pass
 
 # a peer: gives memory, stores a chain of blocks in it, says so, and waits to be killed
 PEER = """
@@ -98,7 +98,7 @@ def peer(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
 
 
 def rested(tier: MooncakeTier) -> None:
-    until(lambda: not tier.stats().resting)
+    until(lambda: not tier.stats().backing_off)
 
 
 def stored(tier: MooncakeTier, memory: Memory, labels: Sequence[Label]) -> bool:

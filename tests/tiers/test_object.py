@@ -37,7 +37,7 @@ from tests.support.tiers import (
     wait,
 )
 
-QUICK = Limits(threads=4, deadline_s=1.0, rest_s=0.2)  # where a deadline is to pass
+QUICK = Limits(threads=4, deadline_s=1.0, back_off_s=0.2)  # where a deadline is to pass
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def between(s3_port: int) -> Iterator[Between]:
 
 
 def rested(tier: ObjectTier) -> None:
-    until(lambda: not tier.stats().resting)
+    until(lambda: not tier.stats().backing_off)
 
 
 def test_objects_are_named_by_their_keys(s3_port: int, memory: Memory) -> None:
@@ -263,7 +263,7 @@ def test_a_server_that_fails_now_and_then_costs_no_record(between: Between, memo
         assert store(tier, [memory.filled(each) for each in labels]) == [State.DONE] * 64
         assert found(tier, labels) == [True] * 64
         assert assert_never_wrong(tier, memory, labels) == [State.DONE] * 64
-        assert (tier.stats().outages, tier.stats().resting) == (0, False)
+        assert (tier.stats().outages, tier.stats().backing_off) == (0, False)
         assert len(refused) >= len(labels) // 8
 
 
@@ -272,16 +272,16 @@ def test_repetitions_are_bounded_and_several_failures_are_a_rest(
 ) -> None:
     labels = chain("never", 3 * FAILURES)
     between.fault = lambda method, path: 500
-    limits = Limits(threads=2, deadline_s=5.0, rest_s=60.0)
+    limits = Limits(threads=2, deadline_s=5.0, back_off_s=60.0)
     with connected(between.port, limits=limits) as tier:
         begin = time.monotonic()
         assert load(tier, [memory.blank(labels[0])]) == [State.MISSING]
         assert time.monotonic() - begin < limits.deadline_s
         assert len(between.asked) == 1 + RETRIES
-        assert not tier.stats().resting
+        assert not tier.stats().backing_off
         for each in labels[1:]:
             load(tier, [memory.blank(each)])
-        assert tier.stats().resting
+        assert tier.stats().backing_off
         assert len(between.asked) == FAILURES * (1 + RETRIES)
 
 

@@ -116,7 +116,7 @@ class Shelf(QueuedTier):
 
 @pytest.fixture
 def tier() -> Iterator[Shelf]:
-    yield from _until_closed(Shelf(Limits(threads=2, deadline_s=DEADLINE_S, rest_s=REST_S)))
+    yield from _until_closed(Shelf(Limits(threads=2, deadline_s=DEADLINE_S, back_off_s=REST_S)))
 
 
 def _until_closed(tier: Shelf) -> Iterator[Shelf]:
@@ -143,7 +143,7 @@ def test_what_is_stored_is_loaded_and_counted(tier: Shelf, memory: Memory) -> No
     assert (stats.loaded_bytes, stats.stored_bytes) == (3 * each_bytes, 3 * each_bytes)
     assert (stats.load.count, stats.store.count) == (3, 3)
     assert 0 < stats.load.worst_s <= stats.load.total_s
-    assert not stats.resting
+    assert not stats.backing_off
     assert stats.queued_bytes == 0
 
 
@@ -276,7 +276,7 @@ def test_a_tier_that_missed_a_deadline_rests_and_comes_back(
     clock.now += DEADLINE_S
     assert states(tier.poll(late)) == [State.MISSING]
     tier.gate.set()
-    assert tier.stats().resting
+    assert tier.stats().backing_off
     for ticket, over in (
         (tier.load([memory.blank(wanted)]), State.MISSING),
         (tier.lookup([wanted]), State.MISSING),
@@ -285,7 +285,7 @@ def test_a_tier_that_missed_a_deadline_rests_and_comes_back(
         progress = tier.poll(ticket)
         assert (states(progress), progress.settled) == ([over], True)  # at once, without a thread
     clock.now += REST_S
-    assert not tier.stats().resting
+    assert not tier.stats().backing_off
     assert load(tier, [memory.blank(wanted)]) == [State.DONE]
 
 
@@ -308,7 +308,7 @@ def test_a_long_queue_is_no_outage(memory: Memory, clock: Clock) -> None:
     until(lambda: tier.poll(ticket).settled)
     assert len(tier.did) == 4
     assert tier.stats().late == 1
-    assert not tier.stats().resting
+    assert not tier.stats().backing_off
     tier.close(1.0)
 
 
@@ -319,14 +319,14 @@ def test_an_outage_is_a_miss_a_drop_and_a_rest(tier: Shelf, memory: Memory, cloc
     tier.fault = fail
     assert store(tier, [memory.filled(label("a"))]) == [State.DROPPED]
     stats = tier.stats()
-    assert (stats.outages, stats.dropped, stats.resting) == (1, 1, True)
+    assert (stats.outages, stats.dropped, stats.backing_off) == (1, 1, True)
     assert load(tier, [memory.blank(label("a"))]) == [State.MISSING]  # stores rest, loads are tried
     assert tier.did[-1][0] == "load"
     assert load(tier, [memory.blank(label("a"))]) == [State.MISSING]  # now they rest too
     assert len(tier.did) == 2
     tier.fault = lambda: None
     clock.now += REST_S
-    assert not tier.stats().resting
+    assert not tier.stats().backing_off
     assert store(tier, [memory.filled(label("a"))]) == [State.DONE]
 
 
@@ -354,16 +354,16 @@ def test_a_failure_is_that_records_and_a_rest_takes_several(
     for _ in range(3 * RECENT):  # the same one, again and again, and nothing else
         assert load(tier, [memory.blank(labels[0])]) == [State.MISSING]
     stats = tier.stats()
-    assert (stats.outages, stats.misses, stats.resting) == (3 * RECENT, 3 * RECENT, False)
+    assert (stats.outages, stats.misses, stats.backing_off) == (3 * RECENT, 3 * RECENT, False)
     for each in labels[1:]:
         assert load(tier, [memory.blank(each)]) == [State.DONE]
     fails.update(each.digest.hex() for each in labels)
     for each in labels[:FAILURES]:
-        assert not tier.stats().resting
+        assert not tier.stats().backing_off
         assert load(tier, [memory.blank(each)]) == [State.MISSING]
     for each in labels[1 : RECENT - FAILURES]:
         load(tier, [memory.blank(each)])
-    assert tier.stats().resting
+    assert tier.stats().backing_off
     done = len(tier.did)
     assert load(tier, [memory.blank(labels[1])]) == [State.MISSING]
     assert len(tier.did) == done  # nothing is asked of it
@@ -384,7 +384,7 @@ def test_a_few_failures_among_many_calls_are_no_outage(tier: Shelf, memory: Memo
     tier.fault = fail
     for each in labels:
         store(tier, [memory.filled(each)])
-        assert not tier.stats().resting
+        assert not tier.stats().backing_off
     assert tier.stats().outages == 20
     assert len(tier.kept) == 60
 
@@ -397,7 +397,7 @@ def test_a_tier_that_fails_from_the_start_rests_after_a_few_records(
 
     tier.fault = fail
     for nth, each in enumerate(chain("a", 10)):
-        assert tier.stats().resting == (nth >= FAILURES)
+        assert tier.stats().backing_off == (nth >= FAILURES)
         assert store(tier, [memory.filled(each)]) == [State.DROPPED]
     assert len(tier.did) == FAILURES
     clock.now += REST_S
@@ -563,7 +563,7 @@ def test_cancel_ends_what_waits_and_settles_it(tier: Shelf, memory: Memory) -> N
     tier.gate.set()
     until(lambda: tier.poll(ticket).settled)
     assert len(tier.did) == 2
-    assert not tier.stats().resting
+    assert not tier.stats().backing_off
     assert tier.stats().late == 0
 
 
@@ -669,8 +669,8 @@ def test_many_threads_may_call(memory: Memory) -> None:
     ("field", "value"),
     [
         *(("threads", 0), ("threads", 1.5), ("queued_bytes", -1), ("queued_loads", "many")),
-        *(("deadline_s", 0), ("rest_s", -1.0), ("deadline_s", None), ("deadline_s", "5")),
-        *(("rest_s", math.nan), ("deadline_s", math.inf), ("rest_s", True)),
+        *(("deadline_s", 0), ("back_off_s", -1.0), ("deadline_s", None), ("deadline_s", "5")),
+        *(("back_off_s", math.nan), ("deadline_s", math.inf), ("back_off_s", True)),
     ],
 )
 def test_limits_are_positive_numbers(field: str, value: Any) -> None:

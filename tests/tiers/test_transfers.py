@@ -409,7 +409,7 @@ def test_what_cannot_be_kept_holds_up_nobody():
     transfers.fetches.open.append(somebody)  # type: ignore[arg-type]
     request = manager.admit_request(text.ids[: 14 * BLOCK])
     run_to(stack, request, text, 14 * BLOCK)
-    assert not transfers._outbox
+    assert not transfers.offload.outbox
     assert manager.stats().transfers.records_dropped - before == 2  # type: ignore[union-attr]
     transfers.fetches.open.remove(somebody)  # type: ignore[arg-type]
     manager.release_request(request)
@@ -423,8 +423,8 @@ def test_a_fork_of_the_process_does_not_wait_for_threads_that_are_not_there(tmp_
     stack = stack_with([HostTier(8 << 20), tier])
     manager, text = stack.manager, Text.random(stack, 3, 400)
     keep(stack, text, 300)
-    courier = manager.transfers.courier  # type: ignore[union-attr]
-    courier._lock.acquire()  # as if its thread had it
+    worker = manager.transfers.route.worker  # type: ignore[union-attr]
+    worker._lock.acquire()  # as if its thread had it
     child = os.fork()
     if not child:
         refused = 0
@@ -442,7 +442,7 @@ def test_a_fork_of_the_process_does_not_wait_for_threads_that_are_not_there(tmp_
         finally:
             os._exit(refused)
     _, status = os.waitpid(child, 0)
-    courier._lock.release()
+    worker._lock.release()
     assert os.waitstatus_to_exitcode(status) == 3
     assert manager.drain_tiers(TIMEOUT_S)
     assert_like_cold(stack, run(stack, text, 300), text)

@@ -25,7 +25,7 @@ from tests.support.tiered import (
 )
 from tests.support.tiers import free_port, mooncake_master, python, s3_config
 
-QUICK = Limits(threads=2, deadline_s=2.0, rest_s=0.2)
+QUICK = Limits(threads=2, deadline_s=2.0, back_off_s=0.2)
 TOKENS = 400
 BLOCKS = (TOKENS - 1) // BLOCK
 # a peer: another manager, whose blocks lie in the memory that it gives; waits to be killed

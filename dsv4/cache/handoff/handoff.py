@@ -24,7 +24,7 @@ from dsv4.cache.handoff.rows import Pledges, StateRow, StateRows
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request, RequestTable
 from dsv4.cache.schema import CacheSchema
-from dsv4.cache.state import StateLayout, copy_payload
+from dsv4.cache.state import copy_payload
 from dsv4.cache.stats import HandoffStats
 from dsv4.cache.transfers.copies import Copies
 from dsv4.cache.transfers.labels import Labels
@@ -79,8 +79,8 @@ class Handoff:
                 "PrefixOptions(model_id=...), for example a hash of the checkpoint's index"
             )
         self._model = model_hash(model_id)
-        self.layout = StateLayout(schema)
-        self.labels = Labels(schema, self.layout)
+        self.labels = Labels(schema)
+        self.layout = self.labels.state
         state_bytes = padded(HEADER_BYTES + self.layout.payload_bytes)
         self._rows = StateRows(options.states, state_bytes)
         self._copies = Copies(device, self._rows.memory)
@@ -416,7 +416,7 @@ class Handoff:
                 arrival.error = OfferError("cancelled", why)
             read = arrival.read
             if arrival.request is not None or read is None or read.settled:
-                self._table.forget(arrival)
+                self._table.holdings.pop(arrival, None)
                 self._let_go_host(arrival)
             else:
                 read.given_up = True

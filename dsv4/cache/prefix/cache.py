@@ -1,10 +1,9 @@
-"""Prefixes that were computed once: found again, resumed, kept, let go."""
+"""Prefixes that were computed once: found again, resumed, kept, evicted."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -13,12 +12,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.allocator import BlockAllocator
+from dsv4.cache.batch import Batch
 from dsv4.cache.changes import LOGGER
-from dsv4.cache.prefix.index import PrefixIndex, PrefixNode
+from dsv4.cache.prefix.blocks import CachedBlocks
+from dsv4.cache.prefix.index import PrefixIndex
+from dsv4.cache.prefix.node import PrefixNode
+from dsv4.cache.prefix.observer import Notices, Observer
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.pins import Pins
 from dsv4.cache.prefix.prompt import Prompt
-from dsv4.cache.prefix.resume import Resume, StateSource, cut_replay_start, replay_start
+from dsv4.cache.prefix.resume import PrefixMatch, Resume, StateSource, replay_start, resume_after
 from dsv4.cache.prefix.rows import SnapshotRows
 from dsv4.cache.prefix.snapshots import Capture, SnapshotPool, WideCaptures
 from dsv4.cache.prefix.trail import Ids, RecentIds, TokenTrail, chain_root
@@ -37,6 +40,7 @@ _HIT_KINDS: dict[StateSource, HitKind] = {
     "replay": "replay",
     "nothing": "blocks_only",
     "state": "state",
+    "rings": "state",
     "cut_replay": "cut_replay",
 }
 
@@ -47,25 +51,6 @@ class LearnedIds(NamedTuple):
 
     ids: Ids | None
     apart: list[tuple[TokenTrail, int, Ids]]
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
-    """Cached blocks that a prompt starts with, and how to go on behind them."""
-
-    nodes: list[PrefixNode]
-    resume: Resume
-    snapshot: PrefixNode | None
-
-
-class Fresh(NamedTuple):
-    """A block or the snapshot at its end, cached a moment ago: for tiers to keep too. `parent` is
-    the chain digest before it, `tokens` where it ends."""
-
-    node: PrefixNode
-    is_snapshot: bool
-    parent: bytes
-    tokens: int
 
 
 class PrefixCache:
@@ -90,21 +75,25 @@ class PrefixCache:
         if options.replay == "cut":
             _check_cut(schema)
         self.schema, self.options = schema, options
-        self.index = PrefixIndex(allocator)
+        policy = options.eviction()
+        self.index = PrefixIndex(allocator, policy)
         if options.events:
             self.index.events = []
         self._allocator = allocator
         self._bytes_by_kind = schema.bytes_by_kind()["block"]
         self.pool = SnapshotPool(schema, options.rows, where=options.where, device=device)
-        self.has_state_bytes = self.pool.layout.row_bytes > 0  # else tiers have none to keep
-        self.rows = SnapshotRows(options.rows, self._note_reuse)
+        self._notices = Notices(schema.block_tokens, has_state_bytes=self.pool.layout.row_bytes > 0)
+        before_reuse = self._notices.before_reuse
+        self.rows = SnapshotRows(options.rows, policy, before_reuse)
         self.pins = Pins(self.index, schema.block_tokens)
-        self.counters = PrefixCounters()
-        # with tiers: what they have yet to get, and a call that comes before memory that may be
-        # being copied is used for something else
-        self.outbox: deque[Fresh] | None = None
-        self.before_reuse: Callable[[], None] | None = None
-        self.on_use: Callable[[PrefixMatch, TokenTrail], None] | None = None  # of what tiers have
+        self.blocks = CachedBlocks(allocator, self.index, self.rows, self.pins, before_reuse)
+        self._counters = PrefixCounters()
+
+    def observe(self, observer: Observer) -> None:
+        """Tells this one what is cached and used from now on: tiers, that keep it too."""
+        assert self._notices.observer is None, "one observer is enough"
+        self._notices.observer = observer
+        self.index.has_tiers = True
 
     # ---- a request begins --------------------------------------------------------------------
 
@@ -140,7 +129,7 @@ class PrefixCache:
         first = max(0, replay_start(self.schema, reused) // self.schema.block_tokens - 1)
         nodes: list[PrefixNode | None] = [None] * blocks
         nodes[first:] = [self.index.get(digest) for digest in trail.chain[first:blocks]]
-        return self._resume_behind(nodes, blocks, len(trail.ids)).resume
+        return self._resume_after(nodes, blocks, len(trail.ids)).resume
 
     def supply_ids(self, request: Request, ids: Ids, slot: Tensor, adopt: Adopt) -> None:
         """Ids of tokens that a request has computed before they were known."""
@@ -163,15 +152,13 @@ class PrefixCache:
                 if row is not None:
                     self._capture(slot, row, boundary, node, trail)
 
-    def match(self, trail: TokenTrail) -> PrefixMatch:
-        """What of a prompt is there. The last token always runs: it gives the first logits."""
+    def match(self, trail: TokenTrail, *, reuse: bool = True) -> PrefixMatch:
+        """What of a prompt is there; without `reuse` as if nothing were. The last token always
+        runs: it gives the first logits."""
         tokens = len(trail.ids)
-        nodes = self.index.match(trail, max(0, tokens - 1) // self.schema.block_tokens)
-        return self._resume_behind(nodes, len(nodes), tokens)
-
-    def no_match(self, trail: TokenTrail) -> PrefixMatch:
-        """As if nothing were cached."""
-        return self._resume_behind([], 0, len(trail.ids))
+        most = max(0, tokens - 1) // self.schema.block_tokens if reuse else 0
+        nodes = self.index.match(trail, most)
+        return self._resume_after(nodes, len(nodes), tokens)
 
     def match_own(self, request: Request, length: int) -> PrefixMatch:
         """From where a request that has computed `length` tokens can reach them again."""
@@ -183,42 +170,29 @@ class PrefixCache:
             blocks = min(blocks, request.approximate_from // self.schema.block_tokens)
         known = 0 if trail is None else min(blocks, len(trail.ids) // self.schema.block_tokens)
         nodes = [] if trail is None else self.index.match(trail, known)
-        return self._resume_behind(nodes, blocks, length)
+        return self._resume_after(nodes, blocks, length)
 
-    def _resume_behind(
+    def _resume_after(
         self, nodes: Sequence[PrefixNode | None], blocks: int, tokens: int
     ) -> PrefixMatch:
-        """The later start of two: at the last snapshot, or a replay in front of the last block."""
-        block_tokens = self.schema.block_tokens
-        reused = blocks * block_tokens
-        start = replay_start(self.schema, reused)
-        cut = cut_replay_start(self.schema, reused) if self.options.replay == "cut" else 0
-        is_cut, start = cut > start, max(start, cut)
-        for nth in range(len(nodes) - 1, -1, -1):
-            at = (nth + 1) * block_tokens
-            if at < start:
-                break
-            node = nodes[nth]
-            if node is not None and node.snapshot is not None:
-                resume = Resume(start=at, reused_tokens=reused, end=tokens, source="snapshot")
-                return PrefixMatch([each for each in nodes if each], resume, node)
-        source: StateSource = "cut_replay" if is_cut else "replay" if start else "nothing"
-        resume = Resume(
-            start=start, reused_tokens=reused, end=tokens, source=source, exact=not is_cut
+        cut_replays = self.options.replay == "cut"
+        return resume_after(
+            self.schema, nodes, blocks=blocks, tokens=tokens, cut_replays=cut_replays
         )
-        return PrefixMatch([each for each in nodes if each], resume, None)
 
     def use(self, match: PrefixMatch, trail: TokenTrail) -> None:
-        """Counts an admission and marks what it used."""
-        counted, resume = self.counters, match.resume
-        self.counters = counted = replace(counted, tokens_asked=counted.tokens_asked + resume.end)
-        if match.nodes or resume.source == "state":
-            if resume.source not in ("snapshot", "state"):
+        """Counts an admission, or a request that goes on to the end of another prompt from its own
+        state, and marks what it used."""
+        counted, resume = self._counters, match.resume
+        has_state = resume.source in ("state", "rings")
+        self._counters = counted = replace(counted, tokens_asked=counted.tokens_asked + resume.end)
+        if match.nodes or has_state:
+            if resume.source != "snapshot" and not has_state:
                 LOGGER.debug(
                     "%d tokens are cached, but no snapshot near their end: %d of %d run again",
                     *(resume.reused_tokens, len(resume.replay), resume.reused_tokens),
                 )
-            self.counters = replace(
+            self._counters = replace(
                 counted,
                 hits=_one_more(counted.hits, _HIT_KINDS[resume.source]),
                 tokens_skipped=counted.tokens_skipped + resume.start,
@@ -228,26 +202,14 @@ class PrefixCache:
                 self.index.touch(match.nodes[-1])
             if match.snapshot is not None:
                 self.rows.use(match.snapshot)
-            if self.on_use is not None:
-                self.on_use(match, trail)
+            self._notices.used(match, trail)
             return
         reason: MissReason = "not_cached"
         if resume.end <= self.schema.block_tokens:
             reason = "too_short"
         elif self.index.was_evicted(trail.digest(0)):
             reason = "evicted"
-        self.counters = replace(counted, misses=_one_more(counted.misses, reason))
-
-    def note_continued(self, request: Request) -> None:
-        """Counts a request that goes on to the end of another prompt from its own state."""
-        counted, resume = self.counters, request.resume
-        self.counters = replace(
-            counted,
-            hits=_one_more(counted.hits, _HIT_KINDS["state"]),
-            tokens_asked=counted.tokens_asked + resume.end,
-            tokens_skipped=counted.tokens_skipped + resume.start,
-            tokens_shared=counted.tokens_shared + resume.reused_tokens,
-        )
+        self._counters = replace(counted, misses=_one_more(counted.misses, reason))
 
     def put_state(self, match: PrefixMatch, slot: Tensor) -> None:
         """The state at the start of `match.resume` into a slot. Before a replay the slot is zeroed:
@@ -260,16 +222,16 @@ class PrefixCache:
 
     # ---- steps -------------------------------------------------------------------------------
 
-    def plan_captures(self, plan: ForwardPlan) -> WideCaptures | None:
-        """Chooses a snapshot for each boundary of a wide step that is to have one, for
+    def plan_captures(self, batch: Batch) -> WideCaptures | None:
+        """Chooses a snapshot for each boundary of a prefill batch that is to have one, for
         `settle_captures` to reserve."""
-        if plan.narrow or not self.pool.rows:
+        if not self.pool.rows:
             return None
         block_tokens = self.schema.block_tokens
         wanted: list[tuple[int, int]] = []
-        for row in (~self._rings_hold(plan)).nonzero()[0].tolist():
-            request = plan.requests[row]
-            start, end = int(plan.starts[row]), int(plan.ends[row])
+        for row in (~self._rings_hold(batch)).nonzero()[0].tolist():
+            request = batch.requests[row]
+            start, end = int(batch.starts[row]), int(batch.ends[row])
             trail = request.trail
             if trail is None:
                 continue
@@ -291,9 +253,9 @@ class PrefixCache:
         return WideCaptures(
             self.pool,
             captures,
-            slots=plan.slots.tolist(),
-            starts=plan.starts.tolist(),
-            first_rows=plan.shape.first_rows.tolist(),
+            slots=batch.slots.tolist(),
+            starts=batch.starts.tolist(),
+            first_rows=batch.shape.first_rows.tolist(),
         )
 
     def settle_captures(self, captures: WideCaptures) -> None:
@@ -337,7 +299,7 @@ class PrefixCache:
         that another request has cached before are adopted, so that one copy is left.
 
         The rings still hold the state at every boundary that a few tokens have crossed; `newest` is
-        the end of what has been written to them, by plans behind this one too.
+        the end of what has been written to them, by plans after this one too.
         """
         if learned is not None and plan.is_stored:
             if learned.ids is not None:
@@ -367,7 +329,7 @@ class PrefixCache:
                 if node.snapshot is None and self._is_wanted(request, trail, boundary):
                     # behind these a boundary is in no ring any more; of a chunk, none is in any
                     oldest = newest[row] - self.schema.max_rollback_tokens
-                    in_rings = plan.counts[row] <= self.schema.max_narrow_tokens
+                    in_rings = plan.counts[row] <= self.schema.max_decode_tokens
                     row_id = self.rows.reserve() if in_rings and boundary >= oldest else None
                     if row_id is not None:
                         slot = slot_arena[request.slot]
@@ -387,8 +349,7 @@ class PrefixCache:
         if get(chain[block]) is not None:
             return None
         node = self.index.add(chain[block], block_ids[block], before)
-        if self.outbox is not None:
-            self._note_fresh(node, trail, (block + 1) * self.schema.block_tokens)
+        self._notices.cached(node, trail)
         return node
 
     def _adopt_cached(
@@ -426,7 +387,7 @@ class PrefixCache:
             LOGGER.warning("no snapshot at %d tokens: %s", boundary, error)
         else:
             self.rows.attach(node, row)
-            self._note_fresh(node, trail, boundary, is_snapshot=True)
+            self._notices.cached(node, trail, is_snapshot=True)
 
     def note_abandon(self, plan: ForwardPlan) -> None:
         if plan.captures is not None:
@@ -439,9 +400,9 @@ class PrefixCache:
             if node is not None:
                 self.index.touch(node)
 
-    def _rings_hold(self, plan: ForwardPlan) -> NDArray[np.bool_]:
+    def _rings_hold(self, batch: Batch) -> NDArray[np.bool_]:
         """Which requests run so few tokens that their rings still have every state on the way."""
-        return plan.counts <= self.schema.max_narrow_tokens
+        return batch.counts <= self.schema.max_decode_tokens
 
     def _is_wanted(self, request: Request, trail: TokenTrail, boundary: int) -> bool:
         """Whether the state at a boundary is exact, asked for by the policy, and can be kept."""
@@ -466,25 +427,17 @@ class PrefixCache:
             return None  # another request was first; its blocks must not wait for this one's
         for nth in range(first, block + 1):
             node = self.index.add(trail.chain[nth], request.block_ids[nth], node)
-            self._note_fresh(node, trail, (nth + 1) * self.schema.block_tokens)
+            self._notices.cached(node, trail)
         return node
-
-    def _note_fresh(
-        self, node: PrefixNode, trail: TokenTrail, tokens: int, *, is_snapshot: bool = False
-    ) -> None:
-        if self.outbox is not None and not (is_snapshot and not self.has_state_bytes):
-            before = tokens // self.schema.block_tokens - 2
-            parent = trail.chain[before] if before >= 0 else trail.root
-            self.outbox.append(Fresh(node, is_snapshot, parent, tokens))
 
     def _finish_captures(self, plan: ForwardPlan, kept: I64) -> None:
         """A snapshot is valid once its step has happened, every layer has stored it and given its
         part, and the tokens up to it are known: a step in front may have torn the request."""
         assert plan.captures is not None
         complete = plan.is_stored and self._is_complete(plan.captures.layers)
-        narrow = 0 if plan.narrow_half is None else len(plan.narrow_half.requests)
+        before = 0 if plan.decode is None else len(plan.decode.requests)
         for capture in plan.captures.captures:
-            batch_row = capture.batch_row + narrow  # its row in the whole plan
+            batch_row = capture.batch_row + before  # its row in the plan
             request = plan.requests[batch_row]
             reached = plan.starts[batch_row] + kept[batch_row]
             trail, node = request.trail, None
@@ -497,7 +450,7 @@ class PrefixCache:
             else:
                 assert trail is not None
                 self.rows.attach(node, capture.row)
-                self._note_fresh(node, trail, capture.boundary, is_snapshot=True)
+                self._notices.cached(node, trail, is_snapshot=True)
 
     def _is_complete(self, layers: set[int]) -> bool:
         """Whether these are all layers but those that draft, which not every engine runs."""
@@ -544,43 +497,6 @@ class PrefixCache:
 
     # ---- memory ------------------------------------------------------------------------------
 
-    def evict(self, blocks: int, *, or_fewer: bool = False) -> int:
-        """Lets so many cached blocks go, with their snapshots; none, unless `or_fewer`, if it
-        cannot. Returns how many."""
-        victims = self.choose(blocks, or_fewer=or_fewer)
-        self.drop(victims)
-        return len(victims)
-
-    def choose(self, blocks: int, *, or_fewer: bool = False) -> list[PrefixNode]:
-        victims = self.index.choose(blocks, or_fewer=or_fewer)
-        if victims:  # they may be written before they are dropped
-            self._note_reuse()
-        return victims
-
-    def spare(self, victims: Sequence[PrefixNode]) -> None:
-        self.index.spare(victims)
-
-    def drop(self, victims: Sequence[PrefixNode]) -> None:
-        """Blocks and their snapshots go."""
-        self.index.drop(victims)
-        if victims:
-            LOGGER.debug("%d cached blocks evicted", len(victims))
-        for node in victims:
-            if node.snapshot is not None:
-                self.rows.drop(node)
-
-    def pinned_blocks(self, excluding: Collection[int] = ()) -> int:
-        """Blocks that lasting pins keep, with all before them, but for those named."""
-        return self.pins.lasting_blocks(excluding)
-
-    def evictable_blocks(self, excluding: Collection[int] = ()) -> int:
-        """How many cached blocks could go if these were held. Whoever holds a cached block holds
-        those before it, so it is all idle ones but what pins keep."""
-        references = self._allocator.references
-        return self._allocator.idle - sum(
-            not references(b) for b in self.pins.block_ids().union(excluding)
-        )
-
     def rebuild(self, reserved: Collection[int], lost: Collection[object]) -> None:
         """After an interrupt: pins and snapshots anew, from what the index keeps. `reserved` rows
         are an open plan's, `lost` pins nobody has; fetches are over, with what they pinned."""
@@ -588,13 +504,9 @@ class PrefixCache:
         self.pins.rebuild(lost)
         self.rows.rebuild(self.index.nodes(), reserved)
 
-    def _note_reuse(self) -> None:
-        if self.before_reuse is not None:
-            self.before_reuse()
-
     def stats(self, *, idle_blocks: int) -> PrefixStats:
         return PrefixStats(
-            **asdict(self.counters),
+            **asdict(self._counters),
             blocks_indexed=len(self.index),
             block_evictions=self.index.evictions,
             snapshots_total=self.pool.rows,
@@ -624,7 +536,7 @@ class PrefixCache:
 def _check_cut(schema: CacheSchema) -> None:
     """InvalidInput for a model that is not served with cut replays, or whose replay could not run
     in one wide step."""
-    window, most = schema.model.window, schema.max_narrow_tokens
+    window, most = schema.model.window, schema.max_decode_tokens
     if not schema.model.cut_replays:
         raise InvalidInput(
             f"replay='cut' is how DeepSeek serves V4.1, and {schema.model.name} is no V4.1: use "

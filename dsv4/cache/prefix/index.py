@@ -3,41 +3,18 @@ Torch-free."""
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from dsv4.cache.allocator import BlockAllocator
+from dsv4.cache.prefix.eviction import Eviction, EvictionPolicy, LeastRecentlyUsed
+from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.errors import Dsv4Error
 
 HASHED_AT_ONCE = 64  # blocks; few enough to stop soon behind a miss
-PASSED_OVER = 64  # blocks that no tier has, at most, while others are let go
-
-
-class PrefixNode:
-    """One cached block. `snapshot` is the row of the state at its end, if that is kept; `stored`
-    says that a tier has its bytes, or had them when it was asked last."""
-
-    __slots__ = (
-        "block_id",
-        "children",
-        "digest",
-        "last_use",
-        "parent",
-        "pins",
-        "queued",
-        "snapshot",
-        "stored",
-    )
-
-    def __init__(self, digest: bytes, block_id: int, parent: PrefixNode | None) -> None:
-        self.digest, self.block_id, self.parent = digest, block_id, parent
-        self.children = self.pins = self.last_use = 0
-        self.snapshot: int | None = None
-        self.queued = self.stored = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +31,13 @@ class PrefixIndex:
     """From chain digests to blocks, which the allocator keeps for it.
 
     A block that requests hold is never evicted, nor one with a pin, nor one with cached children;
-    of the rest the least recently used goes first, what a tier has before what would be lost. A use
-    of a block is a use of all before it.
+    which of the rest goes first is the policy's to say. A use of a block is a use of all before it.
     """
 
-    def __init__(self, allocator: BlockAllocator) -> None:
+    def __init__(self, allocator: BlockAllocator, policy: EvictionPolicy | None = None) -> None:
         self._allocator = allocator
+        self._policy = LeastRecentlyUsed() if policy is None else policy
         self._nodes: dict[bytes, PrefixNode] = {}
-        self._leaves: list[tuple[int, int, PrefixNode]] = []  # a heap; stamps may be out of date
-        self._clock = 0
-        self._pushes = 0
         self._forgotten: dict[bytes, None] = {}  # digests of evicted blocks, oldest first
         self.evictions = 0
         self.events: list[BlockEvent] | None = None  # where somebody reads them
@@ -100,8 +74,7 @@ class PrefixIndex:
         return bisect_left(range(len(chain)), True, key=lambda nth: chain[nth] not in nodes)
 
     def touch(self, node: PrefixNode) -> None:
-        self._clock += 1
-        node.last_use = self._clock
+        self._policy.used(node)
 
     def add(
         self, digest: bytes, block_id: int, parent: PrefixNode | None, *, landed: bool = False
@@ -117,39 +90,41 @@ class PrefixIndex:
         self._forgotten.pop(digest, None)
         if parent is not None:
             parent.children += 1
-        self.touch(node)
-        self._queue(node)
+        self._policy.used(node)
+        self._policy.offer(node)
         if self.events is not None:
             self._tell("stored", node)
         return node
 
     def choose(self, count: int, *, or_fewer: bool = False) -> list[PrefixNode]:
-        """`count` blocks to let go, children before parents; none, unless `or_fewer`, if so many
-        cannot be let go.
+        """`count` blocks to evict, children before parents; none, unless `or_fewer`, if so many
+        cannot be evicted.
 
         They are cached until `drop`, so their bytes can be copied somewhere else first. Before
         anything else is asked of the index they must be dropped or spared.
         """
         if count > self._allocator.idle and not or_fewer:
             return []
-        victims = self._pop_victims(count)
-        if len(victims) < count and not or_fewer:
-            self.spare(victims)
+        eviction = Eviction(count, self._allocator.references, has_tiers=self.has_tiers)
+        self._policy.choose(eviction)
+        if not eviction.is_done and not or_fewer:
+            self.spare(eviction.victims)
             return []
-        return victims
+        return eviction.victims
 
     def drop(self, victims: Sequence[PrefixNode]) -> None:
-        """Lets go of what `choose` has chosen."""
+        """Evicts what `choose` has chosen."""
         for node in victims:
             del self._nodes[node.digest]
             self._forgotten[node.digest] = None
             self._allocator.drop(node.block_id)
+            self._policy.dropped(node)
         for node in victims:
             parent = node.parent
             if parent is not None:
                 parent.children -= 1
                 if not parent.children and parent.digest in self._nodes:
-                    self._queue(parent)
+                    self._policy.offer(parent)
         while len(self._forgotten) > self._allocator.total:
             del self._forgotten[next(iter(self._forgotten))]
         self.evictions += len(victims)
@@ -159,45 +134,7 @@ class PrefixIndex:
     def spare(self, victims: Sequence[PrefixNode]) -> None:
         """Keeps what `choose` has chosen."""
         for node in victims:
-            self._queue(node)
-
-    def _pop_victims(self, count: int) -> list[PrefixNode]:
-        """Up to `count` nodes that may go, out of the heap; nothing else changes."""
-        victims: list[PrefixNode] = []
-        in_use: list[PrefixNode] = []
-        passed: list[PrefixNode] = []
-        gone: dict[PrefixNode, int] = {}
-        most_passed = PASSED_OVER if self.has_tiers else 0
-        while len(victims) < count and (self._leaves or passed):
-            if not self._leaves:  # no tier has what is left
-                most_passed = 0
-                for node in passed:
-                    self._queue(node)
-                passed = []
-            stamp, _, node = heapq.heappop(self._leaves)
-            node.queued = False
-            if node.children > gone.get(node, 0):
-                continue  # has children again: queued when they are gone
-            if stamp < node.last_use:
-                self._queue(node)
-            elif node.pins or self._allocator.references(node.block_id):
-                in_use.append(node)
-            elif not node.stored and len(passed) < most_passed:
-                passed.append(node)
-            else:
-                victims.append(node)
-                parent = node.parent
-                if parent is not None:
-                    parent.last_use = max(parent.last_use, node.last_use)
-                    gone[parent] = gone.get(parent, 0) + 1
-                    if gone[parent] == parent.children:
-                        self._queue(parent)
-        for node in passed:
-            self._queue(node)
-        for node in in_use:  # being in use is a use: it will not be looked at first next time
-            self.touch(node)
-            self._queue(node)
-        return victims
+            self._policy.offer(node)
 
     def _tell(self, what: Literal["stored", "removed"], node: PrefixNode) -> None:
         if self.events is not None:
@@ -227,31 +164,22 @@ class PrefixIndex:
             if digest not in told or told[digest].block_id != node.block_id:
                 self._tell("stored", node)
 
-    def _queue(self, node: PrefixNode) -> None:
-        if not node.queued:
-            node.queued = True
-            self._pushes += 1
-            heapq.heappush(self._leaves, (node.last_use, self._pushes, node))
-
     def rebuild(self) -> None:
-        """After an interrupt: counts and heap anew, from the nodes. Use by requests is the
+        """After an interrupt: counts and order anew, from the nodes. Use by requests is the
         allocator's to know."""
         for node in self._nodes.values():
-            node.children, node.queued = 0, False
+            node.children = 0
         for node in self._nodes.values():
             if node.parent is not None:
                 node.parent.children += 1
-        self._leaves = []
-        for node in self._nodes.values():
-            if not node.children:
-                self._queue(node)
+        self._policy.rebuild(self._nodes.values())
         self._tell_rest()
 
-    def nodes(self) -> Iterable[PrefixNode]:
+    def nodes(self) -> Collection[PrefixNode]:
         return self._nodes.values()
 
     def check_invariants(self) -> None:
-        """Raises Dsv4Error unless tree, heap and allocator agree."""
+        """Raises Dsv4Error unless tree, policy and allocator agree."""
         children: dict[bytes, int] = {}
         blocks = set()
         for digest, node in self._nodes.items():
@@ -259,13 +187,15 @@ class PrefixIndex:
                 if self._nodes.get(node.parent.digest) is not node.parent:
                     raise Dsv4Error(f"block {node.block_id} is cached, but not the one before it")
                 children[node.parent.digest] = children.get(node.parent.digest, 0) + 1
+            if node.depth != (0 if node.parent is None else node.parent.depth + 1):
+                raise Dsv4Error(f"block {node.block_id} is not the one that it says of its prompts")
             if digest != node.digest or node.block_id in blocks:
                 raise Dsv4Error(f"block {node.block_id} is cached twice or under a wrong digest")
             blocks.add(node.block_id)
         for digest, node in self._nodes.items():
             if node.children != children.get(digest, 0):
                 raise Dsv4Error(f"block {node.block_id} has lost count of the blocks behind it")
-            if not node.children and not node.queued:
+            if not node.children and not self._policy.is_offered(node):
                 raise Dsv4Error(f"block {node.block_id} could never be evicted")
         if len(blocks) != self._allocator.cached:
             raise Dsv4Error(

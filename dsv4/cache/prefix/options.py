@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dsv4.cache.prefix.eviction import EvictionPolicy, LeastRecentlyUsed
 from dsv4.errors import InvalidInput, require_count
 
 
@@ -62,6 +64,9 @@ class PrefixOptions:
     tokens, which see nothing in front of them. That is an approximation: `Resume.exact` is false,
     and nothing that such a request computes is cached, kept by tiers, suspended or handed over
     (docs/v41.md).
+
+    `eviction` makes the policy that says what goes first where memory is short, one object for each
+    manager (`dsv4.cache.prefix.eviction`).
     """
 
     policy: SnapshotPolicy = field(default_factory=lambda: periodic(1024))
@@ -70,6 +75,7 @@ class PrefixOptions:
     model_id: str = ""
     events: bool = False
     replay: ReplayPolicy = "exact"
+    eviction: Callable[[], EvictionPolicy] = LeastRecentlyUsed
 
     @property
     def rows(self) -> int:
@@ -90,3 +96,8 @@ class PrefixOptions:
             raise InvalidInput(f"model_id={self.model_id!r}: must be a string")
         if self.replay not in ("exact", "cut"):
             raise InvalidInput(f"replay={self.replay!r}: use 'exact' or 'cut'")
+        if not callable(self.eviction):
+            raise InvalidInput(
+                f"eviction={self.eviction!r}: give what makes a policy when it is called, for "
+                f"instance the class LeastRecentlyUsed"
+            )

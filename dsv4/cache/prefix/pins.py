@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from dsv4.cache.prefix.index import PrefixIndex, PrefixNode
+from dsv4.cache.prefix.index import PrefixIndex
+from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.errors import InvalidInput
 

@@ -1,10 +1,12 @@
-"""From where a request goes on: after a prefix hit, and after a rewind."""
+"""From where a request goes on: after a prefix hit, and after a rewind. Torch-free."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.schema import CacheSchema
 
 StateSource = Literal["nothing", "rings", "snapshot", "replay", "state", "cut_replay"]
@@ -45,6 +47,45 @@ class Resume:
     def replay(self) -> range:
         """Those of them whose entries exist."""
         return range(self.start, max(self.start, self.reused_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """Cached blocks that a prompt starts with, and how to go on after them."""
+
+    nodes: list[PrefixNode]
+    resume: Resume
+    snapshot: PrefixNode | None
+
+
+def resume_after(
+    schema: CacheSchema,
+    nodes: Sequence[PrefixNode | None],
+    *,
+    blocks: int,
+    tokens: int,
+    cut_replays: bool,
+) -> PrefixMatch:
+    """How a prompt of so many tokens, of which so many blocks are there, goes on: from the later of
+    two positions, the last snapshot or the start of a replay before the end of the last block.
+    `nodes` are those of the first blocks; one that is left out has no snapshot of use."""
+    block_tokens = schema.block_tokens
+    reused = blocks * block_tokens
+    start = replay_start(schema, reused)
+    cut = cut_replay_start(schema, reused) if cut_replays else 0
+    is_cut, start = cut > start, max(start, cut)
+    cached = [node for node in nodes if node]
+    for nth in range(len(nodes) - 1, -1, -1):
+        at = (nth + 1) * block_tokens
+        if at < start:
+            break
+        node = nodes[nth]
+        if node is not None and node.snapshot is not None:
+            resume = Resume(start=at, reused_tokens=reused, end=tokens, source="snapshot")
+            return PrefixMatch(cached, resume, node)
+    source: StateSource = "cut_replay" if is_cut else "replay" if start else "nothing"
+    resume = Resume(start=start, reused_tokens=reused, end=tokens, source=source, exact=not is_cut)
+    return PrefixMatch(cached, resume, None)
 
 
 def cut_replay_start(schema: CacheSchema, reused_tokens: int) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 
 from dsv4.cache.changes import LOGGER
-from dsv4.cache.prefix.index import PrefixNode
+from dsv4.cache.prefix.eviction import EvictionPolicy
+from dsv4.cache.prefix.node import PrefixNode
 from dsv4.errors import Dsv4Error
 
 
@@ -16,16 +16,19 @@ class SnapshotRows:
     bytes are on their way into it), or reserved for a state that is about to be copied: whoever
     reserves a row attaches it to its block or gives it back.
 
-    Where no row is free, the least recently used one that no pin keeps loses its state.
+    Where no row is free, one that no pin keeps loses its state; which, the policy says.
     `before_reuse` is called before that: the old state may still be being copied somewhere.
     """
 
-    def __init__(self, total: int, before_reuse: Callable[[], None]) -> None:
+    def __init__(
+        self, total: int, policy: EvictionPolicy, before_reuse: Callable[[], None]
+    ) -> None:
         self.total = total
+        self._policy = policy
         self.evictions = 0
         self._before_reuse = before_reuse
         self._free = list(range(total - 1, -1, -1))
-        self._taken: OrderedDict[int, PrefixNode] = OrderedDict()  # the oldest use first
+        self._taken: dict[int, PrefixNode] = {}
         self._in_flight: set[int] = set()
 
     @property
@@ -38,7 +41,7 @@ class SnapshotRows:
             return None
         if self._free:
             return self._free.pop()
-        node = next((node for node in self._taken.values() if not node.pins), None)
+        node = next(self._unpinned(), None)
         if node is None:
             LOGGER.debug("a snapshot is not taken: all %d rows are pinned or taken", self.total)
             return None
@@ -49,8 +52,8 @@ class SnapshotRows:
         """The rows that `reserve` would give if it were called `count` times, or fewer. Changes
         nothing."""
         free = self._free[: -count - 1 : -1] if count else []
-        unpinned = (row for row, node in self._taken.items() if not node.pins)
-        return [*free, *islice(unpinned, count - len(free))]
+        evicted = islice(self._unpinned(), count - len(free))
+        return [*free, *(node.snapshot for node in evicted if node.snapshot is not None)]
 
     def reserve_chosen(self, rows: Collection[int]) -> None:
         """Reserves what `choose` has answered with."""
@@ -76,11 +79,12 @@ class SnapshotRows:
         self._in_flight.discard(row)
         node.snapshot = row
         self._taken[row] = node
+        self._policy.snapshot_used(node)
 
     def use(self, node: PrefixNode) -> None:
         """A request goes on from the state at the end of this block."""
         if node.snapshot is not None:
-            self._taken.move_to_end(node.snapshot)
+            self._policy.snapshot_used(node)
 
     def evict(self, node: PrefixNode) -> None:
         """The state at the end of this block goes because its row is needed."""
@@ -93,16 +97,18 @@ class SnapshotRows:
         """The state at the end of this block, which has one, goes."""
         assert node.snapshot is not None
         del self._taken[node.snapshot]
+        self._policy.snapshot_dropped(node)
         self._free.append(node.snapshot)
         node.snapshot = None
 
+    def _unpinned(self) -> Iterator[PrefixNode]:
+        return (node for node in self._policy.snapshots() if not node.pins)
+
     def rebuild(self, nodes: Iterable[PrefixNode], reserved: Collection[int]) -> None:
-        """After an interrupt: anew from what the nodes have. `reserved` rows are an open plan's;
-        nothing is in flight."""
+        """After an interrupt: anew from what the nodes have; the policy's order is made anew by the
+        index. `reserved` rows are an open plan's; nothing is in flight."""
         owned = {node.snapshot: node for node in nodes if node.snapshot is not None}
-        order = [row for row in self._taken if row in owned]
-        order += [row for row in owned if row not in self._taken]
-        self._taken = OrderedDict((row, owned[row]) for row in order)
+        self._taken = owned
         rest = set(range(self.total)).difference(owned, reserved)
         self._free = sorted(rest, reverse=True)
         self._in_flight = set()
@@ -111,5 +117,5 @@ class SnapshotRows:
         """Raises Dsv4Error unless every row has exactly one owner; `reserved` are open plans'."""
         owned = {node.snapshot: node for node in nodes if node.snapshot is not None}
         rows = sorted([*self._free, *reserved, *self._taken, *self._in_flight])
-        if rows != list(range(self.total)) or owned != dict(self._taken):
+        if rows != list(range(self.total)) or owned != self._taken:
             raise Dsv4Error("snapshots are lost or doubled: free and taken ones do not add up")

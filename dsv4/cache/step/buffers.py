@@ -77,7 +77,7 @@ class StepBuffers:
         self._token = token_columns(self.host["tokens"])
         self._item_rows = {ratio: self.host[f"items_{ratio}"] for ratio in self.ratios}
         self._items = {ratio: item_columns(rows) for ratio, rows in self._item_rows.items()}
-        # what all items of a request have in common; those of narrow steps take one entry
+        # what all items of a request have in common; those of decode batches take one entry
         self._item_of_request = np.full((max_requests, ITEM_COLUMNS), -1, dtype=np.int32)
         self._any_item = item_columns(self._item_of_request)
         self._any_item.entries[:], self._any_item.writes_tails[:] = 1, 0
@@ -98,6 +98,12 @@ class StepBuffers:
     def max_items(self, ratio: int, *, tokens: int, requests: int) -> int:
         """The most groups, so the most work items, that such a step can touch."""
         return min(tokens, tokens // ratio + 2 * requests)
+
+    def most_item_counts(self, *, tokens: int, requests: int) -> dict[int, int]:
+        """`max_items` of each ratio."""
+        return {
+            ratio: self.max_items(ratio, tokens=tokens, requests=requests) for ratio in self.ratios
+        }
 
     def memory_bytes(self) -> int:
         return 4 * self.device_buffer.numel()
@@ -155,7 +161,7 @@ class StepBuffers:
         return count
 
     def fill_follows(
-        self, rows: I64, rows_before: I64, reused: I64, item_counts: dict[int, int], *, narrow: bool
+        self, rows: I64, rows_before: I64, reused: I64, item_counts: dict[int, int], *, decode: bool
     ) -> dict[int, int]:
         """Requests whose start the device fills in: their rows here and in the step before, and
         items behind those of the others. Returns how many items there are now, of each ratio."""
@@ -168,7 +174,7 @@ class StepBuffers:
         totals = {}
         for nth, ratio in enumerate(self.ratios):
             overlap = ratio in self.overlapping_ratios
-            own = most_items(tokens, ratio, overlap=overlap, narrow=narrow)
+            own = most_items(tokens, ratio, overlap=overlap, narrow=decode)
             ends = own.cumsum() + item_counts[ratio]
             follows[:count, FOLLOW_COLUMNS + nth] = ends - own
             totals[ratio] = int(ends[-1])

@@ -7,6 +7,7 @@ from operator import attrgetter, itemgetter
 
 import numpy as np
 
+from dsv4.cache.batch import Batch
 from dsv4.cache.prepare_forward import Before, ForwardPlan
 from dsv4.cache.requests import Request, RequestTable
 from dsv4.cache.schema import CacheSchema
@@ -43,8 +44,8 @@ def unplanned(request: Request, open_plans: Sequence[ForwardPlan]) -> None:
 def disjoint(
     shape: StepShape, open_plans: Sequence[ForwardPlan], before: Before | None = None
 ) -> None:
-    """PlanError for a request that is in an open plan too, unless in the one that this step is
-    behind."""
+    """PlanError for a request that is in an open plan too, unless in the one that this step
+    comes after."""
     known = () if before is None else before.plan.requests
     for plan in open_plans:
         for request in set(plan.requests).intersection(shape.requests).difference(known):
@@ -58,14 +59,14 @@ def untorn(schema: CacheSchema, shape: StepShape, starts: I64, written: I64) -> 
     """RequestError for a request whose rings do not hold the state at its length."""
     torn = written - starts > schema.max_rollback_tokens
     if np.count_nonzero(torn):
-        shape.requests[int(torn.argmax())].require_whole()
+        shape.requests[int(torn.argmax())].require("run")
 
 
 def cut_replays(
     schema: CacheSchema, shape: StepShape, starts: I64, reused: I64, *, plain: bool
 ) -> bool:
     """Whether the step is one of cut replays. PlanError if it is of others too, if it does not
-    reach the end of one, or is not `plain`: behind another one, with drafts or chunks apart."""
+    reach the end of one, or is not `plain`: after another one, with drafts or chunks apart."""
     rows = [
         row
         for row in (starts < reused).nonzero()[0].tolist()
@@ -77,7 +78,7 @@ def cut_replays(
         serials = ", ".join(str(shape.requests[row].serial) for row in rows)
         raise PlanError(
             f"cut replays (of requests {serials}) share no step with others, nor with drafts, "
-            f"chunks apart or a plan in front: prepare a plan for them alone"
+            f"chunks apart or a plan before it: prepare a plan for them alone"
         )
     short = (starts + shape.counts < reused).nonzero()[0].tolist()
     if short:
@@ -98,35 +99,37 @@ def whole_replays(plan: ForwardPlan, kept: I64, reused: I64) -> None:
 
 def open_plan(plan: ForwardPlan, expected: Sequence[ForwardPlan]) -> None:
     """PlanError unless `plan` is one of the manager's open ones."""
-    if not isinstance(plan, ForwardPlan):
+    if not isinstance(plan, ForwardPlan | Batch):
         raise PlanError(f"{plan!r} is not a plan: take what prepare_forward returned")
-    if plan.is_over:
+    if plan.done:
         raise PlanError("this plan is over: prepare a new one for each step")
-    if plan.whole is not None:
+    if isinstance(plan, Batch):
         raise PlanError("this belongs to a plan: give the plan that prepare_forward returned")
     if plan not in expected:
         raise PlanError("this plan belongs to another manager")
 
 
-def bound(layer: int, plan: ForwardPlan, expected: Sequence[ForwardPlan]) -> None:
-    """PlanError unless a layer can be bound to `plan`, an open one or what belongs to one."""
-    if not isinstance(plan, ForwardPlan):
-        open_plan(plan, expected)
-    if plan in expected and plan.narrow_half is plan.wide_half is None and not plan.done:
-        return  # what most are
-    if plan.whole is None:
-        open_plan(plan, expected)
-        if plan.halves:
-            raise PlanError(
-                "the chunks of this plan are apart: bind the layer to plan.narrow_half and to "
-                "plan.wide_half"
-            )
-        return
-    open_plan(plan.whole, expected)
-    if plan.is_draft and layer not in plan.draft_layers:
+def bound(layer: int, batch: Batch, open_plans: Sequence[ForwardPlan]) -> None:
+    """PlanError unless a layer can be bound to `batch`, one of an open plan."""
+    if type(batch) is Batch:
+        for plan in open_plans:
+            if batch in plan.batches:
+                return
+    if isinstance(batch, ForwardPlan):
+        open_plan(batch, open_plans)
         raise PlanError(
-            f"layer {layer} does not draft: draft steps are for {sorted(plan.draft_layers)}, bind "
-            f"it to the plan"
+            "a layer is bound to a batch of a plan: give plan.batch, or plan.decode and "
+            "plan.prefill where chunks are apart"
+        )
+    if not isinstance(batch, Batch):
+        raise PlanError(f"{batch!r} is not a batch: take one of what prepare_forward returned")
+    batch.require_open()
+    if not any(batch in plan.drafts for plan in open_plans):
+        raise PlanError("this batch belongs to a plan of another manager")
+    if batch.layers is not None and layer not in batch.layers:
+        raise PlanError(
+            f"layer {layer} does not draft: draft steps are for {sorted(batch.layers)}, bind "
+            f"it to the plan's batch"
         )
 
 
@@ -232,7 +235,7 @@ def accepted(schema: CacheSchema, plan: ForwardPlan, accepted: Sequence[int] | N
         raise PlanError(
             f"accepted must be {len(plan.counts)} whole numbers, one per request, got {accepted!r}"
         )
-    kept, most = kept.astype(np.int64), schema.max_narrow_tokens
+    kept, most = kept.astype(np.int64), schema.max_decode_tokens
     # as unsigned numbers negative ones are too large
     over = np.count_nonzero(kept.view(np.uint64) > plan.counts.view(np.uint64))
     if not over and plan.shape.most_tokens <= most:
@@ -256,36 +259,39 @@ def accepted(schema: CacheSchema, plan: ForwardPlan, accepted: Sequence[int] | N
 def every_layer(plan: ForwardPlan, kept: I64, *, partial: bool) -> bool:
     """Whether every layer has stored the step, but for those that draft. PlanError if an append of
     one raised, or if one lacks tokens that are kept and the step is not meant to be `partial`."""
-    parts = plan.halves or (plan,)
-    for part in parts:
-        if part.unfinished_layers:
+    for batch in plan.batches:
+        if batch.unfinished_layers:
             raise PlanError(
-                f"an append of layer {min(part.unfinished_layers)} raised, so what the step has "
+                f"an append of layer {min(batch.unfinished_layers)} raised, so what the step has "
                 f"left there is unknown: call fail(plan)"
             )
     if plan.is_stored:
         return True
     if not partial and kept.any():
-        told = [
-            _missing_layers(part) + of_half
-            for part, of_half in zip(parts, _names(plan), strict=True)
-            if not part.is_stored
+        lacking = [
+            _missing_layers(batch) + _name(plan, batch)
+            for batch in plan.batches
+            if not batch.is_stored
         ]
         raise PlanError(
-            f"this step lacks the append of {' and of '.join(told)}, and the next one would read "
-            f"what was left out: run it, or call fail(plan). After the replay of a captured graph "
-            f"say plan.mark_appended(); commit(plan, partial=True) keeps a step that lacks layers"
+            f"this step lacks the append of {' and of '.join(lacking)}, and the next one would "
+            f"read what was left out: run it, or call fail(plan). After the replay of a captured "
+            f"graph say plan.mark_appended(); commit(plan, partial=True) keeps a step that lacks "
+            f"layers"
         )
     return False
 
 
-def _names(plan: ForwardPlan) -> tuple[str, ...]:
-    return (" of plan.narrow_half", " of plan.wide_half")[: len(plan.halves)] or ("",)
+def _name(plan: ForwardPlan, batch: Batch) -> str:
+    """Which of a plan's batches this is, where there are two."""
+    if batch.alone:
+        return ""
+    return " of plan.decode" if batch is plan.decode else " of plan.prefill"
 
 
-def _missing_layers(plan: ForwardPlan) -> str:
+def _missing_layers(batch: Batch) -> str:
     """By number, the first few of many."""
-    layers = sorted(set(plan.backbone_layers).difference(plan.stored_layers))
+    layers = sorted(set(batch.schema.backbone_layers).difference(batch.stored_layers))
     shown = ", ".join(map(str, layers[:8]))
     if len(layers) > 8:
         shown += f" and {len(layers) - 8} more"

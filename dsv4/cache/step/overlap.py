@@ -1,8 +1,8 @@
-"""Plans behind others: steps that are planned and launched before the results of the step in front
-are on the host.
+"""Plans after others: steps that are planned and launched before the results of the step before
+them are on the host.
 
-Who comes first is committed first. Until then the host knows of a length only how great it can be
-at most, and takes blocks for that; where the step really starts, the device fills in (`follow`).
+The earlier plan is committed first. Until then the host knows only an upper bound of each length,
+and takes blocks for that; where the step really starts, the device fills in (`follow`).
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ def read_before(
     schema: CacheSchema,
     table: RequestTable,
     shape: StepShape,
-    behind: ForwardPlan | None,
+    after: ForwardPlan | None,
     accepted: Tensor | None,
     open_plans: Sequence[ForwardPlan],
     device: torch.device,
 ) -> Before | None:
-    """What a step behind a plan knows of it. PlanError if that plan cannot have one behind it, or
+    """What a step after a plan knows of it. PlanError if that plan cannot have one after it, or
     if the accepted counts do not fit it."""
-    if behind is None:
+    if after is None:
         if accepted is not None:
-            raise PlanError("accepted counts are those of another plan: give it as `behind`")
+            raise PlanError("accepted counts are those of another plan: give it as `after`")
         return None
-    checks.open_plan(behind, open_plans)
-    ahead = 1 + _plans_ahead(behind)
+    checks.open_plan(after, open_plans)
+    ahead = 1 + _plans_ahead(after)
     if ahead > schema.steps_ahead:
         raise PlanError(
-            f"{ahead} plans would be open in front of this one, but the rings survive the drafts "
+            f"{ahead} plans would be open before this one, but the rings survive the drafts "
             f"of {schema.steps_ahead}: commit one first, or build the schema with "
             f"steps_ahead={ahead}"
         )
     if accepted is not None:
-        _check_accepted(accepted, behind, device)
+        _check_accepted(accepted, after, device)
     row_of_slot = np.full(table.max_requests, -1, dtype=np.int64)
-    row_of_slot[behind.slots] = np.arange(len(behind.slots))
+    row_of_slot[after.slots] = np.arange(len(after.slots))
     rows = row_of_slot[shape.slots]
     counted = np.zeros(len(rows), dtype=np.bool_)
     if accepted is not None:  # a chunk is kept whole
-        counted = _of_rows(behind.counts <= schema.max_narrow_tokens, rows, counted)
-    unknown = _unknown_starts(rows, counted, behind)
-    is_chunk = shape.counts > schema.max_narrow_tokens
+        counted = _of_rows(after.counts <= schema.max_decode_tokens, rows, counted)
+    unknown = _unknown_starts(rows, counted, after)
+    is_chunk = shape.counts > schema.max_decode_tokens
     if unknown is not None and (unknown & is_chunk).any():
         row = int((unknown & is_chunk).argmax())
         raise PlanError(
             f"{shape.counts[row]} tokens of request {shape.requests[row].serial} cannot be planned "
             f"before it is known how many of its last step are kept: at most "
-            f"{schema.max_narrow_tokens} can, or commit that step first"
+            f"{schema.max_decode_tokens} can, or commit that step first"
         )
-    return Before(plan=behind, rows=rows, counted_rows=counted, unknown_starts=unknown)
+    return Before(plan=after, rows=rows, counted_rows=counted, unknown_starts=unknown)
 
 
 def latest_starts(before: Before, lengths: I64) -> I64:
@@ -72,11 +72,11 @@ def latest_starts(before: Before, lengths: I64) -> I64:
 
 
 def window_lost(schema: CacheSchema, plan: ForwardPlan, lengths: I64, written: I64) -> bool:
-    """Whether a ring may have lost the oldest row of a whole window in front of a request's start;
+    """Whether a ring may have lost the oldest row of a whole window before a request's start;
     `lengths` are those of the last commit, `written` the ends of what was written by then."""
     earliest = plan.starts
-    if plan.behind is not None and plan.rows_before is not None:
-        ends = _of_rows(plan.behind.latest_ends, plan.rows_before, written)
+    if plan.after is not None and plan.rows_before is not None:
+        ends = _of_rows(plan.after.latest_ends, plan.rows_before, written)
         written = np.maximum(written, ends)
         if plan.unknown_starts is not None:
             earliest = np.where(plan.unknown_starts, lengths, earliest)
@@ -84,35 +84,37 @@ def window_lost(schema: CacheSchema, plan: ForwardPlan, lengths: I64, written: I
 
 
 def require_first(plan: ForwardPlan) -> None:
-    """PlanError unless the plan that this one is behind is over."""
-    if plan.behind is not None:
-        raise PlanError("this plan is behind another one that is still open: commit that one first")
+    """PlanError unless the plan that this one comes after is over."""
+    if plan.after is not None:
+        raise PlanError(
+            "this plan comes after another one that is still open: commit that one first"
+        )
 
 
 def require_last(plan: ForwardPlan, open_plans: Sequence[ForwardPlan]) -> None:
-    """PlanError if another open plan is behind this one."""
+    """PlanError if another open plan comes after this one."""
     if _followers(plan, open_plans):
         raise PlanError(
-            "another plan that is still open is behind this one: abandon that one first, or call "
+            "another plan that is still open comes after this one: abandon that one first, or call "
             "fail(plan), which ends both"
         )
 
 
 def require_kept(plan: ForwardPlan, kept: I64, open_plans: Sequence[ForwardPlan]) -> None:
-    """PlanError for a plan that rejects tokens behind which another one was planned."""
+    """PlanError for a plan that rejects tokens after which another one was planned."""
     for follower in _followers(plan, open_plans):
         rows = _rows_taken_whole(follower)
         wrong = rows[kept[rows] != plan.counts[rows]]
         if wrong.size:
             raise PlanError(
                 f"request {wrong[0]} of the plan accepts {kept[wrong[0]]} of "
-                f"{plan.counts[wrong[0]]} tokens, but the plan behind it was prepared as if all "
+                f"{plan.counts[wrong[0]]} tokens, but the plan after it was prepared as if all "
                 f"were accepted: give accepted counts to prepare_forward, or call fail(plan)"
             )
 
 
 def newest(plan: ForwardPlan, open_plans: Sequence[ForwardPlan]) -> I64:
-    """The end of what this plan and those behind it may have written, of each request."""
+    """The end of what this plan and those after it may have written, of each request."""
     ends = plan.latest_ends
     for follower in _followers(plan, open_plans):
         assert follower.rows_before is not None
@@ -123,7 +125,7 @@ def newest(plan: ForwardPlan, open_plans: Sequence[ForwardPlan]) -> I64:
 
 
 def last_first(plan: ForwardPlan, open_plans: Sequence[ForwardPlan]) -> list[ForwardPlan]:
-    """The plans behind this one and the plan itself, each in front of those that it is behind."""
+    """The plans after this one and the plan itself, each before those that it comes after."""
     found = []
     for follower in _followers(plan, open_plans):
         found += last_first(follower, open_plans)
@@ -131,11 +133,11 @@ def last_first(plan: ForwardPlan, open_plans: Sequence[ForwardPlan]) -> list[For
 
 
 def move_up(plan: ForwardPlan, table: RequestTable, open_plans: Sequence[ForwardPlan]) -> None:
-    """A plan is committed and the lengths have moved: where those behind it start is known, and
-    of those behind these the latest is earlier, or known too."""
+    """A plan is committed and the lengths have moved: plans right after it now have exact starts;
+    for plans after those the upper bound gets tighter, or exact too."""
     for follower in _followers(plan, open_plans):
         _start_at(follower, table.numbers[LENGTH, follower.slots], None, open_plans)
-        follower.behind = None
+        follower.after = None
 
 
 def _start_at(
@@ -144,16 +146,7 @@ def _start_at(
     unknown: NDArray[np.bool_] | None,
     open_plans: Sequence[ForwardPlan],
 ) -> None:
-    plan.starts, plan.ends, plan.unknown_starts = starts, starts + plan.counts, unknown
-    first = 0
-    for half in plan.halves:
-        last = first + len(half.requests)
-        half.starts, half.ends = starts[first:last], plan.ends[first:last]
-        half.unknown_starts = None if unknown is None else unknown[first:last]
-        first = last
-    for nth, step in enumerate(plan.draft_steps):
-        step.starts = starts[: len(step.requests)] + nth
-        step.ends = step.starts + 1
+    plan.start_at(starts, unknown)
     for follower in _followers(plan, open_plans):
         assert follower.rows_before is not None
         assert follower.counted_rows is not None
@@ -186,11 +179,11 @@ def _of_rows(values: NDArray[Any], rows: I64, otherwise: NDArray[Any]) -> NDArra
 def _followers(plan: ForwardPlan, open_plans: Sequence[ForwardPlan]) -> list[ForwardPlan]:
     if len(open_plans) == 1:
         return []
-    return [each for each in open_plans if each.behind is plan]
+    return [each for each in open_plans if each.after is plan]
 
 
 def _plans_ahead(plan: ForwardPlan) -> int:
-    return 0 if plan.behind is None else 1 + _plans_ahead(plan.behind)
+    return 0 if plan.after is None else 1 + _plans_ahead(plan.after)
 
 
 def _rows_taken_whole(follower: ForwardPlan) -> I64:
@@ -201,21 +194,21 @@ def _rows_taken_whole(follower: ForwardPlan) -> I64:
 
 
 def may_have_run(plan: ForwardPlan) -> NDArray[np.bool_]:
-    """Of which requests a plan that has not ended may have written something. A chunk's handles
-    know. A replayed graph does not tell, so a narrow step may have, but for requests whose chunk
-    in front of it has not run."""
-    halves = plan.halves or (plan,)
-    touched = np.concatenate([np.full(len(half.requests), half.touched) for half in halves])
-    replayed = np.concatenate([np.full(len(half.requests), half.narrow) for half in halves])
-    if plan.behind is not None:
+    """For which requests a plan that has not ended may have written something. A chunk's handles
+    know. A replayed graph leaves no trace on the host, so a decode batch may have, except for
+    requests whose chunk before it has not run."""
+    sizes = [len(batch.requests) for batch in plan.batches]
+    touched = np.repeat([batch.touched for batch in plan.batches], sizes)
+    replayed = np.repeat([batch.is_decode for batch in plan.batches], sizes)
+    if plan.after is not None:
         assert plan.rows_before is not None
-        replayed &= _of_rows(may_have_run(plan.behind), plan.rows_before, replayed)
+        replayed &= _of_rows(may_have_run(plan.after), plan.rows_before, replayed)
     ran: NDArray[np.bool_] = touched | replayed
     return ran
 
 
-def _check_accepted(accepted: object, behind: ForwardPlan, device: torch.device) -> None:
-    needed = len(behind.requests)
+def _check_accepted(accepted: object, after: ForwardPlan, device: torch.device) -> None:
+    needed = len(after.requests)
     if not isinstance(accepted, Tensor):
         raise PlanError(
             f"accepted are {type(accepted).__name__}: give a tensor on {device}, or, if they are "

@@ -20,7 +20,7 @@ class WorkItems(NamedTuple):
 
 
 def closing_groups(ratio: int, starts: I64, ends: I64, *, most_tokens: int) -> WorkItems:
-    """The items of a narrow step: the groups that close."""
+    """The items of a decode batch: the groups that close."""
     if most_tokens <= ratio:  # a request closes one group at most
         if ratio & (ratio - 1):
             row = (starts // ratio != ends // ratio).nonzero()[0]
@@ -33,8 +33,8 @@ def closing_groups(ratio: int, starts: I64, ends: I64, *, most_tokens: int) -> W
 
 
 def chunk_groups(ratio: int, starts: I64, ends: I64, *, overlap: bool) -> WorkItems:
-    """The items of a wide step. The first one of each request writes the tails, so it must be the
-    only one that reads them; it is there even if nothing closes.
+    """The items of a prefill batch. The first one of each request writes the tails, so no other may
+    read them; it is there even if nothing closes.
 
         group       7          8          9         10        11
                 [ o o o o ][ o o x x ][ x x x x ][ x x x x ][ x x      o old, in the tails; x new

@@ -29,7 +29,8 @@ from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import RequestTable
 from dsv4.cache.transfers.aside import Asked, cancel, progress_of
 from dsv4.cache.transfers.labels import Labels
-from dsv4.cache.transfers.loading import Incoming, Loading, Route, Source, Stage
+from dsv4.cache.transfers.loading import Incoming, Loading, Source, Stage
+from dsv4.cache.transfers.offload import Route
 from dsv4.tiers.host import HostRow
 from dsv4.tiers.record import Kind, Label
 from dsv4.tiers.tier import DONE, Ticket
@@ -168,7 +169,7 @@ class Fetches:
     def _take_blocks(self, fetch: Fetch, items: Sequence[Incoming]) -> list[Incoming]:
         """Blocks in flight for what tiers have, without a gap, as many as there are."""
         found = list(takewhile(lambda item: item.sources, items))
-        count = min(len(found), self._table.allocator.free + self._prefix.evictable_blocks())
+        count = min(len(found), self._table.allocator.free + self._prefix.blocks.evictable())
         if count:
             reserved = self._table.reserve(count)
             fetch.block_ids = reserved.block_ids
@@ -196,7 +197,7 @@ class Fetches:
         """Snapshots later than the start of a replay and than those on the device, the latest
         first."""
         prefix = self._prefix
-        if not prefix.pool.rows or not prefix.has_state_bytes:
+        if not prefix.pool.rows or not prefix.pool.layout.row_bytes:
             return
         replay = replay_start(prefix.schema, blocks * self._block_tokens)
         for block in range(blocks - 1, -1, -1):

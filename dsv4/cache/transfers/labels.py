@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 from dsv4.cache.prefix.trail import DIGEST_BYTES, TokenTrail
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.state import SnapshotLayout, StateLayout
 from dsv4.tiers.record import Kind, Label
 
+if TYPE_CHECKING:
+    from dsv4.cache.prefix.observer import NewlyCached
+
 
 class Labels:
     """The labels of one schema's records. Model and salt are in the digests of a trail."""
 
-    def __init__(self, schema: CacheSchema, state: StateLayout) -> None:
-        self.block_tokens = schema.block_tokens
+    def __init__(self, schema: CacheSchema) -> None:
+        self.block_tokens, self.state = schema.block_tokens, StateLayout(schema)
         self._bytes = {
             Kind.BLOCK: schema.block_bytes,
             Kind.SNAPSHOT: SnapshotLayout(schema).row_bytes,
-            Kind.STATE: state.payload_bytes,
+            Kind.STATE: self.state.payload_bytes,
         }
         # 32 hexadecimal digits of a hash; the header has room for 64
         self._fingerprint = bytes.fromhex(schema.content_fingerprint).ljust(DIGEST_BYTES, b"\0")
@@ -38,6 +41,11 @@ class Labels:
             payload_bytes=self._bytes[kind],
         )
 
+    def of_cached(self, cached: NewlyCached) -> Label:
+        """A block that was cached, or the snapshot at its end."""
+        kind = Kind.SNAPSHOT if cached.is_snapshot else Kind.BLOCK
+        return self.make(kind, cached.node.digest, cached.parent, cached.tokens)
+
     def of_block(self, trail: TokenTrail, block: int, kind: Kind = Kind.BLOCK) -> Label:
         """A block of a prompt, or the snapshot at its end."""
         parent = trail.digest(block - 1) if block else trail.root
@@ -48,8 +56,8 @@ class Labels:
         return _Blocks(self, [trail.root, *trail.chain[:blocks]])
 
     def of_state(self, trail: TokenTrail, tokens: int) -> Label:
-        """The state of a request with the trail's first so many tokens, one at least. Its digest is
-        a keyed hash over all of them, like a block's, and none of a block's."""
+        """The state of a request with the trail's first `tokens` tokens, at least one. Its digest
+        is a keyed hash over all of them, like a block's, and none of a block's."""
         whole = tokens // self.block_tokens
         parent = trail.digest(whole - 1) if whole else trail.root
         rest = trail.ids[whole * self.block_tokens : tokens]

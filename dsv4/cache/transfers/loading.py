@@ -11,16 +11,15 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from dsv4.cache.transfers.aside import Aside, Asked, cancel, progress_of
-from dsv4.cache.transfers.copies import Copies, Mark
-from dsv4.cache.transfers.courier import Checked, Courier
+from dsv4.cache.transfers.copies import Mark
+from dsv4.cache.transfers.offload import Route
+from dsv4.cache.transfers.worker import Checked
 from dsv4.tiers.host import HostRow, HostTier
 from dsv4.tiers.record import Label, Record
 from dsv4.tiers.tier import DONE, State, Ticket
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from dsv4.cache.transfers.fetch import Fetch
 
 LOGGER = logging.getLogger("dsv4.tiers")
 Source = HostTier | Aside
@@ -46,26 +45,6 @@ class Incoming:
     target: Tensor | None = None
     stage: Stage = Stage.WAITING
     row: HostRow | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class Route:
-    """What all records of a manager pass on their way up, and what was counted there."""
-
-    tiers: Sequence[Source]
-    host: HostTier
-    host_is_tier: bool  # else records only pass through it
-    copies: Copies
-    courier: Courier
-    open: list[Fetch] = field(default_factory=list)  # with memory that is not given back yet
-    refused: int = 0
-    records: int = 0
-    bytes: int = 0
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether somebody else may give host memory back."""
-        return len(self.open) > 1 or not self.courier.idle
 
 
 @dataclass(slots=True, eq=False)
@@ -227,7 +206,7 @@ class Loading:
         for first in range(0, len(items), CHECKED_AT_ONCE):
             some = items[first : first + CHECKED_AT_ONCE]
             rows = [item.row for item in some if item.row is not None]
-            self._checks.append((self._route.courier.check(rows), some))
+            self._checks.append((self._route.worker.check(rows), some))
 
     def _end_check(self, check: Checked, items: Sequence[Incoming]) -> None:
         if check.refusals is None:

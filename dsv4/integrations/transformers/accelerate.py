@@ -25,7 +25,7 @@ from dsv4.integrations.transformers.cache import FETCH_TIMEOUT_S, PagedCache
 from dsv4.integrations.transformers.caches import FastCaches
 from dsv4.integrations.transformers.forward import FastForward
 from dsv4.integrations.transformers.generate import FastGenerate
-from dsv4.integrations.transformers.lockstep import SplitManager, places
+from dsv4.integrations.transformers.lockstep import Lockstep, Manager, places
 from dsv4.integrations.transformers.model import cache_schema, read_ranks, require_type, require_v4
 from dsv4.integrations.transformers.private import FORWARD_ARGUMENTS, require_names
 from dsv4.ops.backend import BackendName
@@ -120,13 +120,13 @@ def accelerate(
             "prefix": _default_prefix(schema) if prefix is PREFIX else prefix,
             "backend": backend,
         }
-        manager = (
-            SplitManager(schema, found, **sizes)
-            if len(found) > 1
-            else KVCacheManager(schema, device=found[0][0], tiers=tiers, **sizes)
-        )
-        if tiers:
-            weakref.finalize(model, _keep_all, manager)
+        manager: Manager
+        if len(found) > 1:
+            manager = Lockstep(schema, found, **sizes)
+        else:
+            manager = KVCacheManager(schema, device=found[0][0], tiers=tiers, **sizes)
+            if tiers:
+                weakref.finalize(model, _keep_all, manager)
         tables = {}
         for device, layers in found:
             made = make_rope_tables(model.model.rotary_emb, max_context, device)

@@ -11,9 +11,9 @@ from torch.nn import Linear, functional
 from torch.nn.modules import module as modules
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 
-from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.prepare_forward import ForwardPlan
+from dsv4.cache.batch import Batch
 from dsv4.cache.schema import CacheSchema
+from dsv4.integrations.transformers.lockstep import Manager
 from dsv4.integrations.transformers.model import Ranks
 from dsv4.ops.calls import CompressorWeights, LayerWeights
 from dsv4.ops.device import on_device
@@ -23,12 +23,12 @@ from dsv4.rope import rotation_table
 @dataclass(slots=True, eq=False, kw_only=True)
 class RunningStep:
     """What the layers of one model share: the cache, rotation tables by layer and by transformers'
-    name ("main", "compress"), who else computes it, and the plan of the step that runs now."""
+    name ("main", "compress"), who else computes it, and the batch of the step that runs now."""
 
-    manager: KVCacheManager
+    manager: Manager
     rope_tables: dict[int, dict[str, Tensor]]
     ranks: Ranks | None = None
-    plan: ForwardPlan | None = None
+    batch: Batch | None = None
 
 
 Stamp = list[tuple[int, int, int]]
@@ -87,7 +87,7 @@ class FastAttention:
         q = apply_rotary_pos_emb(q, cos, sin, unsqueeze_dim=2)[0].to(self.value_dtype)
         kv = apply_rotary_pos_emb(kv, cos, sin, unsqueeze_dim=2)[0, :, 0].to(self.value_dtype)
 
-        handle = self.step.manager.acquire(module.layer_idx, self.step.plan)
+        handle = self.step.manager.acquire(module.layer_idx, self.step.batch)
         constants = self._known_constants()
         projections = []
         indexer = None

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from dsv4.cache.requests import Request
 from dsv4.cache.stats import MemoryBytes
 from dsv4.errors import InvalidInput, require_count
 from dsv4.integrations.transformers.layers import PagedLayer
-from dsv4.integrations.transformers.lockstep import whole_schema
+from dsv4.integrations.transformers.lockstep import Manager
 from dsv4.integrations.transformers.model import cache_schema, require_schema, require_v4
 from dsv4.integrations.transformers.rows import UNKNOWN_ID, CacheRows
 
@@ -44,7 +44,7 @@ class PagedCache(Cache):
 
     def __init__(
         self,
-        manager: KVCacheManager,
+        manager: Manager,
         model: Any,
         *,
         fetch_timeout_s: float = FETCH_TIMEOUT_S,
@@ -54,8 +54,7 @@ class PagedCache(Cache):
         accelerated model's. Prompts wait for the manager's tiers, if it has any, so long at most.
         Raises InvalidInput, SchemaMismatch."""
         require_v4(model)
-        schema = whole_schema(manager)
-        require_schema(schema, model)
+        require_schema(manager.schema, model)
         self._fetch_timeout_s, self._caches = fetch_timeout_s, caches
         # calls that change a manager come one at a time: caches of one take turns
         self._turn: AbstractContextManager[Any] = RLock() if caches is None else caches.turn
@@ -65,7 +64,8 @@ class PagedCache(Cache):
             fetch_timeout_s=fetch_timeout_s,
             idle=None if caches is None else caches.idle,
         )
-        super().__init__(layers=[PagedLayer(self.rows, i) for i in range(len(schema.layers))])
+        layers = range(len(manager.schema.layers))
+        super().__init__(layers=[PagedLayer(self.rows, layer) for layer in layers])
         weakref.finalize(self, self.rows.let_go)
         if caches is None:  # an accelerated model tells its caches itself
             weakref.finalize(self, _observe(self, model.model))
@@ -112,7 +112,8 @@ class PagedCache(Cache):
 
     @property
     def manager(self) -> KVCacheManager:
-        return self.rows.manager
+        """Of an accelerated model on several devices it is a Lockstep, which has fewer calls."""
+        return cast(KVCacheManager, self.rows.manager)
 
     @property
     def requests(self) -> list[Request]:

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.requests import Request
 from dsv4.errors import InvalidInput, RequestError
 from dsv4.integrations.transformers.cache import PagedCache
+from dsv4.integrations.transformers.lockstep import Manager
 from dsv4.integrations.transformers.model import Ranks
 from dsv4.integrations.transformers.rows import IdleRows, known_rows
 from dsv4.integrations.transformers.weights import Weights
@@ -49,7 +49,7 @@ class FastCaches:
 
     def __init__(
         self,
-        manager: KVCacheManager,
+        manager: Manager,
         model: Any,
         *,
         fetch_timeout_s: float,

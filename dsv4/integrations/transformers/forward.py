@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from dsv4.cache.batch import Batch
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
 from dsv4.errors import InvalidInput
@@ -273,7 +274,7 @@ class FastForward:
                     "inputs_embeds": None if embeds is None else embeds[:, piece],
                 }
                 with self._planned(steps, self._told(ids, piece)) as plan:
-                    outputs.append(self._forward(forward, plan, **inputs, **options))
+                    outputs.append(self._forward(forward, plan.batch, **inputs, **options))
         return outputs
 
     def _replay(self, steps: list[tuple[Request, int]], ids: Tensor) -> Any:
@@ -281,7 +282,7 @@ class FastForward:
         size = self.graphs.padded(len(steps))
         told = self._told(ids, slice(None))
         with self._planned(steps, told, pad_tokens=size, pad_requests=size) as plan:
-            hidden: Any = self.graphs(ids, plan, self.caches.weights.name)
+            hidden: Any = self.graphs(ids, plan.batch, self.caches.weights.name)
             plan.mark_appended()
         return MoeModelOutputWithPast(last_hidden_state=hidden)
 
@@ -326,16 +327,15 @@ class FastForward:
             return
         if self.is_restored:
             self.check_restored()
-        self.step.plan = plan = manager.prepare_forward(
-            steps, pad_tokens=pad_tokens, pad_requests=pad_requests
-        )
+        plan = manager.prepare_forward(steps, pad_tokens=pad_tokens, pad_requests=pad_requests)
+        self.step.batch = plan.batch
         try:
             yield plan
         except BaseException:
             manager.fail(plan)
             raise
         finally:
-            self.step.plan = None
+            self.step.batch = None
         manager.commit(plan, ids=ids)
 
     def check_restored(self) -> None:
@@ -346,10 +346,10 @@ class FastForward:
                 "gone: call again, or make an Engine for the model as it is accelerated now"
             )
 
-    def _forward(self, forward: Callable[..., Any], plan: ForwardPlan, **options: Any) -> Any:
+    def _forward(self, forward: Callable[..., Any], batch: Batch, **options: Any) -> Any:
         return forward(
             attention_mask=_NO_MASK,
-            position_ids=plan.positions.long().unsqueeze(0),
+            position_ids=batch.positions.long().unsqueeze(0),
             use_cache=False,
             **options,
         )
@@ -368,15 +368,15 @@ class FastForward:
             self._planned(steps, told, pad_tokens=size, pad_requests=size) as plan,
         ):
             if self.graphs and captured:
-                hidden = self.graphs(given, plan, self.caches.weights.name)[0]
+                hidden = self.graphs(given, plan.batch, self.caches.weights.name)[0]
                 plan.mark_appended()
                 yield hidden
             else:
-                hidden = self.decode(given, plan)[0]  # where the last layer is
-                yield hidden.index_select(0, beside(hidden, plan.last_rows))
+                hidden = self.decode(given, plan.batch)[0]  # where the last layer is
+                yield hidden.index_select(0, beside(hidden, plan.batch.last_rows))
 
-    def decode(self, ids: Tensor, plan: ForwardPlan) -> Tensor:
-        hidden: Tensor = self._forward(self._bare_forward, plan, input_ids=ids).last_hidden_state
+    def decode(self, ids: Tensor, batch: Batch) -> Tensor:
+        hidden: Tensor = self._forward(self._bare_forward, batch, input_ids=ids).last_hidden_state
         return hidden
 
 
@@ -430,15 +430,15 @@ Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 class DecodeGraphs:
     """Steps of one token per row, at sizes that are powers of two.
 
-    `run(ids, plan)` is the model on static ids int64 [1, size] and a plan padded to that size. It
-    reads nothing else that changes between steps, so its graph serves every later plan: a plan's
+    `run(ids, batch)` is the model on static ids int64 [1, size] and a batch padded to that size. It
+    reads nothing else that changes between steps, so its graph serves every later batch: the index
     tensors never move. A graph belongs to the weights and adapters that it was captured with; of
     several, those are kept that were used last.
     """
 
     def __init__(
         self,
-        run: Callable[[Tensor, ForwardPlan], Tensor],
+        run: Callable[[Tensor, Batch], Tensor],
         *,
         max_rows: int,
         device: torch.device,
@@ -457,15 +457,15 @@ class DecodeGraphs:
         """The captured size that `rows` rows run at."""
         return min(1 << (rows - 1).bit_length(), self._max_rows)
 
-    def __call__(self, ids: Tensor, plan: ForwardPlan, weights: str | None = None) -> Tensor:
-        """[1, rows, hidden] of int64 `ids` [1, rows]; the plan is padded to `padded(rows)`.
+    def __call__(self, ids: Tensor, batch: Batch, weights: str | None = None) -> Tensor:
+        """[1, rows, hidden] of int64 `ids` [1, rows]; the batch is padded to `padded(rows)`.
         `weights` names what the model computes with now (weights.py)."""
-        size, rows = plan.padded_tokens, ids.shape[1]
+        size, rows = batch.padded_tokens, ids.shape[1]
         steps = self._steps.get(weights)
         if steps is None or size not in steps:
             static = torch.zeros((1, size), dtype=torch.int64, device=self._device)
             static[:, :rows] = ids
-            step = (static, *self._capture(lambda: self._run(static, plan)))
+            step = (static, *self._capture(lambda: self._run(static, batch)))
             steps = self._steps.setdefault(weights, {})
             steps[size] = step
             self._steps.move_to_end(weights)
@@ -480,7 +480,7 @@ class DecodeGraphs:
 
 
 class CudaCapture:
-    """Runs a step once, so that its kernels are compiled, and captures it. The step is narrow, so
+    """Runs a step once, so that its kernels are compiled, and captures it. It is a decode step, so
     running it again changes nothing. All graphs share one memory pool: they never overlap. The
     device is the current one, in every call the same. torch's own stream for captures is of
     whichever device was the first to capture in this process, and would make that one current."""

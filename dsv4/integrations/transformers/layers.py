@@ -77,7 +77,7 @@ class PagedLayer(CacheLayerMixin):
         if self.layer == 0:
             self.rows.begin_step(batch, columns)
         start, slots = self.rows.start, self.rows.slots[:, None]
-        arena, page = self.rows.manager.slot_arena.bytes, self.window_page
+        arena, page = self.arena, self.window_page
         past = torch.arange(max(0, start - self.window + 1), start, device=arena.device)
         before = read_records(arena, page, slots, past % page.rows)
         data, scales = _encoded(page, key_states[:, 0].to(arena.device))
@@ -178,6 +178,7 @@ class _Compressor:
 
     def __init__(self, rows: CacheRows, handle: LayerCacheHandle, name: str, page: Page) -> None:
         self.rows, self.layer, self.name, self.page = rows, handle.layer, name, page
+        self.arena, self.block_table = handle.memory.shared.block_arena.bytes, handle.block_table
         self.ratio, self.width = handle.schema.spec.ratio, page.format.width
         views = handle.state.views
         planes = {
@@ -220,10 +221,9 @@ class _Compressor:
         total = first + compressed.shape[1]
         if not total:
             return compressed
-        manager, page = self.rows.manager, self.page
-        arena, slots = manager.block_arena.bytes, self.rows.slots[:, None]
+        page, arena, slots = self.page, self.arena, self.rows.slots[:, None]
         entry = torch.arange(total, device=arena.device)
-        block = manager.block_table[slots, entry // page.rows].long()
+        block = self.block_table[slots, entry // page.rows].long()
         row = entry % page.rows
         if total > first:
             encoded = _encoded(page, compressed.to(arena.device))

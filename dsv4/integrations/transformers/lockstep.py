@@ -6,47 +6,56 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
+from dsv4.cache.batch import Batch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import Resume
+from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
-from dsv4.cache.stats import MemoryBytes
+from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step import checks as step_checks
 from dsv4.errors import InvalidInput, PlanError, RecoveryNeeded
 from dsv4.ops.backend import BackendName
 from dsv4.ops.device import on_device
 
 Place = tuple[torch.device, list[int]]  # a device, and the layers that are there
+Of = Callable[[Request], Request]  # what stands for a request in one of the managers
+_T = TypeVar("_T")
 
 
-class SplitPrompt(Prompt):
-    """A prompt as each manager has read it: `parts` as the others have."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Prompts:
+    """A prompt as each manager has read it."""
 
-    __slots__ = ("parts",)
+    parts: tuple[Prompt, ...]
 
-    def __init__(self, first: Prompt, parts: tuple[Prompt, ...]) -> None:
-        super().__init__(first.tokens, first.trail, first.family)
-        self.parts = parts
+    @property
+    def trail(self) -> TokenTrail | None:
+        return self.parts[0].trail
 
 
-class SplitManager(KVCacheManager):
-    """The manager of the first device, which does to the others whatever is done to it.
+class Lockstep:
+    """A manager per device, each for the layers that are there. What is done is done in all.
 
-    Requests and plans are the first one's; each has a twin in every other manager, with the same
-    slot, the same blocks and the same tokens. Layers are counted as the model counts them:
-    `acquire` finds the device. Where managers could reuse different numbers of tokens, for what a
-    layer needs to go on differs, none reuses any. There are no tiers.
+    Requests and plans are those of the first manager; each has a twin in every other one, with the
+    same slot, the same blocks and the same tokens. Layers are counted as the model counts them:
+    `acquire` finds the device. Where managers could reuse different numbers of tokens, because what
+    a layer needs to go on differs, none reuses any. It has the calls of a KVCacheManager that an
+    accelerated model makes; there are no tiers.
     """
+
+    transfers = None
 
     def __init__(
         self,
@@ -68,42 +77,47 @@ class SplitManager(KVCacheManager):
                     f"layers {layers} on {device} are window-only: put one with compressed entries "
                     f"on each device, or all of the model on one"
                 )
-        options: dict[str, Any] = {
-            "num_blocks": num_blocks,
-            "max_requests": max_requests,
-            "max_step_tokens": max_step_tokens,
-            "prefix": prefix,
-            "backend": backend,
-        }
-        super().__init__(parts[0], device=places[0][0], **options)
-        self.others = tuple(
-            KVCacheManager(part, device=device, **options)
-            for part, (device, _) in zip(parts[1:], places[1:], strict=True)
+        self.schema = schema
+        self.managers = tuple(
+            KVCacheManager(
+                part,
+                num_blocks=num_blocks,
+                max_requests=max_requests,
+                max_step_tokens=max_step_tokens,
+                prefix=prefix,
+                backend=backend,
+                device=device,
+            )
+            for part, (device, _) in zip(parts, places, strict=True)
         )
-        self.whole_schema = schema
+        first = self._first = self.managers[0]
+        self.device, self.backend, self.prefix = first.device, first.backend, first.prefix
+        self.max_requests, self.max_step_tokens = max_requests, max_step_tokens
+        self.guard, self.table = first.guard, first.table
         self._places = {
             layer: (nth, local)
             for nth, (_, layers) in enumerate(places)
             for local, layer in enumerate(layers)
         }
+        # of the other managers: a value that held its key would keep it alive
         self._twins: WeakKeyDictionary[Request, tuple[Request, ...]] = WeakKeyDictionary()
         self._plans: dict[int, tuple[ForwardPlan, ...]] = {}  # by id: as long as a plan is open
         self._busy = threading.RLock()
         self._depth, self._is_broken = 0, False
-        self._left: deque[Request] = deque()
+        self._leaving: deque[Request] = deque()
 
     # ---- doing the same everywhere ---------------------------------------------------------
 
     @contextmanager
-    def _in_step(self) -> Iterator[None]:
+    def _turn(self) -> Iterator[None]:
         """One call does its work in all managers before another begins, a finalizer's too."""
-        with self._busy, on_device(self.device):
+        with self._busy:
             if self._is_broken:
                 self._refuse()
             self._depth += 1
             try:
                 if self._depth == 1:
-                    self._release_left()
+                    self._release_leaving()
                 yield
             finally:
                 self._depth -= 1
@@ -114,171 +128,160 @@ class SplitManager(KVCacheManager):
             "differ: restore(model) and accelerate it again"
         )
 
-    def _others_do(self, call: Callable[[KVCacheManager, int], Any]) -> list[Any]:
-        """The same on the other devices. If it fails there, the parts differ for good."""
-        done = []
-        try:
-            for nth, other in enumerate(self.others):
-                with on_device(other.device):
-                    done.append(call(other, nth))
-            return done
-        except BaseException:
-            self._is_broken = True
-            raise
+    def _everywhere(self, call: Callable[[KVCacheManager, Of, int], _T]) -> list[_T]:
+        """`call(manager, of, nth)` for each manager, in order. Where the first one raises, nothing
+        has changed; where another does, the managers differ for good."""
+        done: list[_T] = []
+        with self._turn():
+            try:
+                for nth, manager in enumerate(self.managers):
+                    with on_device(manager.device):
+                        done.append(call(manager, partial(self._twin, nth), nth))
+            except BaseException:
+                self._is_broken = self._is_broken or bool(done)
+                raise
+        return done
 
-    def _twin(self, request: Request, nth: int) -> Request:
-        return self._twins[request][nth]
+    def _twin(self, nth: int, request: Request) -> Request:
+        return self._twins[request][nth - 1] if nth else request
 
-    def _release_left(self) -> None:
-        for _ in range(len(self._left)):
-            request = self._left.popleft()
-            if any(request in plan.requests for plan in self.open_plans):
-                self._left.append(request)
+    def _release_leaving(self) -> None:
+        for _ in range(len(self._leaving)):
+            request = self._leaving.popleft()
+            if any(request in plan.requests for plan in self._first.open_plans):
+                self._leaving.append(request)
             elif not request.released:
                 self.release_request(request)
 
     # ---- requests --------------------------------------------------------------------------
 
-    def prompt(self, ids: Any, salt: str | None = None) -> Prompt:
-        first = super().prompt(ids, salt)
-        return SplitPrompt(first, tuple(other.prompt(ids, salt) for other in self.others))
+    def prompt(self, ids: Any, salt: str | None = None) -> Prompts:
+        return Prompts(parts=tuple(manager.prompt(ids, salt) for manager in self.managers))
+
+    def look_up(self, prompt: Prompts) -> Resume:
+        return self._first.look_up(prompt.parts[0])
+
+    def needed_blocks(self, prompt: Prompts) -> int:
+        return self._first.needed_blocks(prompt.parts[0])
+
+    def released_blocks(self, request: Request) -> int:
+        return self._first.released_blocks(request)
 
     def admit_request(
         self, prompt: Any = 0, salt: str | None = None, *, reuse: bool = True
     ) -> Request:
-        with self._in_step():
-            request = super().admit_request(prompt, salt, reuse=reuse)
-            self._twins[request] = tuple(
-                self._others_do(
-                    lambda other, nth: other.admit_request(_part(prompt, nth), salt, reuse=reuse)
+        with self._turn():
+            request, *twins = self._everywhere(
+                lambda manager, of, nth: manager.admit_request(
+                    _part(prompt, nth), salt, reuse=reuse
                 )
             )
-            if all(twin.length == request.length for twin in self._twins[request]):
+            self._twins[request] = tuple(twins)
+            if all(twin.length == request.length for twin in twins):
                 return request
             self.release_request(request)
             return self.admit_request(prompt, salt, reuse=False)
 
-    def continue_request(self, request: Request, prompt: Any) -> Resume:
-        with self._in_step():
-            resume = super().continue_request(request, prompt)
-            self._others_do(
-                lambda other, nth: other.continue_request(
-                    self._twin(request, nth), _part(prompt, nth)
-                )
-            )
-            return resume
+    def continue_request(self, request: Request, prompt: Prompts) -> Resume:
+        return self._everywhere(
+            lambda manager, of, nth: manager.continue_request(of(request), prompt.parts[nth])
+        )[0]
 
     def fork(self, request: Request, count: int) -> list[Request]:
-        with self._in_step():
-            forks = super().fork(request, count)
-            theirs = self._others_do(lambda other, nth: other.fork(self._twin(request, nth), count))
-            for nth, fork in enumerate(forks):
-                self._twins[fork] = tuple(of_one[nth] for of_one in theirs)
+        with self._turn():
+            forks, *theirs = self._everywhere(
+                lambda manager, of, nth: manager.fork(of(request), count)
+            )
+            for fork, *twins in zip(forks, *theirs, strict=True):
+                self._twins[fork] = tuple(twins)
             return forks
 
     def rewind(self, request: Request, length: int) -> Resume:
-        with self._in_step():
-            resume = super().rewind(request, length)
-            self._others_do(lambda other, nth: other.rewind(self._twin(request, nth), length))
+        with self._turn():
+            resume = self._everywhere(lambda manager, of, nth: manager.rewind(of(request), length))[
+                0
+            ]
             if all(twin.length == request.length for twin in self._twins[request]):
                 return resume
-            self.reset_slot(request)
+            self._everywhere(lambda manager, of, nth: manager.reset_slot(of(request)))
             return Resume(start=0, reused_tokens=0, end=length, source="nothing")
 
-    def reset_slot(self, request: Request) -> None:
-        with self._in_step():
-            super().reset_slot(request)
-            self._others_do(lambda other, nth: other.reset_slot(self._twin(request, nth)))
-
     def supply_ids(self, request: Request, ids: Any) -> None:
-        with self._in_step():
-            super().supply_ids(request, ids)
-            self._others_do(lambda other, nth: other.supply_ids(self._twin(request, nth), ids))
+        self._everywhere(lambda manager, of, nth: manager.supply_ids(of(request), ids))
 
     def release_request(self, request: Request) -> None:
-        with self._in_step():
-            super().release_request(request)
-            self._others_do(lambda other, nth: other.release_request(self._twin(request, nth)))
+        self._everywhere(lambda manager, of, nth: manager.release_request(of(request)))
 
     def release_later(self, request: Request, *, suspend: bool = False) -> None:
-        self._left.append(request)
+        self._leaving.append(request)
         if self._depth or not self._busy.acquire(blocking=False):
             return
         try:
-            with suppress(RecoveryNeeded), self._in_step():
-                pass  # every call begins with releasing those that have left
+            with suppress(RecoveryNeeded), self._turn():
+                pass  # every call begins with releasing those that are leaving
         finally:
             self._busy.release()
 
-    def pin(self, *args: Any, **options: Any) -> NoReturn:
-        self._not_split("pin")
-
-    def extend(self, *args: Any, **options: Any) -> NoReturn:
-        self._not_split("extend")
-
-    def allocate_block(self, *args: Any, **options: Any) -> NoReturn:
-        self._not_split("allocate_block")
-
-    def _not_split(self, call: str) -> NoReturn:
-        raise InvalidInput(f"{call} is for a cache on one device, and this one is on several")
-
     def evict(self, blocks: int | None = None) -> int:
-        with self._in_step():
-            evicted = super().evict(blocks)
-            self._others_do(lambda other, nth: other.evict(blocks))
-            return evicted
+        return self._everywhere(lambda manager, of, nth: manager.evict(blocks))[0]
 
     # ---- steps -----------------------------------------------------------------------------
 
+    @property
+    def open_plan(self) -> ForwardPlan | None:
+        return self._first.open_plan
+
     def prepare_forward(self, steps: Any, **options: Any) -> ForwardPlan:
-        with self._in_step():
-            plan = super().prepare_forward(steps, **options)
-            self._plans[id(plan)] = tuple(
-                self._others_do(
-                    lambda other, nth: other.prepare_forward(
-                        [(self._twin(request, nth), *rest) for request, *rest in steps],
-                        **options,
-                    )
+        with self._turn():
+            plan, *theirs = self._everywhere(
+                lambda manager, of, nth: manager.prepare_forward(
+                    [(of(request), *rest) for request, *rest in steps], **options
                 )
             )
+            self._plans[id(plan)] = tuple(theirs)
             return plan
 
-    def acquire(self, layer: int, plan: ForwardPlan | None = None) -> LayerCacheHandle:
+    def acquire(self, layer: int, batch: Batch | None = None) -> LayerCacheHandle:
         if layer not in self._places:
             raise InvalidInput(f"layer {layer} of a model with {len(self._places)} layers")
         nth, local = self._places[layer]
-        if nth == 0:
-            return super().acquire(local, plan)
-        return self.others[nth - 1].acquire(
-            local, None if plan is None else self._plans[id(plan)][nth - 1]
-        )
+        if nth and batch is not None:
+            batch = self._twin_of(batch, nth)
+        return self.managers[nth].acquire(local, batch)
 
-    def commit(self, plan: ForwardPlan, *args: Any, **options: Any) -> None:
-        with self._in_step():
-            partial = options.get("partial", False)
-            of_others = zip(self.others, self._plans.get(id(plan), ()), strict=False)
-            for other, each in of_others:  # before any of them has moved
+    def _twin_of(self, batch: Batch, nth: int) -> Batch:
+        """The batch of the same rows on another device."""
+        for plan in self._first.open_plans:
+            for own, twin in zip(plan.batches, self._plans[id(plan)][nth - 1].batches, strict=True):
+                if own is batch:
+                    return twin
+        return batch  # which the other manager refuses
+
+    def commit(self, plan: ForwardPlan, *, partial: bool = False, **options: Any) -> None:
+        """Raises PlanError for a step that lacks a layer on any device, and none has moved."""
+        with self._turn():
+            for manager, each in zip(
+                self.managers[1:], self._plans.get(id(plan), ()), strict=False
+            ):
                 try:
                     step_checks.every_layer(each, each.counts, partial=partial)
                 except PlanError as error:
                     raise PlanError(
-                        f"on {other.device}, whose layers count from 0: {error}"
+                        f"on {manager.device}, whose layers count from 0: {error}"
                     ) from None
-            super().commit(plan, *args, **options)
-            theirs = self._plans.pop(id(plan))
-            self._others_do(lambda other, nth: other.commit(theirs[nth], *args, **options))
+            self._end(plan, lambda manager, each: manager.commit(each, partial=partial, **options))
 
     def abandon(self, plan: ForwardPlan) -> None:
-        with self._in_step():
-            super().abandon(plan)
-            theirs = self._plans.pop(id(plan))
-            self._others_do(lambda other, nth: other.abandon(theirs[nth]))
+        self._end(plan, lambda manager, each: manager.abandon(each))
 
     def fail(self, plan: ForwardPlan) -> None:
-        with self._in_step():
-            super().fail(plan)
-            theirs = self._plans.pop(id(plan))
-            self._others_do(lambda other, nth: other.fail(theirs[nth]))
+        self._end(plan, lambda manager, each: manager.fail(each))
+
+    def _end(self, plan: ForwardPlan, call: Callable[[KVCacheManager, ForwardPlan], None]) -> None:
+        """A plan that a call ends, and its twins."""
+        twins = (plan, *self._plans.get(id(plan), ()))
+        self._everywhere(lambda manager, of, nth: call(manager, twins[nth]))
+        del self._plans[id(plan)]
 
     def recover(self) -> None:
         """Cannot put several devices in order: from now on all calls say so."""
@@ -286,28 +289,38 @@ class SplitManager(KVCacheManager):
         self._refuse()
 
     def warmup(self, **options: Any) -> int:
-        return super().warmup(**options) + sum(other.warmup(**options) for other in self.others)
+        return sum(manager.warmup(**options) for manager in self.managers)
 
     # ---- looking ---------------------------------------------------------------------------
 
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        return self._first.requests
+
+    def stats(self) -> Stats:
+        """Of the first device; slots and blocks are alike on all."""
+        return self._first.stats()
+
     def memory_bytes(self) -> MemoryBytes:
         """On all devices together."""
-        parts = [super().memory_bytes(), *(other.memory_bytes() for other in self.others)]
+        parts = [manager.memory_bytes() for manager in self.managers]
         names = [field.name for field in fields(MemoryBytes)]
         return MemoryBytes(**{name: sum(getattr(part, name) for part in parts) for name in names})
 
     def check_invariants(self) -> None:
-        super().check_invariants()
-        for nth, other in enumerate(self.others):
-            other.check_invariants()
+        for nth, manager in enumerate(self.managers):
+            manager.check_invariants()
             for request in self.requests:
-                twin = self._twin(request, nth)
+                twin = self._twin(nth, request)
                 assert (twin.slot, twin.length) == (request.slot, request.length)
                 assert twin.block_ids == request.block_ids
 
 
+Manager = KVCacheManager | Lockstep
+
+
 def _part(prompt: Any, nth: int) -> Any:
-    return prompt.parts[nth] if isinstance(prompt, SplitPrompt) else prompt
+    return prompt.parts[nth] if isinstance(prompt, Prompts) else prompt
 
 
 def schema_part(schema: CacheSchema, layers: Sequence[int]) -> CacheSchema:
@@ -326,11 +339,6 @@ def schema_part(schema: CacheSchema, layers: Sequence[int]) -> CacheSchema:
         window_format=schema.window_format,
         index_format=schema.index_format,
     )
-
-
-def whole_schema(manager: KVCacheManager) -> CacheSchema:
-    """Of all layers of the model, wherever they are."""
-    return manager.whole_schema if isinstance(manager, SplitManager) else manager.schema
 
 
 def devices_of(layer: Any) -> set[torch.device]:

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.requests import LENGTH, Request
 from dsv4.errors import ContextOverflow, InvalidInput, RequestError
+from dsv4.integrations.transformers.lockstep import Manager, Prompts
 from dsv4.integrations.transformers.private import FORWARD_ARGUMENTS
 
 _SLOT = attrgetter("slot")
@@ -91,7 +91,7 @@ class KnownRow:
     request: Request
     ids: Ids
 
-    def common(self, manager: KVCacheManager, prompt: Ids) -> int:
+    def common(self, manager: Manager, prompt: Ids) -> int:
         """How many tokens of a prompt the row has and can go on behind. The last one always runs,
         for its logits; rings reach no further back than they do."""
         request, most = self.request, min(self.request.length, len(prompt) - 1)
@@ -101,12 +101,12 @@ class KnownRow:
         is_held = same == request.length or same >= max(reach, request.reused_tokens)
         return same if is_held else 0
 
-    def is_kin(self, prompt: Prompt) -> bool:
+    def is_kin(self, prompt: Prompt | Prompts) -> bool:
         """Whether model and salt are the prompt's."""
         mine, asked = self.request.trail, prompt.trail
         return mine is not None and asked is not None and mine.root == asked.root
 
-    def tell(self, manager: KVCacheManager) -> None:
+    def tell(self, manager: Manager) -> None:
         """What was generated becomes known, and its blocks are cached."""
         trail = self.request.trail
         known = 0 if trail is None else len(trail.ids)
@@ -134,7 +134,7 @@ class IdleRows:
     with the tokens of one goes on behind them, to the token. Who lives longest without goes first.
     """
 
-    def __init__(self, manager: KVCacheManager) -> None:
+    def __init__(self, manager: Manager) -> None:
         self._manager = manager
         self._arrived: deque[tuple[list[Request], History]] = deque()
         self._rows: list[KnownRow] = []  # the oldest first
@@ -180,7 +180,7 @@ class IdleRows:
         and nothing has changed but that older rows are gone."""
         self._collect()
         manager = self._manager
-        read = [manager.prompt(prompt, salt) for prompt in prompts]
+        read: list[Any] = [manager.prompt(prompt, salt) for prompt in prompts]
         takers: dict[KnownRow, list[int]] = {}
         starts = [0] * len(prompts)
         for nth, prompt in enumerate(prompts):
@@ -209,7 +209,7 @@ class IdleRows:
         return [admitted[nth] for nth in range(len(prompts))]
 
     def _best(
-        self, ids: Ids, prompt: Prompt, lent: Sequence[KnownRow]
+        self, ids: Ids, prompt: Prompt | Prompts, lent: Sequence[KnownRow]
     ) -> tuple[KnownRow | None, int]:
         """Who has most of a prompt, and how much; rows that nobody holds before those that are
         lent, the newest first."""
@@ -222,7 +222,7 @@ class IdleRows:
                 best = row, common
         return best
 
-    def _continue(self, request: Request, start: int, prompt: Prompt) -> None:
+    def _continue(self, request: Request, start: int, prompt: Any) -> None:
         if request.length > start:
             self._manager.rewind(request, start)
         self._manager.continue_request(request, prompt)
@@ -260,7 +260,7 @@ class CacheRows:
 
     def __init__(
         self,
-        manager: KVCacheManager,
+        manager: Manager,
         model: Any,
         *,
         fetch_timeout_s: float,

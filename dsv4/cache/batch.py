@@ -1,0 +1,254 @@
+"""The rows that one launch covers: what a layer's handle is bound to for a step.
+
+A batch is arithmetic on the lengths of its requests. Its index tensors live in buffers that never
+move (graphs captured over them stay valid), cut to the sizes for which kernels are launched and
+padded with -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from dsv4.cache.changes import Uncopied
+from dsv4.cache.prefix.snapshots import WideCaptures
+from dsv4.cache.requests import Request
+from dsv4.cache.schema import CacheSchema
+from dsv4.cache.step.shape import I64, StepShape
+from dsv4.errors import InvalidInput, PlanError, is_whole
+from dsv4.ops.columns import request_columns, token_columns
+
+# what a layer stores of a step, where it is written piece by piece
+WINDOW, TAILS, ENTRIES = 1, 2, 4
+MOST_SHOWN = 4  # requests, in a repr
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Batch(Uncopied):
+    """`counts[i]` new tokens of `requests[i]`, the first at `starts[i]`: all or some of a plan's.
+
+    Tokens lie one after the other in the order of the requests: `num_tokens` rows, then padding up
+    to `padded_tokens`. `request_rows`, `tokens` and `items` are the index tensors of requests,
+    tokens and each compression ratio's work items.
+
+    In a decode batch no request has more tokens than its rings can lose
+    (`schema.max_decode_tokens`). Only decode batches may be padded, and so captured in a graph. Any
+    other is a prefill batch; its `position_bound` is greater than every position in it. Batches of
+    the same `sizes` read with the same launches, and with the same `item_counts` write with the
+    same too.
+
+    `layers` are those that may be bound to a batch of draft steps; None where all may. A batch that
+    is `alone` is the only one of its plan. It is `done` when its plan is over.
+
+    In a batch of cut replays (`window_cut`) no token sees a window row from before its request's
+    start. `attend` keeps to it; a kernel of the engine's own must too. `window_lost`: the rings may
+    already have overwritten the oldest of the `window` rows before a request's start, which only a
+    draft step of a DSpark layer reads.
+    """
+
+    schema: CacheSchema
+    shape: StepShape
+    starts: I64
+    ends: I64
+    is_decode: bool
+    position_bound: int | None
+    request_rows: Tensor
+    tokens: Tensor
+    items: dict[int, Tensor]
+    sizes: tuple[int, ...]
+    item_counts: tuple[int, ...]
+    layers: frozenset[int] | None = None
+    alone: bool = True
+    lane: int = 0
+    window_cut: bool = False
+    window_lost: bool = False
+    captures: WideCaptures | None = None
+    done: bool = False
+    touched: bool = False
+    appended_layers: set[int] = field(default_factory=set)
+    stored_layers: set[int] = field(default_factory=set)
+    unfinished_layers: set[int] = field(default_factory=set)
+    last_appended: int | None = None
+    _parts: dict[int, int] = field(default_factory=dict)
+    _instead: ClassVar[str] = "prepare_forward makes a plan with its batches for each step"
+
+    def __repr__(self) -> str:
+        """Its first requests with their tokens; no tensors."""
+        kind = "decode" if self.is_decode else "prefill"
+        said = describe_step(self.shape, self.starts.tolist(), self.padded_tokens)
+        return f"Batch({kind}, {'over' if self.done else 'open'}: {said})"
+
+    # ---- what has been written ---------------------------------------------------------------
+
+    def mark_appended(self, layers: Iterable[int] | None = None) -> None:
+        """What Python does not see, the replay of a captured graph or a kernel of the engine's own,
+        has appended the batch in these layers (default: all but those that draft): `commit` refuses
+        a step that a layer lacks. Raises PlanError, InvalidInput."""
+        if self.done:
+            raise PlanError("this plan is over: mark it before commit")
+        chosen: Sequence[int] = self.schema.backbone_layers
+        if layers is not None:
+            chosen = require_layers(layers, len(self.schema.layers))
+        if chosen:
+            self.appended_layers.update(chosen)
+            self.stored_layers.update(chosen)
+            self.touched, self.last_appended = True, chosen[-1]
+
+    def begin_append(self, layer: int) -> None:
+        """A layer is about to write. Until it has, and for good if an error or an interrupt comes
+        in between, nobody knows what is there."""
+        self.touched, self.last_appended = True, None
+        self.unfinished_layers.add(layer)
+
+    def note_append(self, layer: int) -> None:
+        """A layer has written this batch; a chunk's staged rows are now that layer's."""
+        self.appended_layers.add(layer)
+        self.stored_layers.add(layer)
+        self.last_appended = layer
+        self.unfinished_layers.discard(layer)
+
+    def note_part(self, layer: int, part: int, needed: int) -> None:
+        """A layer has written one of WINDOW, TAILS and ENTRIES. With all of `needed` it has stored
+        the batch."""
+        if part & WINDOW:
+            self.appended_layers.add(layer)
+            self.last_appended = layer
+        parts = self._parts[layer] = self._parts.get(layer, 0) | part
+        if parts & needed == needed:
+            self.stored_layers.add(layer)
+        self.unfinished_layers.discard(layer)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether every layer, except those that draft, has stored the batch."""
+        return self.stored_layers.issuperset(self.schema.backbone_layers) or not self.num_tokens
+
+    def require_open(self) -> None:
+        """Raises PlanError if the plan is over."""
+        if self.done:
+            raise PlanError("this plan is over: prepare a new one for each step")
+
+    def require_decode(self, call: str) -> None:
+        """Raises PlanError for a prefill batch, whose groups are not closed from the tails."""
+        self.require_open()
+        if not self.is_decode:
+            raise PlanError(
+                f"{call} works from the tails, which hold a group and the drafts, but a request "
+                f"has {self.shape.most_tokens} tokens in this step: use append for a chunk"
+            )
+
+    def require_unwritten(self, layer: int) -> None:
+        """Raises PlanError if the layer cannot append. A prefill batch overwrites the rows it has
+        staged, and the rings that its own writes are made from, so each layer writes it once,
+        whatever came of it."""
+        self.require_open()
+        if self.is_decode:
+            return
+        if self.unfinished_layers:
+            raise PlanError(
+                f"an append of layer {min(self.unfinished_layers)} to this plan raised, and a "
+                f"prefill step is not repeatable: call fail(plan)"
+            )
+        if layer in self.appended_layers:
+            raise PlanError(
+                f"layer {layer} has appended this plan already: a prefill step is not repeatable"
+            )
+
+    def require_written(self, layer: int) -> None:
+        """Raises PlanError if the window rows that the layer reads are not there."""
+        self.require_open()
+        if self.last_appended != layer and (
+            not self.is_decode or layer not in self.appended_layers
+        ):
+            raise PlanError(
+                f"layer {layer} reads before it has appended this plan"
+                + ("" if self.is_decode else ", or after another layer reused the staging")
+                + ": call append first"
+            )
+
+    def require_readable(self, layer: int, owner: int) -> None:
+        """Raises PlanError if the window rows that the layer reads are not there, or the entries,
+        which are `owner`'s."""
+        self.require_written(layer)
+        if owner != layer and owner not in self.stored_layers:
+            raise PlanError(
+                f"layer {layer} reads the entries of layer {owner}, which has not appended "
+                f"this plan: call its append first"
+            )
+
+    # ---- its requests and rows ---------------------------------------------------------------
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        return self.shape.requests
+
+    @property
+    def slots(self) -> I64:
+        return self.shape.slots
+
+    @property
+    def counts(self) -> I64:
+        return self.shape.counts
+
+    @property
+    def num_tokens(self) -> int:
+        return self.shape.num_tokens
+
+    @property
+    def padded_tokens(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def positions(self) -> Tensor:
+        """int32 [padded_tokens], a view of `tokens`: the position of each token, -1 for padding."""
+        position: Tensor = token_columns(self.tokens).position
+        return position
+
+    @property
+    def clamped_positions(self) -> Tensor:
+        """int32 [padded_tokens], a new tensor: positions as a rotary table takes them, 0 for
+        padding. A captured graph reads them anew with each replay."""
+        return self.positions.clamp_min(0)
+
+    @property
+    def batch_rows(self) -> Tensor:
+        """int32 [padded_tokens], a view of `tokens`: which of `requests` each token is of, -1 for
+        padding."""
+        row: Tensor = token_columns(self.tokens).batch_row
+        return row
+
+    @property
+    def last_rows(self) -> Tensor:
+        """int64 [padded requests], a new tensor: the row of each request's last token, whose
+        logits give the next one; 0 for padding and for requests without tokens."""
+        columns = request_columns(self.request_rows)
+        row: Tensor = (columns.first_row + columns.count - 1).clamp_min(0).long()
+        row *= columns.count > 0
+        return row
+
+
+def require_layers(layers: object, num_layers: int) -> list[int]:
+    """Layers of the model, as given. Raises InvalidInput."""
+    try:
+        chosen: list[Any] = list(layers) if isinstance(layers, Iterable) else [layers]
+    except TypeError:  # arrays and tensors of no dimension
+        chosen = [layers]
+    for layer in chosen:
+        if not is_whole(layer) or not 0 <= layer < num_layers:
+            raise InvalidInput(f"layer {layer!r} of a model with {num_layers} layers")
+    return [int(layer) for layer in chosen]
+
+
+def describe_step(shape: StepShape, starts: Sequence[object], padded_tokens: int) -> str:
+    """The first requests of a step with their tokens, for a repr."""
+    some = [f"{n} at {start}" for n, start in zip(shape.counts.tolist(), starts, strict=True)]
+    if len(some) > MOST_SHOWN:
+        some[MOST_SHOWN:] = ["…"]
+    padding = padded_tokens - shape.num_tokens
+    return (
+        f"{shape.num_tokens} tokens{f' and {padding} of padding' if padding else ''}, "
+        f"{len(shape.requests)} requests{': ' if some else ''}{', '.join(some)}"
+    )

@@ -1,0 +1,93 @@
+"""What a `KVCacheManager` is built with, listed once: names and types for callers, and the checked
+values with their defaults for the manager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, TypedDict
+
+import torch
+
+from dsv4.cache.prefix.options import PrefixOptions
+from dsv4.errors import InvalidInput, require_count, require_flag, require_type
+from dsv4.ops.backend import BackendName
+
+if TYPE_CHECKING:
+    from dsv4.cache.handoff.options import HandoffOptions
+    from dsv4.tiers.tier import Tier
+
+
+class ManagerOptions(TypedDict, total=False):
+    """Options of `KVCacheManager` and of what builds one. Defaults are those of `Settings`."""
+
+    max_step_tokens: int
+    device: torch.device | str
+    backend: BackendName | None
+    prefix: PrefixOptions | None
+    max_open_plans: int
+    tiers: Sequence[Tier]
+    handoff: HandoffOptions | None
+    batch_invariant: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Options that were checked.
+
+    `max_step_tokens` and `max_open_plans` size the step buffers. `prefix` keeps prompts beyond
+    their requests, `tiers` keep them below the device, the fastest first, `handoff` sends requests
+    to other managers; without one of them the manager does not do it. `batch_invariant`:
+    docs/exactness.md.
+    """
+
+    max_step_tokens: int = 8192
+    device: torch.device | str = "cpu"
+    backend: BackendName | None = None
+    prefix: PrefixOptions | None = None
+    max_open_plans: int = 1
+    tiers: Sequence[Tier] = ()
+    handoff: HandoffOptions | None = None
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        if self.prefix is not None:
+            require_type("prefix", self.prefix, PrefixOptions)
+        for name in ("max_step_tokens", "max_open_plans"):  # ints, whatever they were given as
+            object.__setattr__(self, name, require_count(name, getattr(self, name)))
+        require_flag("batch_invariant", self.batch_invariant)
+        if not isinstance(self.tiers, Sequence) or isinstance(self.tiers, str | bytes):
+            raise InvalidInput(
+                f"tiers are {type(self.tiers).__name__}: give a list, the fastest first"
+            )
+
+    @classmethod
+    def of(cls, options: ManagerOptions) -> Settings:
+        """Raises InvalidInput for options that do not exist and for values that cannot be."""
+        refuse_unknown("KVCacheManager", options, ManagerOptions.__annotations__)
+        return cls(**options)
+
+    @property
+    def place(self) -> torch.device:
+        """A device that memory can be taken on, with its number: the current one where "cuda" is
+        named. InvalidInput."""
+        named: object = self.device
+        if not isinstance(named, str | int | torch.device) or isinstance(named, bool):
+            raise InvalidInput(f"device={named!r}: must be a torch.device or its name")
+        try:
+            return torch.empty(0, device=torch.device(named)).device
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            raise InvalidInput(f"device={named!r} cannot be used: {error}") from error
+
+
+def refuse_unknown(what: str, options: Mapping[str, object], known: Iterable[str]) -> None:
+    """InvalidInput for an option that `what` does not have."""
+    known = list(known)
+    for name in options:
+        if name not in known:
+            nearest = get_close_matches(name, known, n=1)
+            raise InvalidInput(
+                f"{what} has no option {name!r}: "
+                + (f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(known)}")
+            )

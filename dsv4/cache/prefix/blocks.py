@@ -1,0 +1,65 @@
+"""Cached blocks as memory that others may need. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from dsv4.cache.allocator import BlockAllocator
+from dsv4.cache.changes import LOGGER
+from dsv4.cache.prefix.index import PrefixIndex
+from dsv4.cache.prefix.node import PrefixNode
+from dsv4.cache.prefix.pins import Pins
+from dsv4.cache.prefix.rows import SnapshotRows
+
+
+class CachedBlocks:
+    """Evicts blocks with the snapshots at their ends: the `Reclaimer` of the table of requests."""
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        index: PrefixIndex,
+        rows: SnapshotRows,
+        pins: Pins,
+        before_reuse: Callable[[], None],
+    ) -> None:
+        self._allocator, self._index = allocator, index
+        self._rows, self._pins = rows, pins
+        self._before_reuse = before_reuse
+
+    def choose(self, blocks: int, *, or_fewer: bool = False) -> list[PrefixNode]:
+        """So many blocks to evict, or none, unless `or_fewer`: then they are dropped or spared."""
+        victims = self._index.choose(blocks, or_fewer=or_fewer)
+        if victims:  # they may be written before they are dropped
+            self._before_reuse()
+        return victims
+
+    def spare(self, victims: Sequence[PrefixNode]) -> None:
+        self._index.spare(victims)
+
+    def drop(self, victims: Sequence[PrefixNode]) -> None:
+        """Evicts what was chosen, with its snapshots."""
+        self._index.drop(victims)
+        if victims:
+            LOGGER.debug("%d cached blocks evicted", len(victims))
+        for node in victims:
+            if node.snapshot is not None:
+                self._rows.drop(node)
+
+    def evict(self, most: int) -> int:
+        """Evicts so many blocks, or all that can be. Returns how many."""
+        victims = self.choose(most, or_fewer=True)
+        self.drop(victims)
+        return len(victims)
+
+    def evictable(self, excluding: Collection[int] = ()) -> int:
+        """How many blocks could be evicted if these were held. Whoever holds a cached block holds
+        those before it, so it is all idle ones but what pins keep."""
+        references = self._allocator.references
+        return self._allocator.idle - sum(
+            not references(b) for b in self._pins.block_ids().union(excluding)
+        )
+
+    def pinned_blocks(self, excluding: Collection[int] = ()) -> int:
+        """Blocks that lasting pins keep, with all before them, but for those named."""
+        return self._pins.lasting_blocks(excluding)

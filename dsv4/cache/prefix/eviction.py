@@ -1,0 +1,175 @@
+"""What goes first where memory is short. Torch-free.
+
+Two rules are the cache's and hold under every policy (`Eviction`): a block that a request or a pin
+holds stays, and so does one that a cached block comes after. Which of the rest go is the policy's
+to say (`EvictionPolicy`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from typing import Protocol
+
+from dsv4.cache.prefix.node import PrefixNode
+
+PASSED_OVER = 64  # blocks that no tier has, at most, while others go
+
+
+class Eviction:
+    """One choice of blocks to evict: what is wanted, and what may go. Nothing changes by it: the
+    victims are cached until the index drops them."""
+
+    def __init__(self, wanted: int, references: Callable[[int], int], *, has_tiers: bool) -> None:
+        self.wanted, self.has_tiers = wanted, has_tiers
+        self.victims: list[PrefixNode] = []
+        self._references = references
+        self._chosen_children: dict[PrefixNode, int] = {}
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.victims) >= self.wanted
+
+    def is_leaf(self, node: PrefixNode) -> bool:
+        """Whether no cached block comes after this one but those chosen."""
+        return node.children <= self._chosen_children.get(node, 0)
+
+    def is_held(self, node: PrefixNode) -> bool:
+        """Whether a request or a pin holds the block."""
+        return bool(node.pins or self._references(node.block_id))
+
+    def take(self, node: PrefixNode) -> PrefixNode | None:
+        """Chooses a leaf that nobody holds. Answers with the block before it if that is a leaf
+        now."""
+        self.victims.append(node)
+        parent = node.parent
+        if parent is None:
+            return None
+        self._chosen_children[parent] = self._chosen_children.get(parent, 0) + 1
+        return parent if self._chosen_children[parent] == parent.children else None
+
+
+class EvictionPolicy(Protocol):
+    """In which order blocks and snapshots are evicted. One object serves one prefix cache.
+
+    It is told what happens to nodes and keeps an order of its own; a call takes O(log n). Of a node
+    it may read everything: where it lies in its prompts (`depth`), what comes before it (`parent`)
+    and after it (`children`), whether a tier has it (`stored`), whether a state is kept at its end
+    (`snapshot`). An interrupt can come at any line of it: `rebuild` must make its order anew from
+    the nodes and from whatever it finds in itself, up to date or not.
+    """
+
+    def used(self, node: PrefixNode) -> None:
+        """The block was cached a moment ago, or a request uses it and all before it."""
+
+    def offer(self, node: PrefixNode) -> None:
+        """No cached block comes after this one any more: it may go. Twice is as once."""
+
+    def is_offered(self, node: PrefixNode) -> bool:
+        """Whether `choose` will come across the block."""
+
+    def choose(self, eviction: Eviction) -> None:
+        """Takes (`eviction.take`) offered leaves that nobody holds, until it is done or none is
+        left. Those taken are offered no more: they are dropped, or offered again."""
+
+    def dropped(self, node: PrefixNode) -> None:
+        """The block is cached no more."""
+
+    def snapshot_used(self, node: PrefixNode) -> None:
+        """The state at the end of the block was kept a moment ago, or a request goes on from it."""
+
+    def snapshot_dropped(self, node: PrefixNode) -> None:
+        """The state at the end of the block is kept no more."""
+
+    def snapshots(self) -> Iterator[PrefixNode]:
+        """Blocks with a state at their end, in the order in which these states go. Whoever asks
+        leaves out what pins keep, and looks at few. Changes nothing."""
+
+    def rebuild(self, nodes: Collection[PrefixNode]) -> None:
+        """After an interrupt: anew from all cached blocks, whose `children` are right; those
+        without any are offered."""
+
+
+class LeastRecentlyUsed:
+    """The least recently used block goes first, and of blocks one that a tier has before one that
+    would be lost."""
+
+    def __init__(self) -> None:
+        self._leaves: list[tuple[int, int, PrefixNode]] = []  # a heap; stamps may be out of date
+        self._clock = 0
+        self._pushes = 0
+        self._snapshots: OrderedDict[PrefixNode, None] = OrderedDict()  # the oldest use first
+
+    def used(self, node: PrefixNode) -> None:
+        self._clock += 1
+        node.last_use = self._clock
+
+    def offer(self, node: PrefixNode) -> None:
+        if not node.queued:
+            node.queued = True
+            self._pushes += 1
+            heapq.heappush(self._leaves, (node.last_use, self._pushes, node))
+
+    def is_offered(self, node: PrefixNode) -> bool:
+        return node.queued
+
+    def choose(self, eviction: Eviction) -> None:
+        in_use: list[PrefixNode] = []
+        passed: list[PrefixNode] = []
+        most_passed = PASSED_OVER if eviction.has_tiers else 0
+        while not eviction.is_done and (self._leaves or passed):
+            if not self._leaves:  # no tier has what is left
+                most_passed = 0
+                self._offer_all(passed)
+                passed = []
+            stamp, _, node = heapq.heappop(self._leaves)
+            node.queued = False
+            if not eviction.is_leaf(node):
+                continue  # blocks come after it again: offered when they are gone
+            if stamp < node.last_use:
+                self.offer(node)
+            elif eviction.is_held(node):
+                in_use.append(node)
+            elif not node.stored and len(passed) < most_passed:
+                passed.append(node)
+            else:
+                self._take(eviction, node)
+        self._offer_all(passed)
+        for node in in_use:  # being in use is a use: it will not be looked at first next time
+            self.used(node)
+            self.offer(node)
+
+    def _take(self, eviction: Eviction, node: PrefixNode) -> None:
+        if node.parent is not None:  # a use of a block is a use of all before it
+            node.parent.last_use = max(node.parent.last_use, node.last_use)
+        parent = eviction.take(node)
+        if parent is not None:
+            self.offer(parent)
+
+    def _offer_all(self, nodes: list[PrefixNode]) -> None:
+        for node in nodes:
+            self.offer(node)
+
+    def dropped(self, node: PrefixNode) -> None:
+        """It left the heap when it was chosen."""
+
+    def snapshot_used(self, node: PrefixNode) -> None:
+        self._snapshots[node] = None
+        self._snapshots.move_to_end(node)
+
+    def snapshot_dropped(self, node: PrefixNode) -> None:
+        del self._snapshots[node]
+
+    def snapshots(self) -> Iterator[PrefixNode]:
+        return iter(self._snapshots)
+
+    def rebuild(self, nodes: Collection[PrefixNode]) -> None:
+        self._leaves = []
+        for node in nodes:
+            node.queued = False
+        self._offer_all([node for node in nodes if not node.children])
+        kept = [node for node in nodes if node.snapshot is not None]
+        known = set(kept)
+        order = [node for node in self._snapshots if node in known]
+        self._snapshots = OrderedDict.fromkeys([*order, *kept])

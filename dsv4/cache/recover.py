@@ -1,0 +1,145 @@
+"""After an interrupt: all books anew, derived from what holds something.
+
+What is taken as it is: live requests (their blocks, slot and length), nodes of the prefix index,
+offers, pins and open plans. Everything else follows from these: free slots and blocks, references,
+what is in flight, the device's table. So a call may be interrupted between any two statements. What
+cannot be derived is in the `Change` of the interrupted call: what it was about to hand out, which
+nobody has now, and whose slot it was overwriting.
+
+Everything here may run again, if it is interrupted itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from dsv4.cache.allocator import BlockAllocator
+from dsv4.cache.changes import Change
+from dsv4.cache.memory import CacheMemory
+from dsv4.cache.prefix.cache import PrefixCache
+from dsv4.cache.prepare_forward import ForwardPlan
+from dsv4.cache.requests import LENGTH, Request, RequestTable
+from dsv4.cache.step import overlap
+
+if TYPE_CHECKING:
+    from dsv4.cache.handoff.handoff import Handoff
+    from dsv4.cache.transfers.transfers import Transfers
+
+
+def recover_books(
+    interrupted: Sequence[Change],
+    *,
+    open_plans: Sequence[ForwardPlan],
+    table: RequestTable,
+    memory: CacheMemory,
+    prefix: PrefixCache | None,
+    transfers: Transfers | None,
+    handoff: Handoff | None,
+) -> list[ForwardPlan]:
+    """Returns the plans that are still open."""
+    handed_out = [item for change in interrupted for item in change.handed_out]
+    rewritten = [item for change in interrupted for item in change.rewritten]
+    still_open = _plans(open_plans, table, handed_out)
+    if transfers is not None:
+        transfers.rebuild()
+    if handoff is not None:
+        handoff.rebuild()
+    cached: list[int] = []
+    if prefix is not None:
+        taken = [plan.captures.captures for plan in still_open if plan.captures is not None]
+        prefix.rebuild({capture.row for captures in taken for capture in captures}, handed_out)
+        cached = [node.block_id for node in prefix.index.nodes()]
+    _slots(table, handed_out)
+    _blocks(table, cached)
+    for request in table.live.values():
+        _request(table, request, is_rewritten=request in rewritten)
+        if request.published_blocks:
+            memory.publish(request.slot, 0, request.block_ids[: request.published_blocks])
+    return still_open
+
+
+def _plans(
+    open_plans: Sequence[ForwardPlan], table: RequestTable, handed_out: Collection[object]
+) -> list[ForwardPlan]:
+    """Plans that go on: of those that are over, that nobody has, or whose lengths have moved, the
+    call that ended them was interrupted, and it has ended them."""
+    still_open = []
+    for plan in open_plans:
+        moved = bool((table.numbers[LENGTH, plan.slots] != plan.starts).any())
+        if plan.done or (moved and plan.after is None) or plan in handed_out:
+            plan.close()
+            overlap.move_up(plan, table, open_plans)
+        else:
+            still_open.append(plan)
+    return still_open
+
+
+def _slots(table: RequestTable, handed_out: Collection[object]) -> None:
+    """A slot is a live request's, or promised to an arrival, or free. Requests that no caller has
+    are released."""
+    for holder, holding in list(table.holdings.items()):
+        if holding.slot in table.live:  # the arrival's request has all of it
+            del table.holdings[holder]
+    for slot, request in list(table.live.items()):
+        if request.released or request in handed_out:
+            del table.live[slot]
+            request.released = True
+    taken = {*table.live, *(holding.slot for holding in table.holdings.values())}
+    table.free_slots = _in_order(table.free_slots, set(range(table.max_requests)) - taken)
+
+
+def _blocks(table: RequestTable, cached: Collection[int]) -> None:
+    """Who holds which blocks: requests, offers and arrivals; what the index keeps; what is in
+    flight. All others are free."""
+    references = Counter(b for request in table.live.values() for b in request.block_ids)
+    holdings = table.holdings.values()
+    references.update(b for holding in holdings for b in holding.block_ids)
+    in_flight = {b for holding in holdings for b in holding.landing}
+    _allocator(table.allocator, references, cached, in_flight)
+
+
+def _allocator(
+    allocator: BlockAllocator,
+    references: Counter[int],
+    cached: Collection[int],
+    in_flight: set[int],
+) -> None:
+    total = allocator.total
+    kept = bytearray(total)
+    for block_id in cached:
+        kept[block_id] = True
+    held = {block_id for block_id in range(total) if references[block_id] or kept[block_id]}
+    free = set(range(total)) - held - in_flight
+    for block_id in free.difference(allocator._free):
+        allocator._generations[block_id] += 1
+    allocator._free = _in_order(allocator._free, free)
+    allocator._references = [references[block_id] for block_id in range(total)]
+    allocator._cached, allocator._in_flight = kept, in_flight
+    allocator.cached = len(cached)
+    allocator.idle = sum(not references[block_id] for block_id in cached)
+
+
+def _in_order(listed: Iterable[int], free: set[int]) -> list[int]:
+    """Free numbers: those that were listed keep their order, the others are taken first."""
+    known = [number for number in dict.fromkeys(listed) if number in free]
+    return [*known, *sorted(free.difference(known), reverse=True)]
+
+
+def _request(table: RequestTable, request: Request, *, is_rewritten: bool) -> None:
+    """A live request. One whose slot was being overwritten, or whose blocks are cut but not its
+    length, is torn."""
+    schema = table.schema
+    held = len(request.block_ids) * schema.block_tokens
+    is_cut = bool(schema.block_bytes) and request.length > held
+    if is_cut:
+        table.numbers[LENGTH, request.slot] = held
+    if is_cut or is_rewritten:
+        request.lose_rings()
+    request.reused_tokens = min(request.reused_tokens, held or request.reused_tokens)
+    table.cut_shared_after(request)
+    request.published_blocks = min(request.published_blocks, len(request.block_ids))
+    if request.trail is not None and request.is_torn:
+        request.trail.cut(request.length)
+    request.mend()
