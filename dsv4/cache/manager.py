@@ -1100,7 +1100,7 @@ class KVCacheManager(Uncopied):
         try:
             self._commit(plan, accepted, ids, partial=partial)
         finally:
-            turn.leave()
+            del turn.visits[turn.number]  # turn.leave, without a call
 
     def _commit(
         self,
@@ -1191,7 +1191,9 @@ class KVCacheManager(Uncopied):
         open, ThreadError while a thread uses its handles."""
         step_checks.open_plan(plan, self.open_plans)
         turn = self.memory.lanes[plan.lane].workspace.turn
-        turn.enter_with(self.guard.visits[self.guard.number])
+        visit = self.guard.visits[self.guard.number]
+        if turn.visits.setdefault(turn.number, visit) is not visit:  # turn.enter, without a call
+            turn.come_past(visit)
         return turn
 
     def _note_unkept(self, plan: ForwardPlan) -> None:

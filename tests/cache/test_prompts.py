@@ -108,11 +108,11 @@ def test_a_long_prompt_is_asked_about_in_a_few_looks():
             return super().__contains__(key)
 
     index._nodes = Counting(index._nodes)
-    begin = time.perf_counter()
+    begin = time.thread_time()
     assert manager.look_up(prompt) == Resume(
         start=0, reused_tokens=0, end=schema.max_context, source="nothing"
     )
-    assert time.perf_counter() - begin < 0.02
+    assert time.thread_time() - begin < 0.02
     assert 0 < looks <= 12
 
 

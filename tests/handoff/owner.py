@@ -12,6 +12,7 @@ from dsv4.errors import Dsv4Error
 from dsv4.tiers.disk import DiskTier
 from tests.support.handoff import PATIENT_S, assert_nothing_left, grown, handing, side, tidy
 from tests.support.lives import Text, run_to
+from tests.support.tiers import PATIENT
 
 TOKENS = 900
 
@@ -19,7 +20,7 @@ TOKENS = 900
 class Owner:
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         disk = options.pop("disk", None)
-        tiers = [] if disk is None else [DiskTier(disk, 1 << 30)]
+        tiers = [] if disk is None else [DiskTier(disk, 1 << 30, limits=PATIENT)]
         self.stack = side(name, tiers=tiers, **options)
         self.manager = self.stack.manager
 

@@ -254,11 +254,11 @@ def test_more_than_any_owner_says_is_refused_at_once(owner: Stack, taker: Stack)
     ]
     for each in wrong:
         packed = replace(offer, sums=None, **each).pack()
-        begun = time.monotonic()
+        begun = time.thread_time()
         with pytest.raises(OfferError, match="at most") as error:
             taker.manager.accept(packed)
         assert error.value.reason == "damaged"
-        assert time.monotonic() - begun < 0.5  # 2.4 MB of pieces took 3.2 s
+        assert time.thread_time() - begun < 0.5  # 2.4 MB of pieces took 3.2 s
     with pytest.raises(OfferError, match="no offer has more"):
         taker.manager.accept(bytes(offers.MOST_BYTES + 1))
     assert everything(taker.manager) == before
@@ -268,10 +268,10 @@ def test_pieces_are_paired_in_the_time_that_they_need():
     class Few:
         pieces = (memoryview(bytearray(200_000)),)
 
-    begun = time.monotonic()
+    begun = time.thread_time()
     rows = _paired(Few, [(n, 1) for n in range(200_000)])  # type: ignore[arg-type]
     assert len(rows) == 200_000
-    assert time.monotonic() - begun < 2.0
+    assert time.thread_time() - begun < 2.0
 
 
 def test_an_offer_writes_no_lines_into_logs(owner: Stack, taker: Stack):
@@ -378,7 +378,7 @@ def test_who_has_one_offer_ends_no_other(owner: Stack):
     # nor does he find the names in what he can read
     handoff = handing(owner)
     arena = owner.manager.block_arena.bytes.numpy().tobytes()
-    for memory in (arena, bytes(handoff._rows.memory), bytes(handoff._pledges.memory)):
+    for memory in (arena, bytes(handoff.rows.memory), bytes(handoff.pledges.memory)):
         assert not any(name in memory for name in names)
 
 

@@ -377,3 +377,23 @@ def test_room_for_drafts_and_for_limits_that_nobody_gave() -> None:
         drafts = {"max_new_tokens": 10, "prompt_lookup_num_tokens": 5}
         assert model.generate(text, do_sample=False, **drafts).shape == (1, 60)
         assert model.generate(prompt(40), do_sample=False).shape == (1, 60)
+
+
+@torch.no_grad()
+def test_room_for_negative_prompts() -> None:
+    """They have rows of their own, to which the new tokens are appended too."""
+    with fast(plain_model(), max_context=64) as model:
+        ids, against = prompt(10), prompt(50, seed=4)
+        mask = (torch.arange(50) >= 20).long()[None]
+        options: dict[str, Any] = {"guidance_scale": 2.0, "do_sample": False}
+        options |= {"negative_prompt_ids": against}
+        for limit in ({"max_new_tokens": 16}, {"max_length": 26}):
+            with pytest.raises(ContextOverflow, match=r"ids are 50.*16 new") as told:
+                model.generate(ids, **limit, **options)
+            assert (told.value.asked_tokens, told.value.max_context_tokens) == (65, 64)
+        assert manager_of(model).stats().prefix.tokens_asked == 0  # nothing has run
+        assert model.generate(ids, max_new_tokens=15, **options).shape == (1, 25)
+        options |= {"negative_prompt_attention_mask": mask}
+        assert model.generate(ids, max_new_tokens=16, **options).shape == (1, 26)
+        del options["guidance_scale"]
+        assert model.generate(ids, max_new_tokens=16, **options).shape == (1, 26)

@@ -20,7 +20,7 @@ from dsv4.tiers.host import HostTier
 from tests.integrations.fast_v4 import fast, generate, manager_of, plain_model
 from tests.integrations.test_accelerate_prefix import counted, ids
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 NEW_TOKENS = 9
 OPTIONS = PrefixOptions(model_id="tiny weights, seed 0")
 
@@ -32,7 +32,11 @@ def process(root: Path, **options: Any) -> Iterator[tuple[Any, list[int], DiskTi
     try:
         with (
             fast(
-                plain_model(), prefix=OPTIONS, tiers=[HostTier(4 << 20), disk], **options
+                plain_model(),
+                prefix=OPTIONS,
+                tiers=[HostTier(4 << 20), disk],
+                fetch_timeout_s=TIMEOUT_S,
+                **options,
             ) as model,
             counted(model) as runs,
         ):
@@ -89,6 +93,28 @@ def test_a_batch_goes_on_row_by_row(tmp_path: Path) -> None:
         found = say(model, question)
         assert runs[0] == 2 * (1 + 7)
     assert found.sequences.tolist() == expected(question).sequences.tolist()
+
+
+def test_weights_that_are_loaded_again_find_what_was_stored(tmp_path: Path) -> None:
+    prompt = ids(300, 1)
+    with process(tmp_path) as (model, runs, disk):
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+        first = say(model, prompt)
+        assert manager_of(model).drain_tiers(TIMEOUT_S)
+        stored = disk.stats().stored
+        manager_of(model).evict()
+        model.load_state_dict(values)
+        runs.clear()
+        again = say(model, prompt)
+        assert sum(runs) < 60 + NEW_TOKENS
+        assert torch.equal(again.sequences, first.sequences)
+        assert manager_of(model).drain_tiers(TIMEOUT_S)
+        assert disk.stats().stored == stored
+        with torch.no_grad():
+            model.model.layers[1].self_attn.kv_proj.weight[3, 5] += 0.01
+        runs.clear()
+        say(model, prompt)
+        assert sum(runs) >= 300
 
 
 def test_tiers_that_are_gone_cost_time_and_nothing_else(tmp_path: Path) -> None:

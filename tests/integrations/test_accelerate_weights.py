@@ -16,11 +16,12 @@ from transformers import DeepseekV4ForCausalLM
 
 from dsv4.errors import InvalidInput
 from dsv4.integrations.transformers import Engine
-from dsv4.integrations.transformers.weights import Weights
+from dsv4.integrations.transformers.weights import Weights, mixed_sum
 from tests.integrations.adapters import add_adapter, disable_adapter, layers_of, set_adapter
 from tests.integrations.fast_v4 import fast, generate, plain_model
 from tests.integrations.test_accelerate_graphs import record_graphs
 from tests.integrations.tiny_v4 import prompt
+from tests.support.numbers import Numbers
 
 NEW_TOKENS = 4
 IDS = prompt(300)
@@ -343,4 +344,76 @@ def test_the_state_that_has_no_name_is_never_forgotten() -> None:
     for lora in layers_of(model):
         lora.scaling["a"] = 1.0
     assert weights.glance() is None
-    assert len(weights._names) <= 64
+    assert len(weights._states) <= 64
+
+
+def test_the_same_values_have_the_same_name_where_tiers_keep_what_came_of_them() -> None:
+    model = copy.deepcopy(plain_model())
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    weights, by_state = Weights(model, by_value=True), Weights(model)
+    versions = [weights.version]
+    model.load_state_dict(values)
+    assert weights.read() is None
+    assert by_state.read() is not None
+    versions.append(weights.version)
+    parameter = model.model.layers[1].self_attn.kv_proj.weight
+    with torch.no_grad():
+        parameter.view(-1)[77] += 1e-6
+        changed = weights.read()
+        versions.append(weights.version)
+        parameter.copy_(values["model.layers.1.self_attn.kv_proj.weight"])
+    assert changed is not None
+    assert weights.read() is None
+    versions.append(weights.version)
+    parameter.data = parameter.data.clone()  # elsewhere: what graphs have read is not this
+    assert weights.read() is None
+    versions.append(weights.version)
+    with torch.no_grad():
+        parameter.view(-1)[77] += 1e-6
+    assert weights.read() == changed
+    assert len(set(versions)) == len(versions)
+
+
+def test_names_by_value_know_which_adapters_are_active_and_how_they_are_scaled() -> None:
+    model = with_adapters()
+    twin = copy.deepcopy(model)
+    weights, others = Weights(model, by_value=True), Weights(twin, by_value=True)
+    names = [weights.read()]
+    for scale in (2.0, 3.0, 2.0, 1.0):
+        for lora in layers_of(model):
+            lora.scaling["a"] = scale
+        names.append(weights.read())
+    assert names[0] is None
+    assert names[4] is None
+    assert names[1] == names[3] is not None
+    assert len(set(names)) == 3
+    for lora in layers_of(twin):
+        lora.scaling["a"] = 3.0
+    assert others.read() == names[2]  # in any process
+    layers_of(model)[0].register_forward_pre_hook(lambda *given: None)
+    hooked = {weights.read()}
+    weights._states.clear()
+    hooked.add(weights.read())
+    assert len(hooked) == 2  # what hooks do is not known
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 1001])
+def test_every_changed_byte_changes_the_digest(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of devices, chunk by chunk; bytes may begin anywhere in their memory."""
+    monkeypatch.setattr("dsv4.integrations.transformers.weights._CHUNK_BYTES", 512)
+    flat = Numbers(3).integers(0, 256, size + 3).to(torch.uint8)
+    first = mixed_sum(flat[3:])
+    assert mixed_sum(flat[3:].clone()) == first
+    found = {first}
+    for place in range(3, size + 3, max(1, size // 97)):
+        for bit in (1, 128):
+            flat[place] ^= bit
+            found.add(mixed_sum(flat[3:]))
+            flat[place] ^= bit
+    assert len(found) == 1 + 2 * len(range(3, size + 3, max(1, size // 97)))
+    if size > 8:
+        assert mixed_sum(flat[3:].flip(0)) not in found
+        two = flat[3:].clone()  # the same change at two places does not cancel
+        two[7] ^= 128
+        two[15] ^= 128
+        assert mixed_sum(two) not in found

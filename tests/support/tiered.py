@@ -17,10 +17,11 @@ from dsv4.tiers.host import HostTier
 from dsv4.tiers.tier import Tier
 from tests.support.lives import TINY, Text, assert_cold, run_to, tiny_stack
 from tests.support.stack import POISON, Stack, logical_bytes
+from tests.support.tiers import PATIENT
 
 SCHEMA = CacheSchema.build(TINY, max_context=2048)
 BLOCK = SCHEMA.block_tokens
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0  # where nothing is to be late, on the slowest machine
 
 
 def options(policy: SnapshotPolicy | None = None, **more: Any) -> PrefixOptions:
@@ -36,7 +37,7 @@ def stack_with(
 
 
 def disk(root: Path, **more: Any) -> DiskTier:
-    return DiskTier(root / "tier", 1 << 30, **more)
+    return DiskTier(root / "tier", 1 << 30, **{"limits": PATIENT, **more})
 
 
 def run(stack: Stack, text: Text, tokens: int) -> Request:

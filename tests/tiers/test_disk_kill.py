@@ -102,7 +102,7 @@ def blocks(run: int, go: int) -> list[Label]:
 @pytest.mark.parametrize("kills", [CI, NIGHTLY])
 def test_a_killed_writer_leaves_whole_records(tmp_path: Path, memory: Memory, kills: int) -> None:
     root, random = tmp_path / "store", Random(5)
-    reader = DiskTier(root, 1 << 30, limits=Limits(threads=1, deadline_s=60.0))
+    reader = DiskTier(root, 1 << 30, limits=Limits(threads=1, deadline_s=120.0))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 1}
     with python(NURSERY, root, **pipes) as nursery:
         assert nursery.stdin is not None

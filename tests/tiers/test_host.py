@@ -366,10 +366,10 @@ def test_room_is_found_in_a_look_whatever_is_held() -> None:
         assert row is not None
         tier.publish(row)
         held.append(row)
-    begin = time.perf_counter()
+    begin = time.thread_time()
     for nth in range(300):
         assert put(tier, label(("new", nth), payload_bytes=ROW))
-    assert time.perf_counter() - begin < 1.0  # with each one passed over each time: minutes
+    assert time.thread_time() - begin < 1.0  # with each one passed over each time: minutes
     for row in held:
         tier.release(row)
     for nth in range(8000):

@@ -37,7 +37,7 @@ from tests.support.tiers import (
     wait,
 )
 
-QUICK = Limits(threads=4, deadline_s=1.0, back_off_s=0.2)  # where a deadline is to pass
+QUICK = Limits(threads=4, deadline_s=3.0, back_off_s=0.2)  # where a deadline is to pass
 
 
 @contextmanager
@@ -218,7 +218,7 @@ def test_a_long_lookup_ends_with_its_deadline(
     labels = [label(("slow", n), kind=Kind.SNAPSHOT) for n in range(40)]
 
     def slowly(method: str, path: str) -> int:
-        time.sleep(0.3)
+        time.sleep(QUICK.deadline_s * 0.3)
         return 404
 
     between.fault = slowly
@@ -272,7 +272,7 @@ def test_repetitions_are_bounded_and_several_failures_are_a_rest(
 ) -> None:
     labels = chain("never", 3 * FAILURES)
     between.fault = lambda method, path: 500
-    limits = Limits(threads=2, deadline_s=5.0, back_off_s=60.0)
+    limits = Limits(threads=2, deadline_s=60.0, back_off_s=600.0)
     with connected(between.port, limits=limits) as tier:
         begin = time.monotonic()
         assert load(tier, [memory.blank(labels[0])]) == [State.MISSING]

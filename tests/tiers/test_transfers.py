@@ -279,17 +279,21 @@ def test_a_tier_that_raises_is_a_miss(call: str):
     manager.check_invariants()
 
 
+WAITS_S = 60.0  # a call that waited for it would take far longer than a busy machine does
+
+
 class Slow:
-    """A tier whose calls wait, as behind a lock."""
+    """A tier whose calls wait, as behind a lock, until they may go on."""
 
     def __init__(self, tier: HostTier) -> None:
-        self._tier, self.waits_s, self.name = tier, 0.0, "slow"
+        self._tier, self.go_on, self.name = tier, threading.Event(), "slow"
+        self.go_on.set()
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._tier, name)
 
         def slowly(*arguments: Any) -> Any:
-            time.sleep(self.waits_s)
+            self.go_on.wait(WAITS_S)
             return call(*arguments)
 
         return slowly if name in ("lookup", "load", "poll", "cancel", "use") else call
@@ -306,7 +310,7 @@ def test_nobody_waits_for_calls_that_are_slow():
     host.drop(list(host._rows))
     while host.stats().held_records:
         time.sleep(0.001)
-    slow.waits_s = 1.0
+    slow.go_on.clear()
     longest = 0.0
 
     def timed(call: Callable[[], Any]) -> Any:
@@ -320,18 +324,18 @@ def test_nobody_waits_for_calls_that_are_slow():
     for _ in range(20):
         assert not timed(fetch.poll)
     timed(fetch.cancel)
-    assert longest < 0.5
+    assert longest < WAITS_S / 2
     begin = time.perf_counter()
     request = manager.admit_fetched(text.ids[:700], timeout_s=0.05)
-    assert time.perf_counter() - begin < 0.5
+    assert time.perf_counter() - begin < WAITS_S / 2
     assert request.resume.start == 0  # it had no time: computed
     run_to(stack, request, text, 700)
     assert_like_cold(stack, request, text)
     manager.release_request(request)
     begin = time.perf_counter()
     manager.release_request(manager.admit_request(text.ids[:700]))  # a use, which tiers are told
-    assert time.perf_counter() - begin < 0.5
-    slow.waits_s = 0.0
+    assert time.perf_counter() - begin < WAITS_S / 2
+    slow.go_on.set()
     empty(stack)
     host.drop(list(host._rows))
     request = run(stack, text, 700)  # and it has what it had
@@ -359,13 +363,13 @@ def test_a_thread_that_asks_ends_with_who_asked():
 def test_a_tier_is_asked_for_so_much_at_once():
     """One that hangs: the rest is missing at once, and what was given up is never asked."""
     slow = Slow(HostTier(8 << 20))
-    slow.waits_s = 0.5
+    slow.go_on.clear()
     aside = Aside(slow)  # type: ignore[arg-type]
     asked = [aside.lookup([label(nth)]) for nth in range(MOST_ASKED + 10)]
     assert sum(aside.poll(each).settled for each in asked) >= 9
     for each in asked:
         aside.cancel(each)
-    slow.waits_s = 0.0
+    slow.go_on.set()
     until(lambda: all(aside.poll(each).settled for each in asked))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import NamedTuple, TypeVar
 
@@ -496,13 +496,6 @@ class PrefixCache:
             self.rows.attach(node, row)
 
     # ---- memory ------------------------------------------------------------------------------
-
-    def rebuild(self, reserved: Collection[int], lost: Collection[object]) -> None:
-        """After an interrupt: pins and snapshots anew, from what the index keeps. `reserved` rows
-        are an open plan's, `lost` pins nobody has; fetches are over, with what they pinned."""
-        self.index.rebuild()
-        self.pins.rebuild(lost)
-        self.rows.rebuild(self.index.nodes(), reserved)
 
     def stats(self, *, idle_blocks: int) -> PrefixStats:
         return PrefixStats(

@@ -81,9 +81,8 @@ def accelerate(
     With `tiers` (docs/tiers.md) that outlives the process: a conversation goes on without running
     what was said, in whatever process has the same tiers. Prompts wait for them `fetch_timeout_s`
     at most. `prefix` must have a `model_id` then, which names the weights as they are now, with
-    the adapters that are active now; other processes do not find what comes of others. Rows that
-    are given back leave where they were in the tiers; `restore` and the end of the process wait for
-    that.
+    the adapters that are active now; what comes of others has names of its own. Rows that are given
+    back leave where they were in the tiers; `restore` and the end of the process wait for that.
 
     `backend` computes the cache's part: "triton" (default on a GPU) or "reference" (default
     elsewhere), which runs on GPUs that there are no kernels for and is never captured.

@@ -282,7 +282,7 @@ class FastForward:
         size = self.graphs.padded(len(steps))
         told = self._told(ids, slice(None))
         with self._planned(steps, told, pad_tokens=size, pad_requests=size) as plan:
-            hidden: Any = self.graphs(ids, plan.batch, self.caches.weights.name)
+            hidden: Any = self.graphs(ids, plan.batch, self.caches.weights.version)
             plan.mark_appended()
         return MoeModelOutputWithPast(last_hidden_state=hidden)
 
@@ -368,7 +368,7 @@ class FastForward:
             self._planned(steps, told, pad_tokens=size, pad_requests=size) as plan,
         ):
             if self.graphs and captured:
-                hidden = self.graphs(given, plan.batch, self.caches.weights.name)[0]
+                hidden = self.graphs(given, plan.batch, self.caches.weights.version)[0]
                 plan.mark_appended()
                 yield hidden
             else:
@@ -446,7 +446,7 @@ class DecodeGraphs:
     ) -> None:
         self._run, self._max_rows, self._device = run, max_rows, device
         self._capture = capture or CudaCapture()
-        self._steps: OrderedDict[str | None, dict[int, _Step]] = OrderedDict()
+        self._steps: OrderedDict[int, dict[int, _Step]] = OrderedDict()
 
     @property
     def sizes(self) -> list[int]:
@@ -457,9 +457,9 @@ class DecodeGraphs:
         """The captured size that `rows` rows run at."""
         return min(1 << (rows - 1).bit_length(), self._max_rows)
 
-    def __call__(self, ids: Tensor, batch: Batch, weights: str | None = None) -> Tensor:
+    def __call__(self, ids: Tensor, batch: Batch, weights: int = 0) -> Tensor:
         """[1, rows, hidden] of int64 `ids` [1, rows]; the batch is padded to `padded(rows)`.
-        `weights` names what the model computes with now (weights.py)."""
+        `weights` is the version of what the model computes with (weights.py)."""
         size, rows = batch.padded_tokens, ids.shape[1]
         steps = self._steps.get(weights)
         if steps is None or size not in steps:

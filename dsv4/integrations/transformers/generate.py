@@ -67,21 +67,17 @@ class FastGenerate:
             ids = options.get("inputs_embeds")
         if not isinstance(ids, Tensor) or ids.dim() < 2:
             return
-        columns, mask, padding = ids.shape[1], options.get("attention_mask"), given("pad_token_id")
         new = given("max_new_tokens")
         if new is None:
             longest = given("max_length")
             if longest is None:
                 new = _DEFAULT_NEW_TOKENS
             elif ids.dim() == 2:
-                new = longest - columns
+                new = longest - ids.shape[1]
         if not isinstance(new, int) or new < 1:
             return
-        if not (isinstance(mask, Tensor) and mask.dim() == 2):
-            mask = torch.ones(ids.shape[:2], dtype=torch.bool)
-            if isinstance(padding, int) and ids.dim() == 2:  # transformers reads a mask from it
-                mask = ids != padding
-        tokens = int(mask.count_nonzero(dim=1).max()) + new - 1  # the last one does not run
+        padding = given("pad_token_id") if ids.dim() == 2 else None
+        tokens = _longest(ids, options.get("attention_mask"), padding) + new - 1
         if isinstance(drafts := given("prompt_lookup_num_tokens"), int):
             tokens += drafts  # which transformers does not cut at the end
         most = self.caches.max_context
@@ -91,6 +87,18 @@ class FastGenerate:
             most = min(most, helper.caches.max_context)
         if tokens > most:
             raise context_overflow(tokens, most)
+        against = options.get("negative_prompt_ids")
+        if given("guidance_scale") in (None, 1) or not isinstance(against, Tensor):
+            return
+        # a row of its own, to which every new token is appended too
+        tokens = _longest(against, options.get("negative_prompt_attention_mask"), None) + new - 1
+        if tokens > self.caches.max_context:
+            raise context_overflow(
+                tokens,
+                self.caches.max_context,
+                f"negative_prompt_ids are {against.shape[-1]} columns long, and the {new} new "
+                f"tokens follow them too: ",
+            )
 
     def _check_assistant(self, assistant: Any) -> None:
         """Raises InvalidInput for a V4 whose own cache would be cropped, which it cannot be."""
@@ -148,12 +156,20 @@ class FastGenerate:
             cache.crop(keep - columns)
 
 
-def context_overflow(asked_tokens: int, max_context_tokens: int) -> ContextOverflow:
+def context_overflow(asked_tokens: int, max_context_tokens: int, why: str = "") -> ContextOverflow:
     return ContextOverflow(
         asked_tokens=asked_tokens,
         max_context_tokens=max_context_tokens,
-        note="accelerate(max_context=…) with more, or ask for fewer tokens",
+        note=f"{why}accelerate(max_context=…) with more, or ask for fewer tokens",
     )
+
+
+def _longest(ids: Tensor, mask: Any, padding: Any) -> int:
+    """Tokens of the longest row of ids [rows, columns], or of embeddings. Without a mask, ids that
+    are `padding` are none: transformers reads a mask from them."""
+    if not (isinstance(mask, Tensor) and mask.dim() == 2):
+        mask = ids != padding if isinstance(padding, int) else torch.ones(ids.shape[:2])
+    return int(mask.count_nonzero(dim=1).max())
 
 
 def _check_padding(mask: Tensor) -> None:

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 import weakref
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _KEPT_STATES = 64
+_CHUNK_BYTES = 1 << 25  # of a tensor that is digested at once
+Stamp = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """One that the model was in. `memory` is what it was in: it holds while all of that is alive.
+    Tensors themselves are not referred to weakly: torch.utils.swap_tensors refuses those that
+    are."""
+
+    name: str | None
+    version: int
+    memory: list[StorageWeakRef]
 
 
 class Weights:
@@ -22,31 +38,37 @@ class Weights:
     A state is which parameters and buffers take part, how often each was written to and where it
     lies, and of PEFT's layers which adapters are active and merged, and how they are scaled. Not
     seen are writes that torch does not count (through `.data`), and what hooks do.
+
+    `by_value`, for tiers, whose records outlive states: a state in which the same values are
+    computed with has the same name, wherever they lie and however often they were written, so what
+    was stored with them is found after `load_state_dict`. Each tensor is read once for that.
+    `version` tells states apart in any case, as graphs that have read memory must.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = weakref.ref(model)
-        # by state, which says where memory is: good while all of that is alive. Tensors themselves
-        # are not referred to weakly: torch.utils.swap_tensors refuses those that are
-        self._names: OrderedDict[tuple[Any, ...], tuple[str | None, list[StorageWeakRef]]] = (
-            OrderedDict()
-        )
+    def __init__(self, model: Any, *, by_value: bool = False) -> None:
+        self._model, self._by_value = weakref.ref(model), by_value
+        self._states: OrderedDict[tuple[Any, ...], State] = OrderedDict()
+        self._digests: dict[Stamp, tuple[StorageWeakRef, str]] = {}
         self._tuner: dict[str, Any] | None = None  # a layer with adapters: all are switched alike
         self._switches: Any = None
+        self._adapted: list[Any] = []
         self._merged: list[Any] = []
         self._merges = 0  # what was merged and taken out again is not quite what it was
         self.name: str | None = None
-        self._note(*self._read(), None)
+        self.version = 0
+        state, tensors = self._read()
+        self._first_digest = self._digest(tensors)
+        self._note(state, tensors, None)
 
     def read(self) -> str | None:
         """The name of the state that the model is in, after a look at every parameter."""
         state, tensors = self._read()
-        found = self._names.get(state)
-        if found is not None and not any(map(StorageWeakRef.expired, found[1])):
-            self._names.move_to_end(state)
-            self.name = found[0]
+        found = self._states.get(state)
+        if found is not None and not any(map(StorageWeakRef.expired, found.memory)):
+            self._states.move_to_end(state)
+            self.name, self.version = found.name, found.version
         else:
-            self._note(state, tensors, uuid.uuid4().hex)
+            self._note(state, tensors, self._new_name(tensors))
         return self.name
 
     def glance(self) -> str | None:
@@ -55,15 +77,46 @@ class Weights:
             return self.read()
         return self.name
 
+    def _new_name(self, tensors: list[Tensor]) -> str | None:
+        digest = self._digest(tensors)
+        if digest is None:
+            return uuid.uuid4().hex
+        return None if digest == self._first_digest else digest
+
     def _note(self, state: tuple[Any, ...], tensors: list[Tensor], name: str | None) -> None:
         memory = [StorageWeakRef(_local(tensor).untyped_storage()) for tensor in tensors]
-        self._names[state] = name, memory
-        self._names.move_to_end(state)
-        while len(self._names) > _KEPT_STATES:
-            oldest, known = self._names.popitem(last=False)
-            if known[0] is None:  # the one that tiers and other processes know
-                self._names[oldest] = known
-        self.name = name
+        self.name, self.version = name, self.version + 1
+        self._states[state] = State(name=name, version=self.version, memory=memory)
+        self._states.move_to_end(state)
+        while len(self._states) > _KEPT_STATES:
+            oldest, known = self._states.popitem(last=False)
+            if known.name is None:  # the one that tiers and other processes know
+                self._states[oldest] = known
+
+    def _digest(self, tensors: list[Tensor]) -> str | None:
+        """Of all values that are computed with. None where they are not all that counts, or
+        cannot be read."""
+        if not self._by_value or any(hooks for _, _, hooks in self._adapted):
+            return None
+        known: dict[Stamp, tuple[StorageWeakRef, str]] = {}
+        for tensor in tensors:
+            stamp, local = _stamp(tensor), _local(tensor)
+            entry = self._digests.get(stamp)
+            if entry is None or entry[0].expired():
+                try:
+                    digest = digest_of(local)
+                except (RuntimeError, NotImplementedError):  # a type without bytes of its own
+                    return None
+                entry = StorageWeakRef(local.untyped_storage()), digest
+            known[stamp] = entry
+        self._digests = known
+        digest_of_all = hashlib.blake2b(digest_size=16)
+        digest_of_all.update(repr((self._adapted, self._merged)).encode())
+        for tensor in tensors:
+            local = _local(tensor)
+            shape = (str(local.dtype), *local.shape, known[_stamp(tensor)][1])
+            digest_of_all.update(repr(shape).encode())
+        return digest_of_all.hexdigest()
 
     def _read(self) -> tuple[tuple[Any, ...], list[Tensor]]:
         """The state, and the tensors that it speaks of."""
@@ -101,11 +154,41 @@ class Weights:
         if merged != self._merged:
             self._merged = merged
             self._merges += 1
+        self._adapted = adapted
         tensors = [tensor for tensor in found if tensor is not None]
         return (self._merges, *adapted, *map(_stamp, tensors)), tensors
 
 
-def _stamp(tensor: Any) -> tuple[int, int, int]:
+def digest_of(tensor: Tensor) -> str:
+    """Of a tensor's bytes, where it is."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if flat.device.type == "cpu":
+        array: Any = flat.numpy()
+        return hashlib.blake2b(array, digest_size=16).hexdigest()
+    return f"{flat.device.type} {mixed_sum(flat):x}"
+
+
+def mixed_sum(flat: Tensor) -> int:
+    """64 bits of uint8 [n], for devices: each 8 bytes are mixed with their place by a permutation,
+    and these are added up, so that a change of any 8 is always noticed."""
+    total = 0
+    for first in range(0, len(flat), _CHUNK_BYTES):
+        part = flat[first : first + _CHUNK_BYTES]
+        if len(part) % 8:
+            part = nn.functional.pad(part, (0, -len(part) % 8))
+        elif part.storage_offset() % 8:
+            part = part.clone()
+        place = torch.arange(first // 8, first // 8 + len(part) // 8, device=part.device)
+        mixed = part.view(torch.int64) ^ (place * -0x61C8864680B583EB)
+        mixed = mixed * -0x40A7B892E31B1A47
+        mixed ^= (mixed >> 30) & 0x3FFFFFFFF  # without the sign that a shift brings
+        mixed *= -0x6B2FB644ECCEEE15
+        mixed ^= (mixed >> 32) & 0xFFFFFFFF
+        total += int(mixed.sum())
+    return total % (1 << 64)
+
+
+def _stamp(tensor: Any) -> Stamp:
     local = _local(tensor)
     return id(tensor), -1 if local.is_inference() else local._version, local.data_ptr()
 
