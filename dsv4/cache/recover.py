@@ -55,11 +55,9 @@ def recover_books(
         _host_memory(handoff)
     cached: list[int] = []
     if prefix is not None:
-        taken = [plan.captures.captures for plan in still_open if plan.captures is not None]
-        rows = {capture.row for captures in taken for capture in captures}
         recover_index(prefix.index)
         _pins(prefix.pins, handed_out)
-        recover_rows(prefix.rows, prefix.index.nodes(), rows)
+        recover_rows(prefix.rows, prefix.index.nodes(), prefix.captures.rows_of(still_open))
         cached = [node.block_id for node in prefix.index.nodes()]
     _slots(table, handed_out)
     _blocks(table, cached)
