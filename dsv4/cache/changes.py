@@ -264,11 +264,6 @@ class Turn(Door):
         if self.visits.setdefault(self.number, visit) is not visit:
             self.come_past(visit)
 
-    def enter_with(self, visit: Visit) -> None:
-        """As `enter`, for a call that is inside its manager too."""
-        if self.visits.setdefault(self.number, visit) is not visit:
-            self.come_past(visit)
-
     def come_past(self, visit: Visit) -> None:
         """Enters past calls that were interrupted. Raises ThreadError while another one runs."""
         inside, number, _ = self._come_past(visit)

@@ -21,12 +21,13 @@ from dsv4.cache.changes import LOGGER, Guard, Turn, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
 from dsv4.cache.options import ManagerOptions, Settings
-from dsv4.cache.prefix.cache import LearnedIds, PrefixCache
+from dsv4.cache.prefix.cache import PrefixCache
 from dsv4.cache.prefix.index import BlockEvent
 from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume
 from dsv4.cache.prefix.snapshots import SnapshotPool
+from dsv4.cache.prefix.step_ids import StepIds
 from dsv4.cache.prefix.trail import TokenIds, TokenTrail, token_ids
 from dsv4.cache.prepare_forward import (
     ForwardPlan,
@@ -825,7 +826,8 @@ class KVCacheManager(Uncopied):
                 plan.batch.window_cut, plan.batch.sizes = True, (*plan.batch.sizes, 1)
             captures = None
             if self.prefix is not None and plan.prefill is not None:
-                captures = self.prefix.plan_captures(plan.prefill)
+                workspace = self.memory.lanes[lane].workspace
+                captures = self.prefix.captures.plan(plan.prefill, self.slot_arena.bytes, workspace)
             self.memory.send(new_blocks, buffers)
             if len(plan.batches) > 1:
                 self.memory.lanes[lane].chunk_buffers.send()
@@ -841,7 +843,7 @@ class KVCacheManager(Uncopied):
             assert self.prefix is not None
             assert plan.prefill is not None
             plan.prefill.captures = captures
-            self.prefix.settle_captures(captures)
+            self.prefix.captures.reserve(captures)
         self.guard.change.hand_out(plan)
         self.open_plans.append(plan)
         return plan
@@ -952,7 +954,7 @@ class KVCacheManager(Uncopied):
         try:
             self._commit(plan, accepted, ids, partial=partial)
         finally:
-            turn.leave()
+            del turn.visits[turn.number]  # turn.leave, without a call
 
     def _commit(
         self,
@@ -968,9 +970,10 @@ class KVCacheManager(Uncopied):
         if plan.batches[0].window_cut:
             step_checks.whole_replays(plan, kept, self.table.numbers[REUSED].take(plan.slots))
         ends = plan.starts + kept
-        learned: LearnedIds | None = None
+        learned: StepIds | None = None
         if self.prefix is not None and ids is not None:
-            learned = self.prefix.read_ids(plan, kept, ends, token_ids(ids), self.table.recent)
+            block_tokens = self.schema.block_tokens
+            learned = StepIds.read(plan, kept, token_ids(ids), self.table.recent, block_tokens)
         if not step_checks.every_layer(plan, kept, partial=partial):
             for row in kept.nonzero()[0].tolist():
                 plan.requests[row].note_incomplete(int(plan.starts[row]))
@@ -979,8 +982,8 @@ class KVCacheManager(Uncopied):
         self.table.move(plan.slots, ends)
         if self.prefix is not None:
             newest = overlap.newest(plan, self.open_plans)
-            recent, slots = self.table.recent, self.slot_arena.bytes
-            self.prefix.note_commit(plan, kept, ends, learned, recent, newest, slots, self._adopt)
+            slots = self.slot_arena.bytes
+            self.prefix.note_commit(plan, kept, ends, learned, newest, slots, self._adopt)
         overlap.move_up(plan, self.table, self.open_plans)
         self._close(plan)
         self.tiers.pump()
@@ -1006,7 +1009,7 @@ class KVCacheManager(Uncopied):
                 f"nothing of it is cached"
             )
         if self.prefix is not None:
-            self.prefix.note_abandon(plan)
+            self.prefix.captures.give_back(plan)
         self._note_unkept(plan)
         self._close(plan)
 
@@ -1027,7 +1030,7 @@ class KVCacheManager(Uncopied):
                 turns.append(self._enter_turn(each))
             for each in failing:
                 if self.prefix is not None:
-                    self.prefix.note_abandon(each)
+                    self.prefix.captures.give_back(each)
                 self._note_unkept(each)
                 self._close(each)
         finally:
@@ -1042,7 +1045,9 @@ class KVCacheManager(Uncopied):
         open, ThreadError while a thread uses its handles."""
         step_checks.open_plan(plan, self.open_plans)
         turn = self.memory.lanes[plan.lane].workspace.turn
-        turn.enter_with(self.guard.visits[self.guard.number])
+        visit = self.guard.visits[self.guard.number]
+        if turn.visits.setdefault(turn.number, visit) is not visit:  # turn.enter, without a call
+            turn.come_past(visit)
         return turn
 
     def _note_unkept(self, plan: ForwardPlan) -> None:

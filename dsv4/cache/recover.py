@@ -6,13 +6,15 @@ what is in flight, the device's table. So a call may be interrupted between any 
 cannot be derived is in the `Change` of the interrupted call: what it was about to hand out, which
 nobody has now, and whose slot it was overwriting.
 
-Everything here may run again, if it is interrupted itself.
+Everything here may run again, if it is interrupted itself. Private attributes of other classes are
+written here alone: they are what these classes keep up to date call by call.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dsv4.cache.absent import NoTiers
@@ -20,6 +22,10 @@ from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.changes import Change
 from dsv4.cache.memory import CacheMemory
 from dsv4.cache.prefix.cache import PrefixCache
+from dsv4.cache.prefix.index import PrefixIndex, follow_events
+from dsv4.cache.prefix.node import PrefixNode
+from dsv4.cache.prefix.pins import Pins
+from dsv4.cache.prefix.rows import SnapshotRows
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import LENGTH, Request, RequestTable
 from dsv4.cache.step import overlap
@@ -43,13 +49,15 @@ def recover_books(
     handed_out = [item for change in interrupted for item in change.handed_out]
     rewritten = [item for change in interrupted for item in change.rewritten]
     still_open = _plans(open_plans, table, handed_out)
-    tiers.rebuild()
+    tiers.end_fetches()
     if handoff is not None:
-        handoff.rebuild()
+        handoff.end_arrivals()
+        _host_memory(handoff)
     cached: list[int] = []
     if prefix is not None:
-        taken = [plan.captures.captures for plan in still_open if plan.captures is not None]
-        prefix.rebuild({capture.row for captures in taken for capture in captures}, handed_out)
+        recover_index(prefix.index)
+        _pins(prefix.pins, handed_out)
+        recover_rows(prefix.rows, prefix.index.nodes(), prefix.captures.rows_of(still_open))
         cached = [node.block_id for node in prefix.index.nodes()]
     _slots(table, handed_out)
     _blocks(table, cached)
@@ -74,6 +82,58 @@ def _plans(
         else:
             still_open.append(plan)
     return still_open
+
+
+def recover_index(index: PrefixIndex) -> None:
+    """How many blocks come after each one, the policy's order, and events that were not noted."""
+    nodes = index.nodes()
+    for node in nodes:
+        node.children = 0
+    for node in nodes:
+        if node.parent is not None:
+            node.parent.children += 1
+    index.policy.rebuild(nodes)
+    if index.events is None:
+        return
+    known = index._told.copy()
+    follow_events(known, index.events)
+    for digest, event in reversed(known.items()):
+        found = index.get(digest)
+        if found is None or found.block_id != event.block_id:
+            index.events.append(replace(event, what="removed"))
+    for node in nodes:
+        if node.digest not in known or known[node.digest].block_id != node.block_id:
+            index.note_event("stored", node)
+
+
+def _pins(pins: Pins, handed_out: Collection[object]) -> None:
+    """Pins that a caller has; fetches are over, with what they pinned."""
+    pins._block_ids = None
+    pins._standing = {pin for pin in pins._standing if pin.lasting and pin not in handed_out}
+    for node in pins._index.nodes():
+        node.pins = 0
+    for pin in pins._standing:
+        for node in pin.nodes:
+            node.pins += 1
+
+
+def recover_rows(
+    rows: SnapshotRows, nodes: Iterable[PrefixNode], reserved: Collection[int]
+) -> None:
+    """A snapshot row is a cached block's, or reserved by an open plan, or free: none is in
+    flight."""
+    owned = {node.snapshot: node for node in nodes if node.snapshot is not None}
+    rows._taken, rows._in_flight = owned, set()
+    rows._free = sorted(set(range(rows.total)).difference(owned, reserved), reverse=True)
+
+
+def _host_memory(handoff: Handoff) -> None:
+    """Rows and cells of the hand-off that neither an offer nor an arrival has are free. A free cell
+    is empty."""
+    for pool, held in zip((handoff.rows, handoff.pledges), handoff.held_memory(), strict=True):
+        pool._free = sorted(set(range(pool.count)).difference(held), reverse=True)
+    for cell in handoff.pledges._free:
+        handoff.pledges.wipe(cell)
 
 
 def _slots(table: RequestTable, handed_out: Collection[object]) -> None:

@@ -15,6 +15,7 @@ from dsv4.cache.prefix.eviction import PASSED_OVER, Eviction, LeastRecentlyUsed
 from dsv4.cache.prefix.index import PrefixIndex
 from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.options import PrefixOptions, full
+from dsv4.cache.recover import recover_index
 from dsv4.errors import InvalidInput
 from tests.support.lives import Text, run_to, tiny_stack
 
@@ -126,7 +127,7 @@ class Life:
             self.draw.choice(list(self.nodes.values())).stored = True
 
     def rebuild(self) -> None:
-        self.index.rebuild()
+        recover_index(self.index)
 
     def evict(self) -> None:
         count, fewer = self.draw.randint(0, 8), self.draw.random() < 0.5

@@ -153,8 +153,8 @@ def test_a_request_is_no_prompt(name: str):
     stack.step([(request, text.stream, 20)])
     before = everything(stack.manager)
     first = (request,) if name == "supply_ids" else ()
+    owner = stack.manager.tiers if name == "fetch" else stack.manager
     with pytest.raises(InvalidInput):
-        owner = stack.manager.tiers if name == "fetch" else stack.manager
         getattr(owner, name)(*first, request)
     stack.manager.check_invariants()
     assert everything(stack.manager) == before

@@ -9,6 +9,7 @@ import pytest
 from dsv4.cache.prefix.eviction import LeastRecentlyUsed
 from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.rows import SnapshotRows
+from dsv4.cache.recover import recover_rows
 from dsv4.errors import Dsv4Error
 
 
@@ -163,7 +164,7 @@ def test_a_random_life_against_a_list(seed: int):
         if (
             draw.random() < 0.05
         ):  # an interrupt: what was in flight or reserved for a commit is free
-            blocks.rows.rebuild(blocks.nodes, [])
+            recover_rows(blocks.rows, blocks.nodes, [])
             reserved = []
         assert order == list(blocks.policy.snapshots())
         in_flight = blocks.rows._in_flight

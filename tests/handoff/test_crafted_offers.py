@@ -378,7 +378,7 @@ def test_who_has_one_offer_ends_no_other(owner: Stack):
     # nor does he find the names in what he can read
     handoff = handing(owner)
     arena = owner.manager.block_arena.bytes.numpy().tobytes()
-    for memory in (arena, bytes(handoff._rows.memory), bytes(handoff._pledges.memory)):
+    for memory in (arena, bytes(handoff.rows.memory), bytes(handoff.pledges.memory)):
         assert not any(name in memory for name in names)
 
 

@@ -95,8 +95,8 @@ def assert_nothing_left(*stacks: Stack) -> None:
         assert stats.slots_free == stats.slots_total
         table = manager.table
         assert table.holdings == {}
-        assert handoff._pledges.free == handoff.options.offers
-        assert handoff._rows.free == handoff.options.states
+        assert handoff.pledges.free == handoff.options.offers
+        assert handoff.rows.free == handoff.options.states
 
 
 def assert_equal(one: Stack, request: Request, other: Stack, copy: Request) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.changes import LOGGER
-from dsv4.cache.handoff.arrival import Arrival
+from dsv4.cache.handoff.arrival import Arrival, Landing
 from dsv4.cache.handoff.lease import Lease, Leases, new_name, taken_note
 from dsv4.cache.handoff.link import Link, Memory, Read, Spans, Where
 from dsv4.cache.handoff.offer import PLEDGE_BYTES, Offer, model_hash
@@ -82,10 +82,10 @@ class Handoff:
         self.labels = Labels(schema)
         self.layout = self.labels.state
         state_bytes = padded(HEADER_BYTES + self.layout.payload_bytes)
-        self._rows = StateRows(options.states, state_bytes)
-        self._copies = Copies(device, self._rows.memory)
-        self._pledges = Pledges(options.offers)
-        self.leases = Leases(self._pledges, waiting)
+        self.rows = StateRows(options.states, state_bytes)
+        self._copies = Copies(device, self.rows.memory)
+        self.pledges = Pledges(options.offers)
+        self.leases = Leases(self.pledges, waiting)
         self._gpu = (device.index or 0) if device.type == "cuda" else None
         where: Where = "DRAM" if self._gpu is None else "VRAM"
         self._blocks_at = (where, self._gpu or 0)
@@ -101,7 +101,7 @@ class Handoff:
                 ),
                 *(
                     Memory(address=address(memory), size_bytes=memory.nbytes, keeper=memory)
-                    for memory in (self._rows.memory, self._pledges.memory)
+                    for memory in (self.rows.memory, self.pledges.memory)
                 ),
             ],
             self.leases.serve,
@@ -123,10 +123,10 @@ class Handoff:
         ids = None if trail is None or len(trail.ids) < length else trail.ids[:length].copy()
         name = new_name()
         label = self._state_label(None if ids is None else trail, length, name)
-        cell = self._pledges.take()
+        cell = self.pledges.take()
         row = None
         try:
-            row = self._rows.take(label)
+            row = self.rows.take(label)
             self._gather(request, row, length, written)
             whole = length // self._schema.block_tokens if self._schema.block_bytes else 0
             block_ids = request.block_ids[:whole]
@@ -155,7 +155,7 @@ class Handoff:
                 state_parent=label.parent,
                 state_bytes=label.payload_bytes,
                 pledge=pledge,
-                pledge_at=self._pledges.at(cell),
+                pledge_at=self.pledges.at(cell),
                 block_bytes=self._schema.block_bytes,
                 gpu=self._gpu,
                 rows=tuple(map(self._block_at, block_ids)),
@@ -172,8 +172,8 @@ class Handoff:
         except BaseException:
             if name not in self.leases.held:
                 if row is not None:
-                    self._rows.give_back(row.number)
-                self._pledges.give_back(cell)
+                    self.rows.give_back(row.number)
+                self.pledges.give_back(cell)
             raise
         self._table.hold(lease, block_ids)
         self.leases.stand(lease, pledge)
@@ -248,8 +248,8 @@ class Handoff:
         )
         self.open.append(arrival)  # first: whoever interrupts finds what it has
         try:
-            arrival.landing.cell = self._pledges.take()
-            arrival.landing.row = self._rows.take(label)
+            arrival.landing.cell = self.pledges.take()
+            arrival.landing.row = self.rows.take(label)
         except Exception:
             self._let_go_host(arrival)
             raise
@@ -277,7 +277,7 @@ class Handoff:
 
         def wrong() -> str | None:
             """What of all that has come is not what was offered."""
-            if self._pledges.get(cell) != offer.pledge:
+            if self.pledges.get(cell) != offer.pledge:
                 return "gone"
             refusal = check(Record(label=row.label, parts=row.parts))
             if refusal is not None:
@@ -295,7 +295,7 @@ class Handoff:
             peer=offer.link,
             metadata=offer.metadata,
             spans=(blocks, state),
-            last=Spans(rows=[(self._pledges.at(cell), offer.pledge_at, PLEDGE_BYTES)]),
+            last=Spans(rows=[(self.pledges.at(cell), offer.pledge_at, PLEDGE_BYTES)]),
             note=taken_note(offer.name),
             check=wrong,
             ready=lambda: mark.passed,
@@ -389,10 +389,10 @@ class Handoff:
             self.open.remove(arrival)
         if landing.row is not None:
             row, landing.row = landing.row, None
-            self._rows.give_back(row.number)
+            self.rows.give_back(row.number)
         if landing.cell is not None:
             cell, landing.cell = landing.cell, None
-            self._pledges.give_back(cell)
+            self.pledges.give_back(cell)
 
     # ---- both ------------------------------------------------------------------------------------
 
@@ -401,14 +401,14 @@ class Handoff:
         if isinstance(item, Lease):
             if item.name in self.leases.held:
                 self._table.let_go(item)
-                self._rows.give_back(item.row.number)
+                self.rows.give_back(item.row.number)
                 self.leases.forget(item)
         elif isinstance(item, Arrival) and item in self.open:
             self.give_back(item)
 
-    def rebuild(self) -> None:
-        """After an interrupt: no arrival comes any more. Offers stand, but for one that nobody
-        got."""
+    def end_arrivals(self) -> None:
+        """After an interrupt: no arrival comes any more. Offers stand, but for one that was not
+        handed out."""
         self._copies.finish()
         for arrival in tuple(self.open):
             if arrival.request is None and arrival.error is None:
@@ -425,11 +425,15 @@ class Handoff:
         for lease in tuple(self.leases.held.values()):
             if lease.name not in self.leases.standing:
                 self.leases.finish(lease)
-        landings, leases = [each.landing for each in self.open], self.leases.held.values()
-        cells = {*(each.cell for each in landings), *(each.cell for each in leases)}
-        self._pledges.rebuild({cell for cell in cells if cell is not None})
-        rows = [*(each.row for each in landings), *(each.row for each in leases)]
-        self._rows.rebuild({row.number for row in rows if row is not None})
+
+    def held_memory(self) -> tuple[set[int], set[int]]:
+        """Numbers of the rows and of the cells that offers and arrivals have."""
+        owners: list[Landing | Lease] = [
+            *(each.landing for each in self.open),
+            *self.leases.held.values(),
+        ]
+        rows = {each.row.number for each in owners if each.row is not None}
+        return rows, {each.cell for each in owners if each.cell is not None}
 
     def check_invariants(self) -> None:
         """Offers that stand are of blocks that have not been free since."""

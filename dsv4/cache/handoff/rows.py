@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,7 @@ from dsv4.tiers.record import Label, Parts, address
 
 class _Pool:
     """Pieces of one memory, of equal size, by number. Without a lock: a manager's calls come one at
-    a time. One that is interrupted may lose a number, which `rebuild` finds again."""
+    a time. One that is interrupted may lose a number, which `recover` finds again."""
 
     def __init__(self, count: int, size_bytes: int) -> None:
         self.count = count
@@ -34,10 +33,6 @@ class _Pool:
 
     def give_back(self, number: int) -> None:
         self._free.append(number)
-
-    def rebuild(self, taken: Collection[int]) -> None:
-        """After an interrupt: all but these are free."""
-        self._free = [number for number in range(self.count - 1, -1, -1) if number not in taken]
 
     def _piece(self, number: int) -> memoryview:
         start = number * self._size_bytes
@@ -78,11 +73,6 @@ class Pledges(_Pool):
     def give_back(self, number: int) -> None:
         self.wipe(number)
         super().give_back(number)
-
-    def rebuild(self, taken: Collection[int]) -> None:
-        super().rebuild(taken)
-        for number in self._free:
-            self.wipe(number)
 
     def put(self, cell: int, pledge: bytes) -> None:
         self._cells[cell] = np.frombuffer(pledge, np.uint8)

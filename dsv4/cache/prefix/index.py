@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from dsv4.cache.allocator import BlockAllocator
@@ -36,7 +36,7 @@ class PrefixIndex:
 
     def __init__(self, allocator: BlockAllocator, policy: EvictionPolicy | None = None) -> None:
         self._allocator = allocator
-        self._policy = LeastRecentlyUsed() if policy is None else policy
+        self.policy = LeastRecentlyUsed() if policy is None else policy
         self._nodes: dict[bytes, PrefixNode] = {}
         self._forgotten: dict[bytes, None] = {}  # digests of evicted blocks, oldest first
         self.evictions = 0
@@ -74,7 +74,7 @@ class PrefixIndex:
         return bisect_left(range(len(chain)), True, key=lambda nth: chain[nth] not in nodes)
 
     def touch(self, node: PrefixNode) -> None:
-        self._policy.used(node)
+        self.policy.used(node)
 
     def add(
         self, digest: bytes, block_id: int, parent: PrefixNode | None, *, landed: bool = False
@@ -90,10 +90,10 @@ class PrefixIndex:
         self._forgotten.pop(digest, None)
         if parent is not None:
             parent.children += 1
-        self._policy.used(node)
-        self._policy.offer(node)
+        self.policy.used(node)
+        self.policy.offer(node)
         if self.events is not None:
-            self._tell("stored", node)
+            self.note_event("stored", node)
         return node
 
     def choose(self, count: int, *, or_fewer: bool = False) -> list[PrefixNode]:
@@ -106,7 +106,7 @@ class PrefixIndex:
         if count > self._allocator.idle and not or_fewer:
             return []
         eviction = Eviction(count, self._allocator.references, has_tiers=self.has_tiers)
-        self._policy.choose(eviction)
+        self.policy.choose(eviction)
         if not eviction.is_done and not or_fewer:
             self.spare(eviction.victims)
             return []
@@ -118,25 +118,25 @@ class PrefixIndex:
             del self._nodes[node.digest]
             self._forgotten[node.digest] = None
             self._allocator.drop(node.block_id)
-            self._policy.dropped(node)
+            self.policy.dropped(node)
         for node in victims:
             parent = node.parent
             if parent is not None:
                 parent.children -= 1
                 if not parent.children and parent.digest in self._nodes:
-                    self._policy.offer(parent)
+                    self.policy.offer(parent)
         while len(self._forgotten) > self._allocator.total:
             del self._forgotten[next(iter(self._forgotten))]
         self.evictions += len(victims)
         for node in victims:
-            self._tell("removed", node)
+            self.note_event("removed", node)
 
     def spare(self, victims: Sequence[PrefixNode]) -> None:
         """Keeps what `choose` has chosen."""
         for node in victims:
-            self._policy.offer(node)
+            self.policy.offer(node)
 
-    def _tell(self, what: Literal["stored", "removed"], node: PrefixNode) -> None:
+    def note_event(self, what: Literal["stored", "removed"], node: PrefixNode) -> None:
         if self.events is not None:
             parent = None if node.parent is None else node.parent.digest
             self.events.append(
@@ -146,34 +146,9 @@ class PrefixIndex:
     def take_events(self) -> list[BlockEvent]:
         """What happened since the last time."""
         assert self.events is not None
-        _follow(self._told, self.events)
+        follow_events(self._told, self.events)
         taken, self.events = self.events, []
         return taken
-
-    def _tell_rest(self) -> None:
-        """After an interrupt: what happened to nodes and was not told."""
-        if self.events is None:
-            return
-        told = self._told.copy()
-        _follow(told, self.events)
-        for digest, event in reversed(told.items()):
-            node = self._nodes.get(digest)
-            if node is None or node.block_id != event.block_id:
-                self.events.append(replace(event, what="removed"))
-        for digest, node in self._nodes.items():
-            if digest not in told or told[digest].block_id != node.block_id:
-                self._tell("stored", node)
-
-    def rebuild(self) -> None:
-        """After an interrupt: counts and order anew, from the nodes. Use by requests is the
-        allocator's to know."""
-        for node in self._nodes.values():
-            node.children = 0
-        for node in self._nodes.values():
-            if node.parent is not None:
-                node.parent.children += 1
-        self._policy.rebuild(self._nodes.values())
-        self._tell_rest()
 
     def nodes(self) -> Collection[PrefixNode]:
         return self._nodes.values()
@@ -195,7 +170,7 @@ class PrefixIndex:
         for digest, node in self._nodes.items():
             if node.children != children.get(digest, 0):
                 raise Dsv4Error(f"block {node.block_id} has lost count of the blocks behind it")
-            if not node.children and not self._policy.is_offered(node):
+            if not node.children and not self.policy.is_offered(node):
                 raise Dsv4Error(f"block {node.block_id} could never be evicted")
         if len(blocks) != self._allocator.cached:
             raise Dsv4Error(
@@ -203,7 +178,7 @@ class PrefixIndex:
             )
 
 
-def _follow(told: dict[bytes, BlockEvent], events: Iterable[BlockEvent]) -> None:
+def follow_events(told: dict[bytes, BlockEvent], events: Iterable[BlockEvent]) -> None:
     """Which blocks are there after these events; twice is as once."""
     for event in events:
         told.pop(event.digest, None)

@@ -71,17 +71,6 @@ class Pins:
         lasting = [pin for pin in tuple(self._standing) if pin.lasting]
         return len(_ids_up_to(lasting).difference(excluding))
 
-    def rebuild(self, lost: Collection[object]) -> None:
-        """After an interrupt: counts anew. `lost` pins were never handed out; fetches are over,
-        with what they pinned."""
-        self._block_ids = None
-        self._standing = {pin for pin in self._standing if pin.lasting and pin not in lost}
-        for node in self._index.nodes():
-            node.pins = 0
-        for pin in self._standing:
-            for node in pin.nodes:
-                node.pins += 1
-
 
 def _ids_up_to(pins: Iterable[PinnedPrefix]) -> frozenset[int]:
     kept: set[PrefixNode] = set()

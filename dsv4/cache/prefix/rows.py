@@ -104,15 +104,6 @@ class SnapshotRows:
     def _unpinned(self) -> Iterator[PrefixNode]:
         return (node for node in self._policy.snapshots() if not node.pins)
 
-    def rebuild(self, nodes: Iterable[PrefixNode], reserved: Collection[int]) -> None:
-        """After an interrupt: anew from what the nodes have; the policy's order is made anew by the
-        index. `reserved` rows are an open plan's; nothing is in flight."""
-        owned = {node.snapshot: node for node in nodes if node.snapshot is not None}
-        self._taken = owned
-        rest = set(range(self.total)).difference(owned, reserved)
-        self._free = sorted(rest, reverse=True)
-        self._in_flight = set()
-
     def check_invariants(self, nodes: Iterable[PrefixNode], reserved: Iterable[int]) -> None:
         """Raises Dsv4Error unless every row has exactly one owner; `reserved` are open plans'."""
         owned = {node.snapshot: node for node in nodes if node.snapshot is not None}

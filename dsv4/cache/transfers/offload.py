@@ -231,8 +231,8 @@ class Offload:
         self._note_stored()
         return True
 
-    def rebuild(self) -> None:
-        """After an interrupt; copies are over."""
+    def release_begun(self) -> None:
+        """After an interrupt: rows of records whose copies were not begun go back."""
         in_batches = {id(record) for batch in self._batches for record in batch.records}
         for record in self._begun:
             if id(record) not in in_batches:

@@ -291,10 +291,10 @@ class Tiers:
         self.fetches.let_go(item)
         return True
 
-    def rebuild(self) -> None:
+    def end_fetches(self) -> None:
         """After an interrupt: nothing is in flight any more."""
         self.route.copies.finish()
-        self.offload.rebuild()
+        self.offload.release_begun()
         self.fetches.abandon_all()
 
     def stats(self) -> TransferStats:
