@@ -60,7 +60,7 @@ class FastCaches:
         self.turn = RLock()  # a condition's own end is Python: an interrupt there keeps it
         self.changed = Condition(self.turn)
         self.pool = RowPool(manager, keeps=True, fetch_timeout_s=fetch_timeout_s)
-        self.weights = Weights(model, by_value=manager.transfers is not None)
+        self.weights = Weights(model, by_value=bool(manager.tiers))
         self.rerun: Rerun | None = None
         self.engines: WeakSet[Engine] = WeakSet()  # whose jobs have rows
         self._last_use: WeakKeyDictionary[PagedCache, int] = WeakKeyDictionary()

@@ -175,8 +175,7 @@ class RowPool:
         if not self._has_tiers:
             return self._continue_or_admit(prompts, lent, salt)
         self.evict(len(prompts))
-        manager: Any = self.manager  # a Lockstep has no tiers
-        fetched = partial(manager.admit_fetched, timeout_s=self._fetch_timeout_s)
+        fetched = partial(self.manager.tiers.admit, timeout_s=self._fetch_timeout_s)
         return self._all(partial(fetched, prompt, salt) for prompt in prompts)
 
     def _all(self, calls: Iterable[Callable[[], Request]]) -> list[Request]:
@@ -203,7 +202,7 @@ class RowPool:
 
     @property
     def _has_tiers(self) -> bool:
-        return self.manager.transfers is not None
+        return bool(self.manager.tiers)
 
     def release(self, requests: Sequence[Request]) -> None:
         """Their places are free, at once where there are no tiers; these keep what rows hold."""
@@ -468,7 +467,7 @@ class CacheRows:
         it is cached like a prompt, and its snapshot can still be taken."""
         manager, block = self.manager, self.manager.schema.block_tokens
         self._untold_columns = 0
-        if manager.prefix is None or manager.transfers is not None:
+        if manager.prefix is None or manager.tiers:
             self._tell_after = manager.schema.max_context + 1
             return
         self._tell_after = min(block - request.length % block for request in self.requests)
