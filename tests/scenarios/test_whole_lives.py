@@ -146,7 +146,7 @@ class Life:
         ids = self.draw.choice(self.texts)
         prompt = ids[: self.draw.randint(1, TOKENS - 60)]
         if self.tiers:
-            request = self.manager.admit_fetched(prompt, timeout_s=TIMEOUT_S)
+            request = self.manager.tiers.admit(prompt, timeout_s=TIMEOUT_S)
         else:
             request = self.manager.admit_request(prompt)
         self.jobs.append(Job(request, ids, len(prompt)))
@@ -181,13 +181,13 @@ class Life:
         if job is not None and job.request.length:
             ids = job.ids[: job.request.length]
             self.jobs.remove(job)
-            self.manager.suspend(job.request)
+            self.manager.tiers.suspend(job.request)
             self.away.append(ids)
 
     def resume(self) -> None:
         if self.away:
             ids = self.draw.choice(self.away)
-            request = self.manager.resume_request(ids, timeout_s=TIMEOUT_S)
+            request = self.manager.tiers.resume(ids, timeout_s=TIMEOUT_S)
             whole = [text for text in self.texts if text[: len(ids)] == ids]
             self.jobs.append(Job(request, self.draw.choice(whole), len(ids)))
             self.seen["resumed"] += request.resume.source == "state"
@@ -268,7 +268,7 @@ class Life:
         for job in self.jobs:
             manager.release_request(job.request)
         if self.tiers:
-            assert manager.drain_tiers(TIMEOUT_S)
+            assert manager.tiers.drain(TIMEOUT_S)
         manager.evict()
         stats = manager.stats()
         assert (stats.blocks_free, stats.slots_free) == (stats.blocks_total, stats.slots_total)
