@@ -204,7 +204,7 @@ def _refuse_second(call: str, inside: Visit) -> NoReturn:
         )
     raise ThreadError(
         f"{call} came while thread {thread} is inside {name}: calls that change a manager come one "
-        f"at a time, from whatever thread; only stats and memory_bytes may be asked meanwhile"
+        f"at a time, from any thread; only stats and memory_bytes may be asked meanwhile"
     )
 
 
@@ -323,8 +323,8 @@ class Uncopied:
 
     def _refuse_copy(self) -> NoReturn:
         raise CopyError(
-            f"a {type(self).__name__} cannot be copied or pickled, for it stands for memory on the "
-            f"device: {self._instead}"
+            f"a {type(self).__name__} cannot be copied or pickled, because it stands for memory on "
+            f"the device: {self._instead}"
         )
 
     def __copy__(self) -> NoReturn:

@@ -701,7 +701,7 @@ class LayerCacheHandle(Uncopied):
         """
         model, device = self._model, self._slot_arena.device
         if not self.schema.spec.draft or not model.draft_block:
-            raise SchemaMismatch(f"layer {self.layer} is no layer that drafts several tokens")
+            raise SchemaMismatch(f"layer {self.layer} does not draft several tokens")
         batch = self.open_batch()
         counts = batch.counts.tolist()
         if batch.touched or not batch.alone or any(count != model.draft_block for count in counts):

@@ -167,7 +167,7 @@ class KVCacheManager(Uncopied):
         other_bytes = cls.other_bytes(schema, max_requests=budget.max_requests, **options)
         if other_bytes != budget.other_bytes:
             raise InvalidInput(
-                f"the budget leaves {budget.other_bytes:,} bytes for what is no cache, with "
+                f"the budget leaves {budget.other_bytes:,} bytes for what is not cache, with "
                 f"these options it is {other_bytes:,}: compute it for the same ones, with "
                 f"other_bytes=KVCacheManager.other_bytes(schema, …), or use from_memory"
             )
@@ -397,7 +397,7 @@ class KVCacheManager(Uncopied):
         known = len(request.trail.ids)
         if known + len(read) > request.length:
             raise InvalidInput(
-                f"{len(read)} ids behind the {known} that are known of request {request.serial}, "
+                f"{len(read)} ids after the {known} that are known of request {request.serial}, "
                 f"but it has {request.length} tokens: supply those that were committed"
             )
         self.prefix.supply_ids(request, read, self.slot_arena.bytes[request.slot], self._adopt)
@@ -639,7 +639,7 @@ class KVCacheManager(Uncopied):
             row = plan.requests.index(request)
             if plan.counts[row] > most:
                 raise RequestError(
-                    f"a chunk of request {request.serial} is under way, and its rings hold no "
+                    f"a chunk of request {request.serial} is running, and its rings hold no "
                     f"state: commit the plan, then offer it"
                 )
             written = max(written, int(plan.latest_ends[row]))
@@ -1178,7 +1178,7 @@ class KVCacheManager(Uncopied):
         try:
             self.memory.publish(request.slot, first, block_ids)
         except RuntimeError as error:
-            LOGGER.warning("%d equal blocks stay apart: %s", len(block_ids), error)
+            LOGGER.warning("%d equal blocks stay separate: %s", len(block_ids), error)
             return
         span = slice(first, first + len(block_ids))
         own = request.block_ids[span]

@@ -157,7 +157,7 @@ class Request(Uncopied):
         self.trail = trail
         self.restart(resume)
 
-    _instead = "fork(request, 1) makes another request that goes on from where this one is"
+    _instead = "fork(request, 1) makes another request that continues from where this one is"
 
     def restart(self, resume: Resume) -> None:
         """The request goes on from `resume.start`, whatever it has written before."""
@@ -281,7 +281,7 @@ class Request(Uncopied):
         if condition is Condition.APPROXIMATE:
             raise RequestError(
                 f"request {self.serial} was resumed by a cut replay: from token "
-                f"{self.approximate_from} on it is no cold run's, and {_INSTEAD[use]}"
+                f"{self.approximate_from} on it differs from a cold run, and {_INSTEAD[use]}"
             )
         if condition is Condition.INCOMPLETE:
             raise RequestError(

@@ -341,7 +341,7 @@ class Handoff:
             self.fail(
                 arrival,
                 "gone",
-                f"the offer of {arrival.offer.link} does not stand any more: it expired, was "
+                f"the offer of {arrival.offer.link} no longer stands: it expired, was "
                 f"withdrawn or taken by others",
             )
         else:

@@ -131,7 +131,7 @@ class Tiers:
         if request.trail is None or known < request.length:
             raise InvalidInput(
                 f"{known} of the {request.length} token ids of request {request.serial} are known: "
-                f"admit it with ids and supply the others, for it comes back by its ids"
+                f"admit it with ids and supply the others, because it is found by its ids"
             )
         suspended = self._suspend(request)
         self._manager._release(request)
@@ -330,7 +330,7 @@ def _require_tiers(tiers: Sequence[Tier], model_id: str) -> None:
     for tier in tiers:
         if not all(callable(getattr(tier, call, None)) for call in TIER_CALLS):
             raise InvalidInput(
-                f"{tier!r} is no tier: give HostTier(...), DiskTier(...) or what has the calls "
+                f"{tier!r} is not a tier: give HostTier(...), DiskTier(...) or what has the calls "
                 f"{', '.join(TIER_CALLS)}"
             )
     if len({tier.name for tier in tiers}) != len(tiers):

@@ -265,9 +265,9 @@ class PagedCache(Cache):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidInput(
-            "a PagedCache cannot be pickled or copied shallowly, for its rows lie in the memory of "
-            "its manager: copy.deepcopy(cache) goes on from the same tokens, accelerate(tiers=…) "
-            "keeps a conversation, and history_ids are what it takes to run it again"
+            "a PagedCache cannot be pickled or copied shallowly, because its rows lie in the "
+            "memory of its manager: copy.deepcopy(cache) continues from the same tokens, "
+            "accelerate(tiers=…) keeps a conversation, and history_ids are enough to run it again"
         )
 
     def __deepcopy__(self, memo: Any) -> PagedCache:

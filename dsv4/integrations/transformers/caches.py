@@ -230,7 +230,7 @@ class FastCaches:
         if cache.rows.manager is not self._manager:
             raise InvalidInput(
                 "this PagedCache has memory of its own, but an accelerated model keeps all rows in "
-                "one: leave past_key_values out and pass on the cache that comes back"
+                "one: leave past_key_values out and pass on the cache that is returned"
             )
         if cache in self._why_closed:
             raise RequestError(f"the cache is closed: {self._why_closed[cache]}")

@@ -479,7 +479,7 @@ class Engine:
 
     def _check_mine(self, job: Any) -> None:
         if not isinstance(job, Job):
-            raise InvalidInput(f"{job!r} is no job: submit returns one")
+            raise InvalidInput(f"{job!r} is not a job: submit returns one")
         if job not in self.jobs and not job.is_over:  # in this order: it may end meanwhile
             raise InvalidInput("the job is another engine's: use the one it was submitted to")
 

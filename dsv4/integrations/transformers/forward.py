@@ -74,7 +74,7 @@ class FastForward:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidInput(
-            "an accelerated model cannot be copied or pickled, for its cache would be too: "
+            "an accelerated model cannot be copied or pickled, because its cache would be too: "
             "restore(model), copy it, and accelerate both"
         )
 

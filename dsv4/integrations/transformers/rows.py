@@ -514,7 +514,7 @@ class CacheRows:
             ):
                 raise InvalidInput(
                     f"position_ids are not {self.columns} to {self.columns + columns - 1} in each "
-                    f"row: the cache holds {self.columns} columns, and the next ones stand behind "
+                    f"row: the cache holds {self.columns} columns, and the next ones come after "
                     f"them; leave position_ids out"
                     + _hint(bool((positions[..., 0] < self.columns).any()))
                 )
