@@ -18,7 +18,7 @@ from dsv4.cache.arena import Arena
 from dsv4.cache.batch import Batch
 from dsv4.cache.changes import LOGGER, Guard, Turn, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.memory import CacheMemory, LayerMemory
+from dsv4.cache.memory import CacheMemory, Lane, LayerMemory
 from dsv4.cache.options import ManagerOptions, Settings
 from dsv4.cache.prefix.cache import PrefixCache
 from dsv4.cache.prefix.index import BlockEvent
@@ -32,17 +32,17 @@ from dsv4.cache.prepare_forward import (
     ForwardPlan,
     PlanOptions,
     check_step,
-    fill_new_blocks,
     following,
     make_plan,
 )
 from dsv4.cache.recover import recover_books
-from dsv4.cache.requests import LENGTH, PUBLISHED, REUSED, Condition, Request, RequestTable
+from dsv4.cache.requests import REUSED, Condition, Request, RequestTable
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step import checks as step_checks
 from dsv4.cache.step import overlap
 from dsv4.cache.step.checks import Step, StepReader
+from dsv4.cache.step.shape import StepTokens
 from dsv4.cache.warmup import Warmup, available_processors, progress_bar
 from dsv4.errors import (
     ContextOverflow,
@@ -640,90 +640,81 @@ class KVCacheManager(Uncopied):
         """
         require_flag("chunks_apart", chunks_apart)
         lane = self._free_lane()
-        buffers = self.memory.lanes[lane].buffers
-        shape = self._step_readers[lane].read(steps)
-        before = overlap.read_before(
-            self.schema, self.table, shape, after, accepted, self.open_plans, self.device
-        )
-        if self.open_plans:
-            step_checks.disjoint(shape, self.open_plans, before)
-        starts, published, reused, written = self.table.numbers.take(shape.slots, axis=1)
-        step_checks.untorn(self.schema, shape, starts, written)
-        if before is not None:
-            starts = overlap.latest_starts(before, starts)
-        ends = starts + shape.counts
-        step_checks.context(self.schema, int(ends.max(initial=0)))
-        window_cut = False
-        if self.prefix is not None and self.prefix.options.replay == "cut":
-            plain = before is None and not drafts and not chunks_apart
-            window_cut = step_checks.cut_replays(self.schema, shape, starts, reused, plain=plain)
+        step = self._read_step(lane, steps, after, accepted)
+        plain = after is None and not drafts and not chunks_apart
+        is_cut = self._is_cut_replay(step, plain=plain)
         check_step(
-            self.schema,
-            buffers,
-            shape,
+            lane.buffers,
+            step.shape,
             pad_tokens=pad_tokens,
             pad_requests=pad_requests,
             drafts=drafts,
             chunks_apart=chunks_apart,
         )
-        block_tokens = self.schema.block_tokens
-        growing = (ends > published * block_tokens).nonzero()[0]
-        if not self.schema.block_bytes:  # window-only layers need none
-            growing = growing[:0]
-        growth = self.table.reserve_growth(
-            [shape.requests[row] for row in growing.tolist()],
-            (-(-ends.take(growing) // block_tokens)).tolist(),
-        )
+        growth = self.table.reserve_step(step.shape.requests, step.shape.slots, step.ends)
         try:  # the device first, the table of live requests last and at once
-            buffers.wait()
-            new_blocks = fill_new_blocks(
-                self.schema, buffers, growth, published.take(growing).tolist()
-            )
-            if chunks_apart:
-                self.memory.lanes[lane].chunk_buffers.wait()
+            for buffers in lane.both_buffers[: 1 + chunks_apart]:
+                buffers.wait()
+            new_blocks = lane.buffers.fill_new_blocks(growth)
             plan = make_plan(
-                self.schema,
-                self.memory.lanes[lane],
-                shape,
-                starts,
-                ends,
-                reused,
+                lane,
+                step,
                 pad_tokens=pad_tokens,
                 pad_requests=pad_requests,
-                before=before,
                 drafts=int(drafts),
                 chunks_apart=chunks_apart,
             )
+            if is_cut:
+                plan.batch.cut_windows()
             if self.schema.model.draft_block:
-                lengths = self.table.numbers[LENGTH].take(shape.slots)
-                lost = overlap.window_lost(self.schema, plan, lengths, written)
-                for batch in plan.batches:
-                    batch.window_lost = lost
-            if window_cut:
-                plan.batch.window_cut, plan.batch.sizes = True, (*plan.batch.sizes, 1)
+                overlap.note_lost_windows(self.schema, plan, self.table)
             captures = None
             if self.prefix is not None and plan.prefill is not None:
-                workspace = self.memory.lanes[lane].workspace
-                captures = self.prefix.captures.plan(plan.prefill, self.slot_arena.bytes, workspace)
-            self.memory.send(new_blocks, buffers)
-            if len(plan.batches) > 1:
-                self.memory.lanes[lane].chunk_buffers.send()
+                captures = self.prefix.captures.plan(
+                    plan.prefill, self.slot_arena.bytes, lane.workspace
+                )
+            self.memory.send(new_blocks, *lane.both_buffers[: len(plan.batches)])
             if plan.unknown_starts is not None:
-                self.backend.follow(following(self.schema, buffers, plan, accepted))
+                self.backend.follow(following(lane.buffers, plan, accepted))
         except BaseException:  # of the device, out of memory, or a key pressed
             self.table.cancel(growth.reserved)
             raise
         if growth.requests:
-            self.table.settle_growth(growth)
-            self.table.numbers[PUBLISHED, shape.slots.take(growing)] = growth.blocks
-        if captures is not None:
-            assert self.prefix is not None
-            assert plan.prefill is not None
+            self.table.settle_step(growth)
+        if captures is not None and self.prefix is not None and plan.prefill is not None:
             plan.prefill.captures = captures
             self.prefix.captures.reserve(captures)
         self.guard.change.hand_out(plan)
         self.open_plans.append(plan)
         return plan
+
+    def _read_step(
+        self,
+        lane: Lane,
+        steps: Sequence[Step],
+        after: ForwardPlan | None,
+        accepted: Tensor | None,
+    ) -> StepTokens:
+        """Where the new tokens of a step lie. Raises PlanError, ContextOverflow or RequestError."""
+        shape, before = self._step_readers[lane.number].read(steps), None
+        if after is not None or accepted is not None:
+            before = overlap.read_before(
+                self.schema, self.table, shape, after, accepted, self.open_plans, self.device
+            )
+        if self.open_plans:
+            step_checks.disjoint(shape, self.open_plans, before)
+        starts, _, reused, written = self.table.numbers.take(shape.slots, axis=1)
+        step_checks.untorn(self.schema, shape, starts, written)
+        if before is not None:
+            starts = overlap.latest_starts(before, starts)
+        ends = starts + shape.counts
+        step_checks.context(self.schema, int(ends.max(initial=0)))
+        return StepTokens(shape=shape, starts=starts, ends=ends, reused=reused, before=before)
+
+    def _is_cut_replay(self, step: StepTokens, *, plain: bool) -> bool:
+        if self.prefix is None or self.prefix.options.replay != "cut":
+            return False
+        return step_checks.cut_replays(step, plain=plain)
 
     @contextmanager
     def step(
@@ -841,9 +832,12 @@ class KVCacheManager(Uncopied):
         *,
         partial: bool,
     ) -> None:
-        overlap.require_first(plan)
+        has_neighbours = len(self.open_plans) > 1  # else no plan comes before or after it
+        if has_neighbours:
+            overlap.require_first(plan)
         kept = step_checks.accepted(self.schema, plan, accepted)
-        overlap.require_kept(plan, kept, self.open_plans)
+        if has_neighbours:
+            overlap.require_kept(plan, kept, self.open_plans)
         if plan.batches[0].window_cut:
             step_checks.whole_replays(plan, kept, self.table.numbers[REUSED].take(plan.slots))
         ends = plan.starts + kept
@@ -858,10 +852,13 @@ class KVCacheManager(Uncopied):
             self.table.note_written(plan.slots, plan.latest_ends)
         self.table.move(plan.slots, ends)
         if self.prefix is not None:
-            newest = overlap.newest(plan, self.open_plans)
+            newest = plan.latest_ends
+            if has_neighbours:
+                newest = overlap.newest(plan, self.open_plans)
             slots = self.slot_arena.bytes
             self.prefix.note_commit(plan, kept, ends, learned, newest, slots, self._adopt)
-        overlap.move_up(plan, self.table, self.open_plans)
+        if has_neighbours:
+            overlap.move_up(plan, self.table, self.open_plans)
         self._close(plan)
         self.tiers.pump()
 
@@ -936,13 +933,13 @@ class KVCacheManager(Uncopied):
         plan.close()
         self.open_plans.remove(plan)
 
-    def _free_lane(self) -> int:
+    def _free_lane(self) -> Lane:
         """PlanError if as many plans are open as can be."""
         if not self.open_plans:
-            return 0
+            return self.memory.lanes[0]
         taken = {plan.lane for plan in self.open_plans}
-        for lane in range(len(self.memory.lanes)):
-            if lane not in taken:
+        for lane in self.memory.lanes:
+            if lane.number not in taken:
                 return lane
         if len(taken) == 1:
             raise PlanError(
