@@ -26,8 +26,7 @@ from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume
 from dsv4.cache.prefix.snapshots import SnapshotPool
-from dsv4.cache.prefix.step_ids import StepIds
-from dsv4.cache.prefix.trail import TokenIds, TokenTrail, token_ids
+from dsv4.cache.prefix.trail import StepIds, TokenIds, TokenTrail, token_ids
 from dsv4.cache.prepare_forward import (
     ForwardPlan,
     PlanOptions,
