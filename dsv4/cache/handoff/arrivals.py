@@ -25,7 +25,7 @@ _ADDRESSES = 1 << 63  # with more, the sums of NIXL's own check overflow, and it
 
 
 class Arrivals:
-    """Everything that is on its way to one manager, whose calls move it on; the link's thread reads
+    """Everything that is on its way to one manager, whose calls advance it; the link's thread reads
     and checks meanwhile."""
 
     def __init__(self, side: Side) -> None:
@@ -230,7 +230,7 @@ class Arrivals:
             self._side.pledges.give_back(cell)
 
     def end_all(self) -> None:
-        """After an interrupt: none comes any more."""
+        """After an interrupt: ends them all."""
         for arrival in tuple(self.open):
             if arrival.request is None and arrival.error is None:
                 why = "a call was interrupted, and recover ended all arrivals"

@@ -145,7 +145,7 @@ class RowPool:
     """The owner of all rows of a manager. Whoever needs some takes them here and gives them back
     here: a cache (CacheRows) or a job of an Engine, which hold them meanwhile.
 
-    A pool that `keeps` them has idle rows besides: what is given back stays, with all that it
+    A pool that `keeps` them also has idle rows: what is given back stays, with all that it
     holds, until its place is needed. A prompt that begins with the tokens of an idle row continues
     it, to the token. Those that were idle for longest go first.
     """
@@ -161,14 +161,15 @@ class RowPool:
     # ---- giving out ------------------------------------------------------------------------
 
     def admit_empty(self, rows: int) -> list[Request]:
-        """Rows without a token, whose tokens nobody knows yet. Raises OutOfSlots, with none."""
+        """Rows without tokens, whose prompts are not known yet. Raises OutOfSlots, with no row
+        taken."""
         self.evict(rows)
         return self._all(partial(self.manager.admit_request, 0) for _ in range(rows))
 
     def admit(
         self, prompts: Sequence[Ids], lent: Sequence[KnownRow] = (), *, salt: str | None = None
     ) -> list[Request]:
-        """A request per prompt: an idle row that continues, a fork of a row that somebody lends, or
+        """A request per prompt: an idle row that continues, a fork of a lent row, or
         a new one, for which tiers are asked where there are any. Rows of another salt are never
         used. Raises OutOfSlots, OutOfBlocks, and nothing has changed except that older rows are
         gone."""
@@ -205,7 +206,8 @@ class RowPool:
         return bool(self.manager.tiers)
 
     def release(self, requests: Sequence[Request]) -> None:
-        """Their places are free, at once where there are no tiers; these keep what rows hold."""
+        """Frees their places, at once if there are no tiers; otherwise these keep what rows
+        hold."""
         if self._has_tiers:
             self.release_later(requests)
             return
@@ -218,7 +220,7 @@ class RowPool:
             self.manager.release_later(request, suspend=self._has_tiers)
 
     def give_back(self, requests: list[Request], history: History) -> None:
-        """Rows of a cache that nobody needs any more, at any time and from any thread: they are
+        """Rows of a cache that are no longer needed, at any time and from any thread: they are
         idle from now on, or released."""
         if self.keeps and not self._has_tiers and any(r.trail is not None for r in requests):
             self._arrived.append((requests, history))
@@ -414,7 +416,7 @@ class CacheRows:
         self._forget()
 
     def give_back(self) -> None:
-        """The same, wherever a garbage collection starts, in the middle of a call too; a prompt
+        """The same, wherever a garbage collection starts, even in the middle of a call; a prompt
         that begins like one of the rows may continue it."""
         self.pool.give_back(self.requests, self.history)
         self._forget()
