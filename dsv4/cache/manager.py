@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Unpack
 
@@ -20,8 +19,9 @@ from dsv4.cache.changes import LOGGER, Guard, Turn, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
 from dsv4.cache.options import ManagerOptions, Settings
-from dsv4.cache.prefix.cache import LearnedIds, PrefixCache
+from dsv4.cache.prefix.cache import PrefixCache
 from dsv4.cache.prefix.index import BlockEvent
+from dsv4.cache.prefix.none import NoPrefix
 from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume
@@ -30,24 +30,19 @@ from dsv4.cache.prefix.trail import TokenIds, TokenTrail, token_ids
 from dsv4.cache.prepare_forward import (
     ForwardPlan,
     PlanOptions,
-    check_step,
-    fill_new_blocks,
-    following,
-    make_plan,
 )
 from dsv4.cache.recover import recover_books
-from dsv4.cache.requests import LENGTH, PUBLISHED, REUSED, Condition, Request, RequestTable
+from dsv4.cache.requests import Condition, Request, RequestTable
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step import checks as step_checks
-from dsv4.cache.step import overlap
-from dsv4.cache.step.checks import Step, StepReader
+from dsv4.cache.step.checks import Step
+from dsv4.cache.steps import Steps
 from dsv4.cache.warmup import Warmup, available_processors, progress_bar
 from dsv4.errors import (
     ContextOverflow,
     InvalidInput,
     OutOfBlocks,
-    PlanError,
     RecoveryNeeded,
     RequestError,
     ThreadError,
@@ -132,13 +127,21 @@ class KVCacheManager(Uncopied):
         self.prefix: PrefixCache | None = None
         if prefix is not None:
             self.prefix = PrefixCache(schema, self.table.allocator, prefix, place)
-            self.table.reclaimer = self.prefix.blocks
+        self._prefix = NoPrefix(schema) if self.prefix is None else self.prefix
+        self.table.reclaimer = self._prefix.blocks
         self.transfers = self._transfers(settings.tiers) if settings.tiers else None
-        self.open_plans: list[ForwardPlan] = []
         self.guard = Guard()
         self.handoff = None if settings.handoff is None else self._handoff(settings.handoff)
-        self._admission = Admission(self.table, self.memory, self.prefix, self.guard)
-        self._step_readers = tuple(StepReader(schema, self.table) for _ in self.memory.lanes)
+        self._admission = Admission(self.table, self.memory, self._prefix, self.guard)
+        self._steps = Steps(
+            self.table,
+            self.memory,
+            self.backend,
+            self._prefix,
+            self.guard,
+            self._admission,
+            cut_replays=prefix is not None and prefix.replay == "cut",
+        )
         layers = [LayerMemory.of(self.memory, layer) for layer in range(len(schema.layers))]
         self._handles = tuple(  # of each lane, and again for chunks apart
             tuple(
@@ -284,6 +287,11 @@ class KVCacheManager(Uncopied):
         return self.memory.block_table
 
     @property
+    def open_plans(self) -> list[ForwardPlan]:
+        """The plans that are open, the oldest first."""
+        return self._steps.open
+
+    @property
     def open_plan(self) -> ForwardPlan | None:
         """The plan that is open, the oldest of several."""
         return self.open_plans[0] if self.open_plans else None
@@ -295,32 +303,30 @@ class KVCacheManager(Uncopied):
         no memory of the cache. Raises InvalidInput, ContextOverflow."""
         read = token_ids(ids)
         step_checks.context(self.schema, len(read))
-        if self.prefix is None:
-            return Prompt(len(read), None, (self.schema.content_fingerprint, ""))
-        return self.prefix.prompt(read, salt)
+        return self._prefix.prompt(read, salt)
 
     def look_up(self, prompt: Prompt) -> Resume:
         """What `admit_request` would find cached of a prompt now, and where it would go on.
         Changes nothing: neither counts nor what is evicted first. Raises InvalidInput."""
         self._require_free("look_up")
         count, trail = self._read_prompt(prompt, None)
-        if self.prefix is None or trail is None:
+        if trail is None:
             return Resume(start=0, reused_tokens=0, end=count, source="nothing")
-        return self.prefix.look_up(trail)
+        return self._prefix_cache().look_up(trail)
 
     def needed_blocks(self, prompt: int | TokenIds | Prompt, salt: str | None = None) -> int:
         """Blocks that `admit_request` would take beyond what is cached. Changes nothing. Raises
         InvalidInput, ContextOverflow."""
         self._require_free("needed_blocks")
         count, trail = self._read_prompt(prompt, salt)
-        cached = 0 if self.prefix is None or trail is None else self.prefix.cached_blocks(trail)
+        cached = 0 if trail is None else self._prefix_cache().cached_blocks(trail)
         return self.schema.blocks_for(count) - cached
 
     def released_blocks(self, request: Request) -> int:
         """Blocks that could be taken, free or evictable, if this request were released."""
         self._require_free("released_blocks")
         self.table.require_live(request)
-        pinned: Collection[int] = () if self.prefix is None else self.prefix.pins.block_ids()
+        pinned = self._prefix.pins.block_ids()
         references = self.table.allocator.references
         return sum(references(b) == 1 and b not in pinned for b in request.block_ids)
 
@@ -332,12 +338,10 @@ class KVCacheManager(Uncopied):
             count, trail = self._read_prompt(prompt, salt)
         except (InvalidInput, ContextOverflow):
             return False
-        if self.prefix is not None and trail is not None:
-            shared = [node.block_id for node in self.prefix.match(trail).nodes]
+        if trail is not None:
+            shared = [node.block_id for node in self._prefix_cache().match(trail).nodes]
         short = self.schema.blocks_for(count) - len(shared) - self.table.allocator.free
-        fits = short <= 0 or (
-            self.prefix is not None and self.prefix.blocks.evictable(excluding=shared) >= short
-        )
+        fits = short <= 0 or self._prefix.blocks.evictable(excluding=shared) >= short
         return fits and bool(self.table.free_slots)
 
     @changes
@@ -361,11 +365,11 @@ class KVCacheManager(Uncopied):
                 needed=blocks, free=allocator.free, total=allocator.total, asker_blocks=blocks
             )
         table.require_slots()
-        if self.prefix is None or found is None:
+        if found is None:
             return self._admission.begin(count)
         trail = found.copy() if isinstance(prompt, Prompt) else found
-        match = self.prefix.match(trail, reuse=reuse)
-        return self._admission.after(self.prefix, match, trail)
+        prefix = self._prefix_cache()
+        return self._admission.after(prefix, prefix.match(trail, reuse=reuse), trail)
 
     @changes
     def fork(self, request: Request, count: int) -> list[Request]:
@@ -400,7 +404,7 @@ class KVCacheManager(Uncopied):
         """
         self._require_unplanned(request)
         read = token_ids(ids)
-        if self.prefix is None or request.trail is None:
+        if request.trail is None:
             return
         known = len(request.trail.ids)
         if known + len(read) > request.length:
@@ -408,7 +412,8 @@ class KVCacheManager(Uncopied):
                 f"{len(read)} ids behind the {known} that are known of request {request.serial}, "
                 f"but it has {request.length} tokens: supply those that were committed"
             )
-        self.prefix.supply_ids(request, read, self.slot_arena.bytes[request.slot], self._adopt)
+        slot = self.slot_arena.bytes[request.slot]
+        self._prefix_cache().supply_ids(request, read, slot, self._admission.exchange)
         if self.transfers is not None:
             self.transfers.pump()
 
@@ -495,10 +500,9 @@ class KVCacheManager(Uncopied):
         self._release(request)
 
     def _release(self, request: Request) -> None:
-        if self.prefix is not None:
-            self.prefix.note_release(request)
+        self._prefix.note_release(request)
         self.table.close(request)
-        self._forget_steps()
+        self._steps.forget()
 
     def release_later(self, request: Request, *, suspend: bool = False) -> None:
         """Releases a request with the next call that is made of the manager, once no open plan has
@@ -580,16 +584,16 @@ class KVCacheManager(Uncopied):
                 turn.leave()
             guard.step_back(number)
             raise
-        self.open_plans = recover_books(
+        self._steps.open = recover_books(
             [change for *_, change in interrupted],
             open_plans=self.open_plans,
             table=self.table,
             memory=self.memory,
-            prefix=self.prefix,
+            prefix=self._prefix,
             transfers=self.transfers,
             handoff=self.handoff,
         )
-        self._forget_steps()
+        self._steps.forget()
         for turn in turns:
             turn.leave()
         guard.give_way(number)
@@ -779,17 +783,7 @@ class KVCacheManager(Uncopied):
         handoff = self._handing_over()
         self.table.require_live(request)
         request.require("offer")
-        most, written = self.schema.max_decode_tokens, request.written_tokens
-        for plan in self.open_plans:
-            if request not in plan.requests:
-                continue
-            row = plan.requests.index(request)
-            if plan.counts[row] > most:
-                raise RequestError(
-                    f"a chunk of request {request.serial} is under way, and its rings hold no "
-                    f"state: commit the plan, then offer it"
-                )
-            written = max(written, int(plan.latest_ends[row]))
+        written = self._steps.written_tokens(request)
         if not request.has_exact_state:
             raise RequestError(f"request {request.serial} has 0 tokens: run some, then offer it")
         return handoff.offer(request, written=written, lease_s=lease_s, takers=takers)
@@ -861,7 +855,7 @@ class KVCacheManager(Uncopied):
         slot_bytes, block_bytes = self._handing_over().state_of(arrival)
         request = self._admission.arrived(arrival, slot_bytes, block_bytes)
         if self.prefix is not None and arrival.trail is not None:
-            self.prefix.note_arrival(request, arrival.trail, self._adopt)
+            self.prefix.note_arrival(request, arrival.trail, self._admission.exchange)
         return request
 
     @changes
@@ -908,91 +902,15 @@ class KVCacheManager(Uncopied):
         and can be captured, `plan.prefill` the chunks.
         Raises PlanError, OutOfBlocks, ContextOverflow or RequestError.
         """
-        require_flag("chunks_apart", chunks_apart)
-        lane = self._free_lane()
-        buffers = self.memory.lanes[lane].buffers
-        shape = self._step_readers[lane].read(steps)
-        before = overlap.read_before(
-            self.schema, self.table, shape, after, accepted, self.open_plans, self.device
-        )
-        if self.open_plans:
-            step_checks.disjoint(shape, self.open_plans, before)
-        starts, published, reused, written = self.table.numbers.take(shape.slots, axis=1)
-        step_checks.untorn(self.schema, shape, starts, written)
-        if before is not None:
-            starts = overlap.latest_starts(before, starts)
-        ends = starts + shape.counts
-        step_checks.context(self.schema, int(ends.max(initial=0)))
-        window_cut = False
-        if self.prefix is not None and self.prefix.options.replay == "cut":
-            plain = before is None and not drafts and not chunks_apart
-            window_cut = step_checks.cut_replays(self.schema, shape, starts, reused, plain=plain)
-        check_step(
-            self.schema,
-            buffers,
-            shape,
+        return self._steps.prepare(
+            steps,
             pad_tokens=pad_tokens,
             pad_requests=pad_requests,
+            after=after,
+            accepted=accepted,
             drafts=drafts,
             chunks_apart=chunks_apart,
         )
-        block_tokens = self.schema.block_tokens
-        growing = (ends > published * block_tokens).nonzero()[0]
-        if not self.schema.block_bytes:  # window-only layers need none
-            growing = growing[:0]
-        growth = self.table.reserve_growth(
-            [shape.requests[row] for row in growing.tolist()],
-            (-(-ends.take(growing) // block_tokens)).tolist(),
-        )
-        try:  # the device first, the table of live requests last and at once
-            buffers.wait()
-            new_blocks = fill_new_blocks(
-                self.schema, buffers, growth, published.take(growing).tolist()
-            )
-            if chunks_apart:
-                self.memory.lanes[lane].chunk_buffers.wait()
-            plan = make_plan(
-                self.schema,
-                self.memory.lanes[lane],
-                shape,
-                starts,
-                ends,
-                reused,
-                pad_tokens=pad_tokens,
-                pad_requests=pad_requests,
-                before=before,
-                drafts=int(drafts),
-                chunks_apart=chunks_apart,
-            )
-            if self.schema.model.draft_block:
-                lengths = self.table.numbers[LENGTH].take(shape.slots)
-                lost = overlap.window_lost(self.schema, plan, lengths, written)
-                for batch in plan.batches:
-                    batch.window_lost = lost
-            if window_cut:
-                plan.batch.window_cut, plan.batch.sizes = True, (*plan.batch.sizes, 1)
-            captures = None
-            if self.prefix is not None and plan.prefill is not None:
-                captures = self.prefix.plan_captures(plan.prefill)
-            self.memory.send(new_blocks, buffers)
-            if len(plan.batches) > 1:
-                self.memory.lanes[lane].chunk_buffers.send()
-            if plan.unknown_starts is not None:
-                self.backend.follow(following(self.schema, buffers, plan, accepted))
-        except BaseException:  # of the device, out of memory, or a key pressed
-            self.table.cancel(growth.reserved)
-            raise
-        if growth.requests:
-            self.table.settle_growth(growth)
-            self.table.numbers[PUBLISHED, shape.slots.take(growing)] = growth.blocks
-        if captures is not None:
-            assert self.prefix is not None
-            assert plan.prefill is not None
-            plan.prefill.captures = captures
-            self.prefix.settle_captures(captures)
-        self.guard.change.hand_out(plan)
-        self.open_plans.append(plan)
-        return plan
 
     @contextmanager
     def step(
@@ -1066,7 +984,7 @@ class KVCacheManager(Uncopied):
         if self.guard.number in self.guard.visits:
             self.guard.refuse("acquire")
         if batch is not None:
-            step_checks.bound(layer, batch, self.open_plans)
+            step_checks.bound(layer, batch, self._steps.open)
             handles = self._handles[batch.lane][not (batch.alone or batch.is_decode)]
         handle = handles[layer]
         handle.bind(batch)
@@ -1095,42 +1013,7 @@ class KVCacheManager(Uncopied):
         on is cached, offered or continued until a rewind takes it back. A step in which an append
         raised cannot be committed at all: `fail` it. Raises PlanError, InvalidInput.
         """
-        require_flag("partial", partial)
-        turn = self._enter_turn(plan)
-        try:
-            self._commit(plan, accepted, ids, partial=partial)
-        finally:
-            del turn.visits[turn.number]  # turn.leave, without a call
-
-    def _commit(
-        self,
-        plan: ForwardPlan,
-        accepted: Sequence[int] | None,
-        ids: TokenIds | None,
-        *,
-        partial: bool,
-    ) -> None:
-        overlap.require_first(plan)
-        kept = step_checks.accepted(self.schema, plan, accepted)
-        overlap.require_kept(plan, kept, self.open_plans)
-        if plan.batches[0].window_cut:
-            step_checks.whole_replays(plan, kept, self.table.numbers[REUSED].take(plan.slots))
-        ends = plan.starts + kept
-        learned: LearnedIds | None = None
-        if self.prefix is not None and ids is not None:
-            learned = self.prefix.read_ids(plan, kept, ends, token_ids(ids), self.table.recent)
-        if not step_checks.every_layer(plan, kept, partial=partial):
-            for row in kept.nonzero()[0].tolist():
-                plan.requests[row].note_incomplete(int(plan.starts[row]))
-        if accepted is not None:  # what was rejected is written all the same
-            self.table.note_written(plan.slots, plan.latest_ends)
-        self.table.move(plan.slots, ends)
-        if self.prefix is not None:
-            newest = overlap.newest(plan, self.open_plans)
-            recent, slots = self.table.recent, self.slot_arena.bytes
-            self.prefix.note_commit(plan, kept, ends, learned, recent, newest, slots, self._adopt)
-        overlap.move_up(plan, self.table, self.open_plans)
-        self._close(plan)
+        self._steps.commit(plan, accepted, ids, partial=partial)
         if self.transfers is not None:
             self.transfers.pump()
 
@@ -1138,26 +1021,7 @@ class KVCacheManager(Uncopied):
     def abandon(self, plan: ForwardPlan) -> None:
         """The step did not happen; lengths stay. For a plan that never ran, or whose few tokens can
         be undone: after an error call `fail`. Raises PlanError."""
-        turn = self._enter_turn(plan)
-        try:
-            self._abandon(plan)
-        finally:
-            turn.leave()
-
-    def _abandon(self, plan: ForwardPlan) -> None:
-        overlap.require_last(plan, self.open_plans)
-        chunks = plan.prefill
-        if chunks is not None and (chunks.touched or chunks.appended_layers):
-            raise PlanError(
-                f"layers {sorted(chunks.appended_layers | chunks.unfinished_layers)[:4]} already "
-                f"wrote {plan.shape.most_tokens} tokens of a request, more than the "
-                f"{self.schema.max_decode_tokens} that can be undone: call fail(plan); "
-                f"nothing of it is cached"
-            )
-        if self.prefix is not None:
-            self.prefix.note_abandon(plan)
-        self._note_unkept(plan)
-        self._close(plan)
+        self._steps.abandon(plan)
 
     @changes
     def fail(self, plan: ForwardPlan) -> None:
@@ -1168,80 +1032,21 @@ class KVCacheManager(Uncopied):
         released: `request.is_torn` tells. All others just go on. Plans after this one fail with
         it. Raises PlanError.
         """
-        step_checks.open_plan(plan, self.open_plans)
-        failing = overlap.last_first(plan, self.open_plans)
-        turns: list[Turn] = []
-        try:
-            for each in failing:
-                turns.append(self._enter_turn(each))
-            for each in failing:
-                if self.prefix is not None:
-                    self.prefix.note_abandon(each)
-                self._note_unkept(each)
-                self._close(each)
-        finally:
-            for turn in turns:
-                turn.leave()
-        if LOGGER.isEnabledFor(logging.INFO):
-            torn = sum(request.is_torn for request in plan.requests)
-            LOGGER.info("a step of %d requests failed, %d are torn", len(plan.requests), torn)
-
-    def _enter_turn(self, plan: ForwardPlan) -> Turn:
-        """No handle of the plan is used until the turn is left. PlanError for a plan that is not
-        open, ThreadError while a thread uses its handles."""
-        step_checks.open_plan(plan, self.open_plans)
-        turn = self.memory.lanes[plan.lane].workspace.turn
-        visit = self.guard.visits[self.guard.number]
-        if turn.visits.setdefault(turn.number, visit) is not visit:  # turn.enter, without a call
-            turn.come_past(visit)
-        return turn
-
-    def _note_unkept(self, plan: ForwardPlan) -> None:
-        """What a step that did not happen may have written."""
-        ran = overlap.may_have_run(plan)
-        self.table.note_written(plan.slots[ran], plan.latest_ends[ran])
-
-    def _close(self, plan: ForwardPlan) -> None:
-        plan.close()
-        self.open_plans.remove(plan)
-
-    def _free_lane(self) -> int:
-        """PlanError if as many plans are open as can be."""
-        if not self.open_plans:
-            return 0
-        taken = {plan.lane for plan in self.open_plans}
-        for lane in range(len(self.memory.lanes)):
-            if lane not in taken:
-                return lane
-        if len(taken) == 1:
-            raise PlanError(
-                "the previous plan is still open: commit or abandon it first, or build the manager "
-                "with max_open_plans=2"
-            )
-        raise PlanError(f"{len(taken)} plans are still open: commit or abandon one first")
-
-    def _forget_steps(self) -> None:
-        """Nothing of the last steps keeps a request alive."""
-        for reader, lane in zip(self._step_readers, self.memory.lanes, strict=True):
-            reader.forget()
-            lane.buffers.forget()
-            lane.chunk_buffers.forget()
+        self._steps.fail(plan)
 
     # ---- looking -----------------------------------------------------------------------------
 
     def memory_bytes(self) -> MemoryBytes:
         """Bytes allocated on the device; arenas and table are what the planner promised."""
-        return self.memory.memory_bytes(
-            snapshots=0 if self.prefix is None else self.prefix.pool.memory_bytes()
-        )
+        return self.memory.memory_bytes(snapshots=self._prefix.memory_bytes())
 
     def stats(self) -> Stats:
         """Who holds what, now; what `release_later` was told of has gone. Safe from any thread;
         while a call runs elsewhere, partly as before it and partly as after."""
         allocator, live, going = self.table.allocator, self.requests, self._going()
         free, idle = allocator.left_by([request.block_ids for request in going])
-        pinned: Collection[int] = () if self.prefix is None else self.prefix.pins.block_ids()
-        evictable = 0 if self.prefix is None else self.prefix.blocks.evictable()
+        pinned = self._prefix.pins.block_ids()
+        evictable = self._prefix.blocks.evictable()
         return Stats(
             blocks_total=allocator.total,
             blocks_free=allocator.free + len(free),
@@ -1256,9 +1061,7 @@ class KVCacheManager(Uncopied):
             tokens_live=sum(request.length for request in live),
             block_bytes_live=(allocator.held - len(free) - len(idle)) * self.schema.block_bytes,
             slot_bytes_live=len(live) * self.schema.slot_bytes,
-            prefix=None
-            if self.prefix is None
-            else self.prefix.stats(idle_blocks=allocator.idle + len(idle)),
+            prefix=self._prefix.stats(idle_blocks=allocator.idle + len(idle)),
             transfers=None if self.transfers is None else self.transfers.stats(),
             tiers=() if self.transfers is None else self.transfers.tier_stats(),
             handoff=None if self.handoff is None else self.handoff.stats(),
@@ -1268,8 +1071,7 @@ class KVCacheManager(Uncopied):
         """Every block, slot and snapshot has exactly the owners it should. Raises Dsv4Error
         otherwise."""
         self.table.check_invariants()
-        if self.prefix is not None:
-            self.prefix.check_invariants(self.open_plans)
+        self._prefix.check_invariants(self.open_plans)
         if self.handoff is not None:
             self.handoff.check_invariants()
 
@@ -1288,7 +1090,7 @@ class KVCacheManager(Uncopied):
 
     def _require_unplanned(self, request: Request) -> None:
         self.table.require_live(request)
-        step_checks.unplanned(request, self.open_plans)
+        self._steps.require_unplanned(request)
 
     def _read_prompt(
         self, prompt: int | TokenIds | Prompt, salt: str | None
@@ -1297,22 +1099,12 @@ class KVCacheManager(Uncopied):
         if isinstance(prompt, Prompt):
             if salt is not None:
                 raise InvalidInput("a prompt has its salt already: give it to manager.prompt")
-            if prompt.trail is not None and self.prefix is not None:
-                if prompt.family != self.prefix.family:
-                    raise InvalidInput("this prompt was made for another schema or model")
-                return step_checks.context(self.schema, prompt.tokens), prompt.trail
-            if (prompt.trail is None) != (self.prefix is None):
-                raise InvalidInput(
-                    "this prompt was made by a manager "
-                    + ("without" if prompt.trail is None else "with")
-                    + " a prefix cache: make it with this one"
-                )
-            return step_checks.context(self.schema, prompt.tokens), None
+            return step_checks.context(self.schema, prompt.tokens), self._prefix.trail_of(prompt)
         if isinstance(prompt, int | np.integer):
             return step_checks.context(self.schema, prompt), None
         ids = token_ids(prompt)
         count = step_checks.context(self.schema, len(ids))
-        return count, None if self.prefix is None else self.prefix.trail(ids, salt)
+        return count, self._prefix.trail(ids, salt)
 
     def _prefix_cache(self) -> PrefixCache:
         if self.prefix is None:
@@ -1320,17 +1112,3 @@ class KVCacheManager(Uncopied):
                 "this manager has no prefix cache: build it with prefix=PrefixOptions()"
             )
         return self.prefix
-
-    def _adopt(self, request: Request, first: int, block_ids: Sequence[int]) -> None:
-        """The request goes on with other blocks of the same bytes; its own go back. Where the
-        device cannot be told, it keeps its own."""
-        try:
-            self.memory.publish(request.slot, first, block_ids)
-        except RuntimeError as error:
-            LOGGER.warning("%d equal blocks stay apart: %s", len(block_ids), error)
-            return
-        span = slice(first, first + len(block_ids))
-        own = request.block_ids[span]
-        self.table.allocator.share(block_ids)
-        request.block_ids[span] = block_ids
-        self.table.allocator.release(own)

@@ -23,6 +23,7 @@ from dsv4.cache.memory import CacheMemory
 from dsv4.cache.prefix.cache import PrefixCache
 from dsv4.cache.prefix.index import PrefixIndex, follow_events
 from dsv4.cache.prefix.node import PrefixNode
+from dsv4.cache.prefix.none import NoPrefix
 from dsv4.cache.prefix.pins import Pins
 from dsv4.cache.prefix.rows import SnapshotRows
 from dsv4.cache.prepare_forward import ForwardPlan
@@ -40,7 +41,7 @@ def recover_books(
     open_plans: Sequence[ForwardPlan],
     table: RequestTable,
     memory: CacheMemory,
-    prefix: PrefixCache | None,
+    prefix: PrefixCache | NoPrefix,
     transfers: Transfers | None,
     handoff: Handoff | None,
 ) -> list[ForwardPlan]:
@@ -53,14 +54,12 @@ def recover_books(
     if handoff is not None:
         handoff.end_arrivals()
         _host_memory(handoff)
-    cached: list[int] = []
-    if prefix is not None:
-        taken = [plan.captures.captures for plan in still_open if plan.captures is not None]
-        rows = {capture.row for captures in taken for capture in captures}
-        recover_index(prefix.index)
-        _pins(prefix.pins, handed_out)
-        recover_rows(prefix.rows, prefix.index.nodes(), rows)
-        cached = [node.block_id for node in prefix.index.nodes()]
+    taken = [plan.captures.captures for plan in still_open if plan.captures is not None]
+    reserved = {capture.row for captures in taken for capture in captures}
+    recover_index(prefix.index)
+    _pins(prefix.pins, handed_out)
+    recover_rows(prefix.rows, prefix.index.nodes(), reserved)
+    cached = [node.block_id for node in prefix.index.nodes()]
     _slots(table, handed_out)
     _blocks(table, cached)
     for request in table.live.values():

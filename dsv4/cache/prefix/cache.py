@@ -24,7 +24,7 @@ from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume, StateSource, replay_start, resume_after
 from dsv4.cache.prefix.rows import SnapshotRows
 from dsv4.cache.prefix.snapshots import Capture, SnapshotPool, WideCaptures
-from dsv4.cache.prefix.trail import Ids, RecentIds, TokenTrail, chain_root
+from dsv4.cache.prefix.trail import Ids, RecentIds, TokenIds, TokenTrail, chain_root, token_ids
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
@@ -109,11 +109,21 @@ class PrefixCache:
         """A prompt with all its digests made."""
         trail = self.trail(ids, salt)
         trail.hash_blocks(len(ids) // self.schema.block_tokens)
-        return Prompt(len(ids), trail, self.family)
+        return Prompt(len(ids), trail, self._family)
 
     @property
-    def family(self) -> tuple[str, str]:
+    def _family(self) -> tuple[str, str]:
         return self.schema.content_fingerprint, self.options.model_id
+
+    def trail_of(self, prompt: Prompt) -> TokenTrail:
+        """Raises InvalidInput for a prompt of another schema or model, or without a trail."""
+        if prompt.trail is None:
+            raise InvalidInput(
+                "this prompt was made by a manager without a prefix cache: make it with this one"
+            )
+        if prompt.family != self._family:
+            raise InvalidInput("this prompt was made for another schema or model")
+        return prompt.trail
 
     def cached_blocks(self, trail: TokenTrail) -> int:
         """How many blocks `match` would find. Changes nothing."""
@@ -263,10 +273,11 @@ class PrefixCache:
         self.rows.reserve_chosen([capture.row for capture in captures.captures])
 
     def read_ids(
-        self, plan: ForwardPlan, kept: I64, ends: I64, ids: Ids, recent: RecentIds
+        self, plan: ForwardPlan, kept: I64, ends: I64, given: TokenIds, recent: RecentIds
     ) -> LearnedIds:
         """What the ids of a step say about each request. Raises InvalidInput if they do not fit the
         step, or contradict what is known."""
+        ids = token_ids(given)
         if len(ids) != plan.num_tokens:
             raise InvalidInput(
                 f"{len(ids)} token ids for a step of {plan.num_tokens} tokens: give all of them, "
@@ -291,7 +302,7 @@ class PrefixCache:
         ends: I64,
         learned: LearnedIds | None,
         recent: RecentIds,
-        newest: I64,
+        newest: Callable[[], I64],
         slot_arena: Tensor,
         adopt: Adopt,
     ) -> None:
@@ -328,7 +339,7 @@ class PrefixCache:
                 boundary = (block + 1) * block_tokens
                 if node.snapshot is None and self._is_wanted(request, trail, boundary):
                     # behind these a boundary is in no ring any more; of a chunk, none is in any
-                    oldest = newest[row] - self.schema.max_rollback_tokens
+                    oldest = newest()[row] - self.schema.max_rollback_tokens
                     in_rings = plan.counts[row] <= self.schema.max_decode_tokens
                     row_id = self.rows.reserve() if in_rings and boundary >= oldest else None
                     if row_id is not None:
@@ -496,6 +507,10 @@ class PrefixCache:
             self.rows.attach(node, row)
 
     # ---- memory ------------------------------------------------------------------------------
+
+    def memory_bytes(self) -> int:
+        """Of snapshots, on the device."""
+        return self.pool.memory_bytes()
 
     def stats(self, *, idle_blocks: int) -> PrefixStats:
         return PrefixStats(
