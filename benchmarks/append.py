@@ -1,6 +1,6 @@
 """The write path of one layer: decode steps where every request or none completes a group, and one
 prefill chunk. Targets: the project's for one H200. Calls rotate over the layers of the
-kind, as a step does; their rings and tails lie apart."""
+kind, as a step does; their rings and tails do not overlap."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ ROWS = (
     ),
 )
 
-# What `batch_invariant=True` costs, beside the calls without it.
+# What `batch_invariant=True` costs, compared with the calls without it.
 WHOLE = tuple(
     replace(
         row,
@@ -217,7 +217,8 @@ def make_inputs(
 
 
 def make_work(inputs: list[Inputs]) -> Work:
-    """The calls, and what FlashMLA would be called with; beside whole queries, ours cut as ever."""
+    """The calls, and FlashMLA's arguments for the same work; for whole queries, also the usual
+    calls that cut them."""
     shared = inputs[0].shared
     peers: dict[str, list[Call]] = {}
     if shared.whole:

@@ -1,5 +1,5 @@
-"""Selection in two levels (V4.1): a layer that publishes candidate blocks beside its own selection,
-and one that selects among them. Each is timed beside the same selection without candidates.
+"""Selection in two levels (V4.1): a layer that publishes candidate blocks with its own selection,
+and one that selects among them. Each is compared with the same selection without candidates.
 """
 
 from __future__ import annotations

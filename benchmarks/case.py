@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 Call = Callable[[], None]
 L2_BYTES = 60 << 20
-# Targets and times of others measured apart are of this GPU: results of other GPUs have none.
+# Targets and separately measured times of others are of this GPU: results of other GPUs have none.
 ANCHORS_ARE_OF = "NVIDIA H200"
 
 

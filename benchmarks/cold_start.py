@@ -51,7 +51,7 @@ def measure(model: str, heads: int, context: int) -> dict[str, Any]:
 
 
 def _first_step(model: ModelSpec, context: int, compiled: list[bool]) -> dict[str, Any]:
-    """Of a smaller manager, whose kernels are the same."""
+    """The first step of a smaller manager, whose kernels are the same."""
     step = DecodeStep(
         model, batch=16, context=context, device="cuda", block_arena_bytes=ARENA_BYTES
     )

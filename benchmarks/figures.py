@@ -2,12 +2,12 @@
 
 A mark is an HTML comment, so a reader does not see it. It is a Python expression over the results
 file, over what others were measured at (benchmarks/peers.py) and over what the package computes.
-The numbers in front of it, as many as the expression has values, are its figures: `python -m
+The numbers before it, as many as the expression has values, are its figures: `python -m
 benchmarks.report` writes them, each with as many decimals as it had, and a test fails where one
 differs. `_` is the value of a number that is not the mark's; `{1,8,64}` in the name of a case
 stands for several.
 
-Whatever else looks like a measured figure must say in plain sight when and where it was measured,
+Anything else that looks like a measured figure must say when and where it was measured,
 in its paragraph, item or table, or stand in ELSEWHERE with a reason: `unsourced` lists what does
 neither.
 """
@@ -111,7 +111,7 @@ _MACHINE = re.compile(r"H200|EPYC|\bcores?\b|processor")
 
 def rewritten(text: str, results: Sequence[BenchResult], *, page: str = "the page") -> str:
     """The page with the figures that its marks stand for. Raises InvalidInput for a mark that
-    cannot be evaluated, or that has fewer numbers in front of it than values."""
+    cannot be evaluated, or that has fewer numbers before it than values."""
     return _marked(text, results, page, _written)
 
 
@@ -187,11 +187,11 @@ def namespace(results: Sequence[BenchResult]) -> dict[str, Any]:
         return values
 
     def beside(name: str, *others: str) -> list[float]:
-        """Ours, then others measured apart."""
+        """Ours, then others measured separately."""
         return [measured[name].microseconds, *(measured[name].anchors_us[one] for one in others)]
 
     def of_other(name: str, *patterns: str) -> Values:
-        """Our times over those of another, measured apart."""
+        """Our times over those of another library, measured separately."""
         found = [measured[one] for pattern in patterns for one in _expanded(pattern)]
         return np.array([r.microseconds / r.anchors_us[name] for r in found])
 
@@ -264,7 +264,7 @@ def _schema(model: str, **options: Any) -> CacheSchema:
 
 
 def _requests(model: str, memory: str, context: str) -> int:
-    """As many as `dsv4 plan` says."""
+    """The number that `dsv4 plan` prints."""
     found = plan(
         _schema(model),
         memory_bytes=parse_bytes(memory),
@@ -275,13 +275,14 @@ def _requests(model: str, memory: str, context: str) -> int:
 
 
 def _state_bytes(model: str, tokens: int, **options: Any) -> int:
-    """What is read of the state of a request of so many tokens that goes to another machine."""
+    """What is read of a request's state, at this number of tokens, when it goes to another
+    machine."""
     spans = StateLayout(_schema(model, **options)).used_spans(tokens)
     return sum(end - start for start, end in spans)
 
 
 def _link(model: str, context: str, link: str, **rates: Any) -> LinkSizing:
-    """What `dsv4 plan --link` says of one request."""
+    """What `dsv4 plan --link` computes for one request."""
     return plan_link(
         _schema(model),
         link_bits_per_second=parse_link(link),
@@ -335,7 +336,7 @@ def _is_dated(block: str) -> bool:
 
 
 def undated(text: str, *, page: str) -> list[str]:
-    """Sections of a journal that have figures and do not say of which commit or day they are."""
+    """Sections of a journal that have figures but do not name their commit or day."""
     sections = re.split(r"^(?=##+ )", text, flags=re.MULTILINE)
     return [
         f"{page}: {section.splitlines()[0]!r}"

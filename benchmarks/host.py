@@ -80,7 +80,7 @@ def _launched_step() -> DecodeStep:
 
 
 def _measure_launches(part: str) -> Measurement:
-    """What the host takes for one launch while the GPU is behind; the queue is never full."""
+    """What the host takes for one launch while the GPU lags behind; the queue is never full."""
     step = _launched_step()
     run = partial(_select, step) if part == "select" else partial(step.run, (part,))
     launches = time_graph([run], calls_a_graph=1).launches
@@ -162,7 +162,7 @@ def drafting_requests(
     context: int, count: int, device: str, *, steps: int = WARM_UP_STEPS + STEPS
 ) -> tuple[KVCacheManager, list[Request]]:
     """Requests as `decoding_requests` makes them, whose ids are known and whose last whole block is
-    cached; room for so many steps."""
+    cached, with room for a number of steps."""
     schema = CacheSchema.build(
         replace(ModelSpec.preset("tiny"), max_context=LONGEST), max_draft_tokens=DRAFTS
     )
@@ -200,8 +200,8 @@ def drafting_requests(
 def decoding_requests(
     context: int, count: int, device: str
 ) -> tuple[KVCacheManager, list[Request]]:
-    """Requests of about so many tokens, as if they had been computed, phases apart. The model is
-    the tiny one: the host's work is the same, the arenas are small."""
+    """Requests of about this many tokens, as if they had been computed, in different phases. The
+    model is the tiny one: the host's work is the same, the arenas are small."""
     schema = CacheSchema.build(replace(ModelSpec.preset("tiny"), max_context=LONGEST))
     manager = KVCacheManager(
         schema,

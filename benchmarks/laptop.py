@@ -70,7 +70,7 @@ class Laptop:
         return replace(made, kv_norm=torch.randn(self.model.head_dim))
 
     def step(self, tokens: int) -> dict[str, float]:
-        """Runs a step of so many tokens through all layers; seconds by part."""
+        """Runs a step of this many tokens through all layers; seconds by part."""
         took: dict[str, float] = defaultdict(float)
         begun = 0.0
 

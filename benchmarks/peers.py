@@ -1,4 +1,4 @@
-"""Other libraries that do the same work: what was measured of them apart from our runs, each figure
+"""Other libraries that do the same work: what was measured of them in separate runs, each figure
 with its source, and their calls where they are installed."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.case import Call
 
-# ---- measured apart -----------------------------------------------------------------------------
+# ---- measured separately ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

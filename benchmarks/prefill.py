@@ -104,7 +104,7 @@ def _measure(model: ModelSpec, requests: int, chunk: int, context: int) -> Measu
 
 
 def _measure_mixed() -> Measurement:
-    """A step that holds both, beside each of them by itself, as its peer."""
+    """A step that holds both, with each of them by itself as its peer."""
     step = DecodeStep(
         ModelSpec.preset("v4-flash"),
         batch=MIXED_DECODES + 1,

@@ -1,7 +1,7 @@
 """`python -m benchmarks.report [results.jsonl]`: writes the tables of docs/performance.md, every
-registered case beside its target, those of docs/v41.md, the plots under docs/plots/ and every
+registered case with its target, those of docs/v41.md, the plots under docs/plots/ and every
 figure of README and docs that has a mark (benchmarks/figures.py), from a results file. Targets and
-times of others in that file are the registry's as it is now."""
+times of others in that file are those of the current registry."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TITLES = {
 }
 # launches of cache writes in a decode step of V4-Flash
 WRITE_LAUNCHES_TARGET = 43
-# how a case of V4.1 begins -> how that of V4-Flash does that stands beside it
+# how a case of V4.1 begins -> how the case of V4-Flash begins that it is compared with
 V41_BESIDE = {
     "step v41-flash": "step v4-flash",
     "chunk v41-flash": "chunk v4-flash",
@@ -147,7 +147,7 @@ def tables(results: Sequence[BenchResult]) -> str:
 
 
 def v41_table(results: Sequence[BenchResult]) -> str:
-    """Cases of V4.1 beside those of V4-Flash that do as much, each with its commit."""
+    """Cases of V4.1 with the corresponding ones of V4-Flash, each with its commit."""
     measured = {result.case: result for result in results}
     rows, left_out = [], 0
     for case in SUITES["v41"]():

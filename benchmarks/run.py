@@ -1,7 +1,7 @@
 """`python -m benchmarks.run [name] [--only writes,attention,…]`: GPU benchmarks; results are
 written under benchmarks/results/, case by case. Lines of suites that do not run stay there. Without
 --only, suites whose packages are not installed are left out. So are cases that need more memory
-than the GPU has. A case that fails is told, and those behind it run all the same."""
+than the GPU has. A case that fails is reported, and those after it still run."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def compile_kernels(cases: Iterable[Case]) -> None:
     device, jobs = torch.device("cuda", torch.cuda.current_device()), {}
     for case in cases:
         if case.suite in KERNEL_SUITES and not case.name.startswith(("step ", "chunk ")):
-            with compiling() as found, suppress(Exception):  # told where it is measured
+            with compiling() as found, suppress(Exception):  # reported where it is measured
                 case.measure()
             jobs.update(missing_jobs(found.launches.values(), device))
             del found

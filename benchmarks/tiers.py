@@ -1,7 +1,7 @@
-"""Between the device and its tiers: rows up and down beside one plain copy of as many bytes, a
-decode step with rows on their way down, and a long prefix that comes back and is not computed.
+"""Between the device and its tiers: rows up and down compared with one plain copy of as many bytes,
+a decode step with rows on their way down, and a long prefix that comes back and is not computed.
 
-What it would take to compute the prefix is measured too, as far as it is the cache's: append,
+The time to compute the prefix is measured too, as far as the cache's part goes: append,
 select and attend of every layer, chunk by chunk. A model has more to do.
 """
 
@@ -82,7 +82,8 @@ def cases(device: str = "cuda") -> Iterator[Case]:
 def measure_copies(
     model: ModelSpec, way: Literal["down", "up"], device: str, rows: int = 0
 ) -> Measurement:
-    """Row by row, as blocks are written through and fetched; beside one copy of all of them."""
+    """Row by row, as blocks are written through and fetched; compared with one copy of all of
+    them."""
     rows = rows or ROWS
     schema = CacheSchema.build(model)
     arena = torch.ones((rows, schema.block_bytes), dtype=torch.uint8, device=device)
@@ -253,7 +254,7 @@ def _compute(manager: KVCacheManager, ids: NDArray[np.int64], device: str) -> fl
         manager.release_request(request)
         return (time.perf_counter() - begin) * 1e6
 
-    run(manager.admit_request(len(ids)))  # kernels are compiled in a run that nobody caches
+    run(manager.admit_request(len(ids)))  # kernels are compiled in a run that is not cached
     return run(manager.admit_request(ids))
 
 
@@ -277,7 +278,7 @@ def _manager(
 
 
 def _label(manager: KVCacheManager) -> Label:
-    """Of a block that nobody has."""
+    """The label of a block that no tier has."""
     assert manager.transfers is not None
     digest = next(_serial).to_bytes(32, "little")
     return manager.transfers.labels.make(Kind.BLOCK, digest, bytes(32), 128)

@@ -1,4 +1,4 @@
-"""How cases are timed: CUDA-graph replay, medians, beside ceilings measured in the same run."""
+"""How cases are timed: CUDA-graph replay, medians, and ceilings measured in the same run."""
 
 from __future__ import annotations
 

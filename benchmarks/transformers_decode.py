@@ -1,4 +1,4 @@
-"""Decoding with transformers: the fast path beside transformers' own cache, token by token.
+"""Decoding with transformers: the fast path and transformers' own cache, token by token.
 
 A few layers of each kind with V4-Flash's attention, random weights, few experts, one row. Contexts
 are not computed: both caches are filled with random contents, as a prompt of that length leaves
@@ -124,7 +124,7 @@ def compare(model: Any, context: int, *, steps: int) -> Measurement:
 
 @torch.no_grad()
 def decode(model: Any, cache: Any, *, steps: int) -> Decoding:
-    """Greedy decoding behind a filled cache, after a few steps that compile and capture."""
+    """Greedy decoding with a filled cache, after a few steps that compile and capture."""
     on_gpu = model.device.type == "cuda"
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     cache_bytes = stored_bytes(cache)
@@ -212,7 +212,7 @@ def filled_paged_cache(model: Any, context: int) -> PagedCache:
 
 
 def filled_dynamic_cache(model: Any, context: int) -> DynamicCache:
-    """transformers' own cache behind `context` tokens, a multiple of every ratio."""
+    """transformers' own cache filled with `context` tokens, a multiple of every ratio."""
     config = model.config
 
     def random(*shape: int) -> Tensor:

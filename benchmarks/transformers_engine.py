@@ -1,4 +1,4 @@
-"""Tokens per second of the engine over an accelerated model, beside `generate` called request by
+"""Tokens per second of the engine over an accelerated model, compared with `generate` request by
 request: five layers with V4-Flash's attention, random weights, few experts, prompts that share
 nothing. Wall-clock times, prompts and host included.
 
@@ -26,7 +26,7 @@ PROMPT_TOKENS = 512
 NEW_TOKENS = 128
 WARM_UP_TOKENS = 4
 STEP_TOKENS = 4096
-SEQUENTIAL = 4  # one by one more requests take longer and say nothing new
+SEQUENTIAL = 4  # one by one, more requests take longer and show nothing new
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -66,8 +66,8 @@ def measure(
     prompt_tokens: int = PROMPT_TOKENS,
     new_tokens: int = NEW_TOKENS,
 ) -> Iterator[Throughput]:
-    """All three for so many requests, after a warm-up each that compiles and captures. The model is
-    left as it was."""
+    """All three for a number of requests, after a warm-up each that compiles and captures. The
+    model is left as it was."""
     generator = torch.Generator().manual_seed(0)
     few = min(WARM_UP_TOKENS, new_tokens)
 

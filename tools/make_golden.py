@@ -296,7 +296,7 @@ def make_v41(args: argparse.Namespace) -> dict[str, np.ndarray]:
 
 
 def draft_v41(arrays, n, window, heads, width):  # type: ignore[no-untyped-def]
-    """A draft layer: five queries over the newest window and five keys that nobody stores."""
+    """A draft layer: five queries over the newest window and five keys that are not stored."""
     kv = (torch.randn(n, width) * 2).bfloat16()
     draft, q = torch.randn(5, width).bfloat16(), torch.randn(5, heads, width).bfloat16()
     quantised, sink = window_record(kv)[0], torch.randn(heads)
@@ -311,7 +311,7 @@ def draft_v41(arrays, n, window, heads, width):  # type: ignore[no-untyped-def]
 
 def undecided(x, margin):  # type: ignore[no-untyped-def]
     """Whether numbers lie so near the middle of two bf16 numbers, `margin` of their distance, that
-    the last bits of fp32 arithmetic say which one they are rounded to."""
+    the last bits of fp32 arithmetic decide which one they are rounded to."""
     fraction = torch.frexp(x.double().abs()).mantissa * 256
     return (fraction.frac() - 0.5).abs() < margin
 

@@ -4,7 +4,7 @@
 
 As a pytest plugin it has the Python processes that tests start (`python -m MODULE CASE` or
 `python FILE`) run by this file, which writes one JSON file per compiled kernel into the folder.
-What tests see and assert stays as it is.
+What tests see and assert does not change.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("caches", nargs="*", default=list(EXPECTED))
     parser.add_argument("--source", type=Path, default=os.environ.get("TRANSFORMERS_SOURCE"))
-    parser.add_argument("--logs", type=Path, help="a directory for what pytest says")
+    parser.add_argument("--logs", type=Path, help="a directory for pytest's output")
     parser.add_argument("--list", action="store_true", help="print what ran, and how it went")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -92,7 +92,7 @@ def main() -> int:
 
 
 def compare(cache: str, own: dict[str, str], ours: dict[str, str]) -> bool:
-    """Whether exactly those fail that are expected to, and says so."""
+    """Reports and returns whether exactly the expected tests fail."""
     failed = {name for name, outcome in ours.items() if outcome == "failed"}
     failed -= {name for name, outcome in own.items() if outcome == "failed"}
     expected = EXPECTED[cache]

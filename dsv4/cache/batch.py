@@ -9,21 +9,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from dsv4.cache.changes import Uncopied
-from dsv4.cache.prefix.snapshots import WideCaptures
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.step.shape import I64, StepShape
 from dsv4.errors import InvalidInput, PlanError, is_whole
+from dsv4.ops.calls import CompressorWrite
 from dsv4.ops.columns import request_columns, token_columns
 
 # what a layer stores of a step, where it is written piece by piece
 WINDOW, TAILS, ENTRIES = 1, 2, 4
 MOST_SHOWN = 4  # requests, in a repr
+
+
+class BatchCaptures(Protocol):
+    """Snapshots that a prefill batch leaves: every layer hands over its part around its append."""
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """Rows of the snapshot pool that are reserved for them."""
+
+    def before_append(self, layer: int, writes: Sequence[CompressorWrite]) -> None:
+        """Nothing of the batch is written yet."""
+
+    def after_append(self, layer: int) -> None:
+        """The layer's window rows are staged."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -65,7 +79,7 @@ class Batch(Uncopied):
     lane: int = 0
     window_cut: bool = False
     window_lost: bool = False
-    captures: WideCaptures | None = None
+    captures: BatchCaptures | None = None
     done: bool = False
     touched: bool = False
     appended_layers: set[int] = field(default_factory=set)

@@ -16,7 +16,6 @@ from dsv4.cache.batch import ENTRIES, TAILS, WINDOW, Batch
 from dsv4.cache.changes import Uncopied, in_turn
 from dsv4.cache.memory import LayerMemory
 from dsv4.cache.pages import CompressorLayout
-from dsv4.cache.prefix.snapshots import WideCaptures
 from dsv4.cache.repeats import Repeats
 from dsv4.cache.views import ClassicalView, IndexerView, SWAView
 from dsv4.cache.workspace import Workspace
@@ -149,11 +148,11 @@ class LayerCacheHandle(Uncopied):
         step = self.step_tensors(batch, weights)
         batch.begin_append(self.layer)
         if batch.captures is not None:
-            batch.captures.take_tails(self.layer, self._slot_arena, writes)
+            batch.captures.before_append(self.layer, writes)
         calls = [partial(self.backend.append, step, window, writes)]
         self._repeats.make(key, tensors, calls, batch.tokens)
         if batch.captures is not None:
-            self._take_window(batch.captures)
+            batch.captures.after_append(self.layer)
         batch.note_append(self.layer)
 
     @in_turn
@@ -166,7 +165,7 @@ class LayerCacheHandle(Uncopied):
         batch.begin_append(self.layer)
         self.backend.append(step, window, ())
         if batch.captures is not None and self._parts == WINDOW:
-            self._take_window(batch.captures)
+            batch.captures.after_append(self.layer)
         batch.note_part(self.layer, WINDOW, self._parts)
 
     @in_turn
@@ -260,10 +259,6 @@ class LayerCacheHandle(Uncopied):
     def note_entries(self) -> None:
         """The groups that close in the bound batch are in their blocks."""
         self.open_batch().note_part(self.layer, ENTRIES, self._parts)
-
-    def _take_window(self, captures: WideCaptures) -> None:
-        """The last of what a layer gives to a chunk's snapshots: then they have its part."""
-        captures.take_window(self.layer, self._workspace.staging, self._workspace.staging_page)
 
     def _compressor_writes(
         self,

@@ -17,7 +17,6 @@ from torch import Tensor
 from dsv4.cache.batch import Batch, describe_step, require_layers
 from dsv4.cache.changes import Uncopied
 from dsv4.cache.memory import Lane
-from dsv4.cache.prefix.snapshots import WideCaptures
 from dsv4.cache.requests import Growth, Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.step.buffers import StepBuffers
@@ -87,11 +86,6 @@ class ForwardPlan(Uncopied):
                 "plan.prefill"
             )
         return self.batches[0]
-
-    @property
-    def captures(self) -> WideCaptures | None:
-        """Snapshots that its chunks leave."""
-        return None if self.prefill is None else self.prefill.captures
 
     @property
     def is_stored(self) -> bool:

@@ -54,11 +54,9 @@ def recover_books(
     if handoff is not None:
         handoff.end_arrivals()
         _host_memory(handoff)
-    taken = [plan.captures.captures for plan in still_open if plan.captures is not None]
-    reserved = {capture.row for captures in taken for capture in captures}
     recover_index(prefix.index)
     _pins(prefix.pins, handed_out)
-    recover_rows(prefix.rows, prefix.index.nodes(), reserved)
+    recover_rows(prefix.rows, prefix.index.nodes(), prefix.captures.rows_of(still_open))
     cached = [node.block_id for node in prefix.index.nodes()]
     _slots(table, handed_out)
     _blocks(table, cached)

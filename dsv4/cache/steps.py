@@ -149,7 +149,10 @@ class Steps:
                 plan.batch.window_cut, plan.batch.sizes = True, (*plan.batch.sizes, 1)
             captures = None
             if plan.prefill is not None:
-                captures = self._prefix.plan_captures(plan.prefill)
+                workspace = self._memory.lanes[lane].workspace
+                captures = self._prefix.captures.plan(
+                    plan.prefill, self._memory.slot_arena.bytes, workspace
+                )
             self._memory.send(new_blocks, buffers)
             if len(plan.batches) > 1:
                 self._memory.lanes[lane].chunk_buffers.send()
@@ -164,7 +167,7 @@ class Steps:
         if captures is not None:
             assert plan.prefill is not None
             plan.prefill.captures = captures
-            self._prefix.settle_captures(captures)
+            self._prefix.captures.reserve(captures)
         self._guard.change.hand_out(plan)
         self.open.append(plan)
         return plan
@@ -188,7 +191,7 @@ class Steps:
             ends = plan.starts + kept
             learned = None
             if ids is not None:
-                learned = self._prefix.read_ids(plan, kept, ends, ids, self._table.recent)
+                learned = self._prefix.read_ids(plan, kept, ids, self._table.recent)
             if not step_checks.every_layer(plan, kept, partial=partial):
                 for row in kept.nonzero()[0].tolist():
                     plan.requests[row].note_incomplete(int(plan.starts[row]))
@@ -200,7 +203,6 @@ class Steps:
                 kept,
                 ends,
                 learned,
-                self._table.recent,
                 lambda: overlap.newest(plan, self.open),
                 self._memory.slot_arena.bytes,
                 self._admission.exchange,
@@ -222,7 +224,7 @@ class Steps:
                     f"{self._schema.max_decode_tokens} that can be undone: call fail(plan); "
                     f"nothing of it is cached"
                 )
-            self._prefix.note_abandon(plan)
+            self._prefix.captures.give_back(plan)
             self._note_unkept(plan)
             self._close(plan)
         finally:
@@ -236,7 +238,7 @@ class Steps:
             for each in failing:
                 turns.append(self._enter_turn(each))
             for each in failing:
-                self._prefix.note_abandon(each)
+                self._prefix.captures.give_back(each)
                 self._note_unkept(each)
                 self._close(each)
         finally:

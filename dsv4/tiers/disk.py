@@ -39,7 +39,8 @@ log = logging.getLogger("dsv4.tiers")
 Sync = Literal["off", "each"]
 MOST_VICTIMS = 64  # evicted per record: after the capacity was reduced it is reached step by step
 HELP_S = 0.1  # how long a store that needs room helps to make the index
-WAIT_S = 1.0  # how long a record waits for its block, which is being stored
+WAIT_S = 1.0  # how long a record waits for its block, which is being stored, or for the index
+EARLY_SHARE = 16  # of the capacity this part may be stored before a lost index is complete again
 MOST_FREE_BYTES = 1 << 30  # kept free on the file system, or a sixteenth of the capacity
 FRESH_NS = 60 * 10**9  # how far a file's time of last use may lag behind the index
 # errors that say nothing about the record, nor about the disk: this record is dropped or missing
@@ -351,7 +352,13 @@ class DiskTier(QueuedTier):
                     not books.complete and self._has_file(label.leans_on)
                 )
                 over = books.bytes + label.padded_bytes - books.capacity_bytes
-                fits = over <= 0 and not short_bytes and (reachable or helped)
+                early_bytes = books.early_bytes + label.padded_bytes
+                fits = (
+                    over <= 0
+                    and not short_bytes
+                    and (reachable or helped)
+                    and early_bytes <= books.capacity_bytes // EARLY_SHARE
+                )
                 # without a complete index, something uncounted might have to go, or be leaned on
                 if books.complete or fits:
                     has_room = self._made_room(books, label, over, short_bytes, reachable)
@@ -359,7 +366,7 @@ class DiskTier(QueuedTier):
                         return has_room
                 complete = books.complete
             if not complete:
-                if helped:
+                if helped and time.monotonic() > until:
                     return False
                 self._look_around(HELP_S)
                 helped = True
@@ -396,6 +403,8 @@ class DiskTier(QueuedTier):
         if books.bytes + label.padded_bytes > max(books.capacity_bytes, before_bytes):
             return False
         books.put(label.key, label.leans_on, label.padded_bytes, books.now())
+        if not books.complete:
+            books.note_early(label.padded_bytes)
         return True
 
     def _give_up_record(self, books: Books, victim: Key | str) -> None:

@@ -33,6 +33,7 @@ from pathlib import Path
 
 from dsv4.tiers.record import DIGEST_BYTES, Key, Kind, Label
 from dsv4.tiers.shelves import Shelves
+from dsv4.tiers.sizes import UNIT_BYTES
 from dsv4.tiers.tier import Outage
 
 log = logging.getLogger("dsv4.tiers")
@@ -41,6 +42,8 @@ log = logging.getLogger("dsv4.tiers")
 _NAME = re.compile(r"index-1-[0-9a-f]{16}\.sqlite", re.ASCII)
 _OURS = re.compile(r"\.?index-1-[0-9a-f]{16}\.sqlite(-wal|-shm|-journal)?", re.ASCII)
 _LOCK = "index-lock"
+_MOST_UNITS = (1 << 31) - 1  # that SQLite's own number for its users can say
+RETRY_S = 60.0  # how long an index lies in memory before its file is tried again
 BUSY_S = 1.0  # how long another process may hold the lock
 _TABLES = """
 CREATE TABLE IF NOT EXISTS state (
@@ -86,6 +89,17 @@ class Books:
         self.complete: int = row[3]
         self.capacity_bytes: int = row[4]
         self._read = row
+        self._early_units = self._early_read = 0
+        if not self.complete:
+            self._early_units = self._early_read = db.execute("PRAGMA user_version").fetchone()[0]
+
+    @property
+    def early_bytes(self) -> int:
+        """How much was stored since the index was lost, while it was not complete."""
+        return self._early_units * UNIT_BYTES
+
+    def note_early(self, size_bytes: int) -> None:
+        self._early_units = min(self._early_units + size_bytes // UNIT_BYTES, _MOST_UNITS)
 
     def save(self) -> None:
         row = (self.records, self.bytes, self.clock, self.complete, self.capacity_bytes)
@@ -93,6 +107,9 @@ class Books:
             self._db.execute(
                 "UPDATE state SET records=?, bytes=?, clock=?, complete=?, capacity=?", row
             )
+        early_units = 0 if self.complete else self._early_units
+        if early_units != self._early_read:
+            self._db.execute(f"PRAGMA user_version={early_units}")
 
     def now(self) -> int:
         """The time, later than every use before. Setting a clock back changes no order."""
@@ -260,6 +277,7 @@ class Index:
         self._lock = threading.Lock()
         self._db: sqlite3.Connection | None = None
         self._name = ""
+        self._retry_at = 0.0  # for an index in memory
         self._own: tuple[object, ...] = ()  # process, directory and file that `_db` belongs to
         self._presence = -1  # a descriptor whose lock says that this process is here
         self.records = self.bytes = 0  # when it was last looked at
@@ -317,7 +335,9 @@ class Index:
         place = os.fstat(fd)
         own: tuple[object, ...] = (os.getpid(), place.st_dev, place.st_ino)
         if self._db is not None and own == self._own[:3]:
-            if not self._name or _identity(fd, self._name) == self._own[3]:
+            if not self._name and (time.monotonic() < self._retry_at or not self._moved(fd, own)):
+                return self._db
+            if _identity(fd, self._name) == self._own[3]:
                 return self._db
             log.warning("disk tier %s: its index was taken away", self._shelves.root)
         self._shut()
@@ -339,12 +359,29 @@ class Index:
                     self._shelves.root,
                     error,
                 )
+                self._retry_at = time.monotonic() + RETRY_S
                 self._name, db = "", _connection(":memory:")
                 db.executescript(_TABLES)
                 self._enter(db, fd)
         self._db, self._own = db, (*own, found)
         self.openings += 1
         return db
+
+    def _moved(self, fd: int, own: tuple[object, ...]) -> bool:
+        """Whether an index in memory has given way to one in the directory, which learns what there
+        is from the files."""
+        try:
+            db, found = self._opened_file(fd)
+            db.execute("UPDATE state SET complete=0")
+        except (sqlite3.Error, OSError):
+            self._name, self._retry_at = "", time.monotonic() + RETRY_S
+            return False
+        log.warning("disk tier %s: its index can be kept in there again", self._shelves.root)
+        if self._db is not None:
+            self._db.close()
+        self._db, self._own, self.complete = db, (*own, found), False
+        self.openings += 1
+        return True
 
     def _opened_file(self, fd: int) -> tuple[sqlite3.Connection, tuple[int, int] | None]:
         with _locked(fd):

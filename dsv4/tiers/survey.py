@@ -14,6 +14,7 @@ from dsv4.tiers.record import Key, Kind, Label, Refusal, read_header
 from dsv4.tiers.shelves import STALE_S, Shelves, is_record_name
 from dsv4.tiers.sizes import HEADER_BYTES
 
+STALE_NS = int(STALE_S * 1e9)
 PIECE = 64  # names that are looked at in one step
 
 
@@ -49,7 +50,7 @@ def _round(shelves: Shelves, index: Index) -> Iterator[None]:
     with index.books():
         began = index.openings
     # younger files may still be in the process of being stored
-    before_ns = time.time_ns() - int(STALE_S * 1e9)
+    before_ns = time.time_ns() - STALE_NS
     shelves.unreadable.clear()
     with suppress(OSError):
         shelves.sweep_in(shelves.fd)
@@ -96,9 +97,10 @@ def _tell(index: Index, shelf: int, piece: list[Key], before_ns: int) -> None:
     if not unknown:
         return
     found = [(key, *each) for key in unknown if (each := _look(shelf, key)) is not None]
+    now_ns = time.time_ns()
     with index.books() as books:
         for key, label, size_bytes, used_ns in found:
-            if books.complete and used_ns > before_ns:
+            if books.complete and before_ns < used_ns < now_ns + STALE_NS:
                 continue  # its writer counts it, or is about to remove it
             if label is not None:
                 books.learn(label)

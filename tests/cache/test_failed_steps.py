@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dsv4.cache.flush import append_swa, maybe_flush_csa, maybe_flush_hca
+from dsv4.cache.prefix.captures import ChunkCaptures
 from dsv4.cache.prefix.options import PrefixOptions, full, zero
-from dsv4.cache.prefix.snapshots import WideCaptures
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
 from dsv4.errors import InvalidInput, PlanError, RequestError
@@ -244,13 +244,13 @@ def write_until_it_raises(
             broken = failing(backend.append, first=where == "launched")
             patch.setattr(backend, "append", broken, raising=False)
         else:
-            broken = failing(getattr(WideCaptures, where), first=where == "take_tails")
-            patch.setattr(WideCaptures, where, broken)
+            broken = failing(getattr(ChunkCaptures, where), first=where == "before_append")
+            patch.setattr(ChunkCaptures, where, broken)
         with pytest.raises(RuntimeError, match="out of memory"):
             stack.write(plan, [text.stream], layers=[2])
 
 
-WHERE = ["launch", "launched", "take_tails", "take_window"]
+WHERE = ["launch", "launched", "before_append", "after_append"]
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -336,7 +336,7 @@ def write_without_room(
     others = [nth for nth in TINY_LAYERS if nth != layer]
     stack.write(plan, [text.stream], layers=others)
     with monkeypatch.context() as patch:
-        patch.setattr(WideCaptures, "_store", store)
+        patch.setattr(ChunkCaptures, "_store", store)
         with pytest.raises(RuntimeError):
             stack.write(plan, [text.stream], layers=[layer])
 

@@ -90,8 +90,9 @@ class Scene:
             self.stack.write(self.plan, streams, layers=layers)
         else:
             self.plan.mark_appended(layers)
-            if self.plan.captures is not None:
-                self.plan.captures.layers.update(layers)
+            prefill = self.plan.prefill
+            if prefill is not None and prefill.captures is not None:
+                prefill.captures.layers.update(layers)
 
     def run(self, request: Request, text: Text, length: int, chunk: int = 200) -> None:
         if self.real:

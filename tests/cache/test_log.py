@@ -30,8 +30,8 @@ def run(manager: KVCacheManager, first: int, tokens: int) -> Request:
     request = manager.admit_request(ids)
     plan = manager.prepare_forward([(request, tokens - request.length)])
     plan.mark_appended()
-    if plan.captures is not None:
-        plan.captures.layers.update(range(len(manager.schema.layers)))
+    if plan.prefill is not None and plan.prefill.captures is not None:
+        plan.prefill.captures.layers.update(range(len(manager.schema.layers)))
     manager.commit(plan, ids=ids[request.length :])
     return request
 

@@ -38,8 +38,8 @@ def compute(manager: KVCacheManager, ids: Any, **options: Any) -> None:
         count = min(500, request.resume.end - request.length)
         plan = manager.prepare_forward([(request, count)])
         plan.mark_appended()
-        if plan.captures is not None:
-            plan.captures.layers.update(range(len(SCHEMA.layers)))
+        if plan.prefill is not None and plan.prefill.captures is not None:
+            plan.prefill.captures.layers.update(range(len(SCHEMA.layers)))
         manager.commit(plan)
     manager.release_request(request)
 

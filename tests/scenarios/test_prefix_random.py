@@ -145,9 +145,8 @@ class World:
             if spec.ratio:
                 self.write_tails(plan, spans, layer, written)
                 self.write_entries(plan, layer, spec.ratio, written, table)
-            if plan.captures is not None:
-                workspace = self.manager.memory.workspace
-                plan.captures.take_window(layer, workspace.staging, workspace.staging_page)
+            if plan.batch.captures is not None:
+                plan.batch.captures.after_append(layer)
             plan.batch.note_append(layer)
 
     def begin(self, plan: ForwardPlan, layer: int) -> None:
@@ -183,13 +182,13 @@ class World:
 
     def write_tails(self, plan: ForwardPlan, spans: list, layer: int, written: Stamps) -> None:
         for tail, layout in self.compressors[layer]:
-            if plan.captures is not None and layout.overlap:
+            if plan.batch.captures is not None and layout.overlap:
                 c = torch.zeros(len(written), layout.columns)
                 c[:, : layout.width] = torch.from_numpy(written)[:, None]
                 write = SimpleNamespace(
                     layout=layout, c=c, z=c + 1, ape=torch.ones(layout.ratio, layout.columns)
                 )
-                plan.captures.take_tails(layer, self.manager.slot_arena.bytes, [write])
+                plan.batch.captures.before_append(layer, [write])
             if layout.online:
                 self.write_states(layout, spans, layer, written)
                 continue

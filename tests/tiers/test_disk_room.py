@@ -20,6 +20,7 @@ import pytest
 
 from dsv4.errors import InvalidInput
 from dsv4.tiers import disk as disk_module
+from dsv4.tiers import index as index_module
 from dsv4.tiers.disk import DiskTier
 from dsv4.tiers.record import Key, Kind, Label
 from dsv4.tiers.shelves import Shelves
@@ -446,6 +447,86 @@ def test_an_index_that_is_lost_costs_time(
     tier.close(10.0)
     assert Path("/etc/passwd").stat().st_uid == 0
     assert not unreachable(root, labels)
+
+
+def test_while_an_index_is_made_again_the_capacity_holds(
+    root: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever stores meanwhile, and after a restart: a sixteenth more at most, all of them
+    together, since nobody knows yet what there is to evict."""
+    labels, more = rows("a", 160), iter(rows("more", 400))
+    with opened(root, 160 * UNIT) as tier:
+        assert store(tier, [memory.filled(each) for each in labels]) == [State.DONE] * 160
+    for path in (root / "1").glob("index-*"):
+        path.unlink()
+    monkeypatch.setattr(DiskTier, "_look_around", lambda *_, **__: False)  # it takes its time
+    monkeypatch.setattr(disk_module, "WAIT_S", 0.01)
+    for _ in range(2):
+        with opened(root, 160 * UNIT) as one, opened(root, 160 * UNIT) as two:
+            for nth in range(40):
+                store((one, two)[nth % 2], [memory.filled(next(more))])
+                assert bytes_of(root) <= (160 + 10) * UNIT
+    assert bytes_of(root) == (160 + 10) * UNIT
+    monkeypatch.undo()
+    with opened(root, 160 * UNIT) as tier:
+        until(lambda: store(tier, [memory.filled(next(more))]) == [State.DONE])
+        idle(tier)
+        assert bytes_of(root) == tier.stats().held_bytes <= 160 * UNIT
+
+
+def test_an_index_that_was_kept_in_memory_gets_its_file_again(
+    root: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(path: Path) -> sqlite3.Connection:
+        raise sqlite3.OperationalError("no locks here")
+
+    labels = rows("a", 30)
+    with opened(root, 40 * UNIT) as tier:
+        with monkeypatch.context() as patch:
+            patch.setattr(index_module, "_connected", refused)
+            for each in labels[:20]:
+                tier._index._retry_at = 0.0
+                assert store(tier, [memory.filled(each)]) == [State.DONE]
+            idle(tier)
+            assert not list((root / "1").glob("index-*.sqlite"))
+            assert tier.stats().held_records == 20
+            assert caplog.text.count("it is kept in memory") == 1
+        assert store(tier, [memory.filled(labels[20])]) == [State.DONE]
+        assert not list((root / "1").glob("index-*.sqlite"))  # tried again after a while
+        tier._index._retry_at = 0.0
+        for each in labels[21:]:
+            assert store(tier, [memory.filled(each)]) == [State.DONE]
+        idle(tier)
+        assert index_of(root).exists()
+        assert tier.stats().held_records == 30
+        assert "can be kept in there again" in caplog.text
+        for each in rows("b", 30):
+            assert store(tier, [memory.filled(each)]) == [State.DONE]
+            assert bytes_of(root) <= 40 * UNIT
+        with opened(root, 40 * UNIT) as other:
+            idle(other)
+            assert other.stats().held_bytes == bytes_of(root)
+
+
+def test_a_complete_index_learns_files_of_whatever_time(root: Path, memory: Memory) -> None:
+    """A clock that was set back, or another machine's."""
+    strangers = rows("stranger", 12)
+    with opened(root) as tier:
+        assert store(tier, [memory.filled(each) for each in rows("a", 8)]) == [State.DONE] * 8
+        idle(tier)
+        for nth, each in enumerate(strangers):
+            moved = time.time() + (-1, 1)[nth % 2] * 10.0 ** (nth // 2 + 3)
+            os.utime(put_file(root, each, file_bytes(each)), (moved,) * 2)
+        more = iter(rows("b", 400))
+
+        def learns() -> bool:
+            assert store(tier, [memory.filled(next(more))]) == [State.DONE]
+            idle(tier)
+            return tier.stats().held_records == len(record_files(root))
+
+        until(learns)
+        assert tier.stats().held_bytes == bytes_of(root)
+        assert held(root, strangers) == set(strangers)
 
 
 def test_an_index_that_is_stale_learns(root: Path, memory: Memory) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.allocator import BlockAllocator
-from dsv4.cache.batch import Batch
 from dsv4.cache.changes import LOGGER
 from dsv4.cache.prefix.blocks import CachedBlocks
+from dsv4.cache.prefix.captures import Captures
 from dsv4.cache.prefix.index import PrefixIndex
 from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.observer import Notices, Observer
@@ -23,7 +21,8 @@ from dsv4.cache.prefix.pins import Pins
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume, StateSource, replay_start, resume_after
 from dsv4.cache.prefix.rows import SnapshotRows
-from dsv4.cache.prefix.snapshots import Capture, SnapshotPool, WideCaptures
+from dsv4.cache.prefix.snapshots import SnapshotPool
+from dsv4.cache.prefix.step_ids import StepIds
 from dsv4.cache.prefix.trail import Ids, RecentIds, TokenIds, TokenTrail, chain_root, token_ids
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
@@ -43,14 +42,6 @@ _HIT_KINDS: dict[StateSource, HitKind] = {
     "rings": "state",
     "cut_replay": "cut_replay",
 }
-
-
-class LearnedIds(NamedTuple):
-    """What the ids of a step say: all of them, where each request has a few; else, for the trails
-    `apart`, those from a position on."""
-
-    ids: Ids | None
-    apart: list[tuple[TokenTrail, int, Ids]]
 
 
 class PrefixCache:
@@ -87,6 +78,7 @@ class PrefixCache:
         self.rows = SnapshotRows(options.rows, policy, before_reuse)
         self.pins = Pins(self.index, schema.block_tokens)
         self.blocks = CachedBlocks(allocator, self.index, self.rows, self.pins, before_reuse)
+        self.captures = Captures(options.policy, self.index, self.rows, self.pool, self._notices)
         self._counters = PrefixCounters()
 
     def observe(self, observer: Observer) -> None:
@@ -151,16 +143,9 @@ class PrefixCache:
         block_tokens = self.schema.block_tokens
         first, last = start // block_tokens, len(trail.ids) // block_tokens
         if last > first:
-            self._adopt_cached(request, trail, first, last, adopt)
-        for block in range(first, last):
-            node, boundary = self._cache_block(request, trail, block), (block + 1) * block_tokens
-            if node is None:
-                break
-            in_rings = request.written_tokens - boundary <= self.schema.max_rollback_tokens
-            if in_rings and node.snapshot is None and self._is_wanted(request, trail, boundary):
-                row = self.rows.reserve()
-                if row is not None:
-                    self._capture(slot, row, boundary, node, trail)
+            written = request.written_tokens
+            for node in self._cache_blocks(request, trail, first, last, adopt):
+                self.captures.take(request, trail, node, slot, written=written)
 
     def match(self, trail: TokenTrail, *, reuse: bool = True) -> PrefixMatch:
         """What of a prompt is there; without `reuse` as if nothing were. The last token always
@@ -232,76 +217,17 @@ class PrefixCache:
 
     # ---- steps -------------------------------------------------------------------------------
 
-    def plan_captures(self, batch: Batch) -> WideCaptures | None:
-        """Chooses a snapshot for each boundary of a prefill batch that is to have one, for
-        `settle_captures` to reserve."""
-        if not self.pool.rows:
-            return None
-        block_tokens = self.schema.block_tokens
-        wanted: list[tuple[int, int]] = []
-        for row in (~self._rings_hold(batch)).nonzero()[0].tolist():
-            request = batch.requests[row]
-            start, end = int(batch.starts[row]), int(batch.ends[row])
-            trail = request.trail
-            if trail is None:
-                continue
-            first, known = start // block_tokens + 1, len(trail.ids)
-            for block in range(first, min(end, known) // block_tokens + 1):
-                if self._is_wanted(request, trail, block * block_tokens):
-                    node = self.index.get(trail.digest(block - 1))
-                    if node is None or node.snapshot is None:
-                        wanted.append((row, block * block_tokens))
-        # the longest prefixes first, if rows are few
-        captures = [
-            Capture(batch_row=batch_row, boundary=boundary, row=row_id)
-            for (batch_row, boundary), row_id in zip(
-                reversed(wanted), self.rows.choose(len(wanted)), strict=False
-            )
-        ]
-        if not captures:
-            return None
-        return WideCaptures(
-            self.pool,
-            captures,
-            slots=batch.slots.tolist(),
-            starts=batch.starts.tolist(),
-            first_rows=batch.shape.first_rows.tolist(),
-        )
-
-    def settle_captures(self, captures: WideCaptures) -> None:
-        """The rows that `plan_captures` has chosen belong to the plan."""
-        self.rows.reserve_chosen([capture.row for capture in captures.captures])
-
-    def read_ids(
-        self, plan: ForwardPlan, kept: I64, ends: I64, given: TokenIds, recent: RecentIds
-    ) -> LearnedIds:
-        """What the ids of a step say about each request. Raises InvalidInput if they do not fit the
-        step, or contradict what is known."""
-        ids = token_ids(given)
-        if len(ids) != plan.num_tokens:
-            raise InvalidInput(
-                f"{len(ids)} token ids for a step of {plan.num_tokens} tokens: give all of them, "
-                f"in the order of the plan"
-            )
-        starts, known = plan.starts, recent.known.take(plan.slots)
-        has_gaps = False
-        if np.count_nonzero(starts != known):
-            for row in ((starts < known) & (kept > 0)).nonzero()[0].tolist():
-                trail, start, span = _told(plan, kept, ids, row)
-                trail.check(start, span)
-            has_gaps = bool(((starts > known) & (known >= 0)).any())
-        if plan.shape.most_tokens <= self.schema.block_tokens and not has_gaps:
-            return LearnedIds(ids, [])
-        new = (starts <= known) & (known < ends)
-        return LearnedIds(None, [_told(plan, kept, ids, r) for r in new.nonzero()[0].tolist()])
+    def read_ids(self, plan: ForwardPlan, kept: I64, ids: TokenIds, recent: RecentIds) -> StepIds:
+        """Those of a step that is committed. Raises InvalidInput if they do not fit the step, or
+        contradict what is known."""
+        return StepIds.read(plan, kept, token_ids(ids), recent, self.schema.block_tokens)
 
     def note_commit(
         self,
         plan: ForwardPlan,
         kept: I64,
         ends: I64,
-        learned: LearnedIds | None,
-        recent: RecentIds,
+        learned: StepIds | None,
         newest: Callable[[], I64],
         slot_arena: Tensor,
         adopt: Adopt,
@@ -313,40 +239,41 @@ class PrefixCache:
         the end of what has been written to them, by plans after this one too.
         """
         if learned is not None and plan.is_stored:
-            if learned.ids is not None:
-                recent.learn(plan.slots, plan.starts, ends, learned.ids, plan.shape.token_rows)
-            for trail, start, span in learned.apart:
-                trail.learn(start, span)
+            learned.learn(plan, ends)
         block_tokens = self.schema.block_tokens
         firsts, lasts = plan.starts // block_tokens, ends // block_tokens
-        requests, rows = plan.requests, (lasts > firsts).nonzero()[0]
+        rows = (lasts > firsts).nonzero()[0]
         of_rows = zip(
             rows.tolist(), firsts.take(rows).tolist(), lasts.take(rows).tolist(), strict=True
         )
         for row, first, end in of_rows:
-            request = requests[row]
+            request = plan.requests[row]
             trail = request.trail
             if trail is None:
                 continue
             last = min(end, trail.take_recent() // block_tokens)
-            cached = self._cache_next(request, trail, first) if last == first + 1 else None
-            if cached is None:
-                self._adopt_cached(request, trail, first, last, adopt)
-            for block in range(first, last):
-                node = cached or self._cache_block(request, trail, block)
-                if node is None:
-                    break
-                boundary = (block + 1) * block_tokens
-                if node.snapshot is None and self._is_wanted(request, trail, boundary):
-                    # behind these a boundary is in no ring any more; of a chunk, none is in any
-                    oldest = newest()[row] - self.schema.max_rollback_tokens
-                    in_rings = plan.counts[row] <= self.schema.max_decode_tokens
-                    row_id = self.rows.reserve() if in_rings and boundary >= oldest else None
-                    if row_id is not None:
-                        slot = slot_arena[request.slot]
-                        self._capture(slot, row_id, boundary, node, trail)
-        if plan.captures is not None:
-            self._finish_captures(plan, kept)
+            is_chunk = plan.counts[row] > self.schema.max_decode_tokens  # `finish` has its states
+            for node in self._cache_blocks(request, trail, first, last, adopt):
+                if not is_chunk:
+                    slot, written = slot_arena[request.slot], int(newest()[row])
+                    self.captures.take(request, trail, node, slot, written=written)
+        self.captures.finish(plan, kept)
+
+    def _cache_blocks(
+        self, request: Request, trail: TokenTrail, first: int, last: int, adopt: Adopt
+    ) -> Iterator[PrefixNode]:
+        """A request's complete blocks from `first` to `last`, whose tokens are all known: each is
+        cached, or the one that is cached already is adopted."""
+        cached = self._cache_next(request, trail, first) if last == first + 1 else None
+        if cached is not None:
+            yield cached
+            return
+        self._adopt_cached(request, trail, first, last, adopt)
+        for block in range(first, last):
+            node = self._cache_block(request, trail, block)
+            if node is None:
+                break
+            yield node
 
     def _cache_next(self, request: Request, trail: TokenTrail, block: int) -> PrefixNode | None:
         """The node of a block that a request has just completed behind its own cached ones: what
@@ -386,43 +313,11 @@ class PrefixCache:
         if cached and all(self._allocator.references(block_id) == 1 for block_id in after):
             adopt(request, first, cached)
 
-    def _capture(
-        self, slot: Tensor, row: int, boundary: int, node: PrefixNode, trail: TokenTrail
-    ) -> None:
-        """A snapshot out of the rings. The step has happened whether or not there is memory for
-        its snapshot, so an error of the device leaves it out; the next launch would tell."""
-        try:
-            self.pool.capture(slot, row, boundary)
-        except RuntimeError as error:
-            self.rows.give_back(row)
-            LOGGER.warning("no snapshot at %d tokens: %s", boundary, error)
-        else:
-            self.rows.attach(node, row)
-            self._notices.cached(node, trail, is_snapshot=True)
-
-    def note_abandon(self, plan: ForwardPlan) -> None:
-        if plan.captures is not None:
-            for capture in plan.captures.captures:
-                self.rows.give_back(capture.row)
-
     def note_release(self, request: Request) -> None:
         if request.trail is not None and request.trail.chain:
             node = self.index.get(request.trail.chain[-1])
             if node is not None:
                 self.index.touch(node)
-
-    def _rings_hold(self, batch: Batch) -> NDArray[np.bool_]:
-        """Which requests run so few tokens that their rings still have every state on the way."""
-        return batch.counts <= self.schema.max_decode_tokens
-
-    def _is_wanted(self, request: Request, trail: TokenTrail, boundary: int) -> bool:
-        """Whether the state at a boundary is exact, asked for by the policy, and can be kept."""
-        return (
-            self.pool.rows > 0
-            and (rings_exact_from := request.rings_exact_from) is not None
-            and boundary >= rings_exact_from
-            and self.options.policy.wants(boundary, trail.prompt_tokens, self.schema.block_tokens)
-        )
 
     def _cache_block(self, request: Request, trail: TokenTrail, block: int) -> PrefixNode | None:
         """The node of a complete block of a request, whose tokens are all known, made now if there
@@ -440,32 +335,6 @@ class PrefixCache:
             node = self.index.add(trail.chain[nth], request.block_ids[nth], node)
             self._notices.cached(node, trail)
         return node
-
-    def _finish_captures(self, plan: ForwardPlan, kept: I64) -> None:
-        """A snapshot is valid once its step has happened, every layer has stored it and given its
-        part, and the tokens up to it are known: a step in front may have torn the request."""
-        assert plan.captures is not None
-        complete = plan.is_stored and self._is_complete(plan.captures.layers)
-        before = 0 if plan.decode is None else len(plan.decode.requests)
-        for capture in plan.captures.captures:
-            batch_row = capture.batch_row + before  # its row in the plan
-            request = plan.requests[batch_row]
-            reached = plan.starts[batch_row] + kept[batch_row]
-            trail, node = request.trail, None
-            known = 0 if trail is None else min(reached, trail.take_recent())
-            if complete and trail is not None and capture.boundary <= known:
-                block = capture.boundary // self.schema.block_tokens - 1
-                node = self.index.get(trail.digest(block))
-            if node is None or node.snapshot is not None:
-                self.rows.give_back(capture.row)
-            else:
-                assert trail is not None
-                self.rows.attach(node, capture.row)
-                self._notices.cached(node, trail, is_snapshot=True)
-
-    def _is_complete(self, layers: set[int]) -> bool:
-        """Whether these are all layers but those that draft, which not every engine runs."""
-        return all(spec.draft or spec.layer in layers for spec in self.schema.model.layers)
 
     # ---- what tiers had ----------------------------------------------------------------------
 
@@ -491,11 +360,7 @@ class PrefixCache:
         those that were cached meanwhile are adopted, the others cached."""
         blocks = len(trail.ids) // self.schema.block_tokens
         trail.hash_blocks(blocks)
-        self._adopt_cached(request, trail, 0, blocks, adopt)
-        for block in range(blocks):
-            node = self._cache_block(request, trail, block)
-            if node is None:
-                break
+        for node in self._cache_blocks(request, trail, 0, blocks, adopt):
             self.index.touch(node)
 
     def adopt_snapshot(self, digest: bytes, row: int) -> None:
@@ -506,7 +371,7 @@ class PrefixCache:
         else:
             self.rows.attach(node, row)
 
-    # ---- memory ------------------------------------------------------------------------------
+    # ---- looking -----------------------------------------------------------------------------
 
     def memory_bytes(self) -> int:
         """Of snapshots, on the device."""
@@ -536,9 +401,7 @@ class PrefixCache:
                 raise Dsv4Error(
                     f"block {node.block_id} is held by a request that does not hold the one before"
                 )
-        taken = [plan.captures.captures for plan in open_plans if plan.captures is not None]
-        reserved = [capture.row for captures in taken for capture in captures]
-        self.rows.check_invariants(self.index.nodes(), reserved)
+        self.rows.check_invariants(self.index.nodes(), self.captures.rows_of(open_plans))
 
 
 def _check_cut(schema: CacheSchema) -> None:
@@ -555,13 +418,6 @@ def _check_cut(schema: CacheSchema) -> None:
             f"replay='cut' runs {window} tokens as one chunk, but with "
             f"max_draft_tokens={schema.max_draft_tokens} so many are no chunk: use replay='exact'"
         )
-
-
-def _told(plan: ForwardPlan, kept: I64, ids: Ids, row: int) -> tuple[TokenTrail, int, Ids]:
-    """A request's trail, where its step starts, the ids of the tokens that it keeps."""
-    trail, first = plan.requests[row].trail, int(plan.shape.first_rows[row])
-    assert trail is not None
-    return trail, int(plan.starts[row]), ids[first : first + int(kept[row])]
 
 
 def _one_more(counts: dict[K, int], kind: K) -> dict[K, int]:

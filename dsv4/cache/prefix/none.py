@@ -18,6 +18,22 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput
 
 
+class NoCaptures:
+    """No snapshots are taken."""
+
+    def plan(self, *prefill: object) -> None:
+        """There is no row for one."""
+
+    def reserve(self, captures: object) -> None:
+        """None were planned."""
+
+    def give_back(self, plan: object) -> None:
+        """None were reserved."""
+
+    def rows_of(self, plans: object) -> list[int]:
+        return []
+
+
 class NoPrefix:
     """Nothing is cached, and nothing is known of any prompt: it has no trail. Answers what every
     manager asks; what only a prefix cache can do, the manager refuses."""
@@ -28,6 +44,7 @@ class NoPrefix:
         self.index = PrefixIndex(allocator, policy)
         self.rows = SnapshotRows(0, policy, _nothing)
         self.pins = Pins(self.index, schema.block_tokens)
+        self.captures = NoCaptures()
         self.blocks = CachedBlocks(allocator, self.index, self.rows, self.pins, _nothing)
 
     def trail(self, ids: Ids, salt: str | None) -> None:
@@ -51,20 +68,11 @@ class NoPrefix:
     def put_state(self, match: PrefixMatch, slot: object) -> None:
         """There is none to put."""
 
-    def plan_captures(self, batch: object) -> None:
-        """No snapshots are taken."""
-
-    def settle_captures(self, captures: object) -> None:
-        """None were planned."""
-
     def read_ids(self, *step: object) -> None:
         """Ids of a step are not looked at."""
 
     def note_commit(self, *step: object) -> None:
         """Nothing is cached."""
-
-    def note_abandon(self, plan: object) -> None:
-        """No rows were reserved for it."""
 
     def note_release(self, request: Request) -> None:
         """Nothing of it stays."""

@@ -1,8 +1,8 @@
-"""Snapshots: the state of requests at block boundaries, in a bounded arena of their own."""
+"""The pool of snapshots: states of requests at block boundaries, in a bounded arena of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -10,14 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dsv4.cache.pages import Page
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.schema import CacheSchema
-from dsv4.cache.state import LiveRows, SnapshotLayout, previous_kinds, window_parts
+from dsv4.cache.state import LiveRows, SnapshotLayout
 from dsv4.errors import InvalidInput, require_count
-from dsv4.ops.calls import CompressorWrite
-from dsv4.ops.columns import staged_row
-from dsv4.reference.pages import ring_rows
 
 Where = Literal["device", "host"]
 _UNIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -137,99 +133,3 @@ class SnapshotPool:
                 places = base[:, None] + torch.arange(2 * ring) % ring * width
                 kept = span.unflatten(1, (count, width)).unbind()
                 yield _Group(rows, ring, width, places.to(self.device), kept)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capture:
-    """A boundary that a wide step crosses: of batch row `batch_row`, into snapshot `row`."""
-
-    batch_row: int
-    boundary: int
-    row: int
-
-
-class WideCaptures:
-    """Snapshots taken while a chunk runs: it crosses boundaries whose state is in no ring once it
-    is over. Each layer hands over its part around its `append`."""
-
-    def __init__(
-        self,
-        pool: SnapshotPool,
-        captures: Sequence[Capture],
-        *,
-        slots: Sequence[int],
-        starts: Sequence[int],
-        first_rows: Sequence[int],
-    ) -> None:
-        self.captures = tuple(captures)
-        self.layers: set[int] = set()
-        self._pool = pool
-        device, window = pool.device, pool.layout.schema.model.window
-
-        def column(values: list[int]) -> Tensor:
-            host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
-            return host.to(device, non_blocking=True)
-
-        batch_rows = [c.batch_row for c in captures]
-        self._rows = column([c.row for c in captures])
-        self._slots = column([slots[b] for b in batch_rows])
-        self._boundaries = column([c.boundary for c in captures])
-        self._first_tokens = column([first_rows[b] for b in batch_rows])
-        begins = column([starts[b] for b in batch_rows])
-        # token row of the boundary: the first token that is not in the snapshot
-        self._ends = self._first_tokens + self._boundaries - begins
-        # the last window - 1 rows in front of the boundary, [captures, window - 1]
-        self._staged_rows = staged_row(
-            self._first_tokens[:, None],
-            begins[:, None],
-            column(batch_rows)[:, None],
-            self._boundaries[:, None] + torch.arange(1 - window, 0, device=device),
-            window,
-        )
-
-    def take_tails(self, layer: int, slot_arena: Tensor, writes: Sequence[CompressorWrite]) -> None:
-        """The previous stream of the last group of each boundary; before the tails are written."""
-        for write in writes:
-            if write.layout.overlap:
-                kinds = previous_kinds(write.layout.kind)
-                for kind, rows in zip(kinds, self._last_groups(slot_arena, write), strict=True):
-                    self._store(self._pool.layout.rows_of(layer, kind), rows)
-
-    def take_window(self, layer: int, staging: Tensor, page: Page) -> None:
-        """The window rows of each boundary, from the staging; after the window is written. With
-        them a layer has given all that it gives."""
-        for kind, width, offset in window_parts(page):
-            part = self._pool.layout.rows_of(layer, kind)
-            if part is not None:
-                rows = staging.as_strided((page.rows, width), (width, 1), offset)
-                self._store(part, rows[self._staged_rows])
-        self.layers.add(layer)
-
-    def _last_groups(self, slot_arena: Tensor, write: CompressorWrite) -> tuple[Tensor, Tensor]:
-        """Values and biased gates fp32 [captures, ratio, width]: what the tails would hold."""
-        layout, c, z = write.layout, write.c, write.z
-        assert c is not None
-        assert z is not None
-        assert write.ape is not None
-        assert layout.kb is not None
-        assert layout.zb is not None
-        nth = torch.arange(-layout.ratio, 0, device=slot_arena.device)
-        token = self._ends[:, None] + nth
-        is_new = (token >= self._first_tokens[:, None])[..., None]
-        token = token.clamp_min(0)
-        width = layout.width
-        ring_row = (self._boundaries[:, None] + nth) % layout.kb.rows
-        at = (self._slots[:, None], ring_row)
-        old_k, old_z = (ring_rows(slot_arena, ring, width)[at] for ring in (layout.kb, layout.zb))
-        new_z = z[:, :width][token] + write.ape[:, :width]  # the group starts at row 0 of ape
-        return torch.where(is_new, c[:, :width][token], old_k), torch.where(is_new, new_z, old_z)
-
-    def _store(self, part: LiveRows | None, rows: Tensor) -> None:
-        assert part is not None
-        target = self._pool.rows_of(part)
-        data = rows.contiguous().view(torch.uint8).view(len(self.captures), part.rows, -1)
-        if target.device == data.device:
-            target[self._rows] = data
-        else:
-            for capture, taken in zip(self.captures, data, strict=True):
-                target[capture.row].copy_(taken, non_blocking=True)
