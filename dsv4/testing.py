@@ -59,7 +59,7 @@ class Layer:
 
     def queries(self, x: Tensor, batch: Batch) -> Tensor:
         """As `attend` takes them: [tokens, heads, head_dim], after norm and RoPE."""
-        q = _normed(_on_grid(x @ self.q).unflatten(1, (self.spec.heads, self.spec.head_dim)))
+        q = normed(_on_grid(x @ self.q).unflatten(1, (self.spec.heads, self.spec.head_dim)))
         return apply_rope(q.bfloat16(), self.cache.rope, batch.positions)
 
     def output(self, attended: Tensor) -> Tensor:
@@ -88,8 +88,8 @@ class RandomModel:
         """[tokens, vocabulary] of the plan's tokens, which every layer writes to the cache."""
         hidden = self.embedding[ids]
         for number, layer in enumerate(self.layers):
-            hidden = hidden + attention(layer, _normed(hidden), manager.acquire(number, plan.batch))
-        return _normed(hidden) @ self.head
+            hidden = hidden + attention(layer, normed(hidden), manager.acquire(number, plan.batch))
+        return normed(hidden) @ self.head
 
     def _layer(self, number: int) -> Layer:
         spec, kind = self.spec, self.schema.layers[number].spec
@@ -146,5 +146,33 @@ def _on_grid(x: Tensor) -> Tensor:
     return x.mul(4096).round_().div_(4096)
 
 
-def _normed(x: Tensor) -> Tensor:
+def normed(x: Tensor) -> Tensor:
     return _on_grid(x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + 1e-6))
+
+
+# ---- for an engine -------------------------------------------------------------------------------
+
+
+class EngineModel:
+    """The same model as `dsv4.engine.Engine` runs it, on one manager.
+
+    Its drafts are a cheap guess, made on the device: what followed a token when it last ran.
+    """
+
+    vocabulary = VOCABULARY
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self.manager = manager
+        self.model = RandomModel(manager.schema, manager.device)
+        self._followers = torch.zeros(VOCABULARY, dtype=torch.int64, device=manager.device)
+
+    def forward(self, plan: ForwardPlan, ids: Tensor, rows: Tensor) -> Tensor:
+        logits = self.model.logits(ids, self.manager, plan)
+        self._followers[ids] = logits.argmax(dim=-1)
+        return logits[rows]
+
+    def draft(self, plan: ForwardPlan, newest: Tensor, count: int) -> Tensor:
+        guesses = [newest]
+        for _ in range(count):
+            guesses.append(self._followers[guesses[-1]])
+        return torch.stack(guesses[1:], dim=1)

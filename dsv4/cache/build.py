@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
+from typing import Any, TypedDict, Unpack, cast
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.options import ManagerOptions, refuse_unknown
@@ -12,9 +12,6 @@ from dsv4.cache.records import RecordFormat
 from dsv4.cache.schema import CacheSchema, HcaState
 from dsv4.model import ModelSpec
 from dsv4.units import parse_bytes, parse_tokens
-
-if TYPE_CHECKING:
-    pass
 
 
 class SchemaOptions(TypedDict, total=False):

@@ -94,7 +94,7 @@ def recover_index(index: PrefixIndex) -> None:
     index.policy.rebuild(nodes)
     if index.events is None:
         return
-    known = index._told.copy()
+    known = index._reported.copy()
     follow_events(known, index.events)
     for digest, event in reversed(known.items()):
         found = index.get(digest)

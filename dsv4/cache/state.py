@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dsv4.tiers.record import Parts
 
 Bytes = NDArray[np.uint8]
-# where live rows start: so many before the end, at the unfinished group, or one group before it
+# where live rows start: `rows` before the end, at the unfinished group, or one group before it
 Anchor = Literal["newest", "group", "previous"]
 RowKind = Literal[
     "window_data",
@@ -65,8 +65,8 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRows:
-    """`rows` rows of one ring of a slot, of the tokens from an anchor on; those that have not come
-    yet, or lie before the first token, are not there.
+    """`rows` rows of one ring of a slot, of the tokens from an anchor on; positions before the
+    first token or from the length on have none.
 
     Token p lies at `slot_offset_bytes` + (p mod ring_rows) · width_bytes of the slot. With
     `skips_last` the ring has no row of the last token of a group, which none of these is, and
@@ -243,8 +243,7 @@ class BlockRows:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """One row of bytes, all of it zero that is at no position of the request, whatever the slot had
-    there.
+    """One run of bytes, zero wherever the request has no token, whatever the slot had there.
 
     [window and tail rows of each layer, by position | the rows of the unfinished block]
     """
@@ -316,7 +315,8 @@ class StateLayout:
             _ring(slot, rows)[rows.ring_rows_of(positions[real])] = found
 
     def used_spans(self, length: int) -> list[tuple[int, int]]:
-        """Start and end of all that is not zero in every payload of so many tokens, in order."""
+        """Start and end of all that may be other than zero in a payload of `length` tokens, in
+        order."""
         used = []
         for rows in self.rings:
             positions = rows.positions(length)

@@ -63,7 +63,7 @@ def test_many_jobs_that_come_and_go(step_tokens: int) -> None:
         while not unwanted.request:
             engine.step()
         engine.cancel(unwanted)
-        assert unwanted.done
+        assert unwanted.is_over
         assert not unwanted.generated
         while len(late.generated) < 2:
             engine.step()

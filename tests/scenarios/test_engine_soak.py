@@ -1,4 +1,4 @@
-"""examples/engine.py under random work, too little memory, errors of the device and Ctrl-C.
+"""dsv4/engine.py under random work, too little memory, errors of the device and Ctrl-C.
 
 Every logit that a job was given equals, bit for bit, that of its tokens run alone in one piece, and
 in the end nothing is left.
@@ -19,10 +19,10 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, full, periodic, zero
 from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.schema import CacheSchema, HcaState
+from dsv4.engine import RETRIES, Engine, Job
 from dsv4.errors import InvalidInput
 from dsv4.model import ModelSpec, v4_layers
-from dsv4.testing import VOCABULARY, RandomModel
-from examples.engine import RETRIES, Engine, Job
+from dsv4.testing import VOCABULARY, EngineModel, RandomModel
 from tests.support.faults import Faults, Interrupts
 from tests.support.numbers import SHIFT
 
@@ -43,7 +43,7 @@ FORMATS: tuple[dict[str, str], ...] = (
     {},
 )
 HCA_STATES: tuple[HcaState, ...] = ("raw", "online")
-INTERRUPTED_FILES = ("/dsv4/cache/", "/examples/engine.py")
+INTERRUPTED_FILES = ("/dsv4/cache/", "/dsv4/engine.py")
 
 
 class Soak:
@@ -75,7 +75,7 @@ class Soak:
             arena.bytes.fill_(0xFF)
         self.model = RandomModel(self.schema)
         self.engine = Engine(
-            model=self.model,
+            model=EngineModel(manager),
             manager=manager,
             step_tokens=draw.choice((12, 24, 48)),
             listener=self.listen,

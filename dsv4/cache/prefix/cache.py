@@ -31,7 +31,7 @@ from dsv4.cache.stats import HitKind, MissReason, PrefixCounters, PrefixStats
 from dsv4.cache.step.shape import I64
 from dsv4.errors import Dsv4Error, InvalidInput
 
-# a request takes cached blocks in the place of its own, from its block so and so on
+# a request takes cached blocks in place of its own, from the block of this number on
 Adopt = Callable[[Request, int, Sequence[int]], None]
 K = TypeVar("K")
 _HIT_KINDS: dict[StateSource, HitKind] = {
@@ -82,7 +82,7 @@ class PrefixCache:
         self._counters = PrefixCounters()
 
     def observe(self, observer: Observer) -> None:
-        """Tells this one what is cached and used from now on: tiers, that keep it too."""
+        """Reports to this one from now on. Blocks that are stored elsewhere are evicted first."""
         assert self._notices.observer is None, "one observer is enough"
         self._notices.observer = observer
         self.index.has_tiers = True
@@ -124,7 +124,7 @@ class PrefixCache:
         return self.index.count(trail.chain[:blocks])
 
     def look_up(self, trail: TokenTrail) -> Resume:
-        """What `match` would say, in a few looks. Changes nothing."""
+        """What `match` would answer, by bisection. Changes nothing."""
         blocks = self.cached_blocks(trail)
         reused = blocks * self.schema.block_tokens
         # a snapshot where a replay would start is at the end of the block before
@@ -159,9 +159,9 @@ class PrefixCache:
         """From where a request that has computed `length` tokens can reach them again."""
         blocks = length // self.schema.block_tokens
         trail = request.trail
-        if request.incomplete_from is not None:  # not all layers have the entries behind
+        if request.incomplete_from is not None:  # not all layers have the entries after it
             blocks = min(blocks, request.incomplete_from // self.schema.block_tokens)
-        if request.approximate_from is not None:  # what lies behind is no cold run's
+        if request.approximate_from is not None:  # what comes after it is no cold run's
             blocks = min(blocks, request.approximate_from // self.schema.block_tokens)
         known = 0 if trail is None else min(blocks, len(trail.ids) // self.schema.block_tokens)
         nodes = [] if trail is None else self.index.match(trail, known)
@@ -176,8 +176,8 @@ class PrefixCache:
         )
 
     def use(self, match: PrefixMatch, trail: TokenTrail) -> None:
-        """Counts an admission, or a request that goes on to the end of another prompt from its own
-        state, and marks what it used."""
+        """Counts an admission, or a request that continues to the end of another prompt from its
+        own state, and marks what it used."""
         counted, resume = self._counters, match.resume
         has_state = resume.source in ("state", "rings")
         self._counters = counted = replace(counted, tokens_asked=counted.tokens_asked + resume.end)
@@ -276,9 +276,9 @@ class PrefixCache:
             yield node
 
     def _cache_next(self, request: Request, trail: TokenTrail, block: int) -> PrefixNode | None:
-        """The node of a block that a request has just completed behind its own cached ones: what
-        `_adopt_cached` and `_cache_block` come to in the ordinary course. None, with nothing done,
-        in any other."""
+        """The node of a block that a request has just completed after its own cached ones: what
+        `_adopt_cached` and `_cache_block` do in the usual case. None in any other case, with
+        nothing done."""
         trail.hash_blocks(block + 1)
         get, chain, block_ids = self.index.get, trail.chain, request.block_ids
         before = get(chain[block - 1]) if block else None
@@ -293,10 +293,11 @@ class PrefixCache:
     def _adopt_cached(
         self, request: Request, trail: TokenTrail, first: int, last: int, adopt: Adopt
     ) -> None:
-        """Of a request's complete blocks, whose tokens are all known, those that are cached, in
-        other memory. Never one without those before it: who holds a cached block holds what it
-        hangs on, so that what is idle can be evicted. For the same reason none while the request
-        shares the block after them, with a fork or an offer: that one keeps the old blocks."""
+        """Replaces complete blocks of a request, whose tokens are all known, by cached ones with
+        the same tokens. Never one without those before it: a request that holds a cached block
+        holds all before it, so that what is idle can be evicted. For the same reason none while
+        the request shares the block after them, with a fork or an offer: that one keeps the old
+        blocks."""
         first = min(first, last)
         while first:
             before = self.index.get(trail.digest(first - 1))
@@ -322,7 +323,7 @@ class PrefixCache:
     def _cache_block(self, request: Request, trail: TokenTrail, block: int) -> PrefixNode | None:
         """The node of a complete block of a request, whose tokens are all known, made now if there
         is none; None if it follows the same tokens in another request's block. Blocks before it
-        that are cached no more are cached again."""
+        that are no longer cached are cached again."""
         node = self.index.get(trail.digest(block))
         first = block
         while node is None and first and (node := self.index.get(trail.chain[first - 1])) is None:
@@ -340,8 +341,8 @@ class PrefixCache:
 
     def adopt(self, trail: TokenTrail, first: int, block_ids: Sequence[int]) -> list[int]:
         """Indexes blocks in flight, whose bytes are there and checked, as those of a prompt from
-        its block `first` on. Answers with those that are not needed: somebody was first, or what is
-        before them is cached no more."""
+        its block `first` on. Returns those that are not needed: the same tokens are cached already,
+        or the block before them no longer is."""
         parent = self.index.get(trail.digest(first - 1)) if first else None
         if first and parent is None:
             return list(block_ids)
@@ -364,7 +365,7 @@ class PrefixCache:
             self.index.touch(node)
 
     def adopt_snapshot(self, digest: bytes, row: int) -> None:
-        """A row in flight, whose bytes are there and checked, is the state behind a block."""
+        """A row in flight, whose bytes are there and checked, holds the state after a block."""
         node = self.index.get(digest)
         if node is None or node.snapshot is not None:
             self.rows.give_back(row)
@@ -406,7 +407,7 @@ class PrefixCache:
 
 def _check_cut(schema: CacheSchema) -> None:
     """InvalidInput for a model that is not served with cut replays, or whose replay could not run
-    in one wide step."""
+    in one prefill batch."""
     window, most = schema.model.window, schema.max_decode_tokens
     if not schema.model.cut_replays:
         raise InvalidInput(

@@ -28,7 +28,7 @@ class Pins:
     def __init__(self, index: PrefixIndex, block_tokens: int) -> None:
         self._index, self._block_tokens = index, block_tokens
         self._standing: set[PinnedPrefix] = set()
-        self._block_ids: frozenset[int] | None = None  # what pins keep, once asked for
+        self._block_ids: frozenset[int] | None = None  # what pins keep; None: not known
 
     def pin(
         self,

@@ -65,10 +65,10 @@ def token_ids(given: TokenIds) -> Ids:
 
 class RecentIds:
     """The newest ids of all requests at once, by slot: `ids`, a ring of two blocks or more, and how
-    many tokens are `known` in all, -1 where nobody asks for them.
+    many tokens are `known` in all, -1 where they are not collected.
 
-    A step tells every request an id or two. They are put here together, and a trail takes its own
-    when somebody reads it, at least as often as a block is complete.
+    A step brings every request an id or two. They are put here all at once, and a trail takes its
+    own when it is read, at least once per block.
     """
 
     def __init__(self, slots: int, block_tokens: int) -> None:
@@ -87,8 +87,8 @@ class RecentIds:
     ) -> None:
         """Ids of all tokens of a step, a block per request at most: `token_rows` says in which row
         of the step and in which slot each one's request is, and which of its tokens from `starts`
-        on it is. Those up to `ends` count; behind them the ring is free. Nothing lies between them
-        and what is known."""
+        on it is. Those before `ends` count; what is written after them is never read. There is no
+        gap between them and what is known."""
         row, slot, nth = token_rows
         at = starts.take(row)
         at += nth
@@ -187,7 +187,7 @@ class TokenTrail:
         return self.chain[block]
 
     def hash_blocks(self, blocks: int) -> None:
-        """Makes the digests of the first so many blocks, whose tokens are all known."""
+        """Makes the digests of the first `blocks` blocks, whose tokens are all known."""
         if blocks * self.block_tokens > self._known:
             known = self.take_recent()
             assert blocks * self.block_tokens <= known, "a digest of tokens that are not known"
@@ -212,7 +212,7 @@ class TokenTrail:
             )
 
     def learn(self, start: int, ids: Ids) -> None:
-        """Adds what `check` has let through. Behind a gap nothing can be learned."""
+        """Adds what `check` has accepted. After a gap nothing can be learned."""
         self.take_recent()
         if self.sealed:
             return
@@ -221,8 +221,8 @@ class TokenTrail:
             self._set_known(self._known)
 
     def cut(self, tokens: int) -> None:
-        """Forgets all but the first so many tokens. Digests first: whoever interrupts leaves none
-        of what is not known."""
+        """Forgets all but the first `tokens` tokens. Digests go first, so that an interrupt leaves
+        none of tokens that are not known."""
         self.take_recent()
         if tokens < self._known:
             del self.chain[tokens // self.block_tokens :]
