@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4.backends import load_backend
+from dsv4.cache.absent import NoTiers
 from dsv4.cache.admission import Admission
 from dsv4.cache.arena import Arena
 from dsv4.cache.batch import Batch
@@ -49,7 +50,6 @@ from dsv4.errors import (
     is_whole,
     require_count,
     require_flag,
-    require_timeout,
     require_type,
 )
 
@@ -57,12 +57,8 @@ if TYPE_CHECKING:
     from dsv4.cache.handoff.arrival import Arrival
     from dsv4.cache.handoff.handoff import Handoff
     from dsv4.cache.handoff.options import HandoffOptions
-    from dsv4.cache.transfers.fetch import Fetch
-    from dsv4.cache.transfers.offload import Suspended
-    from dsv4.cache.transfers.transfers import Transfers
+    from dsv4.cache.transfers.tiers import Tiers
     from dsv4.tiers.tier import Tier
-
-FETCH_POLL_S = 0.0002
 
 
 class KVCacheManager(Uncopied):
@@ -71,9 +67,9 @@ class KVCacheManager(Uncopied):
     `table` owns requests, slots and blocks, `memory` the device's bytes, `prefix` what outlives a
     request. One allocator serves all layers, so admission is atomic: a request has its slot and all
     its blocks, or nothing. Host calls (everything but what handles launch) belong between captured
-    graphs. A call that raises has changed nothing. With `tiers` (docs/tiers.md), the fastest first,
-    what is cached is kept below the device too; `transfers` moves it. With `handoff` requests go
-    from manager to manager (docs/distributed.md).
+    graphs. A call that raises has changed nothing. With tiers (docs/tiers.md), the fastest first,
+    what is cached is kept below the device too: `manager.tiers` has the calls for that, and is
+    false without any. With `handoff` requests go from manager to manager (docs/distributed.md).
 
     With `batch_invariant` no bit that a token reads, scores, selection, attention, depends on what
     else is in its step or on how its request was cut into steps. Without, the last bits of
@@ -129,8 +125,8 @@ class KVCacheManager(Uncopied):
             self.prefix = PrefixCache(schema, self.table.allocator, prefix, place)
         self._prefix = NoPrefix(schema) if self.prefix is None else self.prefix
         self.table.reclaimer = self._prefix.blocks
-        self.transfers = self._transfers(settings.tiers) if settings.tiers else None
         self.guard = Guard()
+        self.tiers = self._make_tiers(settings.tiers)
         self.handoff = None if settings.handoff is None else self._handoff(settings.handoff)
         self._admission = Admission(self.table, self.memory, self._prefix, self.guard)
         self._steps = Steps(
@@ -232,17 +228,12 @@ class KVCacheManager(Uncopied):
             snapshots = SnapshotPool.bytes_on_device(schema, settings.prefix, place)
         return memory.step_buffers + memory.workspace + snapshots
 
-    def _transfers(self, tiers: Sequence[Tier]) -> Transfers:
-        from dsv4.cache.transfers.transfers import Transfers  # needs the extra dsv4[tiers]
+    def _make_tiers(self, tiers: Sequence[Tier]) -> Tiers | NoTiers:
+        if not tiers:
+            return NoTiers()
+        from dsv4.cache.transfers.tiers import Tiers  # needs the extra dsv4[tiers]
 
-        return Transfers(
-            tiers,
-            prefix=self.prefix,
-            table=self.table,
-            block_arena=self.block_arena.bytes,
-            slot_arena=self.slot_arena.bytes,
-            device=self.device,
-        )
+        return Tiers(self, tiers)
 
     def _handoff(self, options: HandoffOptions) -> Handoff:
         from dsv4.cache.handoff.handoff import Handoff  # needs the extra dsv4[nixl]
@@ -414,8 +405,7 @@ class KVCacheManager(Uncopied):
             )
         slot = self.slot_arena.bytes[request.slot]
         self._prefix_cache().supply_ids(request, read, slot, self._admission.exchange)
-        if self.transfers is not None:
-            self.transfers.pump()
+        self.tiers.pump()
 
     @changes
     def continue_request(self, request: Request, prompt: TokenIds | Prompt) -> Resume:
@@ -536,15 +526,14 @@ class KVCacheManager(Uncopied):
             elif any(request in plan.requests for plan in self.open_plans):
                 deferred.append((request, suspend))
             elif not request.released and self.table.live.get(request.slot) is request:
-                if suspend and self._can_suspend(request):
-                    assert self.transfers is not None
-                    self.transfers.suspend(request)
+                if suspend:
+                    self.tiers.before_release(request)
                 self._release(request)
             deferred.popleft()
 
     def _let_go(self, item: object) -> None:
         """A fetch that nobody waits for any more, or what was handed over."""
-        if self.transfers is None or not self.transfers.let_go(item):
+        if not self.tiers.let_go(item):
             assert self.handoff is not None
             self.handoff.let_go(item)
 
@@ -590,7 +579,7 @@ class KVCacheManager(Uncopied):
             table=self.table,
             memory=self.memory,
             prefix=self._prefix,
-            transfers=self.transfers,
+            tiers=self.tiers,
             handoff=self.handoff,
         )
         self._steps.forget()
@@ -628,143 +617,6 @@ class KVCacheManager(Uncopied):
             else require_count("blocks", blocks, at_least=0)
         )
         return self._prefix_cache().blocks.evict(most)
-
-    # ---- tiers -------------------------------------------------------------------------------
-
-    @changes
-    def fetch(self, prompt: TokenIds | Prompt, salt: str | None = None) -> Fetch:
-        """Starts to bring what tiers have of a prompt behind what is cached, and returns at once:
-        `poll` the fetch until it is over, then `admit_request` finds what came. Blocks that bytes
-        are on their way into are in flight, nobody else's. What cannot be had is left out: no tier
-        raises. Raises InvalidInput, ContextOverflow."""
-        return self._fetch(prompt, salt, last=1)
-
-    @changes
-    def _fetch_with_state(self, prompt: Prompt, salt: str | None, last: int) -> Fetch:
-        return self._fetch(prompt, salt, last=last, with_state=True)
-
-    def _fetch(
-        self, prompt: TokenIds | Prompt, salt: str | None, *, last: int, with_state: bool = False
-    ) -> Fetch:
-        """For all tokens of a prompt but the `last` so many."""
-        transfers = self._tiers()
-        count, trail = self._read_prompt(prompt, salt)
-        if trail is None:
-            raise InvalidInput(f"{prompt!r}: tiers are asked for token ids, not for a count")
-        return transfers.fetch(
-            trail,
-            max(0, count - last),
-            with_state=with_state,
-            poll=self._poll_fetch,
-            cancel=self._cancel_fetch,
-            hand_out=self.guard.change.hand_out,
-        )
-
-    @changes
-    def _poll_fetch(self, fetch: Fetch) -> None:
-        self._tiers().advance(fetch)
-
-    @changes
-    def _cancel_fetch(self, fetch: Fetch) -> None:
-        self._tiers().fetches.cancel(fetch)
-
-    def admit_fetched(
-        self, prompt: TokenIds | Prompt, salt: str | None = None, *, timeout_s: float
-    ) -> Request:
-        """`fetch`, waited for at most so long, then `admit_request`. What has not come by then is
-        computed. Where a request was suspended that the prompt goes on from, it goes on from its
-        state. Other calls may come in between. Raises what both raise."""
-        return self._admit_fetched(prompt, salt, timeout_s, last=1)
-
-    def _admit_fetched(
-        self, prompt: TokenIds | Prompt, salt: str | None, timeout_s: float, *, last: int
-    ) -> Request:
-        if not isinstance(prompt, Prompt):
-            prompt, salt = self.prompt(prompt, salt), None
-        seconds = require_timeout(timeout_s)
-        fetch = self._fetch_with_state(prompt, salt, last)
-        try:
-            self._wait_for(fetch, seconds)
-            return self._admit_state(prompt, fetch) or self.admit_request(prompt)
-        except BaseException:  # ends now, or with the next call if another one is inside
-            self.guard.defer(fetch)
-            with suppress(ThreadError, RecoveryNeeded):
-                self._release_now()
-            raise
-
-    def _wait_for(self, fetch: Fetch, timeout_s: float) -> None:
-        until = time.monotonic() + timeout_s
-        while not fetch.poll() and time.monotonic() < until:
-            time.sleep(FETCH_POLL_S)
-        fetch.cancel()
-
-    @changes
-    def suspend(self, request: Request) -> Suspended:
-        """A live request leaves the device, and `resume_request` with its token ids brings it back
-        as it was: after a preemption, a long wait, in another process, with other draft settings.
-        Its slot and blocks go back at once; its whole blocks stay cached as ever.
-
-        The ids of all its tokens must be known (`commit(ids=...)`, `supply_ids`). In the middle
-        of a replay no state is kept; what is missing runs again. Raises InvalidInput, RequestError.
-        """
-        transfers = self._tiers()
-        self._require_unplanned(request)
-        if request.condition is not Condition.INCOMPLETE:  # of which not all ids are known
-            request.require("suspend")
-        known = 0 if request.trail is None else len(request.trail.ids)
-        if request.trail is None or known < request.length:
-            raise InvalidInput(
-                f"{known} of the {request.length} token ids of request {request.serial} are known: "
-                f"admit it with ids and supply the others, for it comes back by its ids"
-            )
-        suspended = transfers.suspend(request)
-        self._release(request)
-        return suspended
-
-    def _can_suspend(self, request: Request) -> bool:
-        trail = request.trail
-        known = trail is not None and len(trail.ids) >= request.length
-        return self.transfers is not None and known and request.condition.allows("suspend")
-
-    def resume_request(
-        self, prompt: TokenIds | Prompt, salt: str | None = None, *, timeout_s: float
-    ) -> Request:
-        """The request of these token ids that was suspended, waited for at most so long. If its
-        state is there, `request.resume.run` is empty; if not, what `admit_fetched` does. Raises
-        what that raises."""
-        return self._admit_fetched(prompt, salt, timeout_s, last=0)
-
-    @changes
-    def _admit_state(self, prompt: Prompt, fetch: Fetch) -> Request | None:
-        """A slot with the state that was fetched; None if it or a block before it did not come."""
-        transfers, prefix = self._tiers(), self._prefix_cache()
-        row = transfers.fetches.take_state(fetch)
-        if row is None:
-            return None
-        try:
-            tokens = row.label.tokens
-            nodes = prefix.index.match(fetch.trail, tokens // self.schema.block_tokens)
-            if len(nodes) < tokens // self.schema.block_tokens:
-                return None
-            state = transfers.slot_of(row, tokens)
-            resume = Resume(start=tokens, reused_tokens=tokens, end=len(prompt), source="state")
-            match, trail = PrefixMatch(nodes, resume, None), fetch.trail.copy()
-            request = self._admission.from_state(prefix, match, trail, *state)
-            transfers.resumed += 1
-            return request
-        finally:
-            transfers.host.release(row)
-
-    @changes
-    def drain_tiers(self, timeout_s: float) -> bool:
-        """Waits at most so long until all that is cached is kept by tiers, or dropped: before the
-        process ends. Whether that is so. Closes no tier."""
-        return self._tiers().drain(require_timeout(timeout_s))
-
-    def _tiers(self) -> Transfers:
-        if self.transfers is None:
-            raise InvalidInput("this manager has no tiers: build it with tiers=[HostTier(...), …]")
-        return self.transfers
 
     # ---- from machine to machine -------------------------------------------------------------
 
@@ -1014,8 +866,7 @@ class KVCacheManager(Uncopied):
         raised cannot be committed at all: `fail` it. Raises PlanError, InvalidInput.
         """
         self._steps.commit(plan, accepted, ids, partial=partial)
-        if self.transfers is not None:
-            self.transfers.pump()
+        self.tiers.pump()
 
     @changes
     def abandon(self, plan: ForwardPlan) -> None:
@@ -1062,8 +913,8 @@ class KVCacheManager(Uncopied):
             block_bytes_live=(allocator.held - len(free) - len(idle)) * self.schema.block_bytes,
             slot_bytes_live=len(live) * self.schema.slot_bytes,
             prefix=self._prefix.stats(idle_blocks=allocator.idle + len(idle)),
-            transfers=None if self.transfers is None else self.transfers.stats(),
-            tiers=() if self.transfers is None else self.transfers.tier_stats(),
+            transfers=self.tiers.stats(),
+            tiers=self.tiers.tier_stats(),
             handoff=None if self.handoff is None else self.handoff.stats(),
         )
 

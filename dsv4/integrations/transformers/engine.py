@@ -312,12 +312,12 @@ class Engine:
         request, job.request = job.request, None
         if request is None or request.released:
             return
-        is_kept = self._manager.transfers is None and request.trail is not None
+        is_kept = not self._manager.tiers and request.trail is not None
         if is_kept and not request.is_torn and request.incomplete_from is None and request.length:
             ids = np.asarray(job.tokens[: request.length], dtype=np.int64)
             self._forward.caches.idle.keep(KnownRow(request=request, ids=ids))
         else:
-            suspend = self._manager.transfers is not None
+            suspend = bool(self._manager.tiers)
             self._manager.release_later(request, suspend=suspend)
 
     def _admit(self) -> None:
@@ -399,7 +399,7 @@ class Engine:
             job.error = error
         job.preemptions += 1
         job.request = None
-        manager.release_later(request, suspend=manager.transfers is not None)
+        manager.release_later(request, suspend=bool(manager.tiers))
         return True
 
     def _run_shares(self, shares: list[_Share]) -> None:
@@ -500,4 +500,4 @@ def _let_go(forward: FastForward, jobs: list[Job]) -> None:
     for job in jobs:
         request, job.request = job.request, None
         if request is not None and not request.released:
-            manager.release_later(request, suspend=manager.transfers is not None)
+            manager.release_later(request, suspend=bool(manager.tiers))
