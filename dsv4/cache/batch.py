@@ -11,12 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from dsv4.cache.changes import Uncopied
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
-from dsv4.cache.step.shape import I64, StepShape
+from dsv4.cache.step.buffers import StepBuffers
+from dsv4.cache.step.shape import I64, StepShape, StepTokens
 from dsv4.errors import InvalidInput, PlanError, is_whole
 from dsv4.ops.calls import CompressorWrite
 from dsv4.ops.columns import request_columns, token_columns
@@ -24,6 +26,7 @@ from dsv4.ops.columns import request_columns, token_columns
 # what a layer stores of a step, where it is written piece by piece
 WINDOW, TAILS, ENTRIES = 1, 2, 4
 MOST_SHOWN = 4  # requests, in a repr
+LEAST_POSITION_BOUND = 2048
 
 
 class BatchCaptures(Protocol):
@@ -94,6 +97,10 @@ class Batch(Uncopied):
         kind = "decode" if self.is_decode else "prefill"
         said = describe_step(self.shape, self.starts.tolist(), self.padded_tokens)
         return f"Batch({kind}, {'over' if self.done else 'open'}: {said})"
+
+    def cut_windows(self) -> None:
+        """It is a batch of cut replays, which are read with launches of their own."""
+        self.window_cut, self.sizes = True, (*self.sizes, 1)
 
     # ---- what has been written ---------------------------------------------------------------
 
@@ -242,6 +249,108 @@ class Batch(Uncopied):
         row: Tensor = (columns.first_row + columns.count - 1).clamp_min(0).long()
         row *= columns.count > 0
         return row
+
+
+def make_batch(
+    buffers: StepBuffers,
+    step: StepTokens,
+    *,
+    lane: int,
+    pad_tokens: int | None = None,
+    pad_requests: int | None = None,
+) -> Batch:
+    """Fills the host buffer with the rows of a step, and cuts the device's to size."""
+    item_counts = buffers.fill(step)
+    tokens, requests = step.shape.num_tokens, len(step.shape.requests)
+    if pad_tokens is not None or pad_requests is not None:
+        tokens = tokens if pad_tokens is None else int(pad_tokens)
+        requests = requests if pad_requests is None else int(pad_requests)
+        item_counts = buffers.most_item_counts(tokens=tokens, requests=requests)
+    return cut_batch(
+        buffers, step, lane=lane, requests=requests, tokens=tokens, item_counts=item_counts
+    )
+
+
+def cut_batch(
+    buffers: StepBuffers,
+    step: StepTokens,
+    *,
+    lane: int,
+    requests: int,
+    tokens: int,
+    item_counts: dict[int, int],
+    bound: int | None = None,
+) -> Batch:
+    """A batch whose rows, padding included, lie in the buffers. `bound` is the position bound of a
+    prefill batch (default: what the ends need)."""
+    schema, most = buffers.schema, step.shape.most_tokens
+    decode = most <= schema.max_decode_tokens
+    if decode:
+        bound = None
+    elif bound is None:
+        bound = position_bound(schema, step.ends)
+    return Batch(
+        schema=schema,
+        shape=step.shape,
+        starts=step.starts,
+        ends=step.ends,
+        is_decode=decode,
+        position_bound=bound,
+        request_rows=buffers.cut("batch", requests),
+        tokens=buffers.cut("tokens", tokens),
+        items={ratio: buffers.cut(f"items_{ratio}", count) for ratio, count in item_counts.items()},
+        sizes=(decode, requests, tokens, most, bound or 0),
+        item_counts=tuple(item_counts.values()),
+        lane=lane,
+    )
+
+
+def draft_batches(buffers: StepBuffers, batch: Batch, drafts: int) -> tuple[Batch, ...]:
+    """Batches for draft layers: the nth has the nth token of each request of a decode batch."""
+    buffers.fill_drafts(drafts, batch.shape, batch.starts)
+    requests, padded = len(batch.requests), batch.request_rows.shape[0]
+    found = []
+    for nth in range(drafts):
+        shape = StepShape(
+            requests=batch.requests,
+            slots=batch.slots,
+            counts=(batch.counts > nth).astype(np.int64),
+            num_tokens=requests,
+            most_tokens=1,
+            first_rows=np.arange(requests),
+        )
+        one = Batch(
+            schema=batch.schema,
+            shape=shape,
+            starts=batch.starts + nth,
+            ends=batch.starts + nth + 1,
+            is_decode=True,
+            position_bound=None,
+            request_rows=buffers.cut_draft("draft_batch", nth, padded),
+            tokens=buffers.cut_draft("draft_tokens", nth, padded),
+            items={},
+            sizes=(nth, True, padded, padded, 1),
+            item_counts=(),
+            layers=batch.schema.draft_layers,
+            alone=False,
+            lane=batch.lane,
+        )
+        found.append(one)
+    return tuple(found)
+
+
+def position_bound(schema: CacheSchema, ends: I64) -> int:
+    """A bound on the positions of a prefill batch, the least of `all_position_bounds`."""
+    longest = int(ends.max(initial=0))
+    return next(bound for bound in all_position_bounds(schema) if longest <= bound)
+
+
+def all_position_bounds(schema: CacheSchema) -> list[int]:
+    """Few, so that launches with one serve many batches."""
+    found = [LEAST_POSITION_BOUND]
+    while found[-1] < schema.max_context:
+        found.append(4 * found[-1])
+    return [*found[:-1], schema.max_context]
 
 
 def require_layers(layers: object, num_layers: int) -> list[int]:

@@ -49,6 +49,7 @@ class Lane:
             max_tokens=max_tokens,
             device=block_table.device,
         )
+        self.both_buffers = self.buffers, self.chunk_buffers
         self.workspace = Workspace(
             schema,
             backend,
@@ -113,7 +114,7 @@ class CacheMemory:
         row = self.block_table[slot, first : first + len(block_ids)]
         row.copy_(host, non_blocking=True)
 
-    def send(self, new_blocks: int, buffers: StepBuffers) -> None:
+    def send(self, new_blocks: int, buffers: StepBuffers, *others: StepBuffers) -> None:
         """A step's index tensors to the device, and from there its new blocks to the table."""
         buffers.send()
         if new_blocks:
@@ -122,6 +123,8 @@ class CacheMemory:
                 buffers.cut("new_block_at", new_blocks),
                 buffers.cut("new_block_id", new_blocks),
             )
+        for each in others:
+            each.send()
 
     def memory_bytes(self, *, snapshots: int = 0) -> MemoryBytes:
         """Bytes allocated here, and those of the prefix cache beside them."""

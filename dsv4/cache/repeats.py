@@ -1,7 +1,7 @@
 """Calls of a layer that come again with the same shapes: checked once, then only repeated.
 
 An engine calls a layer with the same shapes step after step, and checks and launch arguments cost
-the host more than the launch. A call is known by its key: what it is told besides tensors, and of
+the host more than the launch. A call is known by its key: its arguments other than tensors, and of
 every tensor the type, shape, strides and device. What passed the checks once passes them again, so
 a call with a known key goes to its repetition; any other goes the checked way.
 """
@@ -32,13 +32,13 @@ class Repeats:
         self._known: dict[Key, Repetition | None] = {}
 
     def find(
-        self, told: Key, tensors: Sequence[Tensor | None]
+        self, call_key: Key, tensors: Sequence[Tensor | None]
     ) -> tuple[Key | None, Repetition | None]:
         """The key of a call, and how to repeat it once it has been made twice. There is no key for
         what is no tensor, or cannot be compared: the checks say what is wrong with it."""
         try:
             # calls of Python would be most of what finding costs
-            forms: list[Hashable] = [*told]
+            forms: list[Hashable] = [*call_key]
             for t in tensors:
                 forms.append(t if t is None else (t.shape, t.dtype, t.device, t.stride()))
             key = tuple(forms)

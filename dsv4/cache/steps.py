@@ -13,21 +13,21 @@ from torch import Tensor
 
 from dsv4.cache.admission import Admission
 from dsv4.cache.changes import LOGGER, Guard, Turn
-from dsv4.cache.memory import CacheMemory
+from dsv4.cache.memory import CacheMemory, Lane
 from dsv4.cache.prefix.cache import PrefixCache
 from dsv4.cache.prefix.none import NoPrefix
 from dsv4.cache.prefix.trail import TokenIds
 from dsv4.cache.prepare_forward import (
     ForwardPlan,
     check_step,
-    fill_new_blocks,
     following,
     make_plan,
 )
-from dsv4.cache.requests import LENGTH, PUBLISHED, REUSED, Request, RequestTable
+from dsv4.cache.requests import REUSED, Request, RequestTable
 from dsv4.cache.step import checks as step_checks
 from dsv4.cache.step import overlap
 from dsv4.cache.step.checks import Step, StepReader
+from dsv4.cache.step.shape import StepTokens
 from dsv4.errors import PlanError, RequestError, require_flag
 from dsv4.ops.backend import Backend
 
@@ -86,91 +86,77 @@ class Steps:
     ) -> ForwardPlan:
         require_flag("chunks_apart", chunks_apart)
         lane = self._free_lane()
-        buffers = self._memory.lanes[lane].buffers
-        shape = self._readers[lane].read(steps)
-        before = overlap.read_before(
-            self._schema, self._table, shape, after, accepted, self.open, self._memory.device
+        step = self._read_step(lane, steps, after, accepted)
+        is_cut = self._cut_replays and step_checks.cut_replays(
+            step, plain=after is None and not drafts and not chunks_apart
         )
-        if self.open:
-            step_checks.disjoint(shape, self.open, before)
-        starts, published, reused, written = self._table.numbers.take(shape.slots, axis=1)
-        step_checks.untorn(self._schema, shape, starts, written)
-        if before is not None:
-            starts = overlap.latest_starts(before, starts)
-        ends = starts + shape.counts
-        step_checks.context(self._schema, int(ends.max(initial=0)))
-        window_cut = False
-        if self._cut_replays:
-            plain = before is None and not drafts and not chunks_apart
-            window_cut = step_checks.cut_replays(self._schema, shape, starts, reused, plain=plain)
         check_step(
-            self._schema,
-            buffers,
-            shape,
+            lane.buffers,
+            step.shape,
             pad_tokens=pad_tokens,
             pad_requests=pad_requests,
             drafts=drafts,
             chunks_apart=chunks_apart,
         )
-        block_tokens = self._schema.block_tokens
-        growing = (ends > published * block_tokens).nonzero()[0]
-        if not self._schema.block_bytes:  # window-only layers need none
-            growing = growing[:0]
-        growth = self._table.reserve_growth(
-            [shape.requests[row] for row in growing.tolist()],
-            (-(-ends.take(growing) // block_tokens)).tolist(),
-        )
+        growth = self._table.reserve_step(step.shape.requests, step.shape.slots, step.ends)
         try:  # the device first, the table of live requests last and at once
-            buffers.wait()
-            new_blocks = fill_new_blocks(
-                self._schema, buffers, growth, published.take(growing).tolist()
-            )
-            if chunks_apart:
-                self._memory.lanes[lane].chunk_buffers.wait()
+            for buffers in lane.both_buffers[: 1 + chunks_apart]:
+                buffers.wait()
+            new_blocks = lane.buffers.fill_new_blocks(growth)
             plan = make_plan(
-                self._schema,
-                self._memory.lanes[lane],
-                shape,
-                starts,
-                ends,
-                reused,
+                lane,
+                step,
                 pad_tokens=pad_tokens,
                 pad_requests=pad_requests,
-                before=before,
                 drafts=int(drafts),
                 chunks_apart=chunks_apart,
             )
+            if is_cut:
+                plan.batch.cut_windows()
             if self._schema.model.draft_block:
-                lengths = self._table.numbers[LENGTH].take(shape.slots)
-                lost = overlap.window_lost(self._schema, plan, lengths, written)
-                for batch in plan.batches:
-                    batch.window_lost = lost
-            if window_cut:
-                plan.batch.window_cut, plan.batch.sizes = True, (*plan.batch.sizes, 1)
+                overlap.note_lost_windows(self._schema, plan, self._table)
             captures = None
             if plan.prefill is not None:
-                workspace = self._memory.lanes[lane].workspace
                 captures = self._prefix.captures.plan(
-                    plan.prefill, self._memory.slot_arena.bytes, workspace
+                    plan.prefill, self._memory.slot_arena.bytes, lane.workspace
                 )
-            self._memory.send(new_blocks, buffers)
-            if len(plan.batches) > 1:
-                self._memory.lanes[lane].chunk_buffers.send()
+            self._memory.send(new_blocks, *lane.both_buffers[: len(plan.batches)])
             if plan.unknown_starts is not None:
-                self._backend.follow(following(self._schema, buffers, plan, accepted))
+                self._backend.follow(following(lane.buffers, plan, accepted))
         except BaseException:  # of the device, out of memory, or a key pressed
             self._table.cancel(growth.reserved)
             raise
         if growth.requests:
-            self._table.settle_growth(growth)
-            self._table.numbers[PUBLISHED, shape.slots.take(growing)] = growth.blocks
-        if captures is not None:
-            assert plan.prefill is not None
+            self._table.settle_step(growth)
+        if captures is not None and plan.prefill is not None:
             plan.prefill.captures = captures
             self._prefix.captures.reserve(captures)
         self._guard.change.hand_out(plan)
         self.open.append(plan)
         return plan
+
+    def _read_step(
+        self,
+        lane: Lane,
+        steps: Sequence[Step],
+        after: ForwardPlan | None,
+        accepted: Tensor | None,
+    ) -> StepTokens:
+        """Where the new tokens of a step lie. Raises PlanError, ContextOverflow or RequestError."""
+        shape, before = self._readers[lane.number].read(steps), None
+        if after is not None or accepted is not None:
+            before = overlap.read_before(
+                self._schema, self._table, shape, after, accepted, self.open, self._memory.device
+            )
+        if self.open:
+            step_checks.disjoint(shape, self.open, before)
+        starts, _, reused, written = self._table.numbers.take(shape.slots, axis=1)
+        step_checks.untorn(self._schema, shape, starts, written)
+        if before is not None:
+            starts = overlap.latest_starts(before, starts)
+        ends = starts + shape.counts
+        step_checks.context(self._schema, int(ends.max(initial=0)))
+        return StepTokens(shape=shape, starts=starts, ends=ends, reused=reused, before=before)
 
     def commit(
         self,
@@ -183,9 +169,12 @@ class Steps:
         require_flag("partial", partial)
         turn = self._enter_turn(plan)
         try:
-            overlap.require_first(plan)
+            has_neighbours = len(self.open) > 1  # else no plan comes before or after it
+            if has_neighbours:
+                overlap.require_first(plan)
             kept = step_checks.accepted(self._schema, plan, accepted)
-            overlap.require_kept(plan, kept, self.open)
+            if has_neighbours:
+                overlap.require_kept(plan, kept, self.open)
             if plan.batches[0].window_cut:
                 step_checks.whole_replays(plan, kept, self._table.numbers[REUSED].take(plan.slots))
             ends = plan.starts + kept
@@ -207,7 +196,8 @@ class Steps:
                 self._memory.slot_arena.bytes,
                 self._admission.exchange,
             )
-            overlap.move_up(plan, self._table, self.open)
+            if has_neighbours:
+                overlap.move_up(plan, self._table, self.open)
             self._close(plan)
         finally:
             del turn.visits[turn.number]  # turn.leave, without a call
@@ -274,13 +264,13 @@ class Steps:
         plan.close()
         self.open.remove(plan)
 
-    def _free_lane(self) -> int:
+    def _free_lane(self) -> Lane:
         """PlanError if as many plans are open as can be."""
         if not self.open:
-            return 0
+            return self._memory.lanes[0]
         taken = {plan.lane for plan in self.open}
-        for lane in range(len(self._memory.lanes)):
-            if lane not in taken:
+        for lane in self._memory.lanes:
+            if lane.number not in taken:
                 return lane
         if len(taken) == 1:
             raise PlanError(

@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.cache.batch import Batch
+from dsv4.cache.batch import Batch, all_position_bounds, cut_batch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
 from dsv4.cache.pages import CompressorLayout
-from dsv4.cache.prepare_forward import all_position_bounds, cut_batch
-from dsv4.cache.step.shape import StepShape
+from dsv4.cache.step.shape import StepShape, StepTokens
 from dsv4.model import AttentionType
 from dsv4.ops.backend import Backend
 from dsv4.ops.calls import (
@@ -219,15 +218,14 @@ class Warmup:
     def _batch(self, tokens: int, most_tokens: int, *, bound: int | None = None) -> Batch:
         """One that is never run: its index tensors are those of whichever step comes next."""
         requests = min(-(-tokens // most_tokens), self._buffers.max_requests)
+        shape = replace(StepShape.build([], []), num_tokens=tokens, most_tokens=most_tokens)
         nothing = np.zeros(0, dtype=np.int64)
         batch = cut_batch(
-            self._schema,
             self._buffers,
-            replace(StepShape.build([], []), num_tokens=tokens, most_tokens=most_tokens),
-            nothing,
-            nothing,
-            padded_requests=requests,
-            padded_tokens=tokens,
+            StepTokens(shape=shape, starts=nothing, ends=nothing, reused=nothing),
+            lane=0,
+            requests=requests,
+            tokens=tokens,
             item_counts=self._buffers.most_item_counts(tokens=tokens, requests=requests),
             bound=bound or self._schema.max_context,
         )

@@ -11,9 +11,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dsv4.cache.requests import Growth
 from dsv4.cache.schema import CacheSchema
-from dsv4.cache.step.shape import I64, StepShape
-from dsv4.cache.step.work_items import WorkItems
+from dsv4.cache.step.shape import (
+    I64,
+    StepShape,
+    StepTokens,
+    WorkItems,
+    chunk_groups,
+    closing_groups,
+    without_existing,
+)
 from dsv4.errors import SchemaError
 from dsv4.ops.columns import (
     FOLLOW_COLUMNS,
@@ -37,7 +45,7 @@ class StepBuffers:
     def __init__(
         self, schema: CacheSchema, *, max_requests: int, max_tokens: int, device: torch.device
     ) -> None:
-        self.max_requests, self.max_tokens = max_requests, max_tokens
+        self.schema, self.max_requests, self.max_tokens = schema, max_requests, max_tokens
         owners = [spec for spec in schema.model.layers if spec.owns_entries]
         self.ratios = sorted({spec.ratio for spec in owners})
         self.overlapping_ratios = {spec.ratio for spec in owners if spec.overlap}
@@ -118,7 +126,32 @@ class StepBuffers:
         self._last_shape: StepShape | None = None
         self._row_of_token = self._nth_of_token = np.empty(0, dtype=np.int64)
 
-    def fill_tokens(self, schema: CacheSchema, shape: StepShape, starts: I64, ends: I64) -> None:
+    def fill(self, step: StepTokens) -> dict[int, int]:
+        """Writes a step into the host buffer. Returns how many work items each ratio has."""
+        shape, starts, reused, counts = step.shape, step.starts, step.reused, {}
+        self._fill_tokens(shape, starts, step.ends)
+        unknown = None if step.before is None else step.before.unknown_starts
+        # the device fills in where such a request starts, and its items
+        ends = step.ends if unknown is None else np.where(unknown, starts, step.ends)
+        decode = shape.most_tokens <= self.schema.max_decode_tokens
+        replays = np.count_nonzero(reused > starts)
+        for ratio in self.ratios:
+            if decode:
+                items = closing_groups(ratio, starts, ends, most_tokens=shape.most_tokens)
+            else:
+                overlap = ratio in self.overlapping_ratios
+                items = chunk_groups(ratio, starts, ends, overlap=overlap)
+            if replays:
+                items = without_existing(items, reused // ratio)
+            counts[ratio] = self._fill_items(ratio, items)
+        if step.before is not None and unknown is not None:
+            rows = unknown.nonzero()[0]
+            return self._fill_follows(
+                rows, step.before.rows[rows], reused[rows], counts, decode=decode
+            )
+        return counts
+
+    def _fill_tokens(self, shape: StepShape, starts: I64, ends: I64) -> None:
         """The rows of requests and tokens. After a step of the same shape only positions differ."""
         request, token = self._request, self._token
         requests, count = len(shape.counts), shape.num_tokens
@@ -145,11 +178,11 @@ class StepBuffers:
         token.position[:count] = position
         self._any_item.start[:requests] = starts
         self._any_item.end[:requests] = ends
-        if shape.most_tokens > schema.ring_rows:
-            token.kept[:count] = position >= (ends - schema.ring_rows)[row]
+        if shape.most_tokens > self.schema.ring_rows:
+            token.kept[:count] = position >= (ends - self.schema.ring_rows)[row]
 
-    def fill_items(self, ratio: int, items: WorkItems) -> int:
-        """The rows of a compressor's items, behind `fill_tokens`. Returns how many."""
+    def _fill_items(self, ratio: int, items: WorkItems) -> int:
+        """The rows of a compressor's items, after `_fill_tokens`. Returns how many."""
         item, rows, count = self._items[ratio], self._item_rows[ratio], len(items.row)
         rows[count:].fill(-1)
         # as they are known to be rows, nothing is clipped; out= is written at once then
@@ -160,11 +193,11 @@ class StepBuffers:
             item.writes_tails[:count] = items.writes_tails
         return count
 
-    def fill_follows(
+    def _fill_follows(
         self, rows: I64, rows_before: I64, reused: I64, item_counts: dict[int, int], *, decode: bool
     ) -> dict[int, int]:
         """Requests whose start the device fills in: their rows here and in the step before, and
-        items behind those of the others. Returns how many items there are now, of each ratio."""
+        items after those of the others. Returns how many items there are now, of each ratio."""
         follows, count = self.host["follows"], len(rows)
         named = follow_columns(follows)
         named.batch_row[:count] = rows
@@ -194,16 +227,31 @@ class StepBuffers:
             for column, values in enumerate(columns):
                 step[:steps, : len(rows), column] = np.where(has_one, values, -1)
 
-    def fill_new_blocks(self, at: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Block ids, and where in the flattened block table they go."""
-        if not at and not self._lists_blocks:
-            return
+    def fill_new_blocks(self, growth: Growth) -> int:
+        """Lists the block ids that the device's table does not have yet, and where in the flattened
+        table they go: of each request those after the published ones, and its new ones. Returns
+        how many; the caller says that they are published."""
+        if not growth.requests and not self._lists_blocks:
+            return 0
         self._lists_blocks = True
-        for name, values in (("new_block_at", at), ("new_block_id", block_ids)):
+        at: list[int] = []
+        ids: list[int] = []
+        new_ids, new, most = growth.reserved.block_ids, 0, self.schema.max_blocks_per_request
+        for request, last, missing in zip(
+            growth.requests, growth.blocks, growth.missing, strict=True
+        ):
+            table_row, first = request.slot * most, request.published_blocks
+            at += range(table_row + first, table_row + last)
+            if first < last - missing:
+                ids += request.block_ids[first:last]
+            ids += new_ids[new : new + missing]
+            new += missing
+        for name, values in (("new_block_at", at), ("new_block_id", ids)):
             rows = self.host[name]
             rows.fill(-1)
             rows[: len(values)] = values
         self._lists_blocks = bool(at)
+        return len(ids)
 
     def send(self) -> None:
         """The one host-to-device copy of a step."""

@@ -8,10 +8,10 @@ from operator import attrgetter, itemgetter
 import numpy as np
 
 from dsv4.cache.batch import Batch
-from dsv4.cache.prepare_forward import Before, ForwardPlan
+from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request, RequestTable
 from dsv4.cache.schema import CacheSchema
-from dsv4.cache.step.shape import I64, StepShape
+from dsv4.cache.step.shape import I64, Before, StepShape, StepTokens
 from dsv4.errors import (
     ContextOverflow,
     InvalidInput,
@@ -62,11 +62,10 @@ def untorn(schema: CacheSchema, shape: StepShape, starts: I64, written: I64) -> 
         shape.requests[int(torn.argmax())].require("run")
 
 
-def cut_replays(
-    schema: CacheSchema, shape: StepShape, starts: I64, reused: I64, *, plain: bool
-) -> bool:
+def cut_replays(step: StepTokens, *, plain: bool) -> bool:
     """Whether the step is one of cut replays. PlanError if it is of others too, if it does not
     reach the end of one, or is not `plain`: after another one, with drafts or chunks apart."""
+    shape, starts, reused = step.shape, step.starts, step.reused
     rows = [
         row
         for row in (starts < reused).nonzero()[0].tolist()

@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4.cache.prepare_forward import Before, ForwardPlan
+from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import LENGTH, RequestTable
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.step import checks
-from dsv4.cache.step.shape import I64, StepShape
+from dsv4.cache.step.shape import I64, Before, StepShape
 from dsv4.errors import PlanError
 
 
@@ -71,16 +71,18 @@ def latest_starts(before: Before, lengths: I64) -> I64:
     return _of_rows(before.plan.ends, before.rows, lengths)
 
 
-def window_lost(schema: CacheSchema, plan: ForwardPlan, lengths: I64, written: I64) -> bool:
-    """Whether a ring may have lost the oldest row of a whole window before a request's start;
-    `lengths` are those of the last commit, `written` the ends of what was written by then."""
+def note_lost_windows(schema: CacheSchema, plan: ForwardPlan, table: RequestTable) -> None:
+    """Whether a ring may have lost the oldest row of a whole window before a request's start."""
+    lengths, _, _, written = table.numbers.take(plan.slots, axis=1)  # as of the last commit
     earliest = plan.starts
     if plan.after is not None and plan.rows_before is not None:
         ends = _of_rows(plan.after.latest_ends, plan.rows_before, written)
         written = np.maximum(written, ends)
         if plan.unknown_starts is not None:
             earliest = np.where(plan.unknown_starts, lengths, earliest)
-    return bool((written - earliest > schema.ring_rows - schema.model.window).any())
+    lost = bool((written - earliest > schema.ring_rows - schema.model.window).any())
+    for batch in plan.batches:
+        batch.window_lost = lost
 
 
 def require_first(plan: ForwardPlan) -> None:
