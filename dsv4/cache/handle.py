@@ -71,7 +71,7 @@ class LayerCacheHandle(Uncopied):
         self._repeats = Repeats(
             backend, (self._block_arena, self._slot_arena, self.block_table, *workspace.tensors)
         )
-        self._owner = self.schema.spec.owner
+        self._owner, self._window_page = self.schema.spec.owner, memory.window.page
         self._has_indexer = self.schema.spec.has_indexer
         self._parts = WINDOW | (TAILS | ENTRIES if self.compressor is not None else 0)
 
@@ -314,7 +314,7 @@ class LayerCacheHandle(Uncopied):
         ]
 
     def _window_write(self, batch: Batch, kv: Tensor, weights: LayerWeights) -> WindowWrite:
-        page = self.memory.window.page
+        page = self._window_page
         device = self._slot_arena.device
         checks.rows("kv", kv, batch.padded_tokens, page.format.width, self._value_dtype, device)
         if weights.kv_norm is not None:
@@ -759,7 +759,7 @@ class LayerCacheHandle(Uncopied):
         """Where the window rows of a batch are: the ring, or for a prefill batch the staging."""
         return WindowSource(
             arena=self._slot_arena if batch.is_decode else self._workspace.staging,
-            page=self.memory.window.page if batch.is_decode else self._workspace.staging_page,
+            page=self._window_page if batch.is_decode else self._workspace.staging_page,
             window=self.schema.window,
             staged=not batch.is_decode,
         )

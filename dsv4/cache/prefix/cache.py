@@ -1,4 +1,4 @@
-"""Prefixes that were computed once: found again, resumed, kept, evicted."""
+"""Cached prefixes: found again, resumed, kept, evicted."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class PrefixCache:
         return TokenTrail(root, self.schema.block_tokens, ids)
 
     def prompt(self, ids: Ids, salt: str | None) -> Prompt:
-        """A prompt with all its digests made."""
+        """A prompt with all its digests computed."""
         trail = self.trail(ids, salt)
         trail.hash_blocks(len(ids) // self.schema.block_tokens)
         return Prompt(len(ids), trail, self._family)
@@ -134,7 +134,7 @@ class PrefixCache:
         return self._resume_after(nodes, blocks, len(trail.ids)).resume
 
     def supply_ids(self, request: Request, ids: Ids, slot: Tensor, adopt: Adopt) -> None:
-        """Ids of tokens that a request has computed before they were known."""
+        """Adds ids of tokens that a request has computed before they were known."""
         trail = request.trail
         assert trail is not None
         start = len(trail.ids)
@@ -148,7 +148,7 @@ class PrefixCache:
                 self.captures.take(request, trail, node, slot, written=written)
 
     def match(self, trail: TokenTrail, *, reuse: bool = True) -> PrefixMatch:
-        """What of a prompt is there; without `reuse` as if nothing were. The last token always
+        """What of a prompt is cached; without `reuse` as if nothing were. The last token always
         runs: it gives the first logits."""
         tokens = len(trail.ids)
         most = max(0, tokens - 1) // self.schema.block_tokens if reuse else 0
@@ -156,7 +156,8 @@ class PrefixCache:
         return self._resume_after(nodes, len(nodes), tokens)
 
     def match_own(self, request: Request, length: int) -> PrefixMatch:
-        """From where a request that has computed `length` tokens can reach them again."""
+        """The position from which a request that has computed `length` tokens can reach them
+        again."""
         blocks = length // self.schema.block_tokens
         trail = request.trail
         if request.incomplete_from is not None:  # not all layers have the entries after it
@@ -207,8 +208,8 @@ class PrefixCache:
         self._counters = replace(counted, misses=_one_more(counted.misses, reason))
 
     def put_state(self, match: PrefixMatch, slot: Tensor) -> None:
-        """The state at the start of `match.resume` into a slot. Before a replay the slot is zeroed:
-        finite values that no longer influence anything once the replay is over. The windows of
+        """Copies the state at the start of `match.resume` into a slot. Before a replay the slot is
+        zeroed: finite values, which influence nothing once the replay has finished. The windows of
         draft layers, which snapshots leave out, start as zeros too."""
         if match.resume.source != "nothing":
             slot.zero_()
@@ -235,8 +236,8 @@ class PrefixCache:
         """Learns ids, caches the blocks that the step completed, and takes their snapshots. Blocks
         that another request has cached before are adopted, so that one copy is left.
 
-        The rings still hold the state at every boundary that a few tokens have crossed; `newest` is
-        the end of what has been written to them, by plans after this one too.
+        The rings still hold the state at every boundary that decode batches have crossed; `newest`
+        is the end of what has been written to them, including plans after this one.
         """
         if learned is not None and plan.is_stored:
             learned.learn(plan, ends)
@@ -262,8 +263,8 @@ class PrefixCache:
     def _cache_blocks(
         self, request: Request, trail: TokenTrail, first: int, last: int, adopt: Adopt
     ) -> Iterator[PrefixNode]:
-        """A request's complete blocks from `first` to `last`, whose tokens are all known: each is
-        cached, or the one that is cached already is adopted."""
+        """Caches a request's complete blocks from `first` to `last`, whose tokens are all known, or
+        adopts the equal block that is cached already."""
         cached = self._cache_next(request, trail, first) if last == first + 1 else None
         if cached is not None:
             yield cached
@@ -357,8 +358,8 @@ class PrefixCache:
         return unused
 
     def note_arrival(self, request: Request, trail: TokenTrail, adopt: Adopt) -> None:
-        """Whole blocks of a request that came from another machine, all of whose ids are known:
-        those that were cached meanwhile are adopted, the others cached."""
+        """For whole blocks of a request that came from another machine, all of whose ids are known:
+        adopts those that were cached meanwhile, and caches the others."""
         blocks = len(trail.ids) // self.schema.block_tokens
         trail.hash_blocks(blocks)
         for node in self._cache_blocks(request, trail, 0, blocks, adopt):

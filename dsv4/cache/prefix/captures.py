@@ -44,7 +44,7 @@ class Capture:
 
 
 class ChunkCaptures:
-    """The snapshots of one prefill batch. `layers` have handed over their part."""
+    """The snapshots of one prefill batch. `layers` have supplied their part."""
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class ChunkCaptures:
         return [capture.row for capture in self.captures]
 
     def before_append(self, layer: int, writes: Sequence[CompressorWrite]) -> None:
-        """The previous stream of the last group of each boundary: the tails still have what is from
-        before the chunk."""
+        """Captures the previous stream of the last group of each boundary: the tails still have the
+        rows from before the chunk."""
         for write in writes:
             if write.layout.overlap:
                 kinds = previous_kinds(write.layout.kind)
@@ -136,7 +136,7 @@ class ChunkCaptures:
 
 
 class Captures:
-    """Which snapshots are taken, and what becomes of them."""
+    """Chooses which snapshots are taken, and finishes them."""
 
     def __init__(
         self,
@@ -158,7 +158,8 @@ class Captures:
             return None
         block_tokens = self._schema.block_tokens
         wanted: list[tuple[int, int]] = []
-        chunks = batch.counts > self._schema.max_decode_tokens  # of others the rings have all
+        # the rings have all states of other batches
+        chunks = batch.counts > self._schema.max_decode_tokens
         for row in chunks.nonzero()[0].tolist():
             request = batch.requests[row]
             start, end = int(batch.starts[row]), int(batch.ends[row])
@@ -171,7 +172,7 @@ class Captures:
                     node = self._index.get(trail.digest(block - 1))
                     if node is None or node.snapshot is None:
                         wanted.append((row, block * block_tokens))
-        # the longest prefixes first, if rows are few
+        # the longest prefixes first, if there are too few rows
         captures = [
             Capture(batch_row=batch_row, boundary=boundary, row=row_id)
             for (batch_row, boundary), row_id in zip(
@@ -259,5 +260,5 @@ class Captures:
         )
 
     def _has_every_layer(self, layers: set[int]) -> bool:
-        """Whether these are all layers but those that draft, which not every engine runs."""
+        """Whether these are all layers except draft layers, which not every engine runs."""
         return all(spec.draft or spec.layer in layers for spec in self._schema.model.layers)

@@ -13,12 +13,12 @@ from typing import Protocol
 
 from dsv4.cache.prefix.node import PrefixNode
 
-PASSED_OVER = 64  # blocks that no tier has, at most, while others go
+PASSED_OVER = 64  # how many blocks that no tier has are passed over, at most, while others go
 
 
 class Eviction:
-    """One choice of blocks to evict: what is wanted, and what may go. Nothing changes by it: the
-    victims are cached until the index drops them."""
+    """One choice of blocks to evict: how many are wanted, and which may go. It changes nothing: the
+    victims stay cached until the index drops them."""
 
     def __init__(self, wanted: int, references: Callable[[int], int], *, has_tiers: bool) -> None:
         self.wanted, self.has_tiers = wanted, has_tiers
@@ -31,7 +31,7 @@ class Eviction:
         return len(self.victims) >= self.wanted
 
     def is_leaf(self, node: PrefixNode) -> bool:
-        """Whether no cached block comes after this one but those chosen."""
+        """Whether no cached block comes after this one except those chosen."""
         return node.children <= self._chosen_children.get(node, 0)
 
     def is_held(self, node: PrefixNode) -> bool:
@@ -119,7 +119,7 @@ class LeastRecentlyUsed:
         passed: list[PrefixNode] = []
         most_passed = PASSED_OVER if eviction.has_tiers else 0
         while not eviction.is_done and (self._leaves or passed):
-            if not self._leaves:  # no tier has what is left
+            if not self._leaves:  # no tier has the remaining ones
                 most_passed = 0
                 self._offer_all(passed)
                 passed = []
@@ -136,7 +136,8 @@ class LeastRecentlyUsed:
             else:
                 self._take(eviction, node)
         self._offer_all(passed)
-        for node in in_use:  # being in use is a use: it will not be looked at first next time
+        # being in use counts as a use: it will not be looked at first next time
+        for node in in_use:
             self.used(node)
             self.offer(node)
 

@@ -40,7 +40,7 @@ class PrefixIndex:
         self._nodes: dict[bytes, PrefixNode] = {}
         self._forgotten: dict[bytes, None] = {}  # digests of evicted blocks, oldest first
         self.evictions = 0
-        self.events: list[BlockEvent] | None = None  # where somebody reads them
+        self.events: list[BlockEvent] | None = None  # if events are wanted
         self._reported: dict[bytes, BlockEvent] = {}  # blocks that are cached as far as events say
         self.has_tiers = False  # whether some blocks are kept elsewhere too
 
@@ -97,8 +97,8 @@ class PrefixIndex:
         return node
 
     def choose(self, count: int, *, or_fewer: bool = False) -> list[PrefixNode]:
-        """`count` blocks to evict, children before parents; none, unless `or_fewer`, if so many
-        cannot be evicted.
+        """`count` blocks to evict, children before parents; none if fewer can be evicted, unless
+        `or_fewer`.
 
         They are cached until `drop`, so their bytes can be copied somewhere else first. They must
         be dropped or spared before the next call.
@@ -179,7 +179,7 @@ class PrefixIndex:
 
 
 def follow_events(reported: dict[bytes, BlockEvent], events: Iterable[BlockEvent]) -> None:
-    """Which blocks are there after these events; twice is as once."""
+    """Which blocks exist after these events. Idempotent."""
     for event in events:
         reported.pop(event.digest, None)
         if event.what == "stored":

@@ -79,7 +79,7 @@ class PrefixOptions:
 
     @property
     def rows(self) -> int:
-        """Snapshots that are kept at most."""
+        """The most snapshots that are kept."""
         return 0 if self.policy.kind == "zero" else self.snapshots
 
     def __post_init__(self) -> None:

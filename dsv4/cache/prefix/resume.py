@@ -1,4 +1,4 @@
-"""From where a request goes on: after a prefix hit, and after a rewind. Torch-free."""
+"""Where a request continues: after a prefix hit, and after a rewind. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Resume:
     `source` says where the state at `start` came from: "nothing" (start is 0), the request's own
     "rings", a "snapshot", the "state" of a request that was suspended, or "replay": the slot was
     zeroed, and what the replay leaves in it is exact from `reused_tokens` on. Outputs of replayed
-    tokens are not to be used.
+    tokens must not be used.
 
     `exact` says whether the request then is what a cold run of the same tokens is. After a
     "cut_replay" (PrefixOptions.replay) it is not: the replayed tokens see no window row before
@@ -51,7 +51,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """Cached blocks that a prompt starts with, and how to go on after them."""
+    """Cached blocks that a prompt starts with, and how to continue after them."""
 
     nodes: list[PrefixNode]
     resume: Resume

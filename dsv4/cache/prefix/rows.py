@@ -1,4 +1,4 @@
-"""Which row of the snapshot pool has whose state. Torch-free."""
+"""Which row of the snapshot pool has which state. Torch-free."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ class SnapshotRows:
         return self._free.pop()
 
     def choose(self, count: int) -> list[int]:
-        """The rows that `reserve` would give if it were called `count` times, or fewer. Changes
+        """The rows that `reserve` would return if it were called `count` times, or fewer. Changes
         nothing."""
         free = self._free[: -count - 1 : -1] if count else []
         evicted = islice(self._unpinned(), count - len(free))
         return [*free, *(node.snapshot for node in evicted if node.snapshot is not None)]
 
     def reserve_chosen(self, rows: Collection[int]) -> None:
-        """Reserves what `choose` has answered with."""
+        """Reserves what `choose` has returned."""
         chosen = set(rows)
         for row in chosen.intersection(self._taken):
             self.evict(self._taken[row])
         self._free = [row for row in self._free if row not in chosen]
 
     def take_in_flight(self) -> int | None:
-        """A row for bytes that are on their way; None if all are pinned."""
+        """A row for bytes that will arrive; None if all are pinned."""
         row = self.reserve()
         if row is not None:
             self._in_flight.add(row)

@@ -95,7 +95,8 @@ class SnapshotPool:
         return pool + 8 * indices + (0 if self._staged is None else self._staged.numel())
 
     def capture(self, slot: Tensor, row: int, boundary: int) -> None:
-        """The state at `boundary` out of a slot (uint8 [slot_bytes]) whose rings still have it."""
+        """Copies the state at `boundary` from a slot (uint8 [slot_bytes]) whose rings still have
+        it."""
         units, at = slot.view(self._unit), row if self._staged is None else 0
         for group in self._groups:
             places = group.places_at(boundary)
@@ -104,7 +105,7 @@ class SnapshotPool:
             self.bytes[row].copy_(self._staged, non_blocking=True)
 
     def restore(self, slot: Tensor, row: int, boundary: int) -> None:
-        """A snapshot of `boundary` into a slot; other bytes of the slot stay."""
+        """Copies a snapshot of `boundary` into a slot; other bytes of the slot stay."""
         if self._staged is not None:
             self._staged.copy_(self.bytes[row], non_blocking=True)
         units, at = slot.view(self._unit), row if self._staged is None else 0

@@ -1,4 +1,4 @@
-"""What of a request's tokens is known: their ids, and one chain digest per whole block.
+"""What is known of a request's tokens: their ids, and one chain digest per whole block.
 Torch-free."""
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def token_ids(given: TokenIds) -> Ids:
             f"token ids are {ids.dtype} of shape {list(ids.shape)}: give one row of whole numbers; "
             f"a prompt may also be a count"
         )
-    if ids.dtype.byteorder not in "=|" or ids.itemsize < 4:  # read as they are below
+    if ids.dtype.byteorder not in "=|" or ids.itemsize < 4:  # read directly below
         ids = ids.astype(np.int64)
-    # as unsigned numbers negative ids are too large ones: one look at each id finds both
+    # as unsigned numbers, negative ids are too large: one comparison per id finds both
     if ids.size and ids.view(_UNSIGNED[ids.itemsize]).max() > _LARGEST_ID:
         raise InvalidInput(
             f"token ids lie between {ids.min()} and {ids.max()}: they must be 0 or more and fit "
@@ -104,9 +104,9 @@ class TokenTrail:
     """Ids of a request's tokens from 0 on, and the chain digests made from them so far.
 
     The digest of a block is a keyed hash over all tokens up to its end, so equal digests mean equal
-    prefixes under an equal root: nothing needs to be compared on a hit. The trail of a live
-    request takes what `RecentIds` has for its slot. A `sealed` trail learns no more: what its
-    request computes from there on is never found again.
+    prefixes under an equal root: nothing needs to be compared on a hit. The trail of a live request
+    takes what `RecentIds` has for its slot. A `sealed` trail learns nothing more: what its request
+    computes from there on is never found again.
     """
 
     __slots__ = (
@@ -136,7 +136,7 @@ class TokenTrail:
         return self._ids[: self._known]
 
     def attach(self, recent: RecentIds, slot: int) -> None:
-        """A request in this slot has the trail from now on."""
+        """From now on a request in this slot has the trail."""
         if self.sealed:
             recent.known[slot] = -1
             return
@@ -144,7 +144,7 @@ class TokenTrail:
         recent.known[slot] = self._known
 
     def detach(self) -> None:
-        """The slot is another's from now on."""
+        """From now on the slot belongs to another request."""
         self.take_recent()
         self._recent = None
 
@@ -173,7 +173,7 @@ class TokenTrail:
         self._known = end
 
     def _set_known(self, tokens: int) -> None:
-        """An interrupt in between leaves the old number or the new one, by `take_recent`."""
+        """After an interrupt, `take_recent` finds the old number or the new one."""
         if self._recent is not None and tokens < self._known:
             self._recent.known[self._slot] = tokens
         self._known = tokens
@@ -247,8 +247,8 @@ class TokenTrail:
 
 
 def chain_root(*, fingerprint: str, model_id: str, salt: str | None) -> bytes:
-    """Where chains start. Different layouts, models or salts share no digest; no salt is not the
-    empty one."""
+    """Where chains start. Different layouts, models or salts share no digest; no salt differs from
+    the empty one."""
     for name, value in (("salt", salt), ("model_id", model_id)):
         if value is not None and not isinstance(value, str):
             raise InvalidInput(f"{name}={value!r}: must be a string")

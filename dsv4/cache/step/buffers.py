@@ -35,7 +35,7 @@ from dsv4.ops.columns import (
     token_columns,
 )
 
-# Tensors cut to size that are kept: graphs come in few sizes, and so do the groups that close.
+# How many sliced tensors are kept: graphs come in few sizes, and so do the groups that close.
 KEPT_CUTS = 1024
 
 
@@ -85,7 +85,7 @@ class StepBuffers:
         self._token = token_columns(self.host["tokens"])
         self._item_rows = {ratio: self.host[f"items_{ratio}"] for ratio in self.ratios}
         self._items = {ratio: item_columns(rows) for ratio, rows in self._item_rows.items()}
-        # what all items of a request have in common; those of decode batches take one entry
+        # columns that are equal for all items of a request; those of decode batches take one entry
         self._item_of_request = np.full((max_requests, ITEM_COLUMNS), -1, dtype=np.int32)
         self._any_item = item_columns(self._item_of_request)
         self._any_item.entries[:], self._any_item.writes_tails[:] = 1, 0
@@ -104,7 +104,7 @@ class StepBuffers:
         return max((self.max_items(ratio, **sizes) for ratio in self.ratios), default=1)
 
     def max_items(self, ratio: int, *, tokens: int, requests: int) -> int:
-        """The most groups, so the most work items, that such a step can touch."""
+        """The most groups, and so the most work items, that such a step can touch."""
         return min(tokens, tokens // ratio + 2 * requests)
 
     def most_item_counts(self, *, tokens: int, requests: int) -> dict[int, int]:
@@ -117,12 +117,12 @@ class StepBuffers:
         return 4 * self.device_buffer.numel()
 
     def wait(self) -> None:
-        """Until the previous step's copy no longer reads the host buffer."""
+        """Waits until the previous step's copy no longer reads the host buffer."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def forget(self) -> None:
-        """Nothing is kept of the last step."""
+        """Forgets the last step."""
         self._last_shape: StepShape | None = None
         self._row_of_token = self._nth_of_token = np.empty(0, dtype=np.int64)
 
@@ -152,7 +152,8 @@ class StepBuffers:
         return counts
 
     def _fill_tokens(self, shape: StepShape, starts: I64, ends: I64) -> None:
-        """The rows of requests and tokens. After a step of the same shape only positions differ."""
+        """Fills the rows of requests and tokens. After a step of the same shape only positions
+        change."""
         request, token = self._request, self._token
         requests, count = len(shape.counts), shape.num_tokens
         if shape is not self._last_shape:
@@ -185,7 +186,7 @@ class StepBuffers:
         """The rows of a compressor's items, after `_fill_tokens`. Returns how many."""
         item, rows, count = self._items[ratio], self._item_rows[ratio], len(items.row)
         rows[count:].fill(-1)
-        # as they are known to be rows, nothing is clipped; out= is written at once then
+        # they are known to be valid rows, so nothing is clipped, and out= is written directly
         self._item_of_request.take(items.row, axis=0, out=rows[:count], mode="clip")
         item.entry[:count] = items.entry
         if items.writes_tails is not None:
@@ -214,7 +215,8 @@ class StepBuffers:
         return totals
 
     def fill_drafts(self, steps: int, shape: StepShape, starts: I64) -> None:
-        """Draft steps: the nth has the nth token of each request that has so many, in its row."""
+        """Fills draft steps: the nth has the nth token of each request with at least n tokens, in
+        its row."""
         nth, rows = np.arange(steps)[:, None], np.arange(len(shape.counts))
         has_one, one = nth < shape.counts, np.ones_like(rows)
         filled: tuple[tuple[str, tuple[I64, ...]], ...] = (

@@ -20,8 +20,8 @@ I64 = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepShape:
-    """`counts[row]` new tokens of `requests[row]`. The tokens of a step lie one after the other:
-    those of a request begin at `first_rows[row]`. Plans share a shape, so nobody writes to it."""
+    """`counts[row]` new tokens of `requests[row]`. The tokens of a step are contiguous: those of a
+    request begin at `first_rows[row]`. Plans share a shape, so it must not be written to."""
 
     requests: tuple[Request, ...]
     slots: I64
@@ -68,9 +68,9 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Before:
-    """The plan that a new one comes after: `rows` are the new one's requests' rows there, or -1;
-    `counted_rows` says for which of them the device reads how many tokens are kept there,
-    `unknown_starts` for which only the device knows the length, None if for none."""
+    """The plan that a new one comes after. `rows` are the rows there of the new plan's requests, or
+    -1; `counted_rows` says for which of them the device reads how many tokens are kept there,
+    `unknown_starts` for which only the device knows the length (None: for none)."""
 
     plan: ForwardPlan
     rows: I64
@@ -145,7 +145,7 @@ def closing_groups(ratio: int, starts: I64, ends: I64, *, most_tokens: int) -> W
 
 def chunk_groups(ratio: int, starts: I64, ends: I64, *, overlap: bool) -> WorkItems:
     """The items of a prefill batch. The first one of each request writes the tails, so no other may
-    read them; it is there even if nothing closes.
+    read them; it exists even if nothing closes.
 
         group       7          8          9         10        11
                 [ o o o o ][ o o x x ][ x x x x ][ x x x x ][ x x      o old, in the tails; x new
@@ -162,7 +162,7 @@ def chunk_groups(ratio: int, starts: I64, ends: I64, *, overlap: bool) -> WorkIt
 
 
 def without_existing(items: WorkItems, existing: I64) -> WorkItems:
-    """Of each request the first `existing` entries are there and are left out."""
+    """The items without the first `existing` entries of each request, which exist already."""
     entries = np.ones_like(items.row) if items.entries is None else items.entries
     tails = np.zeros_like(items.row) if items.writes_tails is None else items.writes_tails
     skipped = np.clip(existing[items.row] - items.entry, 0, entries)
