@@ -137,6 +137,7 @@ class KVCacheManager(Uncopied):
             self.guard,
             self._admission,
             cut_replays=prefix is not None and prefix.replay == "cut",
+            after_commit=(self.tiers.pump,) if self.tiers else (),
         )
         layers = [LayerMemory.of(self.memory, layer) for layer in range(len(schema.layers))]
         self._handles = tuple(  # of each lane, and again for chunks apart
@@ -866,7 +867,6 @@ class KVCacheManager(Uncopied):
         raised cannot be committed at all: `fail` it. Raises PlanError, InvalidInput.
         """
         self._steps.commit(plan, accepted, ids, partial=partial)
-        self.tiers.pump()
 
     @changes
     def abandon(self, plan: ForwardPlan) -> None:

@@ -7,7 +7,7 @@ What these calls promise is written at the manager's. A plan's device memory is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -46,11 +46,13 @@ class Steps:
         admission: Admission,
         *,
         cut_replays: bool,
+        after_commit: Sequence[Callable[[], None]],
     ) -> None:
         self.open: list[ForwardPlan] = []
         self._schema, self._table, self._memory = table.schema, table, memory
         self._backend, self._prefix, self._guard = backend, prefix, guard
         self._admission, self._cut_replays = admission, cut_replays
+        self._after_commit = after_commit
         self._readers = tuple(StepReader(table.schema, table) for _ in memory.lanes)
 
     def require_unplanned(self, request: Request) -> None:
@@ -201,6 +203,8 @@ class Steps:
             self._close(plan)
         finally:
             del turn.visits[turn.number]  # turn.leave, without a call
+        for call in self._after_commit:
+            call()
 
     def abandon(self, plan: ForwardPlan) -> None:
         turn = self._enter_turn(plan)

@@ -22,8 +22,15 @@ from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume, StateSource, replay_start, resume_after
 from dsv4.cache.prefix.rows import SnapshotRows
 from dsv4.cache.prefix.snapshots import SnapshotPool
-from dsv4.cache.prefix.step_ids import StepIds
-from dsv4.cache.prefix.trail import Ids, RecentIds, TokenIds, TokenTrail, chain_root, token_ids
+from dsv4.cache.prefix.trail import (
+    Ids,
+    RecentIds,
+    StepIds,
+    TokenIds,
+    TokenTrail,
+    chain_root,
+    token_ids,
+)
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
