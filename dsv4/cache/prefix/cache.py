@@ -205,7 +205,8 @@ class PrefixCache:
                 self.index.touch(match.nodes[-1])
             if match.snapshot is not None:
                 self.rows.use(match.snapshot)
-            self._notices.used(match, trail)
+            if self._notices.observer is not None:
+                self._notices.observer.used(match, trail)
             return
         reason: MissReason = "not_cached"
         if resume.end <= self.schema.block_tokens:
@@ -265,7 +266,8 @@ class PrefixCache:
                 if not is_chunk:
                     slot, written = slot_arena[request.slot], int(newest()[row])
                     self.captures.take(request, trail, node, slot, written=written)
-        self.captures.finish(plan, kept)
+        if plan.prefill is not None:
+            self.captures.finish(plan, plan.prefill, kept)
 
     def _cache_blocks(
         self, request: Request, trail: TokenTrail, first: int, last: int, adopt: Adopt

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dsv4.cache.prepare_forward import ForwardPlan
-    from dsv4.cache.step.shape import I64
 
 Ids = NDArray[np.int32]
+Positions = NDArray[np.int64]
 TokenIds: TypeAlias = "Sequence[int] | NDArray[np.integer[Any]] | Tensor"
 DIGEST_BYTES = 32
 _LARGEST_ID = np.iinfo(np.int32).max
@@ -83,11 +83,11 @@ class RecentIds:
 
     def learn(
         self,
-        slots: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        ends: NDArray[np.int64],
+        slots: Positions,
+        starts: Positions,
+        ends: Positions,
         ids: Ids,
-        token_rows: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
+        token_rows: tuple[Positions, Positions, Positions],
     ) -> None:
         """Ids of all tokens of a step, a block per request at most: `token_rows` says in which row
         of the step and in which slot each one's request is, and which of its tokens from `starts`
@@ -262,7 +262,7 @@ class StepIds:
 
     @classmethod
     def read(
-        cls, plan: ForwardPlan, kept: I64, ids: Ids, recent: RecentIds, block_tokens: int
+        cls, plan: ForwardPlan, kept: Positions, ids: Ids, recent: RecentIds, block_tokens: int
     ) -> StepIds:
         """Raises InvalidInput if they do not fit the step, or contradict what is known."""
         if len(ids) != plan.num_tokens:
@@ -282,7 +282,7 @@ class StepIds:
         new = (starts <= known) & (known < starts + kept)
         return cls(None, [_of_row(plan, kept, ids, r) for r in new.nonzero()[0].tolist()], recent)
 
-    def learn(self, plan: ForwardPlan, ends: I64) -> None:
+    def learn(self, plan: ForwardPlan, ends: Positions) -> None:
         """Adds them to what is known of the requests, up to `ends`."""
         if self.ids is not None:
             self.recent.learn(plan.slots, plan.starts, ends, self.ids, plan.shape.token_rows)
@@ -290,7 +290,7 @@ class StepIds:
             trail.learn(start, span)
 
 
-def _of_row(plan: ForwardPlan, kept: I64, ids: Ids, row: int) -> tuple[TokenTrail, int, Ids]:
+def _of_row(plan: ForwardPlan, kept: Positions, ids: Ids, row: int) -> tuple[TokenTrail, int, Ids]:
     """A request's trail, where its step starts, the ids of the tokens that it keeps."""
     trail, first = plan.requests[row].trail, int(plan.shape.first_rows[row])
     assert trail is not None
