@@ -189,7 +189,8 @@ class Handoff:
         manager = self._manager
         request = manager._admission.arrived(arrival, *self.arrivals.state_of(arrival))
         if manager.prefix and arrival.trail is not None:
-            manager.prefix.note_arrival(request, arrival.trail, manager._adopt)
+            exchange = manager._admission.exchange
+            manager.prefix.note_arrival(request, arrival.trail, exchange)
         return request
 
     @changes
