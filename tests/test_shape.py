@@ -44,20 +44,22 @@ WORDS = {
     "is no|are no": "is not a",
     "but for": "except",
     "beside|besides": "next to, in addition",
+    "as ever": "as usual",
+    "paid for|pays for": "reserved, reserves",
+    "narrow step|wide step|narrow half|wide half": "decode batch, prefill batch",
+    "under way": "running, being loaded",
 }
 LEFT: dict[str, int] = {
-    "dsv4": 11,
-    "dsv4/cache": 53,
-    "dsv4/cache/handoff": 12,
-    "dsv4/cache/prefix": 11,
-    "dsv4/cache/step": 1,
-    "dsv4/cache/transfers": 16,
-    "dsv4/integrations/transformers": 66,
-    "dsv4/kernels": 9,
+    "dsv4": 1,
+    "dsv4/cache": 9,
+    "dsv4/cache/handoff": 2,
+    "dsv4/cache/prefix": 6,
+    "dsv4/cache/transfers": 4,
+    "dsv4/integrations/transformers": 7,
+    "dsv4/kernels": 8,
     "dsv4/kernels/hopper": 1,
     "dsv4/ops": 1,
-    "dsv4/plots": 2,
-    "dsv4/tiers": 13,
+    "dsv4/tiers": 6,
 }
 
 

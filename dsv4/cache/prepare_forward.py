@@ -253,7 +253,7 @@ def check_step(
         )
     if drafts and not _is_decode(schema, shape):
         raise PlanError(
-            f"{drafts} draft steps beside {shape.most_tokens} tokens of one request: plan chunks "
+            f"{drafts} draft steps with {shape.most_tokens} tokens of one request: plan chunks "
             f"apart, or in a step of their own"
         )
     for name, live, padded, most in (

@@ -20,7 +20,7 @@ BY_SERIES = {
 }
 # drawn against the batch size, all series of a model in one panel
 BY_MODEL = {"decode_step": "a whole decode step, all layers"}
-# drawn against the context, beside the peer of the same run: time and bytes
+# drawn against the context, with the peer of the same run: time and bytes
 BY_CONTEXT = "transformers"
 SUITES = (*BY_SERIES, *BY_MODEL, BY_CONTEXT)
 # a series whose name has this word is drawn in the panel of the one without it
