@@ -176,7 +176,7 @@ class StepReader:
             if self._least > 1:
                 return type(sum(map(_COUNT, steps))) is int
             return set(map(type, map(_COUNT, steps))) == {int}
-        except (TypeError, ValueError, RuntimeError):  # arrays, tensors: told below
+        except (TypeError, ValueError, RuntimeError):  # arrays, tensors: reported below
             return False
 
     def _plain(self, steps: Sequence[Step]) -> tuple[tuple[Request, ...], tuple[int, ...]] | None:
@@ -206,7 +206,7 @@ def _check_each(
     if any(not isinstance(step, tuple) or len(step) not in (2, 3) for step in steps):
         raise PlanError("a step is (request, new tokens) or (request, new tokens, start)")
     if len({id(step[0]) for step in steps}) != len(steps):
-        raise PlanError("a request stands twice in one step: merge its tokens")
+        raise PlanError("a request is twice in one step: merge its tokens")
     for step in steps:
         table.require_live(step[0])
         if not is_whole(step[1]) or step[1] < 0:

@@ -55,7 +55,7 @@ class Packing:
         host = np.asarray(batched.cpu())
         return [host[row][self.mask[row]] for row in range(self.batch)]
 
-    def behind(self, starts: Sequence[int], device: torch.device) -> Packing:
+    def after(self, starts: Sequence[int], device: torch.device) -> Packing:
         """Without the first `starts[row]` tokens of each row."""
         nth = np.cumsum(self.mask, axis=1)
         return make_packing(self.mask & (nth > np.asarray(starts)[:, None]), device)
@@ -151,7 +151,7 @@ def _check_past(mask: Tensor, past: Tensor) -> None:
     was, shown = ("a token", "hides") if past[row, column] else ("padding", "shows")
     raise InvalidInput(
         f"attention_mask {shown} row {row}, column {column}, which was {was} when it ran: what the "
-        f"cache holds stays as it is; cache.{back} and run the columns behind it again"
+        f"cache holds stays as it is; cache.{back} and run the columns after it again"
     )
 
 
