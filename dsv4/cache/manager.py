@@ -958,7 +958,9 @@ class KVCacheManager(Uncopied):
         has_neighbours = len(self.open_plans) > 1  # else no plan comes before or after it
         if has_neighbours:
             overlap.require_first(plan)
-        kept = step_checks.accepted(self.schema, plan, accepted)
+        kept = plan.counts
+        if accepted is not None:
+            kept = step_checks.accepted(self.schema, plan, accepted)
         if has_neighbours:
             overlap.require_kept(plan, kept, self.open_plans)
         if plan.batches[0].window_cut:

@@ -243,7 +243,8 @@ class PrefixCache:
                 if not is_chunk:
                     slot, written = slot_arena[request.slot], int(newest[row])
                     self.captures.take(request, trail, node, slot, written=written)
-        self.captures.finish(plan, kept)
+        if plan.prefill is not None:
+            self.captures.finish(plan, kept)
 
     def _cache_blocks(
         self, request: Request, trail: TokenTrail, first: int, last: int, adopt: Adopt
