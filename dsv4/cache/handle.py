@@ -64,6 +64,7 @@ class LayerCacheHandle(Uncopied):
         self.thread: int | None = None  # who acquired it
         self._model, self._max_context = schema.model, schema.max_context
         self._value_dtype = schema.entry_format.value_dtype
+        self._index_format = schema.index_format
         self._index_dtype = schema.index_format.value_dtype
         self._block_arena = memory.shared.block_arena.bytes
         self._slot_arena = memory.shared.slot_arena.bytes
@@ -563,7 +564,7 @@ class LayerCacheHandle(Uncopied):
                 q,
                 tokens=batch.tokens,
                 rope=rope,
-                record=view.page.format,
+                record=self._index_format,
                 out=q,
                 transform=self._model.layers[self._owner].index_hadamard,
             )
