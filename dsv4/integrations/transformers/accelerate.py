@@ -21,7 +21,7 @@ from dsv4.integrations.transformers.attention import (
     make_rope_tables,
     rounds_scores,
 )
-from dsv4.integrations.transformers.cache import FETCH_TIMEOUT_S, PagedCache
+from dsv4.integrations.transformers.cache import PagedCache
 from dsv4.integrations.transformers.caches import FastCaches
 from dsv4.integrations.transformers.forward import FastForward
 from dsv4.integrations.transformers.generate import FastGenerate
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 PREFIX = PrefixOptions()
+FETCH_TIMEOUT_S = 5.0
 KEEP_TIMEOUT_S = 30.0
 
 

@@ -315,7 +315,7 @@ class Engine:
         is_kept = not self._manager.tiers and request.trail is not None
         if is_kept and not request.is_torn and request.incomplete_from is None and request.length:
             ids = np.asarray(job.tokens[: request.length], dtype=np.int64)
-            self._forward.caches.idle.keep(KnownRow(request=request, ids=ids))
+            self._forward.caches.pool.keep(KnownRow(request=request, ids=ids))
         else:
             suspend = bool(self._manager.tiers)
             self._manager.release_later(request, suspend=suspend)

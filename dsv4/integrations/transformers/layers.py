@@ -6,8 +6,7 @@ columns starts at `rows.start`. What a module hands over is stored first and giv
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,23 +16,12 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.pages import Page
 from dsv4.errors import InvalidInput
 from dsv4.integrations.transformers.model import no_gradients
-from dsv4.integrations.transformers.rows import CacheRows
+from dsv4.integrations.transformers.rows import CacheRows, uncompiled
 from dsv4.reference.codec import VALUE_TYPES, decode, encode
 from dsv4.reference.pages import page_rows, read_records
 
 # transformers' names of the two compressors -> prefix of the tail planes
 _TAILS = {"compressor": "tail", "indexer": "index_tail"}
-
-
-_Verb = TypeVar("_Verb", bound=Callable[..., Any])
-
-
-def _uncompiled(verb: _Verb) -> _Verb:
-    """torch.compile(model) compiles what is around the cache, which keeps its books in Python."""
-    disabled: _Verb = torch.compiler.disable(
-        verb, reason="dsv4: a PagedCache runs as it is; compile the model without fullgraph"
-    )
-    return disabled
 
 
 class PagedLayer(CacheLayerMixin):
@@ -62,7 +50,7 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """The arenas were allocated with the manager."""
 
-    @_uncompiled
+    @uncompiled
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -132,7 +120,7 @@ class PagedLayer(CacheLayerMixin):
     crop = reset = reorder_cache = batch_select_indices = batch_repeat_interleave = _refuse
     offload = prefetch = _refuse
 
-    @_uncompiled
+    @uncompiled
     def store_compression_weights(
         self, name: str, kv: Tensor, gate: Tensor
     ) -> tuple[Tensor, Tensor, int]:
@@ -140,7 +128,7 @@ class PagedLayer(CacheLayerMixin):
         now, and the position of the first."""
         return self.compressors[name].store_projections(kv, gate)
 
-    @_uncompiled
+    @uncompiled
     def update_overlap_state(
         self, name: str, chunk_kv: Tensor, chunk_gate: Tensor, head_dim: int
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -148,16 +136,16 @@ class PagedLayer(CacheLayerMixin):
         None where there is none. The groups of the step are in the tails already."""
         return self.compressors[name].previous_group()
 
-    @_uncompiled
+    @uncompiled
     def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
         """New entries [rows, n, width]; all entries so far."""
         return self.compressors[name].store_entries(compressed)
 
-    @_uncompiled
+    @uncompiled
     def get_seq_length(self) -> int:
         return self.rows.columns
 
-    @_uncompiled
+    @uncompiled
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many keys `update` will return for so many tokens, and the position of the first."""
         past = min(self.rows.columns, self.window - 1)
