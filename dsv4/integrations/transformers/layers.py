@@ -1,7 +1,7 @@
 """Cache layers as transformers' V4 modules call them, over the planes and pages of one manager.
 
 All rows of a batch have the same tokens here, so positions are the same in each: a step of n
-columns starts at `rows.start`. What a module hands over is stored first and given back as stored.
+columns starts at `rows.start`. What a module supplies is stored first and returned as stored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class PagedLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, rows: CacheRows, layer: int) -> None:
-        # not transformers' own: it would set keys and values, which are read from the arenas
+        # not transformers' constructor: it would set keys and values, which are read from the
+        # arenas
         self.rows, self.layer = rows, layer
         handle = rows.manager.acquire(layer)
         self.arena = handle.memory.shared.slot_arena.bytes  # where the layer is
@@ -54,8 +55,8 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """KV [rows, 1, n, head_dim] of the step's tokens; the window in front of them and them,
-        twice the same tensor: keys are values."""
+        """KV [rows, 1, n, head_dim] of the step's tokens; returns the window before them and
+        themselves, the same tensor twice: keys are values."""
         batch, columns, width = key_states.shape[0], key_states.shape[2], key_states.shape[3]
         if width != self.window_page.format.width:
             raise InvalidInput(
@@ -81,9 +82,9 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """The window as transformers' own layer keeps it, [rows, 1, window - 1 at most, head_dim],
-        in the model's type: a copy, decoded from the ring. None before the first forward. Raises
-        InvalidInput for padded rows, which have different windows."""
+        """The window in the form of transformers' own layer, [rows, 1, at most window - 1,
+        head_dim], in the model's type: a copy, decoded from the ring. None before the first
+        forward. Raises InvalidInput for padded rows, which have different windows."""
         rows, page = self.rows, self.window_page
         if not rows.requests:
             return None
@@ -108,7 +109,7 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        """Whether `keys` are there."""
+        """Whether there are `keys`."""
         return bool(self.rows.requests)
 
     def _refuse(self, *args: Any, **options: Any) -> NoReturn:
@@ -124,21 +125,21 @@ class PagedLayer(CacheLayerMixin):
     def store_compression_weights(
         self, name: str, kv: Tensor, gate: Tensor
     ) -> tuple[Tensor, Tensor, int]:
-        """Projections [rows, n, columns] of the step's tokens; those of all groups that are whole
-        now, and the position of the first."""
+        """Stores projections [rows, n, columns] of the step's tokens; returns those of all groups
+        that are complete now, and the position of the first."""
         return self.compressors[name].store_projections(kv, gate)
 
     @uncompiled
     def update_overlap_state(
         self, name: str, chunk_kv: Tensor, chunk_gate: Tensor, head_dim: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Values and biased gates [rows, ratio, head_dim] of the group before the first whole one;
-        None where there is none. The groups of the step are in the tails already."""
+        """Values and biased gates [rows, ratio, head_dim] of the group before the first complete
+        one; None if there is none. The groups of the step are in the tails already."""
         return self.compressors[name].previous_group()
 
     @uncompiled
     def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
-        """New entries [rows, n, width]; all entries so far."""
+        """Stores new entries [rows, n, width]; returns all entries so far."""
         return self.compressors[name].store_entries(compressed)
 
     @uncompiled
@@ -147,7 +148,8 @@ class PagedLayer(CacheLayerMixin):
 
     @uncompiled
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many keys `update` will return for so many tokens, and the position of the first."""
+        """How many keys `update` will return for this many tokens, and the position of the
+        first."""
         past = min(self.rows.columns, self.window - 1)
         return past + query_length, self.rows.columns - past
 
@@ -156,13 +158,13 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        """Rows in use; as many as there may be while none is."""
+        """Rows in use, or the most there may be while none is."""
         return len(self.rows.requests) or self.rows.manager.max_requests
 
 
 class _Compressor:
-    """One compressor's tails and pages. Tails hold projections as they come, gates without bias:
-    the a planes the current half of the columns, the b planes the previous half."""
+    """One compressor's tails and pages. Tails hold unchanged projections, gates without bias: the a
+    planes the current half of the columns, the b planes the previous half."""
 
     def __init__(self, rows: CacheRows, handle: LayerCacheHandle, name: str, page: Page) -> None:
         self.rows, self.layer, self.name, self.page = rows, handle.layer, name, page
@@ -184,7 +186,7 @@ class _Compressor:
         start = self.rows.start
         first = start - start % self.ratio
         usable = (start - first + kv.shape[1]) // self.ratio * self.ratio
-        # a long step overwrites what it reads, so reading comes first
+        # a long step overwrites what it reads, so it reads first
         self._previous = None
         if usable and first and len(self.streams) == 2:
             values, gates = self._read(self.streams[:1], first - self.ratio, first)
@@ -230,7 +232,7 @@ class _Compressor:
         return torch.cat(values, dim=-1), torch.cat(gates, dim=-1)
 
     def _write(self, kv: Tensor, gate: Tensor) -> None:
-        """The newest tokens into the rings, as many as each holds."""
+        """Writes the newest tokens into the rings, as many as each holds."""
         columns, end = kv.shape[1], self.rows.start + kv.shape[1]
         slots = self.rows.slots[:, None]
         for half, pair in enumerate(self.streams):
