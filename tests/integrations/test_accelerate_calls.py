@@ -2,7 +2,7 @@
 transformers' own, and as many for one row as for eight.
 
 On the reference, where kernels are Python too, and with those of a GPU that starts nothing
-(tests/support/no_gpu): all that Python does in front of a launch is counted.
+(tests/support/no_gpu): all that Python does before a launch is counted.
 """
 
 from __future__ import annotations
