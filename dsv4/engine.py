@@ -131,7 +131,7 @@ Listener = Callable[[Job, int, Tensor], None]
 
 
 def greedy(logits: Tensor, jobs: Sequence[Job]) -> Tensor:
-    """The likeliest token of each."""
+    """The most likely token of each job."""
     return logits.argmax(dim=-1)
 
 

@@ -22,17 +22,17 @@ from dsv4.integrations.transformers.generate import context_overflow
 from dsv4.integrations.transformers.model import require_type
 from dsv4.integrations.transformers.rows import KnownRow
 
-WAIT_S = 1.0  # until a step looks again whether there is room, should nobody say so
-LEAD_S = 1.0  # until a stream no longer counts on another's step: an interrupt may have ended that
+WAIT_S = 1.0  # until a step looks again whether there is room, if it is not notified
+LEAD_S = 1.0  # until a stream no longer waits for another's step: an interrupt may have ended that
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job:
-    """A prompt, and what is generated behind it.
+    """A prompt, and what is generated after it.
 
     `tokens` are all that are known: the first `prompt_tokens` were submitted. `request` is None
     while the job waits for a row. `tokens_skipped` counts those of the prompt that were cached.
-    `error` is what ended this job alone: what `choose` raised for it, or that it can never have the
+    `error` is what ended only this job: what `choose` raised for it, or that it can never have the
     memory that it needs.
     """
 
@@ -68,7 +68,7 @@ Choose = Callable[[Tensor, Sequence[Job]], Tensor]
 
 
 def greedy(logits: Tensor, jobs: Sequence[Job]) -> Tensor:
-    """The likeliest token of each."""
+    """The most likely token of each job."""
     return logits.argmax(dim=-1)
 
 
@@ -86,18 +86,18 @@ class _Share:
 class Engine:
     """Runs jobs on the rows of an accelerated model, as many at once as it has.
 
-    A step runs the newest token of every job that generates, and chunks of prompts beside them, up
-    to `step_tokens` in all. Prompts that begin alike share their beginning; one that goes on from
-    an earlier job's text runs only what is new. All calls may come from any thread. `generate` may
-    be used at the same time: rows go to whoever asked first, and a call that waits for rows of jobs
-    runs their steps. Where several processes compute the
-    model, all make the same calls in the same order.
+    A step runs the newest token of every job that generates, together with chunks of prompts, up to
+    `step_tokens` in all. Prompts with the same beginning share it; one that continues an earlier
+    job's text runs only what is new. All calls may come from any thread. `generate` may be used at
+    the same time: rows go to the first caller that asked, and a call that waits for rows of jobs
+    runs their steps. Where several processes compute the model, all make the same calls in the same
+    order.
 
-    Where blocks run out, for prefixes are pinned, the youngest job gives its own back and waits;
-    one that is alone and has not enough ends with `error`.
+    If blocks run out, because prefixes are pinned, the youngest job gives its own back and waits; a
+    job that is alone and has not enough ends with `error`.
 
-    `choose` picks tokens; greedily unless told otherwise. If it raises, it is asked for each job
-    apart, and a job for which it raises ends with that `error`. The model must stay accelerated.
+    `choose` picks tokens, greedily by default. If it raises, it is called for each job separately,
+    and a job for which it raises ends with that `error`. The model must stay accelerated.
     """
 
     model: Any
@@ -137,8 +137,8 @@ class Engine:
         *,
         stop_tokens: TokenIds | Set[int] | None = None,
     ) -> Job:
-        """A job for these tokens. It ends behind `new_tokens` tokens or the first of `stop_tokens`,
-        the model's end tokens unless given. Jobs of different `salt` share nothing. Runs nothing.
+        """A job for these tokens. It ends after `new_tokens` tokens or the first of `stop_tokens`
+        (by default the model's end tokens). Jobs of different `salt` share nothing. Runs nothing.
         Raises InvalidInput, ContextOverflow."""
         read = token_ids(ids)
         require_count("new_tokens", new_tokens)
@@ -151,7 +151,7 @@ class Engine:
         asked, longest = len(read) + new_tokens, self._manager.schema.max_context
         if asked > longest:
             raise context_overflow(asked, longest)
-        self._manager.prompt(read, salt)  # refuses a salt that is none
+        self._manager.prompt(read, salt)  # refuses a salt that is not a string
         stops: Any = self._end_tokens() if stop_tokens is None else stop_tokens
         stops = token_ids([*stops] if isinstance(stops, Set) else stops)
         job = Job(
@@ -174,10 +174,10 @@ class Engine:
             self._changed.notify_all()
 
     def stream(self, job: Job) -> Iterator[int]:
-        """The tokens of a job as they come. Whoever waits for one runs a step, of all jobs, or
-        waits for the step that another stream runs, so several threads may stream at once, each
-        token comes when it is there, and nothing runs in the background. A stream that is
-        left early cancels its job; one that ends with the error of a step does not. Raises the
+        """The tokens of a job as they are generated. A stream that waits for one runs a step of all
+        jobs, or waits for the step that another stream runs. So several threads may stream at once,
+        each token is delivered when it is ready, and nothing runs in the background. A stream that
+        is left early cancels its job; one that ends with the error of a step does not. Raises the
         error that ended the job."""
         self._check_mine(job)
         seen = job.prompt_tokens
@@ -208,9 +208,9 @@ class Engine:
         """One step of all jobs that have a row. Returns whether a job is left.
 
         Where running calls of generate have all rows, it waits for one; where jobs of another
-        engine have them, it runs a step of these. An error of the step comes through; no job is
-        lost, and the next call goes on."""
-        for _ in range(3):  # the turn is not fair: who steps in a loop would keep it
+        engine have them, it runs a step of these. An error of the step is raised; no job is lost,
+        and the next call continues."""
+        for _ in range(3):  # the lock is not fair: a thread that steps in a loop would keep it
             if not self._leading.locked():
                 break
             self._wait_for_leader()  # a bell may be the one before's
@@ -233,8 +233,8 @@ class Engine:
             return bool(self.jobs)
 
     def help(self) -> bool:
-        """A step of the jobs that have rows, for who waits for these, or rows back of those that
-        are over; whether there was either."""
+        """Runs a step of the jobs that have rows, for a caller that waits for rows, or takes back
+        rows of ended jobs; returns whether there was either."""
         if self._end_jobs():
             return True
         try:
@@ -248,7 +248,8 @@ class Engine:
     # ---- streams of several threads
 
     def _lead(self, job: Job, seen: int) -> bool:
-        """A step for all who wait, unless the token has come; False if another stream leads."""
+        """Runs a step for all waiting streams, unless the token has arrived; False if another
+        stream leads."""
         leading = self._leading
         if not leading.acquire(blocking=False):
             return False
@@ -262,9 +263,9 @@ class Engine:
             self._ring()
 
     def _wait_for_leader(self) -> None:
-        """Until its step is over. One that takes long may be one that an interrupt has ended: then
-        another may lead. A bell is a lock: a condition ends in Python, where an interrupt would
-        keep it."""
+        """Waits until the leader's step has ended. If that takes long, an interrupt may have ended
+        it: then another may lead. A bell is a lock, because the exit of a condition is Python code,
+        where an interrupt would keep its lock."""
         leading, bell = self._leading, threading.Lock()
         bell.acquire()
         self._bells.append(bell)
@@ -274,7 +275,7 @@ class Engine:
             self._leading = threading.Lock()
 
     def _ring(self) -> None:
-        """All who wait look again."""
+        """Wakes all waiting streams."""
         with suppress(IndexError):  # another thread may ring too
             while True:
                 self._bells.popleft().release()
@@ -299,7 +300,8 @@ class Engine:
         return {token for token in ([end] if isinstance(end, int) else end or ()) if token >= 0}
 
     def _end_jobs(self) -> bool:
-        """What is over leaves its row for a prompt that goes on from it; whether anything is."""
+        """Ended jobs leave their rows for prompts that continue from them; returns whether there
+        were any."""
         over = [job for job in self.jobs if job.is_over]
         for job in over:
             self._leave(job)
@@ -347,7 +349,7 @@ class Engine:
                 job.tokens_skipped = job.request.length
 
     def _shares(self) -> list[_Share]:
-        """Who runs which tokens: those that generate first, then chunks of prompts."""
+        """Which jobs run which tokens: those that generate first, then chunks of prompts."""
         assert self.step_tokens is not None
         left, shares = self.step_tokens, []
         running = [(job, job.request) for job in self.jobs if job.request is not None]
@@ -374,7 +376,7 @@ class Engine:
         return not running or bool(manager.needed_blocks(prompt) <= spare)
 
     def _run(self) -> bool:
-        """A step of the jobs that there are blocks for; whether there was one."""
+        """Runs a step of the jobs that there are blocks for; returns whether there was one."""
         while shares := self._shares():
             try:
                 self._run_shares(shares)
@@ -385,8 +387,8 @@ class Engine:
         return False
 
     def _give_back(self, error: OutOfBlocks) -> bool:
-        """Blocks for the others: of a row or a cache that nobody is using, or of the youngest job
-        whose row has some. Returns whether anything was given back, or a job has ended."""
+        """Frees blocks for the others: of a row or a cache that is not in use, or of the youngest
+        job whose row has some. Returns whether anything was given back, or a job has ended."""
         caches, manager = self._forward.caches, self._manager
         if caches.give_back_unused():
             return True
@@ -403,11 +405,11 @@ class Engine:
         return True
 
     def _run_shares(self, shares: list[_Share]) -> None:
-        """Jobs take what was chosen, and then the step is committed: a token that is known and not
-        committed runs again."""
+        """Jobs take what was chosen, and then the step is committed: a token that is known but not
+        committed is computed again."""
         weights = self._forward.caches.weights.glance()
         for share in shares:
-            if share.job.weights != weights:  # nobody else may have what is computed with both
+            if share.job.weights != weights:  # what is computed with both must not be reused
                 share.job.weights = weights
                 share.request.trail = None
         lengths = [share.request.length for share in shares]
@@ -428,8 +430,8 @@ class Engine:
             raise
 
     def _take(self, logits: Tensor, jobs: list[Job]) -> None:
-        """Jobs get what `choose` picks for them. One for which it raises has that error, and the
-        others go on. Raises InvalidInput for what is no choice, and no job has a new token."""
+        """Jobs get what `choose` picks for them. A job for which it raises has that error, and the
+        others continue. Raises InvalidInput for an invalid choice; then no job has a new token."""
         try:
             picked = [(jobs, self.choose(logits, jobs))]
             errors: dict[int, Exception] = {}
@@ -456,7 +458,7 @@ class Engine:
         return picked, errors
 
     def _checked(self, chosen: Any, jobs: int) -> list[int]:
-        """What `choose` has returned. Raises InvalidInput, and no job has a new token."""
+        """What `choose` has returned. Raises InvalidInput; then no job has a new token."""
         is_whole = isinstance(chosen, Tensor) and not chosen.is_floating_point()
         if not is_whole or tuple(chosen.shape) != (jobs,) or chosen.dtype == torch.bool:
             form = f"{chosen.dtype} {list(chosen.shape)}" if isinstance(chosen, Tensor) else chosen
@@ -473,18 +475,19 @@ class Engine:
         return tokens
 
     def _help_others(self) -> bool:
-        """A step of the other engines' jobs, which have the rows; whether there was one."""
+        """Runs a step of other engines' jobs, which have the rows; returns whether there was
+        one."""
         others = [engine for engine in self._forward.caches.engines if engine is not self]
         return any(engine.help() for engine in others)
 
     def _check_mine(self, job: Any) -> None:
         if not isinstance(job, Job):
-            raise InvalidInput(f"{job!r} is no job: submit returns one")
+            raise InvalidInput(f"{job!r} is not a job: submit returns one")
         if job not in self.jobs and not job.is_over:  # in this order: it may end meanwhile
             raise InvalidInput("the job is another engine's: use the one it was submitted to")
 
     def _wait(self) -> None:
-        """Nothing can run before a call of generate is over."""
+        """Waits: nothing can run before a call of generate has ended."""
         if self._forward.caches.is_generating:
             raise RequestError(
                 f"a step inside a call of generate, which uses the rows that jobs wait for: step "
@@ -495,7 +498,7 @@ class Engine:
 
 
 def _let_go(forward: FastForward, jobs: list[Job]) -> None:
-    """The engine is forgotten, and nobody can run its jobs any more."""
+    """The engine was collected, and its jobs can no longer run."""
     manager = forward.step.manager
     for job in jobs:
         request, job.request = job.request, None
