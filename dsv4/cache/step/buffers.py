@@ -197,7 +197,7 @@ class StepBuffers:
     def _fill_follows(
         self, rows: I64, rows_before: I64, reused: I64, item_counts: dict[int, int], *, decode: bool
     ) -> dict[int, int]:
-        """Requests whose start the device fills in: their rows here and in the step before, and
+        """Requests whose start the device fills in: their rows here and in the earlier step, and
         items after those of the others. Returns how many items there are now, of each ratio."""
         follows, count = self.host["follows"], len(rows)
         named = follow_columns(follows)

@@ -182,7 +182,7 @@ class StepReader:
             if self._least > 1:
                 return type(sum(map(_COUNT, steps))) is int
             return set(map(type, map(_COUNT, steps))) == {int}
-        except (TypeError, ValueError, RuntimeError):  # arrays, tensors: told below
+        except (TypeError, ValueError, RuntimeError):  # arrays, tensors: reported below
             return False
 
     def _plain(self, steps: Sequence[Step]) -> tuple[tuple[Request, ...], tuple[int, ...]] | None:
