@@ -56,6 +56,7 @@ LEFT: dict[str, int] = {
     "dsv4/kernels/hopper": 1,
     "dsv4/ops": 1,
     "dsv4/plots": 1,
+    "dsv4/reference": 1,
     "dsv4/tiers": 7,
 }
 
