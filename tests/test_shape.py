@@ -21,8 +21,8 @@ LARGER: dict[str, int] = {
     "dsv4/bench.py: BenchResult": 29,
     "dsv4/cache/batch.py: Batch": 43,
     "dsv4/cache/handle.py: LayerCacheHandle": 33,
-    "dsv4/cache/manager.py: KVCacheManager": 54,
-    "dsv4/cache/prefix/cache.py: PrefixCache": 26,
+    "dsv4/cache/manager.py: KVCacheManager": 51,
+    "dsv4/cache/prefix/cache.py: PrefixCache": 28,
     "dsv4/cache/requests.py: Request": 26,
     "dsv4/cache/requests.py: RequestTable": 37,
     "dsv4/cache/schema.py: CacheSchema": 34,
@@ -51,14 +51,15 @@ WORDS = {
 }
 LEFT: dict[str, int] = {
     "dsv4": 1,
-    "dsv4/cache": 9,
+    "dsv4/cache": 8,
     "dsv4/cache/handoff": 2,
     "dsv4/cache/prefix": 6,
-    "dsv4/cache/transfers": 4,
+    "dsv4/cache/transfers": 3,
     "dsv4/integrations/transformers": 7,
-    "dsv4/kernels": 8,
+    "dsv4/kernels": 7,
     "dsv4/kernels/hopper": 1,
     "dsv4/ops": 1,
+    "dsv4/reference": 1,
     "dsv4/tiers": 6,
 }
 

@@ -174,7 +174,9 @@ class Steps:
             has_neighbours = len(self.open) > 1  # else no plan comes before or after it
             if has_neighbours:
                 overlap.require_first(plan)
-            kept = step_checks.accepted(self._schema, plan, accepted)
+            kept = plan.counts
+            if accepted is not None:
+                kept = step_checks.accepted(self._schema, plan, accepted)
             if has_neighbours:
                 overlap.require_kept(plan, kept, self.open)
             if plan.batches[0].window_cut:
