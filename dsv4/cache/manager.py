@@ -714,8 +714,8 @@ class KVCacheManager(Uncopied):
             round_bf16=round_bf16,
             window_cut=self.prefix is not None and self.prefix.options.replay == "cut",
         )
-        with progress_bar(progress) as told:
-            return self.backend.warm_up(calls, workers=most, progress=told)
+        with progress_bar(progress) as report:
+            return self.backend.warm_up(calls, workers=most, progress=report)
 
     def acquire(self, layer: int, batch: Batch | None = None) -> LayerCacheHandle:
         """The handle of one layer, bound to a batch of an open plan. Allocates nothing; the same

@@ -84,8 +84,8 @@ def plot_results(
         )
     commits = ", ".join(sorted({r.commit for r in drawn}))
     gpus = ", ".join(sorted({r.gpu for r in drawn}))
-    told = "\n".join(filter(None, (f"{gpus}, commit {commits}", note)))
-    figure.suptitle(told, color=MUTED, fontsize=10, x=0.01, ha="left")
+    title = "\n".join(filter(None, (f"{gpus}, commit {commits}", note)))
+    figure.suptitle(title, color=MUTED, fontsize=10, x=0.01, ha="left")
     save_figure(figure, path)
 
 

@@ -24,7 +24,7 @@ from dsv4.integrations.transformers.cache import PagedCache
 from dsv4.integrations.transformers.caches import FastCaches, RunningCall
 from dsv4.integrations.transformers.generate import context_overflow, wrong_padding
 from dsv4.integrations.transformers.model import no_gradients
-from dsv4.integrations.transformers.packing import Packing, beside, make_packing, read_packing
+from dsv4.integrations.transformers.packing import Packing, indices_for, make_packing, read_packing
 from dsv4.integrations.transformers.private import has_known_wrappers, wrappers
 from dsv4.ops.device import is_current, on_device
 
@@ -377,7 +377,7 @@ class FastForward:
                 yield hidden
             else:
                 hidden = self.decode(given, plan.batch)[0]  # where the last layer is
-                yield hidden.index_select(0, beside(hidden, plan.batch.last_rows))
+                yield hidden.index_select(0, indices_for(hidden, plan.batch.last_rows))
 
     def decode(self, ids: Tensor, batch: Batch) -> Tensor:
         hidden: Tensor = self._forward(self._bare_forward, batch, input_ids=ids).last_hidden_state
