@@ -46,7 +46,7 @@ class CutRunner(Runner):
 
     def indexed(self) -> list[tuple[bytes, bool]]:
         """What can be found: digests, and whether there is a snapshot."""
-        assert self.manager.prefix is not None
+        assert self.manager.prefix
         nodes = self.manager.prefix.index.nodes()
         return sorted((node.digest, node.snapshot is not None) for node in nodes)
 
@@ -79,7 +79,7 @@ def test_it_must_be_asked_for():
     assert runner.manager.look_up(runner.manager.prompt(runner.prompt)) == resume
     request = runner.admit()
     assert (request.resume, request.approximate_from) == (resume, REUSED)
-    assert runner.manager.prefix is not None
+    assert runner.manager.prefix
     assert runner.manager.prefix._counters.hits["cut_replay"] == 1
     # a snapshot that is no further back is exact, and so is a hit within a window
     near = runner.manager.admit_request([*runner.cached[:70], *tokens(2, 20)])
