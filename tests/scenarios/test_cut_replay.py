@@ -53,7 +53,7 @@ class CutRunner(Runner):
     def check_published(self, *texts: list[int]) -> int:
         """Every block that can be found is a cold run's, byte for byte. How many were looked at."""
         prefix, seen = self.manager.prefix, set()
-        assert prefix is not None
+        assert prefix
         for ids in texts:
             manager = self.new_manager(None)
             request = manager.admit_request(len(ids))
@@ -296,7 +296,7 @@ class RandomLife(CutRunner):
     def check(self) -> None:
         """Every block that can be found, and every live request that is exact, is a cold run's."""
         prefix = self.manager.prefix
-        assert prefix is not None
+        assert prefix
         for request, ids in self.lives.items():
             self.learn(ids[: request.length])
             exact = request.approximate_from is None and request.length >= request.rings_exact_from
@@ -313,7 +313,7 @@ class RandomLife(CutRunner):
     def learn(self, ids: list[int]) -> None:
         """What a cold run has in the blocks of these tokens."""
         prefix = self.manager.prefix
-        assert prefix is not None
+        assert prefix
         trail = prefix.prompt(torch.tensor(ids).int().numpy(), None).trail
         assert trail is not None
         if all(digest in self.cold_blocks for digest in trail.chain):
