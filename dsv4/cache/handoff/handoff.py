@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class Handoff:
     """What one manager offers, and what is on its way to it. Its calls are calls of the manager:
     one at a time changes it, and a call that raises has changed nothing. The link's thread reads,
-    checks and hears of takers meanwhile."""
+    checks and receives the takers' notes."""
 
     def __init__(self, manager: KVCacheManager, options: HandoffOptions) -> None:
         self._manager, self.guard = manager, manager.guard
@@ -90,8 +90,8 @@ class Handoff:
     @changes
     def offer(self, request: Request, *, lease_s: float | None = None, takers: int = 1) -> bytes:
         """What another manager needs to `accept` a copy of a live request as it is now: bytes, for
-        the engine to carry there. The request goes on here, or is released: what was offered is
-        held until `takers` managers have it, for `lease_s` seconds of this process's clock at most
+        the engine to send there. The request continues here, or is released: what was offered is
+        held until `takers` managers have it, for at most `lease_s` seconds of this process's clock
         (default: the options'), or until `withdraw`.
 
         It may be in an open plan with a few tokens, drafts too: the offer has the length that the
@@ -166,8 +166,8 @@ class Handoff:
         return arrival
 
     def close(self) -> None:
-        """Ends all offers and reads no more, for good. Memory that is being written to stays taken.
-        A manager that is dropped closes by itself when it is collected."""
+        """Ends all offers and all reading, permanently. Memory that is being written to stays
+        taken. A manager that is dropped closes by itself when it is collected."""
         for lease in tuple(self.leases.standing.values()):
             self.leases.withdraw(lease.name)
         self.side.link.close()
@@ -300,7 +300,7 @@ class Handoff:
         self._manager._release_deferred()
 
     def let_go(self, item: object) -> None:
-        """What was deferred: an offer that is over, an arrival that nobody writes to any more."""
+        """Releases an offer that is over, or an arrival that is not written to any more."""
         if isinstance(item, Lease):
             if item.name in self.leases.held:
                 self.side.table.let_go(item)

@@ -39,13 +39,13 @@ FETCH_POLL_S = 0.0002
 
 
 class Tiers:
-    """The tiers of one manager, the fastest first: what it caches is kept there too (`offload`),
-    and comes back for a prompt (`fetches`).
+    """The tiers of one manager, the fastest first: what it caches is stored there too (`offload`),
+    and loaded again for a prompt (`fetches`).
 
     All copies end in a host tier; without one, in a little host memory for that alone. No call
-    waits for a tier or for the device but `admit`, `resume`, `drain` and `close`, which say how
-    long, and none raises for what happens there. They are calls of the manager: one at a time
-    changes it, and a call that raises has changed nothing.
+    waits for a tier or for the device except `admit`, `resume`, `drain` and `close`, which have
+    timeouts; and no call raises because a tier failed. They count as calls of the manager: one at
+    a time changes it, and a call that raises has changed nothing.
     """
 
     def __init__(self, manager: KVCacheManager, tiers: Sequence[Tier]) -> None:
@@ -64,7 +64,7 @@ class Tiers:
         for tier in below:
             tier.register(self.host.region)
         self.route = Route(
-            # no call waits for one of these; host memory answers by itself
+            # calls of these do not wait; host memory needs no thread for that
             tiers=[tier if isinstance(tier, HostTier) else Aside(tier) for tier in self._tiers],
             host=self.host,
             host_is_tier=bool(hosts),
@@ -103,30 +103,30 @@ class Tiers:
     def fetch(self, prompt: TokenIds | Prompt, salt: str | None = None) -> Fetch:
         """Starts to bring what tiers have of a prompt after what is cached, and returns at once:
         `poll` the fetch until it is over, then `manager.admit_request` finds what came. Blocks that
-        bytes are on their way into are in flight, nobody else's. What cannot be had is left out: no
-        tier raises. Raises InvalidInput, ContextOverflow."""
+        bytes are on their way into are in flight: no request has them. What cannot be loaded is
+        left out, and no tier raises. Raises InvalidInput, ContextOverflow."""
         return self._fetch(prompt, salt, last=1)
 
     def admit(
         self, prompt: TokenIds | Prompt, salt: str | None = None, *, timeout_s: float
     ) -> Request:
-        """`fetch`, waited for at most `timeout_s`, then `manager.admit_request`. What has not come
-        by then is computed. Where a request was suspended that the prompt goes on from, it goes on
-        from its state. Other calls may come in between. Raises what both raise."""
+        """`fetch`, waiting for at most `timeout_s`, then `manager.admit_request`. What has not
+        arrived by then is computed. If the prompt continues a suspended request, it continues from
+        its state. Other calls may come in between. Raises what both raise."""
         return self._admit(prompt, salt, timeout_s, last=1)
 
     @changes
     def suspend(self, request: Request) -> Suspended:
-        """A live request leaves the device, and `resume` with its token ids brings it back as it
-        was: after a preemption, a long wait, in another process, with other draft settings. Its
-        slot and blocks go back at once; its whole blocks stay cached as ever.
+        """Takes a live request off the device; `resume` with its token ids restores it unchanged:
+        after a preemption, a long wait, in another process, with other draft settings. Its slot and
+        blocks are released at once; its whole blocks stay cached as usual.
 
         The ids of all its tokens must be known (`commit(ids=...)`, `supply_ids`). In the middle of
         a replay no state is kept; what is missing is computed again. Raises InvalidInput,
         RequestError.
         """
         self._manager._require_unplanned(request)
-        if request.condition is not Condition.INCOMPLETE:  # of which not all ids are known
+        if request.condition is not Condition.INCOMPLETE:  # not all of whose ids are known
             request.require("suspend")
         known = 0 if request.trail is None else len(request.trail.ids)
         if request.trail is None or known < request.length:
@@ -141,22 +141,23 @@ class Tiers:
     def resume(
         self, prompt: TokenIds | Prompt, salt: str | None = None, *, timeout_s: float
     ) -> Request:
-        """The request of these token ids that was suspended, waited for at most `timeout_s`. If its
-        state is there, `request.resume.run` is empty; if not, what `admit` does. Raises what that
-        raises."""
+        """Restores the suspended request with these token ids, waiting for at most `timeout_s`. If
+        its state is there, `request.resume.run` is empty; if not, it does what `admit` does. Raises
+        what that raises."""
         return self._admit(prompt, salt, timeout_s, last=0)
 
     @changes
     def drain(self, timeout_s: float) -> bool:
         """Waits at most `timeout_s` until all that is cached is kept by tiers, or dropped: before
-        the process ends. Whether that is so. Closes no tier."""
+        the process ends. Returns whether that is so. Closes no tier."""
         return self._drain(require_timeout(timeout_s))
 
     @changes
     def close(self, timeout_s: float) -> None:
-        """Cancels fetches, drains for at most `timeout_s`, and ends the thread. From now on nothing
-        is kept and nothing comes; the manager goes on. Closes no tier, they are the caller's. A
-        manager that is dropped does the same, without the wait, when it is collected."""
+        """Cancels fetches, drains for at most `timeout_s`, and ends the thread. From now on
+        nothing is stored and nothing is loaded; the manager can still be used. Closes no tier: they
+        belong to the caller. A manager that is dropped does the same, without waiting, when it is
+        collected."""
         until = time.monotonic() + require_timeout(timeout_s)
         for fetch in tuple(self.route.open):
             self.fetches.cancel(fetch)
@@ -171,7 +172,7 @@ class Tiers:
     def _fetch(
         self, prompt: TokenIds | Prompt, salt: str | None, *, last: int, with_state: bool = False
     ) -> Fetch:
-        """For all tokens of a prompt but the `last` ones."""
+        """For all tokens of a prompt except the `last` ones."""
         count, trail = self._manager._read_prompt(prompt, salt)
         if trail is None:
             raise InvalidInput(f"{prompt!r}: tiers are asked for token ids, not for a count")
@@ -223,7 +224,7 @@ class Tiers:
     @changes
     def _admit_state(self, prompt: Prompt, fetch: Fetch) -> Request | None:
         """A request with the state that was fetched; None if it or a block before it did not
-        come."""
+        arrive."""
         row = self.fetches.take_state(fetch)
         if row is None:
             return None
@@ -279,7 +280,7 @@ class Tiers:
         self.fetches.clean()
 
     def before_release(self, request: Request) -> None:
-        """Keeps the state of a request that is about to be released, if that can be."""
+        """Keeps the state of a request that is about to be released, if it can be kept."""
         trail = request.trail
         known = trail is not None and len(trail.ids) >= request.length
         if known and request.condition.allows("suspend"):
@@ -341,7 +342,7 @@ def _require_tiers(tiers: Sequence[Tier], model_id: str) -> None:
 
 
 def _staging(labels: Labels) -> HostTier:
-    """Host memory that records only pass through."""
+    """Host memory that records only pass through, for a manager without a host tier."""
     most = [(Kind.BLOCK, STAGED_BLOCKS), (Kind.SNAPSHOT, STAGED_SNAPSHOTS), (Kind.STATE, 1)]
     size_bytes = sum(
         rows * padded(HEADER_BYTES + labels.payload_bytes(kind)) for kind, rows in most

@@ -63,7 +63,7 @@ class Job:
         return self.cancelled or self.error is not None or has_all or self.is_stopped
 
 
-# logits fp32 [jobs, vocabulary] and whose they are -> the next token of each, int64 [jobs]
+# logits fp32 [jobs, vocabulary] and their jobs -> the next token of each, int64 [jobs]
 Choose = Callable[[Tensor, Sequence[Job]], Tensor]
 
 
@@ -107,7 +107,8 @@ class Engine:
     _forward: FastForward = field(init=False)
     # of the stream that steps, or is about to
     _leading: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _bells: deque[threading.Lock] = field(default_factory=deque, init=False)  # of who waits for it
+    # of the streams that wait for it
+    _bells: deque[threading.Lock] = field(default_factory=deque, init=False)
 
     def __post_init__(self) -> None:
         """Raises InvalidInput for a model that is not accelerated."""
