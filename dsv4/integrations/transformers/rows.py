@@ -470,7 +470,7 @@ class CacheRows:
         cached like a prompt, and its snapshot can still be taken."""
         manager, block = self.manager, self.manager.schema.block_tokens
         self._unsupplied_columns = 0
-        if manager.prefix is None or manager.tiers:
+        if not manager.prefix or manager.tiers:
             self._supply_after = manager.schema.max_context + 1
             return
         self._supply_after = min(block - request.length % block for request in self.requests)
