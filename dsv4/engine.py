@@ -163,8 +163,8 @@ class Flight:
     """A step that was launched. Its tensors are on the device, and may not be computed yet.
 
     `ids` and `chosen` [tokens] are what ran and, of rows that were sampled, what was chosen to
-    follow; of each share `accepted` says how many of its tokens are right and `newest` what was
-    chosen after them. `logits` are those of all rows if a listener wants them.
+    follow; of each share `accepted` says how many of its tokens are right (None: all) and `newest`
+    what was chosen after them. `logits` are those of all rows if a listener wants them.
     """
 
     plan: ForwardPlan
@@ -172,8 +172,8 @@ class Flight:
     ids: Tensor
     logits: Tensor | None
     chosen: Tensor
-    accepted: Tensor
-    newest: Tensor
+    accepted: Tensor | None
+    newest: Tensor | None
 
 
 # ---- the engine ----------------------------------------------------------------------------------
@@ -462,32 +462,45 @@ class Engine:
         chosen = torch.zeros_like(ids)
         if jobs:
             chosen[rows] = self._choose(wanted, jobs).to(chosen)
-        known, drafts, last = (
-            torch.tensor(each, dtype=torch.int64, device=ids.device)
-            for each in ([s.known for s in shares], [s.drafts for s in shares], last_known)
-        )
-        kept = _right_drafts(ids, chosen, last, drafts, self.manager.schema.max_draft_tokens)
+        accepted = newest = None
+        if self.overlaps or any(share.drafts for share in shares):
+            accepted, newest = self._right_tokens(shares, ids, chosen, last_known)
         return Flight(
             plan=plan,
             shares=shares,
             ids=ids,
             logits=logits,
             chosen=chosen,
-            accepted=known + kept,
-            newest=chosen[last + kept].clamp(0, self.model.vocabulary - 1),  # checked later
+            accepted=accepted,
+            newest=newest,
         )
+
+    def _right_tokens(
+        self, shares: Sequence[Share], ids: Tensor, chosen: Tensor, last_known: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Of each share how many tokens are right: those that are known, and its drafts up to the
+        first that the model would not have chosen itself; and what it chose after them."""
+        assert self.drafts is not None
+        lists = [share.known for share in shares], [share.drafts for share in shares], last_known
+        known, drafts, last = torch.tensor(lists, dtype=torch.int64, device=ids.device)
+        nth = torch.arange(1, 1 + self.drafts, device=ids.device)
+        row = (last[:, None] + nth).clamp_max(len(ids) - 1)
+        right = (ids[row] == chosen[row - 1]) & (nth <= drafts[:, None])
+        kept = right.long().cumprod(dim=1).sum(dim=1)
+        newest = chosen[last + kept].clamp(0, self.model.vocabulary - 1)  # checked in `settle`
+        return known + kept, newest
 
     def prepare(self, shares: list[Share]) -> ForwardPlan | None:
         """A plan for the shares that there is memory for; the others leave, and their jobs wait."""
-        before, options = self.flight, dict[str, Any]()
+        before, follows = self.flight, dict[str, Any]()
         if before is not None:
-            options = {"after": before.plan, "accepted": before.accepted}
+            follows = {"after": before.plan, "accepted": before.accepted}
         while shares:
-            steps = [(share.request, share.count) for share in shares]
+            steps, padded = [(share.request, share.count) for share in shares], PlanOptions()
             if self.padding is not None:
-                options |= self.padding([count for _, count in steps])
+                padded = self.padding([count for _, count in steps])
             try:
-                return self.manager.prepare_forward(steps, **options)
+                return self.manager.prepare_forward(steps, **follows, **padded)
             except OutOfBlocks as error:
                 if before is not None:  # what it has can only be given back when it is over
                     return None
@@ -515,6 +528,7 @@ class Engine:
             part = torch.tensor(share.ids, dtype=torch.int64, device=device)
             if not share.ids:
                 assert self.flight is not None
+                assert self.flight.newest is not None
                 at = [each.job for each in self.flight.shares].index(share.job)
                 part = self.flight.newest[at : at + 1]
             parts.append(part)
@@ -531,8 +545,13 @@ class Engine:
         """The results of a step, on the host: listeners hear them, jobs take what was chosen, and
         the cache keeps what was right. In this order: what is interrupted in between is run again,
         but for a job that has all its tokens, and what is committed and not known would be lost."""
-        ids, chosen = flight.ids.tolist(), flight.chosen.tolist()  # here the host waits
-        accepted, end = flight.accepted.tolist(), 0
+        counts, tokens, end = [share.count for share in flight.shares], len(flight.ids), 0
+        results = [flight.ids, flight.chosen]
+        if flight.accepted is not None:
+            results.append(flight.accepted)
+        found = torch.cat(results).tolist()  # here the host waits
+        ids, chosen, accepted = found[:tokens], found[tokens : 2 * tokens], found[2 * tokens :]
+        accepted = accepted or [*counts]
         self._check_range(chosen)
         taken = []
         for nth, share in enumerate(flight.shares):
@@ -549,7 +568,6 @@ class Engine:
             job.drafts_kept += max(len(new) - 1, 0)
             job.tokens.extend(new)
             taken.append((job, new))
-        counts = [share.count for share in flight.shares]
         self.manager.commit(flight.plan, None if accepted == counts else accepted, ids=ids)
         for job, new in taken:
             if new:
@@ -632,15 +650,6 @@ def _up_to_stop(chosen: list[int], job: Job) -> list[int]:
         if token in job.stop_tokens:
             return chosen[: nth + 1]
     return chosen[: job.missing_tokens]
-
-
-def _right_drafts(ids: Tensor, chosen: Tensor, last: Tensor, drafts: Tensor, most: int) -> Tensor:
-    """Of each share with its `last` known token in that row, how many of its `drafts`, `most` at
-    most, the model would have chosen itself, up to the first wrong one."""
-    nth = torch.arange(1, 1 + most, device=ids.device)
-    row = (last[:, None] + nth).clamp_max(len(ids) - 1)
-    right = (ids[row] == chosen[row - 1]) & (nth <= drafts[:, None])
-    return right.long().cumprod(dim=1).sum(dim=1)
 
 
 def _checked(chosen: Any, rows: int) -> Tensor:
