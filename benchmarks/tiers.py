@@ -88,7 +88,7 @@ def measure_copies(
     schema = CacheSchema.build(model)
     arena = torch.ones((rows, schema.block_bytes), dtype=torch.uint8, device=device)
     manager = _manager(schema, 1, device, [tier := _host(schema, rows)])
-    assert manager.transfers is not None
+    assert manager.tiers
     labels = [_label(manager) for _ in range(rows)]
     taken = [row for label in labels if (row := tier.take(label)) is not None]
     assert len(taken) == rows
@@ -130,15 +130,15 @@ def measure_step(
             step.run(PARTS)
         replay = graph.replay
     below = _manager(step.schema, 2, device, [tier := _host(step.schema, 4 * steps)])
-    transfers = below.transfers
-    assert transfers is not None
+    tiers = below.tiers
+    assert tiers
 
     def with_rows() -> None:
         replay()
         row = tier.take(_label(below))
         if row is not None:
-            transfers.offload.copy([(below.block_arena.bytes[0], Outgoing(row))])
-        transfers.pump()
+            tiers.offload.copy([(below.block_arena.bytes[0], Outgoing(row))])
+        tiers.pump()
 
     times: dict[str, list[float]] = {"with": [], "without": []}
     for _ in range(3):  # in turns, so that whatever else the machine does falls on both
@@ -149,7 +149,7 @@ def measure_step(
                 call()
             _wait(device)
             times[name].append((time.perf_counter() - begin) / steps * 1e6)
-            below.drain_tiers(TIMEOUT_S)
+            below.tiers.drain(TIMEOUT_S)
     ours, alone = min(times["with"]), min(times["without"])
     return Measurement(
         microseconds=ours,
@@ -173,13 +173,13 @@ def measure_prefix(model: ModelSpec, below: Below, tokens: int, device: str) -> 
         manager = _manager(schema, blocks, device, [tier], max_step_tokens=CHUNK)
         ids = np.arange(tokens, dtype=np.int64)
         computed_us = _compute(manager, ids, device)
-        assert manager.drain_tiers(TIMEOUT_S)
+        assert manager.tiers.drain(TIMEOUT_S)
         times, host_times = [], []
         for _ in range(3):
             manager.evict()
             _wait(device)
             begin, busy = time.perf_counter(), time.thread_time()
-            request = manager.admit_fetched(ids, timeout_s=TIMEOUT_S)
+            request = manager.tiers.admit(ids, timeout_s=TIMEOUT_S)
             host_times.append((time.thread_time() - busy) * 1e6)
             _wait(device)
             times.append((time.perf_counter() - begin) * 1e6)
@@ -189,7 +189,7 @@ def measure_prefix(model: ModelSpec, below: Below, tokens: int, device: str) -> 
         kept = schema.block_bytes * (tokens // schema.block_tokens)
         assert stats.loaded_bytes >= 3 * kept * (tokens - 1) // tokens * 0.9
         tier.close(TIMEOUT_S)
-    assert manager.transfers is not None
+    assert manager.tiers
     record_bytes = _label(manager).padded_bytes
     return Measurement(
         microseconds=statistics.median(times),
@@ -279,9 +279,9 @@ def _manager(
 
 def _label(manager: KVCacheManager) -> Label:
     """The label of a block that no tier has."""
-    assert manager.transfers is not None
+    assert manager.tiers
     digest = next(_serial).to_bytes(32, "little")
-    return manager.transfers.labels.make(Kind.BLOCK, digest, bytes(32), 128)
+    return manager.tiers.labels.make(Kind.BLOCK, digest, bytes(32), 128)
 
 
 def _host(schema: CacheSchema, rows: int) -> HostTier:

@@ -338,9 +338,9 @@ class Engine:
             job.prompt = self.manager.prompt(job.tokens, job.salt)
 
     def give_back(self, request: Request) -> None:
-        if self.manager.transfers is not None:
+        if self.manager.tiers:
             with suppress(InvalidInput, RequestError):  # in the middle of a replay, or approximate
-                self.manager.suspend(request)
+                self.manager.tiers.suspend(request)
                 return
         self.manager.release_request(request)
 
@@ -364,14 +364,14 @@ class Engine:
                 job.tokens_skipped = request.length
 
     def _request_for(self, prompt: Prompt) -> Request:
-        if self.manager.transfers is None:
+        if not self.manager.tiers:
             return self.manager.admit_request(prompt)
-        return self.manager.admit_fetched(prompt, timeout_s=TIER_TIMEOUT_S)
+        return self.manager.tiers.admit(prompt, timeout_s=TIER_TIMEOUT_S)
 
     def next_waiting(self) -> Job | None:
         """Of those that wait, whose prompts have arrived from tiers as far as they will."""
         waiting = [job for job in self.jobs if job.request is None and not job.is_over]
-        if self.manager.transfers is not None:
+        if self.manager.tiers:
             waiting = [job for job in waiting[:LOOK_AHEAD] if self._has_arrived(job)]
         return (self.order or self._oldest_or_cached)(waiting)
 
@@ -389,7 +389,7 @@ class Engine:
     def _has_arrived(self, job: Job) -> bool:
         assert job.prompt is not None
         if job.fetch is None:
-            job.fetch = self.manager.fetch(job.prompt)
+            job.fetch = self.manager.tiers.fetch(job.prompt)
         return job.fetch.poll()
 
     def advance(self) -> bool:

@@ -57,7 +57,6 @@ TORCH_FREE = {
     "dsv4.cache.prefix.trail",
     "dsv4.cache.stats",
     "dsv4.cache.step.shape",
-    "dsv4.cache.step.work_items",
     "dsv4.ops.constants",
     "dsv4.cache.handoff.agent",
     "dsv4.cache.handoff.arrival",

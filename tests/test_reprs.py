@@ -116,10 +116,10 @@ def test_a_suspended_request_says_whether_a_tier_has_it() -> None:
     plan = manager.prepare_forward([(request, 40)])
     stack.write(plan, [stack.stream(1, 40)])
     manager.commit(plan, ids=ids)
-    suspended = manager.suspend(request)
+    suspended = manager.tiers.suspend(request)
     states = {None: "being stored", True: "stored"}
     assert repr(suspended) in {f"Suspended(40 tokens, {each})" for each in states.values()}
-    manager.drain_tiers(timeout_s=30)
+    manager.tiers.drain(timeout_s=30)
     assert suspended.stored
     assert repr(suspended) == "Suspended(40 tokens, stored)"
     suspended._record, suspended._kept = None, False

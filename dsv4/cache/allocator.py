@@ -1,4 +1,4 @@
-"""Who owns which block: a free list with reference counts, and what the prefix index keeps.
+"""Ownership of blocks: a free list with reference counts, and what the prefix index keeps.
 
 Blocks are taken and given back only between captured graphs. The order is deterministic: the block
 that was freed last is taken first (of one release: in its order), and a fresh pool hands out
@@ -15,8 +15,8 @@ from dsv4.errors import Dsv4Error, InvalidInput, OutOfBlocks, require_count
 
 class BlockAllocator:
     """A fixed set of block ids. A block is held by one or more requests, or cached and idle (the
-    prefix index keeps it, no request holds it), or in flight (a tier's bytes are on their way into
-    it, nobody reads it), or free."""
+    prefix index keeps it, no request holds it), or in flight (it is being filled, and nothing reads
+    it), or free."""
 
     def __init__(self, total: int) -> None:
         self.total = total = require_count("blocks", total, at_least=0)
@@ -46,18 +46,19 @@ class BlockAllocator:
         return self._references[self._known(block_id)]
 
     def generation(self, block_id: int) -> int:
-        """How often the block has become free: what was in it at another generation is gone."""
+        """How often the block has become free: its content at another generation is gone."""
         return self._generations[self._known(block_id)]
 
     def is_shared(self, block_id: int) -> bool:
-        """Whether anybody but one request, another request or the index, relies on its bytes."""
+        """Whether anything besides one request relies on its bytes: another request or the
+        index."""
         return self._references[block_id] > 1 or bool(self._cached[block_id])
 
     def take(self, count: int, *, asker_blocks: int | None = None) -> list[int]:
         """`count` free blocks, each with one reference, or OutOfBlocks and nothing taken.
 
         `asker_blocks` is what the asker would hold in all (default: just these), so that the error
-        can tell "wait" from "never".
+        can distinguish "wait" from "never".
         """
         if require_count("blocks", count, at_least=0) > self.free:
             raise OutOfBlocks(
@@ -95,7 +96,7 @@ class BlockAllocator:
             references[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> list[int]:
-        """One owner less for each; the ids that became free are returned, in the given order.
+        """Removes one owner of each; returns the ids that became free, in the given order.
         Cached blocks become idle instead.
 
         Raises InvalidInput, with nothing released, if any would drop below zero.
@@ -121,7 +122,7 @@ class BlockAllocator:
 
     def left_by(self, holders: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
         """The blocks that would become free, and those that would become idle, if these holders
-        gave back what they hold."""
+        released what they hold."""
         counts = Counter(block_id for block_ids in holders for block_id in block_ids)
         left = [b for b, count in counts.items() if self._references[b] == count]
         return [b for b in left if not self._cached[b]], [b for b in left if self._cached[b]]
@@ -135,7 +136,7 @@ class BlockAllocator:
         self.cached += 1
 
     def drop(self, block_id: int) -> None:
-        """The index lets go of a block, which is free as soon as nobody holds it."""
+        """The index gives up a block, which is free as soon as no request holds it."""
         if not self._cached[self._known(block_id)]:
             raise InvalidInput(f"block {block_id} is not cached")
         self._cached[block_id] = False
@@ -145,7 +146,7 @@ class BlockAllocator:
             self._free_again([block_id])
 
     def take_in_flight(self, count: int) -> list[int]:
-        """`count` free blocks, which must be there, for bytes that are on their way."""
+        """`count` free blocks, which must exist, for bytes that will arrive."""
         taken = self.take(count)
         self._in_flight.update(taken)
         for block_id in taken:
@@ -153,7 +154,7 @@ class BlockAllocator:
         return taken
 
     def land(self, block_id: int) -> None:
-        """The bytes of a block in flight are there: the index keeps it, idle."""
+        """The bytes of a block in flight have arrived: the index keeps it, idle."""
         self._in_flight.remove(block_id)
         self._cached[block_id] = True
         self.cached += 1
@@ -167,7 +168,7 @@ class BlockAllocator:
         self._free_again(block_ids)
 
     def arrive(self, block_ids: Sequence[int]) -> None:
-        """The bytes of blocks in flight are there: a request holds them."""
+        """The bytes of blocks in flight have arrived: a request holds them."""
         if not self._in_flight.issuperset(block_ids):
             raise InvalidInput(f"blocks {list(block_ids)[:8]} are not all in flight")
         for block_id in block_ids:

@@ -11,12 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from dsv4.cache.changes import Uncopied
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
-from dsv4.cache.step.shape import I64, StepShape
+from dsv4.cache.step.buffers import StepBuffers
+from dsv4.cache.step.shape import I64, StepShape, StepTokens
 from dsv4.errors import InvalidInput, PlanError, is_whole
 from dsv4.ops.calls import CompressorWrite
 from dsv4.ops.columns import request_columns, token_columns
@@ -24,10 +26,12 @@ from dsv4.ops.columns import request_columns, token_columns
 # what a layer stores of a step, where it is written piece by piece
 WINDOW, TAILS, ENTRIES = 1, 2, 4
 MOST_SHOWN = 4  # requests, in a repr
+LEAST_POSITION_BOUND = 2048
 
 
 class BatchCaptures(Protocol):
-    """Snapshots that a prefill batch leaves: every layer hands over its part around its append."""
+    """Snapshots that a prefill batch leaves: every layer supplies its part before and after its
+    append."""
 
     @property
     def rows(self) -> Sequence[int]:
@@ -51,16 +55,16 @@ class Batch(Uncopied):
     In a decode batch no request has more tokens than its rings can lose
     (`schema.max_decode_tokens`). Only decode batches may be padded, and so captured in a graph. Any
     other is a prefill batch; its `position_bound` is greater than every position in it. Batches of
-    the same `sizes` read with the same launches, and with the same `item_counts` write with the
-    same too.
+    the same `sizes` read with the same launches; those that also have the same `item_counts` write
+    with the same launches.
 
     `layers` are those that may be bound to a batch of draft steps; None where all may. A batch that
     is `alone` is the only one of its plan. It is `done` when its plan is over.
 
     In a batch of cut replays (`window_cut`) no token sees a window row from before its request's
-    start. `attend` keeps to it; a kernel of the engine's own must too. `window_lost`: the rings may
-    already have overwritten the oldest of the `window` rows before a request's start, which only a
-    draft step of a DSpark layer reads.
+    start. `attend` ensures that; a kernel of the engine's own must too. `window_lost`: the rings
+    may already have overwritten the oldest of the `window` rows before a request's start, which
+    only a draft step of a DSpark layer reads.
     """
 
     schema: CacheSchema
@@ -95,12 +99,16 @@ class Batch(Uncopied):
         said = describe_step(self.shape, self.starts.tolist(), self.padded_tokens)
         return f"Batch({kind}, {'over' if self.done else 'open'}: {said})"
 
+    def cut_windows(self) -> None:
+        """It is a batch of cut replays, which are read with launches of their own."""
+        self.window_cut, self.sizes = True, (*self.sizes, 1)
+
     # ---- what has been written ---------------------------------------------------------------
 
     def mark_appended(self, layers: Iterable[int] | None = None) -> None:
-        """What Python does not see, the replay of a captured graph or a kernel of the engine's own,
-        has appended the batch in these layers (default: all but those that draft): `commit` refuses
-        a step that a layer lacks. Raises PlanError, InvalidInput."""
+        """Something that Python does not see, the replay of a captured graph or a kernel of the
+        engine's own, has appended the batch in these layers (default: all except draft layers):
+        `commit` refuses a step that a layer has not stored. Raises PlanError, InvalidInput."""
         if self.done:
             raise PlanError("this plan is over: mark it before commit")
         chosen: Sequence[int] = self.schema.backbone_layers
@@ -112,8 +120,8 @@ class Batch(Uncopied):
             self.touched, self.last_appended = True, chosen[-1]
 
     def begin_append(self, layer: int) -> None:
-        """A layer is about to write. Until it has, and for good if an error or an interrupt comes
-        in between, nobody knows what is there."""
+        """A layer is about to write. Until it has, or forever if an error or an interrupt comes in
+        between, the content is undefined."""
         self.touched, self.last_appended = True, None
         self.unfinished_layers.add(layer)
 
@@ -156,8 +164,8 @@ class Batch(Uncopied):
 
     def require_unwritten(self, layer: int) -> None:
         """Raises PlanError if the layer cannot append. A prefill batch overwrites the rows it has
-        staged, and the rings that its own writes are made from, so each layer writes it once,
-        whatever came of it."""
+        staged, and the rings that its own writes are made from, so each layer writes it once, even
+        if that fails."""
         self.require_open()
         if self.is_decode:
             return
@@ -185,7 +193,7 @@ class Batch(Uncopied):
 
     def require_readable(self, layer: int, owner: int) -> None:
         """Raises PlanError if the window rows that the layer reads are not there, or the entries,
-        which are `owner`'s."""
+        which belong to `owner`."""
         self.require_written(layer)
         if owner != layer and owner not in self.stored_layers:
             raise PlanError(
@@ -223,14 +231,14 @@ class Batch(Uncopied):
 
     @property
     def clamped_positions(self) -> Tensor:
-        """int32 [padded_tokens], a new tensor: positions as a rotary table takes them, 0 for
-        padding. A captured graph reads them anew with each replay."""
+        """int32 [padded_tokens], a new tensor: positions in the form that a rotary table takes, 0
+        for padding. A captured graph reads them again with each replay."""
         return self.positions.clamp_min(0)
 
     @property
     def batch_rows(self) -> Tensor:
-        """int32 [padded_tokens], a view of `tokens`: which of `requests` each token is of, -1 for
-        padding."""
+        """int32 [padded_tokens], a view of `tokens`: the index in `requests` of each token's
+        request, -1 for padding."""
         row: Tensor = token_columns(self.tokens).batch_row
         return row
 
@@ -244,11 +252,114 @@ class Batch(Uncopied):
         return row
 
 
+def make_batch(
+    buffers: StepBuffers,
+    step: StepTokens,
+    *,
+    lane: int,
+    pad_tokens: int | None = None,
+    pad_requests: int | None = None,
+) -> Batch:
+    """Fills the host buffer with the rows of a step, and cuts the device's to size."""
+    item_counts = buffers.fill(step)
+    tokens, requests = step.shape.num_tokens, len(step.shape.requests)
+    if pad_tokens is not None or pad_requests is not None:
+        tokens = tokens if pad_tokens is None else int(pad_tokens)
+        requests = requests if pad_requests is None else int(pad_requests)
+        item_counts = buffers.most_item_counts(tokens=tokens, requests=requests)
+    return cut_batch(
+        buffers, step, lane=lane, requests=requests, tokens=tokens, item_counts=item_counts
+    )
+
+
+def cut_batch(
+    buffers: StepBuffers,
+    step: StepTokens,
+    *,
+    lane: int,
+    requests: int,
+    tokens: int,
+    item_counts: dict[int, int],
+    bound: int | None = None,
+) -> Batch:
+    """A batch whose rows, padding included, lie in the buffers. `bound` is the position bound of a
+    prefill batch (default: what the ends need)."""
+    schema, most = buffers.schema, step.shape.most_tokens
+    decode = most <= schema.max_decode_tokens
+    if decode:
+        bound = None
+    elif bound is None:
+        bound = position_bound(schema, step.ends)
+    return Batch(
+        schema=schema,
+        shape=step.shape,
+        starts=step.starts,
+        ends=step.ends,
+        is_decode=decode,
+        position_bound=bound,
+        request_rows=buffers.cut("batch", requests),
+        tokens=buffers.cut("tokens", tokens),
+        items={ratio: buffers.cut(f"items_{ratio}", count) for ratio, count in item_counts.items()},
+        sizes=(decode, requests, tokens, most, bound or 0),
+        item_counts=tuple(item_counts.values()),
+        lane=lane,
+    )
+
+
+def draft_batches(buffers: StepBuffers, batch: Batch, drafts: int) -> tuple[Batch, ...]:
+    """Batches for draft layers: the nth has the nth token of each request of a decode batch."""
+    buffers.fill_drafts(drafts, batch.shape, batch.starts)
+    requests, padded = len(batch.requests), batch.request_rows.shape[0]
+    found = []
+    for nth in range(drafts):
+        shape = StepShape(
+            requests=batch.requests,
+            slots=batch.slots,
+            counts=(batch.counts > nth).astype(np.int64),
+            num_tokens=requests,
+            most_tokens=1,
+            first_rows=np.arange(requests),
+        )
+        one = Batch(
+            schema=batch.schema,
+            shape=shape,
+            starts=batch.starts + nth,
+            ends=batch.starts + nth + 1,
+            is_decode=True,
+            position_bound=None,
+            request_rows=buffers.cut_draft("draft_batch", nth, padded),
+            tokens=buffers.cut_draft("draft_tokens", nth, padded),
+            items={},
+            sizes=(nth, True, padded, padded, 1),
+            item_counts=(),
+            layers=batch.schema.draft_layers,
+            alone=False,
+            lane=batch.lane,
+        )
+        found.append(one)
+    return tuple(found)
+
+
+def position_bound(schema: CacheSchema, ends: I64) -> int:
+    """A bound on the positions of a prefill batch: the smallest of `all_position_bounds` that
+    holds."""
+    longest = int(ends.max(initial=0))
+    return next(bound for bound in all_position_bounds(schema) if longest <= bound)
+
+
+def all_position_bounds(schema: CacheSchema) -> list[int]:
+    """Only a few values, so that launches with one of them serve many batches."""
+    found = [LEAST_POSITION_BOUND]
+    while found[-1] < schema.max_context:
+        found.append(4 * found[-1])
+    return [*found[:-1], schema.max_context]
+
+
 def require_layers(layers: object, num_layers: int) -> list[int]:
     """Layers of the model, as given. Raises InvalidInput."""
     try:
         chosen: list[Any] = list(layers) if isinstance(layers, Iterable) else [layers]
-    except TypeError:  # arrays and tensors of no dimension
+    except TypeError:  # arrays and tensors without dimensions
         chosen = [layers]
     for layer in chosen:
         if not is_whole(layer) or not 0 <= layer < num_layers:

@@ -2,7 +2,8 @@
 
 A decode step by hand: `append_swa`, `handle.write_tail`, then `maybe_flush_csa` or
 `maybe_flush_hca`, which always make the same launches: kernels decide on the device what closes.
-Steps are narrow (at most 1 + max_draft_tokens tokens per request); chunks go through `append`.
+Only for decode batches (at most 1 + max_draft_tokens tokens per request); chunks go through
+`append`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def append_swa(handle: LayerCacheHandle, kv: Tensor, weights: LayerWeights) -> N
 
     RoPE channels keep their bits. A token's ring row follows from its position, so tokens of one
     launch never race, other requests' rings are left alone, and of more tokens than a ring has rows
-    exactly the newest stay. Works for layers of every kind and for chunks. Feeds no tail:
+    exactly the newest stay. Works for layers of every kind and for chunks. It does not write tails:
     `handle.write_tail` does, and `handle.append` does both in one launch.
     """
     handle.write_swa(kv, weights=weights)
@@ -57,7 +58,7 @@ def hca_compress_tail(handle: LayerCacheHandle, weights: LayerWeights) -> tuple[
 def flush_write_csa(
     handle: LayerCacheHandle, entries: Tensor, keys: Tensor, valid_mask: Tensor
 ) -> None:
-    """Quantises entries and keys into their blocks; where `valid_mask` is false, nothing."""
+    """Quantises entries and keys into their blocks, except where `valid_mask` is false."""
     _require(handle, AttentionType.CSA)
     assert handle.compressor is not None
     assert handle.index_compressor is not None
@@ -70,7 +71,7 @@ def flush_write_csa(
 
 
 def flush_write_hca(handle: LayerCacheHandle, entries: Tensor, valid_mask: Tensor) -> None:
-    """Quantises entries into their blocks; where `valid_mask` is false, nothing."""
+    """Quantises entries into their blocks, except where `valid_mask` is false."""
     _require(handle, AttentionType.HCA)
     assert handle.compressor is not None
     _check_flush(handle, handle.compressor, entries, valid_mask)
@@ -92,10 +93,10 @@ def maybe_flush_hca(handle: LayerCacheHandle, weights: LayerWeights) -> None:
 
 
 def csa_rotate_state(handle: LayerCacheHandle, slot: int, length: int) -> dict[str, Tensor]:
-    """What the tails show in a request of that length: `ka`, `za` the rows of the unfinished group,
-    `kb`, `zb` those of the group before it.
+    """What the tails hold for a request of that length: `ka`, `za` the rows of the unfinished
+    group, `kb`, `zb` those of the group before it.
 
-    Rings are addressed by position, so a flush rotates the streams by arithmetic; no byte moves.
+    Rings are addressed by position, so a flush rotates the streams without moving a byte.
     """
     _require(handle, AttentionType.CSA)
     layer, start = handle.schema, length - length % handle.schema.spec.ratio
@@ -111,7 +112,7 @@ def csa_rotate_state(handle: LayerCacheHandle, slot: int, length: int) -> dict[s
 
 
 def hca_reset_state(handle: LayerCacheHandle, slot: int, length: int) -> dict[str, Tensor]:
-    """What the tail shows in a request of that length: the rows of the unfinished group, none
+    """What the tail holds for a request of that length: the rows of the unfinished group, none
     right after a flush. No byte moves.
 
     With online state there are no such rows: `state` [1 or 0, 3, head_dim] is their fold, running

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from operator import is_not
@@ -16,7 +17,7 @@ from dsv4.cache.batch import ENTRIES, TAILS, WINDOW, Batch
 from dsv4.cache.changes import Uncopied, in_turn
 from dsv4.cache.memory import LayerMemory
 from dsv4.cache.pages import CompressorLayout
-from dsv4.cache.repeats import Repeats
+from dsv4.cache.repeats import Key, Repeats
 from dsv4.cache.views import ClassicalView, IndexerView, SWAView
 from dsv4.cache.workspace import Workspace
 from dsv4.errors import InvalidInput, PlanError, SchemaMismatch, require_count, require_flag
@@ -70,7 +71,8 @@ class LayerCacheHandle(Uncopied):
         self._repeats = Repeats(
             backend, (self._block_arena, self._slot_arena, self.block_table, *workspace.tensors)
         )
-        self._owner = self.schema.spec.owner
+        self._owner, self._window_page = self.schema.spec.owner, memory.window.page
+        self._has_indexer = self.schema.spec.has_indexer
         self._parts = WINDOW | (TAILS | ENTRIES if self.compressor is not None else 0)
 
     def __repr__(self) -> str:
@@ -133,27 +135,55 @@ class LayerCacheHandle(Uncopied):
             batch = self._unwritten_batch()
         if type(weights) is not LayerWeights:
             checks.layer_weights(weights)
-        given = (kv, c, z, index_c, index_z, *_tensors_of(weights))
-        key, known = self._repeats.find(("append", batch.sizes, batch.item_counts), given)
-        tensors = [*filter(_is_given, given)]
-        if known is not None and batch.captures is None:
-            places = known.places(tensors)
-            if places is not None:
-                batch.begin_append(self.layer)
-                known.run(places, tensors)
-                batch.note_append(self.layer)
-                return
+        build = partial(self._append_calls, batch, weights, kv, c, z, index_c, index_z)
+        if batch.captures is not None:  # which take what the calls are built from
+            for call in build():
+                call()
+            batch.captures.after_append(self.layer)
+        else:
+            given = (kv, c, z, index_c, index_z, *_tensors_of(weights))
+            call_key = ("append", batch.sizes, batch.item_counts)
+            self._repeated(batch, call_key, given, build, begin=True)
+        batch.note_append(self.layer)
+
+    def _append_calls(
+        self,
+        batch: Batch,
+        weights: LayerWeights,
+        kv: Tensor,
+        c: Tensor | None,
+        z: Tensor | None,
+        index_c: Tensor | None,
+        index_z: Tensor | None,
+    ) -> list[partial[None]]:
         window = self._window_write(batch, kv, weights)
         writes = self._compressor_writes(batch, weights, c, z, index_c, index_z)
         step = self.step_tensors(batch, weights)
         batch.begin_append(self.layer)
         if batch.captures is not None:
             batch.captures.before_append(self.layer, writes)
-        calls = [partial(self.backend.append, step, window, writes)]
-        self._repeats.make(key, tensors, calls, batch.tokens)
-        if batch.captures is not None:
-            batch.captures.after_append(self.layer)
-        batch.note_append(self.layer)
+        return [partial(self.backend.append, step, window, writes)]
+
+    def _repeated(
+        self,
+        batch: Batch,
+        call_key: Key,
+        given: Sequence[Tensor | None],
+        build: partial[list[partial[None]]],
+        *,
+        begin: bool = False,
+    ) -> None:
+        """Makes calls of the backend. `build` checks what was given and returns them; when a call
+        comes again with the same shapes, nothing is checked or built. `begin`: they write."""
+        key, known = self._repeats.find(call_key, given)
+        tensors = [*filter(_is_given, given)]
+        places = None if known is None else known.places(tensors)
+        if known is None or places is None:
+            self._repeats.make(key, tensors, build(), batch.tokens)
+            return
+        if begin:
+            batch.begin_append(self.layer)
+        known.run(places, tensors)
 
     @in_turn
     def write_swa(self, kv: Tensor, *, weights: LayerWeights) -> None:
@@ -284,7 +314,7 @@ class LayerCacheHandle(Uncopied):
         ]
 
     def _window_write(self, batch: Batch, kv: Tensor, weights: LayerWeights) -> WindowWrite:
-        page = self.memory.window.page
+        page = self._window_page
         device = self._slot_arena.device
         checks.rows("kv", kv, batch.padded_tokens, page.format.width, self._value_dtype, device)
         if weights.kv_norm is not None:
@@ -459,23 +489,37 @@ class LayerCacheHandle(Uncopied):
         take, if given, and read by those. They are worth something in one step only.
         Raises SchemaMismatch on a layer without an indexer, InvalidInput, PlanError.
         """
-        spec, view = self.schema.spec, self.memory.index_keys or self.read_indexer_view()
-        if not spec.has_indexer:
+        if self.memory.index_keys is None:
+            self.read_indexer_view()
+        if not self._has_indexer:
             raise SchemaMismatch(
-                f"layer {self.layer} has no indexer: it reads what layer {spec.selector} selected"
+                f"layer {self.layer} has no indexer: it reads what layer "
+                f"{self.schema.spec.selector} selected"
             )
         batch = self._readable_batch()
-        told = ("select", batch.sizes, prepared, round_bf16, repr(top_k))  # True is no 1 here
-        key, known = self._repeats.find(told, (q, index_weights, out, rope, candidates))
-        if known is not None:
-            if out is None:
-                count = self._model.index_topk if top_k is None else top_k
-                out = torch.empty((q.shape[0], count), dtype=torch.int32, device=q.device)
-            tensors = [*filter(_is_given, (q, index_weights, out, rope, candidates))]
-            places = known.places(tensors)
-            if places is not None:
-                known.run(places, tensors)
-                return out
+        if out is None:
+            count = self._model.index_topk if top_k is None else require_count("top_k", top_k)
+            shape = batch.tokens.shape[0], count
+            out = torch.empty(shape, dtype=torch.int32, device=self._slot_arena.device)
+        given = (q, index_weights, out, rope, candidates)
+        call_key = ("select", batch.sizes, prepared, round_bf16, repr(top_k))  # True is no 1 here
+        build = partial(self._select_calls, batch, *given, prepared, round_bf16, top_k)
+        self._repeated(batch, call_key, given, build)
+        return out
+
+    def _select_calls(
+        self,
+        batch: Batch,
+        q: Tensor,
+        index_weights: Tensor,
+        out: Tensor,
+        rope: Tensor,
+        candidates: Tensor | None,
+        prepared: bool,
+        round_bf16: bool,
+        top_k: int | None,
+    ) -> list[partial[None]]:
+        view = self.read_indexer_view()
         device, rows = self._slot_arena.device, batch.padded_tokens
         require_flag("prepared", prepared)
         require_flag("round_bf16", round_bf16)
@@ -497,7 +541,7 @@ class LayerCacheHandle(Uncopied):
             aligned=False,
         )
         checks.rope_table(rope, self._model.rope_dim, self._max_context, device)
-        out = _result("out", out, (rows, count), "int32", device)
+        _check_result("out", out, (rows, count), "int32", device)
         bounds = self._candidates(candidates, rows, count)
         selection = Selection(
             q=q,
@@ -521,12 +565,10 @@ class LayerCacheHandle(Uncopied):
                 rope=rope,
                 record=view.page.format,
                 out=q,
-                transform=self._model.layers[spec.owner].index_hadamard,
+                transform=self._model.layers[self._owner].index_hadamard,
             )
             calls.insert(0, prepare)
-        tensors = [*filter(_is_given, (q, index_weights, out, rope, candidates))]
-        self._repeats.make(key, tensors, calls, batch.tokens)
-        return out
+        return calls
 
     def _candidates(self, blocks: Tensor | None, rows: int, top_k: int) -> Candidates | None:
         """What `select` does with candidate blocks on this layer. Raises InvalidInput."""
@@ -583,17 +625,27 @@ class LayerCacheHandle(Uncopied):
         InvalidInput.
         """
         batch = self._readable_batch()
+        if not isinstance(q, Tensor):
+            checks.is_tensor("q", q)
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if lse is None:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         given = (q, sink, indices, out, lse, inverse_rope)
-        key, known = self._repeats.find(("attend", batch.sizes), given)
-        if known is not None:
-            out = torch.empty_like(q) if out is None else out
-            if lse is None:
-                lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-            tensors = [*filter(_is_given, (q, sink, indices, out, lse, inverse_rope))]
-            places = known.places(tensors)
-            if places is not None:
-                known.run(places, tensors)
-                return out, lse
+        build = partial(self._attend_calls, batch, *given)
+        self._repeated(batch, ("attend", batch.sizes), given, build)
+        return out, lse
+
+    def _attend_calls(
+        self,
+        batch: Batch,
+        q: Tensor,
+        sink: Tensor,
+        indices: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        inverse_rope: Tensor | None,
+    ) -> list[partial[None]]:
         device, rows, spec = self._slot_arena.device, batch.padded_tokens, self.schema.spec
         checks.heads("q", q, rows, self._model.head_dim, self._value_dtype, device)
         checks.vector("sink", sink, (q.shape[1],), device)
@@ -606,8 +658,8 @@ class LayerCacheHandle(Uncopied):
             checks.index_rows("indices", indices, rows, device)
         if inverse_rope is not None:
             checks.rope_table(inverse_rope, self._model.rope_dim, self._max_context, device)
-        out = _result("out", out, tuple(q.shape), self._value_dtype, device)
-        lse = _result("lse", lse, (rows, q.shape[1]), "float32", device)
+        _check_result("out", out, tuple(q.shape), self._value_dtype, device)
+        _check_result("lse", lse, (rows, q.shape[1]), "float32", device)
         attention = Attention(
             q=q,
             sink=sink,
@@ -625,10 +677,7 @@ class LayerCacheHandle(Uncopied):
             decoded=self._workspace.select,
             window_cut=batch.window_cut,
         )
-        tensors = [*filter(_is_given, (q, sink, indices, out, lse, inverse_rope))]
-        calls = [partial(self.backend.attend, attention)]
-        self._repeats.make(key, tensors, calls, batch.tokens)
-        return out, lse
+        return [partial(self.backend.attend, attention)]
 
     @in_turn
     def attend_draft(
@@ -710,7 +759,7 @@ class LayerCacheHandle(Uncopied):
         """Where the window rows of a batch are: the ring, or for a prefill batch the staging."""
         return WindowSource(
             arena=self._slot_arena if batch.is_decode else self._workspace.staging,
-            page=self.memory.window.page if batch.is_decode else self._workspace.staging_page,
+            page=self._window_page if batch.is_decode else self._workspace.staging_page,
             window=self.schema.window,
             staged=not batch.is_decode,
         )
@@ -787,9 +836,16 @@ def _result(
     device: torch.device,
 ) -> Tensor:
     """The caller's tensor, checked, or a new one."""
-    dtype: torch.dtype = getattr(torch, dtype_name)
     if given is None:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=getattr(torch, dtype_name), device=device)
+    _check_result(name, given, shape, dtype_name, device)
+    return given
+
+
+def _check_result(
+    name: str, given: Tensor, shape: tuple[int, ...], dtype_name: str, device: torch.device
+) -> None:
+    dtype: torch.dtype = getattr(torch, dtype_name)
     checks.is_tensor(name, given)
     if tuple(given.shape) != shape or given.dtype != dtype or given.device != device:
         raise InvalidInput(
@@ -797,4 +853,3 @@ def _result(
             f"{list(shape)} on {device}"
         )
     checks.contiguous(name, given)
-    return given

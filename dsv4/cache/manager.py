@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from dsv4.backends import load_backend
+from dsv4.cache.absent import NoTiers
 from dsv4.cache.admission import Admission
 from dsv4.cache.arena import Arena
 from dsv4.cache.batch import Batch
 from dsv4.cache.changes import LOGGER, Guard, Turn, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.memory import CacheMemory, LayerMemory
+from dsv4.cache.memory import CacheMemory, Lane, LayerMemory
 from dsv4.cache.options import ManagerOptions, Settings
 from dsv4.cache.prefix.cache import PrefixCache
 from dsv4.cache.prefix.index import BlockEvent
@@ -32,17 +33,17 @@ from dsv4.cache.prepare_forward import (
     ForwardPlan,
     PlanOptions,
     check_step,
-    fill_new_blocks,
     following,
     make_plan,
 )
 from dsv4.cache.recover import recover_books
-from dsv4.cache.requests import LENGTH, PUBLISHED, REUSED, Condition, Request, RequestTable
+from dsv4.cache.requests import REUSED, Condition, Request, RequestTable
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step import checks as step_checks
 from dsv4.cache.step import overlap
 from dsv4.cache.step.checks import Step, StepReader
+from dsv4.cache.step.shape import StepTokens
 from dsv4.cache.warmup import Warmup, available_processors, progress_bar
 from dsv4.errors import (
     ContextOverflow,
@@ -55,7 +56,6 @@ from dsv4.errors import (
     is_whole,
     require_count,
     require_flag,
-    require_timeout,
     require_type,
 )
 
@@ -63,12 +63,8 @@ if TYPE_CHECKING:
     from dsv4.cache.handoff.arrival import Arrival
     from dsv4.cache.handoff.handoff import Handoff
     from dsv4.cache.handoff.options import HandoffOptions
-    from dsv4.cache.transfers.fetch import Fetch
-    from dsv4.cache.transfers.offload import Suspended
-    from dsv4.cache.transfers.transfers import Transfers
+    from dsv4.cache.transfers.tiers import Tiers
     from dsv4.tiers.tier import Tier
-
-FETCH_POLL_S = 0.0002
 
 
 class KVCacheManager(Uncopied):
@@ -77,9 +73,9 @@ class KVCacheManager(Uncopied):
     `table` owns requests, slots and blocks, `memory` the device's bytes, `prefix` what outlives a
     request. One allocator serves all layers, so admission is atomic: a request has its slot and all
     its blocks, or nothing. Host calls (everything but what handles launch) belong between captured
-    graphs. A call that raises has changed nothing. With `tiers` (docs/tiers.md), the fastest first,
-    what is cached is kept below the device too; `transfers` moves it. With `handoff` requests go
-    from manager to manager (docs/distributed.md).
+    graphs. A call that raises has changed nothing. With tiers (docs/tiers.md), the fastest first,
+    what is cached is kept below the device too: `manager.tiers` has the calls for that, and is
+    false without any. With `handoff` requests go from manager to manager (docs/distributed.md).
 
     With `batch_invariant` no bit that a token reads, scores, selection, attention, depends on what
     else is in its step or on how its request was cut into steps. Without, the last bits of
@@ -134,9 +130,9 @@ class KVCacheManager(Uncopied):
         if prefix is not None:
             self.prefix = PrefixCache(schema, self.table.allocator, prefix, place)
             self.table.reclaimer = self.prefix.blocks
-        self.transfers = self._transfers(settings.tiers) if settings.tiers else None
         self.open_plans: list[ForwardPlan] = []
         self.guard = Guard()
+        self.tiers = self._make_tiers(settings.tiers)
         self.handoff = None if settings.handoff is None else self._handoff(settings.handoff)
         self._admission = Admission(self.table, self.memory, self.prefix, self.guard)
         self._step_readers = tuple(StepReader(schema, self.table) for _ in self.memory.lanes)
@@ -230,17 +226,12 @@ class KVCacheManager(Uncopied):
             snapshots = SnapshotPool.bytes_on_device(schema, settings.prefix, place)
         return memory.step_buffers + memory.workspace + snapshots
 
-    def _transfers(self, tiers: Sequence[Tier]) -> Transfers:
-        from dsv4.cache.transfers.transfers import Transfers  # needs the extra dsv4[tiers]
+    def _make_tiers(self, tiers: Sequence[Tier]) -> Tiers | NoTiers:
+        if not tiers:
+            return NoTiers()
+        from dsv4.cache.transfers.tiers import Tiers  # needs the extra dsv4[tiers]
 
-        return Transfers(
-            tiers,
-            prefix=self.prefix,
-            table=self.table,
-            block_arena=self.block_arena.bytes,
-            slot_arena=self.slot_arena.bytes,
-            device=self.device,
-        )
+        return Tiers(self, tiers)
 
     def _handoff(self, options: HandoffOptions) -> Handoff:
         from dsv4.cache.handoff.handoff import Handoff  # needs the extra dsv4[nixl]
@@ -410,8 +401,7 @@ class KVCacheManager(Uncopied):
                 f"but it has {request.length} tokens: supply those that were committed"
             )
         self.prefix.supply_ids(request, read, self.slot_arena.bytes[request.slot], self._adopt)
-        if self.transfers is not None:
-            self.transfers.pump()
+        self.tiers.pump()
 
     @changes
     def continue_request(self, request: Request, prompt: TokenIds | Prompt) -> Resume:
@@ -533,15 +523,14 @@ class KVCacheManager(Uncopied):
             elif any(request in plan.requests for plan in self.open_plans):
                 deferred.append((request, suspend))
             elif not request.released and self.table.live.get(request.slot) is request:
-                if suspend and self._can_suspend(request):
-                    assert self.transfers is not None
-                    self.transfers.suspend(request)
+                if suspend:
+                    self.tiers.before_release(request)
                 self._release(request)
             deferred.popleft()
 
     def _let_go(self, item: object) -> None:
         """A fetch that nobody waits for any more, or what was handed over."""
-        if self.transfers is None or not self.transfers.let_go(item):
+        if not self.tiers.let_go(item):
             assert self.handoff is not None
             self.handoff.let_go(item)
 
@@ -587,7 +576,7 @@ class KVCacheManager(Uncopied):
             table=self.table,
             memory=self.memory,
             prefix=self.prefix,
-            transfers=self.transfers,
+            tiers=self.tiers,
             handoff=self.handoff,
         )
         self._forget_steps()
@@ -625,143 +614,6 @@ class KVCacheManager(Uncopied):
             else require_count("blocks", blocks, at_least=0)
         )
         return self._prefix_cache().blocks.evict(most)
-
-    # ---- tiers -------------------------------------------------------------------------------
-
-    @changes
-    def fetch(self, prompt: TokenIds | Prompt, salt: str | None = None) -> Fetch:
-        """Starts to bring what tiers have of a prompt behind what is cached, and returns at once:
-        `poll` the fetch until it is over, then `admit_request` finds what came. Blocks that bytes
-        are on their way into are in flight, nobody else's. What cannot be had is left out: no tier
-        raises. Raises InvalidInput, ContextOverflow."""
-        return self._fetch(prompt, salt, last=1)
-
-    @changes
-    def _fetch_with_state(self, prompt: Prompt, salt: str | None, last: int) -> Fetch:
-        return self._fetch(prompt, salt, last=last, with_state=True)
-
-    def _fetch(
-        self, prompt: TokenIds | Prompt, salt: str | None, *, last: int, with_state: bool = False
-    ) -> Fetch:
-        """For all tokens of a prompt but the `last` so many."""
-        transfers = self._tiers()
-        count, trail = self._read_prompt(prompt, salt)
-        if trail is None:
-            raise InvalidInput(f"{prompt!r}: tiers are asked for token ids, not for a count")
-        return transfers.fetch(
-            trail,
-            max(0, count - last),
-            with_state=with_state,
-            poll=self._poll_fetch,
-            cancel=self._cancel_fetch,
-            hand_out=self.guard.change.hand_out,
-        )
-
-    @changes
-    def _poll_fetch(self, fetch: Fetch) -> None:
-        self._tiers().advance(fetch)
-
-    @changes
-    def _cancel_fetch(self, fetch: Fetch) -> None:
-        self._tiers().fetches.cancel(fetch)
-
-    def admit_fetched(
-        self, prompt: TokenIds | Prompt, salt: str | None = None, *, timeout_s: float
-    ) -> Request:
-        """`fetch`, waited for at most so long, then `admit_request`. What has not come by then is
-        computed. Where a request was suspended that the prompt goes on from, it goes on from its
-        state. Other calls may come in between. Raises what both raise."""
-        return self._admit_fetched(prompt, salt, timeout_s, last=1)
-
-    def _admit_fetched(
-        self, prompt: TokenIds | Prompt, salt: str | None, timeout_s: float, *, last: int
-    ) -> Request:
-        if not isinstance(prompt, Prompt):
-            prompt, salt = self.prompt(prompt, salt), None
-        seconds = require_timeout(timeout_s)
-        fetch = self._fetch_with_state(prompt, salt, last)
-        try:
-            self._wait_for(fetch, seconds)
-            return self._admit_state(prompt, fetch) or self.admit_request(prompt)
-        except BaseException:  # ends now, or with the next call if another one is inside
-            self.guard.defer(fetch)
-            with suppress(ThreadError, RecoveryNeeded):
-                self._release_now()
-            raise
-
-    def _wait_for(self, fetch: Fetch, timeout_s: float) -> None:
-        until = time.monotonic() + timeout_s
-        while not fetch.poll() and time.monotonic() < until:
-            time.sleep(FETCH_POLL_S)
-        fetch.cancel()
-
-    @changes
-    def suspend(self, request: Request) -> Suspended:
-        """A live request leaves the device, and `resume_request` with its token ids brings it back
-        as it was: after a preemption, a long wait, in another process, with other draft settings.
-        Its slot and blocks go back at once; its whole blocks stay cached as ever.
-
-        The ids of all its tokens must be known (`commit(ids=...)`, `supply_ids`). In the middle
-        of a replay no state is kept; what is missing runs again. Raises InvalidInput, RequestError.
-        """
-        transfers = self._tiers()
-        self._require_unplanned(request)
-        if request.condition is not Condition.INCOMPLETE:  # of which not all ids are known
-            request.require("suspend")
-        known = 0 if request.trail is None else len(request.trail.ids)
-        if request.trail is None or known < request.length:
-            raise InvalidInput(
-                f"{known} of the {request.length} token ids of request {request.serial} are known: "
-                f"admit it with ids and supply the others, for it comes back by its ids"
-            )
-        suspended = transfers.suspend(request)
-        self._release(request)
-        return suspended
-
-    def _can_suspend(self, request: Request) -> bool:
-        trail = request.trail
-        known = trail is not None and len(trail.ids) >= request.length
-        return self.transfers is not None and known and request.condition.allows("suspend")
-
-    def resume_request(
-        self, prompt: TokenIds | Prompt, salt: str | None = None, *, timeout_s: float
-    ) -> Request:
-        """The request of these token ids that was suspended, waited for at most so long. If its
-        state is there, `request.resume.run` is empty; if not, what `admit_fetched` does. Raises
-        what that raises."""
-        return self._admit_fetched(prompt, salt, timeout_s, last=0)
-
-    @changes
-    def _admit_state(self, prompt: Prompt, fetch: Fetch) -> Request | None:
-        """A slot with the state that was fetched; None if it or a block before it did not come."""
-        transfers, prefix = self._tiers(), self._prefix_cache()
-        row = transfers.fetches.take_state(fetch)
-        if row is None:
-            return None
-        try:
-            tokens = row.label.tokens
-            nodes = prefix.index.match(fetch.trail, tokens // self.schema.block_tokens)
-            if len(nodes) < tokens // self.schema.block_tokens:
-                return None
-            state = transfers.slot_of(row, tokens)
-            resume = Resume(start=tokens, reused_tokens=tokens, end=len(prompt), source="state")
-            match, trail = PrefixMatch(nodes, resume, None), fetch.trail.copy()
-            request = self._admission.from_state(prefix, match, trail, *state)
-            transfers.resumed += 1
-            return request
-        finally:
-            transfers.host.release(row)
-
-    @changes
-    def drain_tiers(self, timeout_s: float) -> bool:
-        """Waits at most so long until all that is cached is kept by tiers, or dropped: before the
-        process ends. Whether that is so. Closes no tier."""
-        return self._tiers().drain(require_timeout(timeout_s))
-
-    def _tiers(self) -> Transfers:
-        if self.transfers is None:
-            raise InvalidInput("this manager has no tiers: build it with tiers=[HostTier(...), …]")
-        return self.transfers
 
     # ---- from machine to machine -------------------------------------------------------------
 
@@ -911,90 +763,81 @@ class KVCacheManager(Uncopied):
         """
         require_flag("chunks_apart", chunks_apart)
         lane = self._free_lane()
-        buffers = self.memory.lanes[lane].buffers
-        shape = self._step_readers[lane].read(steps)
-        before = overlap.read_before(
-            self.schema, self.table, shape, after, accepted, self.open_plans, self.device
-        )
-        if self.open_plans:
-            step_checks.disjoint(shape, self.open_plans, before)
-        starts, published, reused, written = self.table.numbers.take(shape.slots, axis=1)
-        step_checks.untorn(self.schema, shape, starts, written)
-        if before is not None:
-            starts = overlap.latest_starts(before, starts)
-        ends = starts + shape.counts
-        step_checks.context(self.schema, int(ends.max(initial=0)))
-        window_cut = False
-        if self.prefix is not None and self.prefix.options.replay == "cut":
-            plain = before is None and not drafts and not chunks_apart
-            window_cut = step_checks.cut_replays(self.schema, shape, starts, reused, plain=plain)
+        step = self._read_step(lane, steps, after, accepted)
+        plain = after is None and not drafts and not chunks_apart
+        is_cut = self._is_cut_replay(step, plain=plain)
         check_step(
-            self.schema,
-            buffers,
-            shape,
+            lane.buffers,
+            step.shape,
             pad_tokens=pad_tokens,
             pad_requests=pad_requests,
             drafts=drafts,
             chunks_apart=chunks_apart,
         )
-        block_tokens = self.schema.block_tokens
-        growing = (ends > published * block_tokens).nonzero()[0]
-        if not self.schema.block_bytes:  # window-only layers need none
-            growing = growing[:0]
-        growth = self.table.reserve_growth(
-            [shape.requests[row] for row in growing.tolist()],
-            (-(-ends.take(growing) // block_tokens)).tolist(),
-        )
+        growth = self.table.reserve_step(step.shape.requests, step.shape.slots, step.ends)
         try:  # the device first, the table of live requests last and at once
-            buffers.wait()
-            new_blocks = fill_new_blocks(
-                self.schema, buffers, growth, published.take(growing).tolist()
-            )
-            if chunks_apart:
-                self.memory.lanes[lane].chunk_buffers.wait()
+            for buffers in lane.both_buffers[: 1 + chunks_apart]:
+                buffers.wait()
+            new_blocks = lane.buffers.fill_new_blocks(growth)
             plan = make_plan(
-                self.schema,
-                self.memory.lanes[lane],
-                shape,
-                starts,
-                ends,
-                reused,
+                lane,
+                step,
                 pad_tokens=pad_tokens,
                 pad_requests=pad_requests,
-                before=before,
                 drafts=int(drafts),
                 chunks_apart=chunks_apart,
             )
+            if is_cut:
+                plan.batch.cut_windows()
             if self.schema.model.draft_block:
-                lengths = self.table.numbers[LENGTH].take(shape.slots)
-                lost = overlap.window_lost(self.schema, plan, lengths, written)
-                for batch in plan.batches:
-                    batch.window_lost = lost
-            if window_cut:
-                plan.batch.window_cut, plan.batch.sizes = True, (*plan.batch.sizes, 1)
+                overlap.note_lost_windows(self.schema, plan, self.table)
             captures = None
             if self.prefix is not None and plan.prefill is not None:
-                workspace = self.memory.lanes[lane].workspace
-                captures = self.prefix.captures.plan(plan.prefill, self.slot_arena.bytes, workspace)
-            self.memory.send(new_blocks, buffers)
-            if len(plan.batches) > 1:
-                self.memory.lanes[lane].chunk_buffers.send()
+                captures = self.prefix.captures.plan(
+                    plan.prefill, self.slot_arena.bytes, lane.workspace
+                )
+            self.memory.send(new_blocks, *lane.both_buffers[: len(plan.batches)])
             if plan.unknown_starts is not None:
-                self.backend.follow(following(self.schema, buffers, plan, accepted))
+                self.backend.follow(following(lane.buffers, plan, accepted))
         except BaseException:  # of the device, out of memory, or a key pressed
             self.table.cancel(growth.reserved)
             raise
         if growth.requests:
-            self.table.settle_growth(growth)
-            self.table.numbers[PUBLISHED, shape.slots.take(growing)] = growth.blocks
-        if captures is not None:
-            assert self.prefix is not None
-            assert plan.prefill is not None
+            self.table.settle_step(growth)
+        if captures is not None and self.prefix is not None and plan.prefill is not None:
             plan.prefill.captures = captures
             self.prefix.captures.reserve(captures)
         self.guard.change.hand_out(plan)
         self.open_plans.append(plan)
         return plan
+
+    def _read_step(
+        self,
+        lane: Lane,
+        steps: Sequence[Step],
+        after: ForwardPlan | None,
+        accepted: Tensor | None,
+    ) -> StepTokens:
+        """Where the new tokens of a step lie. Raises PlanError, ContextOverflow or RequestError."""
+        shape, before = self._step_readers[lane.number].read(steps), None
+        if after is not None or accepted is not None:
+            before = overlap.read_before(
+                self.schema, self.table, shape, after, accepted, self.open_plans, self.device
+            )
+        if self.open_plans:
+            step_checks.disjoint(shape, self.open_plans, before)
+        starts, _, reused, written = self.table.numbers.take(shape.slots, axis=1)
+        step_checks.untorn(self.schema, shape, starts, written)
+        if before is not None:
+            starts = overlap.latest_starts(before, starts)
+        ends = starts + shape.counts
+        step_checks.context(self.schema, int(ends.max(initial=0)))
+        return StepTokens(shape=shape, starts=starts, ends=ends, reused=reused, before=before)
+
+    def _is_cut_replay(self, step: StepTokens, *, plain: bool) -> bool:
+        if self.prefix is None or self.prefix.options.replay != "cut":
+            return False
+        return step_checks.cut_replays(step, plain=plain)
 
     @contextmanager
     def step(
@@ -1112,9 +955,12 @@ class KVCacheManager(Uncopied):
         *,
         partial: bool,
     ) -> None:
-        overlap.require_first(plan)
+        has_neighbours = len(self.open_plans) > 1  # else no plan comes before or after it
+        if has_neighbours:
+            overlap.require_first(plan)
         kept = step_checks.accepted(self.schema, plan, accepted)
-        overlap.require_kept(plan, kept, self.open_plans)
+        if has_neighbours:
+            overlap.require_kept(plan, kept, self.open_plans)
         if plan.batches[0].window_cut:
             step_checks.whole_replays(plan, kept, self.table.numbers[REUSED].take(plan.slots))
         ends = plan.starts + kept
@@ -1129,13 +975,15 @@ class KVCacheManager(Uncopied):
             self.table.note_written(plan.slots, plan.latest_ends)
         self.table.move(plan.slots, ends)
         if self.prefix is not None:
-            newest = overlap.newest(plan, self.open_plans)
+            newest = plan.latest_ends
+            if has_neighbours:
+                newest = overlap.newest(plan, self.open_plans)
             slots = self.slot_arena.bytes
             self.prefix.note_commit(plan, kept, ends, learned, newest, slots, self._adopt)
-        overlap.move_up(plan, self.table, self.open_plans)
+        if has_neighbours:
+            overlap.move_up(plan, self.table, self.open_plans)
         self._close(plan)
-        if self.transfers is not None:
-            self.transfers.pump()
+        self.tiers.pump()
 
     @changes
     def abandon(self, plan: ForwardPlan) -> None:
@@ -1208,13 +1056,13 @@ class KVCacheManager(Uncopied):
         plan.close()
         self.open_plans.remove(plan)
 
-    def _free_lane(self) -> int:
+    def _free_lane(self) -> Lane:
         """PlanError if as many plans are open as can be."""
         if not self.open_plans:
-            return 0
+            return self.memory.lanes[0]
         taken = {plan.lane for plan in self.open_plans}
-        for lane in range(len(self.memory.lanes)):
-            if lane not in taken:
+        for lane in self.memory.lanes:
+            if lane.number not in taken:
                 return lane
         if len(taken) == 1:
             raise PlanError(
@@ -1262,8 +1110,8 @@ class KVCacheManager(Uncopied):
             prefix=None
             if self.prefix is None
             else self.prefix.stats(idle_blocks=allocator.idle + len(idle)),
-            transfers=None if self.transfers is None else self.transfers.stats(),
-            tiers=() if self.transfers is None else self.transfers.tier_stats(),
+            transfers=self.tiers.stats(),
+            tiers=self.tiers.tier_stats(),
             handoff=None if self.handoff is None else self.handoff.stats(),
         )
 

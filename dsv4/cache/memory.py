@@ -1,6 +1,6 @@
-"""All that a manager has on its device: the arenas, the block table, a step's index tensors, and
-memory that a call uses and forgets. Which bytes mean what is the schema's; who owns them, the
-request table's."""
+"""Everything that a manager has on its device: the arenas, the block table, a step's index tensors,
+and scratch memory of calls. The schema knows what the bytes mean, the request table what owns
+them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from dsv4.ops.calls import EntrySource
 
 
 class Lane:
-    """What one open plan has to itself: its index tensors, and what its calls use and forget. Plans
-    of different lanes may run on different streams."""
+    """What one open plan has to itself: its index tensors, and the scratch memory of its calls.
+    Plans of different lanes may run on different streams."""
 
     def __init__(
         self,
@@ -42,13 +42,14 @@ class Lane:
             max_tokens=max_tokens,
             device=block_table.device,
         )
-        # of chunks that are planned apart
+        # of the prefill batch with chunks_apart
         self.chunk_buffers = StepBuffers(
             schema,
             max_requests=block_table.shape[0],
             max_tokens=max_tokens,
             device=block_table.device,
         )
+        self.both_buffers = self.buffers, self.chunk_buffers
         self.workspace = Workspace(
             schema,
             backend,
@@ -87,7 +88,8 @@ class CacheMemory:
         self.buffers, self.workspace = self.lanes[0].buffers, self.lanes[0].workspace
 
     def copy_block(self, source: int, targets: Sequence[int]) -> None:
-        """One block into some others, at once: all of them or, if it raises, none."""
+        """Copies one block into some others, in one operation: all of them or, if it raises,
+        none."""
         arena = self.block_arena.bytes
         if len(targets) == 1:
             arena[targets[0]].copy_(arena[source])
@@ -103,18 +105,21 @@ class CacheMemory:
         self.slot_arena.bytes[slot].zero_()
 
     def fill_slot(self, slot: int) -> None:
-        """What was made in the workspace's spare slot goes into this one, at once."""
+        """Copies what was prepared in the workspace's spare slot into this one, in one
+        operation."""
         self.slot_arena.bytes[slot].copy_(self.workspace.slot)
 
     def publish(self, slot: int, first: int, block_ids: Sequence[int]) -> None:
-        """Block ids straight into the slot's row of the table, from its block `first` on. For more
-        of them than a step could list; `send` does those of a step."""
+        """Writes block ids directly into the slot's row of the table, from its block `first` on.
+        Use this when there are more ids than a step buffer holds; `send` publishes the ids of a
+        step."""
         host = torch.tensor(block_ids, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         row = self.block_table[slot, first : first + len(block_ids)]
         row.copy_(host, non_blocking=True)
 
-    def send(self, new_blocks: int, buffers: StepBuffers) -> None:
-        """A step's index tensors to the device, and from there its new blocks to the table."""
+    def send(self, new_blocks: int, buffers: StepBuffers, *others: StepBuffers) -> None:
+        """Copies a step's index tensors to the device, and from there its new block ids to the
+        table."""
         buffers.send()
         if new_blocks:
             self._flat_table.index_copy_(
@@ -122,9 +127,11 @@ class CacheMemory:
                 buffers.cut("new_block_at", new_blocks),
                 buffers.cut("new_block_id", new_blocks),
             )
+        for each in others:
+            each.send()
 
     def memory_bytes(self, *, snapshots: int = 0) -> MemoryBytes:
-        """Bytes allocated here, and those of the prefix cache beside them."""
+        """Bytes allocated here, together with those of the prefix cache."""
         return MemoryBytes(
             block_arena=self.block_arena.memory_bytes(),
             slot_arena=self.slot_arena.memory_bytes(),
@@ -140,7 +147,7 @@ class CacheMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerMemory:
-    """One layer's part of it: planes, views and compressors, and `shared`, which all layers use.
+    """One layer's part: planes, views and compressors, and `shared`, which all layers use.
 
     `compressor` and `index_compressor` are those that the layer has of its own. Made once per layer
     with `of`; nothing is allocated.

@@ -36,9 +36,9 @@ class ManagerOptions(TypedDict, total=False):
 class Settings:
     """Options that were checked.
 
-    `max_step_tokens` and `max_open_plans` size the step buffers. `prefix` keeps prompts beyond
-    their requests, `tiers` keep them below the device, the fastest first, `handoff` sends requests
-    to other managers; without one of them the manager does not do it. `batch_invariant`:
+    `max_step_tokens` and `max_open_plans` size the step buffers. `prefix` keeps prompts after their
+    requests are released, `tiers` keep them below the device, the fastest first, `handoff` sends
+    requests to other managers; without an option the manager does not do it. `batch_invariant`:
     docs/exactness.md.
     """
 
@@ -54,7 +54,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.prefix is not None:
             require_type("prefix", self.prefix, PrefixOptions)
-        for name in ("max_step_tokens", "max_open_plans"):  # ints, whatever they were given as
+        for name in ("max_step_tokens", "max_open_plans"):  # ints, whatever type they were given as
             object.__setattr__(self, name, require_count(name, getattr(self, name)))
         require_flag("batch_invariant", self.batch_invariant)
         if not isinstance(self.tiers, Sequence) or isinstance(self.tiers, str | bytes):

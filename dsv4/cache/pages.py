@@ -115,8 +115,8 @@ class Page:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
     """`rows` rows of a slot from `offset_bytes` on; token position p has row p modulo `rows`. Where
-    the last token of each group is not kept (`CompressorLayout.skips_last`), positions are counted
-    without those."""
+    the last token of each group is not kept (`CompressorLayout.skips_last`), those tokens are not
+    counted."""
 
     offset_bytes: int
     rows: int
@@ -131,10 +131,9 @@ class CompressorLayout:
     `kb`, `zb` of the previous one, with `overlap`. Instead of these, `online` layers have one ring
     of states, whose rows are fp32 [3, width]. A layer whose groups have one token has no ring.
 
-    Without `gated` a group is one token, and its values are the projection as it is: there is no
-    `z`. With `skips_last` the last token of a group is in no ring, so groups close in
-    the step that brings it. With `key_page` the latent, the entry before its rotation, gives the
-    index key too.
+    Without `gated` a group is one token, and its values are the unchanged projection: there is no
+    `z`. With `skips_last` the last token of a group is in no ring, so groups close in the step that
+    contains it. With `key_page` the latent, the entry before its rotation, gives the index key too.
     """
 
     kind: CompressorKind

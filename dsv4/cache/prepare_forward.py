@@ -6,7 +6,7 @@ the device in one copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, TypedDict
 
@@ -14,18 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4.cache.batch import Batch, describe_step, require_layers
+from dsv4.cache.batch import (
+    Batch,
+    describe_step,
+    draft_batches,
+    make_batch,
+    require_layers,
+)
 from dsv4.cache.changes import Uncopied
 from dsv4.cache.memory import Lane
-from dsv4.cache.requests import Growth, Request
+from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.step.buffers import StepBuffers
-from dsv4.cache.step.shape import I64, StepShape
-from dsv4.cache.step.work_items import chunk_groups, closing_groups, without_existing
+from dsv4.cache.step.shape import I64, StepShape, StepTokens
 from dsv4.errors import PlanError, is_whole
 from dsv4.ops.calls import FollowedDrafts, FollowedItems, Following
-
-LEAST_POSITION_BOUND = 2048
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -134,28 +137,6 @@ class ForwardPlan(Uncopied):
         return self.shape.num_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Before:
-    """The plan that a new one comes after: `rows` are the new one's requests' rows there, or -1;
-    `counted_rows` says for which of them the device reads how many tokens are kept there,
-    `unknown_starts` for which only the device knows the length, None if for none."""
-
-    plan: ForwardPlan
-    rows: I64
-    counted_rows: NDArray[np.bool_]
-    unknown_starts: NDArray[np.bool_] | None
-
-    def first(self, count: int) -> Before:
-        """The same for the first `count` requests."""
-        unknown = None if self.unknown_starts is None else self.unknown_starts[:count]
-        return Before(
-            plan=self.plan,
-            rows=self.rows[:count],
-            counted_rows=self.counted_rows[:count],
-            unknown_starts=unknown,
-        )
-
-
 class PlanOptions(TypedDict, total=False):
     """What `prepare_forward` may be asked for, except overlap with another step."""
 
@@ -166,177 +147,43 @@ class PlanOptions(TypedDict, total=False):
 
 
 def make_plan(
-    schema: CacheSchema,
     lane: Lane,
-    shape: StepShape,
-    starts: I64,
-    ends: I64,
-    reused: I64,
+    step: StepTokens,
     *,
     pad_tokens: int | None,
     pad_requests: int | None,
-    before: Before | None,
     drafts: int,
     chunks_apart: bool,
 ) -> ForwardPlan:
-    """Fills the host buffers with a step and cuts the device's tensors to size. Entries below
-    `reused` tokens of a request exist and are not written. With `chunks_apart` requests with a few
-    tokens have rows that never move, and the others rows of their own.
+    """Fills the host buffers with a step and cuts the device's tensors to size. With `chunks_apart`
+    the requests with a few tokens have rows that never move, and the others rows of their own.
 
     Takes no blocks and copies nothing to the device.
     """
-    decode: Batch | None
-    prefill: Batch | None
-    count = decode_requests(schema, shape) if chunks_apart else len(shape.requests)
-    if not chunks_apart:
-        batch = make_batch(
-            schema,
-            lane.buffers,
-            shape,
-            starts,
-            ends,
-            reused,
-            pad_tokens=pad_tokens,
-            pad_requests=pad_requests,
-            before=before,
-        )
-        decode, prefill = (batch, None) if batch.is_decode else (None, batch)
-    else:
-        few, chunks = shape.split(count)
-        decode = make_batch(
-            schema,
-            lane.buffers,
-            few,
-            starts[:count],
-            ends[:count],
-            reused[:count],
-            pad_tokens=pad_tokens,
-            pad_requests=pad_requests,
-            before=None if before is None else before.first(count),
-        )
-        prefill = None
-        if chunks.requests:
-            prefill = make_batch(
-                schema, lane.chunk_buffers, chunks, starts[count:], ends[count:], reused[count:]
-            )
-            decode.alone = prefill.alone = False
-    plan = ForwardPlan(
-        shape=shape,
-        starts=starts,
-        ends=ends,
-        latest_ends=ends,
+    few, chunks = step, None
+    if chunks_apart:
+        few, chunks = step.split(decode_requests(lane.buffers.schema, step.shape))
+    batch = make_batch(
+        lane.buffers, few, lane=lane.number, pad_tokens=pad_tokens, pad_requests=pad_requests
+    )
+    decode, prefill = (batch, None) if batch.is_decode else (None, batch)
+    if chunks is not None and chunks.shape.requests:
+        prefill = make_batch(lane.chunk_buffers, chunks, lane=lane.number)
+        batch.alone = prefill.alone = False
+    before = step.before
+    return ForwardPlan(
+        shape=step.shape,
+        starts=step.starts,
+        ends=step.ends,
+        latest_ends=step.ends,
         decode=decode,
         prefill=prefill,
-        drafts=()
-        if not drafts or decode is None
-        else _draft_batches(schema, lane.buffers, decode, drafts),
+        drafts=draft_batches(lane.buffers, batch, drafts) if drafts else (),
         lane=lane.number,
         after=None if before is None else before.plan,
         rows_before=None if before is None else before.rows,
         unknown_starts=None if before is None else before.unknown_starts,
         counted_rows=None if before is None else before.counted_rows,
-    )
-    for batch in (*plan.batches, *plan.drafts):
-        batch.lane = lane.number
-    return plan
-
-
-def make_batch(
-    schema: CacheSchema,
-    buffers: StepBuffers,
-    shape: StepShape,
-    starts: I64,
-    ends: I64,
-    reused: I64,
-    *,
-    pad_tokens: int | None = None,
-    pad_requests: int | None = None,
-    before: Before | None = None,
-) -> Batch:
-    """Fills the host buffer with the rows of some requests, and cuts the device's to size."""
-    item_counts = fill_step(schema, buffers, shape, starts, ends, reused, before)
-    tokens, requests = shape.num_tokens, len(shape.requests)
-    if pad_tokens is not None or pad_requests is not None:
-        tokens = tokens if pad_tokens is None else int(pad_tokens)
-        requests = requests if pad_requests is None else int(pad_requests)
-        item_counts = buffers.most_item_counts(tokens=tokens, requests=requests)
-    return cut_batch(
-        schema,
-        buffers,
-        shape,
-        starts,
-        ends,
-        padded_requests=requests,
-        padded_tokens=tokens,
-        item_counts=item_counts,
-    )
-
-
-def cut_batch(
-    schema: CacheSchema,
-    buffers: StepBuffers,
-    shape: StepShape,
-    starts: I64,
-    ends: I64,
-    *,
-    padded_requests: int,
-    padded_tokens: int,
-    item_counts: dict[int, int],
-    bound: int | None = None,
-) -> Batch:
-    """A batch whose rows lie in the buffers. `bound` is the position bound of a prefill batch
-    (default: what `ends` need)."""
-    decode = is_decode(schema, shape)
-    if decode:
-        bound = None
-    elif bound is None:
-        bound = position_bound(schema, ends)
-    return Batch(
-        schema=schema,
-        shape=shape,
-        starts=starts,
-        ends=ends,
-        is_decode=decode,
-        position_bound=bound,
-        request_rows=buffers.cut("batch", padded_requests),
-        tokens=buffers.cut("tokens", padded_tokens),
-        items={ratio: buffers.cut(f"items_{ratio}", count) for ratio, count in item_counts.items()},
-        sizes=(decode, padded_requests, padded_tokens, shape.most_tokens, bound or 0),
-        item_counts=tuple(item_counts.values()),
-    )
-
-
-def _draft_batches(
-    schema: CacheSchema, buffers: StepBuffers, batch: Batch, drafts: int
-) -> tuple[Batch, ...]:
-    buffers.fill_drafts(drafts, batch.shape, batch.starts)
-    return tuple(_draft_batch(schema, buffers, batch, nth) for nth in range(drafts))
-
-
-def _draft_batch(schema: CacheSchema, buffers: StepBuffers, batch: Batch, nth: int) -> Batch:
-    starts, requests = batch.starts + nth, len(batch.requests)
-    padded = batch.request_rows.shape[0]
-    return Batch(
-        schema=schema,
-        shape=StepShape(
-            requests=batch.requests,
-            slots=batch.slots,
-            counts=(batch.counts > nth).astype(np.int64),
-            num_tokens=requests,
-            most_tokens=1,
-            first_rows=np.arange(requests),
-        ),
-        starts=starts,
-        ends=starts + 1,
-        is_decode=True,
-        position_bound=None,
-        request_rows=buffers.cut_draft("draft_batch", nth, padded),
-        tokens=buffers.cut_draft("draft_tokens", nth, padded),
-        items={},
-        sizes=(nth, True, padded, padded, 1),
-        item_counts=(),
-        layers=schema.draft_layers,
-        alone=False,
     )
 
 
@@ -354,58 +201,7 @@ def decode_requests(schema: CacheSchema, shape: StepShape) -> int:
     return count
 
 
-def position_bound(schema: CacheSchema, ends: I64) -> int:
-    """A bound on the positions of a prefill batch, the least of `all_position_bounds`."""
-    longest = int(ends.max(initial=0))
-    return next(bound for bound in all_position_bounds(schema) if longest <= bound)
-
-
-def all_position_bounds(schema: CacheSchema) -> list[int]:
-    """Few, so that launches with one serve many batches."""
-    found = [LEAST_POSITION_BOUND]
-    while found[-1] < schema.max_context:
-        found.append(4 * found[-1])
-    return [*found[:-1], schema.max_context]
-
-
-def is_decode(schema: CacheSchema, shape: StepShape) -> bool:
-    return shape.most_tokens <= schema.max_decode_tokens
-
-
-def fill_step(
-    schema: CacheSchema,
-    buffers: StepBuffers,
-    shape: StepShape,
-    starts: I64,
-    ends: I64,
-    reused: I64,
-    before: Before | None = None,
-) -> dict[int, int]:
-    """Writes a step into the host buffer. Returns how many work items each ratio has."""
-    buffers.fill_tokens(schema, shape, starts, ends)
-    replays = np.count_nonzero(reused > starts)
-    decode, counts = is_decode(schema, shape), {}
-    unknown = None if before is None else before.unknown_starts
-    # what the device fills in has no items here
-    known_ends = ends if unknown is None else np.where(unknown, starts, ends)
-    for ratio in buffers.ratios:
-        if decode:
-            items = closing_groups(ratio, starts, known_ends, most_tokens=shape.most_tokens)
-        else:
-            overlap = ratio in buffers.overlapping_ratios
-            items = chunk_groups(ratio, starts, known_ends, overlap=overlap)
-        if replays:
-            items = without_existing(items, reused // ratio)
-        counts[ratio] = buffers.fill_items(ratio, items)
-    if before is not None and unknown is not None:
-        rows = unknown.nonzero()[0]
-        return buffers.fill_follows(rows, before.rows[rows], reused[rows], counts, decode=decode)
-    return counts
-
-
-def following(
-    schema: CacheSchema, buffers: StepBuffers, plan: ForwardPlan, accepted: Tensor | None
-) -> Following:
+def following(buffers: StepBuffers, plan: ForwardPlan, accepted: Tensor | None) -> Following:
     """What the device does to fill in where the requests of a plan start. With chunks apart these
     are requests of the decode batch: the start of a chunk is known."""
     batch = plan.batches[0]
@@ -430,35 +226,12 @@ def following(
         batch_before=plan.after.batches[0].request_rows,
         accepted=accepted,
         narrow=batch.is_decode,
-        most_tokens=schema.max_decode_tokens,
+        most_tokens=buffers.schema.max_decode_tokens,
         drafts=drafts,
     )
 
 
-def fill_new_blocks(
-    schema: CacheSchema, buffers: StepBuffers, growth: Growth, published: Sequence[int]
-) -> int:
-    """Lists the block ids that the device's table does not have yet: of each request those behind
-    the `published` ones that it holds, and its new ones. Returns how many; that they are published
-    is the caller's to say."""
-    at: list[int] = []
-    ids: list[int] = []
-    new_ids, new, most = growth.reserved.block_ids, 0, schema.max_blocks_per_request
-    for request, first, last, missing in zip(
-        growth.requests, published, growth.blocks, growth.missing, strict=True
-    ):
-        table_row = request.slot * most
-        at += range(table_row + first, table_row + last)
-        if first < last - missing:
-            ids += request.block_ids[first:last]
-        ids += new_ids[new : new + missing]
-        new += missing
-    buffers.fill_new_blocks(at, ids)
-    return len(ids)
-
-
 def check_step(
-    schema: CacheSchema,
     buffers: StepBuffers,
     shape: StepShape,
     *,
@@ -469,15 +242,16 @@ def check_step(
 ) -> None:
     """Raises PlanError when a step does not fit the buffers, or its padding or its draft steps do
     not fit it."""
+    schema = buffers.schema
     if chunks_apart:
-        check_step(schema, buffers, shape, pad_tokens=None, pad_requests=None)
+        check_step(buffers, shape, pad_tokens=None, pad_requests=None)
         shape, _ = shape.split(decode_requests(schema, shape))
     if not is_whole(drafts) or not 0 <= drafts <= buffers.max_drafts:
         raise PlanError(
             f"{drafts!r} draft steps: give a whole number up to {buffers.max_drafts}"
             + ("" if schema.draft_layers else ", for the model has no draft layers")
         )
-    if drafts and not is_decode(schema, shape):
+    if drafts and not _is_decode(schema, shape):
         raise PlanError(
             f"{drafts} draft steps beside {shape.most_tokens} tokens of one request: plan chunks "
             f"apart, or in a step of their own"
@@ -498,8 +272,12 @@ def check_step(
                 f"cannot pad {live} {name} to {padded!r}: the size must be a whole number between "
                 f"{live} and {most}"
             )
-        if not is_decode(schema, shape):
+        if not _is_decode(schema, shape):
             raise PlanError(
                 f"a step with {shape.most_tokens} tokens of one request cannot be padded: a graph "
                 f"holds at most {schema.max_decode_tokens} per request (1 + max_draft_tokens)"
             )
+
+
+def _is_decode(schema: CacheSchema, shape: StepShape) -> bool:
+    return shape.most_tokens <= schema.max_decode_tokens

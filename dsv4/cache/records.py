@@ -46,7 +46,7 @@ class TileCode:
 
 @dataclass(frozen=True, kw_only=True)  # no slots: sizes are computed once
 class Part:
-    """Channels [start, start + width) of a record. `code` None keeps them as they are, in
+    """Channels [start, start + width) of a record. `code` None keeps them unchanged, in
     `value_dtype`; coded channels are bf16 before and after."""
 
     name: str

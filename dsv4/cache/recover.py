@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from dsv4.cache.absent import NoTiers
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.changes import Change
 from dsv4.cache.memory import CacheMemory
@@ -31,7 +32,7 @@ from dsv4.cache.step import overlap
 
 if TYPE_CHECKING:
     from dsv4.cache.handoff.handoff import Handoff
-    from dsv4.cache.transfers.transfers import Transfers
+    from dsv4.cache.transfers.tiers import Tiers
 
 
 def recover_books(
@@ -41,15 +42,14 @@ def recover_books(
     table: RequestTable,
     memory: CacheMemory,
     prefix: PrefixCache | None,
-    transfers: Transfers | None,
+    tiers: Tiers | NoTiers,
     handoff: Handoff | None,
 ) -> list[ForwardPlan]:
     """Returns the plans that are still open."""
     handed_out = [item for change in interrupted for item in change.handed_out]
     rewritten = [item for change in interrupted for item in change.rewritten]
     still_open = _plans(open_plans, table, handed_out)
-    if transfers is not None:
-        transfers.end_fetches()
+    tiers.end_fetches()
     if handoff is not None:
         handoff.end_arrivals()
         _host_memory(handoff)
@@ -95,7 +95,7 @@ def recover_index(index: PrefixIndex) -> None:
     index.policy.rebuild(nodes)
     if index.events is None:
         return
-    known = index._told.copy()
+    known = index._reported.copy()
     follow_events(known, index.events)
     for digest, event in reversed(known.items()):
         found = index.get(digest)

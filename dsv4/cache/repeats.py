@@ -1,7 +1,7 @@
-"""Calls of a layer that come again with the same shapes: checked once, then only repeated.
+"""Calls of a layer that are repeated with the same shapes: checked once, then only repeated.
 
 An engine calls a layer with the same shapes step after step, and checks and launch arguments cost
-the host more than the launch. A call is known by its key: what it is told besides tensors, and of
+the host more than the launch. A call is known by its key: its arguments other than tensors, and of
 every tensor the type, shape, strides and device. What passed the checks once passes them again, so
 a call with a known key goes to its repetition; any other goes the checked way.
 """
@@ -15,14 +15,15 @@ from torch import Tensor
 
 from dsv4.ops.backend import Backend, Repetition
 
-# Keys that a layer remembers. Beyond it all are forgotten: what comes often is soon back.
+# How many keys a layer remembers. Beyond that all are forgotten: frequent ones soon return.
 MOST_KEYS = 256
 
 Key = tuple[Hashable, ...]
 
 
 class Repeats:
-    """Of one layer. `fixed` are the tensors that its calls use besides those they are given."""
+    """The repeated calls of one layer. `fixed` are the tensors that its calls use besides their
+    arguments."""
 
     __slots__ = ("_backend", "_fixed", "_known")
 
@@ -32,13 +33,13 @@ class Repeats:
         self._known: dict[Key, Repetition | None] = {}
 
     def find(
-        self, told: Key, tensors: Sequence[Tensor | None]
+        self, call_key: Key, tensors: Sequence[Tensor | None]
     ) -> tuple[Key | None, Repetition | None]:
-        """The key of a call, and how to repeat it once it has been made twice. There is no key for
-        what is no tensor, or cannot be compared: the checks say what is wrong with it."""
+        """The key of a call, and how to repeat it once it has been made twice. An argument that is
+        not a tensor, or cannot be compared, has no key: the checks report what is wrong with it."""
         try:
-            # calls of Python would be most of what finding costs
-            forms: list[Hashable] = [*told]
+            # Python calls would be most of the cost of a lookup
+            forms: list[Hashable] = [*call_key]
             for t in tensors:
                 forms.append(t if t is None else (t.shape, t.dtype, t.device, t.stride()))
             key = tuple(forms)
@@ -53,9 +54,9 @@ class Repeats:
         calls: Sequence[partial[None]],
         step: Tensor,
     ) -> None:
-        """Makes a call that has passed all checks: `calls` of the backend. One that comes a second
-        time is remembered: shapes that never come again cost nothing. `step` is one of the step's
-        index tensors, which lie in buffers that never move."""
+        """Makes a call that has passed all checks: `calls` of the backend. One that is made a
+        second time is remembered, so shapes that occur only once cost nothing. `step` is one of the
+        step's index tensors, which lie in buffers that never move."""
         if key is not None and key in self._known:
             self._known[key] = self._backend.repeatable(calls, tensors, (*self._fixed, step))
             return

@@ -39,6 +39,9 @@ class Reclaimer(Protocol):
         """Blocks that stay until somebody unpins them, but for those named."""
 
 
+Numbers = NDArray[np.int64]
+
+
 class Reserved(NamedTuple):
     """Blocks that `settle` will take: chosen, but free or cached until then."""
 
@@ -55,6 +58,8 @@ class Growth(NamedTuple):
     missing: Sequence[int]
     reserved: Reserved
 
+
+_NO_GROWTH = Growth((), (), (), Reserved([], ()))
 
 Use = Literal["run", "fork", "continue", "suspend", "offer"]
 
@@ -507,6 +512,25 @@ class RequestTable:
         if reserved.victims:
             assert self.reclaimer is not None
             self.reclaimer.spare(reserved.victims)
+
+    def reserve_step(self, requests: Sequence[Request], slots: Numbers, ends: Numbers) -> Growth:
+        """Blocks for a step that takes requests up to `ends`, or OutOfBlocks: of those that have
+        too few, or have some that the device's table lacks."""
+        block_tokens = self.schema.block_tokens
+        published = self.numbers[PUBLISHED].take(slots)
+        growing = (ends > published * block_tokens).nonzero()[0]
+        if not len(growing) or not self.schema.block_bytes:  # window-only layers need none
+            return _NO_GROWTH
+        return self.reserve_growth(
+            [requests[row] for row in growing.tolist()],
+            (-(-ends.take(growing) // block_tokens)).tolist(),
+        )
+
+    def settle_step(self, growth: Growth) -> None:
+        """Takes what `reserve_step` has reserved, and the device's table has it."""
+        self.settle_growth(growth)
+        for request, blocks in zip(growth.requests, growth.blocks, strict=True):
+            request.published_blocks = blocks
 
     def reserve_growth(self, requests: Sequence[Request], blocks: Sequence[int]) -> Growth:
         """Blocks so that each request has so many in all, or OutOfBlocks."""

@@ -1,10 +1,10 @@
 """The map of the two arenas: which tensor lives at which byte. Torch-free and frozen.
 
     block arena  uint8 [num_blocks, block_bytes]   what the model keeps of `block_tokens` tokens
-    slot arena   uint8 [num_slots,  slot_bytes]    what a live request carries besides its blocks
+    slot arena   uint8 [num_slots,  slot_bytes]    what a live request has besides its blocks
 
 Within a block (and a slot) the layers follow each other. Sizing, views, kernels, checks and storage
-all read offsets from here; no other file types one.
+all read offsets from here; no other file repeats one.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class LayerCacheSchema:
 
     @property
     def tail_a_rows(self) -> int:
-        """A group of one token closes at once and leaves nothing behind. Where the last token of a
-        group is not kept, neither are those of the groups that a draft fills."""
+        """A group of one token closes at once and needs no tail. With `tail_skips_last`, each group
+        that a draft completes also leaves one row out."""
         ratio, drafts = self.spec.ratio, self.max_rollback_tokens - 1
         if not self.spec.owns_entries or ratio == 1 or self.online:
             return 0
@@ -84,8 +84,9 @@ class LayerCacheSchema:
 
     @property
     def tail_skips_last(self) -> bool:
-        """Whether the tail leaves out the last token of each group, which closes it: of a group of
-        two, half of the tail. Groups are then closed by `append` alone, never from the tail."""
+        """Whether the tail leaves out the last token of each group, which closes it: with groups of
+        two, that is half of the tail. Groups are then closed only by `append`, never from the
+        tail."""
         return self.spec.owns_entries and self.spec.tail_skips_last
 
     @property
@@ -168,15 +169,14 @@ class CacheSchema:
     ) -> CacheSchema:
         """Lays a model out.
 
-        `block_tokens` must be a multiple of every ratio. `align_bytes` is where pages start (32:
-        a memory sector; 576 where SM100's TMA asks for it). `ring_rows` is the length of the window
+        `block_tokens` must be a multiple of every ratio. `align_bytes` is where pages start (32: a
+        memory sector; 576 where SM100's TMA asks for it). `ring_rows` is the length of the window
         ring, by default the shortest that survives the rejection of `1 + max_draft_tokens` tokens
-        in each of 1 + `steps_ahead` steps: so many may be planned behind one whose results are not
-        on the host yet.
-        `entry_format` and `window_format` are those that the model was trained with; where only the
-        first is given, both are that. `hca_state` says how HCA layers keep their
-        unfinished group: "raw", every token of it, or "online", folded into a running softmax.
-        Raises SchemaError or InvalidInput.
+        in each of 1 + `steps_ahead` steps: `steps_ahead` steps may be planned after one whose
+        results are not on the host yet. `entry_format` and `window_format` default to those that
+        the model was trained with; if only the first is given, it is used for both. `hca_state`
+        says how HCA layers keep their unfinished group: "raw", every token of it, or "online",
+        folded into a running softmax. Raises SchemaError or InvalidInput.
         """
         block_tokens = require_count("block_tokens", block_tokens)
         align_bytes = require_count("align_bytes", align_bytes)
@@ -240,7 +240,7 @@ class CacheSchema:
         )
 
     def __post_init__(self) -> None:
-        _ = self._layout  # a layout that cannot be is refused here, not when it is first read
+        _ = self._layout  # an impossible layout is refused here, not when it is first read
 
     # ---- layers, pages, planes -------------------------------------------------------------
 
@@ -436,8 +436,8 @@ class CacheSchema:
 
     @cached_property
     def max_rollback_tokens(self) -> int:
-        """How many of the newest tokens that were written the rings can lose: those of a decode
-        step, and of as many more as may be planned after it."""
+        """How many of the newest written tokens the rings can lose: those of a decode step, and of
+        the steps that may be planned after it."""
         return (1 + self.steps_ahead) * self.max_decode_tokens
 
     @cached_property
@@ -480,9 +480,10 @@ class CacheSchema:
 
     @cached_property
     def content_fingerprint(self) -> str:
-        """Names what blocks and snapshots say: with equal ones, those of two caches can be
-        exchanged. Ring sizes and drafts do not enter, for they lie in slots only; nor do lengths
-        and names that move no byte (max_context, the model's name, its numbers of heads)."""
+        """Identifies the content of blocks and snapshots: with equal ones, those of two caches can
+        be exchanged. It does not depend on ring sizes and drafts, because these concern slots only,
+        nor on lengths and names that move no byte (max_context, the model's name, its numbers of
+        heads)."""
         model = asdict(self.model)
         for field in ("name", "max_context", "heads", "index_heads", "draft_block"):
             del model[field]
@@ -511,7 +512,7 @@ class CacheSchema:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Names the whole layout: with equal ones, slots can be exchanged too."""
+        """Identifies the whole layout: with equal ones, slots can be exchanged too."""
         return _digest(
             {
                 "content": self.content_fingerprint,
@@ -536,8 +537,8 @@ class CacheSchema:
 
 
 def _usual_facts(layer: dict[str, Any]) -> dict[str, object]:
-    """Facts of a layer as V4 and V4.1 have them. Such ones do not enter fingerprints, most of which
-    are older than these fields."""
+    """Facts of a layer as V4 and V4.1 have them. These are left out of fingerprints, most of which
+    are older than the fields."""
     latent = layer["index_keys"] == "latent"
     return {
         "selector": None,
@@ -550,8 +551,8 @@ def _usual_facts(layer: dict[str, Any]) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockBudget:
-    """How a memory budget splits into blocks and slots. `other_bytes` is what the manager needs
-    besides: step buffers, workspace and snapshots."""
+    """How a memory budget splits into blocks and slots. `other_bytes` is what else the manager
+    needs: step buffers, workspace and snapshots."""
 
     num_blocks: int
     max_requests: int
@@ -576,7 +577,7 @@ def compute_block_budget(
     other_bytes: int = 0,
 ) -> BlockBudget:
     """Gives each of `max_requests` a slot and what is left of the memory, less `other_bytes`, to
-    blocks. `KVCacheManager.other_bytes` says what a manager needs besides.
+    blocks. `KVCacheManager.other_bytes` says what else a manager needs.
 
     Raises PoolTooSmall, with the minimum, when the blocks left could not hold one request of
     `context` tokens (default: the schema's max_context).

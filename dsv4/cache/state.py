@@ -1,8 +1,8 @@
-"""What of a request is alive in its slot, and where it lies when it is kept somewhere else.
+"""What a request still needs from its slot, and where that lies when it is kept somewhere else.
 
 At position P a later step reads, of each layer, the window rows of P - window + 1 … P - 1, the tail
 rows of the unfinished group and, where groups overlap, those of the group before it. Nothing else
-of a slot is alive. `live_rows` lists these rows; two layouts say where they lie in a run of bytes:
+in a slot is needed. `live_rows` lists these rows; two layouts say where they lie in a run of bytes:
 
     SnapshotLayout   at a block boundary, for another request that begins with the same tokens.
                      Every group is closed there, so of the tails only the previous group is left.
@@ -11,7 +11,7 @@ of a slot is alive. `live_rows` lists these rows; two layouts say where they lie
     StateLayout      at any position, for the same request: everything, draft layers too, and the
                      unfinished block after it.
 
-Ring sizes enter neither, so that caches with other draft settings read them. Torch-free.
+Neither depends on ring sizes, so caches with other draft settings can read them. Torch-free.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dsv4.tiers.record import Parts
 
 Bytes = NDArray[np.uint8]
-# where live rows start: so many before the end, at the unfinished group, or one group before it
+# where live rows start: `rows` before the end, at the unfinished group, or one group before it
 Anchor = Literal["newest", "group", "previous"]
 RowKind = Literal[
     "window_data",
@@ -65,12 +65,12 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRows:
-    """`rows` rows of one ring of a slot, of the tokens from an anchor on; those that have not come
-    yet, or lie before the first token, are not there.
+    """`rows` rows of one ring of a slot, of the tokens from an anchor on; positions before the
+    first token or from the length on have none.
 
     Token p lies at `slot_offset_bytes` + (p mod ring_rows) · width_bytes of the slot. With
-    `skips_last` the ring has no row of the last token of a group, which none of these is, and
-    positions are counted without those. In a layout the rows start at `offset_bytes`.
+    `skips_last` the ring has no row for the last token of a group, and those tokens are not
+    counted. In a layout the rows start at `offset_bytes`.
     """
 
     layer: int
@@ -101,7 +101,7 @@ class LiveRows:
         return positions % self.ring_rows
 
     def at_boundary(self) -> LiveRows | None:
-        """Those that are alive where all groups are closed."""
+        """Those that are needed where all groups are closed."""
         if self.kind in ("window_data", "window_scales"):
             return self
         if self.anchor == "previous":
@@ -243,8 +243,7 @@ class BlockRows:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """One row of bytes, all of it zero that is at no position of the request, whatever the slot had
-    there.
+    """One run of bytes, zero wherever the request has no token, whatever the slot had there.
 
     [window and tail rows of each layer, by position | the rows of the unfinished block]
     """
@@ -291,8 +290,8 @@ class StateLayout:
     def gather(
         self, slot: Bytes, block: Bytes, length: int, payload: Bytes, *, written: int
     ) -> None:
-        """A slot and the unfinished block (anything, if there is none) into a payload. The slot may
-        hold tokens up to `written`, which have taken the place of older ones."""
+        """Copies a slot and the unfinished block (ignored if there is none) into a payload. The
+        slot may hold tokens up to `written`, which have replaced older ones."""
         payload[:] = 0
         for rows in self.rings:
             target = payload[rows.offset_bytes :][: rows.bytes]
@@ -307,7 +306,7 @@ class StateLayout:
             target[part.offset_bytes :][:span] = block[part.offset_bytes :][:span]
 
     def scatter(self, payload: Bytes, length: int, slot: Bytes) -> None:
-        """A payload into a slot that is all zeros."""
+        """Copies a payload into a slot that is all zeros."""
         for rows in self.rings:
             source = payload[rows.offset_bytes :][: rows.bytes]
             positions = rows.positions(length)
@@ -316,12 +315,13 @@ class StateLayout:
             _ring(slot, rows)[rows.ring_rows_of(positions[real])] = found
 
     def used_spans(self, length: int) -> list[tuple[int, int]]:
-        """Start and end of all that is not zero in every payload of so many tokens, in order."""
+        """Start and end of all that may be other than zero in a payload of `length` tokens, in
+        order."""
         used = []
         for rows in self.rings:
             positions = rows.positions(length)
             real = np.flatnonzero((positions >= 0) & (positions < length))
-            if real.size:  # they lie one after the other
+            if real.size:  # they are contiguous
                 at, width = rows.offset_bytes, rows.width_bytes
                 used.append((at + int(real[0]) * width, at + (int(real[-1]) + 1) * width))
         for part, span in self._unfinished(length):
@@ -347,7 +347,7 @@ class StateLayout:
 
 
 def copy_payload(payload: Bytes, parts: Parts) -> None:
-    """A payload into the pieces of a record."""
+    """Copies a payload into the pieces of a record."""
     at = 0
     for piece in parts.payload:
         np.frombuffer(piece, np.uint8)[:] = payload[at : at + piece.nbytes]

@@ -1,4 +1,4 @@
-"""What a manager says about itself: bytes allocated, and who holds what."""
+"""A manager's statistics: bytes allocated, and what holds them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class MemoryBytes:
 class PrefixCounters:
     """Counts since the manager was made, of admissions with token ids.
 
-    A hit on a "state" goes on from a suspended request; one on "blocks_only" shares memory, but
+    A hit on a "state" continues from a suspended request; one on "blocks_only" shares memory, but
     found no state and runs from the start; one on "cut_replay" is not exact. "evicted" is a miss of
-    a prefix that was cached once.
+    a prefix that was cached before.
     """
 
     hits: dict[HitKind, int] = field(
@@ -51,8 +51,8 @@ class PrefixCounters:
         default_factory=lambda: {"too_short": 0, "not_cached": 0, "evicted": 0}
     )
     tokens_asked: int = 0
-    tokens_skipped: int = 0  # not run at all
-    tokens_shared: int = 0  # in blocks that were there
+    tokens_skipped: int = 0  # not computed at all
+    tokens_shared: int = 0  # in blocks that existed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +71,9 @@ class PrefixStats(PrefixCounters):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStats:
-    """What went between the device and its tiers since the manager was made. A record that was
-    `dropped` is in no tier: no room, no time, an outage, or gone from the device before its turn.
-    `refused` counts what a tier had and what was not what it said."""
+    """What was transferred between the device and its tiers since the manager was made. A record
+    that was `dropped` is in no tier: no room, no time, an outage, or evicted from the device before
+    its turn. `refused` counts records of a tier that were not what they said."""
 
     records_waiting: int  # to be copied, or on their way
     records_copied: int  # from the device to the host
@@ -88,14 +88,14 @@ class TransferStats:
     fetches_cancelled: int
     fetches_open: int
     requests_suspended: int
-    requests_resumed: int  # with the state that they left with
+    requests_resumed: int  # with the state that they were suspended with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffStats:
-    """What went between this manager and others since it was made. An offer is over when it was
-    `taken` by as many as it was made for, `expired` or `withdrawn`. `errors` counts arrivals that
-    did not come, by the reason of their OfferError."""
+    """What was transferred between this manager and others since it was made. An offer ends when it
+    was `taken` as often as it was made for, `expired` or was `withdrawn`. `errors` counts failed
+    arrivals, by the reason of their OfferError."""
 
     offers: int
     offers_standing: int
@@ -103,7 +103,7 @@ class HandoffStats:
     offers_expired: int
     offers_withdrawn: int
     arrivals: int
-    arrivals_open: int  # with memory that is not given back yet
+    arrivals_open: int  # whose memory is not released yet
     requests_arrived: int
     errors: dict[str, int]
     tokens_arrived: int
@@ -113,10 +113,10 @@ class HandoffStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Who holds what now. free + live = total, for slots (but for those that an arrival has been
-    promised); for blocks with the cached ones, which the prefix index keeps and no request holds,
-    and those in flight, which bytes of a tier or of another machine are on their way into: free +
-    live + cached + in flight = total. Blocks that an offer holds are live."""
+    """What is held now. For slots, free + live = total (except those promised to an arrival). For
+    blocks, free + live + cached + in flight = total: cached ones are kept by the prefix index and
+    held by no request, those in flight are being filled from a tier or another machine. Blocks that
+    an offer holds are live."""
 
     blocks_total: int
     blocks_free: int
@@ -129,8 +129,8 @@ class Stats:
     slot_bytes_live: int
     blocks_cached: int = 0
     blocks_in_flight: int = 0
-    blocks_evictable: int = 0  # of the cached ones: could go at once
-    blocks_pinned: int = 0  # stay whatever happens, held or not
+    blocks_evictable: int = 0  # of the cached ones: could be evicted at once
+    blocks_pinned: int = 0  # never evicted, held or not
     prefix: PrefixStats | None = None
     transfers: TransferStats | None = None
     tiers: tuple[TierStats, ...] = ()

@@ -16,8 +16,8 @@ from dsv4.ops.calls import EntrySource
 def page_tensor(arena_bytes: Tensor, page: Page) -> Tensor:
     """The page of every arena row as uint8 [rows, B, 1, record_bytes], FlashMLA's calling form.
 
-    The strides say record_bytes per record, as FlashMLA asks, although data rows and scale rows lie
-    apart (docs/layout.md); only dimension 0 may be indexed from Python.
+    The strides say record_bytes per record, as FlashMLA requires, although data rows and scale rows
+    lie separately (docs/layout.md); only dimension 0 may be indexed from Python.
     """
     record = page.format.record_bytes
     return arena_bytes.as_strided(
@@ -80,13 +80,13 @@ class EntriesView:
 
 class ClassicalView(EntriesView):
     """Compressed entries, the keys and values of attention. "Classical" is the original design's
-    word for them: what is read as an ordinary KV cache is, block by block."""
+    word for them: they are read like an ordinary KV cache, block by block."""
 
     __slots__ = ()
 
 
 class IndexerView(EntriesView):
-    """Indexer keys, addressed like the entries. Data rows first, then scale rows, as DeepGEMM's
-    paged index layout has them."""
+    """Indexer keys, addressed like the entries. Data rows first, then scale rows, as in DeepGEMM's
+    paged index layout."""
 
     __slots__ = ()

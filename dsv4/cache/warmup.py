@@ -1,6 +1,6 @@
-"""The calls of every step that a manager can be asked for, so that kernels are compiled before they
-are needed. Inside a backend's `warm_up` nothing is launched: tensors are stand-ins that have a
-shape and no memory of their own."""
+"""Makes the calls of every step that a manager can run, so that kernels are compiled before they
+are needed. Inside a backend's `warm_up` nothing is launched: tensors are placeholders that have a
+shape but no memory of their own."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.cache.batch import Batch
+from dsv4.cache.batch import Batch, all_position_bounds, cut_batch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
 from dsv4.cache.pages import CompressorLayout
-from dsv4.cache.prepare_forward import all_position_bounds, cut_batch
-from dsv4.cache.step.shape import StepShape
+from dsv4.cache.step.shape import StepShape, StepTokens
 from dsv4.model import AttentionType
 from dsv4.ops.backend import Backend
 from dsv4.ops.calls import (
@@ -34,10 +33,10 @@ from dsv4.ops.calls import (
     LayerWeights,
 )
 
-# Launchers choose by the number of tokens, and what they choose changes at small numbers and near
-# powers of two: a GPU has no more than so many processors.
+# Launchers choose by the number of tokens, and their choice changes at small numbers and near
+# powers of two. No GPU has more processors than this.
 EVERY_COUNT_UP_TO = 160
-# The most tokens of a request in a step, of which launchers take the next power of two.
+# The most tokens of a request in a step; launchers round it up to a power of two.
 MOST_TOKENS = (1, 2, 3, 5, 9)
 
 
@@ -89,7 +88,7 @@ class Warmup:
         self._weights = [self._layer_weights(handle) for handle in self._handles]
 
     def __call__(self) -> None:
-        """One batch of each sort in every layer, and every batch in one layer of each sort."""
+        """One batch of each kind in every layer, and every batch in one layer of each kind."""
         most, chunk = self._buffers.max_tokens, self._schema.max_decode_tokens + 1
         self._follow()
         sorts: dict[object, int] = {}
@@ -107,7 +106,7 @@ class Warmup:
                 for most_tokens in MOST_TOKENS:
                     if most_tokens <= tokens:
                         self._select(layer, self._batch(tokens, most_tokens))
-                if tokens < chunk or tokens & (tokens - 1):  # powers of two will do here
+                if tokens < chunk or tokens & (tokens - 1):  # powers of two are enough here
                     continue
                 for bound in all_position_bounds(self._schema):
                     self._select(layer, self._batch(tokens, tokens, bound=bound))
@@ -138,7 +137,7 @@ class Warmup:
             )
 
     def _draft(self) -> None:
-        """Draft steps of any number of requests, in one layer: draft layers are all alike."""
+        """Draft steps of any number of requests, in one layer: all draft layers are the same."""
         block, layers = self._model.draft_block, self._schema.draft_layers
         if not block or not layers:
             return
@@ -217,21 +216,21 @@ class Warmup:
         return handle
 
     def _batch(self, tokens: int, most_tokens: int, *, bound: int | None = None) -> Batch:
-        """One that is never run: its index tensors are those of whichever step comes next."""
+        """A batch that is never run: its index tensors are those of whatever step comes next."""
         requests = min(-(-tokens // most_tokens), self._buffers.max_requests)
+        shape = replace(StepShape.build([], []), num_tokens=tokens, most_tokens=most_tokens)
         nothing = np.zeros(0, dtype=np.int64)
         batch = cut_batch(
-            self._schema,
             self._buffers,
-            replace(StepShape.build([], []), num_tokens=tokens, most_tokens=most_tokens),
-            nothing,
-            nothing,
-            padded_requests=requests,
-            padded_tokens=tokens,
+            StepTokens(shape=shape, starts=nothing, ends=nothing, reused=nothing),
+            lane=0,
+            requests=requests,
+            tokens=tokens,
             item_counts=self._buffers.most_item_counts(tokens=tokens, requests=requests),
             bound=bound or self._schema.max_context,
         )
-        batch.stored_layers.update(range(len(self._handles)))  # what other layers' readers read
+        # what layers read that read another layer's entries
+        batch.stored_layers.update(range(len(self._handles)))
         return batch
 
     def _layer_weights(self, handle: LayerCacheHandle) -> LayerWeights:
@@ -262,7 +261,7 @@ class Warmup:
 
 
 def _sort(handle: LayerCacheHandle) -> Hashable:
-    """The same for layers whose calls launch the same, but for where their pages lie."""
+    """Equal for layers whose calls make the same launches, except for where their pages lie."""
     spec, memory = handle.schema.spec, handle.memory
     return (
         replace(spec, layer=0, owner=0, selector=0, candidates_of=None, draft=False),
@@ -279,7 +278,7 @@ def _sort(handle: LayerCacheHandle) -> Hashable:
 
 
 def token_counts(most: int) -> list[int]:
-    """Tokens of steps among which every choice of a launcher is met."""
+    """Numbers of tokens that together make launchers take every choice."""
     few = range(1, min(EVERY_COUNT_UP_TO, most) + 1)
     return sorted({*few, *_around_powers(most), most})
 
@@ -291,7 +290,7 @@ def _around_powers(most: int) -> list[int]:
 
 
 class _Claim:
-    """Memory of a GPU, said to have a shape."""
+    """Memory of a GPU, presented with a shape."""
 
     def __init__(self, address: int, shape: Sequence[int], form: str) -> None:
         self.__cuda_array_interface__ = {
@@ -305,7 +304,7 @@ class _Claim:
 
 def stand_in(memory: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A contiguous tensor of any size that begins where `memory` does and allocates nothing.
-    Nobody may read it or write to it: behind `memory` lies what is not its own."""
+    It must not be read or written: what follows `memory` is not its own."""
     form = f"<i{dtype.itemsize}"
     if memory.device.type == "cuda":
         claim: Any = _Claim(memory.data_ptr(), shape, form)
@@ -321,8 +320,8 @@ BAR_WIDTH = 30
 
 @contextmanager
 def progress_bar(shown: bool | None) -> Iterator[Callable[[int, int], None]]:
-    """A line on stderr that tells how many of how many kernels are ready, and since when. None
-    shows it where stderr is a terminal."""
+    """A line on stderr that shows how many of how many kernels are ready, and the time since the
+    start. None shows it where stderr is a terminal."""
     visible = sys.stderr.isatty() if shown is None else shown
     begin = time.monotonic()
 
@@ -339,7 +338,7 @@ def progress_bar(shown: bool | None) -> Iterator[Callable[[int, int], None]]:
 
 
 def available_processors() -> int:
-    """Those that this process may use."""
+    """The number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Device memory that a call uses and forgets, allocated once and shared by all layers."""
+"""Scratch memory of calls on the device, allocated once and shared by all layers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SELECT_BYTES = 256 << 20
 
 class Workspace:
     """`select` uint8 holds scores of some tokens at a time and, once a layer has selected, decoded
-    keys of a wide step; `attend` fp32 the partial results of splits, and counters that are 0
+    keys of a prefill batch; `attend` fp32 the partial results of splits, and counters that are 0
     between launches.
 
     `scratch` fp32 [items, head_dim] and `arrived` int32 [items], 0 between launches, serve groups
-    that several programs pool together. `staging` uint8 [1, bytes] holds one `staging_page`: a wide
-    step overwrites the ring before it is read, so its window rows, and those before them, lie here
-    until the layer has attended. A rewind makes a state in `slot` uint8 [slot_bytes] before it goes
-    into the request's. `turn` lets one thread at a time use it.
+    that several programs pool together. `staging` uint8 [1, bytes] holds one `staging_page`: a
+    prefill batch overwrites the ring before it is read, so its window rows, and those before them,
+    stay here until the layer has attended. A rewind prepares a state in `slot` uint8 [slot_bytes]
+    before it is copied to the request's. `turn` lets one thread at a time use it.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Workspace:
 def _select_bytes(
     schema: CacheSchema, backend: Backend, block_table: Tensor, max_tokens: int
 ) -> int:
-    """For the scores of all tokens of a step, or as many as SELECT_BYTES hold, one at least."""
+    """For the scores of all tokens of a step, or as many as fit into SELECT_BYTES, at least one."""
     top_k, needed = schema.model.index_topk, 0
     for spec in schema.model.layers:
         page = schema.page("index_keys", spec.layer)

@@ -1,7 +1,7 @@
 """Compressors in the append kernel: groups that close are pooled and stored as entries or keys.
 
 An item is all that a step does to one group of one request; in a prefill step the first item of a
-request writes the tails, after it has read what it overwrites (work_items.py). An item with few
+request writes the tails, after it has read what it overwrites (step/shape.py). An item with few
 rows shares its program with others; one with many is split, by channels, over several programs,
 and the last one to finish stores the entry. Folded groups (fold.py) have programs of their own for
 the states, one per request. `C` are the CompressorConstants, `compressor` the matching Compressor.

@@ -73,7 +73,7 @@ class Backend(Protocol):
     def follow(self, call: Following) -> None:
         """Fills in where requests start: their rows of `batch`, the positions of their tokens
         (those of draft steps too), and the work items of the groups that these close
-        (work_items.py); items that are not needed become padding. An accepted count below 0 or
+        (step/shape.py); items that are not needed become padding. An accepted count below 0 or
         above the request's tokens is clamped to that range."""
 
     # ---- writes --------------------------------------------------------------------------------

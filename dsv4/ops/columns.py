@@ -35,7 +35,7 @@ class TokenColumns(NamedTuple):
 
 
 class ItemColumns(NamedTuple):
-    """The tensor `items` of a ratio, one row per work item (work_items.py): `entries` entries from
+    """The tensor `items` of a ratio, one row per work item (step/shape.py): `entries` entries from
     `entry` on, of a request whose tokens have positions [start, end); whether it writes the
     tails."""
 

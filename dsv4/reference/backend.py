@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
 
 from dsv4.cache.records import RecordFormat
 from dsv4.model import ModelSpec
@@ -13,7 +16,6 @@ from dsv4.reference import follow as following
 from dsv4.reference import gather, index_query
 from dsv4.reference import index_scores as scoring
 from dsv4.reference import select as selection
-from dsv4.reference.repeat import repeatable
 
 
 class ReferenceBackend:
@@ -30,7 +32,14 @@ class ReferenceBackend:
     select = staticmethod(selection.select)
     select_workspace_bytes = staticmethod(selection.select_workspace_bytes)
     attend = staticmethod(attention.attend)
-    repeatable = staticmethod(repeatable)
+
+    def repeatable(
+        self, calls: Sequence[partial[None]], tensors: Sequence[Tensor], fixed: Sequence[Tensor]
+    ) -> None:
+        """Makes the calls. Nothing is gained by repeating them: what they compute takes longer than
+        their checks."""
+        for call in calls:
+            call()
 
     def warm_up(
         self, calls: Callable[[], None], *, workers: int, progress: Callable[[int, int], None]

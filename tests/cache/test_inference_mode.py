@@ -27,7 +27,7 @@ def test_the_mode_may_change_between_any_two_calls(made: bool, phase: int):
         text = Text.random(stack, 0, 400)
     manager, modes = stack.manager, itertools.cycle([phase == 0, phase != 0, phase != 0])
     with mode(next(modes)):
-        request = manager.admit_fetched(text.ids[:200], timeout_s=TIMEOUT_S)
+        request = manager.tiers.admit(text.ids[:200], timeout_s=TIMEOUT_S)
     for layers in (stack.layers[:2], stack.layers[2:]):
         if layers == stack.layers[:2]:
             with mode(next(modes)):
@@ -50,12 +50,12 @@ def test_the_mode_may_change_between_any_two_calls(made: bool, phase: int):
     assert_cold(stack, fork, text.stream)
     manager.release_request(fork)
     with mode(next(modes)):
-        manager.suspend(request)
+        manager.tiers.suspend(request)
     with mode(next(modes)):
-        assert manager.drain_tiers(TIMEOUT_S)
+        assert manager.tiers.drain(TIMEOUT_S)
         manager.evict()
     with mode(next(modes)):
-        request = manager.resume_request(text.ids[:260], timeout_s=TIMEOUT_S)
+        request = manager.tiers.resume(text.ids[:260], timeout_s=TIMEOUT_S)
     with mode(next(modes)):
         run_to(stack, request, text, 300)
     assert_cold(stack, request, text.stream)

@@ -153,8 +153,9 @@ def test_a_request_is_no_prompt(name: str):
     stack.step([(request, text.stream, 20)])
     before = everything(stack.manager)
     first = (request,) if name == "supply_ids" else ()
+    owner = stack.manager.tiers if name == "fetch" else stack.manager
     with pytest.raises(InvalidInput):
-        getattr(stack.manager, name)(*first, request)
+        getattr(owner, name)(*first, request)
     stack.manager.check_invariants()
     assert everything(stack.manager) == before
     assert stack.manager.can_admit(request) is False  # type: ignore[arg-type]
@@ -207,14 +208,14 @@ def test_what_is_no_time_to_wait():
     for odd in ODD:
         if type(odd) in (int, float, np.float64) and not np.isnan(odd):
             continue  # a number
-        for call in (manager.admit_fetched, manager.resume_request):
+        for call in (manager.tiers.admit, manager.tiers.resume):
             with pytest.raises(InvalidInput, match="timeout_s"):
                 call([1, 2, 3], timeout_s=odd)
         with pytest.raises(InvalidInput, match="timeout_s"):
-            manager.drain_tiers(odd)
+            manager.tiers.drain(odd)
     assert everything(manager) == before
-    manager.release_request(manager.admit_fetched([1, 2, 3], timeout_s=np.float32(0)))
-    assert manager.drain_tiers(np.int64(30))
+    manager.release_request(manager.tiers.admit([1, 2, 3], timeout_s=np.float32(0)))
+    assert manager.tiers.drain(np.int64(30))
 
 
 def test_what_is_neither_true_nor_false():

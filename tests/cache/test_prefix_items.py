@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4.cache.prepare_forward import fill_step
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.step.buffers import StepBuffers
-from dsv4.cache.step.shape import StepShape
+from dsv4.cache.step.shape import StepShape, StepTokens
 from dsv4.model import ModelSpec
 
 TINY = ModelSpec.preset("tiny")
@@ -41,7 +40,8 @@ def test_exactly_the_missing_entries_are_written(drafts: int):
         )
         slots = np.array(rng.sample(range(9), rows))
         shape = StepShape.build(slots.tolist(), counts.tolist())
-        found = fill_step(schema, buffers, shape, starts, starts + counts, reused)
+        step = StepTokens(shape=shape, starts=starts, ends=starts + counts, reused=reused)
+        found = buffers.fill(step)
         narrow = counts.max() <= 1 + drafts
         for ratio in buffers.ratios:
             listed = buffers.host[f"items_{ratio}"].tolist()

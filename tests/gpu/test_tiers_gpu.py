@@ -31,12 +31,12 @@ def test_prompts_that_push_each_other_out_come_back(kind: str, tmp_path: Path):
     texts = [Text.random(stack, seed, 900) for seed in range(4)]
     for turn in range(3):
         for text in texts:
-            request = stack.manager.admit_fetched(text.ids[:700], timeout_s=TIMEOUT_S)
+            request = stack.manager.tiers.admit(text.ids[:700], timeout_s=TIMEOUT_S)
             run_to(stack, request, text, 720, chunk=300)
             ColdRun(stack, text.stream, 720).assert_same(stack, request)
             stack.manager.release_request(request)
             stack.manager.check_invariants()
-        assert stack.manager.drain_tiers(TIMEOUT_S)
+        assert stack.manager.tiers.drain(TIMEOUT_S)
         if turn:
             assert request.resume.start == 5 * BLOCK
     transfers = stack.manager.stats().transfers
@@ -54,13 +54,13 @@ def test_a_request_comes_back_while_its_slot_is_used_again(length: int):
     text, other = Text.random(stack, 1, 900), Text.random(stack, 2, 900)
     request = stack.manager.admit_request(text.ids[:100])
     run_to(stack, request, text, length, chunk=50)
-    stack.manager.suspend(request)
+    stack.manager.tiers.suspend(request)
     busy = stack.manager.admit_request(other.ids[:400])  # the same slot, at once
     run_to(stack, busy, other, 400)
     stack.manager.release_request(busy)
-    assert stack.manager.drain_tiers(TIMEOUT_S)
+    assert stack.manager.tiers.drain(TIMEOUT_S)
     stack.manager.evict()
-    again = stack.manager.resume_request(text.ids[:length], timeout_s=TIMEOUT_S)
+    again = stack.manager.tiers.resume(text.ids[:length], timeout_s=TIMEOUT_S)
     assert (again.resume.source, again.length) == ("state", length)
     run_to(stack, again, text, length + 100, chunk=4)
     ColdRun(stack, text.stream, length + 100).assert_same(stack, again)

@@ -51,7 +51,7 @@ class Owner:
         return self.manager.stats().blocks_total
 
     def drain(self) -> bool:
-        return self.manager.drain_tiers(PATIENT_S)
+        return self.manager.tiers.drain(PATIENT_S)
 
     def held(self) -> int:
         tidy(self.manager)

@@ -259,7 +259,7 @@ def resume_from_disk(root: Path, offer: bytes) -> None:
     stack = side("decode 2", tiers=[tier])
     text = Text.random(stack, 6, TOKENS)
     assert outcome(stack, stack.manager.accept(offer), 6) == "failed"
-    request = stack.manager.admit_fetched(text.ids[:433], timeout_s=PATIENT_S)
+    request = stack.manager.tiers.admit(text.ids[:433], timeout_s=PATIENT_S)
     assert (request.resume.start, request.resume.source) == (2 * BLOCK, "snapshot")
     assert request.resume.reused_tokens == 3 * BLOCK
     run_to(stack, request, text, 440)

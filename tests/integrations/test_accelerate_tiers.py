@@ -100,7 +100,7 @@ def test_weights_that_are_loaded_again_find_what_was_stored(tmp_path: Path) -> N
     with process(tmp_path) as (model, runs, disk):
         values = {name: value.clone() for name, value in model.state_dict().items()}
         first = say(model, prompt)
-        assert manager_of(model).drain_tiers(TIMEOUT_S)
+        assert manager_of(model).tiers.drain(TIMEOUT_S)
         stored = disk.stats().stored
         manager_of(model).evict()
         model.load_state_dict(values)
@@ -108,7 +108,7 @@ def test_weights_that_are_loaded_again_find_what_was_stored(tmp_path: Path) -> N
         again = say(model, prompt)
         assert sum(runs) < 60 + NEW_TOKENS
         assert torch.equal(again.sequences, first.sequences)
-        assert manager_of(model).drain_tiers(TIMEOUT_S)
+        assert manager_of(model).tiers.drain(TIMEOUT_S)
         assert disk.stats().stored == stored
         with torch.no_grad():
             model.model.layers[1].self_attn.kv_proj.weight[3, 5] += 0.01

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4.cache.step.work_items import chunk_groups, closing_groups, without_existing
+from dsv4.cache.step.shape import chunk_groups, closing_groups, without_existing
 from dsv4.ops.calls import FollowedItems, Following
 from dsv4.ops.columns import most_items
 from dsv4.reference.follow import follow

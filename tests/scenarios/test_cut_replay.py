@@ -186,22 +186,22 @@ def test_it_is_not_suspended_continued_or_kept_by_tiers():
     tier = HostTier(1 << 30)
     options = PrefixOptions(policy=zero(), replay="cut", model_id="small")
     runner = CutRunner(options, tiers=[tier])
-    assert runner.manager.drain_tiers(TIMEOUT_S)
+    assert runner.manager.tiers.drain(TIMEOUT_S)
     kept = tier.stats()
     for length in (REUSED, PROMPT):
         request = runner.admit()
         runner.run(runner.manager, request, runner.prompt[:length], 256)
         with pytest.raises(RequestError, match=r"cut replay.*not suspended"):
-            runner.manager.suspend(request)
+            runner.manager.tiers.suspend(request)
         with pytest.raises(RequestError, match=r"cut replay.*not continued"):
             runner.manager.continue_request(request, [*runner.prompt, 1])
         runner.manager.release_later(request, suspend=True)
         assert request not in runner.manager.requests
         runner.manager.evict(0)
         assert request.released
-    assert runner.manager.drain_tiers(TIMEOUT_S)
+    assert runner.manager.tiers.drain(TIMEOUT_S)
     assert tier.stats().held_records == kept.held_records == CACHED // BLOCK
-    again = runner.manager.resume_request(runner.prompt, timeout_s=TIMEOUT_S)
+    again = runner.manager.tiers.resume(runner.prompt, timeout_s=TIMEOUT_S)
     assert (again.resume.source, again.resume.exact) == ("cut_replay", False)
 
 
@@ -261,7 +261,7 @@ class RandomLife(CutRunner):
         if act == "admit" and len(self.lives) < 4:
             shared = rng.randrange(1, CACHED)
             ids = [*self.cached[:shared], *tokens(rng.randrange(3), rng.randrange(1, 60))]
-            one = manager.admit_fetched(ids, timeout_s=TIMEOUT_S)
+            one = manager.tiers.admit(ids, timeout_s=TIMEOUT_S)
             self.lives[one] = ids
             self.seen["exact" if one.resume.exact else "cut"] += 1
             assert one.resume.exact == (one.approximate_from is None)

@@ -62,7 +62,7 @@ class Life:
         text = self.draw.choice(self.texts)
         tokens = self.draw.randrange(1, LONGEST - 200)
         try:
-            request = self.manager.admit_fetched(text.ids[:tokens], timeout_s=TIMEOUT_S)
+            request = self.manager.tiers.admit(text.ids[:tokens], timeout_s=TIMEOUT_S)
         except (OutOfBlocks, OutOfSlots):
             return self.release()
         self.resumed += request.resume.start > 0
@@ -97,14 +97,14 @@ class Life:
             text = self.live.pop(request)
             if request.length:
                 self.away.append((text, request.length))
-            self.manager.suspend(request)
+            self.manager.tiers.suspend(request)
 
     def resume(self) -> None:
         if not self.away:
             return
         text, tokens = self.draw.choice(self.away)
         try:
-            request = self.manager.resume_request(text.ids[:tokens], timeout_s=TIMEOUT_S)
+            request = self.manager.tiers.resume(text.ids[:tokens], timeout_s=TIMEOUT_S)
         except (OutOfBlocks, OutOfSlots):
             return self.release()
         self.resumed += request.resume.start > 0
@@ -112,7 +112,7 @@ class Life:
 
     def begin_fetch(self) -> None:
         text = self.draw.choice(self.texts)
-        self.fetches.append(self.manager.fetch(text.ids[: self.draw.randrange(1, LONGEST)]))
+        self.fetches.append(self.manager.tiers.fetch(text.ids[: self.draw.randrange(1, LONGEST)]))
 
     def move_fetch(self) -> None:
         for fetch in self.fetches:
@@ -132,7 +132,7 @@ class Life:
             run_to(self.stack, request, text, max(request.length, request.resume.end))
             self.check(request, text)
             self.manager.release_request(request)
-        assert self.manager.drain_tiers(TIMEOUT_S)
+        assert self.manager.tiers.drain(TIMEOUT_S)
         self.manager.evict()
         stats = self.manager.stats()
         assert stats.transfers is not None

@@ -42,7 +42,7 @@ def disk(root: Path, **more: Any) -> DiskTier:
 
 def run(stack: Stack, text: Text, tokens: int) -> Request:
     """Runs a prompt as an engine does that has tiers."""
-    request = stack.manager.admit_fetched(text.ids[:tokens], timeout_s=TIMEOUT_S)
+    request = stack.manager.tiers.admit(text.ids[:tokens], timeout_s=TIMEOUT_S)
     run_to(stack, request, text, tokens)
     return request
 
@@ -51,7 +51,7 @@ def keep(stack: Stack, text: Text, tokens: int) -> None:
     """A prompt that is computed, released and kept below."""
     request = run(stack, text, tokens)
     stack.manager.release_request(request)
-    assert stack.manager.drain_tiers(TIMEOUT_S)
+    assert stack.manager.tiers.drain(TIMEOUT_S)
     stack.manager.check_invariants()
 
 

@@ -46,8 +46,8 @@ def test_staged_rows_go_with_the_manager(tmp_path: Path):
     """Without a host tier the manager has host memory of its own."""
     below = disk(tmp_path)
     manager = used_manager([below])
-    assert manager.transfers is not None
-    staging = weakref.ref(manager.transfers.host)
+    assert manager.tiers
+    staging = weakref.ref(manager.tiers.host)
     del manager
     until(lambda: gc.collect() >= 0 and staging() is None)
     below.close(TIMEOUT_S)
@@ -72,9 +72,9 @@ def test_copies_on_their_way_are_kept_when_their_manager_is_dropped():
     """Their rows lie in a host tier that other managers have too."""
     host = HostTier(8 << 20)
     manager = stack_with([host]).manager
-    assert manager.transfers is not None
-    offload = manager.transfers.offload
-    record = manager.transfers.labels.make(chain("a", 1)[0].kind, b"a" * 32, bytes(32), 128)
+    assert manager.tiers
+    offload = manager.tiers.offload
+    record = manager.tiers.labels.make(chain("a", 1)[0].kind, b"a" * 32, bytes(32), 128)
     row = host.take(record)
     assert row is not None
     row.parts.payload[0][:] = bytes(row.parts.payload[0].nbytes)
@@ -95,16 +95,16 @@ def test_a_manager_closes_its_tiers_way_and_goes_on_without(kind: str, tmp_path:
     manager, text = stack.manager, Text.random(stack, 1, 600)
     keep(stack, text, 300)
     empty(stack)
-    fetch = manager.fetch(text.ids[:300])
-    assert manager.transfers is not None
-    manager.transfers.close(TIMEOUT_S)
+    fetch = manager.tiers.fetch(text.ids[:300])
+    assert manager.tiers
+    manager.tiers.close(TIMEOUT_S)
     assert fetch.done
     assert not any(each.name == "dsv4-offload" for each in threads() - before)
     request = run(stack, text, 400)
     assert request.resume.start == 0  # nothing comes any more
     assert_like_cold(stack, request, text)
-    assert manager.suspend(request).stored is False  # and nothing is kept
-    assert manager.drain_tiers(TIMEOUT_S)
+    assert manager.tiers.suspend(request).stored is False  # and nothing is kept
+    assert manager.tiers.drain(TIMEOUT_S)
     manager.check_invariants()
     manager.evict()
     assert manager.stats().blocks_free == manager.stats().blocks_total
@@ -112,5 +112,5 @@ def test_a_manager_closes_its_tiers_way_and_goes_on_without(kind: str, tmp_path:
     other = stack_with([tier])  # the tier itself is the caller's
     assert run(other, text, 300).resume.start == 256
     assert tier.stats().held_records == held
-    other.manager.drain_tiers(TIMEOUT_S)
+    other.manager.tiers.drain(TIMEOUT_S)
     tier.close(TIMEOUT_S)

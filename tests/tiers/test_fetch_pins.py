@@ -57,7 +57,7 @@ def test_blocks_that_a_fetch_keeps_are_waited_for():
     stack, text = half_cached(tier, num_blocks=4)
     manager = stack.manager
     tier.is_silent = True
-    fetch = manager.fetch(text.ids[:400])
+    fetch = manager.tiers.fetch(text.ids[:400])
     assert not fetch.poll()
     assert manager.stats().blocks_pinned == 2
     with pytest.raises(OutOfBlocks, match="wait for") as caught:
@@ -75,7 +75,7 @@ def test_blocks_that_a_caller_pins_too_are_not_waited_for():
     manager = stack.manager
     tier.is_silent = True
     pinned = manager.pin(text.ids[:128])
-    fetch = manager.fetch(text.ids[:400])
+    fetch = manager.tiers.fetch(text.ids[:400])
     with pytest.raises(OutOfBlocks, match=r"1 pinned.*unpin something") as caught:
         manager.admit_request(4 * 128)
     assert (caught.value.never, caught.value.pinned) == (True, 1)
@@ -98,11 +98,11 @@ def test_an_interrupted_fetch_leaves_no_pin_that_nobody_has(call: str, inside: b
     )
     at, found = 0, 0
     while True:
-        fetch = manager.fetch(text.ids[:400]) if call != "fetch" else None
+        fetch = manager.tiers.fetch(text.ids[:400]) if call != "fetch" else None
         interrupts = Interrupts(at, files, inside=inside)
         with suppress(KeyboardInterrupt), interrupts.injected():
             if fetch is None:
-                fetch = manager.fetch(text.ids[:400])
+                fetch = manager.tiers.fetch(text.ids[:400])
             elif call == "cancel":
                 fetch.cancel()
             else:
@@ -117,8 +117,8 @@ def test_an_interrupted_fetch_leaves_no_pin_that_nobody_has(call: str, inside: b
             fetch = None  # over, whoever has it
         if fetch is not None:
             fetch.cancel()
-        elif manager.transfers is not None:  # it was over, and did not come to its caller
-            for each in tuple(manager.transfers.fetches.open):
+        elif manager.tiers:  # it was over, and did not come to its caller
+            for each in tuple(manager.tiers.fetches.open):
                 each.cancel()
         assert manager.prefix.pins._standing == set(), at
         manager.check_invariants()
@@ -132,6 +132,6 @@ def test_an_interrupted_fetch_leaves_no_pin_that_nobody_has(call: str, inside: b
             break
         at += {"fetch": 3, "poll": 11, "cancel": 1}[call]
     assert found > 10
-    again = manager.admit_fetched(text.ids[:400], timeout_s=TIMEOUT_S)
+    again = manager.tiers.admit(text.ids[:400], timeout_s=TIMEOUT_S)
     run_to(stack, again, text, 430)
     assert_like_cold(stack, again, text)

@@ -85,9 +85,9 @@ DAMAGES: dict[str, Damage] = {
 def labels_of(stack: Stack, text: Text, tokens: int, kind: Kind) -> list[Label]:
     trail = stack.manager.prompt(text.ids[:tokens]).trail
     assert trail is not None
-    assert stack.manager.transfers is not None
+    assert stack.manager.tiers
     blocks = range(tokens // BLOCK)
-    return [stack.manager.transfers.labels.of_block(trail, block, kind) for block in blocks]
+    return [stack.manager.tiers.labels.of_block(trail, block, kind) for block in blocks]
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -99,7 +99,7 @@ def test_a_damaged_block_ends_the_prompt_there(tmp_path: Path, name: str):
     empty(stack)
     label = labels_of(stack, text, 700, Kind.BLOCK)[2]
     DAMAGES[name](file_of(tmp_path / "tier", label), label)
-    fetch = stack.manager.fetch(text.ids[:700])
+    fetch = stack.manager.tiers.fetch(text.ids[:700])
     while not fetch.poll():
         stack.manager.check_invariants()
     assert fetch.fetched_blocks == 2
@@ -113,9 +113,9 @@ def test_a_damaged_block_ends_the_prompt_there(tmp_path: Path, name: str):
     run_to(stack, request, text, 800)
     assert_like_cold(stack, request, text)
     stack.manager.release_request(request)
-    assert stack.manager.drain_tiers(TIMEOUT_S)
+    assert stack.manager.tiers.drain(TIMEOUT_S)
     empty(stack)  # what was refused was replaced by what the request computed
-    fetch = stack.manager.fetch(text.ids[:700])
+    fetch = stack.manager.tiers.fetch(text.ids[:700])
     while not fetch.poll():
         pass
     assert fetch.fetched_blocks == 5
@@ -131,7 +131,7 @@ def test_a_damaged_snapshot_is_not_used(tmp_path: Path, name: str):
     empty(stack)
     for label in labels_of(stack, text, 700, Kind.SNAPSHOT)[3:]:
         DAMAGES[name](file_of(tmp_path / "tier", label), label)
-    request = stack.manager.admit_fetched(text.ids[:700], timeout_s=TIMEOUT_S)
+    request = stack.manager.tiers.admit(text.ids[:700], timeout_s=TIMEOUT_S)
     assert (request.resume.reused_tokens, request.resume.start) == (5 * BLOCK, 3 * BLOCK)
     run_to(stack, request, text, 800)
     assert_like_cold(stack, request, text)
@@ -148,7 +148,7 @@ def test_a_bit_that_flips_in_host_memory_is_found_before_the_device_has_it():
     assert row is not None
     row.parts.payload[0][1000] ^= 1
     tier.release(row)
-    fetch = stack.manager.fetch(text.ids[:700])
+    fetch = stack.manager.tiers.fetch(text.ids[:700])
     while not fetch.poll():
         pass
     assert fetch.fetched_blocks == 3
@@ -166,11 +166,11 @@ def test_another_model_finds_nothing(tmp_path: Path):
     other = options()
     other = replace(other, model_id="tiny 2")
     second = stack_with([tier], prefix=other)
-    fetch = second.manager.fetch(text.ids[:700])
+    fetch = second.manager.tiers.fetch(text.ids[:700])
     while not fetch.poll():
         pass
     assert (fetch.fetched_blocks, tier.stats().loaded_bytes) == (0, 0)
-    salted = stack.manager.fetch(text.ids[:700], "a user")
+    salted = stack.manager.tiers.fetch(text.ids[:700], "a user")
     while not salted.poll():
         pass
     assert salted.fetched_blocks == 0

@@ -43,13 +43,13 @@ def test_a_request_comes_back_as_it_was(length: int, state: HcaState):
     request = stack.manager.admit_request(text.ids[: max(1, length - 70)])
     run_to(stack, request, text, length, chunk=64)
     before = readable_bytes(stack, request)
-    suspended = stack.manager.suspend(request)
+    suspended = stack.manager.tiers.suspend(request)
     assert request.released
     assert stack.manager.stats().slots_free == stack.manager.max_requests
-    assert stack.manager.drain_tiers(TIMEOUT_S)
+    assert stack.manager.tiers.drain(TIMEOUT_S)
     assert suspended.stored is True
     empty(stack)
-    again = stack.manager.resume_request(text.ids[:length], timeout_s=TIMEOUT_S)
+    again = stack.manager.tiers.resume(text.ids[:length], timeout_s=TIMEOUT_S)
     assert (again.resume.source, again.length, len(again.resume.run)) == ("state", length, 0)
     after = readable_bytes(stack, again)
     assert before.keys() == after.keys()
@@ -73,12 +73,12 @@ def test_it_comes_back_in_another_manager_with_other_drafts(
     text = Text.random(stack, 5, 900)
     request = stack.manager.admit_request(text.ids[:100])
     run_to(stack, request, text, length, chunk=40)
-    stack.manager.suspend(request)
-    assert stack.manager.drain_tiers(TIMEOUT_S)
+    stack.manager.tiers.suspend(request)
+    assert stack.manager.tiers.drain(TIMEOUT_S)
     first.close(TIMEOUT_S)
     second = disk(tmp_path)
     other = stack_with([second], drafts=after)
-    again = other.manager.resume_request(text.ids[:length], timeout_s=TIMEOUT_S)
+    again = other.manager.tiers.resume(text.ids[:length], timeout_s=TIMEOUT_S)
     assert (again.resume.source, again.length) == ("state", length)
     assert_like_cold(other, again, text)
     run_to(other, again, text, length + 150, chunk=1 + after)
@@ -98,9 +98,9 @@ def test_a_request_of_v41_comes_back_with_other_drafts(before: int, after: int):
         request = stack.manager.admit_request(text.ids[:100])
         run_to(stack, request, text, length, chunk=15)
         draft = drafted(stack, request)
-        stack.manager.suspend(request)
-        assert stack.manager.drain_tiers(TIMEOUT_S)
-        again = other.manager.resume_request(text.ids[:length], timeout_s=TIMEOUT_S)
+        stack.manager.tiers.suspend(request)
+        assert stack.manager.tiers.drain(TIMEOUT_S)
+        again = other.manager.tiers.resume(text.ids[:length], timeout_s=TIMEOUT_S)
         assert again.resume.source == "state"
         # a draft reads a whole window, one row more than a step does
         assert torch.equal(drafted(other, again), draft)
@@ -115,10 +115,10 @@ def test_a_longer_prompt_goes_on_from_where_a_request_was_suspended(length: int)
     text = Text.random(stack, 6, 900)
     request = stack.manager.admit_request(text.ids[:50])
     run_to(stack, request, text, length)
-    stack.manager.suspend(request)
-    assert stack.manager.drain_tiers(TIMEOUT_S)
+    stack.manager.tiers.suspend(request)
+    assert stack.manager.tiers.drain(TIMEOUT_S)
     empty(stack)
-    again = stack.manager.admit_fetched(text.ids[:500], timeout_s=TIMEOUT_S)
+    again = stack.manager.tiers.admit(text.ids[:500], timeout_s=TIMEOUT_S)
     assert (again.resume.source, again.resume.run) == ("state", range(length, 500))
     run_to(stack, again, text, 500)
     assert_like_cold(stack, again, text)
@@ -136,10 +136,10 @@ def test_rejected_drafts_do_not_come_back(tmp_path: Path):
     run_to(stack, request, text, 250)
     mixed = text.then(wrong, 252)
     stack.step([(request, mixed.stream, 4)], accepted=[2], ids=mixed.ids[250:254].tolist())
-    stack.manager.suspend(request)
-    assert stack.manager.drain_tiers(TIMEOUT_S)
+    stack.manager.tiers.suspend(request)
+    assert stack.manager.tiers.drain(TIMEOUT_S)
     empty(stack)
-    again = stack.manager.resume_request(text.ids[:252], timeout_s=TIMEOUT_S)
+    again = stack.manager.tiers.resume(text.ids[:252], timeout_s=TIMEOUT_S)
     assert again.resume.source == "state"
     run_to(stack, again, text, 400, chunk=4)
     assert_like_cold(stack, again, text)
@@ -152,18 +152,18 @@ def test_without_its_state_a_request_runs_what_is_missing(tmp_path: Path):
     text = Text.random(stack, 8, 600)
     request = stack.manager.admit_request(text.ids[:300])
     run_to(stack, request, text, 300)
-    stack.manager.suspend(request)
-    assert stack.manager.drain_tiers(TIMEOUT_S)
+    stack.manager.tiers.suspend(request)
+    assert stack.manager.tiers.drain(TIMEOUT_S)
     empty(stack)
-    transfers = stack.manager.transfers
-    assert transfers is not None
+    tiers = stack.manager.tiers
+    assert tiers
     trail = stack.manager.prompt(text.ids[:300]).trail
     assert trail is not None
-    places.tiers[0].drop([transfers.labels.of_state(trail, 300).key])
+    places.tiers[0].drop([tiers.labels.of_state(trail, 300).key])
     places.close()
     places = Places("disk", tmp_path)
     stack = stack_with(places.tiers)
-    again = stack.manager.resume_request(text.ids[:300], timeout_s=TIMEOUT_S)
+    again = stack.manager.tiers.resume(text.ids[:300], timeout_s=TIMEOUT_S)
     assert (again.resume.source, again.resume.start) == ("snapshot", 256)
     run_to(stack, again, text, 350)
     assert_like_cold(stack, again, text)
@@ -177,10 +177,10 @@ def test_a_tier_that_is_closed_keeps_nothing_and_says_so():
     request = stack.manager.admit_request(text.ids[:300])
     run_to(stack, request, text, 300)
     tier.close(TIMEOUT_S)
-    suspended = stack.manager.suspend(request)
-    stack.manager.drain_tiers(TIMEOUT_S)
+    suspended = stack.manager.tiers.suspend(request)
+    stack.manager.tiers.drain(TIMEOUT_S)
     assert suspended.stored is False
-    again = stack.manager.resume_request(text.ids[:300], timeout_s=TIMEOUT_S)
+    again = stack.manager.tiers.resume(text.ids[:300], timeout_s=TIMEOUT_S)
     assert again.resume.start == 256  # its blocks are cached as ever
     run_to(stack, again, text, 350)
     assert_like_cold(stack, again, text)
@@ -191,15 +191,15 @@ def test_what_can_not_be_suspended_says_why():
     text = Text.random(stack, 1, 600)
     counted = stack.manager.admit_request(300)
     with pytest.raises(InvalidInput, match="token ids"):
-        stack.manager.suspend(counted)
+        stack.manager.tiers.suspend(counted)
     known = stack.manager.admit_request(text.ids[:100])
     run_to(stack, known, text.stream, 150)
     with pytest.raises(InvalidInput, match="100 of the 150 token ids"):
-        stack.manager.suspend(known)
+        stack.manager.tiers.suspend(known)
     stack.manager.supply_ids(known, text.ids[100:150])
-    stack.manager.suspend(known)
+    stack.manager.tiers.suspend(known)
     with pytest.raises(RequestError, match="released"):
-        stack.manager.suspend(known)
+        stack.manager.tiers.suspend(known)
 
 
 def test_a_replay_that_is_not_over_leaves_no_state():
@@ -213,11 +213,11 @@ def test_a_replay_that_is_not_over_leaves_no_state():
     again = stack.manager.admit_request(text.ids[:1500])
     assert again.resume.source == "replay"
     run_to(stack, again, text, again.resume.start + 100)
-    suspended = stack.manager.suspend(again)
+    suspended = stack.manager.tiers.suspend(again)
     assert suspended.stored is False
-    assert stack.manager.drain_tiers(TIMEOUT_S)
+    assert stack.manager.tiers.drain(TIMEOUT_S)
     assert not any(key.kind is Kind.STATE for key in tier._rows)
-    back = stack.manager.resume_request(text.ids[:1500], timeout_s=TIMEOUT_S)
+    back = stack.manager.tiers.resume(text.ids[:1500], timeout_s=TIMEOUT_S)
     run_to(stack, back, text, 1600)
     assert_like_cold(stack, back, text)
 
@@ -233,8 +233,8 @@ def test_a_state_says_nothing_of_who_had_the_memory_before():
         text = Text.random(stack, 3, 300)
         request = stack.manager.admit_request(text.ids[:70])
         run_to(stack, request, text, 70)
-        stack.manager.suspend(request)
-        assert stack.manager.drain_tiers(TIMEOUT_S)
+        stack.manager.tiers.suspend(request)
+        assert stack.manager.tiers.drain(TIMEOUT_S)
         (key,) = (key for key in tier._rows if key.kind is Kind.STATE)
         entry = tier._rows.get(key)
         assert entry is not None
@@ -278,8 +278,8 @@ stack = stack_with([tier], drafts=int(sys.argv[2]))
 text = Text.random(stack, 4, 900)
 request = stack.manager.admit_request(text.ids[:350])
 run_to(stack, request, text, 390)
-suspended = stack.manager.suspend(request)
-assert stack.manager.drain_tiers(60.0)
+suspended = stack.manager.tiers.suspend(request)
+assert stack.manager.tiers.drain(60.0)
 assert suspended.stored
 print("stored", flush=True)
 sys.stdin.read()
@@ -295,7 +295,7 @@ def test_it_comes_back_after_its_process_was_killed(tmp_path: Path):
     tier = disk(tmp_path)
     stack = stack_with([tier], drafts=0)
     text = Text.random(stack, 4, 900)
-    again = stack.manager.resume_request(text.ids[:390], timeout_s=TIMEOUT_S)
+    again = stack.manager.tiers.resume(text.ids[:390], timeout_s=TIMEOUT_S)
     assert (again.resume.source, again.length) == ("state", 390)
     run_to(stack, again, text, 600)
     assert_like_cold(stack, again, text)

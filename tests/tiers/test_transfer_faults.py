@@ -28,23 +28,23 @@ class Scene:
         keep(self.stack, self.text, 400)
         request = self.manager.admit_request(self.away.ids[:150])
         run_to(self.stack, request, self.away, 170)
-        self.manager.suspend(request)
-        assert self.manager.drain_tiers(TIMEOUT_S)
+        self.manager.tiers.suspend(request)
+        assert self.manager.tiers.drain(TIMEOUT_S)
         empty(self.stack)
         self.request = self.manager.admit_request(self.live.ids[:140])
         run_to(self.stack, self.request, self.live, 140)
-        assert self.manager.drain_tiers(TIMEOUT_S)
+        assert self.manager.tiers.drain(TIMEOUT_S)
 
     # ---- the calls
 
     def fetch(self) -> Request | None:
-        return self.manager.admit_fetched(self.text.ids[:400], timeout_s=TIMEOUT_S)
+        return self.manager.tiers.admit(self.text.ids[:400], timeout_s=TIMEOUT_S)
 
     def resume(self) -> Request | None:
-        return self.manager.resume_request(self.away.ids[:170], timeout_s=TIMEOUT_S)
+        return self.manager.tiers.resume(self.away.ids[:170], timeout_s=TIMEOUT_S)
 
     def suspend(self) -> Request | None:
-        self.manager.suspend(self.request)
+        self.manager.tiers.suspend(self.request)
         return None
 
     # ---- afterwards
@@ -71,7 +71,7 @@ class Scene:
             run_to(stack, request, text, tokens + 30)
             assert_like_cold(stack, request, text)
             manager.release_request(request)
-        assert manager.drain_tiers(TIMEOUT_S)
+        assert manager.tiers.drain(TIMEOUT_S)
         manager.check_invariants()
         manager.evict()
         stats = manager.stats()

@@ -118,7 +118,7 @@ def test_blocks_in_flight_are_nobodys(tmp_path: Path):
     text, other = Text.random(stack, 3, 900), Text.random(stack, 4, 900)
     keep(stack, text, 700)
     empty(stack)
-    fetch = stack.manager.fetch(text.ids[:700])
+    fetch = stack.manager.tiers.fetch(text.ids[:700])
     seen = set()
     while not fetch.poll():
         stats = stack.manager.stats()
@@ -144,7 +144,7 @@ def test_only_what_is_not_cached_is_fetched(tmp_path: Path):
     text = Text.random(stack, 5, 900)
     keep(stack, text, 700)
     stack.manager.evict(2)
-    fetch = stack.manager.fetch(text.ids[:700])
+    fetch = stack.manager.tiers.fetch(text.ids[:700])
     while not fetch.poll():
         pass
     assert (fetch.cached_blocks, fetch.fetched_blocks) == (3, 2)
@@ -163,7 +163,7 @@ def test_a_pool_that_is_too_small_gets_the_start_of_a_prompt(tmp_path: Path):
     empty(stack)
     held = stack.manager.admit_request(9 * BLOCK)
     run_to(stack, held, busy.stream, 9 * BLOCK)
-    fetch = stack.manager.fetch(text.ids[:700])
+    fetch = stack.manager.tiers.fetch(text.ids[:700])
     while not fetch.poll():
         stack.manager.check_invariants()
     assert fetch.fetched_blocks == 3
@@ -181,13 +181,13 @@ def test_a_cancelled_fetch_leaves_nothing(tmp_path: Path):
     keep(stack, text, 700)
     empty(stack)
     for polls in range(6):
-        fetch = stack.manager.fetch(text.ids[:700])
+        fetch = stack.manager.tiers.fetch(text.ids[:700])
         for _ in range(polls):
             fetch.poll()
         fetch.cancel()
         assert fetch.done
         while stack.manager.stats().transfers.fetches_open:  # type: ignore[union-attr]
-            assert stack.manager.drain_tiers(TIMEOUT_S)
+            assert stack.manager.tiers.drain(TIMEOUT_S)
         stack.manager.check_invariants()
         stats = stack.manager.stats()
         assert (stats.blocks_in_flight, stats.blocks_pinned) == (0, 0)
@@ -205,11 +205,11 @@ def test_what_another_thread_keeps_from_being_admitted_does_not_stay_in_flight(
     tier = disk(tmp_path)
     stack = stack_with([tier])
     manager, text = stack.manager, Text.random(stack, 3, 300)
-    manager.suspend(run(stack, text, 300))
-    assert manager.drain_tiers(TIMEOUT_S)
+    manager.tiers.suspend(run(stack, text, 300))
+    assert manager.tiers.drain(TIMEOUT_S)
     empty(stack)
     before = manager.stats()
-    wait_for, is_over = manager._wait_for, threading.Event()
+    wait_for, is_over = manager.tiers._wait_for, threading.Event()
     other = threading.Thread(target=_stay_inside, args=(manager, is_over))
 
     def wait_meanwhile(fetch: Fetch, timeout_s: float) -> None:
@@ -221,22 +221,22 @@ def test_what_another_thread_keeps_from_being_admitted_does_not_stay_in_flight(
         if not waited:
             wait_for(fetch, timeout_s)
 
-    monkeypatch.setattr(manager, "_wait_for", wait_meanwhile)
+    monkeypatch.setattr(manager.tiers, "_wait_for", wait_meanwhile)
     with pytest.raises(ThreadError):
-        manager.resume_request(text.ids, timeout_s=TIMEOUT_S)
+        manager.tiers.resume(text.ids, timeout_s=TIMEOUT_S)
     monkeypatch.undo()
     is_over.set()
     other.join()
-    assert manager.transfers is not None
-    host = manager.transfers.host
+    assert manager.tiers
+    host = manager.tiers.host
     manager.evict()
     until = time.monotonic() + TIMEOUT_S
     while manager.stats().transfers.fetches_open and time.monotonic() < until:  # type: ignore[union-attr]
-        manager.drain_tiers(0)
+        manager.tiers.drain(0)
     after = manager.stats()
     assert (after.blocks_in_flight, after.blocks_free) == (0, before.blocks_free)
     assert host._extents.free_units * 4096 == host.region.memory.nbytes
-    again = manager.resume_request(text.ids, timeout_s=TIMEOUT_S)
+    again = manager.tiers.resume(text.ids, timeout_s=TIMEOUT_S)
     assert (again.resume.source, again.length) == ("state", 300)
     assert_like_cold(stack, again, text)
     tier.close(TIMEOUT_S)
@@ -263,11 +263,11 @@ def test_a_tier_that_raises_is_a_miss(call: str):
     empty(stack)
     keep(stack, text, 150)  # the first block stays cached, and is pinned by the fetch
     tier.raises = call
-    request = manager.admit_fetched(text.ids[:300], timeout_s=TIMEOUT_S)
+    request = manager.tiers.admit(text.ids[:300], timeout_s=TIMEOUT_S)
     run_to(stack, request, text, 300)
     assert_like_cold(stack, request, text)
     manager.release_request(request)
-    assert manager.drain_tiers(TIMEOUT_S)
+    assert manager.tiers.drain(TIMEOUT_S)
     tier.raises = ""
     manager.evict()
     stats = manager.stats()
@@ -275,7 +275,7 @@ def test_a_tier_that_raises_is_a_miss(call: str):
     assert (stats.blocks_free, stats.transfers.fetches_open) == (stats.blocks_total, 0)
     keep(stack, text, 300)
     empty(stack)
-    assert manager.admit_fetched(text.ids[:300], timeout_s=TIMEOUT_S).resume.start == 256
+    assert manager.tiers.admit(text.ids[:300], timeout_s=TIMEOUT_S).resume.start == 256
     manager.check_invariants()
 
 
@@ -300,13 +300,13 @@ class Slow:
 
 
 def test_nobody_waits_for_calls_that_are_slow():
-    """Neither a fetch nor its polls; `admit_fetched` for the time that it was given."""
+    """Neither a fetch nor its polls; `tiers.admit` for the time that it was given."""
     slow = Slow(HostTier(8 << 20))
     stack = stack_with([HostTier(8 << 20), slow], num_blocks=20)
     manager, text = stack.manager, Text.random(stack, 3, 900)
     keep(stack, text, 700)
     empty(stack)
-    host = manager.transfers.host  # type: ignore[union-attr]
+    host = manager.tiers.host  # type: ignore[union-attr]
     host.drop(list(host._rows))
     while host.stats().held_records:
         time.sleep(0.001)
@@ -320,13 +320,13 @@ def test_nobody_waits_for_calls_that_are_slow():
         longest = max(longest, time.perf_counter() - begin)
         return answer
 
-    fetch = timed(lambda: manager.fetch(text.ids[:700]))
+    fetch = timed(lambda: manager.tiers.fetch(text.ids[:700]))
     for _ in range(20):
         assert not timed(fetch.poll)
     timed(fetch.cancel)
     assert longest < WAITS_S / 2
     begin = time.perf_counter()
-    request = manager.admit_fetched(text.ids[:700], timeout_s=0.05)
+    request = manager.tiers.admit(text.ids[:700], timeout_s=0.05)
     assert time.perf_counter() - begin < WAITS_S / 2
     assert request.resume.start == 0  # it had no time: computed
     run_to(stack, request, text, 700)
@@ -379,8 +379,8 @@ def test_what_is_hit_on_the_device_is_the_last_to_go_below(tmp_path: Path):
     stack = stack_with([host], num_blocks=40, max_requests=2)
     manager, hot = stack.manager, Text.random(stack, 1, 600)
     keep(stack, hot, 500)
-    assert manager.transfers is not None
-    labels = manager.transfers.labels
+    assert manager.tiers
+    labels = manager.tiers.labels
     trail = manager.prompt(hot.ids[:500]).trail
     assert trail is not None
     for nth in range(2, 14):
@@ -405,17 +405,17 @@ def test_what_cannot_be_kept_holds_up_nobody():
     stack = stack_with([host], num_blocks=20, prefix=options(zero()))
     manager, text = stack.manager, Text.random(stack, 1, 2000)
     keep(stack, text, 12 * BLOCK)
-    transfers = manager.transfers
-    assert transfers is not None
+    tiers = manager.tiers
+    assert tiers
     before = manager.stats().transfers.records_dropped  # type: ignore[union-attr]
     assert before > 0
     somebody = SimpleNamespace(done=False)  # holds rows, or may
-    transfers.fetches.open.append(somebody)  # type: ignore[arg-type]
+    tiers.fetches.open.append(somebody)  # type: ignore[arg-type]
     request = manager.admit_request(text.ids[: 14 * BLOCK])
     run_to(stack, request, text, 14 * BLOCK)
-    assert not transfers.offload.outbox
+    assert not tiers.offload.outbox
     assert manager.stats().transfers.records_dropped - before == 2  # type: ignore[union-attr]
-    transfers.fetches.open.remove(somebody)  # type: ignore[arg-type]
+    tiers.fetches.open.remove(somebody)  # type: ignore[arg-type]
     manager.release_request(request)
     host.close(TIMEOUT_S)
 
@@ -427,7 +427,7 @@ def test_a_fork_of_the_process_does_not_wait_for_threads_that_are_not_there(tmp_
     stack = stack_with([HostTier(8 << 20), tier])
     manager, text = stack.manager, Text.random(stack, 3, 400)
     keep(stack, text, 300)
-    worker = manager.transfers.route.worker  # type: ignore[union-attr]
+    worker = manager.tiers.route.worker  # type: ignore[union-attr]
     worker._lock.acquire()  # as if its thread had it
     child = os.fork()
     if not child:
@@ -435,7 +435,7 @@ def test_a_fork_of_the_process_does_not_wait_for_threads_that_are_not_there(tmp_
         try:
             signal.alarm(30)
             for call in (
-                lambda: manager.drain_tiers(5.0),
+                lambda: manager.tiers.drain(5.0),
                 manager.stats,
                 lambda: manager.admit_request(text.ids[:300]),  # a use, which tiers are told
             ):
@@ -448,15 +448,15 @@ def test_a_fork_of_the_process_does_not_wait_for_threads_that_are_not_there(tmp_
     _, status = os.waitpid(child, 0)
     worker._lock.release()
     assert os.waitstatus_to_exitcode(status) == 3
-    assert manager.drain_tiers(TIMEOUT_S)
+    assert manager.tiers.drain(TIMEOUT_S)
     assert_like_cold(stack, run(stack, text, 300), text)
     tier.close(TIMEOUT_S)
 
 
 def test_labels_of_blocks_are_made_when_they_are_looked_at():
     stack = stack_with([HostTier(8 << 20)])
-    assert stack.manager.transfers is not None
-    labels = stack.manager.transfers.labels
+    assert stack.manager.tiers
+    labels = stack.manager.tiers.labels
     trail = stack.manager.prompt(Text.random(stack, 1, 700).ids).trail
     assert trail is not None
     blocks = labels.of_blocks(trail, 4)
@@ -467,7 +467,7 @@ def test_labels_of_blocks_are_made_when_they_are_looked_at():
     asked = []
     made = labels.make
     labels.make = lambda *label: asked.append(label) or made(*label)  # type: ignore[method-assign,func-returns-value]
-    stack.manager.transfers.host.use(labels.of_blocks(trail, 5))
+    stack.manager.tiers.host.use(labels.of_blocks(trail, 5))
     assert len(asked) <= 4
 
 
@@ -478,7 +478,7 @@ def test_a_prompt_that_is_longer_than_host_memory_comes_back_as_far_as_that_goes
     text = Text.random(stack, 1, 2000)
     keep(stack, text, 15 * BLOCK + 1)
     empty(stack)
-    fetch = stack.manager.fetch(text.ids[: 15 * BLOCK + 1])
+    fetch = stack.manager.tiers.fetch(text.ids[: 15 * BLOCK + 1])
     while not fetch.poll():
         pass
     assert fetch.fetched_blocks == host.stats().held_records
@@ -496,10 +496,10 @@ def test_what_a_tier_has_is_evicted_first():
     tier = HostTier(8 << 20)
     stack = stack_with([tier], num_blocks=8)
     kept, lost = Text.random(stack, 9, 400), Text.random(stack, 10, 400)
-    assert stack.manager.transfers is not None
+    assert stack.manager.tiers
     tier.close(TIMEOUT_S)  # stores nothing more
     stack.manager.release_request(run(stack, lost, 300))
-    stack.manager.drain_tiers(TIMEOUT_S)
+    stack.manager.tiers.drain(TIMEOUT_S)
     assert stack.manager.prefix is not None
     old = list(stack.manager.prefix.index.nodes())
     stack.manager.release_request(run(stack, kept, 300))
@@ -532,4 +532,4 @@ def test_tiers_need_a_prefix_cache_and_the_name_of_the_weights():
             KVCacheManager(SCHEMA, num_blocks=4, max_requests=1, prefix=options(), tiers=[odd])
     without = KVCacheManager(SCHEMA, num_blocks=4, max_requests=1, prefix=options())
     with pytest.raises(InvalidInput, match="has no tiers"):
-        without.fetch([1, 2, 3])
+        without.tiers.fetch([1, 2, 3])

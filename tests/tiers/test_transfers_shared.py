@@ -76,7 +76,7 @@ def check_miss(tier: MooncakeTier) -> None:
     stack = stack_with([tier])
     text = Text.random(stack, 1, 900)
     begin = time.monotonic()
-    request = stack.manager.admit_fetched(text.ids[:TOKENS], timeout_s=TIMEOUT_S)
+    request = stack.manager.tiers.admit(text.ids[:TOKENS], timeout_s=TIMEOUT_S)
     assert time.monotonic() - begin < TIMEOUT_S - 10  # the tier's deadline ended it
     assert (request.resume.start, stack.manager.stats().blocks_in_flight) == (0, 0)
     run_to(stack, request, text, TOKENS)
@@ -92,7 +92,7 @@ def test_another_machine_goes_on_where_one_was(port: int):
         tier, quick = (met(MooncakeTier(address, limits=each)) for each in (PATIENT, QUICK))
         stack = stack_with([tier], drafts=2)
         text = Text.random(stack, 1, 900)
-        request = stack.manager.admit_fetched(text.ids[:TOKENS], timeout_s=TIMEOUT_S)
+        request = stack.manager.tiers.admit(text.ids[:TOKENS], timeout_s=TIMEOUT_S)
         assert (request.resume.source, request.resume.start) == ("snapshot", BLOCKS * BLOCK)
         assert tier.stats().loaded_bytes > BLOCKS * SCHEMA.block_bytes
         run_to(stack, request, text, TOKENS + 50)
@@ -132,7 +132,7 @@ def test_object_storage_brings_a_prompt_back(s3_port: int):
     text = Text.random(stack, 2, 900)
     keep(stack, text, TOKENS)
     empty(stack)
-    request = stack.manager.admit_fetched(text.ids[:TOKENS], timeout_s=TIMEOUT_S)
+    request = stack.manager.tiers.admit(text.ids[:TOKENS], timeout_s=TIMEOUT_S)
     assert request.resume.start == BLOCKS * BLOCK
     run_to(stack, request, text, TOKENS + 50)
     assert_like_cold(stack, request, text)

@@ -1,4 +1,4 @@
-"""NIXL's agent of one process: loaded, made, and told of a peer. Torch-free."""
+"""NIXL's agent of one process: loading it, making it, connecting it to a peer. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 from dsv4.errors import MissingExtra
 
 MODULES = ("nixl_cu13", "nixl_cu12")
-_PROGRESS_US = 500  # NIXL's own thread looks so often, if no event wakes it
+_PROGRESS_US = 500  # how often NIXL's own thread looks, if no event wakes it
 _MAKING = threading.Lock()
 
 
 def load_nixl() -> Any:
     """NIXL's Python side, whichever build of it is installed. Raises MissingExtra."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")  # the link says what went wrong
+    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")  # the link reports what went wrong
     # UCX loads RDMA drivers of the system, and those the system's libibverbs. Loaded after the one
     # in NIXL's wheel, its libnl binds to the wheel's, and the process ends with SIGSEGV; loaded
     # before, it has its own.
@@ -39,8 +39,8 @@ def load_nixl() -> Any:
 
 
 def make_agent(name: str) -> Any:
-    """NIXL's agent of one process. Its thread, which answers reads over TCP, spins on a core of its
-    own with the delay that the Python side sets, 0; with another one it waits for events."""
+    """NIXL's agent of one process. Its thread, which answers reads over TCP, spins on a core with
+    the delay that the Python side sets, 0; with any other delay it waits for events."""
     nixl = load_nixl()
     bindings = nixl.nixlBind
     plain = bindings.nixlAgentConfig
@@ -58,8 +58,8 @@ def make_agent(name: str) -> Any:
 
 
 def meet(agent: Any, peer: str, metadata: bytes) -> None:
-    """Tells NIXL of a peer. ValueError if the metadata is of another one; NIXL's errors. Bytes that
-    NIXL did not write may end the process: a probe goes first."""
+    """Registers a peer with NIXL. Raises ValueError if the metadata belongs to another peer, and
+    NIXL's errors. Bytes that NIXL did not write may end the process: a probe goes first."""
     found = agent.add_remote_agent(metadata)
     found = found.decode() if isinstance(found, bytes) else found
     if found != peer:

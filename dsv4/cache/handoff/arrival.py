@@ -2,11 +2,11 @@
 
     begin    the offer fits, and a slot, blocks in flight and host memory for the state are taken
     read     blocks that are not cached here come into the blocks in flight, the state to the host
-    confirm  the owner's pledge is read, behind the last byte: was all of it still the offer's?
+    confirm  the owner's pledge is read, after the last byte: was all of it still the offer's?
     check    sums of the state and, where the owner had them in host memory, of the blocks
     settle   slot and blocks are the request's; its whole blocks are indexed
 
-Whatever goes wrong before the last step, nobody has seen a byte of it.
+If anything goes wrong before the last step, no byte of it has been used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _POLL_S = 0.0003
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Landing:
-    """What an arrival has taken of its manager's, until its request has it or it is given back."""
+    """What an arrival has taken from its manager, until its request has it or it is given back."""
 
     cell: int | None = None
     row: StateRow | None = None
@@ -41,9 +41,10 @@ class Landing:
 
 
 class Arrival(Polled):
-    """A request that was accepted. `poll` moves it on and says whether it is over; then `request`
-    is the request, live at the length that it was offered with, or None, and `error` says why.
-    `cancel` ends it; memory that is still being written to is kept apart until it is not."""
+    """A request that was accepted. `poll` advances it and says whether it has finished; then
+    `request` is the request, live at the length that it was offered with, or None, and `error` says
+    why. `cancel` ends it; memory that is still being written to is set aside until that has
+    ended."""
 
     _instead = "accept the offer once more"
 
@@ -60,7 +61,7 @@ class Arrival(Polled):
         self.tokens = offer.tokens
         self.request: Request | None = None
         self.error: OfferError | None = None
-        self.skipped_blocks = 0  # were cached here and have not been read
+        self.skipped_blocks = 0  # were cached here and were not read
         self.read_bytes = 0
         # ---- its manager's
         self.offer, self.trail, self.deadline = offer, trail, deadline
@@ -72,8 +73,8 @@ class Arrival(Polled):
         return self.request is not None or self.error is not None
 
     def wait(self) -> Request:
-        """Polls until it is over. Other calls may come in between. Raises OfferError: the request
-        did not come, and can be computed or resumed from tiers."""
+        """Polls until it has finished. Other calls may come in between. Raises OfferError if the
+        request did not arrive; it can be computed or resumed from tiers."""
         try:
             while not self.poll():
                 time.sleep(_POLL_S)

@@ -1,8 +1,8 @@
-"""What an owner has offered: who may still read it, and when it is over. Torch-free.
+"""What an owner has offered: whether it may still be read, and when it ends. Torch-free.
 
-An offer stands as long as its pledge lies in the owner's memory. Takers read it there, behind the
-last of the request's bytes: if it is whole, nothing of what they read had been given back before.
-Whoever ends an offer wipes its pledge first, and only then lets its memory go.
+An offer stands as long as its pledge lies in the owner's memory. Takers read it there, after the
+last of the request's bytes: if it is unchanged, nothing that they read had been released before.
+Ending an offer first wipes its pledge, and only then releases its memory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _TAKEN_WORD = b"taken\0\0\2"
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Lease:
-    """One offer of this manager: what it holds, for how long, for how many takers. Its name is
-    known to those who have the offer, and lies in no memory that is registered for others."""
+    """One offer of this manager: what it holds, for how long, for how many takers. Only those who
+    have the offer know its name, which is in no memory that is registered for others."""
 
     name: bytes
     cell: int
@@ -36,20 +36,20 @@ class Lease:
 
 
 class Leases:
-    """All offers of one manager. `ended` is told of each that is over, by whatever thread.
+    """All offers of one manager. `ended` is called with each offer that ends, in any thread.
 
-    The manager's calls and the link's thread both end offers, without a lock, for whoever is
-    interrupted would keep it: the one who takes a lease out of `standing` ends it.
+    The manager's calls and the link's thread both end offers, without a lock, because an
+    interrupted call would keep it. The thread that takes a lease out of `standing` ends it.
     """
 
     def __init__(self, pledges: Pledges, ended: Callable[[Lease], None]) -> None:
         self._pledges, self._ended = pledges, ended
         self.standing: dict[bytes, Lease] = {}
-        self.held: dict[bytes, Lease] = {}  # with memory that has not been let go
+        self.held: dict[bytes, Lease] = {}  # whose memory has not been released
         self.taken = self.expired = self.withdrawn = 0
 
     def stand(self, lease: Lease, pledge: bytes) -> None:
-        """Takers may come from now on."""
+        """From now on takers may read it."""
         self._pledges.put(lease.cell, pledge)
         self.standing[lease.name] = lease
 
@@ -60,7 +60,8 @@ class Leases:
         return True
 
     def serve(self, notes: Sequence[bytes]) -> bool:
-        """What takers told, and what the clock says. Whether anything stands. By one thread."""
+        """Handles what takers reported, and expired leases. Returns whether any offer stands.
+        Called by one thread."""
         for note in notes:
             self._note_taken(note)
         now = time.monotonic()
@@ -82,7 +83,7 @@ class Leases:
             self._end(name)
 
     def _end(self, name: bytes) -> bool:
-        """Whether it stood until now."""
+        """Ends an offer. Returns whether it stood until now."""
         lease = self.standing.pop(name, None)
         if lease is None:
             return False
@@ -90,22 +91,22 @@ class Leases:
         return True
 
     def finish(self, lease: Lease) -> None:
-        """Nobody believes anything of it any more; then its memory may go."""
+        """Wipes its pledge, so that no taker uses it any more; then its memory may be released."""
         self._pledges.wipe(lease.cell)
         lease.over = True
         self._ended(lease)
 
     def forget(self, lease: Lease) -> None:
-        """Its memory has been let go."""
+        """Its memory has been released."""
         if self.held.pop(lease.name, None) is not None:
             self._pledges.give_back(lease.cell)
 
 
 def new_name() -> bytes:
-    """Of an offer: nobody guesses it, and no other offer has it."""
+    """A name for an offer: unguessable, and no other offer has it."""
     return os.urandom(NAME_BYTES)
 
 
 def taken_note(name: bytes) -> bytes:
-    """What a taker tells the owner after its last byte."""
+    """The note that a taker sends to the owner after its last byte."""
     return _TAKEN.pack(_TAKEN_WORD, name)

@@ -1,8 +1,8 @@
-"""Bytes of another process's memory into this one's, by NIXL. One thread, torch-free.
+"""Reads another process's memory into this one's, by NIXL. One thread, torch-free.
 
-NIXL has no timeout and no cancel, raises what it could return, and lets a released handle write on.
-So a read is given up by its asker, not here, and its memory belongs to the read until `settled`:
-the handle has come to an end, or NIXL reported an error a while ago.
+NIXL has no timeout and no cancel, raises what it could return, and a released handle continues to
+write. So the caller gives a read up, not the link, and the memory belongs to the read until it is
+`settled`: the handle has ended, or NIXL reported an error a while ago.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from dsv4.cache.handoff.probe import Probe
 from dsv4.errors import OfferError
 
 LOGGER = logging.getLogger("dsv4.handoff")
-_READING_S = 0.0003  # between looks at a read
-_SERVING_S = 0.003  # between looks for what takers tell, while somebody may
-_IDLE_S = 0.1  # the same while nobody should: NIXL keeps in memory what nobody has read
+_READING_S = 0.0003  # between two looks at a read
+_SERVING_S = 0.003  # between two looks for notes of takers, while offers stand
+_IDLE_S = 0.1  # the same without offers: NIXL keeps unread notes in memory
 _PROBES = 4  # processes at once
 _PROVEN = 4096  # whose metadata is known to be good, of the last peers
-_SETTLE_S = 1.0  # behind an error: what was under way then is over
+_SETTLE_S = 1.0  # after an error: transfers that were running then have ended
 Where = Literal["DRAM", "VRAM"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Memory that others may read from, or that is read into. It stays as long as NIXL knows of it:
-    `keeper` is whoever frees it."""
+    `keeper` is the object that frees it."""
 
     address: int
     size_bytes: int
@@ -55,11 +55,11 @@ class Spans:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Read:
-    """Bytes on their way. Spans are read together; when all have come `last` is read, with a note
-    to the owner behind it; then `check` says what is wrong with what came, or None.
+    """A read in progress. Spans are read together; when all have arrived `last` is read, followed
+    by a note to the owner; then `check` returns what is wrong with what arrived, or None.
 
-    `over` tells that nothing more will happen, `settled` that the memory is nobody's any more;
-    `error` is None if all went well. `ready` may hold the start back, for a device.
+    `over` means that nothing more will happen, `settled` that nothing uses the memory any more;
+    `error` is None if all went well. `ready` may delay the start, for a device.
     """
 
     peer: str
@@ -73,8 +73,8 @@ class Read:
     over: bool = False
     settled: bool = False
     error: str | None = None
-    refused: bool = False  # what came is not what was offered
-    given_up: bool = False  # nobody waits for it: no new read is begun for it
+    refused: bool = False  # what arrived is not what was offered
+    given_up: bool = False  # abandoned: no new read is begun for it
     handles: list[Any] = field(default_factory=list)
     stage: int = 0  # waits, reads, reads the last, is over
     probe: Probe | None = None
@@ -86,10 +86,10 @@ _KEPT: list[Link] = []  # closed while NIXL may write to their memory
 
 
 class Link:
-    """One process's door: memory that takers may read, and reads of others' memory. Every call
-    returns at once, but for `close`.
+    """One process's connection: memory that takers may read, and reads of others' memory. Every
+    call except `close` returns at once.
 
-    `serve` is called now and then by the link's thread with what takers told since, and says
+    The link's thread calls `serve` now and then with the notes that takers sent since; it returns
     whether it wants to be called again soon.
     """
 
@@ -105,32 +105,32 @@ class Link:
             )
         self.metadata: bytes = self._nixl.get_agent_metadata()
         self._serve = serve
-        # no lock: whoever is interrupted would keep it
+        # no lock: an interrupted call would keep it
         self._asked: SimpleQueue[Read | None] = SimpleQueue()  # None wakes
         self._reads: list[Read] = []
-        self._peers: dict[str, bytes] = {}  # those that NIXL knows, and by which metadata
+        self._peers: dict[str, bytes] = {}  # peers that NIXL knows, and their metadata
         self._proven: dict[bytes, bool] = {}  # metadata with which a probe has read
         self._serving = self._closed = False
         self._thread: threading.Thread | None = None
         self._start()
 
     def read(self, read: Read) -> None:
-        """Starts it, as soon as it is ready. One that it knows already is left alone. Raises
-        OfferError if it is closed."""
+        """Starts a read as soon as it is ready. One that it has already is ignored. Raises
+        OfferError if the link is closed."""
         self._require_open()
         self._asked.put(read)
         self._start()
 
     def begin_serving(self) -> None:
-        """Takers may come. Raises OfferError if it is closed."""
+        """Begins to look for notes of takers. Raises OfferError if the link is closed."""
         self._require_open()
         self._serving = True
         self._asked.put(None)
         self._start()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """The thread ends, and NIXL's. Reads that have not settled never do: their memory stays
-        theirs, and with it the link."""
+        """Ends this thread and NIXL's. Reads that have not settled never do: their memory stays
+        taken, and with it the link."""
         self._closed = True
         self._asked.put(None)
         thread = self._thread
@@ -167,7 +167,7 @@ class Link:
             self._serve_takers()
 
     def _take_asked(self, pause: float | None) -> None:
-        """All that was asked for, waited for at most so long."""
+        """All reads that were requested, waiting for the first for a limited time."""
         try:
             read = self._asked.get(timeout=pause)
             while True:
@@ -192,7 +192,7 @@ class Link:
             again = True
         if not again:
             self._serving = False
-            if self._serve([]):  # somebody came in between
+            if self._serve([]):  # a request came in between
                 self._serving = True
 
     # ---- reads -----------------------------------------------------------------------------------
@@ -216,11 +216,11 @@ class Link:
                 self._end(read, "NIXL reports an error", failed=True)
             elif states <= {"DONE"}:
                 self._next(read)
-        except Exception as error:  # nixl's own, of a peer that is gone, among others
+        except Exception as error:  # NIXL's own errors, for example of a peer that is gone
             self._end(read, f"{type(error).__name__}: {error}", failed=True)
 
     def _next(self, read: Read) -> None:
-        """All that was begun has come."""
+        """Continues when everything that was begun has arrived."""
         while read.handles:
             self._release(read.handles.pop())
         if read.stage == 1 and not read.given_up:
@@ -244,7 +244,7 @@ class Link:
         read.over = True
 
     def _settle(self, read: Read) -> None:
-        """Handles that are not at an end may write on, whatever happened to the others."""
+        """Handles that have not ended may continue to write, whatever happened to the others."""
         for handle in tuple(read.handles):
             if not self._is_under_way(handle):
                 read.handles.remove(handle)
@@ -277,14 +277,14 @@ class Link:
         self._nixl.transfer(handle)
 
     def _release(self, handle: Any) -> None:
-        """Of a transfer that has come to an end."""
+        """Releases the handle of a transfer that has ended."""
         try:
             self._nixl.release_xfer_handle(handle)
         except Exception as error:
             LOGGER.info("%s: NIXL keeps a handle: %s", self.name, error)
 
     def _meet(self, read: Read) -> bool:
-        """Whether NIXL knows the peer. It is told of it after a probe has read from it."""
+        """Whether NIXL knows the peer. It is registered after a probe has read from it."""
         metadata = _digest(read.metadata)
         if self._peers.get(read.peer) == metadata:
             return True
@@ -322,7 +322,8 @@ class Link:
         return None if probe is None else probe.close()
 
     def _part(self, peer: str) -> None:
-        """A peer that failed is met anew next time, if nobody reads from it now."""
+        """Forgets a peer that failed, so that it is registered again next time, unless other reads
+        use it."""
         if any(read.peer == peer and read.stage for read in self._reads):
             return
         if self._peers.pop(peer, None) is not None:

@@ -1,4 +1,4 @@
-"""What an owner tells about a request: where its bytes lie, and what they are. Torch-free.
+"""An owner's description of a request: where its bytes lie, and what they are. Torch-free.
 
     offset  bytes  field                     offset  bytes  field
          0      8  magic                        168     32  digest of the state
@@ -19,9 +19,9 @@ the blocks (16 each, if flag 2 is set), address and length of each piece of the 
 link's name and metadata, words about the schema, and the token ids (4 each, if flag 1 is set).
 Numbers are little-endian.
 
-The name is a secret: whoever knows it may say that the offer was taken. Version 1 had an epoch and
-a count there, which could be guessed, and no signature. The sum finds accidents; who made an offer
-is what a signature tells (`HandoffOptions.sign`), over all that comes before it.
+The name is a secret: anyone who knows it may report that the offer was taken. Version 1 had an
+epoch and a count there, which could be guessed, and no signature. The checksum detects accidents; a
+signature (`HandoffOptions.sign`), over everything before it, proves who made an offer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAGIC = b"\x89DSV4\r\n\1"
 PLEDGE_BYTES = 64
 NAME_BYTES = 24
 SUM_BYTES = 16
-# more than any owner says; NIXL and the taker's loops see nothing larger
+# more than any valid offer has; NIXL and the taker's loops get nothing larger
 MOST_BYTES = 1 << 27
 MOST_TOKENS = 1 << 24
 MOST_BLOCKS = 1 << 17
@@ -114,8 +114,8 @@ class Offer:
 
     @staticmethod
     def unpack(packed: bytes, verify: Callable[[bytes, bytes], bool] | None = None) -> Offer:
-        """Raises OfferError for anything but an offer of this version, whole and as it was made;
-        and, of those, for one whose signature is not what `verify` wants."""
+        """Raises OfferError for anything except a complete, unchanged offer of this version, and
+        for one whose signature `verify` rejects."""
         if not isinstance(packed, bytes | bytearray | memoryview):
             raise OfferError("damaged", f"an offer is bytes, not {type(packed).__name__}")
         if len(packed) > MOST_BYTES:
@@ -193,11 +193,11 @@ class Offer:
 
 
 def _printable(text: bytes) -> str:
-    """For logs and errors: no line that somebody else wrote."""
+    """For logs and errors, without control characters from another machine."""
     return "".join(c if c.isprintable() else "?" for c in text.decode(errors="replace"))
 
 
 def model_hash(model_id: str) -> bytes:
-    """What an offer says of the model: equal ones have equal weights."""
+    """How an offer identifies the model: equal hashes mean equal weights."""
     text = model_id.encode(errors="surrogatepass")
     return hashlib.blake2b(text, digest_size=DIGEST_BYTES, person=b"dsv4 model").digest()

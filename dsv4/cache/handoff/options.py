@@ -1,4 +1,4 @@
-"""How a manager hands requests over. Torch-free."""
+"""Options of the hand-off. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ MOST_NAME = 200
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffOptions:
     """`name` is for people and logs; two processes may have the same. `model_id` names the weights,
-    and of a pipeline the stage; left out, it is that of the prefix cache.
+    and in a pipeline the stage; by default it is that of the prefix cache.
 
     An offer stands for `lease_s` seconds of its owner's clock. A read that takes longer than
     `deadline_s` is given up. Up to `offers` offers and arrivals may be open at once; `states` of
-    them have their states in host memory at once. With `sums` blocks in host memory are summed by
-    the owner and checked by the taker; blocks on a GPU are not.
+    them have their states in host memory at once. With `sums` the owner computes checksums of
+    blocks in host memory, and the taker checks them; blocks on a GPU have none.
 
-    `sign` makes a signature of an offer's bytes, on the owner's side; `verify` says of bytes and
-    signature whether this side takes the offer, before anything else of it is believed. Without
-    `verify` whoever can hand an offer to this manager is trusted.
+    `sign` makes a signature of an offer's bytes, on the owner's side; `verify` decides from bytes
+    and signature whether this side accepts the offer, before anything else in it is used. Without
+    `verify` anyone who can hand an offer to this manager is trusted.
     """
 
     name: str

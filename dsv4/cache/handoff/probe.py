@@ -1,9 +1,9 @@
-"""Whether NIXL survives what an offer says of its owner, tried in a process of its own. Torch-free.
+"""Tests in a separate process whether NIXL survives an offer's metadata. Torch-free.
 
 NIXL and UCX end the process at metadata that is not what they wrote: one changed byte is enough,
-and nobody else can check it, for its bytes are theirs alone. So a link meets a peer only after
-another process, with the same libraries and settings, has read 64 bytes from it, the pledge. If
-that process dies, or is never through, its answer is not there, and the peer is not met.
+and nothing else can check it, because only they know its format. So a link connects to a peer only
+after another process, with the same libraries and settings, has read 64 bytes from it, the pledge.
+If that process dies or hangs, there is no answer, and the link does not connect to the peer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from dsv4.cache.handoff.agent import make_agent, meet
 from dsv4.cache.handoff.offer import PLEDGE_BYTES
 
-PROBE_S = 30  # then the process ends itself, whoever has forgotten it
+PROBE_S = 30  # then the process ends by itself, even if it was forgotten
 _ANSWER = b"read"
 _ERROR_BYTES = 300
 _CODE = (
@@ -33,12 +33,12 @@ _CODE = (
 
 
 class Probe:
-    """A process that reads an owner's pledge. Raises OSError where none can be started."""
+    """A process that reads an owner's pledge. Raises OSError if it cannot be started."""
 
     def __init__(self, peer: str, metadata: bytes, pledge_at: int) -> None:
         job = json.dumps([peer, metadata.hex(), pledge_at]).encode()
-        path = [each for each in sys.path if isinstance(each, str)]  # Python passes over the rest
-        # not a pipe: nobody waits until it has been read
+        path = [each for each in sys.path if isinstance(each, str)]  # Python ignores the rest
+        # not a pipe: the process never waits until it is read
         with open(os.memfd_create("dsv4-probe"), "r+b") as given:
             given.write(job)
             given.seek(0)
@@ -55,12 +55,13 @@ class Probe:
         return self._process.poll() is not None
 
     def close(self) -> str | None:
-        """Ends it, if it is not over. Why the peer is not to be met, or None."""
+        """Ends it, unless it has finished. Returns why the peer must not be connected to, or
+        None."""
         with self._process as process:
             process.kill()
             assert process.stdout is not None
             answer: bytes = process.stdout.read(_ERROR_BYTES)
-        if answer == _ANSWER:  # the exit status may be lost, where somebody else reaps children
+        if answer == _ANSWER:  # the exit status may be lost if other code reaps children
             return None
         said = "".join(c if c.isprintable() else "?" for c in answer.decode(errors="replace"))
         return f"NIXL cannot read with its metadata: {said or _fate(self._process.returncode)}"
@@ -73,7 +74,8 @@ def _fate(status: int) -> str:
 
 
 def main() -> None:
-    """Of the process: reads, and says so where UCX and NIXL, which log to stdout, say nothing."""
+    """Runs in the process: reads, and reports on a channel other than stdout, where UCX and NIXL
+    log."""
     where = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     # ignored and blocked signals are inherited

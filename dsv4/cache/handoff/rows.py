@@ -13,8 +13,8 @@ from dsv4.tiers.record import Label, Parts, address
 
 
 class _Pool:
-    """Pieces of one memory, of equal size, by number. Without a lock: a manager's calls come one at
-    a time. One that is interrupted may lose a number, which `recover` finds again."""
+    """Numbered pieces of equal size of one memory. Without a lock: a manager's calls come one at a
+    time. An interrupted call may lose a number, which `recover` finds again."""
 
     def __init__(self, count: int, size_bytes: int) -> None:
         self.count = count
@@ -59,7 +59,7 @@ class StateRows(_Pool):
 
 
 class Pledges(_Pool):
-    """Cells that others may read; an empty one is all zeros."""
+    """Cells that others may read; an empty cell is all zeros."""
 
     def __init__(self, cells: int) -> None:
         super().__init__(cells, PLEDGE_BYTES)
@@ -84,5 +84,5 @@ class Pledges(_Pool):
         return bytes(self._piece(cell))
 
     def at(self, cell: int) -> int:
-        """Where a cell lies."""
+        """The address of a cell."""
         return self._start + cell * PLEDGE_BYTES

@@ -1,4 +1,4 @@
-"""Cached blocks as memory that others may need. Torch-free."""
+"""Cached blocks as memory that can be reclaimed. Torch-free."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class CachedBlocks:
         self._before_reuse = before_reuse
 
     def choose(self, blocks: int, *, or_fewer: bool = False) -> list[PrefixNode]:
-        """So many blocks to evict, or none, unless `or_fewer`: then they are dropped or spared."""
+        """Chooses `count` blocks to evict, or none (with `or_fewer`, as many as possible); then
+        they are dropped or spared."""
         victims = self._index.choose(blocks, or_fewer=or_fewer)
         if victims:  # they may be written before they are dropped
             self._before_reuse()
@@ -47,19 +48,19 @@ class CachedBlocks:
                 self._rows.drop(node)
 
     def evict(self, most: int) -> int:
-        """Evicts so many blocks, or all that can be. Returns how many."""
+        """Evicts `count` blocks, or all that can be. Returns how many."""
         victims = self.choose(most, or_fewer=True)
         self.drop(victims)
         return len(victims)
 
     def evictable(self, excluding: Collection[int] = ()) -> int:
-        """How many blocks could be evicted if these were held. Whoever holds a cached block holds
-        those before it, so it is all idle ones but what pins keep."""
+        """How many blocks could be evicted if these were held. A request that holds a cached block
+        holds those before it, so these are all idle blocks except what pins keep."""
         references = self._allocator.references
         return self._allocator.idle - sum(
             not references(b) for b in self._pins.block_ids().union(excluding)
         )
 
     def pinned_blocks(self, excluding: Collection[int] = ()) -> int:
-        """Blocks that lasting pins keep, with all before them, but for those named."""
+        """Blocks that lasting pins keep, with all before them, except the given ones."""
         return self._pins.lasting_blocks(excluding)

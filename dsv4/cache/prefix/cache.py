@@ -1,4 +1,4 @@
-"""Prefixes that were computed once: found again, resumed, kept, evicted."""
+"""Cached prefixes: found again, resumed, kept, evicted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dsv4.cache.stats import HitKind, MissReason, PrefixCounters, PrefixStats
 from dsv4.cache.step.shape import I64
 from dsv4.errors import Dsv4Error, InvalidInput
 
-# a request takes cached blocks in the place of its own, from its block so and so on
+# a request takes cached blocks in place of its own, from the block of this number on
 Adopt = Callable[[Request, int, Sequence[int]], None]
 K = TypeVar("K")
 _HIT_KINDS: dict[StateSource, HitKind] = {
@@ -82,7 +82,7 @@ class PrefixCache:
         self._counters = PrefixCounters()
 
     def observe(self, observer: Observer) -> None:
-        """Tells this one what is cached and used from now on: tiers, that keep it too."""
+        """Reports to this one from now on. Blocks that are stored elsewhere are evicted first."""
         assert self._notices.observer is None, "one observer is enough"
         self._notices.observer = observer
         self.index.has_tiers = True
@@ -98,7 +98,7 @@ class PrefixCache:
         return TokenTrail(root, self.schema.block_tokens, ids)
 
     def prompt(self, ids: Ids, salt: str | None) -> Prompt:
-        """A prompt with all its digests made."""
+        """A prompt with all its digests computed."""
         trail = self.trail(ids, salt)
         trail.hash_blocks(len(ids) // self.schema.block_tokens)
         return Prompt(len(ids), trail, self.family)
@@ -114,7 +114,7 @@ class PrefixCache:
         return self.index.count(trail.chain[:blocks])
 
     def look_up(self, trail: TokenTrail) -> Resume:
-        """What `match` would say, in a few looks. Changes nothing."""
+        """What `match` would answer, by bisection. Changes nothing."""
         blocks = self.cached_blocks(trail)
         reused = blocks * self.schema.block_tokens
         # a snapshot where a replay would start is at the end of the block before
@@ -124,7 +124,7 @@ class PrefixCache:
         return self._resume_after(nodes, blocks, len(trail.ids)).resume
 
     def supply_ids(self, request: Request, ids: Ids, slot: Tensor, adopt: Adopt) -> None:
-        """Ids of tokens that a request has computed before they were known."""
+        """Adds ids of tokens that a request has computed before they were known."""
         trail = request.trail
         assert trail is not None
         start = len(trail.ids)
@@ -138,7 +138,7 @@ class PrefixCache:
                 self.captures.take(request, trail, node, slot, written=written)
 
     def match(self, trail: TokenTrail, *, reuse: bool = True) -> PrefixMatch:
-        """What of a prompt is there; without `reuse` as if nothing were. The last token always
+        """What of a prompt is cached; without `reuse` as if nothing were. The last token always
         runs: it gives the first logits."""
         tokens = len(trail.ids)
         most = max(0, tokens - 1) // self.schema.block_tokens if reuse else 0
@@ -146,12 +146,13 @@ class PrefixCache:
         return self._resume_after(nodes, len(nodes), tokens)
 
     def match_own(self, request: Request, length: int) -> PrefixMatch:
-        """From where a request that has computed `length` tokens can reach them again."""
+        """The position from which a request that has computed `length` tokens can reach them
+        again."""
         blocks = length // self.schema.block_tokens
         trail = request.trail
-        if request.incomplete_from is not None:  # not all layers have the entries behind
+        if request.incomplete_from is not None:  # not all layers have the entries after it
             blocks = min(blocks, request.incomplete_from // self.schema.block_tokens)
-        if request.approximate_from is not None:  # what lies behind is no cold run's
+        if request.approximate_from is not None:  # what comes after it is no cold run's
             blocks = min(blocks, request.approximate_from // self.schema.block_tokens)
         known = 0 if trail is None else min(blocks, len(trail.ids) // self.schema.block_tokens)
         nodes = [] if trail is None else self.index.match(trail, known)
@@ -166,8 +167,8 @@ class PrefixCache:
         )
 
     def use(self, match: PrefixMatch, trail: TokenTrail) -> None:
-        """Counts an admission, or a request that goes on to the end of another prompt from its own
-        state, and marks what it used."""
+        """Counts an admission, or a request that continues to the end of another prompt from its
+        own state, and marks what it used."""
         counted, resume = self._counters, match.resume
         has_state = resume.source in ("state", "rings")
         self._counters = counted = replace(counted, tokens_asked=counted.tokens_asked + resume.end)
@@ -197,8 +198,8 @@ class PrefixCache:
         self._counters = replace(counted, misses=_one_more(counted.misses, reason))
 
     def put_state(self, match: PrefixMatch, slot: Tensor) -> None:
-        """The state at the start of `match.resume` into a slot. Before a replay the slot is zeroed:
-        finite values that no longer influence anything once the replay is over. The windows of
+        """Copies the state at the start of `match.resume` into a slot. Before a replay the slot is
+        zeroed: finite values, which influence nothing once the replay has finished. The windows of
         draft layers, which snapshots leave out, start as zeros too."""
         if match.resume.source != "nothing":
             slot.zero_()
@@ -220,8 +221,8 @@ class PrefixCache:
         """Learns ids, caches the blocks that the step completed, and takes their snapshots. Blocks
         that another request has cached before are adopted, so that one copy is left.
 
-        The rings still hold the state at every boundary that a few tokens have crossed; `newest` is
-        the end of what has been written to them, by plans after this one too.
+        The rings still hold the state at every boundary that decode batches have crossed; `newest`
+        is the end of what has been written to them, including plans after this one.
         """
         if learned is not None and plan.is_stored:
             learned.learn(plan, ends)
@@ -247,8 +248,8 @@ class PrefixCache:
     def _cache_blocks(
         self, request: Request, trail: TokenTrail, first: int, last: int, adopt: Adopt
     ) -> Iterator[PrefixNode]:
-        """A request's complete blocks from `first` to `last`, whose tokens are all known: each is
-        cached, or the one that is cached already is adopted."""
+        """Caches a request's complete blocks from `first` to `last`, whose tokens are all known, or
+        adopts the equal block that is cached already."""
         cached = self._cache_next(request, trail, first) if last == first + 1 else None
         if cached is not None:
             yield cached
@@ -261,9 +262,9 @@ class PrefixCache:
             yield node
 
     def _cache_next(self, request: Request, trail: TokenTrail, block: int) -> PrefixNode | None:
-        """The node of a block that a request has just completed behind its own cached ones: what
-        `_adopt_cached` and `_cache_block` come to in the ordinary course. None, with nothing done,
-        in any other."""
+        """The node of a block that a request has just completed after its own cached ones: what
+        `_adopt_cached` and `_cache_block` do in the usual case. None in any other case, with
+        nothing done."""
         trail.hash_blocks(block + 1)
         get, chain, block_ids = self.index.get, trail.chain, request.block_ids
         before = get(chain[block - 1]) if block else None
@@ -278,10 +279,11 @@ class PrefixCache:
     def _adopt_cached(
         self, request: Request, trail: TokenTrail, first: int, last: int, adopt: Adopt
     ) -> None:
-        """Of a request's complete blocks, whose tokens are all known, those that are cached, in
-        other memory. Never one without those before it: who holds a cached block holds what it
-        hangs on, so that what is idle can be evicted. For the same reason none while the request
-        shares the block after them, with a fork or an offer: that one keeps the old blocks."""
+        """Replaces complete blocks of a request, whose tokens are all known, by cached ones with
+        the same tokens. Never one without those before it: a request that holds a cached block
+        holds all before it, so that what is idle can be evicted. For the same reason none while
+        the request shares the block after them, with a fork or an offer: that one keeps the old
+        blocks."""
         first = min(first, last)
         while first:
             before = self.index.get(trail.digest(first - 1))
@@ -307,7 +309,7 @@ class PrefixCache:
     def _cache_block(self, request: Request, trail: TokenTrail, block: int) -> PrefixNode | None:
         """The node of a complete block of a request, whose tokens are all known, made now if there
         is none; None if it follows the same tokens in another request's block. Blocks before it
-        that are cached no more are cached again."""
+        that are no longer cached are cached again."""
         node = self.index.get(trail.digest(block))
         first = block
         while node is None and first and (node := self.index.get(trail.chain[first - 1])) is None:
@@ -325,8 +327,8 @@ class PrefixCache:
 
     def adopt(self, trail: TokenTrail, first: int, block_ids: Sequence[int]) -> list[int]:
         """Indexes blocks in flight, whose bytes are there and checked, as those of a prompt from
-        its block `first` on. Answers with those that are not needed: somebody was first, or what is
-        before them is cached no more."""
+        its block `first` on. Returns those that are not needed: the same tokens are cached already,
+        or the block before them no longer is."""
         parent = self.index.get(trail.digest(first - 1)) if first else None
         if first and parent is None:
             return list(block_ids)
@@ -341,15 +343,15 @@ class PrefixCache:
         return unused
 
     def note_arrival(self, request: Request, trail: TokenTrail, adopt: Adopt) -> None:
-        """Whole blocks of a request that came from another machine, all of whose ids are known:
-        those that were cached meanwhile are adopted, the others cached."""
+        """For whole blocks of a request that came from another machine, all of whose ids are known:
+        adopts those that were cached meanwhile, and caches the others."""
         blocks = len(trail.ids) // self.schema.block_tokens
         trail.hash_blocks(blocks)
         for node in self._cache_blocks(request, trail, 0, blocks, adopt):
             self.index.touch(node)
 
     def adopt_snapshot(self, digest: bytes, row: int) -> None:
-        """A row in flight, whose bytes are there and checked, is the state behind a block."""
+        """A row in flight, whose bytes are there and checked, holds the state after a block."""
         node = self.index.get(digest)
         if node is None or node.snapshot is not None:
             self.rows.give_back(row)
@@ -387,7 +389,7 @@ class PrefixCache:
 
 def _check_cut(schema: CacheSchema) -> None:
     """InvalidInput for a model that is not served with cut replays, or whose replay could not run
-    in one wide step."""
+    in one prefill batch."""
     window, most = schema.model.window, schema.max_decode_tokens
     if not schema.model.cut_replays:
         raise InvalidInput(

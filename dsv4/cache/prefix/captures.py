@@ -1,8 +1,8 @@
-"""Snapshots are taken: out of the rings where they still have the state, and while it runs of a
-chunk, which crosses boundaries whose state is in no ring once it is over.
+"""Takes snapshots: from the rings where these still have the state; and layer by layer while a
+chunk runs, for after it the state at the boundaries inside it is in no ring.
 
     plan     chooses the boundaries and the rows of the pool, when a step is prepared
-    reserve  the rows belong to the plan, which is sure to come now
+    reserve  takes these rows, once nothing can fail any more
     …        each layer hands over its part around its append: the handle calls `ChunkCaptures`
     finish   attaches what is complete to the blocks, when the step is committed
 """
@@ -44,7 +44,7 @@ class Capture:
 
 
 class ChunkCaptures:
-    """The snapshots of one prefill batch. `layers` have handed over their part."""
+    """The snapshots of one prefill batch. `layers` have supplied their part."""
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class ChunkCaptures:
         return [capture.row for capture in self.captures]
 
     def before_append(self, layer: int, writes: Sequence[CompressorWrite]) -> None:
-        """The previous stream of the last group of each boundary: the tails still have what is from
-        before the chunk."""
+        """Captures the previous stream of the last group of each boundary: the tails still have the
+        rows from before the chunk."""
         for write in writes:
             if write.layout.overlap:
                 kinds = previous_kinds(write.layout.kind)
@@ -94,8 +94,7 @@ class ChunkCaptures:
                     self._store(self._pool.layout.rows_of(layer, kind), rows)
 
     def after_append(self, layer: int) -> None:
-        """The window rows of each boundary: the staging has them now. With them a layer has given
-        all that it gives."""
+        """The window rows of each boundary, which are staged now: the last part of a layer."""
         page, staging = self._workspace.staging_page, self._workspace.staging
         for kind, width, offset in window_parts(page):
             part = self._pool.layout.rows_of(layer, kind)
@@ -137,7 +136,7 @@ class ChunkCaptures:
 
 
 class Captures:
-    """Which snapshots are taken, and what becomes of them."""
+    """Chooses which snapshots are taken, and finishes them."""
 
     def __init__(
         self,
@@ -153,12 +152,14 @@ class Captures:
     # ---- of chunks ---------------------------------------------------------------------------
 
     def plan(self, batch: Batch, slot_arena: Tensor, workspace: Workspace) -> ChunkCaptures | None:
-        """A row for each boundary in a prefill batch that is to have a snapshot, for `reserve`."""
+        """Chooses a row for each boundary in a prefill batch that is to have a snapshot. Changes
+        nothing."""
         if not self._pool.rows:
             return None
         block_tokens = self._schema.block_tokens
         wanted: list[tuple[int, int]] = []
-        chunks = batch.counts > self._schema.max_decode_tokens  # of others the rings have all
+        # the rings have all states of other batches
+        chunks = batch.counts > self._schema.max_decode_tokens
         for row in chunks.nonzero()[0].tolist():
             request = batch.requests[row]
             start, end = int(batch.starts[row]), int(batch.ends[row])
@@ -171,7 +172,7 @@ class Captures:
                     node = self._index.get(trail.digest(block - 1))
                     if node is None or node.snapshot is None:
                         wanted.append((row, block * block_tokens))
-        # the longest prefixes first, if rows are few
+        # the longest prefixes first, if there are too few rows
         captures = [
             Capture(batch_row=batch_row, boundary=boundary, row=row_id)
             for (batch_row, boundary), row_id in zip(
@@ -183,12 +184,13 @@ class Captures:
         return ChunkCaptures(self._pool, captures, batch, slot_arena, workspace)
 
     def reserve(self, planned: ChunkCaptures) -> None:
-        """The rows that `plan` has chosen belong to the plan."""
+        """Reserves the rows that `plan` has chosen, until `finish` or `give_back`."""
         self._rows.reserve_chosen(planned.rows)
 
     def finish(self, plan: ForwardPlan, kept: I64) -> None:
         """A snapshot is valid once its step has happened, every layer has stored it and given its
-        part, and the tokens up to it are known: a step before may have torn the request."""
+        part, and the tokens up to it are known: an earlier step may have left the request
+        incomplete."""
         batch = plan.prefill
         if batch is None or batch.captures is None:
             return
@@ -211,7 +213,7 @@ class Captures:
                 self._notices.cached(node, trail, is_snapshot=True)
 
     def give_back(self, plan: ForwardPlan) -> None:
-        """The step did not happen."""
+        """For a step that did not happen."""
         for row in self.rows_of([plan]):
             self._rows.give_back(row)
 
@@ -226,12 +228,12 @@ class Captures:
     def take(
         self, request: Request, trail: TokenTrail, node: PrefixNode, slot: Tensor, *, written: int
     ) -> None:
-        """The state at the end of a cached block out of the request's slot, whose rings have what
-        was written up to `written`; nothing if it is not wanted, is there already, or is in no
-        ring any more.
+        """Takes the state at the end of a cached block from the request's slot, whose rings hold
+        tokens up to `written`; does nothing if it is not wanted, is there already, or is in no ring
+        any more.
 
         The step has happened whether or not there is memory for its snapshot, so an error of the
-        device leaves it out; the next launch would tell.
+        device is only logged; if the device is lost, the next launch raises.
         """
         boundary = (node.depth + 1) * self._schema.block_tokens
         if boundary < written - self._schema.max_rollback_tokens or node.snapshot is not None:
@@ -249,7 +251,7 @@ class Captures:
             self._notices.cached(node, trail, is_snapshot=True)
 
     def _is_wanted(self, request: Request, trail: TokenTrail, boundary: int) -> bool:
-        """Whether the state at a boundary is exact, asked for by the policy, and can be kept."""
+        """Whether the state at a boundary is exact, wanted by the policy, and can be kept."""
         return (
             self._pool.rows > 0
             and (rings_exact_from := request.rings_exact_from) is not None
@@ -258,5 +260,5 @@ class Captures:
         )
 
     def _has_every_layer(self, layers: set[int]) -> bool:
-        """Whether these are all layers but those that draft, which not every engine runs."""
+        """Whether these are all layers except draft layers, which not every engine runs."""
         return all(spec.draft or spec.layer in layers for spec in self._schema.model.layers)

@@ -1,8 +1,7 @@
-"""What goes first where memory is short. Torch-free.
+"""What is evicted first when memory is short. Torch-free.
 
-Two rules are the cache's and hold under every policy (`Eviction`): a block that a request or a pin
-holds stays, and so does one that a cached block comes after. Which of the rest go is the policy's
-to say (`EvictionPolicy`).
+Two rules hold under every policy (`Eviction`): a block that a request or a pin holds stays, and so
+does one that a cached block comes after. The policy chooses from the rest (`EvictionPolicy`).
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from typing import Protocol
 
 from dsv4.cache.prefix.node import PrefixNode
 
-PASSED_OVER = 64  # blocks that no tier has, at most, while others go
+PASSED_OVER = 64  # how many blocks that no tier has are passed over, at most, while others go
 
 
 class Eviction:
-    """One choice of blocks to evict: what is wanted, and what may go. Nothing changes by it: the
-    victims are cached until the index drops them."""
+    """One choice of blocks to evict: how many are wanted, and which may go. It changes nothing: the
+    victims stay cached until the index drops them."""
 
     def __init__(self, wanted: int, references: Callable[[int], int], *, has_tiers: bool) -> None:
         self.wanted, self.has_tiers = wanted, has_tiers
@@ -32,7 +31,7 @@ class Eviction:
         return len(self.victims) >= self.wanted
 
     def is_leaf(self, node: PrefixNode) -> bool:
-        """Whether no cached block comes after this one but those chosen."""
+        """Whether no cached block comes after this one except those chosen."""
         return node.children <= self._chosen_children.get(node, 0)
 
     def is_held(self, node: PrefixNode) -> bool:
@@ -40,7 +39,7 @@ class Eviction:
         return bool(node.pins or self._references(node.block_id))
 
     def take(self, node: PrefixNode) -> PrefixNode | None:
-        """Chooses a leaf that nobody holds. Answers with the block before it if that is a leaf
+        """Chooses a leaf that nothing holds. Returns the block before it if that is a leaf
         now."""
         self.victims.append(node)
         parent = node.parent
@@ -53,47 +52,48 @@ class Eviction:
 class EvictionPolicy(Protocol):
     """In which order blocks and snapshots are evicted. One object serves one prefix cache.
 
-    It is told what happens to nodes and keeps an order of its own; a call takes O(log n). Of a node
-    it may read everything: where it lies in its prompts (`depth`), what comes before it (`parent`)
-    and after it (`children`), whether a tier has it (`stored`), whether a state is kept at its end
-    (`snapshot`). An interrupt can come at any line of it: `rebuild` must make its order anew from
-    the nodes and from whatever it finds in itself, up to date or not.
+    The cache reports what happens to nodes, and the policy keeps an order of its own; a call takes
+    O(log n). It may read everything of a node: where it lies in its prompts (`depth`), what comes
+    before it (`parent`), how many blocks come right after it (`children`), whether a tier has it
+    (`stored`), whether a state is kept at its end (`snapshot`). An interrupt may come at any of its
+    lines: `rebuild` must derive the order from the nodes and whatever the policy still has.
     """
 
     def used(self, node: PrefixNode) -> None:
-        """The block was cached a moment ago, or a request uses it and all before it."""
+        """The block was just cached, or a request uses it and all before it."""
 
     def offer(self, node: PrefixNode) -> None:
-        """No cached block comes after this one any more: it may go. Twice is as once."""
+        """No cached block comes after this one any more: it may be evicted. A second call for the
+        same block changes nothing."""
 
     def is_offered(self, node: PrefixNode) -> bool:
-        """Whether `choose` will come across the block."""
+        """Whether `choose` considers the block."""
 
     def choose(self, eviction: Eviction) -> None:
-        """Takes (`eviction.take`) offered leaves that nobody holds, until it is done or none is
-        left. Those taken are offered no more: they are dropped, or offered again."""
+        """Takes (`eviction.take`) offered leaves that nothing holds, until `eviction.is_done` or
+        none is left. What was taken is no longer offered: it is dropped, or offered again."""
 
     def dropped(self, node: PrefixNode) -> None:
-        """The block is cached no more."""
+        """The block is no longer cached."""
 
     def snapshot_used(self, node: PrefixNode) -> None:
-        """The state at the end of the block was kept a moment ago, or a request goes on from it."""
+        """The state at the end of the block was just stored, or a request continues from it."""
 
     def snapshot_dropped(self, node: PrefixNode) -> None:
-        """The state at the end of the block is kept no more."""
+        """The state at the end of the block is gone."""
 
     def snapshots(self) -> Iterator[PrefixNode]:
-        """Blocks with a state at their end, in the order in which these states go. Whoever asks
-        leaves out what pins keep, and looks at few. Changes nothing."""
+        """Blocks with a state at their end, in the order in which the states are evicted, pinned
+        ones included. The caller looks at the first few. Changes nothing."""
 
     def rebuild(self, nodes: Collection[PrefixNode]) -> None:
-        """After an interrupt: anew from all cached blocks, whose `children` are right; those
-        without any are offered."""
+        """Derives its order anew from all cached blocks, after an interrupt. Their `children` are
+        right; those without any are to be offered."""
 
 
 class LeastRecentlyUsed:
-    """The least recently used block goes first, and of blocks one that a tier has before one that
-    would be lost."""
+    """The least recently used block is evicted first, and one that a tier has before one that would
+    be lost. Snapshots likewise, whether a tier has them or not."""
 
     def __init__(self) -> None:
         self._leaves: list[tuple[int, int, PrefixNode]] = []  # a heap; stamps may be out of date
@@ -119,14 +119,14 @@ class LeastRecentlyUsed:
         passed: list[PrefixNode] = []
         most_passed = PASSED_OVER if eviction.has_tiers else 0
         while not eviction.is_done and (self._leaves or passed):
-            if not self._leaves:  # no tier has what is left
+            if not self._leaves:  # no tier has the remaining ones
                 most_passed = 0
                 self._offer_all(passed)
                 passed = []
             stamp, _, node = heapq.heappop(self._leaves)
             node.queued = False
             if not eviction.is_leaf(node):
-                continue  # blocks come after it again: offered when they are gone
+                continue  # blocks come after it again: it is offered when they are gone
             if stamp < node.last_use:
                 self.offer(node)
             elif eviction.is_held(node):
@@ -136,7 +136,8 @@ class LeastRecentlyUsed:
             else:
                 self._take(eviction, node)
         self._offer_all(passed)
-        for node in in_use:  # being in use is a use: it will not be looked at first next time
+        # being in use counts as a use: it will not be looked at first next time
+        for node in in_use:
             self.used(node)
             self.offer(node)
 

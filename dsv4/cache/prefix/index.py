@@ -14,12 +14,12 @@ from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.errors import Dsv4Error
 
-HASHED_AT_ONCE = 64  # blocks; few enough to stop soon behind a miss
+HASHED_AT_ONCE = 64  # blocks; few enough to stop soon after a miss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockEvent:
-    """A block was cached or let go: its chain digest, and that of the block before it, if any."""
+    """A block was cached or evicted: its chain digest, and that of the block before it, if any."""
 
     what: Literal["stored", "removed"]
     digest: bytes
@@ -31,7 +31,7 @@ class PrefixIndex:
     """From chain digests to blocks, which the allocator keeps for it.
 
     A block that requests hold is never evicted, nor one with a pin, nor one with cached children;
-    which of the rest goes first is the policy's to say. A use of a block is a use of all before it.
+    the policy chooses from the rest. A use of a block is a use of all before it.
     """
 
     def __init__(self, allocator: BlockAllocator, policy: EvictionPolicy | None = None) -> None:
@@ -40,8 +40,8 @@ class PrefixIndex:
         self._nodes: dict[bytes, PrefixNode] = {}
         self._forgotten: dict[bytes, None] = {}  # digests of evicted blocks, oldest first
         self.evictions = 0
-        self.events: list[BlockEvent] | None = None  # where somebody reads them
-        self._told: dict[bytes, BlockEvent] = {}  # blocks that are there by what was read
+        self.events: list[BlockEvent] | None = None  # if events are wanted
+        self._reported: dict[bytes, BlockEvent] = {}  # blocks that are cached as far as events say
         self.has_tiers = False  # whether some blocks are kept elsewhere too
 
     def __len__(self) -> int:
@@ -68,8 +68,8 @@ class PrefixIndex:
         return found
 
     def count(self, chain: Sequence[bytes]) -> int:
-        """How many blocks `match` would find behind these digests, in a few looks: a block is
-        cached only if all before it are."""
+        """How many blocks `match` would find for these digests, by bisection: a block is cached
+        only if all before it are."""
         nodes = self._nodes
         return bisect_left(range(len(chain)), True, key=lambda nth: chain[nth] not in nodes)
 
@@ -97,11 +97,11 @@ class PrefixIndex:
         return node
 
     def choose(self, count: int, *, or_fewer: bool = False) -> list[PrefixNode]:
-        """`count` blocks to evict, children before parents; none, unless `or_fewer`, if so many
-        cannot be evicted.
+        """`count` blocks to evict, children before parents; none if fewer can be evicted, unless
+        `or_fewer`.
 
-        They are cached until `drop`, so their bytes can be copied somewhere else first. Before
-        anything else is asked of the index they must be dropped or spared.
+        They are cached until `drop`, so their bytes can be copied somewhere else first. They must
+        be dropped or spared before the next call.
         """
         if count > self._allocator.idle and not or_fewer:
             return []
@@ -146,7 +146,7 @@ class PrefixIndex:
     def take_events(self) -> list[BlockEvent]:
         """What happened since the last time."""
         assert self.events is not None
-        follow_events(self._told, self.events)
+        follow_events(self._reported, self.events)
         taken, self.events = self.events, []
         return taken
 
@@ -163,13 +163,13 @@ class PrefixIndex:
                     raise Dsv4Error(f"block {node.block_id} is cached, but not the one before it")
                 children[node.parent.digest] = children.get(node.parent.digest, 0) + 1
             if node.depth != (0 if node.parent is None else node.parent.depth + 1):
-                raise Dsv4Error(f"block {node.block_id} is not the one that it says of its prompts")
+                raise Dsv4Error(f"block {node.block_id} has a wrong depth")
             if digest != node.digest or node.block_id in blocks:
                 raise Dsv4Error(f"block {node.block_id} is cached twice or under a wrong digest")
             blocks.add(node.block_id)
         for digest, node in self._nodes.items():
             if node.children != children.get(digest, 0):
-                raise Dsv4Error(f"block {node.block_id} has lost count of the blocks behind it")
+                raise Dsv4Error(f"block {node.block_id} has lost count of the blocks after it")
             if not node.children and not self.policy.is_offered(node):
                 raise Dsv4Error(f"block {node.block_id} could never be evicted")
         if len(blocks) != self._allocator.cached:
@@ -178,9 +178,9 @@ class PrefixIndex:
             )
 
 
-def follow_events(told: dict[bytes, BlockEvent], events: Iterable[BlockEvent]) -> None:
-    """Which blocks are there after these events; twice is as once."""
+def follow_events(reported: dict[bytes, BlockEvent], events: Iterable[BlockEvent]) -> None:
+    """Which blocks exist after these events. Idempotent."""
     for event in events:
-        told.pop(event.digest, None)
+        reported.pop(event.digest, None)
         if event.what == "stored":
-            told[event.digest] = event
+            reported[event.digest] = event

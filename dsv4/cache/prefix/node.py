@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 class PrefixNode:
-    """`depth` says which block of its prompts it is, from 0. `children` counts the cached blocks
-    that come right after it, `pins` what keeps it whatever the pressure. `snapshot` is the row of
-    the state at its end, if that is kept; `stored` says that a tier has its bytes, or had them when
-    it was asked last. `last_use` and `queued` are the eviction policy's."""
+    """The block is number `depth` of every prompt that it is in, from 0. `children` counts the
+    cached blocks that come right after it, `pins` those pins that name it. `snapshot` is the row of
+    the state at its end, if that is kept; `stored`: a tier has its bytes, as far as is known.
+    `last_use` and `queued` belong to the eviction policy."""
 
     __slots__ = (
         "block_id",

@@ -1,4 +1,4 @@
-"""Who keeps elsewhere what is cached here, and what they are told. Torch-free."""
+"""What a prefix cache reports to whoever keeps the same prefixes elsewhere. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dsv4.cache.prefix.trail import TokenTrail
 
 
 class NewlyCached(NamedTuple):
-    """A block or the snapshot at its end, cached a moment ago. `parent` is the chain digest before
-    it, `tokens` where it ends."""
+    """A block or the snapshot at its end, cached a moment ago. `parent` is the chain digest of the
+    block before it, `tokens` the length of the prefix that it ends."""
 
     node: PrefixNode
     is_snapshot: bool
@@ -20,31 +20,30 @@ class NewlyCached(NamedTuple):
 
 
 class Observer(Protocol):
-    """Tiers, for instance. Its calls come in the middle of others: they raise nothing, wait for
-    nothing and change nothing here."""
+    """Listens to one prefix cache, for instance to keep blocks in tiers too. Its methods are called
+    in the middle of an admission or a commit: they must not raise, wait or change the cache."""
 
     def cached(self, new: NewlyCached) -> None:
-        """To be kept elsewhere too: its bytes are right for whatever comes next on the current
-        stream, until `before_reuse`."""
+        """It can be copied now: what comes next on the current stream finds its bytes, until the
+        next `before_reuse`."""
 
     def used(self, match: PrefixMatch, trail: TokenTrail) -> None:
-        """A request was admitted with this prompt, and goes on from this match."""
+        """A request with this prompt was admitted and continues after this match."""
 
     def before_reuse(self) -> None:
-        """Blocks or snapshot rows are about to be used for something else: what comes next on the
-        current stream may write there."""
+        """Some blocks or snapshot rows are about to be reused: copies of them must come before what
+        comes next on the current stream."""
 
 
 class Notices:
-    """What the parts of a prefix cache tell the observer, if it has one."""
+    """Passes reports of the parts of a prefix cache on to its observer, if it has one."""
 
     def __init__(self, block_tokens: int, *, has_state_bytes: bool) -> None:
         self.observer: Observer | None = None
         self._block_tokens = block_tokens
-        self._has_state_bytes = has_state_bytes  # else snapshots are empty: none is kept elsewhere
+        self._has_state_bytes = has_state_bytes  # else snapshots are empty
 
     def cached(self, node: PrefixNode, trail: TokenTrail, *, is_snapshot: bool = False) -> None:
-        """`trail` has the tokens of the block, which are all known."""
         if self.observer is None or (is_snapshot and not self._has_state_bytes):
             return
         parent = trail.chain[node.depth - 1] if node.depth else trail.root

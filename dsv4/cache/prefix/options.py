@@ -27,8 +27,8 @@ class SnapshotPolicy:
         require_count("tokens of periodic()", self.period_tokens, at_least=least)
 
     def wants(self, boundary: int, prompt_tokens: int, block_tokens: int) -> bool:
-        """Periodic: every so many tokens; and the last boundaries of the prompt, one for the same
-        prompt again, of which a token must run, and one for prompts that continue it."""
+        """Periodic: every `period_tokens` tokens, and the last boundaries of the prompt: one for
+        the same prompt again, of which a token must run, and one for prompts that continue it."""
         if self.kind == "periodic":
             last = prompt_tokens // block_tokens, (prompt_tokens - 1) // block_tokens
             return boundary % self.period_tokens == 0 or boundary // block_tokens in last
@@ -61,12 +61,12 @@ class PrefixOptions:
 
     `replay` says how a hit without a snapshot goes on. "exact" runs window · layers tokens again,
     and what follows is a cold run's. "cut" is how DeepSeek serves V4.1: it runs one window of
-    tokens, which see nothing in front of them. That is an approximation: `Resume.exact` is false,
+    tokens, which see nothing before them. That is an approximation: `Resume.exact` is false,
     and nothing that such a request computes is cached, kept by tiers, suspended or handed over
     (docs/v41.md).
 
-    `eviction` makes the policy that says what goes first where memory is short, one object for each
-    manager (`dsv4.cache.prefix.eviction`).
+    `eviction` makes the policy that chooses what is evicted first when memory is short, one object
+    for each manager (`dsv4.cache.prefix.eviction`).
     """
 
     policy: SnapshotPolicy = field(default_factory=lambda: periodic(1024))
@@ -79,7 +79,7 @@ class PrefixOptions:
 
     @property
     def rows(self) -> int:
-        """Snapshots that are kept at most."""
+        """The most snapshots that are kept."""
         return 0 if self.policy.kind == "zero" else self.snapshots
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Prefixes that stay cached, whatever the pressure, until somebody unpins them. Torch-free."""
+"""Prefixes that stay cached, even under memory pressure, until they are unpinned. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dsv4.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PinnedPrefix:
-    """The first `tokens` tokens of some prompt, which stay cached until they are unpinned; a fetch
-    does that when it is over, a pin of the caller's is `lasting`."""
+    """The first `tokens` tokens of some prompt, which stay cached until they are unpinned. A fetch
+    does that when it has finished; a pin of the caller's is `lasting`."""
 
     tokens: int
     nodes: tuple[PrefixNode, ...]
@@ -28,7 +28,7 @@ class Pins:
     def __init__(self, index: PrefixIndex, block_tokens: int) -> None:
         self._index, self._block_tokens = index, block_tokens
         self._standing: set[PinnedPrefix] = set()
-        self._block_ids: frozenset[int] | None = None  # what pins keep, once asked for
+        self._block_ids: frozenset[int] | None = None  # what pins keep; None: not known
 
     def pin(
         self,
@@ -67,7 +67,7 @@ class Pins:
         return self._block_ids
 
     def lasting_blocks(self, excluding: Collection[int]) -> int:
-        """How many blocks the caller's pins keep, with all before them, but for those named."""
+        """How many blocks the caller's pins keep, with all before them, except the given ones."""
         lasting = [pin for pin in tuple(self._standing) if pin.lasting]
         return len(_ids_up_to(lasting).difference(excluding))
 

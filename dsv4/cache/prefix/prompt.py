@@ -1,4 +1,4 @@
-"""A prompt that waits: its ids read and hashed once, then asked about and admitted. Torch-free."""
+"""A waiting prompt, whose ids are read and hashed once. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dsv4.cache.prefix.trail import TokenTrail
 
 class Prompt:
     """Token ids of a prompt, as `KVCacheManager.prompt` made it. It holds no memory of the cache
-    and nothing changes it: it may be asked about and admitted any number of times, by every manager
+    and nothing changes it: it may be looked up and admitted any number of times, by every manager
     of the same schema and model."""
 
     __slots__ = ("family", "tokens", "trail")

@@ -1,4 +1,4 @@
-"""From where a request goes on: after a prefix hit, and after a rewind. Torch-free."""
+"""Where a request continues: after a prefix hit, and after a rewind. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Resume:
     `source` says where the state at `start` came from: "nothing" (start is 0), the request's own
     "rings", a "snapshot", the "state" of a request that was suspended, or "replay": the slot was
     zeroed, and what the replay leaves in it is exact from `reused_tokens` on. Outputs of replayed
-    tokens are not to be used.
+    tokens must not be used.
 
     `exact` says whether the request then is what a cold run of the same tokens is. After a
-    "cut_replay" (PrefixOptions.replay) it is not: the replayed tokens see no window row in front of
+    "cut_replay" (PrefixOptions.replay) it is not: the replayed tokens see no window row before
     `start`, so the rows that they leave are others, and with them all that is computed from
     `reused_tokens` on: window rows, entries, index keys, outputs. Entries and index keys below are
     others' and exact. The replay runs in one step.
@@ -51,7 +51,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """Cached blocks that a prompt starts with, and how to go on after them."""
+    """Cached blocks that a prompt starts with, and how to continue after them."""
 
     nodes: list[PrefixNode]
     resume: Resume
@@ -66,9 +66,9 @@ def resume_after(
     tokens: int,
     cut_replays: bool,
 ) -> PrefixMatch:
-    """How a prompt of so many tokens, of which so many blocks are there, goes on: from the later of
-    two positions, the last snapshot or the start of a replay before the end of the last block.
-    `nodes` are those of the first blocks; one that is left out has no snapshot of use."""
+    """How a prompt of `tokens` tokens continues, of which `blocks` blocks are there: from the last
+    snapshot or with a replay up to the end of the last block, whichever starts later. `nodes` are
+    those blocks, or None before the start of the replay, where snapshots are of no use."""
     block_tokens = schema.block_tokens
     reused = blocks * block_tokens
     start = replay_start(schema, reused)
@@ -89,7 +89,7 @@ def resume_after(
 
 
 def cut_replay_start(schema: CacheSchema, reused_tokens: int) -> int:
-    """Where a replay starts whose tokens see nothing in front of it, so that at `reused_tokens` the
+    """Where a replay starts whose tokens see nothing before it, so that at `reused_tokens` the
     windows are full; 0 where all fits one window."""
     return max(0, reused_tokens - schema.model.window)
 

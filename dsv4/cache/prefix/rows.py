@@ -1,4 +1,4 @@
-"""Which row of the snapshot pool has whose state. Torch-free."""
+"""Which row of the snapshot pool has which state. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dsv4.errors import Dsv4Error
 
 
 class SnapshotRows:
-    """A row is free, or taken by the state at the end of a cached block, or in flight (a tier's
-    bytes are on their way into it), or reserved for a state that is about to be copied: whoever
-    reserves a row attaches it to its block or gives it back.
+    """A row is free, or holds the state at the end of a cached block, or is in flight (a tier's
+    bytes are on their way into it), or reserved for a state that is about to be copied: a reserved
+    row is then attached to its block or given back.
 
-    Where no row is free, one that no pin keeps loses its state; which, the policy says.
-    `before_reuse` is called before that: the old state may still be being copied somewhere.
+    Where no row is free, one that no pin keeps is evicted; the policy chooses it. `before_reuse`
+    is called first: the old state may still be being copied to a tier.
     """
 
     def __init__(
@@ -49,21 +49,21 @@ class SnapshotRows:
         return self._free.pop()
 
     def choose(self, count: int) -> list[int]:
-        """The rows that `reserve` would give if it were called `count` times, or fewer. Changes
+        """The rows that `reserve` would return if it were called `count` times, or fewer. Changes
         nothing."""
         free = self._free[: -count - 1 : -1] if count else []
         evicted = islice(self._unpinned(), count - len(free))
         return [*free, *(node.snapshot for node in evicted if node.snapshot is not None)]
 
     def reserve_chosen(self, rows: Collection[int]) -> None:
-        """Reserves what `choose` has answered with."""
+        """Reserves what `choose` has returned."""
         chosen = set(rows)
         for row in chosen.intersection(self._taken):
             self.evict(self._taken[row])
         self._free = [row for row in self._free if row not in chosen]
 
     def take_in_flight(self) -> int | None:
-        """A row for bytes that are on their way; None if all are pinned."""
+        """A row for bytes that will arrive; None if all are pinned."""
         row = self.reserve()
         if row is not None:
             self._in_flight.add(row)
@@ -75,26 +75,26 @@ class SnapshotRows:
         self._free.append(row)
 
     def attach(self, node: PrefixNode, row: int) -> None:
-        """A row that was reserved or in flight has the state at the end of this block."""
+        """A row that was reserved or in flight holds the state at the end of this block."""
         self._in_flight.discard(row)
         node.snapshot = row
         self._taken[row] = node
         self._policy.snapshot_used(node)
 
     def use(self, node: PrefixNode) -> None:
-        """A request goes on from the state at the end of this block."""
+        """A request continues from the state at the end of this block."""
         if node.snapshot is not None:
             self._policy.snapshot_used(node)
 
     def evict(self, node: PrefixNode) -> None:
-        """The state at the end of this block goes because its row is needed."""
+        """Drops the state at the end of this block because its row is needed."""
         LOGGER.debug("a snapshot evicted, of the block %d", node.block_id)
         self._before_reuse()
         self.evictions += 1
         self.drop(node)
 
     def drop(self, node: PrefixNode) -> None:
-        """The state at the end of this block, which has one, goes."""
+        """Drops the state at the end of this block, which has one."""
         assert node.snapshot is not None
         del self._taken[node.snapshot]
         self._policy.snapshot_dropped(node)

@@ -23,7 +23,7 @@ _UNIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class _Group:
     """Rings of one width, of `rows` rows each in rings of `ring` rows; all in units of the layout.
 
-    `places` [rings, 2 · ring]: where the rows of each ring start in a slot, round and round, so
+    `places` [rings, 2 · ring]: where the rows of each ring start in a slot, twice around, so
     that the newest ones up to any boundary lie side by side. `kept` is where they are stored,
     [rows, width] of each snapshot, or of the one that is staged.
     """
@@ -79,7 +79,7 @@ class SnapshotPool:
     def bytes_on_device(
         cls, schema: CacheSchema, options: PrefixOptions, device: torch.device
     ) -> int:
-        """What `memory_bytes` of a pool with these options says. Allocates nothing."""
+        """What `memory_bytes` of a pool with these options would be. Allocates nothing."""
         layout = SnapshotLayout(schema)
         rows = options.rows
         if not rows:
@@ -95,7 +95,8 @@ class SnapshotPool:
         return pool + 8 * indices + (0 if self._staged is None else self._staged.numel())
 
     def capture(self, slot: Tensor, row: int, boundary: int) -> None:
-        """The state at `boundary` out of a slot (uint8 [slot_bytes]) whose rings still have it."""
+        """Copies the state at `boundary` from a slot (uint8 [slot_bytes]) whose rings still have
+        it."""
         units, at = slot.view(self._unit), row if self._staged is None else 0
         for group in self._groups:
             places = group.places_at(boundary)
@@ -104,7 +105,7 @@ class SnapshotPool:
             self.bytes[row].copy_(self._staged, non_blocking=True)
 
     def restore(self, slot: Tensor, row: int, boundary: int) -> None:
-        """A snapshot of `boundary` into a slot; other bytes of the slot stay."""
+        """Copies a snapshot of `boundary` into a slot; other bytes of the slot stay."""
         if self._staged is not None:
             self._staged.copy_(self.bytes[row], non_blocking=True)
         units, at = slot.view(self._unit), row if self._staged is None else 0
@@ -120,7 +121,7 @@ class SnapshotPool:
         )
 
     def _make_groups(self) -> Iterator[_Group]:
-        """Of each section those rings together that lie side by side and are alike."""
+        """One for all rings of a section that lie side by side and are alike."""
         unit = self.layout.unit_bytes
         snapshots = self.bytes if self._staged is None else self._staged[None]
         for section in self.layout.sections:

@@ -1,4 +1,4 @@
-"""What the token ids of a committed step say about its requests."""
+"""The token ids of a committed step, request by request."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from dsv4.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True)
 class StepIds:
-    """Either all of them, where each request has a few (`ids`); or, for the trails `apart`, those
-    from a position on. They are checked, and not known yet."""
+    """Either all of them (`ids`), where each request has a few; or `apart` for each trail that
+    learns some: its trail, a position and the ids from there on. They are checked and not yet
+    learned."""
 
     ids: Ids | None
     apart: list[tuple[TokenTrail, int, Ids]]
@@ -44,7 +45,7 @@ class StepIds:
         return cls(None, [_of_row(plan, kept, ids, r) for r in new.nonzero()[0].tolist()], recent)
 
     def learn(self, plan: ForwardPlan, ends: I64) -> None:
-        """They are known, up to `ends`."""
+        """Adds them to what is known of the requests, up to `ends`."""
         if self.ids is not None:
             self.recent.learn(plan.slots, plan.starts, ends, self.ids, plan.shape.token_rows)
         for trail, start, span in self.apart:

@@ -1,4 +1,4 @@
-"""What of a request's tokens is known: their ids, and one chain digest per whole block.
+"""What is known of a request's tokens: their ids, and one chain digest per whole block.
 Torch-free."""
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def token_ids(given: TokenIds) -> Ids:
             f"token ids are {ids.dtype} of shape {list(ids.shape)}: give one row of whole numbers; "
             f"a prompt may also be a count"
         )
-    if ids.dtype.byteorder not in "=|" or ids.itemsize < 4:  # read as they are below
+    if ids.dtype.byteorder not in "=|" or ids.itemsize < 4:  # read directly below
         ids = ids.astype(np.int64)
-    # as unsigned numbers negative ids are too large ones: one look at each id finds both
+    # as unsigned numbers, negative ids are too large: one comparison per id finds both
     if ids.size and ids.view(_UNSIGNED[ids.itemsize]).max() > _LARGEST_ID:
         raise InvalidInput(
             f"token ids lie between {ids.min()} and {ids.max()}: they must be 0 or more and fit "
@@ -65,10 +65,10 @@ def token_ids(given: TokenIds) -> Ids:
 
 class RecentIds:
     """The newest ids of all requests at once, by slot: `ids`, a ring of two blocks or more, and how
-    many tokens are `known` in all, -1 where nobody asks for them.
+    many tokens are `known` in all, -1 where they are not collected.
 
-    A step tells every request an id or two. They are put here together, and a trail takes its own
-    when somebody reads it, at least as often as a block is complete.
+    A step brings every request an id or two. They are put here all at once, and a trail takes its
+    own when it is read, at least once per block.
     """
 
     def __init__(self, slots: int, block_tokens: int) -> None:
@@ -87,8 +87,8 @@ class RecentIds:
     ) -> None:
         """Ids of all tokens of a step, a block per request at most: `token_rows` says in which row
         of the step and in which slot each one's request is, and which of its tokens from `starts`
-        on it is. Those up to `ends` count; behind them the ring is free. Nothing lies between them
-        and what is known."""
+        on it is. Those before `ends` count; what is written after them is never read. There is no
+        gap between them and what is known."""
         row, slot, nth = token_rows
         at = starts.take(row)
         at += nth
@@ -104,9 +104,9 @@ class TokenTrail:
     """Ids of a request's tokens from 0 on, and the chain digests made from them so far.
 
     The digest of a block is a keyed hash over all tokens up to its end, so equal digests mean equal
-    prefixes under an equal root: nothing needs to be compared on a hit. The trail of a live
-    request takes what `RecentIds` has for its slot. A `sealed` trail learns no more: what its
-    request computes from there on is never found again.
+    prefixes under an equal root: nothing needs to be compared on a hit. The trail of a live request
+    takes what `RecentIds` has for its slot. A `sealed` trail learns nothing more: what its request
+    computes from there on is never found again.
     """
 
     __slots__ = (
@@ -136,7 +136,7 @@ class TokenTrail:
         return self._ids[: self._known]
 
     def attach(self, recent: RecentIds, slot: int) -> None:
-        """A request in this slot has the trail from now on."""
+        """From now on a request in this slot has the trail."""
         if self.sealed:
             recent.known[slot] = -1
             return
@@ -144,7 +144,7 @@ class TokenTrail:
         recent.known[slot] = self._known
 
     def detach(self) -> None:
-        """The slot is another's from now on."""
+        """From now on the slot belongs to another request."""
         self.take_recent()
         self._recent = None
 
@@ -173,7 +173,7 @@ class TokenTrail:
         self._known = end
 
     def _set_known(self, tokens: int) -> None:
-        """An interrupt in between leaves the old number or the new one, by `take_recent`."""
+        """After an interrupt, `take_recent` finds the old number or the new one."""
         if self._recent is not None and tokens < self._known:
             self._recent.known[self._slot] = tokens
         self._known = tokens
@@ -187,7 +187,7 @@ class TokenTrail:
         return self.chain[block]
 
     def hash_blocks(self, blocks: int) -> None:
-        """Makes the digests of the first so many blocks, whose tokens are all known."""
+        """Makes the digests of the first `blocks` blocks, whose tokens are all known."""
         if blocks * self.block_tokens > self._known:
             known = self.take_recent()
             assert blocks * self.block_tokens <= known, "a digest of tokens that are not known"
@@ -212,7 +212,7 @@ class TokenTrail:
             )
 
     def learn(self, start: int, ids: Ids) -> None:
-        """Adds what `check` has let through. Behind a gap nothing can be learned."""
+        """Adds what `check` has accepted. After a gap nothing can be learned."""
         self.take_recent()
         if self.sealed:
             return
@@ -221,8 +221,8 @@ class TokenTrail:
             self._set_known(self._known)
 
     def cut(self, tokens: int) -> None:
-        """Forgets all but the first so many tokens. Digests first: whoever interrupts leaves none
-        of what is not known."""
+        """Forgets all but the first `tokens` tokens. Digests go first, so that an interrupt leaves
+        none of tokens that are not known."""
         self.take_recent()
         if tokens < self._known:
             del self.chain[tokens // self.block_tokens :]
@@ -247,8 +247,8 @@ class TokenTrail:
 
 
 def chain_root(*, fingerprint: str, model_id: str, salt: str | None) -> bytes:
-    """Where chains start. Different layouts, models or salts share no digest; no salt is not the
-    empty one."""
+    """Where chains start. Different layouts, models or salts share no digest; no salt differs from
+    the empty one."""
     for name, value in (("salt", salt), ("model_id", model_id)):
         if value is not None and not isinstance(value, str):
             raise InvalidInput(f"{name}={value!r}: must be a string")

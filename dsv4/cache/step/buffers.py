@@ -11,9 +11,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dsv4.cache.requests import Growth
 from dsv4.cache.schema import CacheSchema
-from dsv4.cache.step.shape import I64, StepShape
-from dsv4.cache.step.work_items import WorkItems
+from dsv4.cache.step.shape import (
+    I64,
+    StepShape,
+    StepTokens,
+    WorkItems,
+    chunk_groups,
+    closing_groups,
+    without_existing,
+)
 from dsv4.errors import SchemaError
 from dsv4.ops.columns import (
     FOLLOW_COLUMNS,
@@ -27,7 +35,7 @@ from dsv4.ops.columns import (
     token_columns,
 )
 
-# Tensors cut to size that are kept: graphs come in few sizes, and so do the groups that close.
+# How many sliced tensors are kept: graphs come in few sizes, and so do the groups that close.
 KEPT_CUTS = 1024
 
 
@@ -37,7 +45,7 @@ class StepBuffers:
     def __init__(
         self, schema: CacheSchema, *, max_requests: int, max_tokens: int, device: torch.device
     ) -> None:
-        self.max_requests, self.max_tokens = max_requests, max_tokens
+        self.schema, self.max_requests, self.max_tokens = schema, max_requests, max_tokens
         owners = [spec for spec in schema.model.layers if spec.owns_entries]
         self.ratios = sorted({spec.ratio for spec in owners})
         self.overlapping_ratios = {spec.ratio for spec in owners if spec.overlap}
@@ -77,7 +85,7 @@ class StepBuffers:
         self._token = token_columns(self.host["tokens"])
         self._item_rows = {ratio: self.host[f"items_{ratio}"] for ratio in self.ratios}
         self._items = {ratio: item_columns(rows) for ratio, rows in self._item_rows.items()}
-        # what all items of a request have in common; those of decode batches take one entry
+        # columns that are equal for all items of a request; those of decode batches take one entry
         self._item_of_request = np.full((max_requests, ITEM_COLUMNS), -1, dtype=np.int32)
         self._any_item = item_columns(self._item_of_request)
         self._any_item.entries[:], self._any_item.writes_tails[:] = 1, 0
@@ -96,7 +104,7 @@ class StepBuffers:
         return max((self.max_items(ratio, **sizes) for ratio in self.ratios), default=1)
 
     def max_items(self, ratio: int, *, tokens: int, requests: int) -> int:
-        """The most groups, so the most work items, that such a step can touch."""
+        """The most groups, and so the most work items, that such a step can touch."""
         return min(tokens, tokens // ratio + 2 * requests)
 
     def most_item_counts(self, *, tokens: int, requests: int) -> dict[int, int]:
@@ -109,17 +117,43 @@ class StepBuffers:
         return 4 * self.device_buffer.numel()
 
     def wait(self) -> None:
-        """Until the previous step's copy no longer reads the host buffer."""
+        """Waits until the previous step's copy no longer reads the host buffer."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def forget(self) -> None:
-        """Nothing is kept of the last step."""
+        """Forgets the last step."""
         self._last_shape: StepShape | None = None
         self._row_of_token = self._nth_of_token = np.empty(0, dtype=np.int64)
 
-    def fill_tokens(self, schema: CacheSchema, shape: StepShape, starts: I64, ends: I64) -> None:
-        """The rows of requests and tokens. After a step of the same shape only positions differ."""
+    def fill(self, step: StepTokens) -> dict[int, int]:
+        """Writes a step into the host buffer. Returns how many work items each ratio has."""
+        shape, starts, reused, counts = step.shape, step.starts, step.reused, {}
+        self._fill_tokens(shape, starts, step.ends)
+        unknown = None if step.before is None else step.before.unknown_starts
+        # the device fills in where such a request starts, and its items
+        ends = step.ends if unknown is None else np.where(unknown, starts, step.ends)
+        decode = shape.most_tokens <= self.schema.max_decode_tokens
+        replays = np.count_nonzero(reused > starts)
+        for ratio in self.ratios:
+            if decode:
+                items = closing_groups(ratio, starts, ends, most_tokens=shape.most_tokens)
+            else:
+                overlap = ratio in self.overlapping_ratios
+                items = chunk_groups(ratio, starts, ends, overlap=overlap)
+            if replays:
+                items = without_existing(items, reused // ratio)
+            counts[ratio] = self._fill_items(ratio, items)
+        if step.before is not None and unknown is not None:
+            rows = unknown.nonzero()[0]
+            return self._fill_follows(
+                rows, step.before.rows[rows], reused[rows], counts, decode=decode
+            )
+        return counts
+
+    def _fill_tokens(self, shape: StepShape, starts: I64, ends: I64) -> None:
+        """Fills the rows of requests and tokens. After a step of the same shape only positions
+        change."""
         request, token = self._request, self._token
         requests, count = len(shape.counts), shape.num_tokens
         if shape is not self._last_shape:
@@ -145,14 +179,14 @@ class StepBuffers:
         token.position[:count] = position
         self._any_item.start[:requests] = starts
         self._any_item.end[:requests] = ends
-        if shape.most_tokens > schema.ring_rows:
-            token.kept[:count] = position >= (ends - schema.ring_rows)[row]
+        if shape.most_tokens > self.schema.ring_rows:
+            token.kept[:count] = position >= (ends - self.schema.ring_rows)[row]
 
-    def fill_items(self, ratio: int, items: WorkItems) -> int:
-        """The rows of a compressor's items, behind `fill_tokens`. Returns how many."""
+    def _fill_items(self, ratio: int, items: WorkItems) -> int:
+        """The rows of a compressor's items, after `_fill_tokens`. Returns how many."""
         item, rows, count = self._items[ratio], self._item_rows[ratio], len(items.row)
         rows[count:].fill(-1)
-        # as they are known to be rows, nothing is clipped; out= is written at once then
+        # they are known to be valid rows, so nothing is clipped, and out= is written directly
         self._item_of_request.take(items.row, axis=0, out=rows[:count], mode="clip")
         item.entry[:count] = items.entry
         if items.writes_tails is not None:
@@ -160,11 +194,11 @@ class StepBuffers:
             item.writes_tails[:count] = items.writes_tails
         return count
 
-    def fill_follows(
+    def _fill_follows(
         self, rows: I64, rows_before: I64, reused: I64, item_counts: dict[int, int], *, decode: bool
     ) -> dict[int, int]:
         """Requests whose start the device fills in: their rows here and in the step before, and
-        items behind those of the others. Returns how many items there are now, of each ratio."""
+        items after those of the others. Returns how many items there are now, of each ratio."""
         follows, count = self.host["follows"], len(rows)
         named = follow_columns(follows)
         named.batch_row[:count] = rows
@@ -181,7 +215,8 @@ class StepBuffers:
         return totals
 
     def fill_drafts(self, steps: int, shape: StepShape, starts: I64) -> None:
-        """Draft steps: the nth has the nth token of each request that has so many, in its row."""
+        """Fills draft steps: the nth has the nth token of each request with at least n tokens, in
+        its row."""
         nth, rows = np.arange(steps)[:, None], np.arange(len(shape.counts))
         has_one, one = nth < shape.counts, np.ones_like(rows)
         filled: tuple[tuple[str, tuple[I64, ...]], ...] = (
@@ -194,16 +229,31 @@ class StepBuffers:
             for column, values in enumerate(columns):
                 step[:steps, : len(rows), column] = np.where(has_one, values, -1)
 
-    def fill_new_blocks(self, at: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Block ids, and where in the flattened block table they go."""
-        if not at and not self._lists_blocks:
-            return
+    def fill_new_blocks(self, growth: Growth) -> int:
+        """Lists the block ids that the device's table does not have yet, and where in the flattened
+        table they go: of each request those after the published ones, and its new ones. Returns
+        how many; the caller says that they are published."""
+        if not growth.requests and not self._lists_blocks:
+            return 0
         self._lists_blocks = True
-        for name, values in (("new_block_at", at), ("new_block_id", block_ids)):
+        at: list[int] = []
+        ids: list[int] = []
+        new_ids, new, most = growth.reserved.block_ids, 0, self.schema.max_blocks_per_request
+        for request, last, missing in zip(
+            growth.requests, growth.blocks, growth.missing, strict=True
+        ):
+            table_row, first = request.slot * most, request.published_blocks
+            at += range(table_row + first, table_row + last)
+            if first < last - missing:
+                ids += request.block_ids[first:last]
+            ids += new_ids[new : new + missing]
+            new += missing
+        for name, values in (("new_block_at", at), ("new_block_id", ids)):
             rows = self.host[name]
             rows.fill(-1)
             rows[: len(values)] = values
         self._lists_blocks = bool(at)
+        return len(ids)
 
     def send(self) -> None:
         """The one host-to-device copy of a step."""

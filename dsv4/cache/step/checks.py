@@ -8,10 +8,10 @@ from operator import attrgetter, itemgetter
 import numpy as np
 
 from dsv4.cache.batch import Batch
-from dsv4.cache.prepare_forward import Before, ForwardPlan
+from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request, RequestTable
 from dsv4.cache.schema import CacheSchema
-from dsv4.cache.step.shape import I64, StepShape
+from dsv4.cache.step.shape import I64, Before, StepShape, StepTokens
 from dsv4.errors import (
     ContextOverflow,
     InvalidInput,
@@ -62,11 +62,11 @@ def untorn(schema: CacheSchema, shape: StepShape, starts: I64, written: I64) -> 
         shape.requests[int(torn.argmax())].require("run")
 
 
-def cut_replays(
-    schema: CacheSchema, shape: StepShape, starts: I64, reused: I64, *, plain: bool
-) -> bool:
-    """Whether the step is one of cut replays. PlanError if it is of others too, if it does not
-    reach the end of one, or is not `plain`: after another one, with drafts or chunks apart."""
+def cut_replays(step: StepTokens, *, plain: bool) -> bool:
+    """Whether the step consists of cut replays. PlanError if it has other requests too, if it does
+    not reach the end of one, or is not `plain`: after another one, with drafts or with
+    chunks_apart."""
+    shape, starts, reused = step.shape, step.starts, step.reused
     rows = [
         row
         for row in (starts < reused).nonzero()[0].tolist()
@@ -150,7 +150,7 @@ class StepReader:
 
     def read(self, steps: Sequence[Step]) -> StepShape:
         """RequestError, PlanError or ContextOverflow for the first that is wrong."""
-        if not isinstance(steps, list | tuple | Sequence):  # the first two are quick to tell
+        if not isinstance(steps, list | tuple | Sequence):  # the first two are quick to check
             raise PlanError(
                 f"steps are {type(steps).__name__}: give a list of (request, new tokens)"
             )
@@ -167,8 +167,9 @@ class StepReader:
         return shape
 
     def _is_last(self, steps: Sequence[Step], last: tuple[Step, ...]) -> bool:
-        """Whether these are exactly the pairs checked last time. Counts that are equal need not be
-        counts: the sum of others than ints is no int, but for True and False."""
+        """Whether these are exactly the pairs checked last time. Because `True == 1` and `1.0 ==
+        1`, equal pairs may hold bools or floats. If any count is not an int, the sum is not an int
+        either (bools are tested separately)."""
         try:
             if tuple(steps) != last:
                 return False
@@ -180,7 +181,7 @@ class StepReader:
 
     def _plain(self, steps: Sequence[Step]) -> tuple[tuple[Request, ...], tuple[int, ...]] | None:
         """Requests and counts if every step is a (request, count), valid and distinct; checked
-        without a Python loop. None: look at each."""
+        without a Python loop. None: check each one."""
         if set(map(type, steps)) != {tuple}:
             return None
         try:
@@ -236,7 +237,7 @@ def accepted(schema: CacheSchema, plan: ForwardPlan, accepted: Sequence[int] | N
             f"accepted must be {len(plan.counts)} whole numbers, one per request, got {accepted!r}"
         )
     kept, most = kept.astype(np.int64), schema.max_decode_tokens
-    # as unsigned numbers negative ones are too large
+    # as unsigned numbers, negative ones are too large
     over = np.count_nonzero(kept.view(np.uint64) > plan.counts.view(np.uint64))
     if not over and plan.shape.most_tokens <= most:
         return kept
@@ -257,8 +258,8 @@ def accepted(schema: CacheSchema, plan: ForwardPlan, accepted: Sequence[int] | N
 
 
 def every_layer(plan: ForwardPlan, kept: I64, *, partial: bool) -> bool:
-    """Whether every layer has stored the step, but for those that draft. PlanError if an append of
-    one raised, or if one lacks tokens that are kept and the step is not meant to be `partial`."""
+    """Whether every layer except draft layers has stored the step. PlanError if an append of one
+    raised, or if one lacks tokens that are kept and the step is not meant to be `partial`."""
     for batch in plan.batches:
         if batch.unfinished_layers:
             raise PlanError(

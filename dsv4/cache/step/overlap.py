@@ -1,5 +1,4 @@
-"""Plans after others: steps that are planned and launched before the results of the step before
-them are on the host.
+"""Overlapping steps: planned and launched before the results of the previous step are on the host.
 
 The earlier plan is committed first. Until then the host knows only an upper bound of each length,
 and takes blocks for that; where the step really starts, the device fills in (`follow`).
@@ -15,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4.cache.prepare_forward import Before, ForwardPlan
+from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import LENGTH, RequestTable
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.step import checks
-from dsv4.cache.step.shape import I64, StepShape
+from dsv4.cache.step.shape import I64, Before, StepShape
 from dsv4.errors import PlanError
 
 
@@ -32,8 +31,8 @@ def read_before(
     open_plans: Sequence[ForwardPlan],
     device: torch.device,
 ) -> Before | None:
-    """What a step after a plan knows of it. PlanError if that plan cannot have one after it, or
-    if the accepted counts do not fit it."""
+    """What a step knows of the plan that it comes after. PlanError if that plan cannot have one
+    after it, or if the accepted counts do not fit it."""
     if after is None:
         if accepted is not None:
             raise PlanError("accepted counts are those of another plan: give it as `after`")
@@ -67,20 +66,23 @@ def read_before(
 
 
 def latest_starts(before: Before, lengths: I64) -> I64:
-    """Where the requests of a step start at the latest; `lengths` are those of the last commit."""
+    """An upper bound of where the requests of a step start; `lengths` are those of the last
+    commit."""
     return _of_rows(before.plan.ends, before.rows, lengths)
 
 
-def window_lost(schema: CacheSchema, plan: ForwardPlan, lengths: I64, written: I64) -> bool:
-    """Whether a ring may have lost the oldest row of a whole window before a request's start;
-    `lengths` are those of the last commit, `written` the ends of what was written by then."""
+def note_lost_windows(schema: CacheSchema, plan: ForwardPlan, table: RequestTable) -> None:
+    """Whether a ring may have lost the oldest row of a whole window before a request's start."""
+    lengths, _, _, written = table.numbers.take(plan.slots, axis=1)  # as of the last commit
     earliest = plan.starts
     if plan.after is not None and plan.rows_before is not None:
         ends = _of_rows(plan.after.latest_ends, plan.rows_before, written)
         written = np.maximum(written, ends)
         if plan.unknown_starts is not None:
             earliest = np.where(plan.unknown_starts, lengths, earliest)
-    return bool((written - earliest > schema.ring_rows - schema.model.window).any())
+    lost = bool((written - earliest > schema.ring_rows - schema.model.window).any())
+    for batch in plan.batches:
+        batch.window_lost = lost
 
 
 def require_first(plan: ForwardPlan) -> None:
@@ -114,7 +116,7 @@ def require_kept(plan: ForwardPlan, kept: I64, open_plans: Sequence[ForwardPlan]
 
 
 def newest(plan: ForwardPlan, open_plans: Sequence[ForwardPlan]) -> I64:
-    """The end of what this plan and those after it may have written, of each request."""
+    """For each request, the end of what this plan and those after it may have written."""
     ends = plan.latest_ends
     for follower in _followers(plan, open_plans):
         assert follower.rows_before is not None
@@ -159,9 +161,8 @@ def _start_at(
 def _unknown_starts(
     rows: I64, counted: NDArray[np.bool_], before: ForwardPlan
 ) -> NDArray[np.bool_] | None:
-    """Of which requests only the device knows the start: those of which it reads how many tokens
-    the plan before keeps, and those of which it alone knows where that one starts. None if of
-    none."""
+    """Requests whose start only the device knows: because it reads how many tokens the earlier plan
+    keeps, or because only it knows where that one starts. None if there are none."""
     unknown = counted
     if before.unknown_starts is not None:
         unknown = unknown | _of_rows(before.unknown_starts, rows, counted)
@@ -169,8 +170,8 @@ def _unknown_starts(
 
 
 def _of_rows(values: NDArray[Any], rows: I64, otherwise: NDArray[Any]) -> NDArray[Any]:
-    """What requests have in the plan before, of which `rows` are their rows there; `otherwise`
-    where they have none."""
+    """Values of the earlier plan for requests whose rows there are `rows`; `otherwise` for those
+    that are not in it."""
     found, taken = rows >= 0, otherwise.copy()
     taken[found] = values[rows[found]]
     return taken
@@ -187,16 +188,16 @@ def _plans_ahead(plan: ForwardPlan) -> int:
 
 
 def _rows_taken_whole(follower: ForwardPlan) -> I64:
-    """Rows of the plan before all of whose tokens were taken for kept, wherever they start."""
+    """Rows of the earlier plan all of whose tokens were assumed to be kept, wherever they start."""
     assert follower.rows_before is not None
     assert follower.counted_rows is not None
     return follower.rows_before[(follower.rows_before >= 0) & ~follower.counted_rows]
 
 
 def may_have_run(plan: ForwardPlan) -> NDArray[np.bool_]:
-    """For which requests a plan that has not ended may have written something. A chunk's handles
-    know. A replayed graph leaves no trace on the host, so a decode batch may have, except for
-    requests whose chunk before it has not run."""
+    """For which requests an open plan may have written something. For a chunk its handles know. A
+    replayed graph leaves no trace on the host, so a decode batch may have, except for requests
+    whose earlier chunk has not run."""
     sizes = [len(batch.requests) for batch in plan.batches]
     touched = np.repeat([batch.touched for batch in plan.batches], sizes)
     replayed = np.repeat([batch.is_decode for batch in plan.batches], sizes)

@@ -169,12 +169,12 @@ def restore(model: Any) -> None:
 
 def _keep_all(manager: KVCacheManager) -> None:
     """What the rows hold goes to the tiers, as far as it can in a while."""
-    if manager.transfers is None:
+    if not manager.tiers:
         return
     with suppress(ThreadError, RecoveryNeeded):
         for request in manager.requests:
             manager.release_later(request, suspend=True)
-        manager.drain_tiers(KEEP_TIMEOUT_S)
+        manager.tiers.drain(KEEP_TIMEOUT_S)
 
 
 def _default_prefix(schema: CacheSchema) -> PrefixOptions | None:

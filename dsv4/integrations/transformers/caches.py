@@ -60,7 +60,7 @@ class FastCaches:
         self.turn = RLock()  # a condition's own end is Python: an interrupt there keeps it
         self.changed = Condition(self.turn)
         self.idle = IdleRows(manager)
-        self.weights = Weights(model, by_value=manager.transfers is not None)
+        self.weights = Weights(model, by_value=bool(manager.tiers))
         self.rerun: Rerun | None = None
         self.engines: WeakSet[Engine] = WeakSet()  # whose jobs have rows
         self._last_use: WeakKeyDictionary[PagedCache, int] = WeakKeyDictionary()
@@ -182,7 +182,7 @@ class FastCaches:
 
         def open_rows(reuse: bool) -> list[int]:
             self._make_room(rows)
-            if prompts is None or not reuse or self._manager.transfers is not None:
+            if prompts is None or not reuse or self._manager.tiers:
                 self.idle.evict(rows)
                 cache.open_rows(rows, prompts if reuse else None, salt)
             else:
@@ -257,10 +257,10 @@ class FastCaches:
         salt = self.salt_now(salt)
 
         def open_row(reuse: bool) -> list[int]:
-            if manager.transfers is not None and reuse:
+            if manager.tiers and reuse:
                 self.idle.evict(1)
                 timeout_s = self._fetch_timeout_s
-                found[:] = [manager.admit_fetched(ids, salt, timeout_s=timeout_s)]
+                found[:] = [manager.tiers.admit(ids, salt, timeout_s=timeout_s)]
             elif reuse:
                 found[:] = self.idle.admit([ids], self._lent(), salt=salt)
             else:

@@ -84,7 +84,7 @@ class _Core(dsv4.engine.Engine):
         request, job.request = job.request, None
         if request is None or request.released:
             return
-        has_tiers = self.manager.transfers is not None
+        has_tiers = bool(self.manager.tiers)
         is_known = request.trail is not None and request.incomplete_from is None
         is_done = job.is_over and not isinstance(job.error, OutOfBlocks)
         if is_done and is_known and not has_tiers and not request.is_torn and request.length:
@@ -403,4 +403,4 @@ def _let_go(forward: FastForward, jobs: list[Job]) -> None:
     for job in jobs:
         request, job.request = job.request, None
         if request is not None and not request.released:
-            manager.release_later(request, suspend=manager.transfers is not None)
+            manager.release_later(request, suspend=bool(manager.tiers))

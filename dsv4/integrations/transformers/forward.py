@@ -288,7 +288,7 @@ class FastForward:
 
     def _told(self, ids: Tensor | None, piece: slice) -> Tensor | None:
         """With tiers what a row says is cached too, so its ids must reach the host."""
-        if ids is None or self.step.manager.transfers is None:
+        if ids is None or not self.step.manager.tiers:
             return None
         return ids[0, piece].cpu()
 

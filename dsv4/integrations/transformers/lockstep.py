@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from dsv4.cache.absent import NoTiers
 from dsv4.cache.batch import Batch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
@@ -55,7 +56,7 @@ class Lockstep:
     accelerated model makes; there are no tiers.
     """
 
-    transfers = None
+    tiers = NoTiers()
 
     def __init__(
         self,

@@ -327,9 +327,9 @@ class CacheRows:
     def _admit(self, prompt: NDArray[np.int64] | None, salt: str | None) -> Request:
         if prompt is None:
             return self.manager.admit_request(0)
-        if self.manager.transfers is None:
+        if not self.manager.tiers:
             return self.manager.admit_request(prompt, salt)
-        return self.manager.admit_fetched(prompt, salt, timeout_s=self._fetch_timeout_s)
+        return self.manager.tiers.admit(prompt, salt, timeout_s=self._fetch_timeout_s)
 
     def go_on_with(self, weights: str | None) -> None:
         """Steps from here on are computed with other weights than those before: nobody else may
@@ -358,7 +358,7 @@ class CacheRows:
 
     def release(self) -> None:
         """Gives all rows back; the next forward opens new ones."""
-        if self.manager.transfers is not None:
+        if self.manager.tiers:
             self.release_later()
         for request in self.requests:
             self.manager.release_request(request)
@@ -368,7 +368,7 @@ class CacheRows:
         """Nobody needs the rows any more, wherever a garbage collection starts, in the middle of a
         call too: they stay for a prompt that goes on from them, or are released. Where the manager
         has tiers, they keep where each row was."""
-        if self._idle is None or self.manager.transfers is not None or not self.requests:
+        if self._idle is None or self.manager.tiers or not self.requests:
             self.release_later()
             return
         if all(request.trail is None for request in self.requests):
@@ -380,7 +380,7 @@ class CacheRows:
     def release_later(self) -> None:
         """Gives all rows back, wherever a garbage collection starts."""
         for request in self.requests:
-            self.manager.release_later(request, suspend=self.manager.transfers is not None)
+            self.manager.release_later(request, suspend=bool(self.manager.tiers))
         self._forget()
 
     def fork_from(self, other: CacheRows) -> None:
@@ -440,7 +440,7 @@ class CacheRows:
         it is cached like a prompt, and its snapshot can still be taken."""
         manager, block = self.manager, self.manager.schema.block_tokens
         self._untold_columns = 0
-        if manager.prefix is None or manager.transfers is not None:
+        if manager.prefix is None or manager.tiers:
             self._tell_after = manager.schema.max_context + 1
             return
         self._tell_after = min(block - request.length % block for request in self.requests)

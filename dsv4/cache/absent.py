@@ -1,0 +1,39 @@
+"""What a manager has in the place of tiers and a hand-off that it was not given. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal, NoReturn
+
+from dsv4.errors import InvalidInput
+
+
+class NoTiers:
+    """`manager.tiers` of a manager without tiers. It is false, and refuses all calls of `Tiers`."""
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+    def __repr__(self) -> str:
+        return "NoTiers()"
+
+    def fetch(self, *_: object, **__: object) -> NoReturn:
+        """Raises InvalidInput."""
+        raise InvalidInput("this manager has no tiers: build it with tiers=[HostTier(...), …]")
+
+    admit = suspend = resume = drain = close = fetch
+
+    # ---- for the manager -------------------------------------------------------------------------
+
+    def pump(self) -> None: ...
+
+    def before_release(self, request: object) -> None: ...
+
+    def let_go(self, item: object) -> bool:
+        return False
+
+    def end_fetches(self) -> None: ...
+
+    def stats(self) -> None: ...
+
+    def tier_stats(self) -> tuple[()]:
+        return ()

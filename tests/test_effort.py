@@ -1,0 +1,152 @@
+"""How much of the sources one must read to follow a journey: the files that it runs through, and
+the lines of the functions that it calls. Measured on the running library, so that a new feature
+cannot make the main path longer unnoticed.
+
+What the model computes for itself (dsv4.testing) and what the backend computes are left out, with
+all that they call: this is the host's part. Where a number has become smaller, make the bound
+smaller too.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+import pytest
+
+from dsv4 import CacheSchema, DiskTier, KVCacheManager, ModelSpec, PrefixOptions, Request
+from dsv4.testing import RandomModel
+
+PACKAGE = Path(__file__).parents[1] / "dsv4"
+LEFT_OUT = ("reference/", "testing.py")
+R = TypeVar("R")
+
+# journey: files, lines of functions. Wanted are 14 and 850, 9 and 330, 18 and 1,000.
+BOUNDS = {
+    "decode": (20, 1560),
+    "hit": (18, 600),
+    "evict, fetch, admit": (38, 1750),
+}
+PROMPT = [nth % 32 for nth in range(300)]
+
+
+@cache
+def lines_of(file: str) -> dict[int, int]:
+    """How many lines each function of a file has, by its first one, decorators included."""
+    found = {}
+    for node in ast.walk(ast.parse((PACKAGE / file).read_text("utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            assert node.end_lineno is not None
+            found[first] = found[node.lineno] = node.end_lineno - first + 1
+    return found
+
+
+def effort(journey: Callable[[], R]) -> tuple[R, tuple[int, int]]:
+    """What it returns; how many files it runs through in this thread, and how many lines the
+    functions have that it calls."""
+    seen: set[tuple[str, int]] = set()
+    root, left_out = f"{PACKAGE}/", list[FrameType]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "return" and left_out and left_out[-1] is frame:
+            left_out.pop()
+        if event != "call" or left_out or not code.co_filename.startswith(root):
+            return
+        file = code.co_filename.removeprefix(root)
+        if file.startswith(LEFT_OUT):
+            left_out.append(frame)
+        elif not code.co_name.startswith("<"):
+            seen.add((file, code.co_firstlineno))
+
+    sys.setprofile(note)
+    try:
+        result = journey()
+    finally:
+        sys.setprofile(None)
+    return result, (
+        len({file for file, _ in seen}),
+        sum(lines_of(file).get(first, 0) for file, first in seen),
+    )
+
+
+class Scene:
+    """One manager, and a model that makes its steps."""
+
+    def __init__(self, **options: object) -> None:
+        schema = CacheSchema.build(ModelSpec.preset("tiny"), max_draft_tokens=3, max_context=4096)
+        self.model = RandomModel(schema)
+        self.manager = KVCacheManager(
+            schema,
+            num_blocks=16,
+            max_requests=4,
+            backend="reference",
+            prefix=PrefixOptions(model_id="x"),
+            **options,
+        )
+
+    def step(self, request: Request, ids: list[int]) -> None:
+        plan = self.manager.prepare_forward([(request, len(ids))])
+        batch, hidden = plan.batch, self.model.embedding[ids]
+        for number, layer in enumerate(self.model.layers):
+            handle, rope, indices = self.manager.acquire(number, batch), layer.cache.rope, None
+            handle.append(*layer.projections(hidden), weights=layer.cache)
+            if layer.has_indexer:
+                indices = handle.select(*layer.index_queries(hidden), rope=rope)
+            q = layer.queries(hidden, batch)
+            out, _ = handle.attend(q, layer.sink, indices, inverse_rope=rope)
+            hidden = hidden + layer.output(out)
+        self.manager.commit(plan, ids=ids)
+
+
+def decode() -> tuple[int, int]:
+    """The first decode step of a request: nothing is repeated yet."""
+    scene = Scene()
+    request = scene.manager.admit_request(PROMPT)
+    scene.step(request, PROMPT)
+    return effort(lambda: scene.step(request, [1]))[1]
+
+
+def hit() -> tuple[int, int]:
+    """Admission of a prompt that begins as one that was released."""
+    scene = Scene()
+    request = scene.manager.admit_request(PROMPT)
+    scene.step(request, PROMPT)
+    scene.manager.release_request(request)
+    request, found = effort(lambda: scene.manager.admit_request([*PROMPT[:290], 7, 8, 9]))
+    assert request.length
+    return found
+
+
+def disk(folder: Path) -> tuple[int, int]:
+    """Everything is evicted; a prompt comes back from disk."""
+    scene = Scene(tiers=[DiskTier(folder, 64 << 20)])
+    manager = scene.manager
+    request = manager.admit_request(PROMPT)
+    scene.step(request, PROMPT)
+    manager.release_request(request)
+    assert manager.tiers.drain(30)
+
+    def back() -> Request:
+        manager.evict()
+        return manager.tiers.admit(PROMPT, timeout_s=30)
+
+    request, found = effort(back)
+    assert request.length
+    return found
+
+
+@pytest.mark.parametrize("journey", BOUNDS)
+def test_a_journey_is_no_longer_than_it_was(journey: str, tmp_path: Path) -> None:
+    walk = {"decode": decode, "hit": hit, "evict, fetch, admit": lambda: disk(tmp_path)}[journey]
+    files, lines = walk()
+    most_files, most_lines = BOUNDS[journey]
+    found = f"{journey}: {files} files, functions of {lines} lines"
+    assert files <= most_files, found
+    assert lines <= most_lines, found
