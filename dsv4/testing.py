@@ -1,4 +1,4 @@
-"""A small language model with random weights, to try an engine or a loop without a checkpoint.
+"""A small language model with random weights, for trying an engine or a loop without a checkpoint.
 
 It stands in for yours in the README, the examples and the tests: a real embedding, attention of
 every kind of layer on the cache, and a head, a few seconds on a CPU.
@@ -48,17 +48,18 @@ class Layer:
         return self.cache.index_compressor is not None
 
     def projections(self, x: Tensor) -> list[Tensor]:
-        """As `append` takes them: KV, then values and gates of each compressor."""
+        """The arguments of `append`: KV, then values and gates of each compressor."""
         kv = (x @ self.kv).bfloat16()
         return [kv, *((x @ weight).float() for weight in self.compressors)]
 
     def index_queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """As `select` takes them: queries [tokens, index heads, index_dim], and their weights."""
+        """The arguments of `select`: queries [tokens, index heads, index_dim], and their
+        weights."""
         q = (x @ self.index_q).bfloat16().unflatten(1, (self.spec.index_heads, self.spec.index_dim))
         return q, (x @ self.index_weights).bfloat16()
 
     def queries(self, x: Tensor, batch: Batch) -> Tensor:
-        """As `attend` takes them: [tokens, heads, head_dim], after norm and RoPE."""
+        """The queries of `attend`: [tokens, heads, head_dim], after norm and RoPE."""
         q = normed(_on_grid(x @ self.q).unflatten(1, (self.spec.heads, self.spec.head_dim)))
         return apply_rope(q.bfloat16(), self.cache.rope, batch.positions)
 
@@ -67,10 +68,10 @@ class Layer:
 
 
 class RandomModel:
-    """The least around the cache that makes a language model: embedding, attention, head.
+    """A minimal language model around the cache: embedding, attention, head.
 
-    Weights and states lie on a grid that is coarse beside fp64, so sums are exact: no bit of a
-    token's numbers depends on which tokens share its step. Draft layers are left out.
+    Weights and states lie on a grid that is coarse compared with fp64, so sums are exact: no bit of
+    a token's numbers depends on which tokens share its step. Draft layers are left out.
     """
 
     def __init__(self, schema: CacheSchema, device: torch.device | str = "cpu") -> None:
@@ -142,7 +143,7 @@ def attention(layer: Layer, x: Tensor, handle: LayerCacheHandle) -> Tensor:
 
 
 def _on_grid(x: Tensor) -> Tensor:
-    """To multiples of 2^-12."""
+    """Rounds to multiples of 2^-12."""
     return x.mul(4096).round_().div_(4096)
 
 

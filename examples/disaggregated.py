@@ -96,7 +96,7 @@ class Worker:
         if moves:
             self.leaving.add(job)
         try:
-            self.arrivals[job] = self.manager.accept(offer), tokens, prompt_tokens
+            self.arrivals[job] = self.manager.handoff.accept(offer), tokens, prompt_tokens
         except (dsv4.OfferError, dsv4.OutOfBlocks, dsv4.OutOfSlots) as error:
             self.compute(job, tokens, prompt_tokens, error)
 
@@ -153,7 +153,7 @@ class Worker:
         """Offers a request and lets it go: what was offered stays until it was taken."""
         generation = self.live.pop(job)
         self.leaving.discard(job)
-        offer = self.manager.offer(generation.request)
+        offer = self.manager.handoff.offer(generation.request)
         self.manager.release_request(generation.request)
         self.tell("offered", job=job, tokens=generation.tokens, offer=offer)
 

@@ -37,3 +37,30 @@ class NoTiers:
 
     def tier_stats(self) -> tuple[()]:
         return ()
+
+
+class NoHandoff:
+    """`manager.handoff` of a manager without a hand-off. It is false, and refuses all calls of
+    `Handoff`."""
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+    def __repr__(self) -> str:
+        return "NoHandoff()"
+
+    def offer(self, *_: object, **__: object) -> NoReturn:
+        """Raises InvalidInput."""
+        raise InvalidInput(
+            "this manager hands nothing over: build it with handoff=HandoffOptions(...)"
+        )
+
+    withdraw = accept = close = offer
+
+    # ---- for the manager -------------------------------------------------------------------------
+
+    def let_go(self, item: object) -> None: ...
+
+    def check_invariants(self) -> None: ...
+
+    def stats(self) -> None: ...

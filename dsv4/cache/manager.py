@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Unpack
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4.backends import load_backend
-from dsv4.cache.absent import NoTiers
+from dsv4.cache.absent import NoHandoff, NoTiers
 from dsv4.cache.admission import Admission
 from dsv4.cache.arena import Arena
 from dsv4.cache.batch import Batch
@@ -27,8 +26,7 @@ from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume
 from dsv4.cache.prefix.snapshots import SnapshotPool
-from dsv4.cache.prefix.step_ids import StepIds
-from dsv4.cache.prefix.trail import TokenIds, TokenTrail, token_ids
+from dsv4.cache.prefix.trail import StepIds, TokenIds, TokenTrail, token_ids
 from dsv4.cache.prepare_forward import (
     ForwardPlan,
     PlanOptions,
@@ -60,7 +58,6 @@ from dsv4.errors import (
 )
 
 if TYPE_CHECKING:
-    from dsv4.cache.handoff.arrival import Arrival
     from dsv4.cache.handoff.handoff import Handoff
     from dsv4.cache.handoff.options import HandoffOptions
     from dsv4.cache.transfers.tiers import Tiers
@@ -75,7 +72,8 @@ class KVCacheManager(Uncopied):
     its blocks, or nothing. Host calls (everything but what handles launch) belong between captured
     graphs. A call that raises has changed nothing. With tiers (docs/tiers.md), the fastest first,
     what is cached is kept below the device too: `manager.tiers` has the calls for that, and is
-    false without any. With `handoff` requests go from manager to manager (docs/distributed.md).
+    false without any. With a hand-off (docs/distributed.md) requests go from manager to manager:
+    `manager.handoff`.
 
     With `batch_invariant` no bit that a token reads, scores, selection, attention, depends on what
     else is in its step or on how its request was cut into steps. Without, the last bits of
@@ -133,7 +131,7 @@ class KVCacheManager(Uncopied):
         self.open_plans: list[ForwardPlan] = []
         self.guard = Guard()
         self.tiers = self._make_tiers(settings.tiers)
-        self.handoff = None if settings.handoff is None else self._handoff(settings.handoff)
+        self.handoff = self._make_handoff(settings.handoff)
         self._admission = Admission(self.table, self.memory, self.prefix, self.guard)
         self._step_readers = tuple(StepReader(schema, self.table) for _ in self.memory.lanes)
         layers = [LayerMemory.of(self.memory, layer) for layer in range(len(schema.layers))]
@@ -233,19 +231,12 @@ class KVCacheManager(Uncopied):
 
         return Tiers(self, tiers)
 
-    def _handoff(self, options: HandoffOptions) -> Handoff:
+    def _make_handoff(self, options: HandoffOptions | None) -> Handoff | NoHandoff:
+        if options is None:
+            return NoHandoff()
         from dsv4.cache.handoff.handoff import Handoff  # needs the extra dsv4[nixl]
 
-        return Handoff(
-            options,
-            schema=self.schema,
-            table=self.table,
-            block_arena=self.block_arena.bytes,
-            slot_arena=self.slot_arena.bytes,
-            device=self.device,
-            prefix_model=None if self.prefix is None else self.prefix.options.model_id,
-            waiting=self.guard.defer,
-        )
+        return Handoff(self, options)
 
     # ---- what it was built with --------------------------------------------------------------
 
@@ -531,7 +522,6 @@ class KVCacheManager(Uncopied):
     def _let_go(self, item: object) -> None:
         """A fetch that nobody waits for any more, or what was handed over."""
         if not self.tiers.let_go(item):
-            assert self.handoff is not None
             self.handoff.let_go(item)
 
     @property
@@ -614,120 +604,6 @@ class KVCacheManager(Uncopied):
             else require_count("blocks", blocks, at_least=0)
         )
         return self._prefix_cache().blocks.evict(most)
-
-    # ---- from machine to machine -------------------------------------------------------------
-
-    @changes
-    def offer(self, request: Request, *, lease_s: float | None = None, takers: int = 1) -> bytes:
-        """What another manager needs to `accept` a copy of a live request as it is now: bytes, for
-        the engine to carry there. The request goes on here, or is released: what was offered is
-        held until so many `takers` have it, for `lease_s` seconds of this process's clock at most
-        (default: the options'), or until `withdraw`.
-
-        It may be in an open plan with a few tokens, drafts too: the offer is of its length as the
-        last commit left it. Waits for the device. Raises RequestError for one that is torn, in the
-        middle of a replay, empty or in an open plan with a chunk; OfferError if too many offers are
-        open; InvalidInput.
-        """
-        handoff = self._handing_over()
-        self.table.require_live(request)
-        request.require("offer")
-        most, written = self.schema.max_decode_tokens, request.written_tokens
-        for plan in self.open_plans:
-            if request not in plan.requests:
-                continue
-            row = plan.requests.index(request)
-            if plan.counts[row] > most:
-                raise RequestError(
-                    f"a chunk of request {request.serial} is under way, and its rings hold no "
-                    f"state: commit the plan, then offer it"
-                )
-            written = max(written, int(plan.latest_ends[row]))
-        if not request.has_exact_state:
-            raise RequestError(f"request {request.serial} has 0 tokens: run some, then offer it")
-        return handoff.offer(request, written=written, lease_s=lease_s, takers=takers)
-
-    @changes
-    def withdraw(self, offer: bytes) -> bool:
-        """Ends an offer of this manager before its time: nobody can take it any more. Whether it
-        stood until now. Raises OfferError for what is no offer."""
-        return self._handing_over().withdraw(offer)
-
-    @changes
-    def accept(self, offer: bytes, *, deadline_s: float | None = None) -> Arrival:
-        """Starts to bring the request of another manager's offer here, and returns at once: `poll`
-        the arrival until it is over, or `wait` for it; then its `request` is live at the length
-        that it was offered with. Blocks that are cached here are not read again.
-
-        What is to be read is given up after `deadline_s` seconds (default: the options'). An offer
-        may be accepted by many, and many times. Raises OfferError (of another schema or model,
-        damaged), OutOfSlots, OutOfBlocks, ContextOverflow; what happens later is in the arrival.
-        """
-        from dsv4.cache.handoff.arrival import Arrival
-        from dsv4.cache.handoff.options import require_seconds
-
-        handoff, table = self._handing_over(), self.table
-        seconds = handoff.options.deadline_s
-        if deadline_s is not None:
-            seconds = require_seconds("deadline_s", deadline_s)
-        read = handoff.read_offer(offer)
-        step_checks.context(self.schema, read.tokens)
-        trail = handoff.read_trail(read)
-        table.require_slots()
-        shared: list[int] = []
-        if self.prefix is not None and trail is not None:
-            nodes = self.prefix.index.match(trail, read.tokens // self.schema.block_tokens)
-            shared = [node.block_id for node in nodes]
-        arrival = Arrival(
-            read,
-            trail if self.prefix is not None else None,
-            deadline=time.monotonic() + seconds,
-            poll=self._poll_arrival,
-            cancel=self._cancel_arrival,
-        )
-        handoff.begin(arrival)
-        arrival.landing.shared = shared
-        blocks = self.schema.blocks_for(read.tokens)
-        try:
-            table.hold(arrival, shared)
-            reserved = table.reserve(blocks - len(shared), asker_blocks=blocks, shared=shared)
-            arrival.landing.block_ids = table.promise(arrival, reserved)
-            handoff.start(arrival)
-        except Exception:
-            handoff.give_back(arrival)
-            raise
-        return arrival
-
-    @changes
-    def _poll_arrival(self, arrival: Arrival) -> None:
-        handoff = self._handing_over()
-        if arrival.done or not handoff.advance(arrival):
-            return
-        try:
-            arrival.request = self._settle_arrival(arrival)
-        except RuntimeError as error:  # of the device
-            handoff.fail(arrival, "failed", f"the device failed: {error}")
-            return
-        handoff.note_arrived(arrival)
-
-    def _settle_arrival(self, arrival: Arrival) -> Request:
-        slot_bytes, block_bytes = self._handing_over().state_of(arrival)
-        request = self._admission.arrived(arrival, slot_bytes, block_bytes)
-        if self.prefix is not None and arrival.trail is not None:
-            self.prefix.note_arrival(request, arrival.trail, self._adopt)
-        return request
-
-    @changes
-    def _cancel_arrival(self, arrival: Arrival) -> None:
-        if not arrival.done:
-            self._handing_over().fail(arrival, "cancelled", "the arrival was cancelled")
-
-    def _handing_over(self) -> Handoff:
-        if self.handoff is None:
-            raise InvalidInput(
-                "this manager hands nothing over: build it with handoff=HandoffOptions(...)"
-            )
-        return self.handoff
 
     # ---- steps -------------------------------------------------------------------------------
 
@@ -1112,7 +988,7 @@ class KVCacheManager(Uncopied):
             else self.prefix.stats(idle_blocks=allocator.idle + len(idle)),
             transfers=self.tiers.stats(),
             tiers=self.tiers.tier_stats(),
-            handoff=None if self.handoff is None else self.handoff.stats(),
+            handoff=self.handoff.stats(),
         )
 
     def check_invariants(self) -> None:
@@ -1121,8 +997,7 @@ class KVCacheManager(Uncopied):
         self.table.check_invariants()
         if self.prefix is not None:
             self.prefix.check_invariants(self.open_plans)
-        if self.handoff is not None:
-            self.handoff.check_invariants()
+        self.handoff.check_invariants()
 
     def take_events(self) -> list[BlockEvent]:
         """Which blocks were cached and let go since the last call, in order, for a router that

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dsv4.cache.absent import NoTiers
+from dsv4.cache.absent import NoHandoff, NoTiers
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.changes import Change
 from dsv4.cache.memory import CacheMemory
@@ -43,14 +43,14 @@ def recover_books(
     memory: CacheMemory,
     prefix: PrefixCache | None,
     tiers: Tiers | NoTiers,
-    handoff: Handoff | None,
+    handoff: Handoff | NoHandoff,
 ) -> list[ForwardPlan]:
     """Returns the plans that are still open."""
     handed_out = [item for change in interrupted for item in change.handed_out]
     rewritten = [item for change in interrupted for item in change.rewritten]
     still_open = _plans(open_plans, table, handed_out)
     tiers.end_fetches()
-    if handoff is not None:
+    if handoff:
         handoff.end_arrivals()
         _host_memory(handoff)
     cached: list[int] = []
@@ -130,10 +130,12 @@ def recover_rows(
 def _host_memory(handoff: Handoff) -> None:
     """Rows and cells of the hand-off that neither an offer nor an arrival has are free. A free cell
     is empty."""
-    for pool, held in zip((handoff.rows, handoff.pledges), handoff.held_memory(), strict=True):
+    for pool, held in zip(
+        (handoff.side.rows, handoff.side.pledges), handoff.held_memory(), strict=True
+    ):
         pool._free = sorted(set(range(pool.count)).difference(held), reverse=True)
-    for cell in handoff.pledges._free:
-        handoff.pledges.wipe(cell)
+    for cell in handoff.side.pledges._free:
+        handoff.side.pledges.wipe(cell)
 
 
 def _slots(table: RequestTable, handed_out: Collection[object]) -> None:

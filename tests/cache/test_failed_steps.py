@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dsv4.cache.flush import append_swa, maybe_flush_csa, maybe_flush_hca
+from dsv4.cache.handoff.handoff import Handoff
 from dsv4.cache.prefix.captures import ChunkCaptures
 from dsv4.cache.prefix.options import PrefixOptions, full, zero
 from dsv4.cache.prepare_forward import ForwardPlan
@@ -195,7 +196,7 @@ def test_partial_is_a_flag(partial: Any):
 
 @pytest.mark.parametrize("prefix", [None, PrefixOptions(policy=full())], ids=["plain", "prefix"])
 def test_who_commits_a_part_of_a_step_has_an_incomplete_request(
-    prefix: PrefixOptions | None, monkeypatch: pytest.MonkeyPatch
+    prefix: PrefixOptions | None,
 ):
     stack = tiny_stack(drafts=3, prefix=prefix)
     manager, text = stack.manager, Text.random(stack, 0, 400)
@@ -209,10 +210,11 @@ def test_who_commits_a_part_of_a_step_has_an_incomplete_request(
     (fork,) = manager.fork(request, 1)
     manager.rewind(request, 131)
     assert (fork.incomplete_from, request.incomplete_from) == (130, 130)
-    monkeypatch.setattr(manager, "_handing_over", lambda: None)  # asked before anybody has it
+    asked = Handoff.__new__(Handoff)  # of which nothing is needed before the request is checked
+    asked._manager, asked.guard = manager, manager.guard
     for each in (fork, request):
         with nothing_changes(manager), pytest.raises(RequestError, match="not all layers"):
-            manager.offer(each)
+            asked.offer(each)
     for each in (fork, request):
         manager.rewind(each, 130)
         assert each.incomplete_from is None

@@ -33,7 +33,7 @@ def owner(taker: Stack) -> Iterator[Remote]:
 @pytest.mark.parametrize("length", [1, 128, 300, 433])
 def test_a_request_comes_from_another_process(owner: Remote, taker: Stack, length: int):
     offer = owner.offer(length, length)
-    assert outcome(taker, taker.manager.accept(offer), length) == "here"
+    assert outcome(taker, taker.manager.handoff.accept(offer), length) == "here"
     assert_nothing_left(taker)
     assert owner.ask("check")
 
@@ -42,7 +42,7 @@ def test_memory_is_used_again_at_once(owner: Remote, taker: Stack):
     """Blocks that the last step has just written are read into."""
     for seed in range(20):
         offer = owner.offer(seed, 433, lease_s=0.01 if seed % 3 == 2 else 30.0)
-        assert outcome(taker, taker.manager.accept(offer), seed) in ("here", "gone")
+        assert outcome(taker, taker.manager.handoff.accept(offer), seed) in ("here", "gone")
         if seed % 2:
             taker.manager.evict()
     assert_nothing_left(taker)

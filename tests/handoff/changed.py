@@ -22,7 +22,7 @@ def main() -> None:
     owner, taker = side("prefill"), side("decode")
     text = Text.random(owner, 1, 300)
     request = grown(owner, text, 200)
-    packed = owner.manager.offer(request, takers=1 << 20, lease_s=3600.0)
+    packed = owner.manager.handoff.offer(request, takers=1 << 20, lease_s=3600.0)
     offer = Offer.unpack(packed)
     print(json.dumps(len(offer.metadata)), flush=True)
     for at, flip in json.loads(sys.argv[1]):
@@ -30,7 +30,7 @@ def main() -> None:
         metadata[at % len(metadata)] ^= flip
         changed = replace(offer, metadata=bytes(metadata)).pack()
         try:
-            copy = taker.manager.accept(changed, deadline_s=DEADLINE_S).wait()
+            copy = taker.manager.handoff.accept(changed, deadline_s=DEADLINE_S).wait()
         except OfferError as error:
             print(json.dumps([at, flip, str(error)]), flush=True)
         else:
@@ -38,7 +38,7 @@ def main() -> None:
             taker.manager.release_request(copy)
             print(json.dumps([at, flip, "here"]), flush=True)
         taker.manager.evict()
-    copy = taker.manager.accept(packed).wait()
+    copy = taker.manager.handoff.accept(packed).wait()
     assert_cold(taker, copy, text.stream)
     assert_nothing_left(owner, taker)
     close(owner, taker)

@@ -26,14 +26,14 @@ class Owner:
 
     def offer(self, seed: int, length: int, *, keep: bool = False, **options: Any) -> str:
         request = grown(self.stack, Text.random(self.stack, seed, TOKENS), length)
-        offer = self.manager.offer(request, **options)
+        offer = self.manager.handoff.offer(request, **options)
         if not keep:
             self.manager.release_request(request)
         return offer.hex()
 
     def accept(self, offer: str, **options: Any) -> str:
         """It is a taker too: begins, and does not wait."""
-        return repr(self.manager.accept(bytes.fromhex(offer), **options))
+        return repr(self.manager.handoff.accept(bytes.fromhex(offer), **options))
 
     def rewrite(self) -> int:
         """All that was offered is gone, and its memory is full of something else."""

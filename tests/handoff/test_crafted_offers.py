@@ -21,7 +21,7 @@ from dsv4.cache.handoff import link as links
 from dsv4.cache.handoff import offer as offers
 from dsv4.cache.handoff import probe as probes
 from dsv4.cache.handoff.agent import make_agent
-from dsv4.cache.handoff.handoff import _paired
+from dsv4.cache.handoff.arrivals import _paired
 from dsv4.cache.handoff.lease import taken_note
 from dsv4.cache.handoff.link import Link
 from dsv4.cache.handoff.offer import Offer
@@ -69,14 +69,14 @@ def _nothing_is_left(owner: Stack, taker: Stack) -> Iterator[None]:
 
 def offered(owner: Stack, seed: int, length: int = 300, **options: Any) -> bytes:
     request = grown(owner, Text.random(owner, seed, TOKENS), length)
-    packed = owner.manager.offer(request, **options)
+    packed = owner.manager.handoff.offer(request, **options)
     owner.manager.release_request(request)
     return packed
 
 
 def reason(taker: Stack, packed: bytes, **options: Any) -> str:
     with pytest.raises(OfferError) as error:
-        taker.manager.accept(packed, **options).wait()
+        taker.manager.handoff.accept(packed, **options).wait()
     return error.value.reason
 
 
@@ -123,8 +123,8 @@ def test_a_peer_is_met_by_its_own_metadata_alone(owner: Stack, taker: Stack):
     for order in ("before", "after"):
         crafted = replace(Offer.unpack(known), metadata=theirs.metadata).pack()
         assert reason(taker, crafted) == "failed", order
-        assert taker.manager.accept(known).wait().length == 300
-    crafted = replace(theirs, link=handing(taker).link.name).pack()
+        assert taker.manager.handoff.accept(known).wait().length == 300
+    crafted = replace(theirs, link=handing(taker).side.link.name).pack()
     assert reason(taker, crafted) == "failed"
     assert_nothing_left(other)
     close(other)
@@ -144,12 +144,12 @@ def test_metadata_is_tried_once_for_each_peer(
     monkeypatch.setattr(links, "Probe", Counted)
     other = side("prefill")
     packed = offered(other, 3, 60, takers=20)
-    arrivals = [taker.manager.accept(packed) for _ in range(6)]
+    arrivals = [taker.manager.handoff.accept(packed) for _ in range(6)]
     for arrival in arrivals:
         taker.manager.release_request(arrival.wait())
     assert 1 <= len(made) <= links._PROBES
     count = len(made)
-    assert taker.manager.accept(packed).wait().length == 60
+    assert taker.manager.handoff.accept(packed).wait().length == 60
     assert len(made) == count
     assert all(probe.over for probe in made)
     assert_nothing_left(other)
@@ -169,24 +169,24 @@ def test_a_probe_ends_with_its_arrival(taker: Stack, monkeypatch: pytest.MonkeyP
     with remote("stopped") as stopped:
         packed = stopped.offer(4, 300)
         with stopped.stopped():
-            arrival = taker.manager.accept(packed)
+            arrival = taker.manager.handoff.accept(packed)
             until(taker.manager, lambda: bool(seen))
             assert not seen[0].over
             arrival.deadline = time.monotonic()
             with pytest.raises(OfferError) as error:
                 arrival.wait()
             assert error.value.reason == "late"
-            until(taker.manager, lambda: not handing(taker).open)
+            until(taker.manager, lambda: not handing(taker).arrivals.open)
             assert taker.manager.stats().blocks_in_flight == 0
             assert seen[0]._process.returncode == -signal.SIGKILL
-        assert taker.manager.accept(packed).wait().length == 300
+        assert taker.manager.handoff.accept(packed).wait().length == 300
 
 
 def test_a_probe_is_understood_whatever_ucx_logs(taker: Stack, monkeypatch: pytest.MonkeyPatch):
     other = side("prefill")
     packed = offered(other, 13)
     monkeypatch.setenv("UCX_LOG_LEVEL", "info")
-    assert taker.manager.accept(packed).wait().length == 300
+    assert taker.manager.handoff.accept(packed).wait().length == 300
     assert_nothing_left(other)
     close(other)
 
@@ -199,7 +199,7 @@ def test_a_probe_that_cannot_be_started_fails_the_arrival(
     with monkeypatch.context() as patch:
         patch.setattr(probes, "get_executable", lambda: "/nowhere/python")
         assert reason(taker, packed) == "failed"
-    assert taker.manager.accept(packed).wait().length == 300
+    assert taker.manager.handoff.accept(packed).wait().length == 300
     assert_nothing_left(other)
     close(other)
 
@@ -232,7 +232,7 @@ def test_a_path_that_python_passes_over_is_not_a_probes(
 ):
     other = side("prefill")
     monkeypatch.setattr(sys, "path", [*sys.path, PROJECT])  # no string
-    assert taker.manager.accept(offered(other, 17)).wait().length == 300
+    assert taker.manager.handoff.accept(offered(other, 17)).wait().length == 300
     assert_nothing_left(other)
     close(other)
 
@@ -256,11 +256,11 @@ def test_more_than_any_owner_says_is_refused_at_once(owner: Stack, taker: Stack)
         packed = replace(offer, sums=None, **each).pack()
         begun = time.thread_time()
         with pytest.raises(OfferError, match="at most") as error:
-            taker.manager.accept(packed)
+            taker.manager.handoff.accept(packed)
         assert error.value.reason == "damaged"
         assert time.thread_time() - begun < 0.5  # 2.4 MB of pieces took 3.2 s
     with pytest.raises(OfferError, match="no offer has more"):
-        taker.manager.accept(bytes(offers.MOST_BYTES + 1))
+        taker.manager.handoff.accept(bytes(offers.MOST_BYTES + 1))
     assert everything(taker.manager) == before
 
 
@@ -280,11 +280,11 @@ def test_an_offer_writes_no_lines_into_logs(owner: Stack, taker: Stack):
         offer, link="a\nCRITICAL all is lost", fingerprint=bytes(32), words="b\x1b[31m"
     )
     with pytest.raises(OfferError) as error:
-        taker.manager.accept(crafted.pack())
+        taker.manager.handoff.accept(crafted.pack())
     assert error.value.reason == "schema"
     assert str(error.value).isprintable()
     with pytest.raises(OfferError) as error:
-        taker.manager.accept(replace(crafted, fingerprint=offer.fingerprint).pack()).wait()
+        taker.manager.handoff.accept(replace(crafted, fingerprint=offer.fingerprint).pack()).wait()
     assert str(error.value).isprintable()
     for name in ("two\nlines", "x" * (MOST_NAME + 1)):
         with pytest.raises(InvalidInput, match="printable"):
@@ -327,9 +327,9 @@ def test_a_manager_takes_only_what_is_signed_as_it_wants(owner: Stack, taker: St
     for each in (unsigned, strange, *forged):
         assert reason(other, each) == "untrusted"
     assert everything(other.manager) == before
-    assert_cold(other, other.manager.accept(packed).wait(), text.stream)
-    assert taker.manager.accept(packed).wait().length == 300  # it asks for no signature
-    assert one.manager.withdraw(packed) in (True, False)
+    assert_cold(other, other.manager.handoff.accept(packed).wait(), text.stream)
+    assert taker.manager.handoff.accept(packed).wait().length == 300  # it asks for no signature
+    assert one.manager.handoff.withdraw(packed) in (True, False)
     assert_nothing_left(one, other, stranger)
     close(one, other, stranger)
 
@@ -337,7 +337,9 @@ def test_a_manager_takes_only_what_is_signed_as_it_wants(owner: Stack, taker: St
 def test_a_signature_is_not_read_past_its_bound(owner: Stack, taker: Stack):
     offer = Offer.unpack(offered(owner, 10, takers=2))
     assert reason(taker, offer.pack(lambda _: bytes(offers.MOST_SIGNATURE_BYTES + 1))) == "damaged"
-    copy = taker.manager.accept(offer.pack(lambda _: bytes(offers.MOST_SIGNATURE_BYTES))).wait()
+    copy = taker.manager.handoff.accept(
+        offer.pack(lambda _: bytes(offers.MOST_SIGNATURE_BYTES))
+    ).wait()
     assert copy.length == 300
     with pytest.raises(InvalidInput, match="verify"):
         HandoffOptions(name="x", verify=b"a key")  # type: ignore[arg-type]
@@ -360,7 +362,7 @@ class Stranger:
 
 def test_who_has_one_offer_ends_no_other(owner: Stack):
     request = grown(owner, Text.random(owner, 11, TOKENS), 300)
-    mine, *_ = packed = [owner.manager.offer(request) for _ in range(4)]
+    mine, *_ = packed = [owner.manager.handoff.offer(request) for _ in range(4)]
     names = [Offer.unpack(each).name for each in packed]
     leases, stranger = handing(owner).leases, Stranger(Offer.unpack(mine))
     taken = leases.taken
@@ -378,13 +380,13 @@ def test_who_has_one_offer_ends_no_other(owner: Stack):
     # nor does he find the names in what he can read
     handoff = handing(owner)
     arena = owner.manager.block_arena.bytes.numpy().tobytes()
-    for memory in (arena, bytes(handoff.rows.memory), bytes(handoff.pledges.memory)):
+    for memory in (arena, bytes(handoff.side.rows.memory), bytes(handoff.side.pledges.memory)):
         assert not any(name in memory for name in names)
 
 
 def test_names_and_pledges_share_nothing(owner: Stack):
     request = grown(owner, Text.random(owner, 12, TOKENS), 200)
-    found = [Offer.unpack(owner.manager.offer(request)) for _ in range(16)]
+    found = [Offer.unpack(owner.manager.handoff.offer(request)) for _ in range(16)]
     for column in zip(*(each.name + each.pledge for each in found), strict=True):
         assert len(set(column)) > 8  # by chance: one in 10^14 columns
 
@@ -419,7 +421,7 @@ from tests.support.handoff import close, grown, side
 from tests.support.lives import Text
 owner, taker = side("prefill"), side("decode")
 request = grown(owner, Text.random(owner, 1, 300), 200)
-assert taker.manager.accept(owner.manager.offer(request)).wait().length == 200
+assert taker.manager.handoff.accept(owner.manager.handoff.offer(request)).wait().length == 200
 {after}
 print("through", flush=True)
 """

@@ -72,7 +72,7 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 def hand_over(owner: Stack, taker: Stack, text: Text, length: int) -> tuple[Any, Any]:
     """The request here and the one there, both live."""
     request = grown(owner, text, length)
-    arrival = taker.manager.accept(owner.manager.offer(request))
+    arrival = taker.manager.handoff.accept(owner.manager.handoff.offer(request))
     return request, arrival.wait()
 
 
@@ -103,19 +103,22 @@ def test_what_is_cached_there_is_not_read_and_what_arrives_is_cached(owner: Stac
     owner.manager.release_request(request)
     branch = grown(owner, other, 420)
     before = handing(taker).stats()
-    arrival = taker.manager.accept(owner.manager.offer(branch))
+    arrival = taker.manager.handoff.accept(owner.manager.handoff.offer(branch))
     copy = arrival.wait()
     schema = taker.schema
     assert arrival.skipped_blocks == 2
     assert handing(taker).stats().blocks_skipped == before.blocks_skipped + 2
-    assert arrival.read_bytes < 2 * schema.block_bytes + handing(taker).layout.payload_bytes + 512
+    assert (
+        arrival.read_bytes
+        < 2 * schema.block_bytes + handing(taker).side.labels.state.payload_bytes + 512
+    )
     assert_cold(taker, copy, other.stream)
 
 
 def test_equal_blocks_that_are_computed_meanwhile_are_one(owner: Stack, taker: Stack):
     text = Text.random(owner, 22, TOKENS)
     request = grown(owner, text, 300)
-    arrival = taker.manager.accept(owner.manager.offer(request))
+    arrival = taker.manager.handoff.accept(owner.manager.handoff.offer(request))
     own = taker.manager.admit_request(text.ids[:300])
     run_to(taker, own, text, 300)
     copy = arrival.wait()
@@ -129,9 +132,9 @@ def test_one_offer_is_for_many(owner: Stack, taker: Stack):
     text = Text.random(owner, 23, TOKENS)
     third = side("decode 2", num_blocks=5, prefix=None)
     request = grown(owner, text, 333)
-    offer = owner.manager.offer(request, takers=3)
+    offer = owner.manager.handoff.offer(request, takers=3)
     owner.manager.release_request(request)
-    arrivals = [stack.manager.accept(offer) for stack in (taker, third, taker)]
+    arrivals = [stack.manager.handoff.accept(offer) for stack in (taker, third, taker)]
     copies = [arrival.wait() for arrival in arrivals]
     for stack, copy in zip((taker, third, taker), copies, strict=True):
         run_to(stack, copy, text, 340, chunk=3)
@@ -149,7 +152,7 @@ def test_a_request_moves_on_with_drafts_pending(owner: Stack, taker: Stack):
     owner.step([(request, mixed.stream, 4)], accepted=[2], ids=mixed.ids[250:254].tolist())
     plan = owner.manager.prepare_forward([(request, 4)])
     owner.write(plan, [text.then(wrong, 253).stream])
-    copy = taker.manager.accept(owner.manager.offer(request)).wait()
+    copy = taker.manager.handoff.accept(owner.manager.handoff.offer(request)).wait()
     assert copy.length == 252
     assert_cold(taker, copy, text.stream)
     owner.manager.commit(plan, [1], ids=text.ids[252:256].tolist())
@@ -168,10 +171,10 @@ def test_draft_layers_come_along(owner: Stack, taker: Stack):
     wrong = Text.random(owner, 27, TOKENS)
     for step in plan.drafts:
         owner.write(step, [wrong.stream], drafting)
-    offer = owner.manager.offer(request)
+    offer = owner.manager.handoff.offer(request)
     owner.manager.abandon(plan)
     owner.manager.release_request(request)
-    copy = taker.manager.accept(offer).wait()
+    copy = taker.manager.handoff.accept(offer).wait()
     assert_cold(taker, copy, text.stream)
 
 
@@ -179,10 +182,10 @@ def test_it_moves_from_hand_to_hand_and_back(owner: Stack, taker: Stack):
     text = Text.random(owner, 28, TOKENS)
     request = grown(owner, text, 140)
     for length in (180, 260, 300):
-        copy = taker.manager.accept(owner.manager.offer(request)).wait()
+        copy = taker.manager.handoff.accept(owner.manager.handoff.offer(request)).wait()
         owner.manager.release_request(request)
         run_to(taker, copy, text, length - 5, chunk=40)
-        request = owner.manager.accept(taker.manager.offer(copy)).wait()
+        request = owner.manager.handoff.accept(taker.manager.handoff.offer(copy)).wait()
         taker.manager.release_request(copy)
         run_to(owner, request, text, length, chunk=3)
         assert_cold(owner, request, text.stream)
@@ -205,7 +208,7 @@ def test_settings_may_differ(here: dict[str, Any], there: dict[str, Any], state:
     one, other = side("prefill", state=state, **here), side("decode", state=state, **there)
     text = Text.random(one, 1, TOKENS)
     request = grown(one, text, 301)
-    copy = other.manager.accept(one.manager.offer(request)).wait()
+    copy = other.manager.handoff.accept(one.manager.handoff.offer(request)).wait()
     assert_equal(one, request, other, copy)
     run_to(other, copy, text, 304, chunk=1)
     assert_cold(other, copy, text.stream)
@@ -220,19 +223,19 @@ def test_settings_may_differ(here: dict[str, Any], there: dict[str, Any], state:
 
 def test_other_schemas_and_models_are_refused(owner: Stack, taker: Stack):
     request = grown(owner, Text.random(owner, 2, TOKENS), 200)
-    offer = owner.manager.offer(request)
+    offer = owner.manager.handoff.offer(request)
     online = side("decode", state="online")
     with pytest.raises(OfferError, match="hca_state=raw") as error:
-        online.manager.accept(offer)
+        online.manager.handoff.accept(offer)
     assert error.value.reason == "schema"
     assert pickle.loads(pickle.dumps(error.value)).reason == "schema"
     other = side("decode", prefix=PrefixOptions(model_id="tiny 2"), handoff={"model_id": ""})
     with pytest.raises(OfferError, match="model_id") as error:
-        other.manager.accept(offer)
+        other.manager.handoff.accept(offer)
     assert error.value.reason == "model"
     assert_nothing_left(online, other)
     close(online, other)
-    assert taker.manager.accept(offer).wait().length == 200
+    assert taker.manager.handoff.accept(offer).wait().length == 200
 
 
 def test_stages_of_a_pipeline_take_their_own_layers_alone():
@@ -250,14 +253,14 @@ def test_stages_of_a_pipeline_take_their_own_layers_alone():
     for one in here:
         request = one.manager.admit_request(200)
         run_to(one, request, one.stream(3, 220), 200)
-        offers.append(one.manager.offer(request))
+        offers.append(one.manager.handoff.offer(request))
     for nth, offer in enumerate(offers):
         for other, taker in enumerate(there):
             if other != nth:
                 with pytest.raises(OfferError) as error:
-                    taker.manager.accept(offer)
+                    taker.manager.handoff.accept(offer)
                 assert error.value.reason == ("model" if {nth, other} == {1, 2} else "schema")
-        copy = there[nth].manager.accept(offer).wait()
+        copy = there[nth].manager.handoff.accept(offer).wait()
         run_to(there[nth], copy, there[nth].stream(3, 220), 210, chunk=1)
         assert_cold(there[nth], copy, there[nth].stream(3, 220))
     assert_nothing_left(*here, *there)
@@ -270,7 +273,7 @@ def test_a_request_of_v41_arrives():
     for length in (129, 130):
         text = Text.random(one, length, 200)
         request = grown(one, text, length, chunk=15)
-        copy = other.manager.accept(one.manager.offer(request)).wait()
+        copy = other.manager.handoff.accept(one.manager.handoff.offer(request)).wait()
         assert torch.equal(drafted(other, copy), drafted(one, request))
         run_to(other, copy, text, length + 3, chunk=1)
         assert_cold(other, copy, text.stream)
@@ -280,37 +283,37 @@ def test_a_request_of_v41_arrives():
 
 def test_without_memory_nothing_changes(owner: Stack):
     request = grown(owner, Text.random(owner, 3, TOKENS), 500)
-    offer = owner.manager.offer(request)
+    offer = owner.manager.handoff.offer(request)
     small = side("decode", num_blocks=3, max_requests=1)
     before = everything(small.manager)
     with pytest.raises(OutOfBlocks) as error:
-        small.manager.accept(offer)
+        small.manager.handoff.accept(offer)
     assert error.value.never
     assert everything(small.manager) == before
     wide = side("decode", num_blocks=5, max_requests=1)
     busy = wide.manager.admit_request(200)
     before = everything(wide.manager)
     with pytest.raises(OutOfSlots):
-        wide.manager.accept(offer)
+        wide.manager.handoff.accept(offer)
     assert everything(wide.manager) == before
     wide.manager.release_request(busy)
-    assert wide.manager.accept(offer).wait().length == 500
+    assert wide.manager.handoff.accept(offer).wait().length == 500
     assert_nothing_left(small, wide)
     close(small, wide)
 
 
 def test_a_longer_context_than_the_taker_s_is_refused(owner: Stack, taker: Stack):
     text = Text.random(owner, 4, TOKENS)
-    offer = Offer.unpack(owner.manager.offer(grown(owner, text, 200)))
+    offer = Offer.unpack(owner.manager.handoff.offer(grown(owner, text, 200)))
     longer = 2049 + 128
     fields = {name: getattr(offer, name) for name in Offer.__slots__}
     fields |= {"tokens": longer, "rows": (0,) * 17, "generations": (0,) * 17, "sums": None}
     with pytest.raises(ContextOverflow):
-        taker.manager.accept(Offer(**{**fields, "ids": None}).pack())
+        taker.manager.handoff.accept(Offer(**{**fields, "ids": None}).pack())
 
 
 def test_damaged_offers_are_refused(owner: Stack, taker: Stack):
-    offer = owner.manager.offer(grown(owner, Text.random(owner, 5, TOKENS), 200))
+    offer = owner.manager.handoff.offer(grown(owner, Text.random(owner, 5, TOKENS), 200))
     before, random = everything(taker.manager), Random(5)
     damaged: list[Any] = [offer[:length] for length in range(0, len(offer), 97)]
     damaged += [offer + b"\0", offer[1:], b"", None, "offer", np.zeros(3)]
@@ -320,63 +323,69 @@ def test_damaged_offers_are_refused(owner: Stack, taker: Stack):
         damaged.append(bytes(flipped))
     for each in damaged:
         with pytest.raises(OfferError) as error:
-            taker.manager.accept(each)
+            taker.manager.handoff.accept(each)
         assert error.value.reason in ("damaged", "version")
     assert everything(taker.manager) == before
-    assert taker.manager.accept(bytearray(offer)).wait().length == 200
+    assert taker.manager.handoff.accept(bytearray(offer)).wait().length == 200
 
 
 def test_addresses_that_nobody_has_are_refused(owner: Stack, taker: Stack):
-    offer = Offer.unpack(owner.manager.offer(grown(owner, Text.random(owner, 31, TOKENS), 200)))
+    offer = Offer.unpack(
+        owner.manager.handoff.offer(grown(owner, Text.random(owner, 31, TOKENS), 200))
+    )
     fields = {name: getattr(offer, name) for name in Offer.__slots__}
     before, far = everything(taker.manager), (1 << 64) - 8
     pieces = tuple((far, span) for _, span in offer.state_pieces)
     for wrong in ({"rows": (far,)}, {"pledge_at": far}, {"state_pieces": pieces}):
         with pytest.raises(OfferError, match="address") as error:
-            taker.manager.accept(Offer(**{**fields, **wrong}).pack())
+            taker.manager.handoff.accept(Offer(**{**fields, **wrong}).pack())
         assert error.value.reason == "damaged"
     assert everything(taker.manager) == before
 
 
 def test_ids_that_are_not_those_of_the_digests_are_refused(owner: Stack, taker: Stack):
-    offer = Offer.unpack(owner.manager.offer(grown(owner, Text.random(owner, 6, TOKENS), 200)))
+    offer = Offer.unpack(
+        owner.manager.handoff.offer(grown(owner, Text.random(owner, 6, TOKENS), 200))
+    )
     fields = {name: getattr(offer, name) for name in Offer.__slots__}
     for at in (0, 127, 128, 199):
         assert offer.ids is not None
         ids = offer.ids.copy()
         ids[at] += 1
         with pytest.raises(OfferError, match="ids"):
-            taker.manager.accept(Offer(**{**fields, "ids": ids}).pack())
+            taker.manager.handoff.accept(Offer(**{**fields, "ids": ids}).pack())
 
 
 def test_ids_below_0_are_refused_though_they_are_those_of_the_digests(owner: Stack, taker: Stack):
-    offer = Offer.unpack(owner.manager.offer(grown(owner, Text.random(owner, 6, TOKENS), 200)))
+    offer = Offer.unpack(
+        owner.manager.handoff.offer(grown(owner, Text.random(owner, 6, TOKENS), 200))
+    )
     assert offer.ids is not None
     assert offer.root is not None
     fields = {name: getattr(offer, name) for name in Offer.__slots__}
     ids = offer.ids.copy()
     ids[7] = -1
     trail = TokenTrail(offer.root, owner.schema.block_tokens, ids)
-    label = handing(owner).labels.of_state(trail, offer.tokens)
+    label = handing(owner).side.labels.of_state(trail, offer.tokens)
     fields |= {"ids": ids, "state_digest": label.digest, "state_parent": label.parent}
     with pytest.raises(OfferError, match="ids below 0") as caught:
-        taker.manager.accept(Offer(**fields).pack())
+        taker.manager.handoff.accept(Offer(**fields).pack())
     assert caught.value.reason == "damaged"
 
 
 def test_offers_end_by_the_owner_s_clock_by_hand_and_when_taken(owner: Stack, taker: Stack):
     text = Text.random(owner, 7, TOKENS)
     request = grown(owner, text, 300)
-    expired = owner.manager.offer(request, lease_s=0.01)
-    withdrawn, taken = owner.manager.offer(request), owner.manager.offer(request)
-    assert owner.manager.withdraw(withdrawn)
-    assert not owner.manager.withdraw(withdrawn)
+    expired = owner.manager.handoff.offer(request, lease_s=0.01)
+    withdrawn, taken = owner.manager.handoff.offer(request), owner.manager.handoff.offer(request)
+    assert owner.manager.handoff.withdraw(withdrawn)
+    assert not owner.manager.handoff.withdraw(withdrawn)
     with pytest.raises(OfferError):
-        owner.manager.withdraw(withdrawn[:-1])
-    assert taker.manager.accept(taken).wait().length == 300
+        owner.manager.handoff.withdraw(withdrawn[:-1])
+    assert taker.manager.handoff.accept(taken).wait().length == 300
     until(owner.manager, lambda: not handing(owner).leases.held)
     for offer in (expired, withdrawn, taken):
-        arrival = taker.manager.accept(offer)
+        arrival = taker.manager.handoff.accept(offer)
         with pytest.raises(OfferError) as error:
             arrival.wait()
         assert error.value.reason == "gone"
@@ -392,7 +401,7 @@ def test_an_offer_outlives_its_request_and_pressure(owner: Stack, taker: Stack):
     """The owner's pool is full of others' tokens, and still has what it has offered."""
     text = Text.random(owner, 8, TOKENS)
     request = grown(owner, text, 700)
-    offer = owner.manager.offer(request)
+    offer = owner.manager.handoff.offer(request)
     owner.manager.release_request(request)
     for seed in (9, 10, 11):
         with pytest.raises(OutOfBlocks):
@@ -401,7 +410,7 @@ def test_an_offer_outlives_its_request_and_pressure(owner: Stack, taker: Stack):
         busy = grown(owner, other, 800)
         owner.manager.check_invariants()
         owner.manager.release_request(busy)
-    copy = taker.manager.accept(offer).wait()
+    copy = taker.manager.handoff.accept(offer).wait()
     assert_cold(taker, copy, text.stream)
 
 
@@ -409,30 +418,30 @@ def test_what_cannot_be_offered_says_why(owner: Stack, taker: Stack):
     text = Text.random(owner, 12, TOKENS)
     request = owner.manager.admit_request(text.ids[:300])
     with pytest.raises(RequestError, match="0 tokens"):
-        owner.manager.offer(request)
+        owner.manager.handoff.offer(request)
     plan = owner.manager.prepare_forward([(request, 200)])
     owner.write(plan, [text.stream])
     with pytest.raises(RequestError, match="chunk"):
-        owner.manager.offer(request)
+        owner.manager.handoff.offer(request)
     owner.manager.commit(plan, ids=text.ids[:200].tolist())
     for wrong in ({"takers": 0}, {"lease_s": 0}, {"lease_s": True}):
         with pytest.raises(InvalidInput):
-            owner.manager.offer(request, **wrong)
+            owner.manager.handoff.offer(request, **wrong)
     with pytest.raises(InvalidInput, match="deadline_s"):
-        taker.manager.accept(owner.manager.offer(request), deadline_s=-1)
+        taker.manager.handoff.accept(owner.manager.handoff.offer(request), deadline_s=-1)
     with pytest.raises(RequestError):
-        taker.manager.offer(request)
+        taker.manager.handoff.offer(request)
     plan = owner.manager.prepare_forward([(request, 100)])
     owner.write(plan, [text.stream])
     owner.manager.fail(plan)
     with pytest.raises(RequestError, match="rewind"):
-        owner.manager.offer(request)
+        owner.manager.handoff.offer(request)
 
 
 def test_options_are_checked():
     alone = tiny_stack().manager
     with pytest.raises(InvalidInput, match="hands nothing over"):
-        alone.accept(b"")
+        alone.handoff.accept(b"")
     with pytest.raises(InvalidInput, match="which weights"):
         side("x", prefix=None, handoff={"model_id": ""})
     with pytest.raises(InvalidInput, match="same to both"):
@@ -445,16 +454,16 @@ def test_options_are_checked():
 def test_too_many_at_once_are_told_to_wait():
     owner = side("prefill", handoff={"states": 2, "offers": 3})
     request = grown(owner, Text.random(owner, 13, TOKENS), 200)
-    offers = [owner.manager.offer(request) for _ in range(2)]
+    offers = [owner.manager.handoff.offer(request) for _ in range(2)]
     before = everything(owner.manager)
     for _ in range(3):
         with pytest.raises(OfferError) as error:
-            owner.manager.offer(request)
+            owner.manager.handoff.offer(request)
         assert error.value.reason == "busy"
     assert everything(owner.manager) == before
-    owner.manager.withdraw(offers[0])
+    owner.manager.handoff.withdraw(offers[0])
     tidy(owner.manager)
-    owner.manager.offer(request)
+    owner.manager.handoff.offer(request)
     assert_nothing_left(owner)
     close(owner)
 
@@ -466,7 +475,7 @@ class Between:
     """Does something when a taker has read all but the owner's pledge."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, taker: Stack, what: Any) -> None:
-        link, self.done = handing(taker).link, 0
+        link, self.done = handing(taker).side.link, 0
         transfer = link._transfer
 
         def between(read: Any, spans: Any, note: bytes) -> None:
@@ -483,19 +492,20 @@ def test_an_offer_that_ends_during_the_read_is_not_believed(
     owner: Stack, taker: Stack, sums: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """The pledge alone tells: with blocks on a GPU there are no sums."""
-    monkeypatch.setattr(handing(owner), "options", HandoffOptions(name="x", sums=sums))
+    options = HandoffOptions(name="x", sums=sums)
+    monkeypatch.setattr(handing(owner), "side", replace(handing(owner).side, options=options))
     text = Text.random(owner, 14, TOKENS)
     request = grown(owner, text, 300)
-    offer = owner.manager.offer(request)
+    offer = owner.manager.handoff.offer(request)
     owner.manager.release_request(request)
 
     def rewrite() -> None:
-        owner.manager.withdraw(offer)
+        owner.manager.handoff.withdraw(offer)
         owner.manager.evict()
         owner.manager.block_arena.bytes.fill_(7)
 
     between = Between(monkeypatch, taker, rewrite)
-    arrival = taker.manager.accept(offer)
+    arrival = taker.manager.handoff.accept(offer)
     with pytest.raises(OfferError) as error:
         arrival.wait()
     assert (between.done, error.value.reason) == (1, "gone")
@@ -507,10 +517,10 @@ def test_bytes_that_break_on_the_way_are_refused(
     owner: Stack, taker: Stack, what: str, monkeypatch: pytest.MonkeyPatch
 ):
     text = Text.random(owner, 15, TOKENS)
-    offer = owner.manager.offer(grown(owner, text, 300))
+    offer = owner.manager.handoff.offer(grown(owner, text, 300))
 
     def break_one() -> None:
-        (arrival,) = handing(taker).open
+        (arrival,) = handing(taker).arrivals.open
         if what == "block":
             taker.manager.block_arena.bytes[arrival.landing.block_ids[1], 77] ^= 4
         else:
@@ -518,7 +528,7 @@ def test_bytes_that_break_on_the_way_are_refused(
             arrival.landing.row.parts.payload[0][99] ^= 4
 
     Between(monkeypatch, taker, break_one)
-    arrival = taker.manager.accept(offer)
+    arrival = taker.manager.handoff.accept(offer)
     with pytest.raises(OfferError, match=what) as error:
         arrival.wait()
     assert error.value.reason == "refused"
@@ -526,13 +536,13 @@ def test_bytes_that_break_on_the_way_are_refused(
 
 
 def test_a_cancelled_arrival_gives_all_back(owner: Stack, taker: Stack):
-    offer = owner.manager.offer(grown(owner, Text.random(owner, 16, TOKENS), 500))
-    arrival = taker.manager.accept(offer)
+    offer = owner.manager.handoff.offer(grown(owner, Text.random(owner, 16, TOKENS), 500))
+    arrival = taker.manager.handoff.accept(offer)
     arrival.cancel()
     assert arrival.poll()
     assert arrival.error is not None
     assert arrival.error.reason == "cancelled"
-    until(taker.manager, lambda: not handing(taker).open)
+    until(taker.manager, lambda: not handing(taker).arrivals.open)
     assert taker.manager.stats().blocks_in_flight == 0
 
 
@@ -540,30 +550,30 @@ def test_a_device_error_at_the_end_leaves_nothing(
     owner: Stack, taker: Stack, monkeypatch: pytest.MonkeyPatch
 ):
     text = Text.random(owner, 17, TOKENS)
-    offer = owner.manager.offer(grown(owner, text, 300), takers=2)
+    offer = owner.manager.handoff.offer(grown(owner, text, 300), takers=2)
 
     def broken(*_: object) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    arrival = taker.manager.accept(offer)
+    arrival = taker.manager.handoff.accept(offer)
     with monkeypatch.context() as patch:
         patch.setattr(taker.manager.memory, "publish", broken)
         with pytest.raises(OfferError) as error:
             arrival.wait()
     assert error.value.reason == "failed"
     taker.manager.check_invariants()
-    assert_cold(taker, taker.manager.accept(offer).wait(), text.stream)
+    assert_cold(taker, taker.manager.handoff.accept(offer).wait(), text.stream)
 
 
 def test_a_link_that_is_closed_reads_no_more_and_gives_its_memory_back():
     one, other = side("prefill"), side("decode")
     text = Text.random(one, 18, TOKENS)
     request = grown(one, text, 300)
-    offer = one.manager.offer(request)
+    offer = one.manager.handoff.offer(request)
     close(one)
     with pytest.raises(OfferError, match="closed"):
-        one.manager.offer(request)
-    arrival = other.manager.accept(offer)
+        one.manager.handoff.offer(request)
+    arrival = other.manager.handoff.accept(offer)
     with pytest.raises(OfferError) as error:
         arrival.wait()
     assert error.value.reason in ("failed", "gone")
@@ -575,17 +585,17 @@ def test_a_link_that_is_closed_reads_no_more_and_gives_its_memory_back():
 def test_a_manager_that_is_closed_takes_nothing_and_recovers(
     owner: Stack, monkeypatch: pytest.MonkeyPatch
 ):
-    offer = owner.manager.offer(grown(owner, Text.random(owner, 32, TOKENS), 300))
+    offer = owner.manager.handoff.offer(grown(owner, Text.random(owner, 32, TOKENS), 300))
     closed, busy = side("decode"), side("decode 2")
     close(closed)
     before = everything(closed.manager)
     with pytest.raises(OfferError, match="closed"):
-        closed.manager.accept(offer)
+        closed.manager.handoff.accept(offer)
     assert everything(closed.manager) == before
     assert_nothing_left(closed)
     # a read that has not settled never does: its memory stays taken, all else goes on
-    monkeypatch.setattr(handing(busy).link, "_advance", lambda read: None)
-    arrival = busy.manager.accept(offer)
+    monkeypatch.setattr(handing(busy).side.link, "_advance", lambda read: None)
+    arrival = busy.manager.handoff.accept(offer)
     close(busy)
     busy.manager.recover()
     assert arrival.error is not None
@@ -597,8 +607,8 @@ def test_a_manager_that_is_closed_takes_nothing_and_recovers(
 
 def test_a_manager_that_nobody_uses_ends_its_link():
     stack = side("prefill")
-    stack.manager.offer(grown(stack, Text.random(stack, 19, TOKENS), 200))
-    link = handing(stack).link
+    stack.manager.handoff.offer(grown(stack, Text.random(stack, 19, TOKENS), 200))
+    link = handing(stack).side.link
     thread = link._thread
     assert thread is not None
     assert thread.is_alive()

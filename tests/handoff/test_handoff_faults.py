@@ -23,20 +23,20 @@ class Scene:
         self.owner, self.taker = owner, taker
         self.text, self.live = (Text.random(owner, seed, 400) for seed in (TEXT, 2))
         self.request = grown(owner, self.text, LENGTH)
-        self.given = owner.manager.offer(self.request, takers=100)
+        self.given = owner.manager.handoff.offer(self.request, takers=100)
         self.other = grown(taker, self.live, 140)
 
     def offer(self) -> None:
-        self.owner.manager.offer(self.request)
+        self.owner.manager.handoff.offer(self.request)
 
     def withdraw(self) -> None:
-        self.owner.manager.withdraw(self.given)
+        self.owner.manager.handoff.withdraw(self.given)
 
     def accept(self) -> None:
-        self.taker.manager.accept(self.given).wait()
+        self.taker.manager.handoff.accept(self.given).wait()
 
     def cancel(self) -> None:
-        self.taker.manager.accept(self.given).cancel()
+        self.taker.manager.handoff.accept(self.given).cancel()
 
     def go_on(self) -> None:
         """All that was live is what it was, and the request can be handed over."""
@@ -48,8 +48,10 @@ class Scene:
             if request is not self.other:
                 assert_cold(self.taker, request, self.text.stream)
                 self.taker.manager.release_request(request)
-        until(self.taker.manager, lambda: not handing(self.taker).open)
-        copy = self.taker.manager.accept(self.owner.manager.offer(self.request)).wait()
+        until(self.taker.manager, lambda: not handing(self.taker).arrivals.open)
+        copy = self.taker.manager.handoff.accept(
+            self.owner.manager.handoff.offer(self.request)
+        ).wait()
         assert_cold(self.taker, copy, self.text.stream)
         assert_nothing_left(self.owner, self.taker)
 
@@ -89,7 +91,7 @@ def test_a_device_error_when_it_arrives_leaves_nothing(sides: tuple[Stack, Stack
         if faults.count <= fail_at:
             break
         assert [r for r in scene.taker.manager.requests if r is not scene.other] == []
-        until(scene.taker.manager, lambda: not handing(scene.taker).open)
+        until(scene.taker.manager, lambda: not handing(scene.taker).arrivals.open)
         assert scene.taker.manager.stats().blocks_in_flight == 0
         scene.taker.manager.check_invariants()
         fail_at += 1
@@ -137,10 +139,10 @@ def test_an_interrupt_at_every_line_is_recovered_from(
 
 def test_recover_without_need_ends_arrivals_and_no_offer(sides: tuple[Stack, Stack]):
     scene = Scene(*sides)
-    arrival = scene.taker.manager.accept(scene.given)
+    arrival = scene.taker.manager.handoff.accept(scene.given)
     scene.taker.manager.recover()
     scene.owner.manager.recover()
     assert arrival.done
     assert isinstance(arrival.error, Dsv4Error)
-    assert scene.taker.manager.accept(scene.given).wait().length == LENGTH
+    assert scene.taker.manager.handoff.accept(scene.given).wait().length == LENGTH
     scene.go_on()

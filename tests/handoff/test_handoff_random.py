@@ -92,7 +92,7 @@ class Lives:
         if each is None or not self.is_exact(each.request):
             return
         lease_s = self.random.choice((0.003, 60.0, 60.0, 60.0))
-        offer = stack.manager.offer(
+        offer = stack.manager.handoff.offer(
             each.request, lease_s=lease_s, takers=self.random.choice((1, 2, 3))
         )
         self.offers.append((stack, offer, each.text, each.request.length))
@@ -103,7 +103,7 @@ class Lives:
         others = [each for each in self.offers[-6:] if each[0] is not stack]
         if others:
             _, offer, text, _ = self.random.choice(others)
-            self.arrivals.append((stack, stack.manager.accept(offer), text))
+            self.arrivals.append((stack, stack.manager.handoff.accept(offer), text))
 
     def poll(self, stack: Stack) -> None:
         for at, (where, arrival, text) in list(enumerate(self.arrivals))[::-1]:
@@ -129,7 +129,7 @@ class Lives:
     def withdraw(self, stack: Stack) -> None:
         own = [offer for where, offer, _, _ in self.offers if where is stack]
         if own:
-            stack.manager.withdraw(self.random.choice(own))
+            stack.manager.handoff.withdraw(self.random.choice(own))
 
     def fork(self, stack: Stack) -> None:
         each = self.one_of(stack)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -98,7 +99,7 @@ def remote(
 def owner(taker: Stack) -> Iterator[Remote]:
     """They have met: a probe needs an owner that does not stand still."""
     with remote() as started:
-        assert outcome(taker, taker.manager.accept(started.offer(0, 60)), 0) == "here"
+        assert outcome(taker, taker.manager.handoff.accept(started.offer(0, 60)), 0) == "here"
         taker.manager.evict()
         yield started
 
@@ -155,9 +156,9 @@ def outcome(taker: Stack, arrival: Arrival, seed: int) -> str:
 
 def test_a_request_comes_from_another_process(owner: Remote, taker: Stack):
     offer = owner.offer(1, 433)
-    assert outcome(taker, taker.manager.accept(offer), 1) == "here"
+    assert outcome(taker, taker.manager.handoff.accept(offer), 1) == "here"
     until(taker.manager, lambda: owner.ask("held") == 0)  # it was told, long before the lease ends
-    arrival = taker.manager.accept(offer)  # once more: cached here, and the offer is over
+    arrival = taker.manager.handoff.accept(offer)  # once more: cached here, and the offer is over
     assert arrival.skipped_blocks == 3
     assert outcome(taker, arrival, 1) == "gone"
 
@@ -165,7 +166,7 @@ def test_a_request_comes_from_another_process(owner: Remote, taker: Stack):
 def test_an_owner_that_stands_still_costs_the_deadline_and_no_byte(owner: Remote, taker: Stack):
     offer = owner.offer(2, 433, takers=2)
     with owner.stopped():
-        arrival = begun(taker, taker.manager.accept(offer))
+        arrival = begun(taker, taker.manager.handoff.accept(offer))
         assert not arrival.poll()
         arrival.deadline = time.monotonic()
         assert outcome(taker, arrival, 2) == "late"
@@ -174,15 +175,15 @@ def test_an_owner_that_stands_still_costs_the_deadline_and_no_byte(owner: Remote
         assert_computed(taker, 2, 433)
         assert taker.manager.stats().blocks_in_flight == in_flight
         taker.manager.evict()
-    until(taker.manager, lambda: not handing(taker).open)
+    until(taker.manager, lambda: not handing(taker).arrivals.open)
     assert taker.manager.stats().blocks_in_flight == 0
-    assert outcome(taker, taker.manager.accept(offer), 2) == "here"
+    assert outcome(taker, taker.manager.handoff.accept(offer), 2) == "here"
 
 
 def test_a_cancelled_read_keeps_its_memory_until_it_is_over(owner: Remote, taker: Stack):
     offer = owner.offer(3, 300)
     with owner.stopped():
-        arrival = begun(taker, taker.manager.accept(offer))
+        arrival = begun(taker, taker.manager.handoff.accept(offer))
         arrival.cancel()
         assert arrival.error is not None
         for _ in range(20):
@@ -190,20 +191,20 @@ def test_a_cancelled_read_keeps_its_memory_until_it_is_over(owner: Remote, taker
             taker.manager.check_invariants()
             assert taker.manager.stats().blocks_in_flight == 3
             time.sleep(0.005)
-    until(taker.manager, lambda: not handing(taker).open)
+    until(taker.manager, lambda: not handing(taker).arrivals.open)
     assert_computed(taker, 3, 300)
 
 
 def test_a_lease_that_ends_during_the_read(owner: Remote, taker: Stack):
     offer = owner.offer(4, 300, lease_s=0.1)
     with owner.stopped():
-        arrival = begun(taker, taker.manager.accept(offer))
+        arrival = begun(taker, taker.manager.handoff.accept(offer))
         time.sleep(0.15)
     # its clock goes on with the process: the pledge is wiped at once, or was read before
     assert outcome(taker, arrival, 4) in ("gone", "here")
     until(taker.manager, lambda: owner.ask("held") == 0)
     taker.manager.evict()
-    assert outcome(taker, taker.manager.accept(offer), 4) == "gone"
+    assert outcome(taker, taker.manager.handoff.accept(offer), 4) == "gone"
 
 
 @pytest.mark.parametrize("sums", [True, False])
@@ -211,7 +212,7 @@ def test_rows_that_are_rewritten_during_the_read(
     owner: Remote, taker: Stack, sums: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Half of the blocks have come, then the owner writes something else there."""
-    link, half = handing(taker).link, []
+    link, half = handing(taker).side.link, []
     transfer = link._transfer
 
     def torn(read: Any, spans: Any, note: bytes) -> None:
@@ -221,9 +222,10 @@ def test_rows_that_are_rewritten_during_the_read(
 
     offer = owner.offer(5, 433)
     if not sums:
-        monkeypatch.setattr(handing(taker), "_gpu", 0)  # whose blocks nobody sums
+        arrivals = handing(taker).arrivals  # as on a GPU, whose blocks nobody sums
+        monkeypatch.setattr(arrivals, "_side", replace(arrivals._side, can_sum=False))
     monkeypatch.setattr(link, "_transfer", torn)
-    arrival = taker.manager.accept(offer)
+    arrival = taker.manager.handoff.accept(offer)
     assert outcome(taker, arrival, 5) == "gone"
     assert half
     monkeypatch.undo()
@@ -234,22 +236,25 @@ def test_an_owner_that_is_killed_and_started_again(taker: Stack, tmp_path: Path)
     with remote("phoenix", disk=str(tmp_path / "tier")) as first:
         offer = first.offer(6, 433, takers=9)
         assert first.ask("drain")
-        assert outcome(taker, taker.manager.accept(offer), 6) == "here"
+        assert outcome(taker, taker.manager.handoff.accept(offer), 6) == "here"
         taker.manager.evict()
         first.stop()  # so that the read is under way
-        arrival = begun(taker, taker.manager.accept(offer))
+        arrival = begun(taker, taker.manager.handoff.accept(offer))
         first.kill()
         assert outcome(taker, arrival, 6) == "failed"
-        until(taker.manager, lambda: not handing(taker).open)
+        until(taker.manager, lambda: not handing(taker).arrivals.open)
         assert_computed(taker, 6, 433)
         taker.manager.evict()
-        assert outcome(taker, taker.manager.accept(offer), 6) == "failed"
+        assert outcome(taker, taker.manager.handoff.accept(offer), 6) == "failed"
     resume_from_disk(tmp_path, offer)
     with remote("phoenix") as second:
         fresh = second.offer(7, 300)
         # of another epoch: whatever lies at those addresses now is not believed
-        assert outcome(taker, taker.manager.accept(offer, deadline_s=5.0), 6) in ("failed", "late")
-        assert outcome(taker, taker.manager.accept(fresh), 7) == "here"
+        assert outcome(taker, taker.manager.handoff.accept(offer, deadline_s=5.0), 6) in (
+            "failed",
+            "late",
+        )
+        assert outcome(taker, taker.manager.handoff.accept(fresh), 7) == "here"
         assert second.ask("check")
 
 
@@ -258,7 +263,7 @@ def resume_from_disk(root: Path, offer: bytes) -> None:
     tier = disk(root)
     stack = side("decode 2", tiers=[tier])
     text = Text.random(stack, 6, TOKENS)
-    assert outcome(stack, stack.manager.accept(offer), 6) == "failed"
+    assert outcome(stack, stack.manager.handoff.accept(offer), 6) == "failed"
     request = stack.manager.tiers.admit(text.ids[:433], timeout_s=PATIENT_S)
     assert (request.resume.start, request.resume.source) == (2 * BLOCK, "snapshot")
     assert request.resume.reused_tokens == 3 * BLOCK
@@ -279,11 +284,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(owner: Remote, tak
     for reason, stack in others.items():
         before = everything(stack.manager)
         with pytest.raises(OutOfBlocks if reason == "blocks" else OfferError) as error:
-            stack.manager.accept(offer)
+            stack.manager.handoff.accept(offer)
         assert reason == "blocks" or error.value.reason == reason
         assert everything(stack.manager) == before
         close(stack)
-    assert outcome(taker, taker.manager.accept(offer), 10) == "here"
+    assert outcome(taker, taker.manager.handoff.accept(offer), 10) == "here"
 
 
 def test_a_taker_that_is_killed_costs_the_owner_its_lease(owner: Remote, taker: Stack):
@@ -292,12 +297,12 @@ def test_a_taker_that_is_killed_costs_the_owner_its_lease(owner: Remote, taker: 
     with remote("decode 2") as second:
         second.ask("accept", offer=offer.hex())
         second.kill()
-    assert outcome(taker, taker.manager.accept(offer), 8) == "here"
+    assert outcome(taker, taker.manager.handoff.accept(offer), 8) == "here"
 
 
 def test_the_owner_decodes_on_and_two_take_at_once(owner: Remote, taker: Stack):
     offer = owner.offer(9, 300, keep=True, takers=1)
-    arrivals = [taker.manager.accept(offer) for _ in range(2)]
+    arrivals = [taker.manager.handoff.accept(offer) for _ in range(2)]
     found = [outcome(taker, arrival, 9) for arrival in arrivals]
     assert "here" in found
     assert set(found) <= {"here", "gone"}
@@ -325,7 +330,7 @@ def churn(taker: Stack, random: Random, rounds: int, until_then: Callable[[], bo
                 owner.ask("rewrite")
             count = random.choice((1, 1, 2))
             arrivals = [
-                taker.manager.accept(offer, deadline_s=random.choice((0.002, 30.0)))
+                taker.manager.handoff.accept(offer, deadline_s=random.choice((0.002, 30.0)))
                 for _ in range(count)
             ]
             if random.random() < 0.2:
@@ -336,10 +341,10 @@ def churn(taker: Stack, random: Random, rounds: int, until_then: Callable[[], bo
             found += [outcome(taker, arrival, seed) for arrival in arrivals]
             if random.random() < 0.5:
                 taker.manager.evict()
-            until(taker.manager, lambda: len(handing(taker).open) < 2)
+            until(taker.manager, lambda: len(handing(taker).arrivals.open) < 2)
             if nth % 25 == 24:
                 owner.stop()
-                late = taker.manager.accept(offer)
+                late = taker.manager.handoff.accept(offer)
                 owner.kill()
                 found.append(outcome(taker, late, seed))
                 return found + churn(taker, random, rounds - nth - 1, until_then)

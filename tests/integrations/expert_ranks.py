@@ -113,7 +113,7 @@ def run_rank(rank: int, ranks: int) -> dict[str, Any]:
     found["logits"] = model(ids, attention_mask=mask, use_cache=False).logits
     for name in ("cold", "warm", "uneven"):
         if name == "uneven" and rank == 0:  # as if other rows had taken its blocks
-            vars(model.model)["forward"].caches.idle.evict(2)
+            vars(model.model)["forward"].caches.pool.evict(2)
             manager.evict()
         steps = generate(model, ids, NEW_TOKENS, attention_mask=mask)
         found[name] = steps.sequences, torch.stack(steps.logits)
@@ -134,7 +134,7 @@ def tokens_of(model: DeepseekV4ForCausalLM, rank: int, ids: Tensor) -> list[Tens
     accelerate(model, max_batch=1, max_context=640, records="bf16")
     found = [generate(model, ids[:1], NEW_TOKENS).sequences]
     if rank == 0:
-        vars(model.model)["forward"].caches.idle.evict(1)
+        vars(model.model)["forward"].caches.pool.evict(1)
         manager_of(model).evict()
     found.append(generate(model, ids[:1], NEW_TOKENS).sequences)
     return found
@@ -148,7 +148,7 @@ def jobs_of_an_engine(model: DeepseekV4ForCausalLM, rank: int, ids: Tensor) -> l
     engine.cancel(jobs[1])
     engine.run()
     if rank == 0:
-        vars(model.model)["forward"].caches.idle.evict(2)
+        vars(model.model)["forward"].caches.pool.evict(2)
         manager_of(model).evict()
     turn = engine.submit([*jobs[0].tokens, 5], 1)
     engine.run()

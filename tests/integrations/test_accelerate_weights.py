@@ -231,7 +231,7 @@ def test_an_assistant_has_the_salt_of_the_call() -> None:
             generate(model, IDS, NEW_TOKENS, salt=salt, assistant_model=assistant)
         caches = vars(assistant.model)["forward"].caches
         gc.collect()  # a cache that nobody has may wait for it
-        roots = {row.request.trail.root for row in caches.idle.rows}
+        roots = {row.request.trail.root for row in caches.pool.rows}
         assert len(roots) == 2
 
 

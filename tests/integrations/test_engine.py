@@ -309,7 +309,7 @@ def test_a_row_that_an_interrupt_lost_is_found_again(monkeypatch: pytest.MonkeyP
         engine = Engine(model=model)
         first = engine.submit(text(20, 1), NEW_TOKENS)
         with monkeypatch.context() as patch:
-            patch.setattr(vars(model.model)["forward"].caches.idle, "keep", interrupt)
+            patch.setattr(vars(model.model)["forward"].caches.pool, "keep", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.run()
         check(first)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import DeepseekV4ForCausalLM
 
+from dsv4.errors import ContextOverflow, InvalidInput
 from dsv4.integrations.transformers import PagedCache, transformers_cache_bytes
 from tests.integrations.tiny_v4 import (
     POISON,
@@ -169,15 +170,31 @@ def test_caches_can_share_a_manager():
         assert_same_logits(ours, theirs)
 
 
-@torch.no_grad()
 def test_a_compiled_model_runs_on_it() -> None:
-    """What is around the cache is compiled, and the cache runs as it is."""
+    """What is around the cache is compiled, and the cache runs as it is: with the same logits, and
+    refusing the same calls with the same errors."""
     config = tiny_config(layer_types=["compressed_sparse_attention"])
     model, ids = draw_weights(DeepseekV4ForCausalLM(config).eval(), 0), prompt(40)
     expected = run(model, ids, paged(model), (30, 1, 9))
-    compiled = torch.compile(model, backend="eager")
+    cache, compiled = paged(model, max_context=48), torch.compile(model, backend="eager")
+    other = paged(draw_weights(DeepseekV4ForCausalLM(config).eval(), 1))
+    mask = torch.ones((1, 41), dtype=torch.int64)
+    mask[0, 3] = 0
     try:
-        found = run(compiled, ids, paged(model), (30, 1, 9))  # type: ignore[arg-type]
+        found = run(compiled, ids, cache, (30, 1, 9))  # type: ignore[arg-type]
+        for error, past, options in (
+            (ContextOverflow, cache, {"input_ids": ids[:, :9]}),
+            (InvalidInput, other, {"input_ids": ids[:, :9]}),
+            (InvalidInput, cache, {"input_ids": ids[:, :1], "attention_mask": mask}),
+        ):
+            with pytest.raises(error), torch.no_grad():
+                compiled(past_key_values=past, use_cache=True, **options)
+        assert cache.columns == 40
+        cache.crop(12)  # the model runs these tokens again
+        (again,) = run(compiled, ids[:, 12:], cache, (28,))  # type: ignore[arg-type]
+        with pytest.raises(InvalidInput, match="backward reached a cache"):
+            compiled(ids[:, :1], past_key_values=cache, use_cache=True).logits.sum().backward()
     finally:
         torch.compiler.reset()
     assert_same_logits(found, expected)
+    assert torch.allclose(again[:, 19:], expected[2], atol=1e-4)

@@ -213,14 +213,14 @@ def test_it_is_not_handed_over():
         plan = stack.manager.prepare_forward([(request, 300)])
         plan.mark_appended()
         stack.manager.commit(plan, ids=range(300))
-        assert stack.manager.offer(request)
+        assert stack.manager.handoff.offer(request)
         again = stack.manager.admit_request(range(300))
         assert again.resume.start == 128
         plan = stack.manager.prepare_forward([(again, 172)])
         plan.mark_appended()
         stack.manager.commit(plan, ids=range(128, 300))
         with pytest.raises(RequestError, match=r"cut replay.*not offered"):
-            stack.manager.offer(again)
+            stack.manager.handoff.offer(again)
     finally:
         close(stack)
 

@@ -1,6 +1,6 @@
 """Random lives in which layers raise at any line of an append or are left out, with and without
-prefix cache, chunks, drafts and a plan behind another: whoever asks for the same tokens afterwards
-finds the bytes of a clean run."""
+prefix cache, chunks, drafts and plans prepared after open ones, two deep too: whoever asks for the
+same tokens afterwards finds the bytes of a clean run."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Life:
             self.jobs.append(Job(self.manager.admit_request(text.ids[:PROMPT]), text))
         jobs = rng.sample(self.jobs, rng.randint(1, len(self.jobs)))
         plans = [self.prepare(jobs, None)]
-        if self.ahead and rng.random() < 0.6:
-            plans.append(self.prepare(jobs, plans[0]))
+        while len(plans) <= self.ahead and rng.random() < 0.6:
+            plans.append(self.prepare(jobs, plans[-1]))
         faulty = rng.choice((None, *plans))
         states = {}
         for plan in plans:
@@ -200,7 +200,7 @@ class Life:
         self.manager.check_invariants()
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("policy", [None, full(), zero()], ids=["no cache", "full", "zero"])
 @pytest.mark.parametrize(
     ("seed", "steps"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.prefix import cache as prefix_cache
+from dsv4.cache.prefix import resume as prefix_resume
 from dsv4.cache.prefix.options import PrefixOptions, zero
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema, HcaState
@@ -139,7 +139,7 @@ def test_replayed_outputs_are_not_exact_and_a_shorter_replay_would_not_do(
     runner.manager.release_request(request)
     # two layers' worth less, and wrong rows are left in what is read later
     short = 16 * (len(SMALL.layers) - 3)
-    monkeypatch.setattr(prefix_cache, "replay_start", lambda schema, reused: reused - short)
+    monkeypatch.setattr(prefix_resume, "replay_start", lambda schema, reused: reused - short)
     request = runner.manager.admit_request(ids)
     assert request.resume.start == start + 48
     runner.run(runner.manager, request, ids, 100)

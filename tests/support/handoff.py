@@ -44,7 +44,7 @@ def side(
 
 
 def handing(stack: Stack) -> Handoff:
-    assert stack.manager.handoff is not None
+    assert stack.manager.handoff
     return stack.manager.handoff
 
 
@@ -84,7 +84,7 @@ def assert_nothing_left(*stacks: Stack) -> None:
             handoff.leases.withdraw(lease.name)
 
         def is_empty(manager: KVCacheManager = manager, handoff: Handoff = handoff) -> bool:
-            return not (handoff.open or handoff.leases.held)
+            return not (handoff.arrivals.open or handoff.leases.held)
 
         until(manager, is_empty)
         manager.check_invariants()
@@ -95,8 +95,8 @@ def assert_nothing_left(*stacks: Stack) -> None:
         assert stats.slots_free == stats.slots_total
         table = manager.table
         assert table.holdings == {}
-        assert handoff.pledges.free == handoff.options.offers
-        assert handoff.rows.free == handoff.options.states
+        assert handoff.side.pledges.free == handoff.side.options.offers
+        assert handoff.side.rows.free == handoff.side.options.states
 
 
 def assert_equal(one: Stack, request: Request, other: Stack, copy: Request) -> None:

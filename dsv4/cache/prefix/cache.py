@@ -22,8 +22,7 @@ from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume, StateSource, replay_start, resume_after
 from dsv4.cache.prefix.rows import SnapshotRows
 from dsv4.cache.prefix.snapshots import SnapshotPool
-from dsv4.cache.prefix.step_ids import StepIds
-from dsv4.cache.prefix.trail import Ids, TokenTrail, chain_root
+from dsv4.cache.prefix.trail import Ids, StepIds, TokenTrail, chain_root
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
@@ -188,7 +187,8 @@ class PrefixCache:
                 self.index.touch(match.nodes[-1])
             if match.snapshot is not None:
                 self.rows.use(match.snapshot)
-            self._notices.used(match, trail)
+            if self._notices.observer is not None:
+                self._notices.observer.used(match, trail)
             return
         reason: MissReason = "not_cached"
         if resume.end <= self.schema.block_tokens:
@@ -243,7 +243,8 @@ class PrefixCache:
                 if not is_chunk:
                     slot, written = slot_arena[request.slot], int(newest[row])
                     self.captures.take(request, trail, node, slot, written=written)
-        self.captures.finish(plan, kept)
+        if plan.prefill is not None:
+            self.captures.finish(plan, plan.prefill, kept)
 
     def _cache_blocks(
         self, request: Request, trail: TokenTrail, first: int, last: int, adopt: Adopt

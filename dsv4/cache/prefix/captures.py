@@ -187,12 +187,11 @@ class Captures:
         """Reserves the rows that `plan` has chosen, until `finish` or `give_back`."""
         self._rows.reserve_chosen(planned.rows)
 
-    def finish(self, plan: ForwardPlan, kept: I64) -> None:
+    def finish(self, plan: ForwardPlan, batch: Batch, kept: I64) -> None:
         """A snapshot is valid once its step has happened, every layer has stored it and given its
         part, and the tokens up to it are known: an earlier step may have left the request
         incomplete."""
-        batch = plan.prefill
-        if batch is None or batch.captures is None:
+        if batch.captures is None:
             return
         assert isinstance(batch.captures, ChunkCaptures)
         complete = plan.is_stored and self._has_every_layer(batch.captures.layers)

@@ -50,10 +50,6 @@ class Notices:
         tokens = (node.depth + 1) * self._block_tokens
         self.observer.cached(NewlyCached(node, is_snapshot, parent, tokens))
 
-    def used(self, match: PrefixMatch, trail: TokenTrail) -> None:
-        if self.observer is not None:
-            self.observer.used(match, trail)
-
     def before_reuse(self) -> None:
         if self.observer is not None:
             self.observer.before_reuse()

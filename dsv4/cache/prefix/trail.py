@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -16,7 +17,10 @@ from dsv4.errors import InvalidInput
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dsv4.cache.prepare_forward import ForwardPlan
+
 Ids = NDArray[np.int32]
+Positions = NDArray[np.int64]
 TokenIds: TypeAlias = "Sequence[int] | NDArray[np.integer[Any]] | Tensor"
 DIGEST_BYTES = 32
 _LARGEST_ID = np.iinfo(np.int32).max
@@ -79,11 +83,11 @@ class RecentIds:
 
     def learn(
         self,
-        slots: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        ends: NDArray[np.int64],
+        slots: Positions,
+        starts: Positions,
+        ends: Positions,
         ids: Ids,
-        token_rows: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
+        token_rows: tuple[Positions, Positions, Positions],
     ) -> None:
         """Ids of all tokens of a step, a block per request at most: `token_rows` says in which row
         of the step and in which slot each one's request is, and which of its tokens from `starts`
@@ -244,6 +248,53 @@ class TokenTrail:
         twin.chain, twin.prompt_tokens = list(self.chain), self.prompt_tokens
         twin.sealed = self.sealed
         return twin
+
+
+@dataclass(frozen=True, slots=True)
+class StepIds:
+    """Either all of them (`ids`), where each request has a few; or `apart` for each trail that
+    learns some: its trail, a position and the ids from there on. They are checked and not yet
+    learned."""
+
+    ids: Ids | None
+    apart: list[tuple[TokenTrail, int, Ids]]
+    recent: RecentIds
+
+    @classmethod
+    def read(
+        cls, plan: ForwardPlan, kept: Positions, ids: Ids, recent: RecentIds, block_tokens: int
+    ) -> StepIds:
+        """Raises InvalidInput if they do not fit the step, or contradict what is known."""
+        if len(ids) != plan.num_tokens:
+            raise InvalidInput(
+                f"{len(ids)} token ids for a step of {plan.num_tokens} tokens: give all of them, "
+                f"in the order of the plan"
+            )
+        starts, known = plan.starts, recent.known.take(plan.slots)
+        has_gaps = False
+        if np.count_nonzero(starts != known):
+            for row in ((starts < known) & (kept > 0)).nonzero()[0].tolist():
+                trail, start, span = _of_row(plan, kept, ids, row)
+                trail.check(start, span)
+            has_gaps = bool(((starts > known) & (known >= 0)).any())
+        if plan.shape.most_tokens <= block_tokens and not has_gaps:
+            return cls(ids, [], recent)
+        new = (starts <= known) & (known < starts + kept)
+        return cls(None, [_of_row(plan, kept, ids, r) for r in new.nonzero()[0].tolist()], recent)
+
+    def learn(self, plan: ForwardPlan, ends: Positions) -> None:
+        """Adds them to what is known of the requests, up to `ends`."""
+        if self.ids is not None:
+            self.recent.learn(plan.slots, plan.starts, ends, self.ids, plan.shape.token_rows)
+        for trail, start, span in self.apart:
+            trail.learn(start, span)
+
+
+def _of_row(plan: ForwardPlan, kept: Positions, ids: Ids, row: int) -> tuple[TokenTrail, int, Ids]:
+    """A request's trail, where its step starts, the ids of the tokens that it keeps."""
+    trail, first = plan.requests[row].trail, int(plan.shape.first_rows[row])
+    assert trail is not None
+    return trail, int(plan.starts[row]), ids[first : first + int(kept[row])]
 
 
 def chain_root(*, fingerprint: str, model_id: str, salt: str | None) -> bytes:

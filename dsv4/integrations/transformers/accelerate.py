@@ -1,4 +1,5 @@
-"""`accelerate(model)`: a V4 model of transformers attends on our cache, on its own parameters."""
+"""`accelerate(model)`: a V4 model of transformers uses our cache for attention, with its own
+parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from dsv4.integrations.transformers.attention import (
     make_rope_tables,
     rounds_scores,
 )
-from dsv4.integrations.transformers.cache import FETCH_TIMEOUT_S, PagedCache
+from dsv4.integrations.transformers.cache import PagedCache
 from dsv4.integrations.transformers.caches import FastCaches
 from dsv4.integrations.transformers.forward import FastForward
 from dsv4.integrations.transformers.generate import FastGenerate
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 
 PREFIX = PrefixOptions()
+FETCH_TIMEOUT_S = 5.0
 KEEP_TIMEOUT_S = 30.0
 
 
@@ -56,36 +58,37 @@ def accelerate(
 ) -> None:
     """Replaces the attention of every layer of a DeepseekV4ForCausalLM, in place, for inference.
 
-    Forward and generate work as before, also with left or right padding, and give out PagedCaches.
+    Forward and generate work as before, also with left or right padding, and return PagedCaches.
     All caches together have `max_batch` rows of `max_context` tokens. `records` and `index` are
     formats as in PagedCache.for_model. Speculation (prompt lookup, an assistant) takes back up to
     `max_draft_tokens` + 1 tokens without running any again. Prompts run in pieces of
-    `max_step_tokens` tokens. With
-    `capture`, decode steps on a GPU are captured and replayed where the experts allow it; do not
-    move the model then. Modules, parameters and state_dict stay as they are.
+    `max_step_tokens` tokens. With `capture`, decode steps on a GPU are captured and replayed where
+    the experts allow it; do not move the model then. Modules, parameters and state_dict do not
+    change.
 
-    The layers may be on several devices (device_map): each has the cache of its own, tables and
-    buffers too, and decode steps run uncaptured.
+    The layers may be on several devices (device_map): each device has the cache, tables and buffers
+    of its own layers, and decode steps run uncaptured.
 
     A model that several processes compute (transformers' expert parallelism) is accelerated in
     each, with the same arguments; its decode steps run uncaptured. All make the same calls.
 
     Prompts that `generate` runs are cached as `prefix` says, and a later prompt that begins like
-    one of them runs only from there; None switches that off. What is cached belongs to the weights
-    and the adapters that it was computed with (docs/transformers.md says which changes are seen)
-    and to the salt: `generate(…, salt="…")`.
+    one of them is only computed from there; None switches that off. What is cached belongs to the
+    weights and the adapters that it was computed with (docs/transformers.md says which changes are
+    noticed) and to the salt: `generate(…, salt="…")`.
 
     With `warmup` all kernels are compiled now (KVCacheManager.warmup), and no prompt waits for the
     compiler; on a CPU there is nothing to compile.
 
-    With `tiers` (docs/tiers.md) that outlives the process: a conversation goes on without running
-    what was said, in whatever process has the same tiers. Prompts wait for them `fetch_timeout_s`
-    at most. `prefix` must have a `model_id` then, which names the weights as they are now, with
-    the adapters that are active now; what comes of others has names of its own. Rows that are given
-    back leave where they were in the tiers; `restore` and the end of the process wait for that.
+    With `tiers` (docs/tiers.md) that outlives the process: any process with the same tiers can
+    continue a conversation without computing it again. Prompts wait for them at most
+    `fetch_timeout_s`. `prefix` must have a `model_id` then, which names the current weights, with
+    the adapters that are active now; what is computed with others gets names of its own. Rows that
+    are given back store their state in the tiers; `restore` and the end of the process wait for
+    that.
 
     `backend` computes the cache's part: "triton" (default on a GPU) or "reference" (default
-    elsewhere), which runs on GPUs that there are no kernels for and is never captured.
+    elsewhere), which runs on GPUs without kernels and is never captured.
 
     Raises InvalidInput, ConfigError, SchemaError or UnsupportedGpu, and the model is unchanged.
     """
@@ -112,7 +115,7 @@ def accelerate(
             max_draft_tokens=max_draft_tokens,
         )
         sizes: dict[str, Any] = {
-            # with prompts cached one more a row: a rewind into a cached block copies it
+            # with prompts cached, one more per row: a rewind into a cached block copies it
             "num_blocks": max_batch * (schema.blocks_for(max_context) + (prefix is not None)),
             "max_requests": max_batch,
             "max_step_tokens": max_step_tokens,
@@ -134,7 +137,7 @@ def accelerate(
             manager.warmup(kv_norm=False, round_bf16=rounds_scores(schema))
     step = RunningStep(manager=manager, rope_tables=tables, ranks=ranks)
     caches = FastCaches(manager, model, fetch_timeout_s=fetch_timeout_s, ranks=ranks)
-    # graphs are of one device and one process, and the reference looks at the device's values
+    # a graph belongs to one device and one process, and the reference reads the device's values
     capture = capture and ranks is None and len(found) == 1 and manager.backend.name == "triton"
     forward = FastForward(model.model, step, caches, capture=capture)
     attention = FastAttention if len(found) == 1 else SplitAttention
@@ -148,8 +151,8 @@ def accelerate(
 
 
 def restore(model: Any) -> None:
-    """Gives the model its own forward back; caches of the fast path cannot be used with it. Waits
-    for a step that runs; calls in the middle of a generation then raise InvalidInput.
+    """Restores the model's own forward; caches of the fast path cannot be used with it. Waits for a
+    running step; calls in the middle of a generation then raise InvalidInput.
 
     Raises InvalidInput if the model is not accelerated.
     """
@@ -168,7 +171,7 @@ def restore(model: Any) -> None:
 
 
 def _keep_all(manager: KVCacheManager) -> None:
-    """What the rows hold goes to the tiers, as far as it can in a while."""
+    """Stores what the rows hold in the tiers, as far as possible within a time limit."""
     if not manager.tiers:
         return
     with suppress(ThreadError, RecoveryNeeded):
@@ -178,7 +181,7 @@ def _keep_all(manager: KVCacheManager) -> None:
 
 
 def _default_prefix(schema: CacheSchema) -> PrefixOptions | None:
-    """PREFIX, fitted: a period of whole blocks, and nothing where layers keep no blocks."""
+    """PREFIX, adapted: a period of whole blocks, and None where layers keep no blocks."""
     if not schema.block_bytes:
         return None
     blocks = -(-PREFIX.policy.period_tokens // schema.block_tokens)
@@ -190,7 +193,8 @@ def is_accelerated(model: Any) -> bool:
 
 
 def _replace(module: Any, name: str, ours: FastForward | FastAttention | FastGenerate) -> None:
-    """An instance's own method goes before its class's. It may have had one: hooks of others."""
+    """Sets an instance's own method, which overrides its class's. It may already have one, from
+    other hooks."""
     ours.replaced = vars(module).get(name)
     vars(module)[name] = ours
 
@@ -207,8 +211,8 @@ def speculation(model: Any) -> Iterator[None]:
 
     transformers marks V4 as `_is_stateful`, which makes generate refuse drafts, because the model's
     own cache cannot take tokens back; a PagedCache can. Inside, the mark is off, and calls of the
-    model with any other cache are refused, for their results would be wrong. An accelerated model
-    needs no such context: all its caches can. Raises InvalidInput.
+    model with any other cache are refused, because their results would be wrong. An accelerated
+    model needs no such context: all its caches can. Raises InvalidInput.
     """
     require_type(model)
     if vars(model).get("_is_stateful") is False:

@@ -1,4 +1,4 @@
-"""Attention of one V4 layer of transformers on our cache, with the layer's own parameters."""
+"""Attention of one V4 layer of transformers with our cache and the layer's own parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dsv4.rope import rotation_table
 @dataclass(slots=True, eq=False, kw_only=True)
 class RunningStep:
     """What the layers of one model share: the cache, rotation tables by layer and by transformers'
-    name ("main", "compress"), who else computes it, and the batch of the step that runs now."""
+    name ("main", "compress"), the ranks that compute it, and the batch of the current step."""
 
     manager: Manager
     rope_tables: dict[int, dict[str, Tensor]]
@@ -36,9 +36,9 @@ Stamp = list[tuple[int, int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What a layer's steps take of parameters that no product is made of, in fp32, and of which
-    parameters in what state it was made. These are kept with their memory, so that nothing else is
-    ever where they were."""
+    """The parameters of a layer that are used other than in products, in fp32, and the state of the
+    parameters that they were made from. These are kept with their memory, so that nothing else can
+    be allocated there."""
 
     stamp: Stamp
     made_of: tuple[Tensor, ...]
@@ -47,13 +47,13 @@ class Constants:
 
 
 class FastAttention:
-    """Takes the place of the forward of one DeepseekV4Attention.
+    """Replaces the forward of one DeepseekV4Attention.
 
-    Hidden states are [1, tokens, hidden], the tokens of the plan one after the other. Projections,
-    norms and rotation of queries and window rows are the module's own; compressors write entries
-    and keys through the cache, which also selects and attends. No dense mask, no concatenation.
+    Hidden states are [1, tokens, hidden], the tokens of the plan in order. Projections, norms and
+    rotation of queries and window rows are the module's own; compressors write entries and keys
+    through the cache, which also selects and attends. There is no dense mask and no concatenation.
 
-    Submodules are taken from `_modules`: asking a module for them by name costs a call of Python.
+    Submodules are taken from `_modules`: looking them up by name costs a Python call.
     """
 
     def __init__(self, attention: Any, step: RunningStep) -> None:
@@ -63,7 +63,7 @@ class FastAttention:
         self.rope_table = step.rope_tables[attention.layer_idx][attention.rope_layer_type]
         self.value_dtype: torch.dtype = getattr(torch, schema.entry_format.value_dtype)
         self.index_dtype: torch.dtype = getattr(torch, schema.index_format.value_dtype)
-        # scores are rounded where keys are quantised, as trained; transformers has them in fp32
+        # scores are rounded where keys are quantised, as in training; transformers has them in fp32
         self.round_scores = rounds_scores(schema)
         self.o_groups: int = attention.config.o_groups
         ranks = step.ranks  # where this layer's index heads are divided
@@ -121,7 +121,7 @@ class FastAttention:
         return project(own["o_b_proj"], own["o_a_proj"](grouped).flatten(2)), None
 
     def _known_constants(self) -> Constants:
-        """Made again where a parameter is another one, was written to, or lies elsewhere."""
+        """Made again if a parameter was replaced, written to, or moved."""
         parameters = [self.attention._parameters["sinks"]]
         compressor = self.attention._modules.get("compressor")
         while compressor is not None:
@@ -151,7 +151,7 @@ class FastAttention:
 
 
 class SplitAttention(FastAttention):
-    """Of a model on several devices: what the layer launches goes to its own."""
+    """For a model on several devices: what the layer launches goes to its own device."""
 
     def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, None]:
         with on_device(self.rope_table.device):
@@ -159,8 +159,8 @@ class SplitAttention(FastAttention):
 
 
 def project(module: Any, x: Tensor) -> Tensor:
-    """`module(x)`. Of a Linear that nothing is hooked to only the product is left: torch makes five
-    calls of Python around it."""
+    """`module(x)`. For a Linear without hooks only the product: torch makes five Python calls
+    around it."""
     if (
         type(module) is Linear
         and "forward" not in module.__dict__
@@ -179,13 +179,14 @@ def project(module: Any, x: Tensor) -> Tensor:
 
 
 def rounds_scores(schema: CacheSchema) -> bool:
-    """Whether scores are bf16: where index keys are coded, as the model was trained."""
+    """Whether scores are bf16: if index keys are quantised, as in training."""
     return any(part.code is not None for part in schema.index_format.parts)
 
 
 def make_rope_tables(rotary: Any, tokens: int, device: torch.device) -> dict[str, Tensor]:
     """fp32 [tokens, rope_dim] each, cos then sin, from the frequencies and the scaling of the
-    model's own rotary module. Its own cos and sin are the vector maths library's of the machine."""
+    model's own rotary module. That module's own cos and sin depend on the machine's vector maths
+    library."""
     tables = {}
     for name in rotary.layer_types:
         frequencies = getattr(rotary, f"{name}_inv_freq")

@@ -10,9 +10,7 @@ from contextlib import AbstractContextManager
 from threading import RLock
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -23,7 +21,7 @@ from dsv4.errors import InvalidInput, require_count
 from dsv4.integrations.transformers.layers import PagedLayer
 from dsv4.integrations.transformers.lockstep import Manager
 from dsv4.integrations.transformers.model import cache_schema, require_schema, require_v4
-from dsv4.integrations.transformers.rows import UNKNOWN_ID, CacheRows
+from dsv4.integrations.transformers.rows import UNKNOWN_ID, CacheRows, RowPool
 
 if TYPE_CHECKING:
     from dsv4.integrations.transformers.caches import FastCaches
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 
 # columns that a replay runs at once: transformers' attention is dense in them
 REPLAY_COLUMNS = 2048
-FETCH_TIMEOUT_S = 5.0
 LOGGER = logging.getLogger("dsv4")
 
 
@@ -47,26 +44,19 @@ class PagedCache(Cache):
         manager: Manager,
         model: Any,
         *,
-        fetch_timeout_s: float = FETCH_TIMEOUT_S,
         caches: FastCaches | None = None,
     ) -> None:
         """Rows of a manager that may serve several caches, which `caches` knows of, if they are an
-        accelerated model's. Prompts wait for the manager's tiers, if it has any, so long at most.
-        Raises InvalidInput, SchemaMismatch."""
+        accelerated model's. Raises InvalidInput, SchemaMismatch."""
         require_v4(model)
         require_schema(manager.schema, model)
-        self._fetch_timeout_s, self._caches = fetch_timeout_s, caches
+        self._caches = caches
         # calls that change a manager come one at a time: caches of one take turns
         self._turn: AbstractContextManager[Any] = RLock() if caches is None else caches.turn
-        self.rows = CacheRows(
-            manager,
-            model,
-            fetch_timeout_s=fetch_timeout_s,
-            idle=None if caches is None else caches.idle,
-        )
+        self.rows = CacheRows(RowPool(manager) if caches is None else caches.pool, model)
         layers = range(len(manager.schema.layers))
         super().__init__(layers=[PagedLayer(self.rows, layer) for layer in layers])
-        weakref.finalize(self, self.rows.let_go)
+        weakref.finalize(self, self.rows.give_back)
         if caches is None:  # an accelerated model tells its caches itself
             weakref.finalize(self, _observe(self, model.model))
 
@@ -144,15 +134,9 @@ class PagedCache(Cache):
 
     # ---- for who writes through handles: accelerate ----------------------------------------
 
-    def open_rows(
-        self,
-        batch: int,
-        prompts: Sequence[NDArray[np.int64]] | None = None,
-        salt: str | None = None,
-    ) -> list[Request]:
-        """The requests of the rows, admitted if there are none; with the ids of their prompts they
-        reuse what the manager has cached for this salt. Raises InvalidInput, OutOfSlots."""
-        self.rows.open(batch, "accelerate", prompts, salt)
+    def open_rows(self, batch: int) -> list[Request]:
+        """The requests of the rows, admitted if there are none. Raises InvalidInput, OutOfSlots."""
+        self.rows.open(batch, "accelerate")
         return self.requests
 
     def note_columns(self, ids: Tensor | None, mask: Tensor) -> None:
@@ -290,12 +274,7 @@ class PagedCache(Cache):
         """A cache that goes on from the same tokens: its rows are forks, whole blocks are shared.
         Raises OutOfSlots where the manager has no rows left."""
         with self._turn, torch.inference_mode(False):
-            twin = type(self)(
-                self.manager,
-                self.rows.model(),
-                fetch_timeout_s=self._fetch_timeout_s,
-                caches=self._caches,
-            )
+            twin = type(self)(self.manager, self.rows.model(), caches=self._caches)
             if self._caches is not None:
                 self._caches.note_copy(self, twin)
             twin.rows.fork_from(self.rows)

@@ -20,7 +20,7 @@ from dsv4.errors import InvalidInput, RequestError
 from dsv4.integrations.transformers.cache import PagedCache
 from dsv4.integrations.transformers.lockstep import Manager
 from dsv4.integrations.transformers.model import Ranks
-from dsv4.integrations.transformers.rows import IdleRows, known_rows
+from dsv4.integrations.transformers.rows import RowPool, known_rows
 from dsv4.integrations.transformers.weights import Weights
 
 if TYPE_CHECKING:
@@ -42,10 +42,11 @@ class RunningCall:
 
 
 class FastCaches:
-    """One PagedCache a batch that is being generated. Rows come back when a cache is forgotten, and
-    stay idle for the next turn. A new batch takes free rows, then idle ones, then those of the
-    caches that were not used for longest, which are closed, but for caches that a running call
-    uses: it waits for them. `turn` is held by whoever changes the manager."""
+    """One PagedCache a batch that is being generated, all on the rows of one `pool`. Rows come back
+    when a cache is forgotten, and stay idle for the next turn. A new batch takes free rows, then
+    idle ones, then those of the caches that were not used for longest, which are closed, except
+    caches that a running call uses: it waits for them. `turn` is held by whoever changes the
+    manager."""
 
     def __init__(
         self,
@@ -56,16 +57,15 @@ class FastCaches:
         ranks: Ranks | None = None,
     ) -> None:
         self._manager, self._model, self._ranks = manager, model, ranks
-        self._fetch_timeout_s = fetch_timeout_s
         self.turn = RLock()  # a condition's own end is Python: an interrupt there keeps it
         self.changed = Condition(self.turn)
-        self.idle = IdleRows(manager)
+        self.pool = RowPool(manager, keeps=True, fetch_timeout_s=fetch_timeout_s)
         self.weights = Weights(model, by_value=bool(manager.tiers))
         self.rerun: Rerun | None = None
         self.engines: WeakSet[Engine] = WeakSet()  # whose jobs have rows
         self._last_use: WeakKeyDictionary[PagedCache, int] = WeakKeyDictionary()
         self._why_closed: WeakKeyDictionary[PagedCache, str] = WeakKeyDictionary()
-        self._stand_ins = StandIns()
+        self._aliases = CacheAliases()
         self._uses = 0
         self._calls: list[RunningCall] = []
         self._here = local()  # .calls: those that run in this thread, the outermost first
@@ -128,7 +128,7 @@ class FastCaches:
     def cache_of(self, given: Any) -> PagedCache | None:
         """The cache of ours that is given, or that it stands for. Raises InvalidInput or
         RequestError for one that no call can continue now."""
-        cache = self._stand_ins.get(given)
+        cache = self._aliases.get(given)
         if not isinstance(cache, PagedCache):
             return None
         self._check_ours(cache)
@@ -137,7 +137,7 @@ class FastCaches:
     def find(self, given: Any, *, rows: int) -> PagedCache | None:
         """The cache that a call with `past_key_values=given` continues; None if it is a new one.
         Raises InvalidInput or RequestError for one that it cannot continue."""
-        cache = self._stand_ins.get(given)
+        cache = self._aliases.get(given)
         if not isinstance(cache, PagedCache):
             _check_empty(cache)
             return None
@@ -158,15 +158,10 @@ class FastCaches:
         cache = found
         if cache is None:
             with torch.inference_mode(False):
-                cache = PagedCache(
-                    self._manager,
-                    self._model,
-                    fetch_timeout_s=self._fetch_timeout_s,
-                    caches=self,
-                )
+                cache = PagedCache(self._manager, self._model, caches=self)
         if not cache.rows.requests:
             self._open_rows(cache, rows, prompts)
-            self._stand_ins.add(given, cache)
+            self._aliases.add(given, cache)
         self._note_use(cache)
         call = self.call
         if call is not None and cache not in call.caches:
@@ -182,13 +177,12 @@ class FastCaches:
 
         def open_rows(reuse: bool) -> list[int]:
             self._make_room(rows)
-            if prompts is None or not reuse or self._manager.tiers:
-                self.idle.evict(rows)
-                cache.open_rows(rows, prompts if reuse else None, salt)
+            cache.rows.check_batch(rows, "accelerate")
+            if prompts is None or not reuse:
+                admitted = self.pool.admit_empty(rows)
             else:
-                cache.rows.check_batch(rows, "accelerate")
-                admitted = self.idle.admit(prompts, self._lent(), salt=salt)
-                cache.rows.adopt(admitted, "accelerate")
+                admitted = self.pool.admit(prompts, self._lent(), salt=salt)
+            cache.rows.adopt(admitted, "accelerate")
             cache.rows.salt, cache.rows.weights = given, weights
             return cache.rows.lengths
 
@@ -208,7 +202,7 @@ class FastCaches:
         """As if it had not been opened."""
         cache.reset()
         self._last_use.pop(cache, None)
-        self._stand_ins.remove(cache)
+        self._aliases.remove(cache)
 
     def close(self, cache: PagedCache, why: str) -> None:
         """Takes the rows back; from now on using the cache raises, and says why."""
@@ -223,7 +217,7 @@ class FastCaches:
     def note_copy(self, original: PagedCache, copy: PagedCache) -> None:
         """A cache is about to be copied: idle rows make room, and the copy counts as used now. That
         of a closed one is closed."""
-        self.idle.evict(len(original.requests))
+        self.pool.evict(len(original.requests))
         if original in self._why_closed:
             self._why_closed[copy] = self._why_closed[original]
         self._note_use(copy)
@@ -257,12 +251,8 @@ class FastCaches:
         salt = self.salt_now(salt)
 
         def open_row(reuse: bool) -> list[int]:
-            if manager.tiers and reuse:
-                self.idle.evict(1)
-                timeout_s = self._fetch_timeout_s
-                found[:] = [manager.tiers.admit(ids, salt, timeout_s=timeout_s)]
-            elif reuse:
-                found[:] = self.idle.admit([ids], self._lent(), salt=salt)
+            if reuse:
+                found[:] = self.pool.admit([ids], self._lent(), salt=salt)
             else:
                 found[:] = [manager.admit_request(ids, salt, reuse=False)]
             return [request.length for request in found]
@@ -290,7 +280,7 @@ class FastCaches:
         for cache in unused:
             if self._free_rows() >= rows:
                 break
-            cache.rows.let_go()
+            cache.rows.give_back()
             self.close(
                 cache,
                 f"a newer batch needed its rows, and the model was accelerated for max_batch="
@@ -302,7 +292,7 @@ class FastCaches:
     def give_back_unused(self) -> bool:
         """Blocks of the row that lay idle for longest, or else of the cache that was not used for
         longest, which is closed; whether there was one."""
-        if self.idle.evict_oldest():
+        if self.pool.evict_oldest():
             return True
         unused = sorted(self._unused(), key=self._last_use.__getitem__)
         if unused:
@@ -314,12 +304,12 @@ class FastCaches:
         return bool(unused)
 
     def _free_rows(self) -> int:
-        return self._manager.stats().slots_free + self.idle.count
+        return self._manager.stats().slots_free + self.pool.count
 
     def _reclaim(self, rows: int) -> bool:
         """Releases rows that nobody has: an interrupt came between two who would. Whether so many
         are free or idle then."""
-        held = {row.request for row in self.idle.rows}
+        held = {row.request for row in self.pool.rows}
         for cache in (*self._last_use, *(cache for call in self._calls for cache in call.caches)):
             held.update(cache.requests)
         for engine in self.engines:
@@ -388,7 +378,7 @@ _VERBS = (
 )
 
 
-class StandIns:
+class CacheAliases:
     """Which cache of ours an object of transformers stands for. From its first call on it says and
     does what ours does, so that whoever passes it again, or asks it for its length, finds the
     conversation there; it keeps ours alive."""

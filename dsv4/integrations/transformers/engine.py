@@ -89,7 +89,7 @@ class _Core(dsv4.engine.Engine):
         is_done = job.is_over and not isinstance(job.error, OutOfBlocks)
         if is_done and is_known and not has_tiers and not request.is_torn and request.length:
             ids = np.asarray(job.tokens[: request.length], dtype=np.int64)
-            self.caches.idle.keep(KnownRow(request=request, ids=ids))
+            self.caches.pool.keep(KnownRow(request=request, ids=ids))
         else:
             self.manager.release_later(request, suspend=has_tiers)
 

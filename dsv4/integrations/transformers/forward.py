@@ -125,7 +125,7 @@ class FastForward:
             and not is_used
             and self._is_all(found, attention_mask, position_ids, rows, columns)
         ):
-            found.rows.let_go()
+            found.rows.give_back()
         begun = found if found is not None and found.rows.requests else None
         if begun is None or (not is_used and (columns > 1 or call is not None)):
             self.caches.weights.read()  # of decode steps only the first of a call
@@ -162,7 +162,7 @@ class FastForward:
             elif lengths != cache.rows.lengths or any(row.is_torn for row in cache.requests):
                 self.caches.close(cache, "a call with it failed halfway; run the prompt again")
             raise
-        cache.note_columns(input_ids, torch.from_numpy(packing.mask).to(given.device))
+        cache.rows.note_columns(input_ids, torch.from_numpy(packing.mask).to(given.device))
         if not keep:
             self.caches.discard(cache)
         result = _unpacked(outputs, run)

@@ -1,5 +1,5 @@
-"""`generate` of an accelerated model: what cannot come out right is refused before anything runs,
-and the rows that it uses are its own until it is over."""
+"""`generate` of an accelerated model: calls that cannot give right results are refused before
+anything runs, and the rows that it uses are reserved until it has finished."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dsv4.errors import ContextOverflow, InvalidInput
 from dsv4.integrations.transformers.caches import FastCaches
 from dsv4.integrations.transformers.rows import UNKNOWN_ID
 
-_DEFAULT_NEW_TOKENS = 20  # transformers', where no limit is given
+_DEFAULT_NEW_TOKENS = 20  # transformers' default, where no limit is given
 _outer = threading.local()  # .salt: of the call of generate that runs in this thread
 
 
 class FastGenerate:
-    """Takes the place of the generate of one DeepseekV4ForCausalLM, and calls it."""
+    """Replaces the generate of one DeepseekV4ForCausalLM, and calls it."""
 
     def __init__(self, model: Any, caches: FastCaches) -> None:
         self.model, self.caches = model, caches
@@ -58,7 +58,7 @@ class FastGenerate:
 
     def _check_room(self, ids: Any, options: dict[str, Any], asked: Any) -> None:
         """Raises ContextOverflow for more tokens than a row may have, as far as the numbers are
-        given: before anything runs, for what has been generated would be lost."""
+        given: before anything runs, because generated tokens would be lost."""
 
         def given(name: str) -> Any:
             return options[name] if name in options else getattr(asked, name, None)
@@ -113,7 +113,7 @@ class FastGenerate:
     @contextmanager
     def _salted(self, salt: str | None, given: Any) -> Iterator[str | None]:
         """The salt of this call, which an assistant's calls inside have too. A cache that was begun
-        with one goes on with it. Raises InvalidInput for another."""
+        with one continues with it. Raises InvalidInput for another."""
         with self.caches.turn:
             cache = self.caches.cache_of(given)
         if cache is not None and cache.requests:
@@ -131,15 +131,15 @@ class FastGenerate:
             _outer.salt = before
 
     def _crop_what_differs(self, given: Any, ids: Any, mask: Any) -> None:
-        """transformers leaves out as many columns as the cache has, whatever is in them. Where all
-        ids of a conversation come with a cache that has said something else, or was padded
-        elsewhere, the cache goes back to where they part; the last column always runs."""
+        """transformers leaves out as many columns as the cache has, whatever is in them. If all ids
+        of a conversation come with a cache that holds other tokens or other padding, the cache is
+        cropped to where they differ; the last column always runs."""
         with self.caches.turn:
             cache = self.caches.cache_of(given)
         if cache is None or not isinstance(ids, Tensor) or ids.dim() != 2:
             return
         if isinstance(mask, Tensor) and mask.shape != ids.shape:
-            return  # the ids are those of the new columns alone
+            return  # the ids are only those of the new columns
         columns, history = cache.columns, cache.history_ids
         if not columns or len(ids) != len(history) or bool((history == UNKNOWN_ID).any()):
             return
@@ -165,15 +165,15 @@ def context_overflow(asked_tokens: int, max_context_tokens: int, why: str = "") 
 
 
 def _longest(ids: Tensor, mask: Any, padding: Any) -> int:
-    """Tokens of the longest row of ids [rows, columns], or of embeddings. Without a mask, ids that
-    are `padding` are none: transformers reads a mask from them."""
+    """Tokens of the longest row of ids [rows, columns], or of embeddings. Without a mask, ids equal
+    to `padding` do not count: transformers derives a mask from them."""
     if not (isinstance(mask, Tensor) and mask.dim() == 2):
         mask = ids != padding if isinstance(padding, int) else torch.ones(ids.shape[:2])
     return int(mask.count_nonzero(dim=1).max())
 
 
 def _check_padding(mask: Tensor) -> None:
-    """Raises InvalidInput for rows without a token, or with padding behind one."""
+    """Raises InvalidInput for rows without a token, or with padding after one."""
     shown = mask.bool()
     ends = shown[:, -1] if shown.shape[1] else torch.zeros(len(shown), dtype=torch.bool)
     if bool(ends.all()):

@@ -1,13 +1,12 @@
 """Cache layers as transformers' V4 modules call them, over the planes and pages of one manager.
 
 All rows of a batch have the same tokens here, so positions are the same in each: a step of n
-columns starts at `rows.start`. What a module hands over is stored first and given back as stored.
+columns starts at `rows.start`. What a module supplies is stored first and returned as stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,23 +16,12 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.pages import Page
 from dsv4.errors import InvalidInput
 from dsv4.integrations.transformers.model import no_gradients
-from dsv4.integrations.transformers.rows import CacheRows
+from dsv4.integrations.transformers.rows import CacheRows, uncompiled
 from dsv4.reference.codec import VALUE_TYPES, decode, encode
 from dsv4.reference.pages import page_rows, read_records
 
 # transformers' names of the two compressors -> prefix of the tail planes
 _TAILS = {"compressor": "tail", "indexer": "index_tail"}
-
-
-_Verb = TypeVar("_Verb", bound=Callable[..., Any])
-
-
-def _uncompiled(verb: _Verb) -> _Verb:
-    """torch.compile(model) compiles what is around the cache, which keeps its books in Python."""
-    disabled: _Verb = torch.compiler.disable(
-        verb, reason="dsv4: a PagedCache runs as it is; compile the model without fullgraph"
-    )
-    return disabled
 
 
 class PagedLayer(CacheLayerMixin):
@@ -45,7 +33,8 @@ class PagedLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, rows: CacheRows, layer: int) -> None:
-        # not transformers' own: it would set keys and values, which are read from the arenas
+        # not transformers' constructor: it would set keys and values, which are read from the
+        # arenas
         self.rows, self.layer = rows, layer
         handle = rows.manager.acquire(layer)
         self.arena = handle.memory.shared.slot_arena.bytes  # where the layer is
@@ -62,12 +51,12 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """The arenas were allocated with the manager."""
 
-    @_uncompiled
+    @uncompiled
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """KV [rows, 1, n, head_dim] of the step's tokens; the window in front of them and them,
-        twice the same tensor: keys are values."""
+        """KV [rows, 1, n, head_dim] of the step's tokens; returns the window before them and
+        themselves, the same tensor twice: keys are values."""
         batch, columns, width = key_states.shape[0], key_states.shape[2], key_states.shape[3]
         if width != self.window_page.format.width:
             raise InvalidInput(
@@ -93,9 +82,9 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """The window as transformers' own layer keeps it, [rows, 1, window - 1 at most, head_dim],
-        in the model's type: a copy, decoded from the ring. None before the first forward. Raises
-        InvalidInput for padded rows, which have different windows."""
+        """The window in the form of transformers' own layer, [rows, 1, at most window - 1,
+        head_dim], in the model's type: a copy, decoded from the ring. None before the first
+        forward. Raises InvalidInput for padded rows, which have different windows."""
         rows, page = self.rows, self.window_page
         if not rows.requests:
             return None
@@ -120,7 +109,7 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        """Whether `keys` are there."""
+        """Whether there are `keys`."""
         return bool(self.rows.requests)
 
     def _refuse(self, *args: Any, **options: Any) -> NoReturn:
@@ -132,34 +121,35 @@ class PagedLayer(CacheLayerMixin):
     crop = reset = reorder_cache = batch_select_indices = batch_repeat_interleave = _refuse
     offload = prefetch = _refuse
 
-    @_uncompiled
+    @uncompiled
     def store_compression_weights(
         self, name: str, kv: Tensor, gate: Tensor
     ) -> tuple[Tensor, Tensor, int]:
-        """Projections [rows, n, columns] of the step's tokens; those of all groups that are whole
-        now, and the position of the first."""
+        """Stores projections [rows, n, columns] of the step's tokens; returns those of all groups
+        that are complete now, and the position of the first."""
         return self.compressors[name].store_projections(kv, gate)
 
-    @_uncompiled
+    @uncompiled
     def update_overlap_state(
         self, name: str, chunk_kv: Tensor, chunk_gate: Tensor, head_dim: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Values and biased gates [rows, ratio, head_dim] of the group before the first whole one;
-        None where there is none. The groups of the step are in the tails already."""
+        """Values and biased gates [rows, ratio, head_dim] of the group before the first complete
+        one; None if there is none. The groups of the step are in the tails already."""
         return self.compressors[name].previous_group()
 
-    @_uncompiled
+    @uncompiled
     def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
-        """New entries [rows, n, width]; all entries so far."""
+        """Stores new entries [rows, n, width]; returns all entries so far."""
         return self.compressors[name].store_entries(compressed)
 
-    @_uncompiled
+    @uncompiled
     def get_seq_length(self) -> int:
         return self.rows.columns
 
-    @_uncompiled
+    @uncompiled
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many keys `update` will return for so many tokens, and the position of the first."""
+        """How many keys `update` will return for this many tokens, and the position of the
+        first."""
         past = min(self.rows.columns, self.window - 1)
         return past + query_length, self.rows.columns - past
 
@@ -168,13 +158,13 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        """Rows in use; as many as there may be while none is."""
+        """Rows in use, or the most there may be while none is."""
         return len(self.rows.requests) or self.rows.manager.max_requests
 
 
 class _Compressor:
-    """One compressor's tails and pages. Tails hold projections as they come, gates without bias:
-    the a planes the current half of the columns, the b planes the previous half."""
+    """One compressor's tails and pages. Tails hold unchanged projections, gates without bias: the a
+    planes the current half of the columns, the b planes the previous half."""
 
     def __init__(self, rows: CacheRows, handle: LayerCacheHandle, name: str, page: Page) -> None:
         self.rows, self.layer, self.name, self.page = rows, handle.layer, name, page
@@ -196,7 +186,7 @@ class _Compressor:
         start = self.rows.start
         first = start - start % self.ratio
         usable = (start - first + kv.shape[1]) // self.ratio * self.ratio
-        # a long step overwrites what it reads, so reading comes first
+        # a long step overwrites what it reads, so it reads first
         self._previous = None
         if usable and first and len(self.streams) == 2:
             values, gates = self._read(self.streams[:1], first - self.ratio, first)
@@ -242,7 +232,7 @@ class _Compressor:
         return torch.cat(values, dim=-1), torch.cat(gates, dim=-1)
 
     def _write(self, kv: Tensor, gate: Tensor) -> None:
-        """The newest tokens into the rings, as many as each holds."""
+        """Writes the newest tokens into the rings, as many as each holds."""
         columns, end = kv.shape[1], self.rows.start + kv.shape[1]
         slots = self.rows.slots[:, None]
         for half, pair in enumerate(self.streams):

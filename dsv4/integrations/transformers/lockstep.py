@@ -31,7 +31,7 @@ from dsv4.ops.backend import BackendName
 from dsv4.ops.device import on_device
 
 Place = tuple[torch.device, list[int]]  # a device, and the layers that are there
-Of = Callable[[Request], Request]  # what stands for a request in one of the managers
+Of = Callable[[Request], Request]  # a request's counterpart in one of the managers
 _T = TypeVar("_T")
 
 
@@ -47,12 +47,12 @@ class Prompts:
 
 
 class Lockstep:
-    """A manager per device, each for the layers that are there. What is done is done in all.
+    """A manager per device, each for the layers that are there. Every call is made on all of them.
 
     Requests and plans are those of the first manager; each has a twin in every other one, with the
     same slot, the same blocks and the same tokens. Layers are counted as the model counts them:
-    `acquire` finds the device. Where managers could reuse different numbers of tokens, because what
-    a layer needs to go on differs, none reuses any. It has the calls of a KVCacheManager that an
+    `acquire` finds the device. If managers could reuse different numbers of tokens, because layers
+    need different state to continue, none reuses any. It has the calls of a KVCacheManager that an
     accelerated model makes; there are no tiers.
     """
 
@@ -100,7 +100,7 @@ class Lockstep:
             for nth, (_, layers) in enumerate(places)
             for local, layer in enumerate(layers)
         }
-        # of the other managers: a value that held its key would keep it alive
+        # for the other managers: a value that held its key would keep it alive
         self._twins: WeakKeyDictionary[Request, tuple[Request, ...]] = WeakKeyDictionary()
         self._plans: dict[int, tuple[ForwardPlan, ...]] = {}  # by id: as long as a plan is open
         self._busy = threading.RLock()
@@ -111,7 +111,7 @@ class Lockstep:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """One call does its work in all managers before another begins, a finalizer's too."""
+        """One call does its work in all managers before another begins, including a finalizer's."""
         with self._busy:
             if self._is_broken:
                 self._refuse()
@@ -130,8 +130,8 @@ class Lockstep:
         )
 
     def _everywhere(self, call: Callable[[KVCacheManager, Of, int], _T]) -> list[_T]:
-        """`call(manager, of, nth)` for each manager, in order. Where the first one raises, nothing
-        has changed; where another does, the managers differ for good."""
+        """`call(manager, of, nth)` for each manager, in order. If the first one raises, nothing has
+        changed; if a later one does, the managers stay different."""
         done: list[_T] = []
         with self._turn():
             try:
@@ -219,7 +219,7 @@ class Lockstep:
             return
         try:
             with suppress(RecoveryNeeded), self._turn():
-                pass  # every call begins with releasing those that are leaving
+                pass  # every call begins with the deferred releases
         finally:
             self._busy.release()
 
@@ -259,7 +259,8 @@ class Lockstep:
         return batch  # which the other manager refuses
 
     def commit(self, plan: ForwardPlan, *, partial: bool = False, **options: Any) -> None:
-        """Raises PlanError for a step that lacks a layer on any device, and none has moved."""
+        """Raises PlanError for a step that a layer on any device has not stored; then no manager
+        has committed."""
         with self._turn():
             for manager, each in zip(
                 self.managers[1:], self._plans.get(id(plan), ()), strict=False
@@ -285,7 +286,7 @@ class Lockstep:
         del self._plans[id(plan)]
 
     def recover(self) -> None:
-        """Cannot put several devices in order: from now on all calls say so."""
+        """Several devices cannot be recovered: from now on all calls raise."""
         self._is_broken = True
         self._refuse()
 
@@ -299,7 +300,7 @@ class Lockstep:
         return self._first.requests
 
     def stats(self) -> Stats:
-        """Of the first device; slots and blocks are alike on all."""
+        """Statistics of the first device; slots and blocks are the same on all."""
         return self._first.stats()
 
     def memory_bytes(self) -> MemoryBytes:
@@ -325,8 +326,8 @@ def _part(prompt: Any, nth: int) -> Any:
 
 
 def schema_part(schema: CacheSchema, layers: Sequence[int]) -> CacheSchema:
-    """The schema of some layers alone, counted from 0, laid out as in the whole: the same blocks
-    and the same rings, so that slots and block tables of all parts are the same."""
+    """The schema of only some layers, counted from 0, laid out as in the whole model: the same
+    blocks and the same rings, so that slots and block tables of all parts are the same."""
     model = schema.model
     chosen = tuple(
         replace(model.layers[layer], layer=nth, owner=nth) for nth, layer in enumerate(layers)

@@ -16,7 +16,7 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput, RequestError, SchemaMismatch
 from dsv4.model import ModelSpec
 
-# the format that keeps a model's own numbers
+# the format that stores a model's numbers unchanged
 UNQUANTISED = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 BLOCK_TOKENS = 128
 
@@ -92,9 +92,9 @@ def cache_schema(
     index: str | None = None,
     max_draft_tokens: int = 0,
 ) -> CacheSchema:
-    """The layout for a model. "bf16" stands for unquantised and keeps an fp32 model in fp32; keys
-    are unquantised beside unquantised records and "mxfp4" beside others unless `index` is given.
-    Raises InvalidInput, ConfigError or SchemaError."""
+    """The layout for a model. "bf16" means unquantised and keeps an fp32 model in fp32; unless
+    `index` is given, keys are unquantised with unquantised records and "mxfp4" with others. Raises
+    InvalidInput, ConfigError or SchemaError."""
     require_v4(model)
     _require_norms(model)
     spec = model_spec(model)
@@ -114,7 +114,7 @@ def cache_schema(
 
 def require_schema(schema: CacheSchema, model: Any) -> None:
     """Raises SchemaMismatch unless the schema was made for a model of this shape, with tails that
-    keep every token: transformers hands them over one by one and reads them back."""
+    keep every token: transformers stores them one by one and reads them back."""
     ours, theirs = schema.model, model_spec(model)
     for field in ("head_dim", "rope_dim", "index_dim", "window", "layers"):
         if getattr(ours, field) != getattr(theirs, field):
@@ -150,8 +150,8 @@ class Ranks:
         self.split_heads = split_heads
 
     def gather_heads(self, q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Index queries [tokens, heads · width] and weights [tokens, heads] of all heads from each
-        rank's own, in one collective."""
+        """Index queries [tokens, heads · width] and weights [tokens, heads] of all heads from those
+        of each rank, in one collective."""
         mine = torch.cat((q, weights), dim=-1)
         parts = mine.new_empty((self.count, *mine.shape))
         # as bytes: not every backend knows every type
@@ -162,12 +162,12 @@ class Ranks:
     def open_alike(
         self, rows: int, open_rows: Callable[[bool], list[int]], close: Callable[[], None]
     ) -> None:
-        """Opens rows on all ranks with the same tokens to run.
+        """Opens rows on all ranks so that all run the same tokens.
 
-        `open_rows(reuse)` opens them and gives their lengths; `close()` gives them back. What is
-        cached may differ between ranks, for rows come back when a garbage collection finds them:
-        where lengths differ, no rank reuses anything. Raises what `open_rows` raises, or
-        RequestError where it raised on another rank; then no rank has opened.
+        `open_rows(reuse)` opens them and returns their lengths; `close()` gives them back. What is
+        cached may differ between ranks, because rows come back whenever a garbage collection finds
+        them: where lengths differ, no rank reuses anything. Raises what `open_rows` raises, or
+        RequestError if it raised on another rank; then no rank has opened any.
         """
         for reuse in (True, False):
             failure: Exception | None = None
@@ -187,7 +187,7 @@ class Ranks:
         raise RequestError("ranks disagree on the rows of a call: all must make the same calls")
 
     def _extremes(self, lengths: list[int]) -> tuple[list[int], list[int]]:
-        """The least and the greatest that any rank has, row by row."""
+        """The minimum and the maximum over all ranks, row by row."""
         both = torch.tensor([*lengths, *(-length for length in lengths)], device=self._device)
         torch.distributed.all_reduce(both, op=torch.distributed.ReduceOp.MAX, group=self._group)
         found = both.tolist()
@@ -195,18 +195,19 @@ class Ranks:
 
 
 def _all_gather(parts: Tensor, mine: Tensor, group: Any) -> None:
-    """all_gather_single is all_gather_into_tensor by its name since torch 2.13."""
+    """all_gather_single is the name of all_gather_into_tensor since torch 2.13."""
     distributed = torch.distributed
     new = getattr(distributed, "all_gather_single", None)
     (new or distributed.all_gather_into_tensor)(parts, mine, group=group)
 
 
 def read_ranks(model: Any) -> Ranks | None:
-    """The ranks of a model that is split between processes; None for one that is whole in this one.
+    """The ranks of a model that is split between processes; None for a model that is complete in
+    this one.
 
-    A parameter that is split anywhere makes it split, for what all must do alike is then computed
-    together. Raises InvalidInput for a layer whose attention is split another way than by index
-    heads: full attention needs all of it.
+    A model counts as split if any parameter is, because the processes then compute together and
+    must do the same. Raises InvalidInput for a layer whose attention is split in any way other than
+    by index heads: attention needs all of it.
     """
     if not torch.distributed.is_available():
         return None
@@ -274,7 +275,7 @@ def _split_parameters(model: Any) -> dict[str, Any]:
 
 
 class _NoGradients(torch.autograd.Function):
-    """Gives on what it is given, and refuses to go back."""
+    """Passes its input through forward, and refuses backward."""
 
     @staticmethod
     def forward(context: Any, values: Tensor, wanted: Tensor, instead: str) -> Tensor:
@@ -290,8 +291,8 @@ class _NoGradients(torch.autograd.Function):
 
 
 def no_gradients(values: Tensor, wanted: Tensor, instead: str) -> Tensor:
-    """`values`, through which no gradient flows, as if they came of `wanted`, for which somebody
-    may want one: `backward` raises InvalidInput. Where no graph is recorded, just `values`."""
+    """`values` attached to the graph of `wanted`, so that `backward` raises InvalidInput instead of
+    leaving a gradient out silently. If no graph is recorded, just `values`."""
     if not torch.is_grad_enabled() or not wanted.requires_grad:
         return values
     given: Tensor = _NoGradients.apply(values, wanted, instead)  # type: ignore[no-untyped-call]

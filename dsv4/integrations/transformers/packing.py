@@ -1,4 +1,4 @@
-"""Which columns of a padded batch are tokens, and how those lie one after the other."""
+"""Which columns of a padded batch are tokens, and how they are packed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dsv4.errors import InvalidInput
 class Packing:
     """The tokens of a [batch, columns] step in row-major order, `counts[row]` of each row.
 
-    `mask` tells tokens from padding, on the host; `where` int64 [tokens] are their places in the
-    flattened batch, on the device, or None if there is no padding.
+    `mask` marks tokens (as opposed to padding), on the host; `where` int64 [tokens] are their
+    places in the flattened batch, on the device, or None if there is no padding.
     """
 
     mask: NDArray[np.bool_]
@@ -84,11 +84,11 @@ def read_packing(
     position_ids: Tensor | None,
     device: torch.device,
 ) -> Packing:
-    """The packing of a step behind `past_columns` columns, in which row r has `lengths[r]` tokens.
+    """The packing of a step after `past_columns` columns, in which row r has `lengths[r]` tokens.
 
-    `attention_mask` is transformers' 2D one over past and new columns; of the past ones it shows
-    what `past_mask` does, where that is given. Positions count tokens alone, so `position_ids`,
-    where given, must do so too at every token. Raises InvalidInput.
+    `attention_mask` is transformers' 2D mask over past and new columns; for the past ones it must
+    agree with `past_mask`, if that is given. Positions count only tokens, so `position_ids`, if
+    given, must do so too at every token. Raises InvalidInput.
     """
     mask = _new_columns(attention_mask, batch, columns, past_columns)
     if past_mask is not None and attention_mask is not None:
@@ -118,7 +118,7 @@ def make_packing(mask: NDArray[np.bool_], device: torch.device) -> Packing:
 
 
 def beside(tensor: Tensor, indices: Tensor) -> Tensor:
-    """A copy of indices as int64, where a tensor is: layers may be on several devices."""
+    """A copy of indices as int64, on a tensor's device: layers may be on several devices."""
     return tensor.new_empty(indices.shape, dtype=torch.int64).copy_(indices)
 
 

@@ -34,8 +34,8 @@ _WRAPPERS = ["generic.py", "output_capturing.py"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where names are looked for: `find` gives all objects that must have them, of a model where
-    that `needs_model`."""
+    """Where names are looked for: `find` returns all objects that must have them, in a model if it
+    `needs_model`."""
 
     package: str
     find: Callable[[Any], list[Any]]
@@ -44,9 +44,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivateName:
-    """`name` is an attribute of what is at `place`, a key of PLACES. `has` says whether an object
-    has it, where that is not a question of `hasattr`. Without an `optional` name all works, only
-    slower."""
+    """`name` is an attribute of what is at `place`, a key of PLACES. `has` tests whether an object
+    has it, if `hasattr` is not enough. Without an `optional` name everything works, only slower."""
 
     place: str
     name: str
@@ -73,7 +72,7 @@ class PrivateName:
 
 
 def _at(path: str) -> Callable[[Any], list[Any]]:
-    """A module, or what it has by the name after the colon."""
+    """A module, or its attribute named after the colon."""
     module, _, name = path.partition(":")
 
     def find(model: Any) -> list[Any]:
@@ -89,7 +88,7 @@ def _attentions(model: Any) -> list[Any]:
 
 
 def _inside(owners: Callable[[Any], list[Any]], name: str) -> Callable[[Any], list[Any]]:
-    """Submodules of this name, where there is one."""
+    """Submodules of this name, where they exist."""
 
     def find(model: Any) -> list[Any]:
         found = [getattr(owner, name, None) for owner in owners(model)]
@@ -99,7 +98,7 @@ def _inside(owners: Callable[[Any], list[Any]], name: str) -> Callable[[Any], li
 
 
 def _indexed_compressors(model: Any) -> list[Any]:
-    """Those of layers that select."""
+    """The compressors of layers that select."""
     kinds = model.config.layer_types
     return [
         each.compressor
@@ -175,8 +174,7 @@ PLACES = {
 
 
 def wrappers(forward: Any) -> tuple[list[str], Any]:
-    """Names of the files whose decorators are around a function, outermost first, and what is
-    inside them all."""
+    """The files whose decorators wrap a function, outermost first, and the innermost function."""
     around = []
     while (inner := getattr(forward, "__wrapped__", None)) is not None:
         around.append(Path(forward.__code__.co_filename).name)
@@ -205,7 +203,7 @@ def _has_frequencies(rotary: Any) -> bool:
     )
 
 
-# what both forwards take by position
+# arguments that both forwards take by position
 FORWARD_ARGUMENTS = (
     *("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds"),
 )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,17 @@ Writer = Literal["transformers", "accelerate"]
 Ids = NDArray[np.int64]
 UNKNOWN_ID = -1
 _FIRST_COLUMNS = 256
+
+
+_Verb = TypeVar("_Verb", bound=Callable[..., Any])
+
+
+def uncompiled(verb: _Verb) -> _Verb:
+    """torch.compile(model) compiles what is around the cache, which keeps its books in Python."""
+    disabled: _Verb = torch.compiler.disable(
+        verb, reason="dsv4: a PagedCache runs as it is; compile the model without fullgraph"
+    )
+    return disabled
 
 
 class History:
@@ -129,28 +141,100 @@ def known_rows(requests: Sequence[Request], history: History) -> Iterator[KnownR
         yield KnownRow(request=request, ids=tokens)
 
 
-class IdleRows:
-    """Rows stay, with all that they hold, until somebody needs their place: a prompt that begins
-    with the tokens of one goes on behind them, to the token. Who lives longest without goes first.
+class RowPool:
+    """The owner of all rows of a manager. Whoever needs some takes them here and gives them back
+    here: a cache (CacheRows) or a job of an Engine, which hold them meanwhile.
+
+    A pool that `keeps` them has idle rows besides: what is given back stays, with all that it
+    holds, until its place is needed. A prompt that begins with the tokens of an idle row continues
+    it, to the token. Those that were idle for longest go first.
     """
 
-    def __init__(self, manager: Manager) -> None:
-        self._manager = manager
+    def __init__(
+        self, manager: Manager, *, keeps: bool = False, fetch_timeout_s: float = 0
+    ) -> None:
+        """Prompts wait for the manager's tiers, if it has any, for `fetch_timeout_s` at most."""
+        self.manager, self.keeps, self._fetch_timeout_s = manager, keeps, fetch_timeout_s
         self._arrived: deque[tuple[list[Request], History]] = deque()
         self._rows: list[KnownRow] = []  # the oldest first
+
+    # ---- giving out ------------------------------------------------------------------------
+
+    def admit_empty(self, rows: int) -> list[Request]:
+        """Rows without a token, whose tokens nobody knows yet. Raises OutOfSlots, with none."""
+        self.evict(rows)
+        return self._all(partial(self.manager.admit_request, 0) for _ in range(rows))
+
+    def admit(
+        self, prompts: Sequence[Ids], lent: Sequence[KnownRow] = (), *, salt: str | None = None
+    ) -> list[Request]:
+        """A request per prompt: an idle row that continues, a fork of a row that somebody lends, or
+        a new one, for which tiers are asked where there are any. Rows of another salt are never
+        used. Raises OutOfSlots, OutOfBlocks, and nothing has changed except that older rows are
+        gone."""
+        if not self._has_tiers:
+            return self._continue_or_admit(prompts, lent, salt)
+        self.evict(len(prompts))
+        fetched = partial(self.manager.tiers.admit, timeout_s=self._fetch_timeout_s)
+        return self._all(partial(fetched, prompt, salt) for prompt in prompts)
+
+    def _all(self, calls: Iterable[Callable[[], Request]]) -> list[Request]:
+        """What these calls admit. If one raises, nothing is left."""
+        admitted: list[Request] = []
+        try:
+            for call in calls:
+                admitted.append(call())
+        except BaseException:
+            for request in admitted:
+                self.manager.release_later(request)
+            raise
+        return admitted
+
+    def fork(self, requests: Sequence[Request]) -> list[Request]:
+        """A twin of each. Raises OutOfSlots, OutOfBlocks, and there are none."""
+        return self._all(partial(self._fork, request) for request in requests)
+
+    def _fork(self, request: Request) -> Request:
+        (fork,) = self.manager.fork(request, 1)
+        return fork
+
+    # ---- taking back -----------------------------------------------------------------------
+
+    @property
+    def _has_tiers(self) -> bool:
+        return bool(self.manager.tiers)
+
+    def release(self, requests: Sequence[Request]) -> None:
+        """Their places are free, at once where there are no tiers; these keep what rows hold."""
+        if self._has_tiers:
+            self.release_later(requests)
+            return
+        for request in requests:
+            self.manager.release_request(request)
+
+    def release_later(self, requests: Sequence[Request]) -> None:
+        """The same, safe at any time and from any thread, where a garbage collection starts too."""
+        for request in requests:
+            self.manager.release_later(request, suspend=self._has_tiers)
+
+    def give_back(self, requests: list[Request], history: History) -> None:
+        """Rows of a cache that nobody needs any more, at any time and from any thread: they are
+        idle from now on, or released."""
+        if self.keeps and not self._has_tiers and any(r.trail is not None for r in requests):
+            self._arrived.append((requests, history))
+        else:
+            self.release_later(requests)
 
     def keep(self, row: KnownRow) -> None:
         """A row that nobody needs any more, by whoever has the turn."""
         self._collect()
         self._rows.append(row)
 
-    def park(self, requests: list[Request], history: History) -> None:
-        """Rows that nobody holds any more. Safe at any time and from any thread."""
-        self._arrived.append((requests, history))
+    # ---- idle rows -------------------------------------------------------------------------
 
     @property
     def rows(self) -> list[KnownRow]:
-        """Those that are kept, the oldest first."""
+        """Idle ones, the oldest first."""
         self._collect()
         return self._rows
 
@@ -161,7 +245,7 @@ class IdleRows:
     def evict(self, rows: int) -> None:
         """Gives the oldest back until so many rows of the manager are free, or none is left."""
         self._collect()
-        while self._rows and self._manager.stats().slots_free < rows:
+        while self._rows and self.manager.stats().slots_free < rows:
             self._release(self._rows.pop(0))
 
     def evict_oldest(self) -> bool:
@@ -172,14 +256,11 @@ class IdleRows:
             return True
         return False
 
-    def admit(
-        self, prompts: Sequence[Ids], lent: Sequence[KnownRow] = (), *, salt: str | None = None
+    def _continue_or_admit(
+        self, prompts: Sequence[Ids], lent: Sequence[KnownRow], salt: str | None
     ) -> list[Request]:
-        """A request per prompt: one of the rows here that goes on, a fork of a row that somebody
-        lends, or a new one. Rows of another salt are never used. Raises OutOfSlots, OutOfBlocks,
-        and nothing has changed but that older rows are gone."""
         self._collect()
-        manager = self._manager
+        manager = self.manager
         read: list[Any] = [manager.prompt(prompt, salt) for prompt in prompts]
         takers: dict[KnownRow, list[int]] = {}
         starts = [0] * len(prompts)
@@ -217,21 +298,21 @@ class IdleRows:
         for row in (*reversed(self._rows), *lent):
             if row.request.released or row.request.is_torn:
                 continue  # interrupted
-            common = row.common(self._manager, ids)
+            common = row.common(self.manager, ids)
             if common > best[1] and row.is_kin(prompt):
                 best = row, common
         return best
 
     def _continue(self, request: Request, start: int, prompt: Any) -> None:
         if request.length > start:
-            self._manager.rewind(request, start)
-        self._manager.continue_request(request, prompt)
+            self.manager.rewind(request, start)
+        self.manager.continue_request(request, prompt)
 
     def _release(self, row: KnownRow) -> None:
         if not row.request.released:
             if not row.request.is_torn:
-                row.tell(self._manager)
-            self._manager.release_request(row.request)
+                row.tell(self.manager)
+            self.manager.release_request(row.request)
 
     def _collect(self) -> None:
         """Takes in what has arrived; rows that no prompt could go on from are released."""
@@ -242,7 +323,7 @@ class IdleRows:
             kept = {row.request for row in known}
             for request in requests:
                 if request not in kept and not request.released:
-                    self._manager.release_request(request)
+                    self.manager.release_request(request)
             self._arrived.popleft()
 
 
@@ -258,16 +339,8 @@ class CacheRows:
     in the history and in no request. Layers and cache share this object; it does not know the
     cache."""
 
-    def __init__(
-        self,
-        manager: Manager,
-        model: Any,
-        *,
-        fetch_timeout_s: float,
-        idle: IdleRows | None = None,
-    ) -> None:
-        """Rows that are let go stay in `idle`, if it is given, for prompts that go on from them."""
-        self.manager, self._fetch_timeout_s, self._idle = manager, fetch_timeout_s, idle
+    def __init__(self, pool: RowPool, model: Any) -> None:
+        self.pool, self.manager = pool, pool.manager
         self.model: weakref.ref[Any] = weakref.ref(model)
         self.last_call: Call | None = None
         self._forget()
@@ -297,39 +370,17 @@ class CacheRows:
 
     # ---- rows ------------------------------------------------------------------------------
 
-    def open(
-        self,
-        batch: int,
-        writer: Writer,
-        prompts: Sequence[NDArray[np.int64]] | None = None,
-        salt: str | None = None,
-    ) -> None:
-        """Admits a request for each row, for its prompt if that is given, or finds them there.
-        Raises InvalidInput, OutOfSlots."""
+    def open(self, batch: int, writer: Writer) -> None:
+        """Takes an empty row for each of the batch, unless they are there. Raises InvalidInput,
+        OutOfSlots."""
         self.check_batch(batch, writer)
-        if self.requests:
-            return
-        admitted: list[Request] = []
-        try:
-            for row in range(batch):
-                admitted.append(self._admit(None if prompts is None else prompts[row], salt))
-        except BaseException:
-            for request in admitted:
-                self.manager.release_later(request)
-            raise
-        self.adopt(admitted, writer)
+        if not self.requests:
+            self.adopt(self.pool.admit_empty(batch), writer)
 
     def adopt(self, requests: list[Request], writer: Writer) -> None:
         """These requests are the rows from now on."""
         self.requests, self.writer = requests, writer
         self.history = History(len(requests))
-
-    def _admit(self, prompt: NDArray[np.int64] | None, salt: str | None) -> Request:
-        if prompt is None:
-            return self.manager.admit_request(0)
-        if not self.manager.tiers:
-            return self.manager.admit_request(prompt, salt)
-        return self.manager.tiers.admit(prompt, salt, timeout_s=self._fetch_timeout_s)
 
     def go_on_with(self, weights: str | None) -> None:
         """Steps from here on are computed with other weights than those before: nobody else may
@@ -358,41 +409,18 @@ class CacheRows:
 
     def release(self) -> None:
         """Gives all rows back; the next forward opens new ones."""
-        if self.manager.tiers:
-            self.release_later()
-        for request in self.requests:
-            self.manager.release_request(request)
+        self.pool.release(self.requests)
         self._forget()
 
-    def let_go(self) -> None:
-        """Nobody needs the rows any more, wherever a garbage collection starts, in the middle of a
-        call too: they stay for a prompt that goes on from them, or are released. Where the manager
-        has tiers, they keep where each row was."""
-        if self._idle is None or self.manager.tiers or not self.requests:
-            self.release_later()
-            return
-        if all(request.trail is None for request in self.requests):
-            self.release_later()
-            return
-        self._idle.park(self.requests, self.history)
-        self._forget()
-
-    def release_later(self) -> None:
-        """Gives all rows back, wherever a garbage collection starts."""
-        for request in self.requests:
-            self.manager.release_later(request, suspend=bool(self.manager.tiers))
+    def give_back(self) -> None:
+        """The same, wherever a garbage collection starts, in the middle of a call too; a prompt
+        that begins like one of the rows may continue it."""
+        self.pool.give_back(self.requests, self.history)
         self._forget()
 
     def fork_from(self, other: CacheRows) -> None:
         """Becomes what other rows are. Raises OutOfSlots, OutOfBlocks, with nothing changed."""
-        forks: list[Request] = []
-        try:
-            for request in other.requests:
-                forks.extend(self.manager.fork(request, 1))
-        except BaseException:
-            for fork in forks:
-                self.manager.release_later(fork)
-            raise
+        forks = self.pool.fork(other.requests)
         self.requests, self.writer = forks, other.writer
         self.salt, self.weights = other.salt, other.weights
         self.history = other.history.take(list(range(len(forks))))
@@ -404,8 +432,7 @@ class CacheRows:
         with several heirs are forked. Raises InvalidInput, and nothing has changed."""
         if not index or not all(0 <= row < len(self.requests) for row in index):
             raise InvalidInput(f"rows {index} of a cache of {len(self.requests)} rows")
-        if self._idle is not None:
-            self._idle.evict(len(index) - len(self.requests))
+        self.pool.evict(len(index) - len(self.requests))
         self.check_size(len(index))
         for row, request in enumerate(self.requests):
             if row not in index:
@@ -461,6 +488,7 @@ class CacheRows:
 
     # ---- steps of transformers' own layers -------------------------------------------------
 
+    @uncompiled
     def observe(self, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         """A forward begins that has this cache. Raises InvalidInput for masks and positions that
         transformers' own layers would take for something else."""
@@ -497,7 +525,7 @@ class CacheRows:
         Raises InvalidInput, RequestError or ContextOverflow before anything has changed.
         """
         call, self.last_call = self.last_call, None
-        if call is None and self._idle is not None:
+        if call is None and self.pool.keeps:
             raise InvalidInput(
                 "the cache is one of an accelerated model, which alone goes on from what "
                 "accelerate wrote: make one for the restored model with PagedCache.for_model(model)"

@@ -1,4 +1,4 @@
-"""What a model computes with now: its parameters, and the adapters that are active in it."""
+"""What a model currently computes with: its parameters, and its active adapters."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Stamp = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """One that the model was in. `memory` is what it was in: it holds while all of that is alive.
-    Tensors themselves are not referred to weakly: torch.utils.swap_tensors refuses those that
-    are."""
+    """A state that the model was in. `memory` is the memory that its weights were in: the state is
+    valid while all of that is alive. There are no weak references to tensors, because
+    torch.utils.swap_tensors refuses tensors that have any."""
 
     name: str | None
     version: int
@@ -32,28 +32,29 @@ class State:
 class Weights:
     """Names the states of a model's weights, so that nothing computed with one is used with
     another. The state in which it was accelerated has no name (None); each later one has a name
-    that no other has, in no process, and the same one when it comes back: when an adapter is set
+    that is unique across processes, and the same one when it comes back: when an adapter is set
     again, for instance.
 
-    A state is which parameters and buffers take part, how often each was written to and where it
-    lies, and of PEFT's layers which adapters are active and merged, and how they are scaled. Not
-    seen are writes that torch does not count (through `.data`), and what hooks do.
+    A state consists of the parameters and buffers that take part, how often each was written to and
+    where it lies, and for PEFT's layers of which adapters are active and merged, and how they are
+    scaled. Writes that torch does not count (through `.data`), and what hooks do, are not noticed.
 
-    `by_value`, for tiers, whose records outlive states: a state in which the same values are
-    computed with has the same name, wherever they lie and however often they were written, so what
-    was stored with them is found after `load_state_dict`. Each tensor is read once for that.
-    `version` tells states apart in any case, as graphs that have read memory must.
+    `by_value` is for tiers, whose records outlive states: states with the same values have the same
+    name, wherever they lie and however often they were written, so what was stored with them is
+    found after `load_state_dict`. Each tensor is read once for that. `version` always distinguishes
+    states, as graphs that have read memory require.
     """
 
     def __init__(self, model: Any, *, by_value: bool = False) -> None:
         self._model, self._by_value = weakref.ref(model), by_value
         self._states: OrderedDict[tuple[Any, ...], State] = OrderedDict()
         self._digests: dict[Stamp, tuple[StorageWeakRef, str]] = {}
-        self._tuner: dict[str, Any] | None = None  # a layer with adapters: all are switched alike
+        # a layer with adapters: all are switched together
+        self._tuner: dict[str, Any] | None = None
         self._switches: Any = None
         self._adapted: list[Any] = []
         self._merged: list[Any] = []
-        self._merges = 0  # what was merged and taken out again is not quite what it was
+        self._merges = 0  # weights that were merged and unmerged again are not quite the same
         self.name: str | None = None
         self.version = 0
         state, tensors = self._read()
@@ -61,7 +62,7 @@ class Weights:
         self._note(state, tensors, None)
 
     def read(self) -> str | None:
-        """The name of the state that the model is in, after a look at every parameter."""
+        """The name of the model's current state, found by looking at every parameter."""
         state, tensors = self._read()
         found = self._states.get(state)
         if found is not None and not any(map(StorageWeakRef.expired, found.memory)):
@@ -72,7 +73,7 @@ class Weights:
         return self.name
 
     def glance(self) -> str | None:
-        """The same in every step: looks whether adapters were switched, and no further."""
+        """The cheap version for every step: only checks whether adapters were switched."""
         if self._tuner is not None and _switches(self._tuner) != self._switches:
             return self.read()
         return self.name
@@ -90,12 +91,12 @@ class Weights:
         self._states.move_to_end(state)
         while len(self._states) > _KEPT_STATES:
             oldest, known = self._states.popitem(last=False)
-            if known.name is None:  # the one that tiers and other processes know
+            if known.name is None:  # the state that tiers and other processes know
                 self._states[oldest] = known
 
     def _digest(self, tensors: list[Tensor]) -> str | None:
-        """Of all values that are computed with. None where they are not all that counts, or
-        cannot be read."""
+        """A digest of all values that the model computes with. None if other things count too, or
+        they cannot be read."""
         if not self._by_value or any(hooks for _, _, hooks in self._adapted):
             return None
         known: dict[Stamp, tuple[StorageWeakRef, str]] = {}
@@ -119,7 +120,7 @@ class Weights:
         return digest_of_all.hexdigest()
 
     def _read(self) -> tuple[tuple[Any, ...], list[Tensor]]:
-        """The state, and the tensors that it speaks of."""
+        """The state, and the tensors that it consists of."""
         adapted: list[Any] = []
         merged: list[Any] = []
         found: list[Tensor | None] = []
@@ -138,7 +139,8 @@ class Weights:
                 merged.extend(filter(None, [tuple(own.get("merged_adapters", ()))]))
                 if active:
                     scales = own.get("scaling") or {}
-                    hooks = tuple(own["_forward_pre_hooks"])  # adapters of one call come so
+                    # the form of adapters of a single call
+                    hooks = tuple(own["_forward_pre_hooks"])
                     adapted.append((active, tuple(map(scales.get, active)), hooks))
             found.extend(own["_parameters"].values())
             if own["_buffers"]:
@@ -160,7 +162,7 @@ class Weights:
 
 
 def digest_of(tensor: Tensor) -> str:
-    """Of a tensor's bytes, where it is."""
+    """A digest of a tensor's bytes, computed on its device."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if flat.device.type == "cpu":
         array: Any = flat.numpy()
@@ -169,8 +171,8 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def mixed_sum(flat: Tensor) -> int:
-    """64 bits of uint8 [n], for devices: each 8 bytes are mixed with their place by a permutation,
-    and these are added up, so that a change of any 8 is always noticed."""
+    """A 64-bit sum of uint8 [n], for devices: every 8 bytes are mixed with their place by a
+    permutation, and the results are added, so that a change of any 8 bytes is always noticed."""
     total = 0
     for first in range(0, len(flat), _CHUNK_BYTES):
         part = flat[first : first + _CHUNK_BYTES]
@@ -194,12 +196,12 @@ def _stamp(tensor: Any) -> Stamp:
 
 
 def _local(tensor: Any) -> Any:
-    """This process's part of one that is split between processes."""
+    """This process's part of a tensor that is split between processes."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def _active(tuner: dict[str, Any]) -> tuple[str, ...]:
-    """The adapters that a layer of PEFT's applies."""
+    """The adapters that a PEFT layer applies."""
     if tuner["_disable_adapters"]:
         return ()
     names = tuner.get("_active_adapter", ())
@@ -213,6 +215,6 @@ def _switches(tuner: dict[str, Any]) -> Any:
 
 
 def _is_by_adapter(child: Any) -> bool:
-    """Whether a layer of PEFT's keeps something of each adapter there, by its name."""
+    """Whether a PEFT layer keeps a part of each adapter there, by its name."""
     is_dict = isinstance(child, nn.ModuleDict | nn.ParameterDict)
     return is_dict or type(child).__name__ == "BufferDict"

@@ -1,0 +1,60 @@
+"""What offers and arrivals of one manager share: host memory, the link, and where blocks lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsv4.cache.handoff.link import Link, Where
+from dsv4.cache.handoff.options import HandoffOptions
+from dsv4.cache.handoff.rows import Pledges, StateRows
+from dsv4.cache.requests import RequestTable
+from dsv4.cache.schema import CacheSchema
+from dsv4.cache.transfers.copies import Copies
+from dsv4.cache.transfers.labels import Labels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Side:
+    """One side of hand-offs. `defer` is given what the next call of the manager is to let go."""
+
+    options: HandoffOptions
+    schema: CacheSchema
+    table: RequestTable
+    block_arena: Tensor
+    slot_arena: Tensor
+    model: bytes  # hash of what names the weights
+    labels: Labels
+    rows: StateRows
+    pledges: Pledges
+    copies: Copies
+    link: Link
+    gpu: int | None  # where blocks are
+    can_sum: bool  # blocks are in host memory, where sums of them can be taken
+    defer: Callable[[object], None]
+
+    @property
+    def blocks_at(self) -> tuple[Where, int]:
+        return ("DRAM", 0) if self.gpu is None else ("VRAM", self.gpu)
+
+    def block_at(self, block_id: int) -> int:
+        """The address of a block."""
+        return self.block_arena.data_ptr() + block_id * self.schema.block_bytes
+
+    def block_bytes(self, block_id: int) -> memoryview:
+        """A block in host memory."""
+        row: NDArray[np.uint8] = self.block_arena[block_id].numpy()
+        return row.data
+
+
+def words(schema: CacheSchema) -> str:
+    """What people need to see why two schemas differ."""
+    formats = (schema.entry_format, schema.window_format, schema.index_format)
+    return (
+        f"{schema.model.name}, {len(schema.layers)} layers, block_tokens={schema.block_tokens}, "
+        f"hca_state={schema.hca_state}, formats {' '.join(each.name for each in formats)}"
+    )
