@@ -161,7 +161,7 @@ def _parsed(line: str, *, where: str) -> BenchResult:
         if item.name not in found:
             if item.default is MISSING and item.default_factory is MISSING:
                 raise InvalidInput(
-                    f"{where} has no {item.name!r}: it is no result of this version's benchmarks"
+                    f"{where} has no {item.name!r}: it is not a result of this version's benchmarks"
                 )
             continue
         value = found[item.name]

@@ -1,13 +1,13 @@
 """Continuous batching: many requests at once, each at its own pace, over any model.
 
-A model has two methods (`Model`): it runs the tokens of a plan and answers with logits, and it
-guesses what may follow. Everything else is here. Prompts wait in a queue and are hashed once. A
-step runs the newest tokens of all jobs that decode, with drafts, and chunks of prompts beside them.
-Prompts that begin alike share their beginning. When memory is short the youngest job gives its own
-back and waits; what it has computed stays cached, and where there are tiers its state is kept too.
+A model has two methods (`Model`): one runs the tokens of a plan and returns logits, the other
+drafts what may follow. Everything else is here. Prompts wait in a queue and are hashed once. A
+step runs the newest tokens of all jobs that decode, with drafts, together with chunks of prompts.
+Prompts with the same beginning share it. When memory is short the youngest job gives its own back
+and waits; what it has computed stays cached, and if there are tiers its state is kept too.
 Where the schema has `steps_ahead`, a step is planned and launched while the one before it runs:
-which drafts were right is known on the device, the host learns it later. Errors of the device and
-Ctrl-C are survived, and nothing that was computed wrong is ever used.
+which drafts were right is known on the device first and on the host later. The engine survives
+errors of the device and Ctrl-C, and never uses results of a step that failed.
 
 Read it top to bottom: a job, a model, a step under way, then what a step does, in its order.
 """
@@ -51,14 +51,14 @@ class Job:
 
     `tokens` are all that are known: the first `prompt_tokens` were submitted. `request` is None
     while the job waits. `tokens_skipped` counts those of the prompt that were cached. `error` is
-    what ended this job alone. `data` is the caller's: sampling state, a priority, a session.
+    what ended only this job. `data` is the caller's: sampling state, a priority, a session.
 
     `on_tokens(job, new)` is called in the thread that steps, with the tokens of a step when these
     are in `tokens`, and with none when the job is over and has left. If it raises, the job ends
     with that error.
 
-    Only `tokens` and `request` change what a step does with a job, each in one operation, so an
-    interrupt between any two lines leaves a job that can go on.
+    What a step does with a job depends on `tokens` and `request` alone, and each changes in one
+    operation, so after an interrupt between any two lines the job can continue.
     """
 
     tokens: list[int]
@@ -104,7 +104,7 @@ class Job:
 
 
 class Model(Protocol):
-    """What an engine runs. It holds the manager's handles: `manager.acquire(layer, …)`."""
+    """What an engine runs. It acquires the handles of its layers from the engine's manager."""
 
     @property
     def vocabulary(self) -> int:
@@ -112,12 +112,12 @@ class Model(Protocol):
 
     def forward(self, plan: ForwardPlan, ids: Tensor, rows: Tensor) -> Tensor:
         """Runs the tokens `ids` int64 [tokens] of a plan through all layers, each of which appends
-        them to the cache, and returns the logits [rows, vocabulary] of these rows, which may be
-        none: what follows their tokens. Where steps overlap it must not wait for the device."""
+        them to the cache. Returns the logits [len(rows), vocabulary] of the tokens in these rows;
+        there may be none. If steps overlap it must not wait for the device."""
 
     def draft(self, plan: ForwardPlan, newest: Tensor, count: int) -> Tensor:
-        """Guesses int64 [jobs, count] of what follows the `newest` tokens int64 [jobs] of those
-        that decode. A wrong guess costs time and nothing else. Not called with `drafts=0`."""
+        """Drafts int64 [jobs, count]: guesses of what follows the `newest` tokens int64 [jobs] of
+        jobs that decode. A wrong one only costs time. Not called with `drafts=0`."""
 
 
 # logits [rows, vocabulary] and whose each row is -> the token after each, int64 [rows]
@@ -131,7 +131,7 @@ Listener = Callable[[Job, int, Tensor], None]
 
 
 def greedy(logits: Tensor, jobs: Sequence[Job]) -> Tensor:
-    """The likeliest token of each."""
+    """The most likely token of each job."""
     return logits.argmax(dim=-1)
 
 
@@ -141,7 +141,7 @@ def greedy(logits: Tensor, jobs: Sequence[Job]) -> Tensor:
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Share:
     """A job's part of a step: tokens whose `ids` the host knows or, if it knows none, the one that
-    the step before chooses; then drafts. `samples` if the model is to choose what comes next."""
+    the previous step chooses; then drafts. With `samples` a next token is chosen."""
 
     job: Job
     request: Request
@@ -160,7 +160,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Flight:
-    """A step that was launched. Its tensors are on the device, and may not be computed yet.
+    """A step that was launched. Its tensors are on the device and may not have been computed yet.
 
     `ids` and `chosen` [tokens] are what ran and, of rows that were sampled, what was chosen to
     follow; of each share `accepted` says how many of its tokens are right (None: all) and `newest`
@@ -192,9 +192,9 @@ class Engine:
     `padding` says how steps are padded, for a model with captured graphs. `listener` is given the
     logits of every token that runs. `retries` steps in a row may fail.
 
-    `choose` picks tokens. A row that verifies drafts stands for its job too, once for each draft;
-    where steps overlap, the host does not know the newest tokens when it is called. If it raises,
-    it is asked for each job apart, and a job for which it raises ends with that `error`.
+    `choose` picks tokens. With drafts a job has several rows, in order. If steps overlap, the host
+    does not know the newest tokens yet when it is called. If it raises, it is called for
+    each job separately, and a job for which it raises ends with that `error`.
     """
 
     model: Model
@@ -243,8 +243,8 @@ class Engine:
         data: Any = None,
     ) -> Job:
         """A job for these tokens. It ends after `new_tokens` tokens or the first of `stop_tokens`.
-        Jobs of different `salt` share nothing. Runs nothing. Raises what is wrong with them at
-        once: InvalidInput, ContextOverflow."""
+        Jobs of different `salt` share nothing. Runs nothing. Raises InvalidInput,
+        ContextOverflow."""
         read, words = token_ids(ids), self.model.vocabulary
         require_count("new_tokens", new_tokens)
         if not len(read) or int(read.max()) >= words:
@@ -292,10 +292,10 @@ class Engine:
             pass
 
     def step(self) -> bool:
-        """Launches a step and takes the results of the one before, or of this one where steps do
-        not overlap. Returns whether a job is left. An error of the device, or a KeyboardInterrupt,
-        which comes through, costs the steps under way and no job: the next call mends what is left
-        of them."""
+        """Launches a step and takes the results of the previous one, or of this one if steps do not
+        overlap. Returns whether a job is left. After an error of the device, or a KeyboardInterrupt
+        (which is raised), the steps under way are lost but no job is: the next call restores the
+        manager and runs their tokens again."""
         try:
             if not self.is_whole:
                 self.mend()
@@ -316,8 +316,8 @@ class Engine:
     # ---- in the order of a step
 
     def end_jobs(self) -> bool:
-        """What is over, cancelled or refused gives its memory back, once no step under way has it.
-        Its prefix stays cached. Returns whether there was any."""
+        """Jobs that have ended, were cancelled or were refused give their memory back, once they
+        are in no step under way. Prefixes stay cached. Returns whether there were any."""
         over = [job for job in self.jobs if job.is_over and not self.in_flight(job)]
         for job in over:
             self.leave(job)
@@ -326,8 +326,8 @@ class Engine:
         return bool(over)
 
     def leave(self, job: Job) -> None:
-        """The job has no request any more; should it come back, with all its tokens as prompt.
-        With tiers its state is kept, for that or for the next turn of the conversation."""
+        """The job gives its request back. If it has not ended it waits, with all its tokens as its
+        prompt. With tiers its state is kept, for that or for the next turn of a conversation."""
         request, job.request = job.request, None
         fetch, job.fetch = job.fetch, None
         if request is not None:
@@ -345,8 +345,8 @@ class Engine:
         self.manager.release_request(request)
 
     def admit(self) -> None:
-        """Jobs that wait get a slot and blocks, as long as there are some to spare: each that runs
-        may need a block soon."""
+        """Waiting jobs get a slot and blocks, as long as one block is left for each job that runs:
+        it may need one soon."""
         while (job := self.next_waiting()) is not None:
             assert job.prompt is not None
             stats, running = self.manager.stats(), len(self.running)
@@ -369,14 +369,14 @@ class Engine:
         return self.manager.tiers.admit(prompt, timeout_s=TIER_TIMEOUT_S)
 
     def next_waiting(self) -> Job | None:
-        """Of those that wait, whose prompts have arrived from tiers as far as they will."""
+        """The next of the waiting jobs for which nothing more is being fetched from tiers."""
         waiting = [job for job in self.jobs if job.request is None and not job.is_over]
         if self.manager.tiers:
             waiting = [job for job in waiting[:LOOK_AHEAD] if self._has_arrived(job)]
         return (self.order or self._oldest_or_cached)(waiting)
 
     def _oldest_or_cached(self, waiting: Sequence[Job]) -> Job | None:
-        """The oldest, or the first of a few that is mostly cached: it is cheap and soon gone."""
+        """The oldest, or the first of a few that is mostly cached: it is cheap and ends soon."""
 
         def is_cheap(job: Job) -> bool:
             assert job.prompt is not None
@@ -404,8 +404,8 @@ class Engine:
         return has_run
 
     def schedule(self) -> list[Share]:
-        """Who runs which tokens: those that decode first, who has waited longest before others,
-        then chunks of the rest, the oldest first."""
+        """Which jobs run which tokens: those that decode first, longest wait first; then chunks of
+        prompts, oldest first."""
 
         def urgency(each: tuple[Job, Request]) -> tuple[bool, int]:
             is_chunk = len(each[0].tokens) - each[1].length > 1
@@ -439,7 +439,7 @@ class Engine:
         return Share(job=job, request=request, ids=ids[:left], drafts=drafts, samples=samples)
 
     def launch(self, shares: list[Share]) -> Flight | None:
-        """A step after the one under way. Nothing here waits for the device."""
+        """Launches a step after the one under way. Nothing here waits for the device."""
         plan = self.prepare(shares)
         if plan is None:
             return None
@@ -491,7 +491,7 @@ class Engine:
         return known + kept, newest
 
     def prepare(self, shares: list[Share]) -> ForwardPlan | None:
-        """A plan for the shares that there is memory for; the others leave, and their jobs wait."""
+        """A plan for the shares that there is memory for; the other jobs leave, and wait."""
         before, follows = self.flight, dict[str, Any]()
         if before is not None:
             follows = {"after": before.plan, "accepted": before.accepted}
@@ -509,8 +509,8 @@ class Engine:
         return None
 
     def make_room(self, error: OutOfBlocks) -> None:
-        """The youngest job whose memory helps gives it back. One that is alone and has not enough
-        will never have."""
+        """The youngest job whose memory helps gives it back. A job that is alone and has not enough
+        will never have enough."""
         manager, running = self.manager, self.running
         helping = [each for each in running if manager.released_blocks(each[1])] or running
         job = helping[-1][0]
@@ -520,7 +520,7 @@ class Engine:
         self.leave(job)
 
     def inputs(self, plan: ForwardPlan, shares: Sequence[Share]) -> Tensor:
-        """The step's ids, on the device: drafts, and what was chosen last, are known only there."""
+        """The ids of a step, on the device: only there drafts and the newest tokens are known."""
         device, parts = self.manager.device, list[Tensor]()
         if all(share.ids and not share.drafts for share in shares):
             return torch.tensor([token for share in shares for token in share.ids], device=device)
@@ -542,9 +542,9 @@ class Engine:
         return torch.cat(parts)
 
     def settle(self, flight: Flight) -> None:
-        """The results of a step, on the host: listeners hear them, jobs take what was chosen, and
-        the cache keeps what was right. In this order: what is interrupted in between is run again,
-        but for a job that has all its tokens, and what is committed and not known would be lost."""
+        """Takes the results of a step: the listener gets them, jobs get the chosen tokens, then
+        the step is committed. In this order: a token that is known but not committed is run
+        again, while one that is committed but not known would be lost."""
         counts, tokens, end = [share.count for share in flight.shares], len(flight.ids), 0
         results = [flight.ids, flight.chosen]
         if flight.accepted is not None:
@@ -574,7 +574,7 @@ class Engine:
                 self._report(job, new)
 
     def _listen(self, share: Share, logits: Tensor, accepted: int, new: int) -> None:
-        """Outputs of a replay are not used."""
+        """Calls the listener. Outputs of a replay are not used."""
         assert self.listener is not None
         start, reused = share.request.length, share.request.reused_tokens
         end = min(start + accepted, len(share.job.tokens) + new)
@@ -592,8 +592,8 @@ class Engine:
     # ---- sampling
 
     def _choose(self, logits: Tensor, jobs: Sequence[Job]) -> Tensor:
-        """What `choose` picks. A job for which it raises has that error, and the others go on.
-        Raises InvalidInput for what is no choice, and no job has an error."""
+        """What `choose` picks. A job for which it raises has that error, and the others continue.
+        Raises InvalidInput for an invalid choice; then no job has an error."""
         try:
             tokens = self.choose(logits, jobs)
         except Exception as error:
@@ -618,7 +618,7 @@ class Engine:
         return chosen
 
     def _check_range(self, chosen: Sequence[int]) -> None:
-        """Raises InvalidInput, and no job has a new token."""
+        """Raises InvalidInput; then no job has a new token."""
         if min(chosen) < 0 or max(chosen) >= self.model.vocabulary:
             raise InvalidInput(
                 f"choose has returned tokens between {min(chosen)} and {max(chosen)}: the "
@@ -628,9 +628,9 @@ class Engine:
     # ---- after an error or an interrupt
 
     def mend(self) -> None:
-        """Whatever happened wherever: the books are put in order, the steps under way have not
-        happened, and requests that they have torn go on from further back. What an interrupt has
-        kept from reaching its job is released."""
+        """Restores the manager, wherever the error or interrupt came: the steps under way fail, and
+        requests that are incomplete after them are rewound. A request that an interrupt has kept
+        from reaching its job is released."""
         manager, self.flight = self.manager, None
         manager.recover()
         while manager.open_plan is not None:
@@ -653,7 +653,7 @@ def _up_to_stop(chosen: list[int], job: Job) -> list[int]:
 
 
 def _checked(chosen: Any, rows: int) -> Tensor:
-    """What `choose` has returned, whose range is only known on the device."""
+    """What `choose` has returned, but for the range, which only the device knows yet."""
     is_whole = isinstance(chosen, Tensor) and not chosen.is_floating_point()
     if not is_whole or tuple(chosen.shape) != (rows,) or chosen.dtype == torch.bool:
         form = f"{chosen.dtype} {list(chosen.shape)}" if isinstance(chosen, Tensor) else chosen

@@ -60,7 +60,7 @@ class OutOfBlocks(Dsv4Error):
         if asker_blocks > total:
             advice = "it can never fit: give the pool more memory or ask for less context"
         elif self.never:
-            advice = "it can never fit beside what is pinned: unpin something"
+            advice = "it can never fit together with what is pinned: unpin something"
         else:
             advice = "wait for another request to end, or release one"
         kept = f", {cached} cached and idle" if cached else ""

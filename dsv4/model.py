@@ -402,7 +402,7 @@ def _from_transformers(config: Mapping[str, Any]) -> ModelSpec:
         ratios += [0] * _whole(config, drafts, 0, least=0)
     else:
         raise ConfigError(
-            "the config has neither compress_ratios nor layer_types: without them nobody can know "
+            "the config has neither compress_ratios nor layer_types: without them it is unknown "
             "which layers are CSA and HCA; take the config.json of the checkpoint"
         )
     kept_heads = config.get("num_key_value_heads", 1)

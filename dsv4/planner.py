@@ -187,7 +187,7 @@ def plan_link(
     ratio = share = None
     if prefill_rate is not None and decode_rate is not None and handoffs:
         if not (prefill_rate > 0 and decode_rate > 0):
-            raise InvalidInput("rates are tokens a second, above 0")
+            raise InvalidInput("rates are tokens per second, above 0")
         first = handoffs[0]
         decode_s = answer / decode_rate  # per decode GPU, for one request
         ratio = first.context_tokens / prefill_rate / decode_s
@@ -303,7 +303,7 @@ def _find_context(
         raise PoolTooSmall(
             f"{memory_bytes:,} bytes cannot give each of {requests:,} requests its "
             f"{schema.bytes_per_request:,} bytes and a first block of {schema.block_bytes:,}"
-            + (f" beside {other_bytes:,} bytes for the manager" if other_bytes else "")
+            + (f" in addition to {other_bytes:,} bytes for the manager" if other_bytes else "")
             + f": give at least {minimum_bytes:,} bytes, or ask for fewer requests",
             minimum_bytes=minimum_bytes,
         )

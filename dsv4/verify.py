@@ -178,7 +178,7 @@ def _load(golden: str | Path | None) -> _Golden:
         name for name, value in raw.items() if value.dtype.kind not in "biuf" or not value.ndim
     ]
     if wrong:
-        raise InvalidInput(f"{path} has {wrong} that are no arrays of numbers")
+        raise InvalidInput(f"{path} has {wrong} that are not arrays of numbers")
     arrays = {}
     for name, value in raw.items():
         tensor = torch.from_numpy(value.view(np.int16) if value.dtype == np.uint16 else value)
@@ -196,7 +196,7 @@ def _check_lengths(path: Path, file: _Golden) -> None:
     """InvalidInput unless inputs have a row per token, and queries one per position in `rows`."""
     rows = file.rows
     if bool(((rows < 0) | (rows >= file.tokens)).any()):
-        raise InvalidInput(f"{path} has rows that are no positions of {file.tokens} tokens")
+        raise InvalidInput(f"{path} has rows that are not positions of {file.tokens} tokens")
     for kind in file.kinds:
         for name in (*_PER_TOKEN, "q", "out"):
             array = file.arrays.get(f"{kind}/{name}")
@@ -556,7 +556,7 @@ def _compare_selection(file: _Golden, kind: str, selected: Tensor) -> ArrayRepor
         elements=int((official >= 0).sum()),
         differing=differing,
         worst=float(wrong),
-        unit="tokens" if file.exact else "tokens, ties apart",
+        unit="tokens" if file.exact else "tokens, without ties",
         passed=wrong == 0,
     )
 

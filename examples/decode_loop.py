@@ -42,12 +42,12 @@ class Generation:
         return self.tokens[self.prompt_tokens :]
 
     def next_input(self) -> list[int]:
-        """A chunk of the prompt, or the newest token with drafts behind it."""
+        """A chunk of the prompt, or the newest token followed by drafts."""
         known = self.tokens[self.request.length :]
         return known[:CHUNK_TOKENS] if len(known) > 1 else known + self._drafts()
 
     def take(self, ids: list[int], chosen: list[int]) -> int:
-        """Adds what the model chose behind `ids`. Returns how many of `ids` are right."""
+        """Adds what the model chose after `ids`. Returns how many of `ids` are right."""
         known = len(self.tokens) - self.request.length
         if len(ids) < known:
             return len(ids)

@@ -1,10 +1,10 @@
 """Prefill in one process, decode in two others, a router between them, a few seconds on a CPU.
 
 The prefill process runs prompts and offers each request when its first token is known. The router,
-this process, carries the offers: a few kilobytes. A decode process accepts, reads the cache out of
-the other's memory with NIXL, and goes on with drafts. One request moves to the other decode process
-in the middle of its answer. What does not come is computed: nothing depends on the hand-off but
-time. The tokens are those of a single process.
+this process, carries the offers: a few kilobytes. A decode process accepts, reads the cache from
+the other's memory with NIXL, and continues with drafts. One request moves to the other decode
+process in the middle of its answer. What does not arrive is computed: the hand-off only saves time.
+The tokens are those of a single process.
 
     pip install 'dsv4[nixl]'
     python -m examples.disaggregated
@@ -33,7 +33,7 @@ PROMPT_TOKENS = (150, 260, 129)
 MOVES = 1  # this prompt's request moves on
 MOVES_AFTER = 6  # tokens of its answer
 PREFILL, DECODE = "prefill", ("decode 0", "decode 1")
-# the caches need not be alike: other drafts, other sizes
+# the caches may have different drafts and sizes
 DRAFTS = {PREFILL: 0, "decode 0": decode_loop.DRAFT_TOKENS, "decode 1": decode_loop.DRAFT_TOKENS}
 BLOCKS = {PREFILL: 12, "decode 0": 9, "decode 1": 7}
 
@@ -43,7 +43,7 @@ BLOCKS = {PREFILL: 12, "decode 0": 9, "decode 1": 7}
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Worker:
-    """A manager, a model, and the jobs that it has. The router says what comes and what goes."""
+    """A manager, a model, and the jobs that it has. The router decides what comes and what goes."""
 
     name: str
     router: Connection
@@ -52,7 +52,7 @@ class Worker:
     live: dict[int, Generation] = field(default_factory=dict)
     arrivals: dict[int, tuple[dsv4.Arrival, list[int], int]] = field(default_factory=dict)
     waiting: dict[int, tuple[list[int], int]] = field(default_factory=dict)  # computed here
-    leaving: set[int] = field(default_factory=set)  # jobs that move on in the middle
+    leaving: set[int] = field(default_factory=set)  # jobs that move in the middle
 
     def __post_init__(self) -> None:
         schema = dsv4.CacheSchema.build(
@@ -92,7 +92,7 @@ class Worker:
     def accept(
         self, job: int, tokens: list[int], prompt_tokens: int, offer: bytes, moves: bool
     ) -> None:
-        """Starts to read. The worker goes on with what it has meanwhile."""
+        """Starts to read. The worker continues with its other jobs meanwhile."""
         if moves:
             self.leaving.add(job)
         try:
@@ -103,7 +103,7 @@ class Worker:
     # ---- in the order of a turn
 
     def settle(self) -> None:
-        """Requests that have arrived go on here."""
+        """Continues requests that have arrived."""
         for job, (arrival, tokens, prompt_tokens) in list(self.arrivals.items()):
             if not arrival.poll():
                 continue
@@ -124,12 +124,12 @@ class Worker:
                 )
 
     def compute(self, job: int, tokens: list[int], prompt_tokens: int, error: Any) -> None:
-        """What did not come is computed here, as soon as there is room."""
+        """Computes what did not arrive, as soon as there is room."""
         self.tell("failed", job=job, why=str(error))
         self.waiting[job] = tokens, prompt_tokens
 
     def step(self) -> None:
-        """One forward pass over all jobs; then those that are through leave."""
+        """One forward pass over all jobs; then those that have finished leave."""
         live = list(self.live.values())
         inputs = [generation.next_input() for generation in live]
         counts, ids = [len(each) for each in inputs], [token for each in inputs for token in each]
@@ -150,7 +150,7 @@ class Worker:
                 self.tell("done", job=job, tokens=generation.tokens)
 
     def give_away(self, job: int) -> None:
-        """Offers a request and lets it go: what was offered stays until it was taken."""
+        """Offers a request and releases it: what was offered stays until it was taken."""
         generation = self.live.pop(job)
         self.leaving.discard(job)
         offer = self.manager.handoff.offer(generation.request)

@@ -186,7 +186,9 @@ def test_what_a_manager_needs_besides_counts_in_every_refusal() -> None:
         with pytest.raises(PoolTooSmall) as caught:
             plan(TINY, memory_bytes=alone + 1_000_000, other_bytes=other_bytes, **question)
         assert caught.value.minimum_bytes == alone + 1_000_001
-    with pytest.raises(PoolTooSmall, match="beside 1,000,002 bytes for the manager") as caught:
+    with pytest.raises(
+        PoolTooSmall, match="in addition to 1,000,002 bytes for the manager"
+    ) as caught:
         plan(TINY, memory_bytes=1_000_000, requests=2, other_bytes=other_bytes)
     assert caught.value.minimum_bytes == 2 * TINY.request_bytes(1) + 1_000_002
 

@@ -1,4 +1,4 @@
-"""The one door by which requests begin, go back and go on. Nothing else makes a `Request`.
+"""The one place where requests begin, go back and continue. Nothing else makes a `Request`.
 
     begin       from nothing
     after       after cached blocks, with a snapshot or a replay
@@ -9,8 +9,8 @@
     reset       a live request, to length 0
     go_on       a live request, to the end of a longer prompt
 
-All of them write to the device first, to a slot and blocks that no request has, and then change the
-books, so an error leaves everything as it was. Checks of what a caller gave are the manager's.
+All of them first write to the device, to a slot and blocks that no request has, and then change the
+bookkeeping, so an error leaves everything unchanged. The manager checks what a caller passed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Fill = Callable[[int, Sequence[int]], None]
 
 
 class Admission:
-    """Requests of one manager. Its calls come from the call that is inside the manager."""
+    """Requests of one manager. It is only called from a call of the manager."""
 
     def __init__(
         self, table: RequestTable, memory: CacheMemory, prefix: PrefixCache | None, guard: Guard
@@ -51,7 +51,7 @@ class Admission:
         return self._enter(self._table.make_request(self._table.free_slots[-1], block_ids, resume))
 
     def after(self, prefix: PrefixCache, match: PrefixMatch, trail: TokenTrail) -> Request:
-        """A request that goes on after cached blocks."""
+        """A request that continues after cached blocks."""
 
         def fill(slot: int, begun: Sequence[int]) -> None:
             if match.nodes:
@@ -81,7 +81,7 @@ class Admission:
 
     def _after(self, match: PrefixMatch, trail: TokenTrail, fill: Fill) -> Request:
         """After the blocks of a match. `fill` puts the state into a slot and, where the state ends
-        inside a block, into that block; no request has either."""
+        inside a block, into that block; no request has that slot or block yet."""
         table, resume, block_tokens = self._table, match.resume, self._schema.block_tokens
         slot, shared = table.free_slots[-1], [node.block_id for node in match.nodes]
         blocks = self._schema.blocks_for(resume.end)
@@ -102,8 +102,8 @@ class Admission:
         return self._enter(request)
 
     def arrived(self, arrival: Arrival, slot_bytes: Tensor, block_bytes: Tensor) -> Request:
-        """The request of an arrival, in the slot and the blocks that it was promised. Blocks have
-        come already, the state is on the host."""
+        """The request of an arrival, in the slot and the blocks that were promised to it. The
+        blocks have arrived already, the state is on the host."""
         table, landing, length = self._table, arrival.landing, arrival.tokens
         slot, block_ids = table.holdings[arrival].slot, [*landing.shared, *landing.block_ids]
         assert slot is not None
@@ -120,8 +120,8 @@ class Admission:
         return request
 
     def fork(self, request: Request, count: int) -> list[Request]:
-        """Requests that go on from where this one is. They share its whole blocks, and get copies
-        of its slot and of its unfinished block."""
+        """Requests that continue from where this one is. They share its whole blocks, and get
+        copies of its slot and of its unfinished block."""
         table, schema = self._table, self._schema
         held = schema.blocks_for(request.length)
         whole = max(request.length, request.reused_tokens) // schema.block_tokens
@@ -159,7 +159,8 @@ class Admission:
     def _put_state(
         self, slot: int, begun: Sequence[int], slot_bytes: Tensor, block_bytes: Tensor
     ) -> None:
-        """A state of the host into a slot and, where it ends inside a block, into that block."""
+        """Copies a state from the host into a slot and, where it ends inside a block, into that
+        block."""
         self._memory.slot_arena.bytes[slot].copy_(slot_bytes)
         if self._schema.block_bytes:
             for block_id in begun:
@@ -168,8 +169,8 @@ class Admission:
     # ---- a live request goes elsewhere -------------------------------------------------------
 
     def rewind(self, request: Request, length: int) -> Resume:
-        """To `length` tokens: at once where the rings still hold the state there, else to the
-        nearest point that can be resumed."""
+        """Goes back to `length` tokens: directly where the rings still hold the state there,
+        otherwise to the nearest point that can be resumed."""
         reach = request.written_tokens - self._schema.max_rollback_tokens
         if length >= max(reach, request.reused_tokens):
             self._own_unfinished_block(request, length)
@@ -189,7 +190,7 @@ class Admission:
         return request.resume
 
     def reset(self, request: Request) -> None:
-        """To length 0, with a slot of zeros. It keeps the blocks that only it holds."""
+        """Goes back to length 0, with a slot of zeros. It keeps the blocks that only it holds."""
         with self._guard.change.rewriting(request):
             self._memory.zero_slot(request.slot)
             if request.trail is not None:
@@ -199,7 +200,7 @@ class Admission:
         request.mend()
 
     def go_on(self, request: Request, trail: TokenTrail, count: int) -> Resume:
-        """To the end of a prompt of `count` tokens that begins with the request's own."""
+        """Continues to the end of a prompt of `count` tokens that begins with the request's own."""
         self._table.grow([(request, self._schema.blocks_for(count))])
         fixed = max(request.length, request.reused_tokens)
         request.trail = trail
@@ -209,8 +210,8 @@ class Admission:
         return request.resume
 
     def _resume_at(self, request: Request, resume: Resume, length: int) -> None:
-        """The request goes on where a resume says. Unless that is from nothing, the state is in the
-        workspace's spare slot, and one operation of the device copies it."""
+        """The request continues from where a resume says. Unless that is from nothing, the state is
+        in the workspace's spare slot, and one operation of the device copies it."""
         with self._guard.change.rewriting(request):
             if resume.source != "nothing":
                 self._memory.fill_slot(request.slot)
@@ -220,8 +221,8 @@ class Admission:
             request.restart(resume)
 
     def _own_unfinished_block(self, request: Request, length: int) -> None:
-        """Whatever the request writes from `length` on into the block that it is in, it writes to a
-        block of its own."""
+        """Makes sure that what the request writes from `length` on into its unfinished block goes
+        to a block of its own."""
         block, inside = divmod(length, self._schema.block_tokens)
         if not inside or not self._schema.block_bytes:
             return

@@ -187,11 +187,11 @@ class BlockAllocator:
         for block_id, references in enumerate(self._references):
             in_flight = block_id in self._in_flight
             if in_flight and (references or self._cached[block_id]):
-                raise Dsv4Error(f"block {block_id} is in flight, but somebody reads it")
+                raise Dsv4Error(f"block {block_id} is in flight, but a request reads it")
             free = references == 0 and not self._cached[block_id] and not in_flight
             if references < 0 or listed[block_id] != free:
                 raise Dsv4Error(
-                    f"block {block_id} has {references} references and stands {listed[block_id]} "
+                    f"block {block_id} has {references} references and is {listed[block_id]} "
                     f"times in the free list: the allocator's own state is broken"
                 )
         idle = sum(not r and bool(c) for r, c in zip(self._references, self._cached, strict=True))

@@ -15,7 +15,7 @@ from dsv4.units import parse_bytes, parse_tokens
 
 
 class SchemaOptions(TypedDict, total=False):
-    """Those of `CacheSchema.build` but for `max_context`."""
+    """Options of `CacheSchema.build`, except `max_context`."""
 
     block_tokens: int
     align_bytes: int
@@ -29,7 +29,7 @@ class SchemaOptions(TypedDict, total=False):
 
 
 class CacheOptions(SchemaOptions, ManagerOptions, total=False):
-    """What else `Cache` takes."""
+    """All options of `Cache`."""
 
 
 def Cache(
@@ -45,12 +45,11 @@ def Cache(
     `KVCacheManager` with as many blocks as fit.
 
     `model` is the name of a preset, the path of a config.json, or a ModelSpec; `memory` bytes or
-    "40GiB". `max_requests` may be alive at once, each up to `max_context` tokens (default: all that
-    the model has positions for); one of `context` tokens (default: `max_context`) must fit at
-    least. Prompts that begin alike share their beginning; `prefix=None` switches that off. All
-    other options are those of `CacheSchema.build` and `KVCacheManager`; with `steps_ahead` as many
-    plans may be open as that needs. Raises ConfigError, SchemaError, PoolTooSmall (with the least
-    memory that would do), InvalidInput.
+    "40GiB". `max_requests` may be live at once, each up to `max_context` tokens (default: all
+    positions of the model); at least one of `context` tokens (default: `max_context`) must fit.
+    Prompts with the same beginning share it; `prefix=None` switches that off. All other options are
+    those of `CacheSchema.build` and `KVCacheManager`; with `steps_ahead` as many plans may be open
+    as that needs. Raises ConfigError, SchemaError, PoolTooSmall (with the minimum), InvalidInput.
     """
     refuse_unknown("Cache", options, CacheOptions.__annotations__)
     schema_options, manager_options = (

@@ -1,4 +1,4 @@
-"""Changes of a manager: one call at a time makes one, and a call that was interrupted is noticed.
+"""Changes of a manager: one call at a time makes one, and an interrupted call is detected.
 Torch-free.
 
 A call enters, changes things, and leaves. Errors leave too, because a call that raises has undone
@@ -29,18 +29,19 @@ R = TypeVar("R")
 class Change:
     """What a call has begun and not finished. Only `recover` reads it, after an interrupt.
 
-    Because of it the statements of a call need no order that an interrupt would have to respect:
-    free lists, counts and the device's table are derived from requests, index and holders, and the
-    two facts that cannot be derived are noted here before they become true.
+    It frees the statements of a call from a fixed order for the sake of interrupts: free lists,
+    counts and the device's table are derived from requests, index and holders, and the two facts
+    that cannot be derived are recorded here before they become true.
     """
 
-    # class attributes: most calls hand out one object and rewrite none, so none is given a list
+    # class attributes: most calls hand out one object and rewrite none, so lists are made only on
+    # demand
     handed_out: tuple[object, ...] = ()
     rewritten: tuple[object, ...] = ()
 
     def hand_out(self, *items: object) -> None:
-        """The call is about to return these. If it is interrupted nobody has them: `recover`
-        releases requests and pins, and ends plans."""
+        """The call is about to return these. If it is interrupted, the caller never gets them:
+        `recover` releases requests and pins, and ends plans."""
         self.handed_out += items
 
     @contextmanager
@@ -48,7 +49,7 @@ class Change:
         """Inside, slot and position of a live request are replaced. If that is interrupted, the
         rings hold neither the old state nor the new one: `recover` finds the request torn.
 
-        An error must come before anything was replaced, so that the request is as it was."""
+        An error must come before anything was replaced, so that the request is unchanged."""
         self.rewritten += (request,)
         try:
             yield
@@ -80,10 +81,10 @@ class Door:
     """Lets one call in at a time.
 
     A call stores its visit, with the frame that it runs in, under the door's number if nothing is
-    stored there: one operation, so the call inside is known from the first moment to the last. A
-    call that leaves removes its visit. An interrupted call does not, wherever it was, but its frame
-    has ended, and Python can tell. Nothing is noted on the way out, so no interrupt can come before
-    the note.
+    stored there. This is one operation, so the call inside is known from the first moment to the
+    last. A call that leaves removes its visit. An interrupted call does not, wherever it was, but
+    its frame has ended, and Python can check that. Nothing is recorded on the way out, so no
+    interrupt can come before such a record.
 
     The visit of an interrupted call stays. A call that may pass it stores its own visit under the
     next number: of several that try, one succeeds.
@@ -97,21 +98,21 @@ class Door:
         del self.visits[self.number]
 
     def _come_past(self, visit: Visit) -> tuple[Visit | None, int, list[Visit]]:
-        """Comes in, past calls that were interrupted. Answers with the call that runs inside, if
-        one does and the visit was not put down; else with the number that it is under, and with
-        those that were interrupted."""
+        """Enters past calls that were interrupted. Returns the call that runs inside, if there is
+        one and the visit was not stored; otherwise the number that the visit is stored under, and
+        the interrupted calls."""
         number, interrupted = self.number, list[Visit]()
         while (found := self.visits.setdefault(number, visit)) is not visit:
             if _is_on(found):
                 return found, number, []
-            if self.visits.get(number) is found:  # else it has left, and the number is free
+            if self.visits.get(number) is found:  # otherwise it has left, and the number is free
                 interrupted += [found] if found[0] else []
                 number += 1
         return None, number, interrupted
 
     def _settle(self, number: int) -> None:
-        """The visit inside is under this number, the next ones too; those before are forgotten,
-        and nobody can put one there."""
+        """The visit inside is stored under this number, and later ones will be; those before are
+        forgotten, and none can be stored there."""
         first, self.number = self.number, number
         for each in range(first, number):
             self.visits[each] = _OVER
@@ -137,13 +138,13 @@ class Guard(Door):
 
     @property
     def change(self) -> Change:
-        """That of the call inside, which asks for it."""
+        """The change of the call inside, which asks for it."""
         return self.visits[self.number][3]
 
     def defer(self, item: object, *, suspend: bool = False) -> None:
-        """The next call releases this (a request, a fetch, what was handed over) before it does
-        anything else; with `suspend` it suspends the request if it can. May be called at any time
-        and from any thread."""
+        """The next call releases this (a request, a fetch, a hand-off) before it does anything
+        else; with `suspend` it suspends the request if it can. May be called at any time and from
+        any thread."""
         self.deferred.append((item, suspend))
 
     def enter(self, call: str) -> None:
@@ -175,9 +176,9 @@ class Guard(Door):
             )
 
     def take_over(self) -> tuple[int, list[Visit]]:
-        """For `recover`: inside, past the calls that were interrupted. Answers with the number of
-        its visit, for `give_way` or `step_back`, and with those calls. Raises ThreadError while a
-        call runs."""
+        """For `recover`: enters past the calls that were interrupted. Returns the number of its
+        visit, for `give_way` or `step_back`, and those calls. Raises ThreadError while a call
+        runs."""
         visit: Visit = (sys._getframe(1), "recover", threading.get_ident(), Change())
         inside, number, interrupted = self._come_past(visit)
         if inside is not None:
@@ -185,7 +186,7 @@ class Guard(Door):
         return number, interrupted
 
     def give_way(self, number: int) -> None:
-        """`recover` is done."""
+        """`recover` has finished."""
         self._settle(number)
         self.leave()
 
@@ -204,7 +205,7 @@ def _refuse_second(call: str, inside: Visit) -> NoReturn:
         )
     raise ThreadError(
         f"{call} came while thread {thread} is inside {name}: calls that change a manager come one "
-        f"at a time, from whatever thread; only stats and memory_bytes may be asked meanwhile"
+        f"at a time, from any thread; only stats and memory_bytes may be asked meanwhile"
     )
 
 
@@ -220,7 +221,8 @@ G = TypeVar("G", bound=Guarded)
 
 
 def changes(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P], R]:
-    """A call that changes its manager: it has a `Change`, and no other call is inside meanwhile.
+    """A call that changes its manager: it has a `Change`, and no other call is inside at the same
+    time.
 
     Not a `with` block in each call: a `with` ends by a call, after which Python handles signals,
     and a finished result would be lost. Here one instruction leaves, and the next one returns.
@@ -255,11 +257,11 @@ def log_refusal(call: str, error: Exception) -> None:
 
 
 class Turn(Door):
-    """One call at a time uses what the handles of a plan share. One that was interrupted keeps
-    nobody out: what it has left undone is the plan's."""
+    """One call at a time uses what the handles of a plan share. One that was interrupted blocks no
+    other: what it has left undone is recorded in the plan."""
 
     def enter(self, call: str) -> None:
-        """Until it leaves, the caller is inside. Raises ThreadError while another call is."""
+        """The caller is inside until it leaves. Raises ThreadError while another call is."""
         visit: Visit = (sys._getframe(1), call, 0, NOTHING_BEGUN)
         if self.visits.setdefault(self.number, visit) is not visit:
             self.come_past(visit)
@@ -292,7 +294,8 @@ B = TypeVar("B", bound=Bound)
 
 
 def in_turn(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P], R]:
-    """A call of a handle: by the thread that acquired it, and no other is inside meanwhile."""
+    """A call of a handle: by the thread that acquired it, and no other is inside at the same
+    time."""
     name = method.__name__
 
     def guarded(self: B, /, *args: P.args, **options: P.kwargs) -> R:
@@ -305,7 +308,7 @@ def in_turn(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P
         visit: Visit = (sys._getframe(), name, 0, NOTHING_BEGUN)
         if turn.visits.setdefault(turn.number, visit) is not visit:  # turn.enter, without a call
             turn.come_past(visit)
-        del visit  # or the frame would hold itself, and all arguments, until it is collected
+        del visit  # otherwise the frame would hold itself, and all arguments, until it is collected
         try:
             return method(self, *args, **options)
         finally:
@@ -316,15 +319,15 @@ def in_turn(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P
 
 
 class Uncopied:
-    """What stands for device memory: a copy of it would be a second owner of the same bytes."""
+    """An object that stands for device memory: a copy would be a second owner of the same bytes."""
 
     __slots__ = ()
     _instead: ClassVar[str] = "build another one"
 
     def _refuse_copy(self) -> NoReturn:
         raise CopyError(
-            f"a {type(self).__name__} cannot be copied or pickled, for it stands for memory on the "
-            f"device: {self._instead}"
+            f"a {type(self).__name__} cannot be copied or pickled, because it stands for memory on "
+            f"the device: {self._instead}"
         )
 
     def __copy__(self) -> NoReturn:

@@ -47,8 +47,9 @@ class LayerCacheHandle(Uncopied):
     kernels and do nothing else: no allocation, no synchronisation, the same launches whatever the
     lengths are. Reads see what the step's `append` has left, and nothing outside a request's
     length; with results given by the caller they allocate nothing and look at no length on the
-    host. "Values" are bf16, or fp32 where the format keeps fp32. The thread that acquired a handle
-    uses it, and no other thread is inside a call of the same plan meanwhile (ThreadError).
+    host. "Values" are bf16, or fp32 where the format keeps fp32. Only the thread that acquired a
+    handle uses it, and no other thread may be inside a call of the same plan at the same time
+    (ThreadError).
     """
 
     _instead = "manager.acquire(layer, batch) returns it"
@@ -61,7 +62,7 @@ class LayerCacheHandle(Uncopied):
         self.compressor, self.index_compressor = memory.compressor, memory.index_compressor
         self.block_table = memory.shared.block_table
         self.batch: Batch | None = None
-        self.thread: int | None = None  # who acquired it
+        self.thread: int | None = None  # the thread that acquired it
         self._model, self._max_context = schema.model, schema.max_context
         self._value_dtype = schema.entry_format.value_dtype
         self._index_dtype = schema.index_format.value_dtype
@@ -117,13 +118,12 @@ class LayerCacheHandle(Uncopied):
         """All that this layer writes in the step: one launch in a decode step, two in a chunk.
 
         Rows are the batch's tokens in order (padding rows included, their content ignored): `kv`
-        [tokens, head_dim], bf16 or, where the format keeps it, fp32; `c`, `z` fp32
-        [tokens, columns] are the compressor's value and gate projections, columns
-        [previous | current] where groups overlap; `index_c`, `index_z` the indexer's. A layer of
-        ratio 1 takes `c` of the type of `kv` and no `z`.
-        Window rows go to the ring, projections to the tails, closed groups to their blocks.
-        Raises InvalidInput or PlanError before anything is launched. After any other error the step
-        is for `fail`: of a chunk no layer appends again, as after a success.
+        [tokens, head_dim], bf16 or, where the format keeps it, fp32; `c`, `z` fp32 [tokens,
+        columns] are the compressor's value and gate projections, columns [previous | current] where
+        groups overlap; `index_c`, `index_z` the indexer's. A layer of ratio 1 takes `c` of the type
+        of `kv` and no `z`. Window rows go to the ring, projections to the tails, closed groups to
+        their blocks. Raises InvalidInput or PlanError before anything is launched. After any other
+        error call `fail`: a chunk is not appended again by any layer, as after a success.
         """
         batch = self.batch
         if (
@@ -187,7 +187,8 @@ class LayerCacheHandle(Uncopied):
 
     @in_turn
     def write_swa(self, kv: Tensor, *, weights: LayerWeights) -> None:
-        """The window rows alone. Wrap-around leaves exactly the newest ring-full."""
+        """Writes only the window rows. Wrap-around leaves exactly the newest rows that fit into the
+        ring."""
         batch = self._unwritten_batch()
         checks.layer_weights(weights)
         window = self._window_write(batch, kv, weights)
@@ -208,7 +209,8 @@ class LayerCacheHandle(Uncopied):
         *,
         weights: LayerWeights,
     ) -> None:
-        """The projections into the tails alone; `flush_compression` then closes groups from them.
+        """Writes only the projections into the tails; `flush_compression` then closes groups from
+        them.
 
         Only for decode batches: a tail holds no more than a group and the drafts.
         """
@@ -245,7 +247,7 @@ class LayerCacheHandle(Uncopied):
 
     @in_turn
     def compress_tail(self, layout: CompressorLayout, weights: LayerWeights, out: Tensor) -> None:
-        """Closed groups into `out` [work items, width], of the format's value type, and not into
+        """Writes closed groups to `out` [work items, width], of the format's value type, and not to
         blocks."""
         self._require_whole_tails("compress_tail")
         batch = self._decode_batch("compress_tail")
@@ -393,9 +395,9 @@ class LayerCacheHandle(Uncopied):
 
     @in_turn
     def gather_compressed_kv(self, indices: Tensor, out: Tensor | None = None) -> Tensor:
-        """Entries `indices` int32 [tokens, k] of each of the step's tokens, as values
-        [tokens, k, head_dim]. K and V are this one tensor. An index below 0, or of an entry that
-        the token cannot see, gives zeros; rows of padding tokens stay as they are."""
+        """Entries `indices` int32 [tokens, k] of each of the step's tokens, as values [tokens, k,
+        head_dim]. K and V are this one tensor. An index below 0, or of an entry that the token
+        cannot see, gives zeros; rows of padding tokens are unchanged."""
         batch = self._readable_batch()
         width = self._model.head_dim
         device = self._slot_arena.device
@@ -417,8 +419,8 @@ class LayerCacheHandle(Uncopied):
         self, out: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """All entries that each request's newest token sees, in order, into `out`, values
-        [requests, n, head_dim], and how many, int32 [requests], at most n. What lies behind them in
-        `out` stays as it is."""
+        [requests, n, head_dim], and how many, int32 [requests], at most n. The rest of `out` is
+        unchanged."""
         batch = self._readable_batch()
         requests = batch.request_rows.shape[0]
         checks.is_tensor("out", out)
@@ -477,7 +479,7 @@ class LayerCacheHandle(Uncopied):
         candidates: Tensor | None = None,
     ) -> Tensor:
         """The indexer's choice: for every token the exact `top_k` entries (default: the model's)
-        by score, as int32 [tokens, top_k], ascending, ties to the lowest entry, -1 behind them.
+        by score, as int32 [tokens, top_k], ascending, ties to the lowest entry, followed by -1.
 
         `q` [tokens, index heads, index_dim] are raw projections and are **overwritten** by RoPE,
         Hadamard and the round trip through the index format, unless `prepared` says that this has
@@ -485,9 +487,9 @@ class LayerCacheHandle(Uncopied):
         where the index format keeps fp32. `round_bf16` rounds scores as the model was trained;
         without, they are fp32. Index keys of the latent (V4.1) have no Hadamard, nor have queries.
 
-        `candidates` int32 [tokens, candidate_blocks] are written by a layer whose candidates others
-        take, if given, and read by those. They are worth something in one step only.
-        Raises SchemaMismatch on a layer without an indexer, InvalidInput, PlanError.
+        `candidates` int32 [tokens, candidate_blocks], if given, are written by a layer whose
+        candidates others use, and read by those. They are valid only within one step. Raises
+        SchemaMismatch on a layer without an indexer, InvalidInput, PlanError.
         """
         if self.memory.index_keys is None:
             self.read_indexer_view()
@@ -502,7 +504,8 @@ class LayerCacheHandle(Uncopied):
             shape = batch.tokens.shape[0], count
             out = torch.empty(shape, dtype=torch.int32, device=self._slot_arena.device)
         given = (q, index_weights, out, rope, candidates)
-        call_key = ("select", batch.sizes, prepared, round_bf16, repr(top_k))  # True is no 1 here
+        # True does not count as 1 here
+        call_key = ("select", batch.sizes, prepared, round_bf16, repr(top_k))
         build = partial(self._select_calls, batch, *given, prepared, round_bf16, top_k)
         self._repeated(batch, call_key, given, build)
         return out
@@ -595,7 +598,8 @@ class LayerCacheHandle(Uncopied):
                 f"top_k={top_k} of {width} candidate blocks of {size} entries: only "
                 f"{(width - 1) * size + 1} are visible for certain"
             )
-        if source is None and width * size < top_k:  # who sees no more than top_k is not scored
+        # tokens that see no more than top_k entries are not scored
+        if source is None and width * size < top_k:
             raise InvalidInput(
                 f"top_k={top_k} beside {width} candidate blocks of {size} entries: blocks are "
                 f"chosen by scores, which are made of tokens that see more than top_k entries, so "
@@ -695,13 +699,13 @@ class LayerCacheHandle(Uncopied):
         draft past its length. Each query sees the window of the request's last token and all keys
         of the draft, later ones too. out and lse as of `attend`.
 
-        `kv` and `weights` as in `append`: keys are rounded as records are, and stored nowhere. The
-        plan stays unwritten: `abandon` it when all draft layers have drafted. Three launches.
-        Raises SchemaMismatch on other layers, PlanError, InvalidInput.
+        `kv` and `weights` as in `append`: keys are rounded as records are, but not stored. The plan
+        stays unwritten: `abandon` it when all draft layers have drafted. Three launches. Raises
+        SchemaMismatch on other layers, PlanError, InvalidInput.
         """
         model, device = self._model, self._slot_arena.device
         if not self.schema.spec.draft or not model.draft_block:
-            raise SchemaMismatch(f"layer {self.layer} is no layer that drafts several tokens")
+            raise SchemaMismatch(f"layer {self.layer} does not draft several tokens")
         batch = self.open_batch()
         counts = batch.counts.tolist()
         if batch.touched or not batch.alone or any(count != model.draft_block for count in counts):
@@ -767,8 +771,8 @@ class LayerCacheHandle(Uncopied):
     # ---- batches -----------------------------------------------------------------------------
 
     def bind(self, batch: Batch | None) -> None:
-        """To a batch, for this thread. Raises ThreadError while another thread uses the plan that
-        the handle is bound to."""
+        """Binds the handle to a batch, for this thread. Raises ThreadError while another thread
+        uses the plan that the handle is bound to."""
         turn = self.turn
         turn.enter("acquire")
         self.batch, self.thread = batch, threading.get_ident()
@@ -793,9 +797,10 @@ class LayerCacheHandle(Uncopied):
         return batch
 
     def _readable_batch(self) -> Batch:
-        """One in which what this layer reads is stored, window rows and entries."""
+        """The bound batch, in which everything that this layer reads is stored, window rows and
+        entries."""
         batch, owner = self.batch, self._owner
-        if (  # how it is in every step, without further calls
+        if (  # the usual case in every step, without further calls
             batch is not None
             and not batch.done
             and batch.last_appended == self.layer
@@ -816,7 +821,7 @@ _is_given: Any = partial(is_not, None)
 
 
 def _tensors_of(weights: LayerWeights) -> tuple[Tensor | None, ...]:
-    """Those that a step takes of a layer's weights."""
+    """The tensors of a layer's weights that a step uses."""
     main, index = weights.compressor, weights.index_compressor
     keys = weights.index_projection
     return (

@@ -1,4 +1,4 @@
-"""The one owner of everything, and every public call: requests come, run and go."""
+"""The owner of everything, with every public call."""
 
 from __future__ import annotations
 
@@ -75,20 +75,20 @@ class KVCacheManager(Uncopied):
     false without any. With a hand-off (docs/distributed.md) requests go from manager to manager:
     `manager.handoff`.
 
-    With `batch_invariant` no bit that a token reads, scores, selection, attention, depends on what
-    else is in its step or on how its request was cut into steps. Without, the last bits of
-    attention may, where a GPU has a kernel of its own. It costs time where requests are few, and
-    workspace (docs/exactness.md).
+    With `batch_invariant` no bit of what a token reads (scores, selection, attention) depends on
+    what else is in its step or on how its request was divided into steps. Without it, the last bits
+    of attention may, where a GPU has a special kernel. It costs time when there are few requests,
+    and workspace (docs/exactness.md).
 
-    Threads: calls that change the manager come one at a time, from whatever thread; one that comes
-    while another runs raises ThreadError. `stats`, `memory_bytes` and metrics may be asked at any
-    time. A handle is used by the thread that acquired it; calls of one plan's handles, and its
-    commit, abandon or fail, come one at a time too.
+    Threads: calls that change the manager come one at a time, from any thread; one that comes while
+    another runs raises ThreadError. `stats`, `memory_bytes` and metrics may be called at any time.
+    A handle is used by the thread that acquired it; calls of one plan's handles, and its commit,
+    abandon or fail, come one at a time too.
     """
 
     _instead = "build another one with the same schema"
 
-    @torch.inference_mode(False)  # its memory is written to with it and without
+    @torch.inference_mode(False)  # its memory is written both inside and outside of inference mode
     def __init__(
         self,
         schema: CacheSchema,
@@ -135,7 +135,7 @@ class KVCacheManager(Uncopied):
         self._admission = Admission(self.table, self.memory, self.prefix, self.guard)
         self._step_readers = tuple(StepReader(schema, self.table) for _ in self.memory.lanes)
         layers = [LayerMemory.of(self.memory, layer) for layer in range(len(schema.layers))]
-        self._handles = tuple(  # of each lane, and again for chunks apart
+        self._handles = tuple(  # of each lane, and again for chunks_apart
             tuple(
                 tuple(LayerCacheHandle(layer, self.backend, lane.workspace) for layer in layers)
                 for _ in range(2)
@@ -158,14 +158,14 @@ class KVCacheManager(Uncopied):
         budget: BlockBudget,
         **options: Unpack[ManagerOptions],
     ) -> KVCacheManager:
-        """A manager that allocates `budget.total_bytes`, to the byte: a budget that does not count
-        what these options need besides is refused. `from_memory` finds one that does; who counts
-        otherwise builds a manager of `budget.num_blocks`. Raises InvalidInput."""
+        """A manager that allocates exactly `budget.total_bytes`: a budget that does not include
+        what else these options need is refused. `from_memory` computes one that does; with other
+        accounting, build a manager from `budget.num_blocks`. Raises InvalidInput."""
         require_type("budget", budget, BlockBudget)
         other_bytes = cls.other_bytes(schema, max_requests=budget.max_requests, **options)
         if other_bytes != budget.other_bytes:
             raise InvalidInput(
-                f"the budget leaves {budget.other_bytes:,} bytes for what is no cache, with "
+                f"the budget leaves {budget.other_bytes:,} bytes for what is not cache, with "
                 f"these options it is {other_bytes:,}: compute it for the same ones, with "
                 f"other_bytes=KVCacheManager.other_bytes(schema, …), or use from_memory"
             )
@@ -186,7 +186,7 @@ class KVCacheManager(Uncopied):
         context: int | None = None,
         **options: Unpack[ManagerOptions],
     ) -> KVCacheManager:
-        """A manager that allocates no more than `memory_bytes` on its device, all told: slots, the
+        """A manager that allocates no more than `memory_bytes` on its device in total: slots, the
         block table, step buffers, workspace and snapshots, and blocks with what is left.
 
         Raises PoolTooSmall, with the minimum, if one request of `context` tokens would not fit.
@@ -205,8 +205,8 @@ class KVCacheManager(Uncopied):
     def other_bytes(
         cls, schema: CacheSchema, *, max_requests: int, **options: Unpack[ManagerOptions]
     ) -> int:
-        """Bytes that a manager of these options allocates besides blocks, slots and block table:
-        step buffers, workspace, snapshots. Allocates nothing there. Raises InvalidInput."""
+        """Bytes that a manager with these options allocates besides blocks, slots and block table:
+        step buffers, workspace, snapshots. Allocates nothing on the device. Raises InvalidInput."""
         require_type("schema", schema, CacheSchema)
         settings = Settings.of(options)
         place, nowhere = settings.place, torch.device("meta")
@@ -271,11 +271,11 @@ class KVCacheManager(Uncopied):
         """The plan that is open, the oldest of several."""
         return self.open_plans[0] if self.open_plans else None
 
-    # ---- requests come and go ----------------------------------------------------------------
+    # ---- requests ------------------------------------------------------------------------------
 
     def prompt(self, ids: TokenIds, salt: str | None = None) -> Prompt:
-        """Reads and hashes a prompt once: to ask about it while it waits, and to admit it. Takes
-        no memory of the cache. Raises InvalidInput, ContextOverflow."""
+        """Reads and hashes a prompt once, for questions about it while it waits, and for its
+        admission. Takes no memory of the cache. Raises InvalidInput, ContextOverflow."""
         read = token_ids(ids)
         step_checks.context(self.schema, len(read))
         if self.prefix is None:
@@ -283,8 +283,8 @@ class KVCacheManager(Uncopied):
         return self.prefix.prompt(read, salt)
 
     def look_up(self, prompt: Prompt) -> Resume:
-        """What `admit_request` would find cached of a prompt now, and where it would go on.
-        Changes nothing: neither counts nor what is evicted first. Raises InvalidInput."""
+        """What `admit_request` would find cached of a prompt now, and where it would continue.
+        Changes nothing: neither counts nor the order of eviction. Raises InvalidInput."""
         self._require_free("look_up")
         count, trail = self._read_prompt(prompt, None)
         if self.prefix is None or trail is None:
@@ -332,7 +332,7 @@ class KVCacheManager(Uncopied):
 
         With ids and a prefix cache, what is cached of the prompt is reused and `request.resume`
         says what is left to run, at least its last token. Prompts with different `salt` share
-        nothing. Without `reuse` all runs, and is cached all the same.
+        nothing. Without `reuse` everything is computed, and still cached.
         Raises OutOfSlots, OutOfBlocks (`never` or wait), ContextOverflow, InvalidInput.
         """
         table, allocator = self.table, self.table.allocator
@@ -352,7 +352,7 @@ class KVCacheManager(Uncopied):
 
     @changes
     def fork(self, request: Request, count: int) -> list[Request]:
-        """`count` new requests that go on from where this one is: beams, parallel samples.
+        """`count` new requests that continue from where this one is: beams, parallel samples.
 
         They share its whole blocks, which are never written again, and get copies of its slot and
         of its unfinished block: all or nothing. Raises OutOfSlots, OutOfBlocks, RequestError.
@@ -365,18 +365,19 @@ class KVCacheManager(Uncopied):
 
     @changes
     def rewind(self, request: Request, length: int) -> Resume:
-        """Takes tokens from `length` on back. Returns what to run again to be there.
+        """Takes back all tokens from `length` on. Returns what to run again to get there.
 
         As far as the rings reach (the newest 1 + max_draft_tokens that were written) that is
-        nothing; further back the request goes on from the nearest point that can be resumed, and
-        gives the blocks behind it back. Raises InvalidInput, RequestError, OutOfBlocks.
+        nothing; further back the request continues from the nearest point that can be resumed, and
+        releases the blocks after it. Raises InvalidInput, RequestError, OutOfBlocks.
         """
         self._require_unplanned(request)
         return self._admission.rewind(request, step_checks.rewind_length(request, length))
 
     @changes
     def supply_ids(self, request: Request, ids: TokenIds) -> None:
-        """The ids of tokens that were committed without: from the first that is not known on.
+        """Supplies the ids of tokens that were committed without them, from the first unknown one
+        on.
 
         Blocks that become known are cached now. A snapshot is taken if the rings still have the
         state, that is up to 1 + max_draft_tokens tokens later. Raises InvalidInput, RequestError.
@@ -388,7 +389,7 @@ class KVCacheManager(Uncopied):
         known = len(request.trail.ids)
         if known + len(read) > request.length:
             raise InvalidInput(
-                f"{len(read)} ids behind the {known} that are known of request {request.serial}, "
+                f"{len(read)} ids after the {known} that are known of request {request.serial}, "
                 f"but it has {request.length} tokens: supply those that were committed"
             )
         self.prefix.supply_ids(request, read, self.slot_arena.bytes[request.slot], self._adopt)
@@ -396,17 +397,17 @@ class KVCacheManager(Uncopied):
 
     @changes
     def continue_request(self, request: Request, prompt: TokenIds | Prompt) -> Resume:
-        """The request goes on to the end of a prompt that begins with its tokens: the next turn of
-        a conversation. Nothing that it has computed runs again; a new admission would go on behind
-        the last whole block that has a snapshot.
+        """The request continues to the end of a prompt that begins with its tokens: the next turn
+        of a conversation. Nothing that it has computed runs again; a new admission would continue
+        after the last whole block that has a snapshot.
 
-        It then is as if it had been admitted for the prompt: it has blocks for all of it, and
-        caches it. All its tokens must be known (`supply_ids`). Returns what is left to run, as
-        `request.resume` says too. Raises InvalidInput, RequestError, OutOfBlocks, ContextOverflow.
+        Afterwards it is as if it had been admitted for the prompt: it has blocks for all of it, and
+        caches it. All its tokens must be known (`supply_ids`). Returns what is left to run, which
+        is also `request.resume`. Raises InvalidInput, RequestError, OutOfBlocks, ContextOverflow.
         """
         prefix = self._prefix_cache()
         self._require_unplanned(request)
-        if request.condition is not Condition.INCOMPLETE:  # of which not all tokens are known
+        if request.condition is not Condition.INCOMPLETE:  # not all of whose tokens are known
             request.require("continue")
         count, trail = self._read_prompt(prompt, None)
         known = request.trail
@@ -415,9 +416,7 @@ class KVCacheManager(Uncopied):
                 f"the tokens of request {request.serial} are not known to be the prompt's: both "
                 f"must be given as ids"
             )
-        fixed = max(
-            request.length, request.reused_tokens
-        )  # entries to replay are those of its tokens
+        fixed = max(request.length, request.reused_tokens)  # entries to replay belong to its tokens
         is_same = len(known.ids) >= fixed and known.root == trail.root and count > fixed
         if not is_same or not np.array_equal(trail.ids[:fixed], known.ids[:fixed]):
             raise InvalidInput(
@@ -431,7 +430,8 @@ class KVCacheManager(Uncopied):
 
     @changes
     def extend(self, request: Request, tokens: int) -> list[int]:
-        """Blocks so that `tokens` more tokens fit behind the request's length; the new ids."""
+        """Reserves blocks so that `tokens` more tokens fit after the request's length; returns the
+        new ids."""
         self.table.require_live(request)
         end = request.length + require_count("tokens", tokens, at_least=0)
         step_checks.context(self.schema, end)
@@ -453,7 +453,7 @@ class KVCacheManager(Uncopied):
         return request.block_ids[held]
 
     def block_id(self, request: Request, block: int) -> int:
-        """The physical block behind the request's block `block`."""
+        """The id of the physical block that is the request's block number `block`."""
         self.table.require_live(request)
         if not is_whole(block) or not 0 <= block < len(request.block_ids):
             raise InvalidInput(
@@ -464,15 +464,15 @@ class KVCacheManager(Uncopied):
 
     @changes
     def reset_slot(self, request: Request) -> None:
-        """Starts the request over: length 0, its slot zeroed. Blocks that only it holds stay with
-        it."""
+        """Starts the request over: length 0, its slot zeroed. It keeps the blocks that only it
+        holds."""
         self._require_unplanned(request)
         self._admission.reset(request)
 
     @changes
     def release_request(self, request: Request) -> None:
-        """Gives slot and blocks back; those that the prefix cache has indexed stay cached until
-        their memory is needed. The request cannot be used again."""
+        """Releases slot and blocks; those that the prefix cache has indexed stay cached until their
+        memory is needed. The request cannot be used again."""
         self._require_unplanned(request)
         self._release(request)
 
@@ -483,11 +483,11 @@ class KVCacheManager(Uncopied):
         self._forget_steps()
 
     def release_later(self, request: Request, *, suspend: bool = False) -> None:
-        """Releases a request with the next call that is made of the manager, once no open plan has
-        it; with `suspend`, suspends it where it can be. From then on it counts as released. Safe at
-        any time and from any thread, for it only notes what to do: for finalizers, which run
-        wherever a garbage collection starts, in the middle of a call too. Raises InvalidInput for
-        what is no request, RequestError for another manager's."""
+        """Releases a request with the next call of the manager, once no open plan has it; with
+        `suspend`, suspends it if possible. From then on it counts as released. Safe at any time and
+        from any thread, because it only notes what to do: for finalizers, which run wherever a
+        garbage collection starts, even in the middle of a call. Raises InvalidInput for something
+        that is not a request, RequestError for another manager's request."""
         require_type("request", request, Request)
         if self.table.live.get(request.slot) is not request and not request.released:
             raise RequestError("this is not a request that this manager admitted")
@@ -499,13 +499,15 @@ class KVCacheManager(Uncopied):
         """Every call that changes something releases what is deferred; this does nothing else."""
 
     def _require_free(self, call: str) -> None:
-        """For calls that change nothing but read what others change. What is to go has gone."""
+        """For calls that change nothing but read what others change. Deferred releases have been
+        done."""
         self.guard.require_free(call)
         if self.guard.deferred:
             self._release_now()
 
     def _release_deferred(self) -> None:
-        """What `release_later` has noted; each call that changes something begins with it."""
+        """Releases what `release_later` has noted; each call that changes something begins with
+        it."""
         deferred = self.guard.deferred
         for _ in range(len(deferred)):
             request, suspend = deferred[0]
@@ -520,32 +522,32 @@ class KVCacheManager(Uncopied):
             deferred.popleft()
 
     def _let_go(self, item: object) -> None:
-        """A fetch that nobody waits for any more, or what was handed over."""
+        """Ends a fetch that is no longer referenced, or releases a hand-off."""
         if not self.tiers.let_go(item):
             self.handoff.let_go(item)
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """All live requests, but for those that go with the next call."""
+        """All live requests, except those that the next call will release."""
         live, going = tuple(self.table.live.values()), self._going()
         return tuple(request for request in live if request not in going) if going else live
 
     def _going(self) -> list[Request]:
-        """What `release_later` was told of and no open plan has: the next call begins with it."""
+        """What `release_later` has noted and no open plan has: the next call begins with releasing
+        it."""
         going = [request for request in tuple(self.table.live.values()) if request.is_leaving]
         planned = {request for plan in tuple(self.open_plans) for request in plan.requests}
         return [request for request in going if request not in planned]
 
     def recover(self) -> None:
-        """Puts everything in order after a call was interrupted (RecoveryNeeded says so).
+        """Restores a consistent state after a call was interrupted (RecoveryNeeded says so).
 
-        Free lists, counts and the device's table are made anew from the requests and the prefix
-        index. Every request that was live still is, where it was before or after the call; one
+        Free lists, counts and the device's table are rebuilt from the requests and the prefix
+        index. Every request that was live still is, at its length before or after the call; one
         whose slot was being overwritten `is_torn`. Requests and pins that the interrupted call was
         about to return are gone; so is a plan that was never returned, or whose lengths have moved.
-        Fetches and arrivals that are not over are cancelled; offers stand.
-        Does nothing else, and nothing harmful if it was not needed. Raises ThreadError while a call
-        runs, one of a handle too.
+        Unfinished fetches and arrivals are cancelled; offers stand. Does nothing else, and is
+        harmless if it was not needed. Raises ThreadError while a call runs, one of a handle too.
         """
         guard = self.guard
         number, interrupted = guard.take_over()
@@ -584,7 +586,7 @@ class KVCacheManager(Uncopied):
 
     @changes
     def pin(self, ids: TokenIds, salt: str | None = None) -> PinnedPrefix:
-        """Keeps what is cached of these token ids until `unpin`, whatever the pressure."""
+        """Keeps what is cached of these token ids until `unpin`, even under memory pressure."""
         prefix = self._prefix_cache()
         pinned = prefix.pins.pin(prefix.trail(token_ids(ids), salt), self.guard.change.hand_out)
         return pinned
@@ -596,8 +598,8 @@ class KVCacheManager(Uncopied):
 
     @changes
     def evict(self, blocks: int | None = None) -> int:
-        """Lets cached blocks go that no request holds, the least recently used first, so many or
-        all that can. Returns how many. Admission does this by itself."""
+        """Evicts cached blocks that no request holds, the least recently used first: `blocks` of
+        them, or all that can be. Returns how many. Admission does this by itself."""
         most = (
             self.table.allocator.idle
             if blocks is None
@@ -626,11 +628,12 @@ class KVCacheManager(Uncopied):
         the rows past the live ones do nothing. The plan stays open until `commit`, `abandon` or
         `fail`; `max_open_plans` of them, without a common request, may be open at once.
 
-        A step `after` an open plan goes on where that one will leave its requests; up to
-        `schema.steps_ahead` plans may be open before it. How many tokens of the plan before
-        are kept is in `accepted`, int32 or int64 [its requests] on the device, read there when its
-        turn comes; without it, all are. A chunk is always kept whole. Blocks are taken for as many
-        tokens as can be. Plans after each other are prepared and run on one stream.
+        A step `after` an open plan continues from where that one will leave its requests; up to
+        `schema.steps_ahead` plans may be open before it. `accepted`, int32 or int64 [requests of
+        the earlier plan] on the device, says how many of its tokens are kept; it is read there when
+        its turn comes. Without it, all are kept. A chunk is always kept whole. Blocks are taken for
+        the most tokens that can be kept. Plans that come after each other are prepared and run on
+        one stream.
 
         With `drafts` the plan has that many batches in `plan.drafts`. With `chunks_apart` requests
         that have more than `schema.max_decode_tokens` come last; `plan.decode` is what is padded
@@ -675,7 +678,7 @@ class KVCacheManager(Uncopied):
             self.memory.send(new_blocks, *lane.both_buffers[: len(plan.batches)])
             if plan.unknown_starts is not None:
                 self.backend.follow(following(lane.buffers, plan, accepted))
-        except BaseException:  # of the device, out of memory, or a key pressed
+        except BaseException:  # an error of the device, out of memory, or Ctrl-C
             self.table.cancel(growth.reserved)
             raise
         if growth.requests:
@@ -722,10 +725,10 @@ class KVCacheManager(Uncopied):
         """A step from beginning to end: `with manager.step([(request, n)], ids=ids) as plan`.
 
         The plan is that of `prepare_forward`, which takes the same options. The end of the block
-        commits it, with the `ids` of its tokens. Who keeps fewer tokens, of drafts, calls `commit`
-        in the block. After an exception in the block, or in that commit, whatever it was, the plan
-        has failed (`fail`), after a `recover` if it came in the middle of a call, and the exception
-        comes through. For steps that overlap use `prepare_forward`. Raises what the three raise.
+        commits it, with the `ids` of its tokens. To keep fewer tokens (of drafts), call `commit` in
+        the block. After any exception in the block, or in that commit, the plan has failed
+        (`fail`), after a `recover` if it came in the middle of a call, and the exception is raised.
+        For steps that overlap use `prepare_forward`. Raises what the three raise.
         """
         plan = self.prepare_forward(steps, **options)
         try:
@@ -754,13 +757,13 @@ class KVCacheManager(Uncopied):
         for all steps up to this manager's limits, and loads it. No step waits for a compiler then.
 
         `heads` are the query heads of this rank (default: all of the model's). `kv_norm`,
-        `inverse_rope` and `round_bf16` are what the engine's calls have: raw KV with norm weights,
-        a table to rotate back with, rounded scores. Tensors are taken to be aligned and their rows
-        to lie one after the other.
-        Up to `workers` processes compile at a time (default: one for each processor) into Triton's
-        cache on disk, from which later processes only load. `progress` shows a bar on stderr
-        (default: where it is a terminal). Launches nothing and touches no request. Returns how many
-        kernels are ready: 0 for the reference, which has none. Raises InvalidInput.
+        `inverse_rope` and `round_bf16` say what the engine's calls have: raw KV with norm weights,
+        a table to rotate back with, rounded scores. Tensors are assumed to be aligned and their
+        rows contiguous. Up to `workers` processes compile at a time (default: one for each
+        processor) into Triton's cache on disk, from which later processes only load. `progress`
+        shows a bar on stderr (default: where it is a terminal). Launches nothing and touches no
+        request. Returns how many kernels are ready: 0 for the reference, which has none. Raises
+        InvalidInput.
         """
         self.guard.require_free("warmup")
         count = self.schema.model.heads if heads is None else require_count("heads", heads)
@@ -780,7 +783,7 @@ class KVCacheManager(Uncopied):
     def acquire(self, layer: int, batch: Batch | None = None) -> LayerCacheHandle:
         """The handle of one layer, bound to a batch of an open plan. Allocates nothing; the same
         object each time. Without a batch it only reads."""
-        # engines call this for every layer of every step: calls are left out where they can be
+        # engines call this for every layer of every step: it makes as few calls as possible
         handles = self._handles[0][0]
         if (type(layer) is not int and not is_whole(layer)) or not 0 <= layer < len(handles):
             raise InvalidInput(f"layer {layer} of a model with {len(handles)} layers")
@@ -805,16 +808,16 @@ class KVCacheManager(Uncopied):
         """The step happened: lengths move by `accepted` tokens per request (default: all).
 
         Rejected tokens vanish because nothing at or past the length is ever read. At most
-        `schema.max_decode_tokens` of a request may be rejected. Of plans after each other the
-        first is committed first, with the counts that the device had. `ids` are those of the
-        step's tokens in the plan's order: with them the prefix cache keeps what requests admitted
-        with ids generate; without one they are ignored.
+        `schema.max_decode_tokens` of a request may be rejected. Of plans after each other the first
+        is committed first, with the counts that the device had. `ids` are those of the step's
+        tokens in the plan's order: with them the prefix cache keeps what requests admitted with ids
+        generate; without a prefix cache they are ignored.
 
-        Every layer, draft layers excepted, must have appended what is kept; the replay of a
-        captured graph is noted by `plan.mark_appended`. With `partial` layers may lack the step:
-        its requests are then incomplete from `request.incomplete_from` on, and nothing from there
-        on is cached, offered or continued until a rewind takes it back. A step in which an append
-        raised cannot be committed at all: `fail` it. Raises PlanError, InvalidInput.
+        Every layer, except draft layers, must have appended what is kept; the replay of a captured
+        graph is noted by `plan.mark_appended`. With `partial` some layers need not have stored the
+        step: its requests are then incomplete from `request.incomplete_from` on, and nothing from
+        there on is cached, offered or continued until a rewind takes it back. A step in which an
+        append raised cannot be committed at all: `fail` it. Raises PlanError, InvalidInput.
         """
         require_flag("partial", partial)
         turn = self._enter_turn(plan)
@@ -847,7 +850,7 @@ class KVCacheManager(Uncopied):
         if not step_checks.every_layer(plan, kept, partial=partial):
             for row in kept.nonzero()[0].tolist():
                 plan.requests[row].note_incomplete(int(plan.starts[row]))
-        if accepted is not None:  # what was rejected is written all the same
+        if accepted is not None:  # rejected tokens were written too
             self.table.note_written(plan.slots, plan.latest_ends)
         self.table.move(plan.slots, ends)
         if self.prefix is not None:
@@ -864,7 +867,7 @@ class KVCacheManager(Uncopied):
     @changes
     def abandon(self, plan: ForwardPlan) -> None:
         """The step did not happen; lengths stay. For a plan that never ran, or whose few tokens can
-        be undone: after an error call `fail`. Raises PlanError."""
+        be undone; after an error call `fail`. Raises PlanError."""
         turn = self._enter_turn(plan)
         try:
             self._abandon(plan)
@@ -888,12 +891,12 @@ class KVCacheManager(Uncopied):
 
     @changes
     def fail(self, plan: ForwardPlan) -> None:
-        """The step failed, wherever it was: the one call after any error in it.
+        """The step failed, at whatever point: the one call after any error in it.
 
         Nothing of it is cached and lengths stay. Requests whose rings have lost more than they can
         get back (those with a chunk, if any layer has begun to write) can only be rewound, reset or
-        released: `request.is_torn` tells. All others just go on. Plans after this one fail with
-        it. Raises PlanError.
+        released: they are `request.is_torn`. All others simply continue. Plans after this one fail
+        with it. Raises PlanError.
         """
         step_checks.open_plan(plan, self.open_plans)
         failing = overlap.last_first(plan, self.open_plans)
@@ -914,7 +917,7 @@ class KVCacheManager(Uncopied):
             LOGGER.info("a step of %d requests failed, %d are torn", len(plan.requests), torn)
 
     def _enter_turn(self, plan: ForwardPlan) -> Turn:
-        """No handle of the plan is used until the turn is left. PlanError for a plan that is not
+        """No handle of the plan is used until the turn ends. PlanError for a plan that is not
         open, ThreadError while a thread uses its handles."""
         step_checks.open_plan(plan, self.open_plans)
         turn = self.memory.lanes[plan.lane].workspace.turn
@@ -948,7 +951,7 @@ class KVCacheManager(Uncopied):
         raise PlanError(f"{len(taken)} plans are still open: commit or abandon one first")
 
     def _forget_steps(self) -> None:
-        """Nothing of the last steps keeps a request alive."""
+        """Removes what the last steps hold, so that it keeps no request alive."""
         for reader, lane in zip(self._step_readers, self.memory.lanes, strict=True):
             reader.forget()
             lane.buffers.forget()
@@ -963,8 +966,8 @@ class KVCacheManager(Uncopied):
         )
 
     def stats(self) -> Stats:
-        """Who holds what, now; what `release_later` was told of has gone. Safe from any thread;
-        while a call runs elsewhere, partly as before it and partly as after."""
+        """What holds how much, now; what `release_later` has noted counts as released. Safe from
+        any thread; while a call runs elsewhere, it may show a mix of before and after."""
         allocator, live, going = self.table.allocator, self.requests, self._going()
         free, idle = allocator.left_by([request.block_ids for request in going])
         pinned: Collection[int] = () if self.prefix is None else self.prefix.pins.block_ids()
@@ -1000,8 +1003,8 @@ class KVCacheManager(Uncopied):
         self.handoff.check_invariants()
 
     def take_events(self) -> list[BlockEvent]:
-        """Which blocks were cached and let go since the last call, in order, for a router that
-        knows where prefixes are. Build the manager with PrefixOptions(events=True)."""
+        """Which blocks were cached and evicted since the last call, in order, for a router that
+        keeps track of prefixes. Build the manager with PrefixOptions(events=True)."""
         self._require_free("take_events")
         index = self._prefix_cache().index
         if index.events is None:
@@ -1048,12 +1051,12 @@ class KVCacheManager(Uncopied):
         return self.prefix
 
     def _adopt(self, request: Request, first: int, block_ids: Sequence[int]) -> None:
-        """The request goes on with other blocks of the same bytes; its own go back. Where the
-        device cannot be told, it keeps its own."""
+        """The request continues with other blocks of the same bytes; its own are released. If the
+        device's table cannot be updated, it keeps its own."""
         try:
             self.memory.publish(request.slot, first, block_ids)
         except RuntimeError as error:
-            LOGGER.warning("%d equal blocks stay apart: %s", len(block_ids), error)
+            LOGGER.warning("%d equal blocks stay separate: %s", len(block_ids), error)
             return
         span = slice(first, first + len(block_ids))
         own = request.block_ids[span]

@@ -1,4 +1,4 @@
-"""Between two steps: who runs next, which rows they write, which groups close.
+"""Between two steps: which requests run next, which rows they write, which groups close.
 
 A plan is arithmetic on the lengths of its requests. Its batches have the index tensors; these reach
 the device in one copy.
@@ -36,16 +36,16 @@ class ForwardPlan(Uncopied):
     """One step: `counts[i]` new tokens of `requests[i]`, the first at `starts[i]`.
 
     Handles are bound to its batches, each with rows and index tensors of its own: `decode`, of
-    requests with a few tokens each, or `prefill`. A plan whose chunks are apart has both if there
-    are chunks, and its requests are those of `decode` and then those of `prefill`. `batch` is the
-    only batch of any other plan. `drafts` are for draft layers alone: the nth has one row per
-    request, for the nth of its tokens.
+    requests with a few tokens each, or `prefill`. A plan with `chunks_apart` has both if there are
+    chunks, and its requests are those of `decode` and then those of `prefill`. `batch` is the only
+    batch of any other plan. `drafts` are only for draft layers: the nth has one row per request,
+    for the nth of its tokens.
 
-    A plan `after` another one goes on where that one's requests will be, `rows_before` being their
-    rows there. Where `unknown_starts` is true only the device knows the start until the plan before
-    is committed: `starts` and `ends` are then the latest that can be. `latest_ends` stay what
-    `ends` were at first. Where `counted_rows` is true the device reads how many tokens the plan
-    before keeps; elsewhere all are taken to be kept.
+    A plan `after` another one starts where that one leaves its requests; `rows_before` are their
+    rows there. Where `unknown_starts` is true, only the device knows the start until the earlier
+    plan is committed: `starts` and `ends` are then upper bounds. `latest_ends` stay what `ends`
+    were at first. Where `counted_rows` is true, the device reads how many tokens the earlier plan
+    keeps; elsewhere all are assumed to be kept.
     """
 
     shape: StepShape
@@ -82,7 +82,7 @@ class ForwardPlan(Uncopied):
 
     @property
     def batch(self) -> Batch:
-        """The only batch. Raises PlanError where chunks are apart."""
+        """The only batch. Raises PlanError if there are two (`chunks_apart`)."""
         if len(self.batches) > 1:
             raise PlanError(
                 "the chunks of this plan are apart: bind the layer to plan.decode and to "
@@ -103,13 +103,13 @@ class ForwardPlan(Uncopied):
             batch.mark_appended(layers)
 
     def close(self) -> None:
-        """The plan is over, and so is all that belongs to it."""
+        """The plan is over, and so are all its batches."""
         self.done = True
         for batch in (*self.batches, *self.drafts):
             batch.done = True
 
     def start_at(self, starts: I64, unknown: NDArray[np.bool_] | None) -> None:
-        """More is known about where its requests start."""
+        """Updates where its requests start, once more is known."""
         self.starts, self.ends, self.unknown_starts = starts, starts + self.counts, unknown
         first = 0
         for batch in self.batches:
@@ -202,8 +202,8 @@ def decode_requests(schema: CacheSchema, shape: StepShape) -> int:
 
 
 def following(buffers: StepBuffers, plan: ForwardPlan, accepted: Tensor | None) -> Following:
-    """What the device does to fill in where the requests of a plan start. With chunks apart these
-    are requests of the decode batch: the start of a chunk is known."""
+    """The operation with which the device computes where the requests of a plan start. With
+    `chunks_apart` these are requests of the decode batch: the start of a chunk is known."""
     batch = plan.batches[0]
     assert plan.after is not None
     assert plan.unknown_starts is not None
@@ -240,8 +240,8 @@ def check_step(
     drafts: int = 0,
     chunks_apart: bool = False,
 ) -> None:
-    """Raises PlanError when a step does not fit the buffers, or its padding or its draft steps do
-    not fit it."""
+    """Raises PlanError when a step does not fit into the buffers, or its padding or draft steps do
+    not fit the step."""
     schema = buffers.schema
     if chunks_apart:
         check_step(buffers, shape, pad_tokens=None, pad_requests=None)

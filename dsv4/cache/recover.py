@@ -1,13 +1,13 @@
-"""After an interrupt: all books anew, derived from what holds something.
+"""After an interrupt: rebuilds all bookkeeping from what holds something.
 
-What is taken as it is: live requests (their blocks, slot and length), nodes of the prefix index,
-offers, pins and open plans. Everything else follows from these: free slots and blocks, references,
-what is in flight, the device's table. So a call may be interrupted between any two statements. What
-cannot be derived is in the `Change` of the interrupted call: what it was about to hand out, which
-nobody has now, and whose slot it was overwriting.
+These are taken as they are: live requests (their blocks, slot and length), nodes of the prefix
+index, offers, pins and open plans. Everything else follows from them: free slots and blocks,
+references, what is in flight, the device's table. So a call may be interrupted between any two
+statements. What cannot be derived is in the `Change` of the interrupted call: what it was about to
+return, which its caller never got, and which request's slot it was overwriting.
 
-Everything here may run again, if it is interrupted itself. Private attributes of other classes are
-written here alone: they are what these classes keep up to date call by call.
+Everything here may run again, if it is interrupted itself. Only here are private attributes of
+other classes written: those that the classes themselves keep up to date call by call.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def recover_books(
 def _plans(
     open_plans: Sequence[ForwardPlan], table: RequestTable, handed_out: Collection[object]
 ) -> list[ForwardPlan]:
-    """Plans that go on: of those that are over, that nobody has, or whose lengths have moved, the
-    call that ended them was interrupted, and it has ended them."""
+    """The plans that stay open. A plan is over if it was ended, never returned, or its lengths have
+    moved: then the interrupted call has ended it."""
     still_open = []
     for plan in open_plans:
         moved = bool((table.numbers[LENGTH, plan.slots] != plan.starts).any())
@@ -85,7 +85,8 @@ def _plans(
 
 
 def recover_index(index: PrefixIndex) -> None:
-    """How many blocks come after each one, the policy's order, and events that were not noted."""
+    """Restores how many blocks come after each one, the policy's order, and events that were not
+    noted."""
     nodes = index.nodes()
     for node in nodes:
         node.children = 0
@@ -107,7 +108,7 @@ def recover_index(index: PrefixIndex) -> None:
 
 
 def _pins(pins: Pins, handed_out: Collection[object]) -> None:
-    """Pins that a caller has; fetches are over, with what they pinned."""
+    """Restores pins that a caller has; fetches have ended, with what they pinned."""
     pins._block_ids = None
     pins._standing = {pin for pin in pins._standing if pin.lasting and pin not in handed_out}
     for node in pins._index.nodes():
@@ -128,8 +129,8 @@ def recover_rows(
 
 
 def _host_memory(handoff: Handoff) -> None:
-    """Rows and cells of the hand-off that neither an offer nor an arrival has are free. A free cell
-    is empty."""
+    """Rows and cells of the hand-off that no offer and no arrival has are free. A free cell is
+    empty."""
     for pool, held in zip(
         (handoff.side.rows, handoff.side.pledges), handoff.held_memory(), strict=True
     ):
@@ -139,10 +140,10 @@ def _host_memory(handoff: Handoff) -> None:
 
 
 def _slots(table: RequestTable, handed_out: Collection[object]) -> None:
-    """A slot is a live request's, or promised to an arrival, or free. Requests that no caller has
-    are released."""
+    """A slot belongs to a live request, or is promised to an arrival, or is free. Requests that no
+    caller has are released."""
     for holder, holding in list(table.holdings.items()):
-        if holding.slot in table.live:  # the arrival's request has all of it
+        if holding.slot in table.live:  # the arrival's request has everything already
             del table.holdings[holder]
     for slot, request in list(table.live.items()):
         if request.released or request in handed_out:
@@ -153,8 +154,8 @@ def _slots(table: RequestTable, handed_out: Collection[object]) -> None:
 
 
 def _blocks(table: RequestTable, cached: Collection[int]) -> None:
-    """Who holds which blocks: requests, offers and arrivals; what the index keeps; what is in
-    flight. All others are free."""
+    """Which blocks are held by requests, offers and arrivals, kept by the index, or in flight. All
+    others are free."""
     references = Counter(b for request in table.live.values() for b in request.block_ids)
     holdings = table.holdings.values()
     references.update(b for holding in holdings for b in holding.block_ids)
@@ -184,7 +185,7 @@ def _allocator(
 
 
 def _in_order(listed: Iterable[int], free: set[int]) -> list[int]:
-    """Free numbers: those that were listed keep their order, the others are taken first."""
+    """Free numbers: those that were in the list keep their order, the others are taken first."""
     known = [number for number in dict.fromkeys(listed) if number in free]
     return [*known, *sorted(free.difference(known), reverse=True)]
 

@@ -1,4 +1,4 @@
-"""Live requests: who has which slot and which blocks, and the numbers that a step reads of them.
+"""Live requests: their slots and blocks, and the numbers that a step reads.
 Torch-free: nothing here touches the device."""
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ REQUEST_NUMBERS = 4
 
 
 class Reclaimer(Protocol):
-    """Who keeps blocks that no request holds, and lets them go where memory is short."""
+    """Keeps blocks that no request holds, and gives them up when memory is short."""
 
     def choose(self, blocks: int, *, or_fewer: bool = False) -> list[PrefixNode]:
-        """So many blocks to let go, or none; then they are dropped or spared."""
+        """Chooses `count` blocks to give up, or none; then they are dropped or spared."""
 
     def drop(self, victims: Sequence[PrefixNode]) -> None: ...
 
     def spare(self, victims: Sequence[PrefixNode]) -> None: ...
 
     def pinned_blocks(self, excluding: Collection[int] = ()) -> int:
-        """Blocks that stay until somebody unpins them, but for those named."""
+        """Blocks that stay until they are unpinned, except the given ones."""
 
 
 Numbers = NDArray[np.int64]
@@ -50,8 +50,8 @@ class Reserved(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """Requests that are to have so many `blocks` each, of which so many are `missing`: the
-    reserved ones, in this order."""
+    """A planned growth: request i will own `blocks[i]` blocks; `missing[i]` of them come from
+    `reserved`, in order."""
 
     requests: Sequence[Request]
     blocks: Sequence[int]
@@ -65,15 +65,14 @@ Use = Literal["run", "fork", "continue", "suspend", "offer"]
 
 
 class Condition(Enum):
-    """The one condition that a request is in: of those that apply, the one that allows least.
-
-    Rewind, reset and release need none: they are what remains for a torn request.
+    """The condition of a request: of those that apply, the one that allows the least. Rewind, reset
+    and release are always allowed: they are what remains for a torn request.
     """
 
     SOUND = auto()
     REPLAYING = auto()  # entries up to `reused_tokens` are there, the rings are being filled
     INCOMPLETE = auto()  # not all layers have stored what comes after `incomplete_from`
-    APPROXIMATE = auto()  # computed after a cut replay: not a cold run's
+    APPROXIMATE = auto()  # computed after a cut replay: differs from a cold run
     TORN = auto()  # the rings do not hold the state at `length`
     RELEASED = auto()
 
@@ -99,8 +98,8 @@ _INSTEAD = {
 
 @dataclass(slots=True)
 class Holding:
-    """What an offer or an arrival of the hand-off between machines has: blocks that it holds as a
-    request would, and what its request will get: blocks in flight and a slot."""
+    """What an offer or an arrival of the hand-off between machines has: blocks that it holds like a
+    request, and what its request will get: blocks in flight and a slot."""
 
     block_ids: list[int]
     landing: list[int] = field(default_factory=list)
@@ -157,12 +156,12 @@ class Request(Uncopied):
         self.trail = trail
         self.restart(resume)
 
-    _instead = "fork(request, 1) makes another request that goes on from where this one is"
+    _instead = "fork(request, 1) makes another request that continues from where this one is"
 
     def restart(self, resume: Resume) -> None:
-        """The request goes on from `resume.start`, whatever it has written before."""
-        self.resume = resume  # what the caller runs next to get where it wanted to be
-        self.origin = resume  # by which the rings were filled last
+        """The request continues from `resume.start`, whatever it has written before."""
+        self.resume = resume  # what the caller runs next to reach the length it asked for
+        self.origin = resume  # the resume that filled the rings last
         self._row[LENGTH] = self._row[WRITTEN] = resume.start
         self._row[REUSED] = resume.reused_tokens
         trail = self._trail
@@ -175,7 +174,7 @@ class Request(Uncopied):
             trail.attach(self._recent, self.slot)
 
     def continue_from(self, parent: Request) -> None:
-        """A new request is where its parent is, but for blocks."""
+        """A new request takes over its parent's position, but not its blocks."""
         self._row[[LENGTH, REUSED, WRITTEN]] = parent._row[[LENGTH, REUSED, WRITTEN]]
         self.resume, self.origin = parent.resume, parent.origin
         self.incomplete_from = parent.incomplete_from
@@ -210,7 +209,8 @@ class Request(Uncopied):
 
     @property
     def reused_tokens(self) -> int:
-        """Entries below this position came from somebody else; the rings cannot go below it."""
+        """Entries below this position were not computed by this request; the rings cannot go below
+        it."""
         return int(self._row[REUSED])
 
     @reused_tokens.setter
@@ -237,8 +237,8 @@ class Request(Uncopied):
 
     @property
     def approximate_from(self) -> int | None:
-        """From here on nothing is a cold run's, for it was computed after a cut replay. None if
-        everything is."""
+        """From here on everything was computed after a cut replay, and differs from a cold run.
+        None if nothing does."""
         return None if self.origin.exact else self.origin.reused_tokens
 
     @property
@@ -281,7 +281,7 @@ class Request(Uncopied):
         if condition is Condition.APPROXIMATE:
             raise RequestError(
                 f"request {self.serial} was resumed by a cut replay: from token "
-                f"{self.approximate_from} on it is no cold run's, and {_INSTEAD[use]}"
+                f"{self.approximate_from} on it differs from a cold run, and {_INSTEAD[use]}"
             )
         if condition is Condition.INCOMPLETE:
             raise RequestError(
@@ -294,21 +294,23 @@ class Request(Uncopied):
         )
 
     def note_incomplete(self, tokens: int) -> None:
-        """Not all layers have stored what comes after so many tokens: it is never cached, offered
-        or continued, unless a rewind takes it back. Their ids are forgotten, and after a gap none
-        are learned."""
+        """Not all layers have stored what comes after this many tokens: it is never cached, offered
+        or continued, unless a rewind takes it back. The ids from there on are forgotten, and none
+        are learned after the gap."""
         if self.incomplete_from is None or tokens < self.incomplete_from:
             self.incomplete_from = tokens
             if self.trail is not None:
                 self.trail.cut(tokens)
 
     def mend(self) -> None:
-        """After tokens were taken back: nothing is torn if all that was is gone."""
+        """After tokens were taken back: the request is sound again if everything incomplete is
+        gone."""
         if self.incomplete_from is not None and self.length <= self.incomplete_from:
             self.incomplete_from = None
 
     def lose_rings(self) -> None:
-        """The rings do not hold the state at `length`, as if a chunk had been written after it."""
+        """Records that the rings do not hold the state at `length`, as if a chunk had been written
+        after it."""
         self._row[WRITTEN] = self.length + self._max_rollback_tokens + 1
 
     def shorten(self, tokens: int) -> None:
@@ -324,7 +326,7 @@ class Request(Uncopied):
         )
 
     def detach(self) -> None:
-        """The slot goes to another request; this one keeps its last values, and nothing alive."""
+        """The slot goes to another request; this one keeps its last values, but no memory."""
         self.released = True
         self._row = self._row.copy()
         self.block_ids = []
@@ -338,8 +340,8 @@ class Request(Uncopied):
 class RequestTable:
     """The live requests of one manager: its slots, its blocks, and one column of numbers per slot.
 
-    A call that raises has changed nothing. The reclaimer is asked for more free blocks where they
-    are too few, before OutOfBlocks is raised: the prefix cache evicts.
+    A call that raises has changed nothing. When there are too few free blocks, the reclaimer (the
+    prefix cache, which evicts) is asked for more before OutOfBlocks is raised.
     """
 
     def __init__(self, schema: CacheSchema, *, num_blocks: int, max_requests: int) -> None:
@@ -365,7 +367,7 @@ class RequestTable:
             raise RequestError(f"request {request.serial} has been released already")
 
     def require_slots(self, count: int = 1) -> None:
-        """OutOfSlots unless so many slots are free."""
+        """Raises OutOfSlots unless this many slots are free."""
         free = len(self.free_slots)
         if count > free:
             raise OutOfSlots(total=self.max_requests, needed=count, free=free)
@@ -379,7 +381,8 @@ class RequestTable:
         published_blocks: int = 0,
         trail: TokenTrail | None = None,
     ) -> Request:
-        """A request that is in no book yet; `enlist` makes it live. Only admission makes any."""
+        """A request that is not registered yet; `enlist` makes it live. Only admission calls
+        this."""
         request = Request(
             slot=slot,
             serial=self._next_serial,
@@ -402,7 +405,7 @@ class RequestTable:
         self.live[request.slot] = request
 
     def close(self, request: Request) -> None:
-        """Slot and blocks go back; the request keeps its last numbers."""
+        """Releases slot and blocks; the request keeps its last numbers."""
         block_ids = request.block_ids
         request.detach()
         self.allocator.release(block_ids)
@@ -418,10 +421,10 @@ class RequestTable:
     def reserve(
         self, count: int, *, asker_blocks: int | None = None, shared: Collection[int] = ()
     ) -> Reserved:
-        """The blocks that `settle` will take, or OutOfBlocks. Until it or `cancel` they are free
-        or cached, and nothing else is asked of the table.
+        """The blocks that `settle` will take, or OutOfBlocks. Until `settle` or `cancel` they are
+        free or cached, and the table must not be used for anything else.
 
-        `asker_blocks` is what the asker would hold in all, `shared` those of them that are there.
+        `asker_blocks` is what the asker would hold in all, `shared` those of them that exist.
         """
         allocator = self.allocator
         short = count - allocator.free
@@ -450,7 +453,7 @@ class RequestTable:
     def reserving(
         self, count: int, *, asker_blocks: int | None = None, shared: Collection[int] = ()
     ) -> Iterator[Reserved]:
-        """Blocks for what is done inside: taken at its end, left as they were if it raises."""
+        """Blocks for the code inside: taken at its end, unchanged if it raises."""
         reserved = self.reserve(count, asker_blocks=asker_blocks, shared=shared)
         try:
             yield reserved
@@ -461,7 +464,7 @@ class RequestTable:
 
     @contextmanager
     def sharing(self, block_ids: list[int]) -> Iterator[None]:
-        """One more owner for these blocks; none if what is done inside raises."""
+        """One more owner for these blocks, undone if the code inside raises."""
         self.allocator.share(block_ids)
         try:
             yield
@@ -479,7 +482,7 @@ class RequestTable:
     # ---- the hand-off between machines
 
     def hold(self, holder: object, block_ids: list[int]) -> None:
-        """An offer or an arrival holds these blocks too, all that it ever will."""
+        """An offer or an arrival also holds these blocks, all that it ever will."""
         self.allocator.share(block_ids)
         self.holdings[holder] = Holding(block_ids)
 
@@ -492,7 +495,8 @@ class RequestTable:
         return holding.landing
 
     def let_go(self, holder: object) -> None:
-        """What is held and promised goes back. Nothing may write to blocks in flight any more."""
+        """Releases what is held and promised. Nothing may write to the blocks in flight any
+        more."""
         holding = self.holdings.pop(holder, None)
         if holding is None:
             return
@@ -502,7 +506,7 @@ class RequestTable:
             self.free_slots.append(holding.slot)
 
     def arrive(self, holder: object, request: Request) -> None:
-        """A request is live in the slot and with the blocks that were promised to the holder."""
+        """Makes a request live in the slot and with the blocks that were promised to the holder."""
         self.live[request.slot] = request
         holding = self.holdings.pop(holder)
         self.allocator.arrive(holding.landing)
@@ -533,7 +537,7 @@ class RequestTable:
             request.published_blocks = blocks
 
     def reserve_growth(self, requests: Sequence[Request], blocks: Sequence[int]) -> Growth:
-        """Blocks so that each request has so many in all, or OutOfBlocks."""
+        """Reserves blocks so that each request has this many in all, or raises OutOfBlocks."""
         missing = [
             max(count - len(request.block_ids), 0)
             for request, count in zip(requests, blocks, strict=True)
@@ -553,19 +557,19 @@ class RequestTable:
             first += count
 
     def grow(self, growing: Sequence[tuple[Request, int]]) -> None:
-        """So many blocks in all for each request, or none for any."""
+        """Gives each request this many blocks in all, or none of them any."""
         requests, blocks = zip(*growing, strict=True)
         self.settle_growth(self.reserve_growth(requests, blocks))
 
     def cut(self, request: Request, kept: int) -> None:
-        """All but the first `kept` blocks go back."""
+        """Releases all blocks except the first `kept`."""
         behind = request.block_ids[kept:]
         request.published_blocks = min(request.published_blocks, kept)
         request.block_ids = request.block_ids[:kept]
         self.allocator.release(behind)
 
     def replace(self, request: Request, block: int, block_id: int) -> None:
-        """Another block, with a reference of its own, in the place of one of the request's. The
+        """Replaces one of the request's blocks by another, which has a reference of its own. The
         next step publishes it."""
         old = request.block_ids[block]
         request.published_blocks = min(request.published_blocks, block)
@@ -573,7 +577,8 @@ class RequestTable:
         self.allocator.release([old])
 
     def cut_shared(self, request: Request) -> None:
-        """Blocks that anybody else relies on go back; the others move up, so none is published."""
+        """Releases blocks that anything else relies on; the others move up, so none is
+        published."""
         shared = [b for b in request.block_ids if self.allocator.is_shared(b)]
         if shared:
             kept = [b for b in request.block_ids if not self.allocator.is_shared(b)]
@@ -584,7 +589,7 @@ class RequestTable:
     # ---- the numbers of a step's requests ----------------------------------------------------
 
     def move(self, slots: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-        """The requests in these slots have these lengths now."""
+        """Sets the lengths of the requests in these slots."""
         self.numbers[LENGTH, slots] = lengths
 
     def note_written(self, slots: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
@@ -593,7 +598,7 @@ class RequestTable:
         written[slots] = np.maximum(written.take(slots), ends)
 
     def cut_shared_after(self, request: Request) -> None:
-        """Blocks that the request has yet to write are its own, or go back."""
+        """Releases shared blocks that the request has yet to write; it keeps its own."""
         first = self.schema.blocks_for(max(request.length, request.reused_tokens))
         if any(map(self.allocator.is_shared, request.block_ids[first:])):
             self.cut(request, first)

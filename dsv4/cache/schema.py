@@ -598,7 +598,7 @@ def compute_block_budget(
         raise PoolTooSmall(
             f"{memory_bytes:,} bytes hold {max_requests} request slots of "
             f"{schema.bytes_per_request:,} bytes"
-            + (f", {other_bytes:,} bytes besides" if other_bytes else "")
+            + (f", {other_bytes:,} bytes in addition" if other_bytes else "")
             + f" and {blocks} blocks of {schema.block_bytes:,}, "
             f"but one request of {tokens:,} tokens needs {needed} blocks: give at least "
             f"{minimum:,} bytes, or ask for fewer requests or less context",

@@ -37,7 +37,7 @@ def bench_command(
     ] = None,
     suites: Annotated[
         list[str] | None,
-        typer.Option("--suite", help=f"Draw this alone, of {', '.join(SUITES)}; may be repeated."),
+        typer.Option("--suite", help=f"Draw only this, of {', '.join(SUITES)}; may be repeated."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

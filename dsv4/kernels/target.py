@@ -151,7 +151,7 @@ MIN_HEADS = 16
 class AttentionTiles:
     """How the portable attention kernel is cut: `keys` per tile, `heads` per program at most, spans
     of up to `span` channels (coded and bf16 ones together if `mixed_spans`), and tiles of stored
-    keys under way: `coded_buffers`, or `bf16_buffers` where records are plain."""
+    keys being loaded: `coded_buffers`, or `bf16_buffers` where records are plain."""
 
     keys: int
     heads: int
@@ -240,8 +240,8 @@ ATTENTION_TILES = (
     TileRule(
         products="wgmma",
         tiles=_WARPGROUP,
-        why="64 KB of queries and 64 KB of decoded keys fit into shared memory beside two tiles of "
-        "stored keys under way, 37 KB each, or one in bf16, 64 KB",
+        why="64 KB of queries and 64 KB of decoded keys fit into shared memory with two tiles of "
+        "stored keys being loaded, 37 KB each, or one in bf16, 64 KB",
         was_run=True,
     ),
     # 64 heads and more in tensor memory
@@ -298,7 +298,7 @@ ATTENTION_TILES = (
         products="mfma",
         crowded=True,
         tiles=replace(_WAVE, coded_buffers=1),
-        why="with two tiles under way such records spilled in the loop",
+        why="with two tiles being loaded such records spilled in the loop",
         was_run=False,
     ),
     TileRule(
@@ -310,14 +310,14 @@ ATTENTION_TILES = (
     TileRule(
         crowded=True,
         tiles=replace(_WARP, coded_buffers=1, span=256),
-        why="with two tiles under way such records spilled in the loop, and with spans of 128 "
+        why="with two tiles being loaded such records spilled in the loop, and with spans of 128 "
         "some kinds of launches all the same",
         was_run=False,
     ),
     TileRule(
         little_memory=True,
         tiles=replace(_WARP, coded_buffers=1),
-        why="two tiles under way do not fit into less than 128 KB",
+        why="two loaded tiles do not fit into less than 128 KB",
         was_run=False,
     ),
     TileRule(

@@ -221,7 +221,7 @@ def _by_context(results: Sequence[BenchResult]) -> list[Panel]:
         ),
         partial(
             _bars,
-            title="cache, and hatched what a step allocates besides",
+            title="cache, and hatched what a step allocates in addition",
             unit="MiB",
             labels=labels,
             values=sizes,

@@ -162,7 +162,7 @@ class DiskTier(QueuedTier):
             fd = self._open(record.key)
         except OSError as error:
             if self._shelves.is_foreign(record.key):
-                return foreign("something that is no file")
+                return foreign("something that is not a file")
             if error.errno == errno.ENOENT:
                 self._forget(record.key)
             return self._failed(record.key, error)
@@ -217,7 +217,7 @@ class DiskTier(QueuedTier):
     def _read(self, fd: int, record: Record) -> Outcome:
         label, found = record.label, os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            return foreign("something that is no file")
+            return foreign("something that is not a file")
         if found.st_size != label.padded_bytes:
             return wrong_size(found.st_size, label.padded_bytes)
         bounce = self._bounce(record)

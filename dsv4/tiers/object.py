@@ -70,7 +70,7 @@ class ObjectTier(QueuedTier):
                 },
             )
         except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
-            raise InvalidInput(f"{url!r} is no place for objects: {error}") from error
+            raise InvalidInput(f"{url!r} is not a place for objects: {error}") from error
         place = urlsplit(url)
         self._where = f"{place.scheme}://{place.netloc.rpartition('@')[2]}{place.path}"
 

@@ -126,8 +126,8 @@ class Shelves:
                 names = os.listdir(top)
                 if names and not any(_VERSION.fullmatch(name) for name in names):
                     raise InvalidInput(
-                        f"{root} is no disk tier's directory: it has {len(names)} other files or "
-                        "directories and no records"
+                        f"{root} is not a disk tier's directory: it has {len(names)} other files "
+                        "or directories and no records"
                     )
             _require_private(top, root)
             if create:
@@ -458,7 +458,7 @@ class Shelves:
         OSError."""
         *above, name = path.split("/")
         if not _NAME.fullmatch(name) or {"", ".", ".."} & set(above):
-            raise ValueError(f"{path} is no file of a record version")
+            raise ValueError(f"{path} is not a file of a record version")
         fd = os.open(self.root, _DIRECTORY)
         try:
             for each in above:

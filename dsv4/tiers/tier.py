@@ -542,7 +542,7 @@ class QueuedTier(ABC):
             return None, str(error) or "an outage", True
         except OSError as error:
             return None, str(error) or type(error).__name__, False
-        except BaseException:  # a panic of a library is no Exception; this thread is needed
+        except BaseException:  # a library's panic may not be an Exception; this thread must survive
             log.exception("tier %s: a bug, taken for an outage", self._name)
             return None, "a bug", False
 

@@ -394,7 +394,7 @@ def test_a_step_that_can_never_fit_says_so():
 def test_the_same_request_twice():
     manager = build()
     a, b = manager.admit_request(), manager.admit_request()
-    with nothing_changes(manager), pytest.raises(PlanError, match="stands twice"):
+    with nothing_changes(manager), pytest.raises(PlanError, match="is twice"):
         manager.prepare_forward([(a, 1), (b, 1), (a, 1)])
 
 

@@ -236,7 +236,7 @@ def test_what_is_refused() -> None:
             with pytest.raises(InvalidInput, match="token ids"):
                 engine.submit([1], 3, stop_tokens=stops)  # type: ignore[arg-type]
         for call in (engine.cancel, lambda job: next(engine.stream(job))):
-            with pytest.raises(InvalidInput, match="is no job"):
+            with pytest.raises(InvalidInput, match="is not a job"):
                 call("job")  # type: ignore[no-untyped-call]
         assert engine.jobs == []
         assert not engine.step()

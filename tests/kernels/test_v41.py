@@ -115,7 +115,7 @@ def test_a_draft_step_has_a_plan_of_its_own():
     q = torch.zeros((5, 2, TINY.head_dim), dtype=torch.bfloat16)
     plan = stack.manager.prepare_forward([(request, 5)])
     weights = stack.weights[DRAFT]
-    with pytest.raises(SchemaMismatch, match="layer 1 is no layer that drafts"):
+    with pytest.raises(SchemaMismatch, match="layer 1 does not draft"):
         stack.manager.acquire(PAIRS, plan.batch).attend_draft(kv, q, torch.ones(2), weights=weights)
     handle = stack.manager.acquire(DRAFT, plan.batch)
     handle.append(kv, weights=weights)

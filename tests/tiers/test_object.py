@@ -300,5 +300,5 @@ def test_a_conflict_is_no_record(between: Between, memory: Memory) -> None:
 
 @pytest.mark.parametrize("url", ["nonsense", "ftp://a/b", "s3://", None, 3])
 def test_a_place_that_is_none_is_refused(url: Any) -> None:
-    with pytest.raises(InvalidInput, match="is no place for objects"):
+    with pytest.raises(InvalidInput, match="is not a place for objects"):
         ObjectTier(url)

@@ -231,7 +231,8 @@ def test_what_another_thread_keeps_from_being_admitted_does_not_stay_in_flight(
     host = manager.tiers.host
     manager.evict()
     until = time.monotonic() + TIMEOUT_S
-    while manager.stats().transfers.fetches_open and time.monotonic() < until:  # type: ignore[union-attr]
+    # type: ignore[union-attr]
+    while manager.stats().transfers.fetches_open and time.monotonic() < until:
         manager.tiers.drain(0)
     after = manager.stats()
     assert (after.blocks_in_flight, after.blocks_free) == (0, before.blocks_free)
@@ -466,7 +467,8 @@ def test_labels_of_blocks_are_made_when_they_are_looked_at():
         blocks[4]
     asked = []
     made = labels.make
-    labels.make = lambda *label: asked.append(label) or made(*label)  # type: ignore[method-assign,func-returns-value]
+    # type: ignore[method-assign,func-returns-value]
+    labels.make = lambda *label: asked.append(label) or made(*label)
     stack.manager.tiers.host.use(labels.of_blocks(trail, 5))
     assert len(asked) <= 4
 
@@ -528,7 +530,7 @@ def test_tiers_need_a_prefix_cache_and_the_name_of_the_weights():
             tiers=[tier, HostTier(1 << 20, name="other")],
         )
     for odd in (3, None, "disk", object()):
-        with pytest.raises(InvalidInput, match="is no tier"):
+        with pytest.raises(InvalidInput, match="is not a tier"):
             KVCacheManager(SCHEMA, num_blocks=4, max_requests=1, prefix=options(), tiers=[odd])
     without = KVCacheManager(SCHEMA, num_blocks=4, max_requests=1, prefix=options())
     with pytest.raises(InvalidInput, match="has no tiers"):

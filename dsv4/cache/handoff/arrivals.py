@@ -21,7 +21,7 @@ from dsv4.errors import OfferError
 from dsv4.tiers.record import Kind, Parts, Record, address, check, payload_sum
 from dsv4.tiers.sizes import HEADER_BYTES
 
-_ADDRESSES = 1 << 63  # with more the sums of NIXL's own check overflow, and it reads there
+_ADDRESSES = 1 << 63  # with more, the sums of NIXL's own check overflow, and it reads there
 
 
 class Arrivals:
@@ -30,13 +30,13 @@ class Arrivals:
 
     def __init__(self, side: Side) -> None:
         self._side = side
-        self.open: list[Arrival] = []  # with memory that is not given back yet
+        self.open: list[Arrival] = []  # whose memory is not released yet
         self.begun = self.arrived = 0
         self.read_bytes = self.read_tokens = self.skipped_blocks = 0
         self.errors: dict[str, int] = {}
 
     def read_offer(self, packed: bytes) -> Offer:
-        """An offer that this manager can take. Raises OfferError."""
+        """The offer, if this manager can take it. Raises OfferError."""
         offer, schema = Offer.unpack(packed, self._side.options.verify), self._side.schema
         label = self._side.labels.make(Kind.STATE, offer.state_digest, offer.state_parent, 1)
         whole = offer.tokens // schema.block_tokens if schema.block_bytes else 0
@@ -61,8 +61,8 @@ class Arrivals:
         return offer
 
     def read_trail(self, offer: Offer) -> TokenTrail | None:
-        """The trail of the offered tokens, if their ids are known. OfferError if they are not those
-        that the digests are of."""
+        """The trail of the offered tokens, if their ids are known. Raises OfferError if the digests
+        are not those of the ids."""
         if offer.ids is None or offer.root is None or offer.prompt_tokens is None:
             return None
         if offer.ids.min(initial=0) < 0:
@@ -75,12 +75,12 @@ class Arrivals:
         return trail
 
     def begin(self, arrival: Arrival) -> None:
-        """Takes the host memory that it needs. Raises OfferError, and has changed nothing."""
+        """Takes the host memory that it needs. Raises OfferError, with nothing changed."""
         offer = arrival.offer
         label = self._side.labels.make(
             Kind.STATE, offer.state_digest, offer.state_parent, tokens=offer.tokens
         )
-        self.open.append(arrival)  # first: whoever interrupts finds what it has
+        self.open.append(arrival)  # first, so that an interrupt finds what it has
         try:
             arrival.landing.cell = self._side.pledges.take()
             arrival.landing.row = self._side.rows.take(label)
@@ -89,7 +89,7 @@ class Arrivals:
             raise
 
     def start(self, arrival: Arrival) -> None:
-        """Reads what is not here."""
+        """Reads what this manager does not have."""
         side, offer, landing = self._side, arrival.offer, arrival.landing
         row, cell = landing.row, landing.cell
         assert row is not None
@@ -110,7 +110,7 @@ class Arrivals:
         mark = side.copies.mark()
 
         def wrong() -> str | None:
-            """What of all that has come is not what was offered."""
+            """Describes what has arrived that is not what was offered; None if nothing."""
             if side.pledges.get(cell) != offer.pledge:
                 return "gone"
             refusal = check(Record(label=row.label, parts=row.parts))
@@ -143,7 +143,7 @@ class Arrivals:
         self.begun += 1
 
     def _state_spans(self, parts: Parts, offer: Offer) -> list[tuple[int, int, int]]:
-        """Header and payload of the state, but for what is zero there: it is zeroed here."""
+        """Header and payload of the state, except what is zero there: that is zeroed here."""
         for piece in parts.payload:
             np.frombuffer(piece, np.uint8).fill(0)
         used = [(0, HEADER_BYTES)]
@@ -159,7 +159,7 @@ class Arrivals:
         return rows
 
     def advance(self, arrival: Arrival) -> bool:
-        """Whether all of it has come, confirmed and checked. Ends it where it cannot come."""
+        """Whether all of it has arrived, confirmed and checked. Ends it if it cannot arrive."""
         read = arrival.read
         assert read is not None
         if not read.over:
@@ -175,7 +175,7 @@ class Arrivals:
             self.fail(
                 arrival,
                 "gone",
-                f"the offer of {arrival.offer.link} does not stand any more: it expired, was "
+                f"the offer of {arrival.offer.link} no longer stands: it expired, was "
                 f"withdrawn or taken by others",
             )
         else:
@@ -183,7 +183,7 @@ class Arrivals:
         return False
 
     def state_of(self, arrival: Arrival) -> tuple[Tensor, Tensor]:
-        """The state that has come as a slot of this schema and as the unfinished block."""
+        """The state that has arrived, as a slot of this schema and as the unfinished block."""
         assert arrival.landing.row is not None
         pieces = [np.frombuffer(each, np.uint8) for each in arrival.landing.row.parts.payload]
         payload = np.concatenate(pieces)
@@ -192,7 +192,7 @@ class Arrivals:
         return torch.from_numpy(slot), torch.from_numpy(self._side.labels.state.block_of(payload))
 
     def note_arrived(self, arrival: Arrival) -> None:
-        """A request has what it had taken on the device; the rest is let go."""
+        """A request has what it had taken on the device; the rest is released."""
         self.arrived += 1
         self.read_bytes += arrival.read_bytes
         self.read_tokens += arrival.tokens
@@ -200,7 +200,8 @@ class Arrivals:
         self._let_go_host(arrival)
 
     def fail(self, arrival: Arrival, reason: str, why: str) -> None:
-        """It does not come. What nobody writes to any more is free at once, the rest later."""
+        """Ends an arrival that failed. Memory that is no longer written to is free at once, the
+        rest later."""
         if arrival.error is None:
             arrival.error = OfferError(reason, why)
         self.errors[reason] = self.errors.get(reason, 0) + 1
@@ -208,7 +209,7 @@ class Arrivals:
         self.give_back(arrival)
 
     def give_back(self, arrival: Arrival) -> None:
-        """Lets go of all that an arrival took, once nobody writes to it."""
+        """Releases all that an arrival took, once nothing writes to it."""
         read = arrival.read
         if read is not None:
             read.given_up = True
@@ -241,12 +242,12 @@ class Arrivals:
             else:
                 read.given_up = True
                 with suppress(OfferError):  # closed: the memory stays taken
-                    self._side.link.read(read)  # should it not have been told
+                    self._side.link.read(read)  # in case it was not told
 
 
 def _paired(parts: Parts, theirs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Pieces of one record here and there, which may be cut elsewhere, as pieces of equal length.
-    OfferError if they have not the same length in all."""
+    """The pieces of one record, ours and theirs, which may be cut differently, as pieces of equal
+    length. Raises OfferError if their total lengths differ."""
     own = [(address(piece), piece.nbytes) for piece in parts.pieces if piece.nbytes]
     left, rows = [(start, span) for start, span in theirs if span], []
     if sum(span for _, span in own) != sum(span for _, span in left):

@@ -94,8 +94,8 @@ class Handoff:
         held until `takers` managers have it, for `lease_s` seconds of this process's clock at most
         (default: the options'), or until `withdraw`.
 
-        It may be in an open plan with a few tokens, drafts too: the offer is of its length as the
-        last commit left it. Waits for the device. Raises RequestError for one that is torn, in the
+        It may be in an open plan with a few tokens, drafts too: the offer has the length that the
+        last commit left. Waits for the device. Raises RequestError for one that is torn, in the
         middle of a replay, empty or in an open plan with a chunk; OfferError if too many offers are
         open; InvalidInput.
         """
@@ -109,7 +109,7 @@ class Handoff:
             row = plan.requests.index(request)
             if plan.counts[row] > most:
                 raise RequestError(
-                    f"a chunk of request {request.serial} is under way, and its rings hold no "
+                    f"a chunk of request {request.serial} is running, and its rings hold no "
                     f"state: commit the plan, then offer it"
                 )
             written = max(written, int(plan.latest_ends[row]))
@@ -119,18 +119,18 @@ class Handoff:
 
     @changes
     def withdraw(self, offer: bytes) -> bool:
-        """Ends an offer of this manager before its time: nobody can take it any more. Whether it
-        stood until now. Raises OfferError for what is no offer."""
+        """Ends an offer of this manager early: it can no longer be taken. Returns whether it stood
+        until now. Raises OfferError for something that is not an offer."""
         return self.leases.withdraw(Offer.unpack(offer).name)
 
     @changes
     def accept(self, offer: bytes, *, deadline_s: float | None = None) -> Arrival:
-        """Starts to bring the request of another manager's offer here, and returns at once: `poll`
-        the arrival until it is over, or `wait` for it; then its `request` is live at the length
-        that it was offered with. Blocks that are cached here are not read again.
+        """Starts to transfer the request of another manager's offer to this one, and returns at
+        once: `poll` the arrival until it has finished, or `wait` for it; then its `request` is live
+        at the length that it was offered with. Blocks that are cached here are not read again.
 
-        What is to be read is given up after `deadline_s` seconds (default: the options'). An offer
-        may be accepted by many, and many times. Raises OfferError (of another schema or model,
+        Reading is given up after `deadline_s` seconds (default: the options'). An offer may be
+        accepted by several managers, and several times. Raises OfferError (another schema or model,
         damaged), OutOfSlots, OutOfBlocks, ContextOverflow; what happens later is in the arrival.
         """
         table, prefix, arrivals = self.side.table, self._manager.prefix, self.arrivals
@@ -202,8 +202,9 @@ class Handoff:
     def _make_offer(
         self, request: Request, *, written: int, lease_s: float | None, takers: int
     ) -> bytes:
-        """Holds the request's whole blocks, gathers its state, and says where all of it lies. Waits
-        for the device: what is offered is there. The slot may hold tokens up to `written`."""
+        """Holds the request's whole blocks, gathers its state, and describes where all of it lies.
+        Waits for the device, so that what is offered exists. The slot may hold tokens up to
+        `written`."""
         side = self.side
         seconds = side.options.lease_s
         if lease_s is not None:
@@ -308,8 +309,7 @@ class Handoff:
             self.arrivals.give_back(item)
 
     def end_arrivals(self) -> None:
-        """After an interrupt: no arrival comes any more. Offers stand, but for one that was not
-        handed out."""
+        """After an interrupt: ends all arrivals. Offers stand, except one that was not returned."""
         self.side.copies.finish()
         self.arrivals.end_all()
         for lease in tuple(self.leases.held.values()):
@@ -326,7 +326,7 @@ class Handoff:
         return rows, {each.cell for each in owners if each.cell is not None}
 
     def check_invariants(self) -> None:
-        """Offers that stand are of blocks that have not been free since."""
+        """Checks that the blocks of standing offers have not been free since."""
         generation = self.side.table.allocator.generation
         for lease in tuple(self.leases.standing.values()):
             assert tuple(map(generation, lease.block_ids)) == lease.generations, lease

@@ -52,7 +52,7 @@ class Side:
 
 
 def words(schema: CacheSchema) -> str:
-    """What people need to see why two schemas differ."""
+    """What people need in order to see why two schemas differ."""
     formats = (schema.entry_format, schema.window_format, schema.index_format)
     return (
         f"{schema.model.name}, {len(schema.layers)} layers, block_tokens={schema.block_tokens}, "

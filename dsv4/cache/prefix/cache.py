@@ -59,7 +59,7 @@ class PrefixCache:
             )
         if options.policy.period_tokens % schema.block_tokens:
             raise InvalidInput(
-                f"periodic({options.policy.period_tokens}) is no multiple of block_tokens="
+                f"periodic({options.policy.period_tokens}) is not a multiple of block_tokens="
                 f"{schema.block_tokens}: snapshots are taken where blocks end"
             )
         if options.replay == "cut":
@@ -394,13 +394,13 @@ def _check_cut(schema: CacheSchema) -> None:
     window, most = schema.model.window, schema.max_decode_tokens
     if not schema.model.cut_replays:
         raise InvalidInput(
-            f"replay='cut' is how DeepSeek serves V4.1, and {schema.model.name} is no V4.1: use "
+            f"replay='cut' is how DeepSeek serves V4.1, and {schema.model.name} is not V4.1: use "
             f"replay='exact'"
         )
     if window <= most:
         raise InvalidInput(
             f"replay='cut' runs {window} tokens as one chunk, but with "
-            f"max_draft_tokens={schema.max_draft_tokens} so many are no chunk: use replay='exact'"
+            f"max_draft_tokens={schema.max_draft_tokens} that is not a chunk: use replay='exact'"
         )
 
 

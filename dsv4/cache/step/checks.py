@@ -206,7 +206,7 @@ def _check_each(
     if any(not isinstance(step, tuple) or len(step) not in (2, 3) for step in steps):
         raise PlanError("a step is (request, new tokens) or (request, new tokens, start)")
     if len({id(step[0]) for step in steps}) != len(steps):
-        raise PlanError("a request stands twice in one step: merge its tokens")
+        raise PlanError("a request is twice in one step: merge its tokens")
     for step in steps:
         table.require_live(step[0])
         if not is_whole(step[1]) or step[1] < 0:

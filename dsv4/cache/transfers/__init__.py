@@ -1,4 +1,4 @@
-"""Between the device and its tiers: what is cached goes down, what is asked for comes back.
+"""Transfers between the device and its tiers: cached blocks go down, requested ones come back.
 
 A manager that is built with tiers has one `Transfers`. Nothing else of the cache loads this
 package: it needs the extra `dsv4[tiers]`.

@@ -1,4 +1,4 @@
-"""Tiers are asked from a thread of their own: nobody waits for a call that is slow. Torch-free."""
+"""Calls each tier from a thread of its own, so that no caller waits for a slow call. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from dsv4.tiers.tier import MISSING, PENDING, Progress, Ticket, Tier
 
 LOGGER = logging.getLogger("dsv4.tiers")
 _POLL_S = 0.0005
-MOST_ASKED = 1_024  # calls that wait for a tier; it has nothing of what is asked on top
+MOST_ASKED = 1_024  # calls that wait for a tier; further ones are answered as if it had nothing
 
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A call that is made, or will be, and how far its ticket was a moment ago."""
+    """A call that was or will be made, and the last known progress of its ticket."""
 
     call: Callable[[], Ticket]
     progress: Progress
     ticket: Ticket | None = None
     is_cancelled: bool = False
-    error: Exception | None = None  # the tier broke its word
+    error: Exception | None = None  # the tier broke its contract
 
 
 class Aside:
-    """A tier as a fetch sees it. Calls return at once, whatever the tier's do."""
+    """A tier as a fetch sees it. Calls return at once, even if the tier's do not."""
 
     def __init__(self, tier: Tier) -> None:
         self.name, self._tier = tier.name, tier
@@ -40,7 +40,7 @@ class Aside:
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def lookup(self, labels: Sequence[Label]) -> Asked:
-        tier = self._tier  # what waits for a tier keeps nobody who asked
+        tier = self._tier  # waiting calls do not keep their callers alive
         return self._ask(lambda: tier.lookup(labels), len(labels))
 
     def load(self, records: Sequence[Record]) -> Asked:
@@ -48,7 +48,7 @@ class Aside:
         return self._ask(lambda: tier.load(records), len(records))
 
     def poll(self, asked: Asked) -> Progress:
-        """How far it was a moment ago. Raises what the tier raised."""
+        """The last known progress. Raises what the tier raised."""
         if asked.error is not None:
             raise asked.error
         return asked.progress
@@ -59,7 +59,8 @@ class Aside:
         self._send(lambda: _cancel(tier, asked))
 
     def use(self, blocks: Sequence[Label], snapshot: Label | None) -> None:
-        """For a tier that wants to know: a use above it. One that comes on top is forgotten."""
+        """Reports a use above to a tier that wants to know. If too many calls wait, it is
+        dropped."""
         use = getattr(self._tier, "use", None)
         if use is not None and self._jobs.qsize() < MOST_ASKED:
             self._send(lambda: use(blocks, snapshot))
@@ -100,7 +101,7 @@ def _cancel(tier: Tier, asked: Asked) -> None:
 
 
 def _work(tier: Tier, jobs: SimpleQueue[Callable[[], Asked | None] | None]) -> None:
-    """Until the queue says that nobody asks any more."""
+    """Works until the queue says that there are no more callers."""
     under_way: list[Asked] = []
     while True:
         with suppress(Empty):
@@ -129,8 +130,8 @@ def _is_over(tier: Tier, asked: Asked) -> bool:
 
 
 def progress_of(tier: Any, ticket: Any, count: int) -> Progress | None:
-    """How far a ticket for `count` records is; None, and a line in the log, from a tier that breaks
-    its word and raises, or answers for others."""
+    """The progress of a ticket for `count` records; None, and a line in the log, from a tier that
+    breaks its contract: it raises, or answers for other records."""
     try:
         progress: Progress = tier.poll(ticket)
         if len(progress.outcomes) == count:
@@ -143,7 +144,7 @@ def progress_of(tier: Any, ticket: Any, count: int) -> Progress | None:
 
 
 def cancel(tier: Any, ticket: Any) -> None:
-    """A line in the log, from a tier that raises."""
+    """Cancels; a tier that raises is only logged."""
     try:
         tier.cancel(ticket)
     except Exception:

@@ -1,4 +1,4 @@
-"""Rows of the device to host memory and back, while the host goes on."""
+"""Copies rows of the device to host memory and back, in the background."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dsv4.tiers.record import Parts, address
 # copies that are begun together, and the driver's call for it
 AT_ONCE = 32
 _BATCH = "cuMemcpyBatchAsync_v2"
-# torch has these types untyped; None stands for a copy that is over when the call returns
+# torch leaves these types untyped; None stands for a copy that is finished when the call returns
 _Event = Any
 
 
 class Mark:
-    """How far a stream was when the mark was made."""
+    """The position of a stream when the mark was made."""
 
     __slots__ = ("_event",)
 
@@ -37,8 +37,8 @@ class Mark:
             self._event.synchronize()
 
     def hold_back(self) -> None:
-        """What is launched on its device's current stream from now on waits for it; the host does
-        not."""
+        """Makes what is launched on its device's current stream from now on wait for it; the host
+        does not wait."""
         if self._event is not None and not self.passed:
             torch.cuda.current_stream(self._event.device).wait_event(self._event)
 
@@ -47,8 +47,8 @@ class Copies:
     """Copies between rows on a device and pieces of one host memory.
 
     On a GPU each direction has a stream of its own, which first waits for what is on the current
-    stream now: the step that wrote a row, or the last one that read it. Elsewhere a copy is over
-    when the call returns.
+    stream now: the step that wrote a row, or the last one that read it. Elsewhere a copy is
+    finished when the call returns.
     """
 
     def __init__(self, device: torch.device, memory: memoryview) -> None:
@@ -60,11 +60,11 @@ class Copies:
         self._up: Any = torch.cuda.Stream(device) if on_gpu else None
 
     def down(self, rows: Iterable[tuple[Tensor, Parts]]) -> Mark:
-        """Rows of the device into the payloads of records."""
+        """Copies rows of the device into the payloads of records."""
         return self._copy(self._down, [(pieces, row, True) for row, pieces in rows])
 
     def down_into(self, rows: Iterable[tuple[Tensor, Tensor]]) -> Mark:
-        """Rows of the device into other host memory, from `host_bytes`."""
+        """Copies rows of the device into other host memory, from `host_bytes`."""
         if self._down is None:
             for row, host in rows:
                 host.copy_(row)
@@ -78,11 +78,11 @@ class Copies:
         return Mark(event)
 
     def host_bytes(self, count: int) -> Tensor:
-        """Host memory that a GPU copies to by itself."""
+        """Host memory that a GPU can copy to directly."""
         return torch.empty(count, dtype=torch.uint8, pin_memory=self._down is not None)
 
     def up(self, rows: Iterable[tuple[Tensor, Parts]]) -> Mark:
-        """Payloads of records into rows of the device."""
+        """Copies payloads of records into rows of the device."""
         return self._copy(self._up, [(pieces, row, False) for row, pieces in rows])
 
     def _copy(self, stream: Any, rows: list[tuple[Parts, Tensor, bool]]) -> Mark:
@@ -113,7 +113,7 @@ class Copies:
                 at += piece.nbytes
 
     def mark(self) -> Mark:
-        """How far the current stream is."""
+        """A mark at the current position of the current stream."""
         if self._down is None:
             return Mark()
         event = torch.cuda.Event()
@@ -121,7 +121,7 @@ class Copies:
         return Mark(event)
 
     def finish(self) -> None:
-        """Waits until no copy is on its way. Blocks the host."""
+        """Waits until no copy is running. Blocks the host."""
         for stream in (self._down, self._up):
             if stream is not None:
                 stream.synchronize()
@@ -141,8 +141,8 @@ def _driver() -> Any:
 
 
 def _launch_by_driver(driver: Any, stream: int, rows: list[tuple[Parts, Tensor, bool]]) -> None:
-    """A copy of a block takes 8 µs, and torch's call to begin one as long: so the driver begins
-    AT_ONCE of them by one call, and copies those while the next ones are put together."""
+    """A copy of a block takes 8 µs, and torch's call that begins one takes as long. So one call of
+    the driver begins AT_ONCE of them, and these are copied while the next ones are prepared."""
     copies: list[tuple[int, int, int]] = []
     for parts, row, down in rows:
         device = row.data_ptr()
@@ -159,12 +159,12 @@ def _launch_by_driver(driver: Any, stream: int, rows: list[tuple[Parts, Tensor, 
 
 
 def _begin(driver: Any, stream: int, copies: list[tuple[int, int, int]]) -> None:
-    """By one call, or by one each where the driver has no such call or refuses it."""
+    """With one call, or with one each where the driver has no such call or refuses it."""
     if len(copies) > 1 and hasattr(driver, _BATCH):
         targets, sources, counts = (
             (ctypes.c_uint64 * len(copies))(*column) for column in zip(*copies, strict=True)
         )
-        # in the order of the stream; no hints about places, no flags
+        # in stream order; no location hints, no flags
         attributes, first = (ctypes.c_int32 * 6)(1), ctypes.c_size_t(0)
         where = ctypes.addressof(first)
         batch = getattr(driver, _BATCH)

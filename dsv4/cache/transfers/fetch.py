@@ -1,4 +1,4 @@
-"""What tiers have of a prompt, on its way to the device. Torch-free but for the rows it fills.
+"""Brings what tiers have of a prompt to the device. Torch-free except for the rows that it fills.
 
     look     which of the prompt's blocks a tier has, after those that are cached
     take     blocks in flight for them
@@ -42,9 +42,9 @@ LOGGER = logging.getLogger("dsv4.tiers")
 
 
 class Fetch(Polled):
-    """A prompt's records on their way from tiers to the device. `poll` moves it on and says whether
-    it is over; then `admit_request` finds what came. `cancel` ends it: nothing of it is indexed
-    that is not yet."""
+    """A prompt's records on their way from tiers to the device. `poll` advances it and says whether
+    it has finished; then `admit_request` finds what arrived. `cancel` ends it: nothing more of it
+    is indexed."""
 
     _instead = "fetch the prompt once more"
 
@@ -60,10 +60,10 @@ class Fetch(Polled):
         super().__init__(advance=poll, end=cancel)
         self.trail, self.tokens = trail, tokens  # of the prompt that may be reused
         self.with_state = with_state
-        self.cached_blocks = 0  # of them on the device when it began
-        self.fetched_blocks = 0  # after those: came, and are indexed
+        self.cached_blocks = 0  # of them, on the device when it began
+        self.fetched_blocks = 0  # after those: arrived, and are indexed
         self.cancelled = self.is_over = False
-        # ---- its owner's: what it is at, and what has been taken for it
+        # ---- for its owner: where it is, and what has been taken for it
         self.steps: Iterator[None] = iter(())
         self.loading: Loading
         self.asked: list[tuple[Source, Ticket | Asked]] = []  # lookups under way
@@ -106,7 +106,7 @@ class Fetches:
         self.advance(fetch)
 
     def advance(self, fetch: Fetch) -> None:
-        """As far as it goes now."""
+        """Advances it as far as possible now."""
         if fetch.done:
             return
         try:
@@ -118,8 +118,8 @@ class Fetches:
             self._end(fetch)
 
     def steps(self, fetch: Fetch) -> Iterator[None]:
-        """All of a fetch. It may stop at any yield: what it has taken lies in the fetch, and `_end`
-        gives that back."""
+        """All of a fetch. It may stop at any yield: what it has taken is recorded in the fetch, and
+        `_end` gives that back."""
         trail, labels, prefix = fetch.trail, self._labels, self._prefix
         blocks = fetch.tokens // self._block_tokens
         trail.hash_blocks(blocks)
@@ -143,7 +143,7 @@ class Fetches:
         self._adopt(fetch, here, snapshot)
 
     def _look(self, fetch: Fetch, labels: Sequence[Label]) -> Generator[None, None, list[Incoming]]:
-        """Asks which tiers have these records. One that says nothing is not waited for where
+        """Asks which tiers have these records. It does not wait for a tier that does not answer if
         another one has the record."""
         for tier in self.route.tiers if labels else ():
             try:
@@ -167,7 +167,7 @@ class Fetches:
         return items
 
     def _take_blocks(self, fetch: Fetch, items: Sequence[Incoming]) -> list[Incoming]:
-        """Blocks in flight for what tiers have, without a gap, as many as there are."""
+        """Takes blocks in flight for what tiers have, up to the first gap, as many as there are."""
         found = list(takewhile(lambda item: item.sources, items))
         count = min(len(found), self._table.allocator.free + self._prefix.blocks.evictable())
         if count:
@@ -179,7 +179,8 @@ class Fetches:
         return found[:count]
 
     def _take_row(self, fetch: Fetch, item: Incoming) -> bool:
-        """Whether there is a row for a snapshot: one for all that are tried, in turn."""
+        """Whether there is a row for a snapshot; the same row serves all that are tried, one after
+        another."""
         if fetch.snapshot_row is None:
             fetch.snapshot_row = self._prefix.rows.take_in_flight()
         if fetch.snapshot_row is not None:
@@ -208,7 +209,7 @@ class Fetches:
             yield self._labels.of_block(fetch.trail, block, Kind.SNAPSHOT)
 
     def _adopt(self, fetch: Fetch, here: int, snapshot: Incoming | None) -> None:
-        """Indexes what has come."""
+        """Indexes what has arrived."""
         prefix, first = self._prefix, fetch.cached_blocks
         landed, fetch.block_ids = fetch.block_ids[:here], fetch.block_ids[here:]
         unused = prefix.adopt(fetch.trail, first, landed)
@@ -244,7 +245,7 @@ class Fetches:
         self._give_back(fetch)
 
     def _give_back(self, fetch: Fetch) -> None:
-        """What an ended fetch had, as far as nobody writes to it any more."""
+        """Gives back what an ended fetch had, as far as nothing writes to it any more."""
         loading = fetch.loading
         loading.advance()
         if not loading.is_copying:
@@ -265,22 +266,23 @@ class Fetches:
                 self._give_back(fetch)
 
     def take_state(self, fetch: Fetch) -> HostRow | None:
-        """The row of the state that came, held; the caller releases it."""
+        """The row of the state that arrived, held; the caller releases it."""
         if fetch.state is None or fetch.cancelled or not fetch.done:
             return None
         row, fetch.state.row = fetch.state.row, None
         return row
 
     def let_go(self, fetch: Fetch) -> None:
-        """Ends it, with a state that came and that nobody took."""
+        """Ends it, and releases a state that arrived but was not taken."""
         self.cancel(fetch)
         row = self.take_state(fetch)
         if row is not None:
             self.route.host.release(row)
 
     def abandon_all(self) -> None:
-        """After an interrupt: all that is open ends, whatever was half done. Copies to the device
-        are waited for, so nothing is in flight; blocks, rows and pins are found again without."""
+        """After an interrupt: ends everything that is open, whatever was half done. Copies to the
+        device are waited for, so nothing is in flight; `recover` finds blocks, rows and pins by
+        itself."""
         self.route.copies.finish()
         for fetch in tuple(self.open):
             fetch.pin, fetch.block_ids, fetch.snapshot_row = None, [], None

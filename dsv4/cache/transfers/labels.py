@@ -1,4 +1,4 @@
-"""What the records of a prompt are called: one chain of digests, three kinds. Torch-free."""
+"""The names of a prompt's records: one chain of digests, three kinds. Torch-free."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Labels:
 
     def of_state(self, trail: TokenTrail, tokens: int) -> Label:
         """The state of a request with the trail's first `tokens` tokens, at least one. Its digest
-        is a keyed hash over all of them, like a block's, and none of a block's."""
+        is a keyed hash over all of them, like a block's, but never equal to a block's."""
         whole = tokens // self.block_tokens
         parent = trail.digest(whole - 1) if whole else trail.root
         rest = trail.ids[whole * self.block_tokens : tokens]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("dsv4.tiers")
 Source = HostTier | Aside
-CHECKED_AT_ONCE = 64  # rows: those that are checked go up while the next ones are
+CHECKED_AT_ONCE = 64  # rows per piece: checked ones are copied up while the next ones are checked
 
 
 class Stage(Enum):
@@ -37,8 +37,8 @@ class Stage(Enum):
 
 @dataclass(slots=True, eq=False)
 class Incoming:
-    """One record on its way. `target` is a row on the device; a state has none, for it is wanted on
-    the host. `sources` have yet to be tried."""
+    """One record on its way. `target` is a row on the device; a state has none, because it is
+    needed on the host. `sources` have yet to be tried."""
 
     label: Label
     sources: list[Source]
@@ -49,7 +49,7 @@ class Incoming:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """Records that a tier loads. Rows of those that did not come are free when it has settled."""
+    """Records that a tier loads. Rows of those that did not arrive are free when it has settled."""
 
     tier: Source
     items: Sequence[Incoming]
@@ -74,11 +74,12 @@ class Loading:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nobody else reads or writes host memory of it."""
+        """Whether nothing else reads or writes its host memory."""
         return not (self._loads or self._checks or self._copies)
 
     def bring(self, items: Sequence[Incoming]) -> Iterator[None]:
-        """Until all of these are where they are wanted, or all before the first that is lost."""
+        """Works until all of these are where they are needed, or all before the first that is
+        lost."""
         self._items += items
         while True:
             self.advance()
@@ -94,7 +95,7 @@ class Loading:
                 self._lose(item)
 
     def advance(self) -> None:
-        """Takes note of what has come. Starts nothing."""
+        """Notes what has arrived. Starts nothing."""
         for load in tuple(self._loads):
             self._end_load(load)
         for check in tuple(self._checks):
@@ -103,19 +104,19 @@ class Loading:
             self._end_copy(*copy)
 
     def cancel(self) -> None:
-        """Tiers need not begin what they have not begun yet."""
+        """Tells tiers not to begin what they have not begun yet."""
         for load in self._loads:
             cancel(load.tier, load.ticket)
 
     def release(self, kept: Incoming | None) -> None:
-        """Gives host memory back, that of one record excepted."""
+        """Releases host memory, except that of one record."""
         for item in self._items:
             if item is not kept:
                 self._release(item)
 
     def abandon(self) -> None:
-        """After an interrupt: a tier that was being asked may have what it was asked for, so that
-        memory stays taken."""
+        """After an interrupt: a tier that was being called may have received the memory, so it
+        stays taken."""
         for load in tuple(self._loads):
             if load.ticket is None:
                 self._give_up(load)
@@ -123,11 +124,11 @@ class Loading:
     # ---- from tiers into host memory -------------------------------------------------------------
 
     def _start(self, items: Sequence[Incoming]) -> None:
-        """Starts what waits, in order, as far as host memory goes and up to the first that no tier
-        has any more."""
+        """Starts what waits, in order, as long as there is host memory and up to the first that no
+        tier has any more."""
         waiting = [item for item in items if item.stage is Stage.WAITING]
         here = [item for item in waiting if item.sources[:1] == [self._host]]
-        # all at once: a use of a block is one of all before it
+        # all at once: using a block counts as using all before it
         for item, row in zip(here, self._host.hold([item.label for item in here]), strict=True):
             item.row = row
             item.sources.pop(0)
@@ -148,20 +149,20 @@ class Loading:
                 self._load(source, some)
 
     def _find(self, item: Incoming) -> Source | None:
-        """Host memory for a record and who fills it: nobody, if the host tier has it. None if no
-        tier is left, or no memory."""
+        """Host memory for a record and the tier that fills it (None if the host tier has it
+        already). None if no tier is left, or no memory."""
         if item.row is None and item.sources:
             item.row = self._host.take(item.label)
             if item.row is not None:
                 return item.sources.pop(0)
-            if self._route.host_is_tier:  # somebody may have put it there meanwhile
+            if self._route.host_is_tier:  # it may have been put there meanwhile
                 (item.row,) = self._host.hold([item.label])
         return None if item.row is None else self._host
 
     def _load(self, tier: Source, items: Sequence[Incoming]) -> None:
         rows = [item.row for item in items if item.row is not None]
         load = _Load(tier, items)
-        self._loads.append(load)  # first: whoever interrupts finds what the tier may have
+        self._loads.append(load)  # first, so that an interrupt finds what the tier may have
         try:
             load.ticket = tier.load([Record(label=row.label, parts=row.parts) for row in rows])
         except Exception:
@@ -192,7 +193,7 @@ class Loading:
                 self._host.release(row)
 
     def _give_up(self, load: _Load) -> None:
-        """Of a tier that broke its word. Rows stay held: it may have them."""
+        """Gives up a load of a tier that broke its contract. Rows stay held: it may have them."""
         self._loads.remove(load)
         for item in load.items:
             if item.stage is Stage.LOADING:
@@ -232,7 +233,7 @@ class Loading:
             mark = self._route.copies.up([(row, parts) for row, parts in rows if row is not None])
         except RuntimeError as error:
             LOGGER.warning("%d records stay where they are: %s", len(items), error)
-            self._route.copies.finish()  # some may be on their way
+            self._route.copies.finish()  # some may be running
             for item in items:
                 self._lose(item)
             return
@@ -250,7 +251,7 @@ class Loading:
         for item in items:
             item.stage = Stage.HERE
             if self._route.host_is_tier and item.row is not None:
-                self._host.publish(item.row)  # the next one finds it nearer
+                self._host.publish(item.row)  # the next fetch finds it in a faster tier
             self._release(item)
 
     def _lose(self, item: Incoming) -> None:

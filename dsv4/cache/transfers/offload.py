@@ -1,4 +1,5 @@
-"""Down: what was cached is copied to host memory, and from there a worker takes it to the tiers."""
+"""Offloading: what was cached is copied to host memory, and from there a worker stores it in the
+tiers."""
 
 from __future__ import annotations
 
@@ -28,34 +29,34 @@ from dsv4.tiers.record import Kind
 if TYPE_CHECKING:
     from dsv4.cache.transfers.fetch import Fetch
 
-MOST_WAITING = 16_384  # records in the outbox; the newest ones are dropped
-MOST_COPYING = 256  # copies on the way down: a full stream would hold up whoever launches
+MOST_WAITING = 16_384  # records in the outbox; beyond that the newest ones are dropped
+MOST_COPYING = 256  # copies on the way down: a full stream would block launches
 
 
 @dataclass(slots=True, kw_only=True)
 class Route:
-    """What all records of a manager pass, down and up, and what was counted on the way up."""
+    """What all records of a manager pass through, down and up, and the counts on the way up."""
 
     tiers: Sequence[HostTier | Aside]  # the fastest first
     host: HostTier
-    host_is_tier: bool  # else records only pass through it
+    host_is_tier: bool  # otherwise records only pass through it
     has_below: bool  # whether there are other tiers
     copies: Copies
     worker: Worker
-    open: list[Fetch] = field(default_factory=list)  # with memory that is not given back yet
+    open: list[Fetch] = field(default_factory=list)  # whose memory is not released yet
     refused: int = 0
     records: int = 0
     bytes: int = 0
 
     @property
     def is_shared(self) -> bool:
-        """Whether somebody else than a fetch that asks may give host memory back."""
+        """Whether anything besides the asking fetch may release host memory."""
         return len(self.open) > 1 or not self.worker.idle
 
 
 class Offload:
-    """The outbox, and copies that are under way. Nothing here waits, and nothing raises
-    for what happens to a record: it is dropped and counted."""
+    """The outbox, and copies that are running. Nothing here waits, and a record that fails raises
+    nothing: it is dropped and counted."""
 
     def __init__(
         self,
@@ -91,19 +92,19 @@ class Offload:
         return self._dropped + self._worker.dropped
 
     def pump(self) -> None:
-        """Moves on what is on its way down: after each step, and with each call of tiers."""
+        """Advances what is on its way down: after each step, and with each call of tiers."""
         self._note_stored()
         while self._batches and self._batches[0].mark.passed:
             self._send(self._batches.pop(0))
         most = 0 if self._worker.is_closed else MOST_WAITING
-        while len(self.outbox) > most:  # the starts of prompts are worth most
+        while len(self.outbox) > most:  # the beginnings of prompts are worth most
             self.outbox.pop()
             self._dropped += 1
         if self.outbox and self._copying < MOST_COPYING:
             self._copy_down()
 
     def _copy_down(self) -> None:
-        """Begins with what is in the outbox, as far as host memory goes."""
+        """Begins to copy what is in the outbox, as long as there is host memory."""
         rows: list[tuple[Tensor, Outgoing]] = []
         self._begun = []
         while self.outbox and self._copying + len(rows) < MOST_COPYING:
@@ -119,7 +120,7 @@ class Offload:
             self.copy(rows)
 
     def _take_row(self, new: NewlyCached) -> Outgoing | None:
-        """Host memory for a record; None if there is none now, or the record is there."""
+        """Host memory for a record; None if there is none now, or the record exists already."""
         row = self._host.take(self._labels.of_cached(new), passing=self._route.has_below)
         if row is None:
             return None
@@ -127,8 +128,8 @@ class Offload:
         return self._begun[-1]
 
     def _will_have_room(self, new: NewlyCached, *, is_first: bool) -> bool:
-        """Whether a record that got no host memory is to wait for some. If not, it is there already
-        or dropped."""
+        """Whether a record that got no host memory should wait for some. If not, it exists already
+        or is dropped."""
         route, label = self._route, self._labels.of_cached(new)
         if route.host_is_tier and self._host.holds(label.key):
             new.node.stored = new.node.stored or not new.is_snapshot
@@ -162,10 +163,10 @@ class Offload:
         self.copied += len(batch.records)
         self.copied_bytes += payload_bytes
         if not batch.mark.passed:
-            self._worker.start()  # should nobody be there to send it
+            self._worker.start()  # in case the owner is gone before it can send it
 
     def _fail(self, records: Sequence[Outgoing]) -> None:
-        """Copies that the device refused; some may be on their way."""
+        """Ends copies that the device refused; some may be running."""
         self._begun = []
         self._dropped += len(records)
         self._route.copies.finish()
@@ -199,19 +200,20 @@ class Offload:
     # ---- what the prefix cache reports to its observer -------------------------------------------
 
     def cached(self, new: NewlyCached) -> None:
-        """Is copied with the next `pump`."""
+        """Queues it, to be copied with the next `pump`."""
         self.outbox.append(new)
 
     def before_reuse(self) -> None:
-        """Memory that is being copied is written to by what comes next on the current stream only
-        after the copy."""
+        """Makes what comes next on the current stream wait until the copy of this memory has
+        finished."""
         if self._newest is not None:
             self._newest.hold_back()
             if self._newest.passed:
                 self._newest = None
 
     def used(self, match: PrefixMatch, trail: TokenTrail) -> None:
-        """What is used on the device counts as used below: else it would be evicted first there."""
+        """What is used on the device counts as used below; otherwise it would be evicted first
+        there."""
         if not match.nodes:
             return
         blocks, snapshot = self._labels.of_blocks(trail, len(match.nodes)), None
@@ -225,7 +227,7 @@ class Offload:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was cached is kept below, or dropped."""
+        """Whether everything that was cached is stored below, or dropped."""
         if self.outbox or self._batches or not self._worker.idle:
             return False
         self._note_stored()
@@ -244,7 +246,7 @@ class Offload:
 
     def suspend(self, request: Request) -> Suspended:
         """Copies the state of a request and its unfinished block, before what comes next on the
-        current stream can write there. Its whole blocks are cached as ever."""
+        current stream can write there. Its whole blocks are cached as usual."""
         trail, length = request.trail, request.length
         assert trail is not None
         record = None
@@ -289,8 +291,8 @@ class Offload:
 
 class Suspended:
     """A request that has left the device with `tokens` tokens. `stored`: whether a tier has its
-    state. None until they have answered, False if none could keep it; then the request comes back
-    all the same, and what is missing runs again."""
+    state. None until they have answered, False if none could keep it; then the request can still be
+    resumed, and what is missing is computed again."""
 
     __slots__ = ("_kept", "_record", "tokens")
 

@@ -121,8 +121,9 @@ class Tiers:
         was: after a preemption, a long wait, in another process, with other draft settings. Its
         slot and blocks go back at once; its whole blocks stay cached as ever.
 
-        The ids of all its tokens must be known (`commit(ids=...)`, `supply_ids`). In the middle
-        of a replay no state is kept; what is missing runs again. Raises InvalidInput, RequestError.
+        The ids of all its tokens must be known (`commit(ids=...)`, `supply_ids`). In the middle of
+        a replay no state is kept; what is missing is computed again. Raises InvalidInput,
+        RequestError.
         """
         self._manager._require_unplanned(request)
         if request.condition is not Condition.INCOMPLETE:  # of which not all ids are known
@@ -131,7 +132,7 @@ class Tiers:
         if request.trail is None or known < request.length:
             raise InvalidInput(
                 f"{known} of the {request.length} token ids of request {request.serial} are known: "
-                f"admit it with ids and supply the others, for it comes back by its ids"
+                f"admit it with ids and supply the others, because it is found by its ids"
             )
         suspended = self._suspend(request)
         self._manager._release(request)
@@ -273,7 +274,7 @@ class Tiers:
         self._manager._release_deferred()
 
     def pump(self) -> None:
-        """Moves on what is on its way. After each step, and with each call of tiers."""
+        """Advances what is on its way: after each step, and with each call of tiers."""
         self.offload.pump()
         self.fetches.clean()
 
@@ -285,7 +286,7 @@ class Tiers:
             self._suspend(request)
 
     def let_go(self, item: object) -> bool:
-        """Ends a fetch that nobody waits for any more; False if it is none."""
+        """Ends a fetch that is no longer referenced; False if it is not a fetch."""
         if not isinstance(item, Fetch):
             return False
         self.fetches.let_go(item)
@@ -330,7 +331,7 @@ def _require_tiers(tiers: Sequence[Tier], model_id: str) -> None:
     for tier in tiers:
         if not all(callable(getattr(tier, call, None)) for call in TIER_CALLS):
             raise InvalidInput(
-                f"{tier!r} is no tier: give HostTier(...), DiskTier(...) or what has the calls "
+                f"{tier!r} is not a tier: give HostTier(...), DiskTier(...) or what has the calls "
                 f"{', '.join(TIER_CALLS)}"
             )
     if len({tier.name for tier in tiers}) != len(tiers):

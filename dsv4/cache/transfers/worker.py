@@ -1,4 +1,5 @@
-"""What needs no device: sums, headers, and stores in tiers. One thread per manager, torch-free."""
+"""Work that needs no device: checksums, headers, and storing in tiers. One thread per manager,
+torch-free."""
 
 from __future__ import annotations
 
@@ -62,18 +63,18 @@ class _Stored:
 
 
 class Worker:
-    """Seals records, lets the host tier find them, and stores them in the tiers below it; checks
-    rows. Calls return at once.
+    """Seals records, makes them visible in the host tier, and stores them in the tiers below it;
+    checks rows. Calls return at once.
 
-    The thread ends with `close`, or when the worker is collected: while it waits for work it knows
-    it by a weak reference alone. What it has begun it ends first.
+    The thread ends with `close`, or when the worker is collected: while it waits for work it has
+    only a weak reference to the worker. It finishes what it has begun first.
     """
 
     def __init__(self, host: HostTier, below: Sequence[Tier], *, host_is_tier: bool) -> None:
         self._host, self._below, self._host_is_tier = host, tuple(below), host_is_tier
         self._lock = threading.RLock()
-        # something is put there if there is work to look for: a finalizer can do that without the
-        # lock, and puts the worker itself, so that it is not collected before that is done
+        # an item means that there may be work: a finalizer can put one without the lock, and puts
+        # the worker itself, so that it is not collected before the work is done
         self._wake: SimpleQueue[Worker | None] = SimpleQueue()
         self._records: deque[Outgoing] = deque()
         self._checks: deque[Checked] = deque()
@@ -118,7 +119,7 @@ class Worker:
                 self._wake.put(None)
 
     def adopt(self, batches: Sequence[CopyBatch]) -> None:
-        """Sends what is being copied once it is there, which the owner did not live to see. A
+        """Takes over copies whose owner was collected, and sends them once they have finished. A
         finalizer calls this, so it waits for no lock; the thread must have been started."""
         if batches:
             self._orphans.extend(batches)
@@ -153,7 +154,8 @@ class Worker:
         self._drop_rest()
 
     def _drop_rest(self) -> None:
-        """What a closed worker is sent: nothing is kept any more, and rows are checked here."""
+        """Handles what is sent to a closed worker: nothing is stored any more, and rows are checked
+        here."""
         self._check_rows()
         with self._lock:
             records = list(self._records)
@@ -163,7 +165,7 @@ class Worker:
     # ---- the thread ------------------------------------------------------------------------------
 
     def work(self) -> bool:
-        """Does what there is to do. Whether the thread is to wait for more."""
+        """Does the queued work. Returns whether the thread should wait for more."""
         while self._orphans:
             batch = self._orphans.popleft()
             batch.mark.wait()
@@ -244,7 +246,7 @@ class Worker:
                 self._sent.remove(batch)
 
     def _give_up(self, records: Sequence[Outgoing]) -> None:
-        """A tier broke its word. Rows stay held: some tier may have them."""
+        """Gives up on a tier that broke its contract. Rows stay held: some tier may have them."""
         for each in records:
             each.stored, self.dropped = False, self.dropped + 1
 

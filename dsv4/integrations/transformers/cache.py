@@ -35,8 +35,8 @@ LOGGER = logging.getLogger("dsv4")
 class PagedCache(Cache):
     """Pass it as `past_key_values` to the model it was made for: forward and generate.
 
-    One request of the manager a batch row, admitted at the first forward. Forgotten caches give
-    their rows back. For inference: no gradient flows through what is stored.
+    Each batch row is one request of the manager, admitted at the first forward. Caches that are
+    collected give their rows back. For inference: no gradient flows through what is stored.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class PagedCache(Cache):
         require_v4(model)
         require_schema(manager.schema, model)
         self._caches = caches
-        # calls that change a manager come one at a time: caches of one take turns
+        # calls that change a manager come one at a time: its caches take turns
         self._turn: AbstractContextManager[Any] = RLock() if caches is None else caches.turn
         self.rows = CacheRows(RowPool(manager) if caches is None else caches.pool, model)
         layers = range(len(manager.schema.layers))
         super().__init__(layers=[PagedLayer(self.rows, layer) for layer in layers])
         weakref.finalize(self, self.rows.give_back)
-        if caches is None:  # an accelerated model tells its caches itself
+        if caches is None:  # an accelerated model informs its caches itself
             weakref.finalize(self, _observe(self, model.model))
 
     @classmethod
@@ -76,8 +76,9 @@ class PagedCache(Cache):
 
         `records` "bf16" keeps window rows and entries unquantised, in the model's own type (an fp32
         model's as fp32); "fp8_ds" as DeepSeek-V4 was trained. `index` is the format of indexer
-        keys: unquantised beside "bf16", "mxfp4" beside "fp8_ds". `max_draft_tokens` + 1 tokens
-        can be cropped without running the model. Raises InvalidInput, ConfigError, SchemaError.
+        keys: by default unquantised with "bf16", "mxfp4" with "fp8_ds". `max_draft_tokens` + 1
+        tokens can be cropped without running the model. Raises InvalidInput, ConfigError,
+        SchemaError.
         """
         schema = cache_schema(
             model,
@@ -107,7 +108,7 @@ class PagedCache(Cache):
 
     @property
     def requests(self) -> list[Request]:
-        """One a batch row; none before the first forward."""
+        """One per batch row; none before the first forward."""
         return self.rows.requests
 
     @property
@@ -132,7 +133,7 @@ class PagedCache(Cache):
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         return self.manager.schema.max_context
 
-    # ---- for who writes through handles: accelerate ----------------------------------------
+    # ---- for accelerate, which writes through handles --------------------------------------
 
     def open_rows(self, batch: int) -> list[Request]:
         """The requests of the rows, admitted if there are none. Raises InvalidInput, OutOfSlots."""
@@ -143,20 +144,21 @@ class PagedCache(Cache):
         """Columns [rows, n] have been processed: their ids, if known, and which are real."""
         self.rows.note_columns(ids, mask)
 
-    # ---- transformers' verbs ---------------------------------------------------------------
+    # ---- the interface of transformers' caches ---------------------------------------------
 
     def reset(self) -> None:
-        """Gives all rows back. The next forward starts from nothing, in a closed cache too."""
+        """Gives all rows back. The next forward starts from nothing, even in a closed cache."""
         with self._turn:
             self.rows.release()
             if self._caches is not None:
                 self._caches.reopen(self)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the newest -n columns for a negative n, all behind the first n for a positive.
+        """Removes the newest -n columns for a negative n, all after the first n for a positive one.
 
-        Up to 1 + max_draft_tokens tokens it is arithmetic. Further back the window is gone, and the
-        model runs the tokens that stay again; then they must have come as ids: InvalidInput.
+        Up to 1 + max_draft_tokens tokens only the length changes. Further back the window is gone,
+        and the model runs the remaining tokens again; these must have come as ids, otherwise it
+        raises InvalidInput.
         """
         target = _columns(tokens_to_remove)
         with self._turn:
@@ -204,12 +206,12 @@ class PagedCache(Cache):
         self.rows.cut(target)
 
     def _rewind(self, lengths: Sequence[int]) -> None:
-        """All rows back to these lengths, or none is left."""
+        """Takes all rows back to these lengths, or releases them all."""
         try:
             for request, length in zip(self.requests, lengths, strict=True):
                 self.manager.rewind(request, length)
         except BaseException:
-            self.rows.release()  # rows of different lengths are of no use
+            self.rows.release()  # rows of different lengths are useless
             raise
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -223,7 +225,7 @@ class PagedCache(Cache):
                 self.rows.take(torch.arange(len(self.requests))[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times, side by side. Raises InvalidInput past max_batch."""
+        """Repeats each row `repeats` times, adjacent. Raises InvalidInput past max_batch."""
         with self._turn:
             if self.requests:
                 self.rows.take([row for row in range(len(self.requests)) for _ in range(repeats)])
@@ -236,7 +238,7 @@ class PagedCache(Cache):
         return length >= max(reach, request.reused_tokens)
 
     def _replaying_model(self, mask: Tensor) -> Any:
-        """The model that can run the tokens again. Raises InvalidInput, and the rows are there."""
+        """The model that can run the tokens again. Raises InvalidInput, with the rows unchanged."""
         model = self.rows.model()
         if model is None:
             raise InvalidInput("the model of this cache is gone, so its tokens cannot run again")
@@ -265,14 +267,14 @@ class PagedCache(Cache):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidInput(
-            "a PagedCache cannot be pickled or copied shallowly, for its rows lie in the memory of "
-            "its manager: copy.deepcopy(cache) goes on from the same tokens, accelerate(tiers=…) "
-            "keeps a conversation, and history_ids are what it takes to run it again"
+            "a PagedCache cannot be pickled or copied shallowly, because its rows lie in the "
+            "memory of its manager: copy.deepcopy(cache) continues from the same tokens, "
+            "accelerate(tiers=…) keeps a conversation, and history_ids are enough to run it again"
         )
 
     def __deepcopy__(self, memo: Any) -> PagedCache:
-        """A cache that goes on from the same tokens: its rows are forks, whole blocks are shared.
-        Raises OutOfSlots where the manager has no rows left."""
+        """A cache that continues from the same tokens: its rows are forks, whole blocks are shared.
+        Raises OutOfSlots if the manager has no rows left."""
         with self._turn, torch.inference_mode(False):
             twin = type(self)(self.manager, self.rows.model(), caches=self._caches)
             if self._caches is not None:
@@ -293,7 +295,7 @@ def transformers_cache_bytes(cache: Cache) -> int:
 
 
 def _columns(given: Any) -> int:
-    """A whole number: also a tensor or array of one, as transformers passes it."""
+    """A whole number, also as a tensor or array with one element, as transformers passes it."""
     if not (isinstance(given, bool) or getattr(given, "dtype", None) == torch.bool):
         try:
             return operator.index(given)
@@ -303,7 +305,7 @@ def _columns(given: Any) -> int:
 
 
 def _observe(cache: PagedCache, model: Any) -> Any:
-    """Lets the cache see the calls of `model` that use it. Returns what ends it."""
+    """Lets the cache see the calls of `model` that use it. Returns a handle that ends this."""
     seen = weakref.ref(cache)
 
     def observe(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     from dsv4.integrations.transformers.engine import Engine
 
 
-# runs the tokens of a cache again that its rows have been rewound behind; how many there were
+# runs the tokens of a cache again that are missing after a rewind; returns their number
 Rerun = Callable[[PagedCache, Tensor, Tensor], int]
 
 
 class RunningCall:
-    """A call of generate, and the caches that it uses: nobody takes their rows before it is over.
-    `chunked` if its prompt comes in several forwards; it shares prompts with those of its `salt`.
+    """A call of generate, and the caches that it uses: their rows are not taken before it has
+    finished. `chunked` if its prompt comes in several forwards; it shares prompts with those of its
+    `salt`.
     """
 
     def __init__(self, *, chunked: bool, salt: str | None) -> None:
@@ -57,7 +58,8 @@ class FastCaches:
         ranks: Ranks | None = None,
     ) -> None:
         self._manager, self._model, self._ranks = manager, model, ranks
-        self.turn = RLock()  # a condition's own end is Python: an interrupt there keeps it
+        # the exit of a condition is Python code: an interrupt there would keep its lock
+        self.turn = RLock()
         self.changed = Condition(self.turn)
         self.pool = RowPool(manager, keeps=True, fetch_timeout_s=fetch_timeout_s)
         self.weights = Weights(model, by_value=bool(manager.tiers))
@@ -68,8 +70,8 @@ class FastCaches:
         self._aliases = CacheAliases()
         self._uses = 0
         self._calls: list[RunningCall] = []
-        self._here = local()  # .calls: those that run in this thread, the outermost first
-        self._waiting: deque[object] = deque()  # who asked for rows first gets them first
+        self._here = local()  # .calls: the calls that run in this thread, the outermost first
+        self._waiting: deque[object] = deque()  # rows go to the first caller that asked
 
     # ---- calls -----------------------------------------------------------------------------
 
@@ -115,8 +117,8 @@ class FastCaches:
         return calls
 
     def mend(self) -> None:
-        """Puts the manager in order, if an interrupt came inside one of its calls or before a plan
-        was begun. Who has the turn calls it before anything else."""
+        """Restores the manager, if an interrupt came inside one of its calls or before a plan was
+        begun. The holder of the turn calls it before anything else."""
         manager = self._manager
         if manager.guard.is_shut:
             manager.recover()
@@ -126,7 +128,7 @@ class FastCaches:
     # ---- caches ----------------------------------------------------------------------------
 
     def cache_of(self, given: Any) -> PagedCache | None:
-        """The cache of ours that is given, or that it stands for. Raises InvalidInput or
+        """Our cache that is given, or that the given one stands for. Raises InvalidInput or
         RequestError for one that no call can continue now."""
         cache = self._aliases.get(given)
         if not isinstance(cache, PagedCache):
@@ -153,7 +155,7 @@ class FastCaches:
         rows: int,
         prompts: Sequence[NDArray[np.int64]] | None = None,
     ) -> PagedCache:
-        """What `find` has found for `given`, made where that is nothing, with its rows open: for
+        """The cache that `find` returns for `given`, made if there is none, with its rows open: for
         these prompts, if given."""
         cache = found
         if cache is None:
@@ -192,31 +194,31 @@ class FastCaches:
             self._ranks.open_alike(rows, open_rows, cache.reset)
 
     def salt_now(self, given: str | None) -> str | None:
-        """The salt of prompts that are computed with the weights as they are."""
+        """The salt of prompts that are computed with the current weights."""
         name = self.weights.name
         if name is None:
             return given
         return f"weights {name}" if given is None else f"weights {name}, salt {given}"
 
     def discard(self, cache: PagedCache) -> None:
-        """As if it had not been opened."""
+        """Undoes its opening."""
         cache.reset()
         self._last_use.pop(cache, None)
         self._aliases.remove(cache)
 
     def close(self, cache: PagedCache, why: str) -> None:
-        """Takes the rows back; from now on using the cache raises, and says why."""
+        """Takes the rows back; from now on using the cache raises an error that says why."""
         cache.reset()
         self._last_use.pop(cache, None)
         self._why_closed[cache] = why
 
     def reopen(self, cache: PagedCache) -> None:
-        """A cache that has been reset is as good as new."""
+        """A cache that has been reset can be used again."""
         self._why_closed.pop(cache, None)
 
     def note_copy(self, original: PagedCache, copy: PagedCache) -> None:
-        """A cache is about to be copied: idle rows make room, and the copy counts as used now. That
-        of a closed one is closed."""
+        """A cache is about to be copied: idle rows make room, and the copy counts as used now. The
+        copy of a closed one is closed."""
         self.pool.evict(len(original.requests))
         if original in self._why_closed:
             self._why_closed[copy] = self._why_closed[original]
@@ -230,7 +232,7 @@ class FastCaches:
         if cache.rows.manager is not self._manager:
             raise InvalidInput(
                 "this PagedCache has memory of its own, but an accelerated model keeps all rows in "
-                "one: leave past_key_values out and pass on the cache that comes back"
+                "one: leave past_key_values out and pass on the cache that is returned"
             )
         if cache in self._why_closed:
             raise RequestError(f"the cache is closed: {self._why_closed[cache]}")
@@ -244,7 +246,7 @@ class FastCaches:
     # ---- rows ------------------------------------------------------------------------------
 
     def admit(self, ids: NDArray[np.int64], salt: str | None) -> Request:
-        """A request for one prompt, of whoever keeps the tokens by himself. Room must have been
+        """A request for one prompt, for a caller that keeps the tokens itself. Room must have been
         made. Raises OutOfBlocks, ContextOverflow."""
         manager, found = self._manager, list[Request]()
         self.weights.read()
@@ -268,11 +270,11 @@ class FastCaches:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether a call waits for rows: who comes later goes behind it."""
+        """Whether a call waits for rows: later callers must wait after it."""
         return bool(self._waiting)
 
     def make_room(self, rows: int) -> bool:
-        """Whether so many rows are free or idle, after closing caches that nobody is using."""
+        """Whether this many rows are free or idle, after closing caches that are not in use."""
         unused = sorted(self._unused(), key=self._last_use.__getitem__)
         lacking = rows - sum(len(cache.requests) for cache in unused)
         if lacking > self._free_rows() and not self._reclaim(lacking):
@@ -290,8 +292,8 @@ class FastCaches:
         return True
 
     def give_back_unused(self) -> bool:
-        """Blocks of the row that lay idle for longest, or else of the cache that was not used for
-        longest, which is closed; whether there was one."""
+        """Releases blocks of the row that was idle for longest, or else of the least recently used
+        cache, which is closed; returns whether there was one."""
         if self.pool.evict_oldest():
             return True
         unused = sorted(self._unused(), key=self._last_use.__getitem__)
@@ -307,8 +309,8 @@ class FastCaches:
         return self._manager.stats().slots_free + self.pool.count
 
     def _reclaim(self, rows: int) -> bool:
-        """Releases rows that nobody has: an interrupt came between two who would. Whether so many
-        are free or idle then."""
+        """Releases rows leaked by an interrupt, i.e. requests that no cache, job or idle list
+        refers to. Returns whether `rows` are free or idle then."""
         held = {row.request for row in self.pool.rows}
         for cache in (*self._last_use, *(cache for call in self._calls for cache in call.caches)):
             held.update(cache.requests)
@@ -320,8 +322,8 @@ class FastCaches:
         return self._free_rows() >= rows
 
     def _make_room(self, rows: int) -> None:
-        """The same; waits for running calls. Raises RequestError in one that would wait for itself,
-        and nothing has changed."""
+        """The same, but waits for running calls. Raises RequestError in a call that would wait for
+        itself, with nothing changed."""
         if not self._waiting and self.make_room(rows):
             return
         if any(call.caches for call in self._calls_here()):
@@ -349,7 +351,7 @@ class FastCaches:
         return [cache for cache in self._last_use if cache.requests and cache not in used]
 
     def _lent(self) -> list[Any]:
-        """Rows of caches that somebody holds and nobody uses now."""
+        """Rows of caches that are referenced but not in use now."""
         return [
             row
             for cache in self._unused()
@@ -371,7 +373,7 @@ def _check_empty(cache: Any) -> None:
         )
 
 
-# what a Cache does by itself, and not through its layers
+# what a Cache does itself, and not through its layers
 _VERBS = (
     *("crop", "reset", "reorder_cache", "batch_repeat_interleave", "batch_select_indices"),
     *("activate_past_recording", "__deepcopy__"),
@@ -379,9 +381,9 @@ _VERBS = (
 
 
 class CacheAliases:
-    """Which cache of ours an object of transformers stands for. From its first call on it says and
-    does what ours does, so that whoever passes it again, or asks it for its length, finds the
-    conversation there; it keeps ours alive."""
+    """Which of our caches an object of transformers stands for. From its first call on it behaves
+    like ours, so that passing it again, or reading its length, finds the conversation; it keeps
+    ours alive."""
 
     def __init__(self) -> None:
         self._ours: WeakKeyDictionary[Cache, tuple[PagedCache, Any]] = WeakKeyDictionary()
@@ -393,7 +395,7 @@ class CacheAliases:
         return given
 
     def add(self, given: Any, cache: PagedCache) -> None:
-        """`given`, if it is an empty cache of transformers', stands for ours."""
+        """Lets `given`, if it is an empty cache of transformers, stand for ours."""
         if given is None or isinstance(given, PagedCache) or given in self._ours:
             return
         self._ours[given] = cache, given.layers
@@ -402,7 +404,7 @@ class CacheAliases:
             setattr(given, verb, getattr(cache, verb))
 
     def remove(self, cache: PagedCache) -> None:
-        """Those that stand for this cache are what they were."""
+        """Objects that stand for this cache become what they were."""
         for given, (ours, layers) in list(self._ours.items()):
             if ours is cache:
                 del self._ours[given]

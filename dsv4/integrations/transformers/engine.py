@@ -1,8 +1,8 @@
 """Continuous batching over an accelerated model: many requests at once, each at its own pace.
 
-What a step does is in `dsv4.engine`; here is what differs. Requests are rows of the model's cache,
-which calls of `generate` have too; whoever needs a row may run a step of those that have one; and
-several threads may stream at once.
+`dsv4.engine` has what a step does; this file has what differs. Requests are rows of the model's
+cache, which calls of `generate` use too; a caller that needs a row may run a step of the jobs that
+have rows; and several threads may stream at once.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from dsv4.integrations.transformers.generate import context_overflow
 from dsv4.integrations.transformers.model import require_type
 from dsv4.integrations.transformers.rows import KnownRow
 
-WAIT_S = 1.0  # until a step looks again whether there is room, should nobody say so
-LEAD_S = 1.0  # until a stream no longer counts on another's step: an interrupt may have ended that
+WAIT_S = 1.0  # until a step looks again whether there is room, if it is not notified
+LEAD_S = 1.0  # until a stream no longer waits for another's step: an interrupt may have ended that
 
 
 class _Model:
-    """An accelerated model as the core runs it. Guesses are not made here."""
+    """An accelerated model as the core runs it, without drafts."""
 
     def __init__(self, model: Any, forward: FastForward) -> None:
         self._model, self._forward = model, forward
@@ -57,8 +57,8 @@ class _Model:
 
 
 class _Core(dsv4.engine.Engine):
-    """The core on rows that others use too. The rows belong to `FastCaches`, whose turn the caller
-    has: it mends the manager, admits and takes rows back."""
+    """The core on rows that others use too. The rows belong to `FastCaches`: it admits requests and
+    keeps idle rows. The caller holds its lock."""
 
     def __init__(self, model: Any, forward: FastForward, **options: Any) -> None:
         super().__init__(
@@ -79,7 +79,7 @@ class _Core(dsv4.engine.Engine):
         return has_ended
 
     def leave(self, job: Job) -> None:
-        """A row that is done lies idle for a prompt that goes on from it."""
+        """The row of a job that has ended is kept for a prompt that continues from it."""
         self.weights.pop(job, None)
         request, job.request = job.request, None
         if request is None or request.released:
@@ -94,7 +94,7 @@ class _Core(dsv4.engine.Engine):
             self.manager.release_later(request, suspend=has_tiers)
 
     def admit(self) -> None:
-        """Jobs that wait get rows, the oldest first, unless a call of generate was there before."""
+        """Waiting jobs get rows, oldest first, unless a call of generate has waited longer."""
         caches = self.caches
         for job in self.jobs:
             if job.request is not None or job.is_over:
@@ -128,8 +128,8 @@ class _Core(dsv4.engine.Engine):
         return not running or self.manager.needed_blocks(prompt) <= spare
 
     def advance(self) -> bool:
-        """An error of the step comes through at once, for calls of generate may come next. Rows
-        that it has torn go, and their jobs wait for others."""
+        """After an error of the step its plan fails at once, because calls of generate may come
+        next. Rows that are incomplete then are released, and their jobs wait for others."""
         manager, lengths = self.manager, [(*each, each[1].length) for each in self.running]
         try:
             with torch.no_grad(), self.rows.computing():
@@ -150,18 +150,18 @@ class _Core(dsv4.engine.Engine):
         shares = super().schedule()
         weights = self.caches.weights.glance() if shares else None
         for share in shares:
-            if self.weights[share.job] != weights:  # nobody else may have what both computed
+            if self.weights[share.job] != weights:  # what both computed must not be reused
                 self.weights[share.job] = weights
                 share.request.trail = None
         return shares
 
     def make_room(self, error: OutOfBlocks) -> None:
-        """First of a row or a cache that nobody is using."""
+        """First takes blocks of a row or a cache that is not in use."""
         if not self.caches.give_back_unused():
             super().make_room(error)
 
     def mend(self) -> None:
-        """The manager is in order; rows that were torn when it was mended go."""
+        """The manager was restored before; rows that are incomplete since then are released."""
         self.flight = None
         for job, request in self.running:
             if request.is_torn:
@@ -172,18 +172,18 @@ class _Core(dsv4.engine.Engine):
 class Engine:
     """Runs jobs on the rows of an accelerated model, as many at once as it has.
 
-    A step runs the newest token of every job that generates, and chunks of prompts beside them, up
-    to `step_tokens` in all. Prompts that begin alike share their beginning; one that goes on from
-    an earlier job's text runs only what is new. All calls may come from any thread. `generate` may
-    be used at the same time: rows go to whoever asked first, and a call that waits for rows of jobs
-    runs their steps. Where several processes compute the
-    model, all make the same calls in the same order.
+    A step runs the newest token of every job that generates, together with chunks of prompts, up to
+    `step_tokens` in all. Prompts with the same beginning share it; one that continues an earlier
+    job's text runs only what is new. All calls may come from any thread. `generate` may be used at
+    the same time: rows go to the first caller that asked, and a call that waits for rows of jobs
+    runs their steps. Where several processes compute the model, all make the same calls in the same
+    order.
 
-    Where blocks run out, for prefixes are pinned, the youngest job gives its own back and waits;
-    one that is alone and has not enough ends with `error`.
+    If blocks run out, because prefixes are pinned, the youngest job gives its own back and waits; a
+    job that is alone and has not enough ends with `error`.
 
-    `choose` picks tokens; greedily unless told otherwise. If it raises, it is asked for each job
-    apart, and a job for which it raises ends with that `error`. The model must stay accelerated.
+    `choose` picks tokens, greedily by default. If it raises, it is called for each job separately,
+    and a job for which it raises ends with that `error`. The model must stay accelerated.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Engine:
 
     @property
     def jobs(self) -> list[Job]:
-        """In the order of their arrival, whether they wait or run."""
+        """In the order of their arrival, waiting and running ones."""
         return self._core.jobs
 
     @property
@@ -252,10 +252,10 @@ class Engine:
             self._changed.notify_all()
 
     def stream(self, job: Job) -> Iterator[int]:
-        """The tokens of a job as they come. Whoever waits for one runs a step, of all jobs, or
-        waits for the step that another stream runs, so several threads may stream at once, each
-        token comes when it is there, and nothing runs in the background. A stream that is
-        left early cancels its job; one that ends with the error of a step does not. Raises the
+        """The tokens of a job as they are generated. A stream that waits for one runs a step of all
+        jobs, or waits for the step that another stream runs. So several threads may stream at once,
+        each token is delivered when it is ready, and nothing runs in the background. A stream that
+        is left early cancels its job; one that ends with the error of a step does not. Raises the
         error that ended the job."""
         self._check_mine(job)
         seen = job.prompt_tokens
@@ -286,9 +286,9 @@ class Engine:
         """One step of all jobs that have a row. Returns whether a job is left.
 
         Where running calls of generate have all rows, it waits for one; where jobs of another
-        engine have them, it runs a step of these. An error of the step comes through; no job is
-        lost, and the next call goes on."""
-        for _ in range(3):  # the turn is not fair: who steps in a loop would keep it
+        engine have them, it runs a step of these. An error of the step is raised; no job is lost,
+        and the next call continues."""
+        for _ in range(3):  # the lock is not fair: a thread that steps in a loop would keep it
             if not self._leading.locked():
                 break
             self._wait_for_leader()  # a bell may be the one before's
@@ -309,8 +309,8 @@ class Engine:
             return is_left
 
     def help(self) -> bool:
-        """A step of the jobs that have rows, for who waits for these, or rows back of those that
-        are over; whether there was either."""
+        """Runs a step of the jobs that have rows, for a caller that waits for rows, or takes back
+        rows of ended jobs; returns whether there was either."""
         core = self._core
         if core.end_jobs():
             return True
@@ -323,12 +323,13 @@ class Engine:
             self._ring()
 
     def _help_others(self) -> bool:
-        """A step of the other engines' jobs, which have the rows; whether there was one."""
+        """Runs a step of other engines' jobs, which have the rows; returns whether there was
+        one."""
         others = [engine for engine in self._forward.caches.engines if engine is not self]
         return any(engine.help() for engine in others)
 
     def _wait(self) -> None:
-        """Nothing can run before a call of generate is over."""
+        """Waits: nothing can run before a call of generate has ended."""
         if self._forward.caches.is_generating:
             raise RequestError(
                 f"a step inside a call of generate, which uses the rows that jobs wait for: step "
@@ -340,7 +341,8 @@ class Engine:
     # ---- streams of several threads
 
     def _lead(self, job: Job, seen: int) -> bool:
-        """A step for all who wait, unless the token has come; False if another stream leads."""
+        """Runs a step for all waiting streams, unless the token has arrived; False if another
+        stream leads."""
         leading = self._leading
         if not leading.acquire(blocking=False):
             return False
@@ -354,9 +356,9 @@ class Engine:
             self._ring()
 
     def _wait_for_leader(self) -> None:
-        """Until its step is over. One that takes long may be one that an interrupt has ended: then
-        another may lead. A bell is a lock: a condition ends in Python, where an interrupt would
-        keep it."""
+        """Waits until the leader's step has ended. If that takes long, an interrupt may have ended
+        it: then another may lead. A bell is a lock, because the exit of a condition is Python code,
+        where an interrupt would keep its lock."""
         leading, bell = self._leading, threading.Lock()
         bell.acquire()
         self._bells.append(bell)
@@ -366,7 +368,7 @@ class Engine:
             self._leading = threading.Lock()
 
     def _ring(self) -> None:
-        """All who wait look again."""
+        """Wakes all waiting streams."""
         with suppress(IndexError):  # another thread may ring too
             while True:
                 self._bells.popleft().release()
@@ -392,13 +394,13 @@ class Engine:
 
     def _check_mine(self, job: Any) -> None:
         if not isinstance(job, Job):
-            raise InvalidInput(f"{job!r} is no job: submit returns one")
+            raise InvalidInput(f"{job!r} is not a job: submit returns one")
         if job not in self.jobs and not job.is_over:  # in this order: it may end meanwhile
             raise InvalidInput("the job is another engine's: use the one it was submitted to")
 
 
 def _let_go(forward: FastForward, jobs: list[Job]) -> None:
-    """The engine is forgotten, and nobody can run its jobs any more."""
+    """The engine was collected, and its jobs can no longer run."""
     manager = forward.step.manager
     for job in jobs:
         request, job.request = job.request, None

@@ -33,10 +33,10 @@ _NO_MASK = {"packed": None}
 
 
 class FastForward:
-    """Takes the place of the forward of one DeepseekV4Model. For inference: no gradients.
+    """Replaces the forward of one DeepseekV4Model. For inference: no gradients.
 
-    The model's own forward then sees the tokens of all rows one after the other, as one row
-    without padding; everything but attention works on tokens alone.
+    The model's own forward then sees the tokens of all rows in sequence, as one row without
+    padding; everything except attention works on single tokens.
     """
 
     def __init__(self, model: Any, step: RunningStep, caches: FastCaches, *, capture: bool) -> None:
@@ -44,8 +44,8 @@ class FastForward:
         self.replaced: Any = None
         self.hook: Any = None
         self.is_restored = False  # the model has its own forward again
-        self._asked = local()  # .logits: what the call that begins in this thread wants
-        if step.ranks is None:  # where a rewind goes on from may differ between ranks
+        self._asked = local()  # .logits: which logits the call that begins in this thread wants
+        if step.ranks is None:  # where a rewind resumes may differ between ranks
             caches.rerun = self.rerun
         self.max_step_tokens = step.manager.max_step_tokens
         self._place = step.manager.device
@@ -65,8 +65,8 @@ class FastForward:
             )
 
     def observe(self, model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        """A forward of the causal LM begins. Only where the logits of the last columns alone are
-        wanted, as generate does for a prompt, may columns be left out that are cached."""
+        """A forward of the causal LM begins. Cached columns may be left out only if just the logits
+        of the last columns are wanted, as generate does for a prompt."""
         keep = given.get("logits_to_keep", 0) if len(args) < 2 else 0
         ids = given.get("input_ids", args[0] if args else None)
         is_last = isinstance(keep, int) and keep >= 1
@@ -74,7 +74,7 @@ class FastForward:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidInput(
-            "an accelerated model cannot be copied or pickled, for its cache would be too: "
+            "an accelerated model cannot be copied or pickled, because its cache would be too: "
             "restore(model), copy it, and accelerate both"
         )
 
@@ -82,7 +82,7 @@ class FastForward:
         return self._uncompiled(*args, **options)
 
     def _take_turn(self, *args: Any, **options: Any) -> Any:
-        """One call at a time: all share one plan."""
+        """One call at a time, because all share one plan."""
         asked: tuple[Tensor, int] | None = getattr(self._asked, "logits", None)
         self._asked.logits = None
         with self.caches.turn:
@@ -91,7 +91,7 @@ class FastForward:
         return self._without_gradients(result) if torch.is_grad_enabled() else result
 
     def _without_gradients(self, result: Any) -> Any:
-        """A result that nobody goes back through: logits would lead to lm_head alone."""
+        """A result without a graph to go back through: logits would only lead to lm_head."""
         wanted, instead = self.model.norm.weight, "restore(model) to train it"
         if isinstance(result, tuple):
             return no_gradients(result[0], wanted, instead), *result[1:]
@@ -128,11 +128,12 @@ class FastForward:
             found.rows.give_back()
         begun = found if found is not None and found.rows.requests else None
         if begun is None or (not is_used and (columns > 1 or call is not None)):
-            self.caches.weights.read()  # of decode steps only the first of a call
+            self.caches.weights.read()  # only for the first decode step of a call
         lengths = [0] * rows if begun is None else begun.rows.lengths
         past_mask = None
         if begun is not None and attention_mask is not None and not is_used:
-            past_mask = begun.history_mask  # generate shows what it has run from its second step on
+            # from its second step on, generate passes what it has run
+            past_mask = begun.history_mask
         packing = read_packing(
             batch=rows,
             columns=columns,
@@ -173,18 +174,19 @@ class FastForward:
         self, cache: PagedCache, mask: Any, positions: Any, rows: int, columns: int
     ) -> bool:
         """Whether generate begins with all ids of a conversation although the cache has some: with
-        drafts transformers leaves none out. The rows go on as those of any next turn do."""
+        drafts transformers leaves none out. The rows continue like those of any next turn."""
         if not cache.columns:
             return False
-        if mask is None:  # newer ones leave out a mask that hides nothing, and give positions
+        if mask is None:  # newer versions leave out a mask that hides nothing, and pass positions
             return isinstance(positions, Tensor) and not bool(positions[..., 0].any())
         return isinstance(mask, Tensor) and tuple(mask.shape) == (rows, columns)
 
     def _prompts(
         self, packing: Packing, ids: Tensor, logits: int, options: dict[str, Any]
     ) -> list[NDArray[np.int64]] | None:
-        """The prompts of a call that wants the logits of so many last columns, if it may leave out
-        what is cached. Behind the first of these columns there are drafts, which are no prompt."""
+        """The prompts of a call that wants the logits of the last `logits` columns, if it may leave
+        out what is cached. After the first of these columns there are drafts, which do not belong
+        to the prompt."""
         is_recorded = any(self._wants(options, name) for name in ("hidden_states", "router_logits"))
         if self.step.manager.prefix is None or is_recorded:
             return None
@@ -193,7 +195,7 @@ class FastForward:
         return [row[: len(row) - logits + 1] for row in packing.rows_of(ids)]
 
     def _check_generated(self, call: RunningCall, packing: Packing, lengths: Sequence[int]) -> None:
-        """Raises InvalidInput for padding that generate cannot have, inferred or given."""
+        """Raises InvalidInput for padding that generate cannot use, inferred or given."""
         if packing.mask[:, -1].all():
             return
         for row in np.flatnonzero(~packing.mask[:, -1]).tolist():
@@ -204,7 +206,8 @@ class FastForward:
     def _checked_input(
         self, input_ids: Tensor | None, inputs_embeds: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
-        """The one input that is given. Raises InvalidInput for what the fast path cannot do."""
+        """The one input that is given. Raises InvalidInput for what the fast path does not
+        support."""
         if (input_ids is None) == (inputs_embeds is None):
             raise InvalidInput("give exactly one of input_ids and inputs_embeds")
         if self._wants(options, "attentions"):
@@ -233,7 +236,7 @@ class FastForward:
         return given
 
     def _wants(self, options: dict[str, Any], what: str) -> bool:
-        """Whether transformers is to record this output, by argument or by config."""
+        """Whether transformers should record this output, by argument or by config."""
         name = f"output_{what}"
         asked = options.get(name)
         return bool(getattr(self.model.config, name, False) if asked is None else asked)
@@ -287,15 +290,15 @@ class FastForward:
         return MoeModelOutputWithPast(last_hidden_state=hidden)
 
     def _told(self, ids: Tensor | None, piece: slice) -> Tensor | None:
-        """With tiers what a row says is cached too, so its ids must reach the host."""
+        """With tiers, generated text is cached too, so its ids must reach the host."""
         if ids is None or not self.step.manager.tiers:
             return None
         return ids[0, piece].cpu()
 
     @torch.no_grad()
     def rerun(self, cache: PagedCache, ids: Tensor, mask: Tensor) -> int:
-        """Runs what a cache's rows lack of its first columns [rows, n], as a rewind has left them;
-        how many tokens that was."""
+        """After a rewind, runs those of a cache's first columns [rows, n] that its rows lack;
+        returns the number of tokens."""
         lacking = make_packing(np.asarray(mask.cpu()), ids.device).behind(
             cache.rows.lengths, ids.device
         )
@@ -312,10 +315,9 @@ class FastForward:
         pad_tokens: int | None = None,
         pad_requests: int | None = None,
     ) -> Iterator[ForwardPlan]:
-        """A plan that is committed at the end. After an error it fails, so lengths stay, and the
-        rows that are lost are torn. Inside, there is no autocast: layers and cache compute in the
-        types that they have. The cache's device is the current one, which graphs and kernels are
-        launched on."""
+        """A plan that is committed at the end. After an error it fails, so lengths stay, and rows
+        that are lost are torn. Inside, autocast is off: layers and cache compute in their own
+        types. The cache's device is the current one, on which graphs and kernels are launched."""
         manager, place = self.step.manager, self._place
         if torch.is_autocast_enabled(place.type) or not is_current(place):
             with (
@@ -339,7 +341,8 @@ class FastForward:
         manager.commit(plan, ids=ids)
 
     def check_restored(self) -> None:
-        """Raises InvalidInput where the layers attend by themselves again, whose rows are gone."""
+        """Raises InvalidInput if the layers use their own attention again; the rows are gone
+        then."""
         if self.is_restored:
             raise InvalidInput(
                 "the model has been restored since this call or its Engine began, and the rows are "
@@ -394,8 +397,8 @@ class FastForward:
 
 
 def _without_recording(model: Any) -> Callable[..., Any]:
-    """The model's forward without what transformers puts around it to record outputs and to take
-    defaults from the config; as it is where something else is around it."""
+    """The model's forward without transformers' wrappers that record outputs and take defaults from
+    the config; unchanged if it has other wrappers."""
     forward: Callable[..., Any] = model.forward
     if "forward" in vars(model):
         return forward
@@ -416,7 +419,7 @@ def _unpacked(pieces: Sequence[Any], packing: Packing) -> Any:
     _put(result, "last_hidden_state", by_column([piece.last_hidden_state for piece in pieces]))
     if hidden_states is not None:
         layers = zip(*(piece.hidden_states for piece in pieces), strict=True)
-        # of layers that were not asked for there is None
+        # None for layers that were not requested
         unpacked = tuple(None if layer[0] is None else by_column(layer) for layer in layers)
         _put(result, "hidden_states", unpacked)
     if router_logits is not None:
@@ -426,8 +429,8 @@ def _unpacked(pieces: Sequence[Any], packing: Packing) -> Any:
 
 
 def _put(output: Any, name: str, value: Any) -> None:
-    """What `output.name = value` does to an output of transformers, whose own way looks at all its
-    fields: 80 calls of Python for a new one. None is no item of an output."""
+    """Does what `output.name = value` does to an output of transformers, which itself goes through
+    all fields: 80 Python calls for a new one. None is not an item of an output."""
     object.__setattr__(output, name, value)
     if value is None:
         OrderedDict.pop(output, name, None)
@@ -445,8 +448,8 @@ class DecodeGraphs:
 
     `run(ids, batch)` is the model on static ids int64 [1, size] and a batch padded to that size. It
     reads nothing else that changes between steps, so its graph serves every later batch: the index
-    tensors never move. A graph belongs to the weights and adapters that it was captured with; of
-    several, those are kept that were used last.
+    tensors never move. A graph belongs to the weights and adapters that it was captured with; the
+    most recently used ones are kept.
     """
 
     def __init__(
@@ -472,7 +475,7 @@ class DecodeGraphs:
 
     def __call__(self, ids: Tensor, batch: Batch, weights: int = 0) -> Tensor:
         """[1, rows, hidden] of int64 `ids` [1, rows]; the batch is padded to `padded(rows)`.
-        `weights` is the version of what the model computes with (weights.py)."""
+        `weights` is the version of the weights that the model computes with (weights.py)."""
         size, rows = batch.padded_tokens, ids.shape[1]
         steps = self._steps.get(weights)
         if steps is None or size not in steps:
@@ -482,7 +485,7 @@ class DecodeGraphs:
             steps = self._steps.setdefault(weights, {})
             steps[size] = step
             self._steps.move_to_end(weights)
-            while len(self._steps) > _KEPT_WEIGHTS:  # not before: all share one pool of memory
+            while len(self._steps) > _KEPT_WEIGHTS:  # not earlier: all share one pool of memory
                 self._steps.popitem(last=False)
         elif len(self._steps) > 1:
             self._steps.move_to_end(weights)
@@ -495,8 +498,8 @@ class DecodeGraphs:
 class CudaCapture:
     """Runs a step once, so that its kernels are compiled, and captures it. It is a decode step, so
     running it again changes nothing. All graphs share one memory pool: they never overlap. The
-    device is the current one, in every call the same. torch's own stream for captures is of
-    whichever device was the first to capture in this process, and would make that one current."""
+    device is the current one, the same in every call. torch's own stream for captures belongs to
+    the first device that captured in this process, and would make that one current."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -517,7 +520,7 @@ class CudaCapture:
 
 
 def can_capture(model: Any) -> bool:
-    """Whether transformers runs the experts of this model without looking at the device's values:
+    """Whether transformers runs the experts of this model without reading values from the device:
     "batched_mm" always does, "grouped_mm" in bf16; "eager" loops over the experts that were hit."""
     experts: str = model.config._experts_implementation
     if model.device.type != "cuda":

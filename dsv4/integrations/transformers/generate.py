@@ -47,7 +47,7 @@ class FastGenerate:
         self._check_assistant(options.get("assistant_model"))
         salt = options.pop("salt", getattr(_outer, "salt", None))
         if not isinstance(salt, str | None):
-            raise InvalidInput(f"salt={salt!r}: give a string; prompts share within one salt alone")
+            raise InvalidInput(f"salt={salt!r}: give a string; prompts share only within one salt")
         chunk = options.get("prefill_chunk_size") or getattr(asked, "prefill_chunk_size", None)
         with (
             self._salted(salt, options.get("past_key_values")) as salt,
@@ -189,6 +189,6 @@ def wrong_padding(row: int, *, is_empty: bool) -> InvalidInput:
             f"each row a token, a start token for instance, or leave the row out"
         )
     return InvalidInput(
-        f"row {row} is padded on the right, so generate would read the next token behind padding: "
+        f"row {row} is padded on the right, so generate would read the next token after padding: "
         f'pad on the left, tokenizer.padding_side = "left"'
     )

@@ -233,7 +233,7 @@ def read_ranks(model: Any) -> Ranks | None:
         if not name.startswith(_BY_HEADS) or not placements[0].is_shard(0):
             raise InvalidInput(
                 f"layer {layer} has {name} split as {placements}: the fast path knows plans that "
-                f"leave attention whole but for its index heads; load the model with "
+                f"leave attention whole except for its index heads; load the model with "
                 f"{_KNOWN_PLANS}"
             )
         if model.config.index_n_heads % mesh.size():
@@ -285,7 +285,7 @@ class _NoGradients(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> Any:
         raise InvalidInput(
-            f"backward reached a cache, which keeps numbers and no graph, so gradients behind it "
+            f"backward reached a cache, which keeps numbers and no graph, so gradients through it "
             f"would be wrong: {context.instead}"
         )
 

@@ -151,7 +151,7 @@ def _check_past(mask: Tensor, past: Tensor) -> None:
     was, shown = ("a token", "hides") if past[row, column] else ("padding", "shows")
     raise InvalidInput(
         f"attention_mask {shown} row {row}, column {column}, which was {was} when it ran: what the "
-        f"cache holds stays as it is; cache.{back} and run the columns behind it again"
+        f"cache holds stays as it is; cache.{back} and run the columns after it again"
     )
 
 

@@ -32,7 +32,7 @@ _Verb = TypeVar("_Verb", bound=Callable[..., Any])
 
 
 def uncompiled(verb: _Verb) -> _Verb:
-    """torch.compile(model) compiles what is around the cache, which keeps its books in Python."""
+    """torch.compile(model) compiles what is around the cache, whose bookkeeping is in Python."""
     disabled: _Verb = torch.compiler.disable(
         verb, reason="dsv4: a PagedCache runs as it is; compile the model without fullgraph"
     )
@@ -40,9 +40,9 @@ def uncompiled(verb: _Verb) -> _Verb:
 
 
 class History:
-    """`ids` int64 (-1 where embeddings were given) and `mask` bool (False: padding), both
-    [rows, columns]. Room grows by doubling, so a column costs the same at any length. Made outside
-    of inference mode, so that it can be written in every mode."""
+    """`ids` int64 (-1 where embeddings were given) and `mask` bool (False: padding), both [rows,
+    columns]. Memory grows by doubling, so a column costs the same at any length. Made outside of
+    inference mode, so that it can be written in every mode."""
 
     @torch.inference_mode(False)
     def __init__(self, rows: int) -> None:
@@ -76,7 +76,7 @@ class History:
 
     @torch.inference_mode(False)
     def take(self, rows: list[int]) -> History:
-        """Row i is what row rows[i] was here."""
+        """Row i becomes what row rows[i] was."""
         taken = History(len(rows))
         chosen = torch.tensor(rows, dtype=torch.int64, device=self._ids.device)
         taken._ids, taken._mask, taken.columns = self._ids[chosen], self._mask[chosen], self.columns
@@ -104,8 +104,8 @@ class KnownRow:
     ids: Ids
 
     def common(self, manager: Manager, prompt: Ids) -> int:
-        """How many tokens of a prompt the row has and can go on behind. The last one always runs,
-        for its logits; rings reach no further back than they do."""
+        """How many tokens of a prompt the row has and can continue after. The last one always runs,
+        for its logits; and the rings reach back only so far."""
         request, most = self.request, min(self.request.length, len(prompt) - 1)
         differs = np.flatnonzero(self.ids[:most] != prompt[:most])
         same = int(differs[0]) if len(differs) else most
@@ -114,12 +114,12 @@ class KnownRow:
         return same if is_held else 0
 
     def is_kin(self, prompt: Prompt | Prompts) -> bool:
-        """Whether model and salt are the prompt's."""
+        """Whether model and salt are those of the prompt."""
         mine, asked = self.request.trail, prompt.trail
         return mine is not None and asked is not None and mine.root == asked.root
 
     def tell(self, manager: Manager) -> None:
-        """What was generated becomes known, and its blocks are cached."""
+        """Supplies the ids of what was generated, so that its blocks are cached."""
         trail = self.request.trail
         known = 0 if trail is None else len(trail.ids)
         if known < self.request.length:
@@ -127,7 +127,7 @@ class KnownRow:
 
 
 def known_rows(requests: Sequence[Request], history: History) -> Iterator[KnownRow]:
-    """The rows of a batch that another prompt may go on from: whole ones that were admitted with
+    """The rows of a batch that another prompt may continue from: sound ones that were admitted with
     ids, and whose later tokens came as ids too."""
     if not requests:
         return
@@ -226,7 +226,7 @@ class RowPool:
             self.release_later(requests)
 
     def keep(self, row: KnownRow) -> None:
-        """A row that nobody needs any more, by whoever has the turn."""
+        """Keeps a row that is no longer needed. The caller has the turn."""
         self._collect()
         self._rows.append(row)
 
@@ -243,13 +243,13 @@ class RowPool:
         return len(self.rows)
 
     def evict(self, rows: int) -> None:
-        """Gives the oldest back until so many rows of the manager are free, or none is left."""
+        """Releases the oldest until this many rows of the manager are free, or none is left."""
         self._collect()
         while self._rows and self.manager.stats().slots_free < rows:
             self._release(self._rows.pop(0))
 
     def evict_oldest(self) -> bool:
-        """Gives one row back; whether there was one."""
+        """Releases one row; returns whether there was one."""
         self._collect()
         if self._rows:
             self._release(self._rows.pop(0))
@@ -292,8 +292,8 @@ class RowPool:
     def _best(
         self, ids: Ids, prompt: Prompt | Prompts, lent: Sequence[KnownRow]
     ) -> tuple[KnownRow | None, int]:
-        """Who has most of a prompt, and how much; rows that nobody holds before those that are
-        lent, the newest first."""
+        """The row that has most of a prompt, and how much; idle rows before lent ones, the newest
+        first."""
         best: tuple[KnownRow | None, int] = None, 0
         for row in (*reversed(self._rows), *lent):
             if row.request.released or row.request.is_torn:
@@ -315,7 +315,7 @@ class RowPool:
             self.manager.release_request(row.request)
 
     def _collect(self) -> None:
-        """Takes in what has arrived; rows that no prompt could go on from are released."""
+        """Takes in what was parked; rows that no prompt could continue from are released."""
         while self._arrived:
             requests, history = self._arrived[0]
             known = list(known_rows(requests, history))
@@ -335,8 +335,8 @@ class Call:
 
 
 class CacheRows:
-    """One request a batch row, and the history of the columns that have been processed; padding is
-    in the history and in no request. Layers and cache share this object; it does not know the
+    """One request per batch row, and the history of the columns that have been processed; padding
+    is in the history but in no request. Layers and cache share this object; it does not know the
     cache."""
 
     def __init__(self, pool: RowPool, model: Any) -> None:
@@ -349,7 +349,7 @@ class CacheRows:
         self.requests: list[Request] = []
         self.history = History(0)
         self.writer: Writer | None = None
-        # what prompts of others must be and computed with to share anything with these
+        # the salt and weights that other prompts must have to share anything with these
         self.salt: str | None = None
         self.weights: str | None = None
         # the step that the layers are in
@@ -363,7 +363,8 @@ class CacheRows:
 
     @property
     def lengths(self) -> list[int]:
-        """How many tokens each row has, without its padding. As quick for many rows as for one."""
+        """How many tokens each row has, without its padding. It takes the same time for many rows
+        as for one."""
         slots = [*map(_SLOT, self.requests)]
         found: list[int] = self.manager.table.numbers[LENGTH, slots].tolist()
         return found
@@ -383,14 +384,14 @@ class CacheRows:
         self.history = History(len(requests))
 
     def go_on_with(self, weights: str | None) -> None:
-        """Steps from here on are computed with other weights than those before: nobody else may
-        have what the rows hold, under either name."""
+        """Steps from here on are computed with other weights than those before: what the rows hold
+        must not be reused under either name."""
         self.weights = weights
         for request in self.requests:
             request.trail = None
 
     def check_batch(self, batch: int, writer: Writer) -> None:
-        """Raises InvalidInput for a batch that these rows cannot be."""
+        """Raises InvalidInput for a batch that does not fit these rows."""
         if batch > self.manager.max_requests:
             raise InvalidInput(
                 f"a batch of {batch} rows, but the cache was made for max_batch="
@@ -419,7 +420,7 @@ class CacheRows:
         self._forget()
 
     def fork_from(self, other: CacheRows) -> None:
-        """Becomes what other rows are. Raises OutOfSlots, OutOfBlocks, with nothing changed."""
+        """Becomes a copy of other rows. Raises OutOfSlots, OutOfBlocks, with nothing changed."""
         forks = self.pool.fork(other.requests)
         self.requests, self.writer = forks, other.writer
         self.salt, self.weights = other.salt, other.weights
@@ -428,8 +429,8 @@ class CacheRows:
         self.slots = torch.tensor([fork.slot for fork in forks], device=self.manager.device)
 
     def take(self, index: list[int]) -> None:
-        """Row i becomes what row index[i] was: rows that nobody continues are released, then those
-        with several heirs are forked. Raises InvalidInput, and nothing has changed."""
+        """Row i becomes what row index[i] was: rows without a successor are released, then those
+        with several are forked. Raises InvalidInput, with nothing changed."""
         if not index or not all(0 <= row < len(self.requests) for row in index):
             raise InvalidInput(f"rows {index} of a cache of {len(self.requests)} rows")
         self.pool.evict(len(index) - len(self.requests))
@@ -463,8 +464,8 @@ class CacheRows:
             self._tell()
 
     def _tell(self) -> None:
-        """What the rows have said becomes known as soon as a block of one may be complete, so that
-        it is cached like a prompt, and its snapshot can still be taken."""
+        """Supplies the ids of generated tokens as soon as a block may be complete, so that it is
+        cached like a prompt, and its snapshot can still be taken."""
         manager, block = self.manager, self.manager.schema.block_tokens
         self._untold_columns = 0
         if manager.prefix is None or manager.tiers:
@@ -482,7 +483,7 @@ class CacheRows:
                     row.tell(manager)
 
     def cut(self, columns: int) -> None:
-        """Forgets the tokens of later columns; the step is over."""
+        """Forgets the tokens of later columns; the step has ended."""
         self.history.cut(columns)
         self.layers_done = 0
 
@@ -490,8 +491,8 @@ class CacheRows:
 
     @uncompiled
     def observe(self, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        """A forward begins that has this cache. Raises InvalidInput for masks and positions that
-        transformers' own layers would take for something else."""
+        """A forward with this cache begins. Raises InvalidInput for masks and positions that
+        transformers' own layers would misinterpret."""
         given = dict(zip(FORWARD_ARGUMENTS, args, strict=False)) | given
         model = self.model()
         if model is not None and "forward" not in vars(model.model):
@@ -502,7 +503,7 @@ class CacheRows:
         ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
         tokens = embeds if ids is None else ids
         if not isinstance(tokens, Tensor) or tokens.dim() < 2:
-            return  # transformers says what is wrong
+            return  # transformers reports what is wrong
         batch, columns = tokens.shape[:2]
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         if isinstance(mask, Tensor) and mask.dim() == 2:
@@ -514,13 +515,13 @@ class CacheRows:
             ):
                 raise InvalidInput(
                     f"position_ids are not {self.columns} to {self.columns + columns - 1} in each "
-                    f"row: the cache holds {self.columns} columns, and the next ones stand behind "
+                    f"row: the cache holds {self.columns} columns, and the next ones come after "
                     f"them; leave position_ids out"
                     + _hint(bool((positions[..., 0] < self.columns).any()))
                 )
 
     def begin_step(self, batch: int, columns: int) -> None:
-        """The first layer sees a step: checks it, takes its blocks and moves the lengths.
+        """The first layer begins a step: checks it, takes its blocks and moves the lengths.
 
         Raises InvalidInput, RequestError or ContextOverflow before anything has changed.
         """
@@ -563,8 +564,9 @@ class CacheRows:
         self.note_columns(ids, torch.ones((batch, columns), dtype=torch.bool, device=device))
 
     def _take_blocks(self, columns: int) -> None:
-        """Plans of at most a step buffer each: layers here write through plane views, of which the
-        plan sees nothing, so it only takes blocks, tells the block table and moves the lengths."""
+        """Makes plans of at most a step buffer each. Layers here write through plane views, which
+        the plan does not see, so a plan only takes blocks, updates the block table and moves the
+        lengths."""
         piece = max(1, self.manager.max_step_tokens // len(self.requests))
         for first in range(0, columns, piece):
             count = min(piece, columns - first)
@@ -589,7 +591,7 @@ def _check_mask(mask: Tensor, batch: int, past_columns: int, columns: int) -> No
 
 
 def _hint(is_whole: bool) -> str:
-    """For a call that gives a text from its first id to a cache that has some of it."""
+    """A hint for a call that passes a text from its first id to a cache that has some of it."""
     if not is_whole:
         return ""
     return "; to run a text from its first id, as generate does with drafts, reset() the cache"
