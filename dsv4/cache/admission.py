@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from dsv4.cache.changes import Guard
+from dsv4.cache.changes import LOGGER, Guard
 from dsv4.cache.memory import CacheMemory
 from dsv4.cache.prefix.cache import PrefixCache
+from dsv4.cache.prefix.none import NoPrefix
 from dsv4.cache.prefix.resume import PrefixMatch, Resume
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request, RequestTable
@@ -37,7 +38,11 @@ class Admission:
     """Requests of one manager. It is only called from a call of the manager."""
 
     def __init__(
-        self, table: RequestTable, memory: CacheMemory, prefix: PrefixCache | None, guard: Guard
+        self,
+        table: RequestTable,
+        memory: CacheMemory,
+        prefix: PrefixCache | NoPrefix,
+        guard: Guard,
     ) -> None:
         self._table, self._memory, self._prefix, self._guard = table, memory, prefix, guard
         self._schema = table.schema
@@ -178,9 +183,6 @@ class Admission:
                 request.trail.cut(length)
             request.shorten(length)
             self._table.cut_shared_after(request)
-        elif self._prefix is None:
-            nothing = Resume(start=0, reused_tokens=0, end=length, source="nothing")
-            self._resume_at(request, nothing, length)
         else:
             match = self._prefix.match_own(request, length)
             if match.resume.source != "nothing":
@@ -208,6 +210,20 @@ class Admission:
             start=request.length, reused_tokens=fixed, end=count, source="rings"
         )
         return request.resume
+
+    def exchange(self, request: Request, first: int, block_ids: Sequence[int]) -> None:
+        """From its block `first` on the request holds these blocks, of the same bytes, in place of
+        its own. It keeps its own if the device fails."""
+        try:
+            self._memory.publish(request.slot, first, block_ids)
+        except RuntimeError as error:
+            LOGGER.warning("%d equal blocks are kept twice: %s", len(block_ids), error)
+            return
+        span = slice(first, first + len(block_ids))
+        own = request.block_ids[span]
+        self._table.allocator.share(block_ids)
+        request.block_ids[span] = block_ids
+        self._table.allocator.release(own)
 
     def _resume_at(self, request: Request, resume: Resume, length: int) -> None:
         """The request continues from where a resume says. Unless that is from nothing, the state is

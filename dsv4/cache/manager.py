@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Unpack
 
@@ -18,36 +17,32 @@ from dsv4.cache.arena import Arena
 from dsv4.cache.batch import Batch
 from dsv4.cache.changes import LOGGER, Guard, Turn, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.memory import CacheMemory, Lane, LayerMemory
+from dsv4.cache.memory import CacheMemory, LayerMemory
 from dsv4.cache.options import ManagerOptions, Settings
 from dsv4.cache.prefix.cache import PrefixCache
 from dsv4.cache.prefix.index import BlockEvent
+from dsv4.cache.prefix.none import NoPrefix
 from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume
 from dsv4.cache.prefix.snapshots import SnapshotPool
-from dsv4.cache.prefix.trail import StepIds, TokenIds, TokenTrail, token_ids
+from dsv4.cache.prefix.trail import TokenIds, TokenTrail, token_ids
 from dsv4.cache.prepare_forward import (
     ForwardPlan,
     PlanOptions,
-    check_step,
-    following,
-    make_plan,
 )
 from dsv4.cache.recover import recover_books
-from dsv4.cache.requests import REUSED, Condition, Request, RequestTable
+from dsv4.cache.requests import Condition, Request, RequestTable
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step import checks as step_checks
-from dsv4.cache.step import overlap
-from dsv4.cache.step.checks import Step, StepReader
-from dsv4.cache.step.shape import StepTokens
+from dsv4.cache.step.checks import Step
+from dsv4.cache.steps import Steps
 from dsv4.cache.warmup import Warmup, available_processors, progress_bar
 from dsv4.errors import (
     ContextOverflow,
     InvalidInput,
     OutOfBlocks,
-    PlanError,
     RecoveryNeeded,
     RequestError,
     ThreadError,
@@ -127,13 +122,22 @@ class KVCacheManager(Uncopied):
         self.prefix: PrefixCache | None = None
         if prefix is not None:
             self.prefix = PrefixCache(schema, self.table.allocator, prefix, place)
-            self.table.reclaimer = self.prefix.blocks
-        self.open_plans: list[ForwardPlan] = []
+        self._prefix = NoPrefix(schema) if self.prefix is None else self.prefix
+        self.table.reclaimer = self._prefix.blocks
         self.guard = Guard()
         self.tiers = self._make_tiers(settings.tiers)
         self.handoff = self._make_handoff(settings.handoff)
-        self._admission = Admission(self.table, self.memory, self.prefix, self.guard)
-        self._step_readers = tuple(StepReader(schema, self.table) for _ in self.memory.lanes)
+        self._admission = Admission(self.table, self.memory, self._prefix, self.guard)
+        self._steps = Steps(
+            self.table,
+            self.memory,
+            self.backend,
+            self._prefix,
+            self.guard,
+            self._admission,
+            cut_replays=prefix is not None and prefix.replay == "cut",
+            after_commit=(self.tiers.pump,) if self.tiers else (),
+        )
         layers = [LayerMemory.of(self.memory, layer) for layer in range(len(schema.layers))]
         self._handles = tuple(  # of each lane, and again for chunks_apart
             tuple(
@@ -267,6 +271,11 @@ class KVCacheManager(Uncopied):
         return self.memory.block_table
 
     @property
+    def open_plans(self) -> list[ForwardPlan]:
+        """The plans that are open, the oldest first."""
+        return self._steps.open
+
+    @property
     def open_plan(self) -> ForwardPlan | None:
         """The plan that is open, the oldest of several."""
         return self.open_plans[0] if self.open_plans else None
@@ -278,32 +287,30 @@ class KVCacheManager(Uncopied):
         admission. Takes no memory of the cache. Raises InvalidInput, ContextOverflow."""
         read = token_ids(ids)
         step_checks.context(self.schema, len(read))
-        if self.prefix is None:
-            return Prompt(len(read), None, (self.schema.content_fingerprint, ""))
-        return self.prefix.prompt(read, salt)
+        return self._prefix.prompt(read, salt)
 
     def look_up(self, prompt: Prompt) -> Resume:
         """What `admit_request` would find cached of a prompt now, and where it would continue.
         Changes nothing: neither counts nor the order of eviction. Raises InvalidInput."""
         self._require_free("look_up")
         count, trail = self._read_prompt(prompt, None)
-        if self.prefix is None or trail is None:
+        if trail is None:
             return Resume(start=0, reused_tokens=0, end=count, source="nothing")
-        return self.prefix.look_up(trail)
+        return self._prefix_cache().look_up(trail)
 
     def needed_blocks(self, prompt: int | TokenIds | Prompt, salt: str | None = None) -> int:
         """Blocks that `admit_request` would take beyond what is cached. Changes nothing. Raises
         InvalidInput, ContextOverflow."""
         self._require_free("needed_blocks")
         count, trail = self._read_prompt(prompt, salt)
-        cached = 0 if self.prefix is None or trail is None else self.prefix.cached_blocks(trail)
+        cached = 0 if trail is None else self._prefix_cache().cached_blocks(trail)
         return self.schema.blocks_for(count) - cached
 
     def released_blocks(self, request: Request) -> int:
         """Blocks that could be taken, free or evictable, if this request were released."""
         self._require_free("released_blocks")
         self.table.require_live(request)
-        pinned: Collection[int] = () if self.prefix is None else self.prefix.pins.block_ids()
+        pinned = self._prefix.pins.block_ids()
         references = self.table.allocator.references
         return sum(references(b) == 1 and b not in pinned for b in request.block_ids)
 
@@ -315,12 +322,10 @@ class KVCacheManager(Uncopied):
             count, trail = self._read_prompt(prompt, salt)
         except (InvalidInput, ContextOverflow):
             return False
-        if self.prefix is not None and trail is not None:
-            shared = [node.block_id for node in self.prefix.match(trail).nodes]
+        if trail is not None:
+            shared = [node.block_id for node in self._prefix_cache().match(trail).nodes]
         short = self.schema.blocks_for(count) - len(shared) - self.table.allocator.free
-        fits = short <= 0 or (
-            self.prefix is not None and self.prefix.blocks.evictable(excluding=shared) >= short
-        )
+        fits = short <= 0 or self._prefix.blocks.evictable(excluding=shared) >= short
         return fits and bool(self.table.free_slots)
 
     @changes
@@ -344,11 +349,11 @@ class KVCacheManager(Uncopied):
                 needed=blocks, free=allocator.free, total=allocator.total, asker_blocks=blocks
             )
         table.require_slots()
-        if self.prefix is None or found is None:
+        if found is None:
             return self._admission.begin(count)
         trail = found.copy() if isinstance(prompt, Prompt) else found
-        match = self.prefix.match(trail, reuse=reuse)
-        return self._admission.after(self.prefix, match, trail)
+        prefix = self._prefix_cache()
+        return self._admission.after(prefix, prefix.match(trail, reuse=reuse), trail)
 
     @changes
     def fork(self, request: Request, count: int) -> list[Request]:
@@ -384,7 +389,7 @@ class KVCacheManager(Uncopied):
         """
         self._require_unplanned(request)
         read = token_ids(ids)
-        if self.prefix is None or request.trail is None:
+        if request.trail is None:
             return
         known = len(request.trail.ids)
         if known + len(read) > request.length:
@@ -392,7 +397,8 @@ class KVCacheManager(Uncopied):
                 f"{len(read)} ids after the {known} that are known of request {request.serial}, "
                 f"but it has {request.length} tokens: supply those that were committed"
             )
-        self.prefix.supply_ids(request, read, self.slot_arena.bytes[request.slot], self._adopt)
+        slot = self.slot_arena.bytes[request.slot]
+        self._prefix_cache().supply_ids(request, read, slot, self._admission.exchange)
         self.tiers.pump()
 
     @changes
@@ -477,10 +483,9 @@ class KVCacheManager(Uncopied):
         self._release(request)
 
     def _release(self, request: Request) -> None:
-        if self.prefix is not None:
-            self.prefix.note_release(request)
+        self._prefix.note_release(request)
         self.table.close(request)
-        self._forget_steps()
+        self._steps.forget()
 
     def release_later(self, request: Request, *, suspend: bool = False) -> None:
         """Releases a request with the next call of the manager, once no open plan has it; with
@@ -562,16 +567,16 @@ class KVCacheManager(Uncopied):
                 turn.leave()
             guard.step_back(number)
             raise
-        self.open_plans = recover_books(
+        self._steps.open = recover_books(
             [change for *_, change in interrupted],
             open_plans=self.open_plans,
             table=self.table,
             memory=self.memory,
-            prefix=self.prefix,
+            prefix=self._prefix,
             tiers=self.tiers,
             handoff=self.handoff,
         )
-        self._forget_steps()
+        self._steps.forget()
         for turn in turns:
             turn.leave()
         guard.give_way(number)
@@ -640,83 +645,15 @@ class KVCacheManager(Uncopied):
         and can be captured, `plan.prefill` the chunks.
         Raises PlanError, OutOfBlocks, ContextOverflow or RequestError.
         """
-        require_flag("chunks_apart", chunks_apart)
-        lane = self._free_lane()
-        step = self._read_step(lane, steps, after, accepted)
-        plain = after is None and not drafts and not chunks_apart
-        is_cut = self._is_cut_replay(step, plain=plain)
-        check_step(
-            lane.buffers,
-            step.shape,
+        return self._steps.prepare(
+            steps,
             pad_tokens=pad_tokens,
             pad_requests=pad_requests,
+            after=after,
+            accepted=accepted,
             drafts=drafts,
             chunks_apart=chunks_apart,
         )
-        growth = self.table.reserve_step(step.shape.requests, step.shape.slots, step.ends)
-        try:  # the device first, the table of live requests last and at once
-            for buffers in lane.both_buffers[: 1 + chunks_apart]:
-                buffers.wait()
-            new_blocks = lane.buffers.fill_new_blocks(growth)
-            plan = make_plan(
-                lane,
-                step,
-                pad_tokens=pad_tokens,
-                pad_requests=pad_requests,
-                drafts=int(drafts),
-                chunks_apart=chunks_apart,
-            )
-            if is_cut:
-                plan.batch.cut_windows()
-            if self.schema.model.draft_block:
-                overlap.note_lost_windows(self.schema, plan, self.table)
-            captures = None
-            if self.prefix is not None and plan.prefill is not None:
-                captures = self.prefix.captures.plan(
-                    plan.prefill, self.slot_arena.bytes, lane.workspace
-                )
-            self.memory.send(new_blocks, *lane.both_buffers[: len(plan.batches)])
-            if plan.unknown_starts is not None:
-                self.backend.follow(following(lane.buffers, plan, accepted))
-        except BaseException:  # an error of the device, out of memory, or Ctrl-C
-            self.table.cancel(growth.reserved)
-            raise
-        if growth.requests:
-            self.table.settle_step(growth)
-        if captures is not None and self.prefix is not None and plan.prefill is not None:
-            plan.prefill.captures = captures
-            self.prefix.captures.reserve(captures)
-        self.guard.change.hand_out(plan)
-        self.open_plans.append(plan)
-        return plan
-
-    def _read_step(
-        self,
-        lane: Lane,
-        steps: Sequence[Step],
-        after: ForwardPlan | None,
-        accepted: Tensor | None,
-    ) -> StepTokens:
-        """Where the new tokens of a step lie. Raises PlanError, ContextOverflow or RequestError."""
-        shape, before = self._step_readers[lane.number].read(steps), None
-        if after is not None or accepted is not None:
-            before = overlap.read_before(
-                self.schema, self.table, shape, after, accepted, self.open_plans, self.device
-            )
-        if self.open_plans:
-            step_checks.disjoint(shape, self.open_plans, before)
-        starts, _, reused, written = self.table.numbers.take(shape.slots, axis=1)
-        step_checks.untorn(self.schema, shape, starts, written)
-        if before is not None:
-            starts = overlap.latest_starts(before, starts)
-        ends = starts + shape.counts
-        step_checks.context(self.schema, int(ends.max(initial=0)))
-        return StepTokens(shape=shape, starts=starts, ends=ends, reused=reused, before=before)
-
-    def _is_cut_replay(self, step: StepTokens, *, plain: bool) -> bool:
-        if self.prefix is None or self.prefix.options.replay != "cut":
-            return False
-        return step_checks.cut_replays(step, plain=plain)
 
     @contextmanager
     def step(
@@ -790,7 +727,7 @@ class KVCacheManager(Uncopied):
         if self.guard.number in self.guard.visits:
             self.guard.refuse("acquire")
         if batch is not None:
-            step_checks.bound(layer, batch, self.open_plans)
+            step_checks.bound(layer, batch, self._steps.open)
             handles = self._handles[batch.lane][not (batch.alone or batch.is_decode)]
         handle = handles[layer]
         handle.bind(batch)
@@ -819,75 +756,13 @@ class KVCacheManager(Uncopied):
         there on is cached, offered or continued until a rewind takes it back. A step in which an
         append raised cannot be committed at all: `fail` it. Raises PlanError, InvalidInput.
         """
-        require_flag("partial", partial)
-        turn = self._enter_turn(plan)
-        try:
-            self._commit(plan, accepted, ids, partial=partial)
-        finally:
-            del turn.visits[turn.number]  # turn.leave, without a call
-
-    def _commit(
-        self,
-        plan: ForwardPlan,
-        accepted: Sequence[int] | None,
-        ids: TokenIds | None,
-        *,
-        partial: bool,
-    ) -> None:
-        has_neighbours = len(self.open_plans) > 1  # else no plan comes before or after it
-        if has_neighbours:
-            overlap.require_first(plan)
-        kept = step_checks.accepted(self.schema, plan, accepted)
-        if has_neighbours:
-            overlap.require_kept(plan, kept, self.open_plans)
-        if plan.batches[0].window_cut:
-            step_checks.whole_replays(plan, kept, self.table.numbers[REUSED].take(plan.slots))
-        ends = plan.starts + kept
-        learned: StepIds | None = None
-        if self.prefix is not None and ids is not None:
-            block_tokens = self.schema.block_tokens
-            learned = StepIds.read(plan, kept, token_ids(ids), self.table.recent, block_tokens)
-        if not step_checks.every_layer(plan, kept, partial=partial):
-            for row in kept.nonzero()[0].tolist():
-                plan.requests[row].note_incomplete(int(plan.starts[row]))
-        if accepted is not None:  # rejected tokens were written too
-            self.table.note_written(plan.slots, plan.latest_ends)
-        self.table.move(plan.slots, ends)
-        if self.prefix is not None:
-            newest = plan.latest_ends
-            if has_neighbours:
-                newest = overlap.newest(plan, self.open_plans)
-            slots = self.slot_arena.bytes
-            self.prefix.note_commit(plan, kept, ends, learned, newest, slots, self._adopt)
-        if has_neighbours:
-            overlap.move_up(plan, self.table, self.open_plans)
-        self._close(plan)
-        self.tiers.pump()
+        self._steps.commit(plan, accepted, ids, partial=partial)
 
     @changes
     def abandon(self, plan: ForwardPlan) -> None:
         """The step did not happen; lengths stay. For a plan that never ran, or whose few tokens can
-        be undone; after an error call `fail`. Raises PlanError."""
-        turn = self._enter_turn(plan)
-        try:
-            self._abandon(plan)
-        finally:
-            turn.leave()
-
-    def _abandon(self, plan: ForwardPlan) -> None:
-        overlap.require_last(plan, self.open_plans)
-        chunks = plan.prefill
-        if chunks is not None and (chunks.touched or chunks.appended_layers):
-            raise PlanError(
-                f"layers {sorted(chunks.appended_layers | chunks.unfinished_layers)[:4]} already "
-                f"wrote {plan.shape.most_tokens} tokens of a request, more than the "
-                f"{self.schema.max_decode_tokens} that can be undone: call fail(plan); "
-                f"nothing of it is cached"
-            )
-        if self.prefix is not None:
-            self.prefix.captures.give_back(plan)
-        self._note_unkept(plan)
-        self._close(plan)
+        be undone: after an error call `fail`. Raises PlanError."""
+        self._steps.abandon(plan)
 
     @changes
     def fail(self, plan: ForwardPlan) -> None:
@@ -898,80 +773,21 @@ class KVCacheManager(Uncopied):
         released: they are `request.is_torn`. All others simply continue. Plans after this one fail
         with it. Raises PlanError.
         """
-        step_checks.open_plan(plan, self.open_plans)
-        failing = overlap.last_first(plan, self.open_plans)
-        turns: list[Turn] = []
-        try:
-            for each in failing:
-                turns.append(self._enter_turn(each))
-            for each in failing:
-                if self.prefix is not None:
-                    self.prefix.captures.give_back(each)
-                self._note_unkept(each)
-                self._close(each)
-        finally:
-            for turn in turns:
-                turn.leave()
-        if LOGGER.isEnabledFor(logging.INFO):
-            torn = sum(request.is_torn for request in plan.requests)
-            LOGGER.info("a step of %d requests failed, %d are torn", len(plan.requests), torn)
-
-    def _enter_turn(self, plan: ForwardPlan) -> Turn:
-        """No handle of the plan is used until the turn ends. PlanError for a plan that is not
-        open, ThreadError while a thread uses its handles."""
-        step_checks.open_plan(plan, self.open_plans)
-        turn = self.memory.lanes[plan.lane].workspace.turn
-        visit = self.guard.visits[self.guard.number]
-        if turn.visits.setdefault(turn.number, visit) is not visit:  # turn.enter, without a call
-            turn.come_past(visit)
-        return turn
-
-    def _note_unkept(self, plan: ForwardPlan) -> None:
-        """What a step that did not happen may have written."""
-        ran = overlap.may_have_run(plan)
-        self.table.note_written(plan.slots[ran], plan.latest_ends[ran])
-
-    def _close(self, plan: ForwardPlan) -> None:
-        plan.close()
-        self.open_plans.remove(plan)
-
-    def _free_lane(self) -> Lane:
-        """PlanError if as many plans are open as can be."""
-        if not self.open_plans:
-            return self.memory.lanes[0]
-        taken = {plan.lane for plan in self.open_plans}
-        for lane in self.memory.lanes:
-            if lane.number not in taken:
-                return lane
-        if len(taken) == 1:
-            raise PlanError(
-                "the previous plan is still open: commit or abandon it first, or build the manager "
-                "with max_open_plans=2"
-            )
-        raise PlanError(f"{len(taken)} plans are still open: commit or abandon one first")
-
-    def _forget_steps(self) -> None:
-        """Removes what the last steps hold, so that it keeps no request alive."""
-        for reader, lane in zip(self._step_readers, self.memory.lanes, strict=True):
-            reader.forget()
-            lane.buffers.forget()
-            lane.chunk_buffers.forget()
+        self._steps.fail(plan)
 
     # ---- looking -----------------------------------------------------------------------------
 
     def memory_bytes(self) -> MemoryBytes:
         """Bytes allocated on the device; arenas and table are what the planner promised."""
-        return self.memory.memory_bytes(
-            snapshots=0 if self.prefix is None else self.prefix.pool.memory_bytes()
-        )
+        return self.memory.memory_bytes(snapshots=self._prefix.memory_bytes())
 
     def stats(self) -> Stats:
         """What holds how much, now; what `release_later` has noted counts as released. Safe from
         any thread; while a call runs elsewhere, it may show a mix of before and after."""
         allocator, live, going = self.table.allocator, self.requests, self._going()
         free, idle = allocator.left_by([request.block_ids for request in going])
-        pinned: Collection[int] = () if self.prefix is None else self.prefix.pins.block_ids()
-        evictable = 0 if self.prefix is None else self.prefix.blocks.evictable()
+        pinned = self._prefix.pins.block_ids()
+        evictable = self._prefix.blocks.evictable()
         return Stats(
             blocks_total=allocator.total,
             blocks_free=allocator.free + len(free),
@@ -986,9 +802,7 @@ class KVCacheManager(Uncopied):
             tokens_live=sum(request.length for request in live),
             block_bytes_live=(allocator.held - len(free) - len(idle)) * self.schema.block_bytes,
             slot_bytes_live=len(live) * self.schema.slot_bytes,
-            prefix=None
-            if self.prefix is None
-            else self.prefix.stats(idle_blocks=allocator.idle + len(idle)),
+            prefix=self._prefix.stats(idle_blocks=allocator.idle + len(idle)),
             transfers=self.tiers.stats(),
             tiers=self.tiers.tier_stats(),
             handoff=self.handoff.stats(),
@@ -998,8 +812,7 @@ class KVCacheManager(Uncopied):
         """Every block, slot and snapshot has exactly the owners it should. Raises Dsv4Error
         otherwise."""
         self.table.check_invariants()
-        if self.prefix is not None:
-            self.prefix.check_invariants(self.open_plans)
+        self._prefix.check_invariants(self.open_plans)
         self.handoff.check_invariants()
 
     def take_events(self) -> list[BlockEvent]:
@@ -1017,7 +830,7 @@ class KVCacheManager(Uncopied):
 
     def _require_unplanned(self, request: Request) -> None:
         self.table.require_live(request)
-        step_checks.unplanned(request, self.open_plans)
+        self._steps.require_unplanned(request)
 
     def _read_prompt(
         self, prompt: int | TokenIds | Prompt, salt: str | None
@@ -1026,22 +839,12 @@ class KVCacheManager(Uncopied):
         if isinstance(prompt, Prompt):
             if salt is not None:
                 raise InvalidInput("a prompt has its salt already: give it to manager.prompt")
-            if prompt.trail is not None and self.prefix is not None:
-                if prompt.family != self.prefix.family:
-                    raise InvalidInput("this prompt was made for another schema or model")
-                return step_checks.context(self.schema, prompt.tokens), prompt.trail
-            if (prompt.trail is None) != (self.prefix is None):
-                raise InvalidInput(
-                    "this prompt was made by a manager "
-                    + ("without" if prompt.trail is None else "with")
-                    + " a prefix cache: make it with this one"
-                )
-            return step_checks.context(self.schema, prompt.tokens), None
+            return step_checks.context(self.schema, prompt.tokens), self._prefix.trail_of(prompt)
         if isinstance(prompt, int | np.integer):
             return step_checks.context(self.schema, prompt), None
         ids = token_ids(prompt)
         count = step_checks.context(self.schema, len(ids))
-        return count, None if self.prefix is None else self.prefix.trail(ids, salt)
+        return count, self._prefix.trail(ids, salt)
 
     def _prefix_cache(self) -> PrefixCache:
         if self.prefix is None:
@@ -1049,17 +852,3 @@ class KVCacheManager(Uncopied):
                 "this manager has no prefix cache: build it with prefix=PrefixOptions()"
             )
         return self.prefix
-
-    def _adopt(self, request: Request, first: int, block_ids: Sequence[int]) -> None:
-        """The request continues with other blocks of the same bytes; its own are released. If the
-        device's table cannot be updated, it keeps its own."""
-        try:
-            self.memory.publish(request.slot, first, block_ids)
-        except RuntimeError as error:
-            LOGGER.warning("%d equal blocks stay separate: %s", len(block_ids), error)
-            return
-        span = slice(first, first + len(block_ids))
-        own = request.block_ids[span]
-        self.table.allocator.share(block_ids)
-        request.block_ids[span] = block_ids
-        self.table.allocator.release(own)

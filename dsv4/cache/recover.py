@@ -24,6 +24,7 @@ from dsv4.cache.memory import CacheMemory
 from dsv4.cache.prefix.cache import PrefixCache
 from dsv4.cache.prefix.index import PrefixIndex, follow_events
 from dsv4.cache.prefix.node import PrefixNode
+from dsv4.cache.prefix.none import NoPrefix
 from dsv4.cache.prefix.pins import Pins
 from dsv4.cache.prefix.rows import SnapshotRows
 from dsv4.cache.prepare_forward import ForwardPlan
@@ -41,7 +42,7 @@ def recover_books(
     open_plans: Sequence[ForwardPlan],
     table: RequestTable,
     memory: CacheMemory,
-    prefix: PrefixCache | None,
+    prefix: PrefixCache | NoPrefix,
     tiers: Tiers | NoTiers,
     handoff: Handoff | NoHandoff,
 ) -> list[ForwardPlan]:
@@ -53,12 +54,10 @@ def recover_books(
     if handoff:
         handoff.end_arrivals()
         _host_memory(handoff)
-    cached: list[int] = []
-    if prefix is not None:
-        recover_index(prefix.index)
-        _pins(prefix.pins, handed_out)
-        recover_rows(prefix.rows, prefix.index.nodes(), prefix.captures.rows_of(still_open))
-        cached = [node.block_id for node in prefix.index.nodes()]
+    recover_index(prefix.index)
+    _pins(prefix.pins, handed_out)
+    recover_rows(prefix.rows, prefix.index.nodes(), prefix.captures.rows_of(still_open))
+    cached = [node.block_id for node in prefix.index.nodes()]
     _slots(table, handed_out)
     _blocks(table, cached)
     for request in table.live.values():

@@ -360,7 +360,7 @@ def test_no_handle_is_used_while_its_plan_ends(end: str):
     handle = manager.acquire(0, plan.batch)
     kv, projections = stack.inputs(plan, [text.stream], 0)
     found: list[type[BaseException] | None] = []
-    close = manager._close
+    close = manager._steps._close
 
     def slow(ending: Any) -> None:
         """As if the other thread came here, where the plan has been looked at and is not over."""
@@ -374,7 +374,7 @@ def test_no_handle_is_used_while_its_plan_ends(end: str):
         other.start()
         other.join(PATIENT_S)
 
-    manager._close = slow  # type: ignore[method-assign]
+    manager._steps._close = slow  # type: ignore[method-assign]
     getattr(manager, end)(plan)
     assert found == [ThreadError, ThreadError]
     assert outcome(partial(handle.append, kv, *projections, weights=stack.weights[0])) is PlanError

@@ -107,9 +107,9 @@ def test_wherever_ids_enter_what_is_none_is_refused(name: str):
             call(given)
     assert manager.can_admit(given) is False
     manager.commit(plan)
-    for told in (manager.tell, manager.continue_request):
+    for supply in (manager.supply_ids, manager.continue_request):
         with pytest.raises(InvalidInput, match=words):
-            told(request, given)
+            supply(request, given)
     manager.check_invariants()
 
 

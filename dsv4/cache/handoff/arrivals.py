@@ -1,4 +1,4 @@
-"""Requests on their way to one manager: what it takes for them, reads, checks and gives back."""
+"""Requests on their way to one manager: what is taken, read, checked and returned for them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ _ADDRESSES = 1 << 63  # with more, the sums of NIXL's own check overflow, and it
 
 
 class Arrivals:
-    """Everything that is on its way to one manager, whose calls move it on; the link's thread reads
-    and checks meanwhile."""
+    """All arrivals of one manager. Its calls advance them; the link's thread reads and checks."""
 
     def __init__(self, side: Side) -> None:
         self._side = side
@@ -230,7 +229,7 @@ class Arrivals:
             self._side.pledges.give_back(cell)
 
     def end_all(self) -> None:
-        """After an interrupt: none comes any more."""
+        """After an interrupt: none of them will arrive."""
         for arrival in tuple(self.open):
             if arrival.request is None and arrival.error is None:
                 why = "a call was interrupted, and recover ended all arrivals"

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class Handoff:
     """What one manager offers, and what is on its way to it. Its calls are calls of the manager:
     one at a time changes it, and a call that raises has changed nothing. The link's thread reads,
-    checks and hears of takers meanwhile."""
+    checks and receives the takers' notes."""
 
     def __init__(self, manager: KVCacheManager, options: HandoffOptions) -> None:
         self._manager, self.guard = manager, manager.guard
@@ -189,7 +189,8 @@ class Handoff:
         manager = self._manager
         request = manager._admission.arrived(arrival, *self.arrivals.state_of(arrival))
         if manager.prefix and arrival.trail is not None:
-            manager.prefix.note_arrival(request, arrival.trail, manager._adopt)
+            exchange = manager._admission.exchange
+            manager.prefix.note_arrival(request, arrival.trail, exchange)
         return request
 
     @changes
@@ -299,7 +300,7 @@ class Handoff:
         self._manager._release_deferred()
 
     def let_go(self, item: object) -> None:
-        """What was deferred: an offer that is over, an arrival that nobody writes to any more."""
+        """Releases an offer that is over, or an arrival that is not written to any more."""
         if isinstance(item, Lease):
             if item.name in self.leases.held:
                 self.side.table.let_go(item)

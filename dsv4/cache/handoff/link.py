@@ -184,8 +184,8 @@ class Link:
 
     def _serve_takers(self) -> None:
         try:
-            told = self._nixl.get_new_notifs()
-            notes = [note for notes in told.values() for note in notes]
+            by_peer = self._nixl.get_new_notifs()
+            notes = [note for notes in by_peer.values() for note in notes]
             again = self._serve(notes)
         except Exception:
             LOGGER.exception("%s: takers are not heard", self.name)
@@ -292,7 +292,7 @@ class Link:
             return False
         if read.peer in self._peers:  # by other metadata: one of two offers is not the peer's
             self._part(read.peer)
-            if read.peer in self._peers:  # until nobody reads with that
+            if read.peer in self._peers:  # until no read uses that
                 return False
         self._peers[read.peer] = metadata
         meet(self._nixl, read.peer, read.metadata)

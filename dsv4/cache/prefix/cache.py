@@ -22,7 +22,15 @@ from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume, StateSource, replay_start, resume_after
 from dsv4.cache.prefix.rows import SnapshotRows
 from dsv4.cache.prefix.snapshots import SnapshotPool
-from dsv4.cache.prefix.trail import Ids, StepIds, TokenTrail, chain_root
+from dsv4.cache.prefix.trail import (
+    Ids,
+    RecentIds,
+    StepIds,
+    TokenIds,
+    TokenTrail,
+    chain_root,
+    token_ids,
+)
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
@@ -100,11 +108,21 @@ class PrefixCache:
         """A prompt with all its digests computed."""
         trail = self.trail(ids, salt)
         trail.hash_blocks(len(ids) // self.schema.block_tokens)
-        return Prompt(len(ids), trail, self.family)
+        return Prompt(len(ids), trail, self._family)
 
     @property
-    def family(self) -> tuple[str, str]:
+    def _family(self) -> tuple[str, str]:
         return self.schema.content_fingerprint, self.options.model_id
+
+    def trail_of(self, prompt: Prompt) -> TokenTrail:
+        """Raises InvalidInput for a prompt of another schema or model, or without a trail."""
+        if prompt.trail is None:
+            raise InvalidInput(
+                "this prompt was made by a manager without a prefix cache: make it with this one"
+            )
+        if prompt.family != self._family:
+            raise InvalidInput("this prompt was made for another schema or model")
+        return prompt.trail
 
     def cached_blocks(self, trail: TokenTrail) -> int:
         """How many blocks `match` would find. Changes nothing."""
@@ -208,13 +226,18 @@ class PrefixCache:
 
     # ---- steps -------------------------------------------------------------------------------
 
+    def read_ids(self, plan: ForwardPlan, kept: I64, ids: TokenIds, recent: RecentIds) -> StepIds:
+        """Those of a step that is committed. Raises InvalidInput if they do not fit the step, or
+        contradict what is known."""
+        return StepIds.read(plan, kept, token_ids(ids), recent, self.schema.block_tokens)
+
     def note_commit(
         self,
         plan: ForwardPlan,
         kept: I64,
         ends: I64,
         learned: StepIds | None,
-        newest: I64,
+        newest: Callable[[], I64],
         slot_arena: Tensor,
         adopt: Adopt,
     ) -> None:
@@ -241,7 +264,7 @@ class PrefixCache:
             is_chunk = plan.counts[row] > self.schema.max_decode_tokens  # `finish` has its states
             for node in self._cache_blocks(request, trail, first, last, adopt):
                 if not is_chunk:
-                    slot, written = slot_arena[request.slot], int(newest[row])
+                    slot, written = slot_arena[request.slot], int(newest()[row])
                     self.captures.take(request, trail, node, slot, written=written)
         if plan.prefill is not None:
             self.captures.finish(plan, plan.prefill, kept)
@@ -360,6 +383,10 @@ class PrefixCache:
             self.rows.attach(node, row)
 
     # ---- looking -----------------------------------------------------------------------------
+
+    def memory_bytes(self) -> int:
+        """Of snapshots, on the device."""
+        return self.pool.memory_bytes()
 
     def stats(self, *, idle_blocks: int) -> PrefixStats:
         return PrefixStats(

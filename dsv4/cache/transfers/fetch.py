@@ -1,17 +1,17 @@
 """Brings what tiers have of a prompt to the device. Torch-free except for the rows that it fills.
 
-    look     which of the prompt's blocks a tier has, after those that are cached
+    look     which of the prompt's blocks tiers have, after those that are cached
     take     blocks in flight for them
-    load     records come into host memory
-    check    and are checked there
-    copy     from host memory into the blocks
-    adopt    what is there, up to the first that is not, is indexed: `admit_request` finds it
+    load     records into host memory
+    check    them there
+    copy     them from host memory into the blocks
+    adopt    index what has arrived, up to the first gap: `admit_request` finds it
 
 `Fetches.steps` is this list as a generator, which yields where a tier or the device is at work;
 `Load` does load, check and copy, of many records at once.
 
 Nothing is indexed before its bytes are checked and in place. A record that is missing or refused
-ends the prompt there: what comes after it is not used.
+ends the prompt there: later records are not used.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Fetch(Polled):
 
 
 class Fetches:
-    """Everything that is on its way to one device."""
+    """All fetches of one manager."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ class Fetches:
                 self.open.remove(fetch)
 
     def clean(self) -> None:
-        """Takes back what ended fetches had, as far as it is free now."""
+        """Returns what ended fetches had, as far as it has become free."""
         for fetch in tuple(self.open):
             if fetch.done:
                 self._give_back(fetch)

@@ -53,7 +53,7 @@ class _Load:
 
     tier: Source
     items: Sequence[Incoming]
-    ticket: Ticket | Asked | None = None  # None: the tier is being asked
+    ticket: Ticket | Asked | None = None  # None while the tier is being called
     rows: list[HostRow] = field(default_factory=list)
 
 

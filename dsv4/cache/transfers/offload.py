@@ -96,7 +96,7 @@ class Offload:
         self._note_stored()
         while self._batches and self._batches[0].mark.passed:
             self._send(self._batches.pop(0))
-        most = 0 if self._worker.is_closed else MOST_WAITING
+        most = 0 if self._worker.closed else MOST_WAITING
         while len(self.outbox) > most:  # the beginnings of prompts are worth most
             self.outbox.pop()
             self._dropped += 1

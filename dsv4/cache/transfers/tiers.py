@@ -43,9 +43,9 @@ class Tiers:
     and comes back for a prompt (`fetches`).
 
     All copies end in a host tier; without one, in a little host memory for that alone. No call
-    waits for a tier or for the device but `admit`, `resume`, `drain` and `close`, which say how
-    long, and none raises for what happens there. They are calls of the manager: one at a time
-    changes it, and a call that raises has changed nothing.
+    waits for a tier or for the device except `admit`, `resume`, `drain` and `close`, which have
+    timeouts; and no call raises because a tier failed. They count as calls of the manager: one at
+    a time changes it, and a call that raises has changed nothing.
     """
 
     def __init__(self, manager: KVCacheManager, tiers: Sequence[Tier]) -> None:
@@ -64,7 +64,7 @@ class Tiers:
         for tier in below:
             tier.register(self.host.region)
         self.route = Route(
-            # no call waits for one of these; host memory answers by itself
+            # calls of these do not wait; host memory needs no thread for that
             tiers=[tier if isinstance(tier, HostTier) else Aside(tier) for tier in self._tiers],
             host=self.host,
             host_is_tier=bool(hosts),
@@ -103,8 +103,8 @@ class Tiers:
     def fetch(self, prompt: TokenIds | Prompt, salt: str | None = None) -> Fetch:
         """Starts to bring what tiers have of a prompt after what is cached, and returns at once:
         `poll` the fetch until it is over, then `manager.admit_request` finds what came. Blocks that
-        bytes are on their way into are in flight, nobody else's. What cannot be had is left out: no
-        tier raises. Raises InvalidInput, ContextOverflow."""
+        bytes are on their way into are in flight: no request has them. What cannot be loaded is
+        left out, and no tier raises. Raises InvalidInput, ContextOverflow."""
         return self._fetch(prompt, salt, last=1)
 
     def admit(
@@ -149,14 +149,15 @@ class Tiers:
     @changes
     def drain(self, timeout_s: float) -> bool:
         """Waits at most `timeout_s` until all that is cached is kept by tiers, or dropped: before
-        the process ends. Whether that is so. Closes no tier."""
+        the process ends. Returns whether that is so. Closes no tier."""
         return self._drain(require_timeout(timeout_s))
 
     @changes
     def close(self, timeout_s: float) -> None:
-        """Cancels fetches, drains for at most `timeout_s`, and ends the thread. From now on nothing
-        is kept and nothing comes; the manager goes on. Closes no tier, they are the caller's. A
-        manager that is dropped does the same, without the wait, when it is collected."""
+        """Cancels fetches, drains for at most `timeout_s`, and ends the thread. From now on
+        nothing is stored and nothing is loaded; the manager can still be used. Closes no tier: they
+        belong to the caller. A manager that is dropped does the same, without waiting, when it is
+        collected."""
         until = time.monotonic() + require_timeout(timeout_s)
         for fetch in tuple(self.route.open):
             self.fetches.cancel(fetch)
@@ -279,7 +280,7 @@ class Tiers:
         self.fetches.clean()
 
     def before_release(self, request: Request) -> None:
-        """Keeps the state of a request that is about to be released, if that can be."""
+        """Keeps the state of a request that is about to be released, if it can be kept."""
         trail = request.trail
         known = trail is not None and len(trail.ids) >= request.length
         if known and request.condition.allows("suspend"):
@@ -341,7 +342,7 @@ def _require_tiers(tiers: Sequence[Tier], model_id: str) -> None:
 
 
 def _staging(labels: Labels) -> HostTier:
-    """Host memory that records only pass through."""
+    """Host memory that records only pass through, for a manager without a host tier."""
     most = [(Kind.BLOCK, STAGED_BLOCKS), (Kind.SNAPSHOT, STAGED_SNAPSHOTS), (Kind.STATE, 1)]
     size_bytes = sum(
         rows * padded(HEADER_BYTES + labels.payload_bytes(kind)) for kind, rows in most

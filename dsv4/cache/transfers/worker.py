@@ -82,7 +82,7 @@ class Worker:
         self._orphans: deque[CopyBatch] = deque()
         self._busy = False
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self.closed = False
         self.stored: deque[Key] = deque()  # for the owner to read
         self.dropped = 0
         weakref.finalize(self, self._wake.put, None).atexit = False
@@ -106,7 +106,7 @@ class Worker:
     def start(self) -> None:
         """The thread runs, and looks for work."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 self._drop_rest()
             elif self._thread is None or not self._thread.is_alive():
                 arguments = (weakref.ref(self), self._wake)
@@ -134,10 +134,6 @@ class Worker:
             return False
 
     @property
-    def is_closed(self) -> bool:
-        return self._closed
-
-    @property
     def waiting(self) -> int:
         with self._lock:
             return len(self._records) + sum(len(batch.records) for batch in self._sent)
@@ -146,7 +142,7 @@ class Worker:
         """Ends the thread. Rows that it still has stay held: tiers may be reading them. What is
         sent later is dropped."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             self._wake.put(None)
             thread = self._thread
         if thread is not None:
@@ -173,7 +169,7 @@ class Worker:
         while True:
             with self._lock:
                 self._busy = False
-                if self._closed:
+                if self.closed:
                     return False
                 if not (self._records or self._checks or self._sent):
                     return True

@@ -153,7 +153,7 @@ class FastForward:
         cache = self.caches.open(past_key_values, found, rows=rows, prompts=prompts)
         run = packing
         if prompts is not None:
-            run = packing.behind(cache.rows.lengths, given.device)
+            run = packing.after(cache.rows.lengths, given.device)
         try:
             outputs = self._run(cache, run, input_ids, inputs_embeds, options)
         except BaseException:
@@ -276,20 +276,20 @@ class FastForward:
                     "input_ids": None if ids is None else ids[:, piece],
                     "inputs_embeds": None if embeds is None else embeds[:, piece],
                 }
-                with self._planned(steps, self._told(ids, piece)) as plan:
+                with self._planned(steps, self._host_ids(ids, piece)) as plan:
                     outputs.append(self._forward(forward, plan.batch, **inputs, **options))
         return outputs
 
     def _replay(self, steps: list[tuple[Request, int]], ids: Tensor) -> Any:
         assert self.graphs is not None
         size = self.graphs.padded(len(steps))
-        told = self._told(ids, slice(None))
-        with self._planned(steps, told, pad_tokens=size, pad_requests=size) as plan:
+        host_ids = self._host_ids(ids, slice(None))
+        with self._planned(steps, host_ids, pad_tokens=size, pad_requests=size) as plan:
             hidden: Any = self.graphs(ids, plan.batch, self.caches.weights.version)
             plan.mark_appended()
         return MoeModelOutputWithPast(last_hidden_state=hidden)
 
-    def _told(self, ids: Tensor | None, piece: slice) -> Tensor | None:
+    def _host_ids(self, ids: Tensor | None, piece: slice) -> Tensor | None:
         """With tiers, generated text is cached too, so its ids must reach the host."""
         if ids is None or not self.step.manager.tiers:
             return None
@@ -299,7 +299,7 @@ class FastForward:
     def rerun(self, cache: PagedCache, ids: Tensor, mask: Tensor) -> int:
         """After a rewind, runs those of a cache's first columns [rows, n] that its rows lack;
         returns the number of tokens."""
-        lacking = make_packing(np.asarray(mask.cpu()), ids.device).behind(
+        lacking = make_packing(np.asarray(mask.cpu()), ids.device).after(
             cache.rows.lengths, ids.device
         )
         if lacking.tokens:

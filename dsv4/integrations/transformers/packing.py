@@ -55,7 +55,7 @@ class Packing:
         host = np.asarray(batched.cpu())
         return [host[row][self.mask[row]] for row in range(self.batch)]
 
-    def behind(self, starts: Sequence[int], device: torch.device) -> Packing:
+    def after(self, starts: Sequence[int], device: torch.device) -> Packing:
         """Without the first `starts[row]` tokens of each row."""
         nth = np.cumsum(self.mask, axis=1)
         return make_packing(self.mask & (nth > np.asarray(starts)[:, None]), device)

@@ -118,7 +118,7 @@ class KnownRow:
         mine, asked = self.request.trail, prompt.trail
         return mine is not None and asked is not None and mine.root == asked.root
 
-    def tell(self, manager: Manager) -> None:
+    def supply_ids(self, manager: Manager) -> None:
         """Supplies the ids of what was generated, so that its blocks are cached."""
         trail = self.request.trail
         known = 0 if trail is None else len(trail.ids)
@@ -161,14 +161,14 @@ class RowPool:
     # ---- giving out ------------------------------------------------------------------------
 
     def admit_empty(self, rows: int) -> list[Request]:
-        """Rows without a token, whose tokens nobody knows yet. Raises OutOfSlots, with none."""
+        """Rows without tokens, and without ids to come. Raises OutOfSlots, and there are none."""
         self.evict(rows)
         return self._all(partial(self.manager.admit_request, 0) for _ in range(rows))
 
     def admit(
         self, prompts: Sequence[Ids], lent: Sequence[KnownRow] = (), *, salt: str | None = None
     ) -> list[Request]:
-        """A request per prompt: an idle row that continues, a fork of a row that somebody lends, or
+        """A request per prompt: an idle row that continues, a fork of a row in `lent`, or
         a new one, for which tiers are asked where there are any. Rows of another salt are never
         used. Raises OutOfSlots, OutOfBlocks, and nothing has changed except that older rows are
         gone."""
@@ -218,7 +218,7 @@ class RowPool:
             self.manager.release_later(request, suspend=self._has_tiers)
 
     def give_back(self, requests: list[Request], history: History) -> None:
-        """Rows of a cache that nobody needs any more, at any time and from any thread: they are
+        """Rows that their cache does not need any more, at any time and from any thread: they are
         idle from now on, or released."""
         if self.keeps and not self._has_tiers and any(r.trail is not None for r in requests):
             self._arrived.append((requests, history))
@@ -274,7 +274,7 @@ class RowPool:
         try:
             self.evict(len(prompts) - len(taken))
             for donor, nths in takers.items():
-                donor.tell(manager)
+                donor.supply_ids(manager)
                 own = [donor.request] if donor in taken else []
                 requests = [*manager.fork(donor.request, len(nths) - len(own)), *own]
                 admitted.update(zip(nths, requests, strict=True))
@@ -311,7 +311,7 @@ class RowPool:
     def _release(self, row: KnownRow) -> None:
         if not row.request.released:
             if not row.request.is_torn:
-                row.tell(self.manager)
+                row.supply_ids(self.manager)
             self.manager.release_request(row.request)
 
     def _collect(self) -> None:
@@ -355,7 +355,7 @@ class CacheRows:
         # the step that the layers are in
         self.start, self.layers_done = 0, 0
         self.slots = torch.empty(0, dtype=torch.int64)
-        self._untold_columns = self._tell_after = 0  # columns
+        self._unsupplied_columns = self._supply_after = 0  # columns
 
     @property
     def columns(self) -> int:
@@ -459,28 +459,28 @@ class CacheRows:
     def note_columns(self, ids: Tensor | None, mask: Tensor) -> None:
         """Columns [rows, n] that have been processed: their ids, if known, and which are real."""
         self.history.add(ids, mask)
-        self._untold_columns += mask.shape[1]
-        if self.writer == "accelerate" and self._untold_columns >= self._tell_after:
-            self._tell()
+        self._unsupplied_columns += mask.shape[1]
+        if self.writer == "accelerate" and self._unsupplied_columns >= self._supply_after:
+            self._supply_ids()
 
-    def _tell(self) -> None:
+    def _supply_ids(self) -> None:
         """Supplies the ids of generated tokens as soon as a block may be complete, so that it is
         cached like a prompt, and its snapshot can still be taken."""
         manager, block = self.manager, self.manager.schema.block_tokens
-        self._untold_columns = 0
+        self._unsupplied_columns = 0
         if manager.prefix is None or manager.tiers:
-            self._tell_after = manager.schema.max_context + 1
+            self._supply_after = manager.schema.max_context + 1
             return
-        self._tell_after = min(block - request.length % block for request in self.requests)
+        self._supply_after = min(block - request.length % block for request in self.requests)
 
-        def is_behind(request: Request) -> bool:
+        def lacks_ids(request: Request) -> bool:
             trail = request.trail
             return trail is not None and len(trail.ids) // block < request.length // block
 
-        if any(map(is_behind, self.requests)):
+        if any(map(lacks_ids, self.requests)):
             for row in known_rows(self.requests, self.history):
-                if is_behind(row.request):
-                    row.tell(manager)
+                if lacks_ids(row.request):
+                    row.supply_ids(manager)
 
     def cut(self, columns: int) -> None:
         """Forgets the tokens of later columns; the step has ended."""

@@ -1,0 +1,284 @@
+"""Steps of a manager: plans are prepared, then committed, abandoned or failed.
+
+What these calls promise is written at the manager's. A plan's device memory is that of its lane;
+`Turn` keeps its handles out while it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from dsv4.cache.admission import Admission
+from dsv4.cache.changes import LOGGER, Guard, Turn
+from dsv4.cache.memory import CacheMemory, Lane
+from dsv4.cache.prefix.cache import PrefixCache
+from dsv4.cache.prefix.none import NoPrefix
+from dsv4.cache.prefix.trail import TokenIds
+from dsv4.cache.prepare_forward import (
+    ForwardPlan,
+    check_step,
+    following,
+    make_plan,
+)
+from dsv4.cache.requests import REUSED, Request, RequestTable
+from dsv4.cache.step import checks as step_checks
+from dsv4.cache.step import overlap
+from dsv4.cache.step.checks import Step, StepReader
+from dsv4.cache.step.shape import StepTokens
+from dsv4.errors import PlanError, RequestError, require_flag
+from dsv4.ops.backend import Backend
+
+
+class Steps:
+    """The plans that are open, the oldest first. Its calls come from the call that is inside the
+    manager."""
+
+    def __init__(
+        self,
+        table: RequestTable,
+        memory: CacheMemory,
+        backend: Backend,
+        prefix: PrefixCache | NoPrefix,
+        guard: Guard,
+        admission: Admission,
+        *,
+        cut_replays: bool,
+        after_commit: Sequence[Callable[[], None]],
+    ) -> None:
+        self.open: list[ForwardPlan] = []
+        self._schema, self._table, self._memory = table.schema, table, memory
+        self._backend, self._prefix, self._guard = backend, prefix, guard
+        self._admission, self._cut_replays = admission, cut_replays
+        self._after_commit = after_commit
+        self._readers = tuple(StepReader(table.schema, table) for _ in memory.lanes)
+
+    def require_unplanned(self, request: Request) -> None:
+        """RequestError for a request that is in an open plan."""
+        step_checks.unplanned(request, self.open)
+
+    def written_tokens(self, request: Request) -> int:
+        """What the rings of a request may hold, with what open plans write. RequestError if one
+        has a chunk of it: then they hold no state."""
+        written = request.written_tokens
+        for plan in self.open:
+            if request not in plan.requests:
+                continue
+            row = plan.requests.index(request)
+            if plan.counts[row] > self._schema.max_decode_tokens:
+                raise RequestError(
+                    f"a chunk of request {request.serial} is under way, and its rings hold no "
+                    f"state: commit the plan, then offer it"
+                )
+            written = max(written, int(plan.latest_ends[row]))
+        return written
+
+    def prepare(
+        self,
+        steps: Sequence[Step],
+        *,
+        pad_tokens: int | None,
+        pad_requests: int | None,
+        after: ForwardPlan | None,
+        accepted: Tensor | None,
+        drafts: int,
+        chunks_apart: bool,
+    ) -> ForwardPlan:
+        require_flag("chunks_apart", chunks_apart)
+        lane = self._free_lane()
+        step = self._read_step(lane, steps, after, accepted)
+        is_cut = self._cut_replays and step_checks.cut_replays(
+            step, plain=after is None and not drafts and not chunks_apart
+        )
+        check_step(
+            lane.buffers,
+            step.shape,
+            pad_tokens=pad_tokens,
+            pad_requests=pad_requests,
+            drafts=drafts,
+            chunks_apart=chunks_apart,
+        )
+        growth = self._table.reserve_step(step.shape.requests, step.shape.slots, step.ends)
+        try:  # the device first, the table of live requests last and at once
+            for buffers in lane.both_buffers[: 1 + chunks_apart]:
+                buffers.wait()
+            new_blocks = lane.buffers.fill_new_blocks(growth)
+            plan = make_plan(
+                lane,
+                step,
+                pad_tokens=pad_tokens,
+                pad_requests=pad_requests,
+                drafts=int(drafts),
+                chunks_apart=chunks_apart,
+            )
+            if is_cut:
+                plan.batch.cut_windows()
+            if self._schema.model.draft_block:
+                overlap.note_lost_windows(self._schema, plan, self._table)
+            captures = None
+            if plan.prefill is not None:
+                captures = self._prefix.captures.plan(
+                    plan.prefill, self._memory.slot_arena.bytes, lane.workspace
+                )
+            self._memory.send(new_blocks, *lane.both_buffers[: len(plan.batches)])
+            if plan.unknown_starts is not None:
+                self._backend.follow(following(lane.buffers, plan, accepted))
+        except BaseException:  # of the device, out of memory, or a key pressed
+            self._table.cancel(growth.reserved)
+            raise
+        if growth.requests:
+            self._table.settle_step(growth)
+        if captures is not None and plan.prefill is not None:
+            plan.prefill.captures = captures
+            self._prefix.captures.reserve(captures)
+        self._guard.change.hand_out(plan)
+        self.open.append(plan)
+        return plan
+
+    def _read_step(
+        self,
+        lane: Lane,
+        steps: Sequence[Step],
+        after: ForwardPlan | None,
+        accepted: Tensor | None,
+    ) -> StepTokens:
+        """Where the new tokens of a step lie. Raises PlanError, ContextOverflow or RequestError."""
+        shape, before = self._readers[lane.number].read(steps), None
+        if after is not None or accepted is not None:
+            before = overlap.read_before(
+                self._schema, self._table, shape, after, accepted, self.open, self._memory.device
+            )
+        if self.open:
+            step_checks.disjoint(shape, self.open, before)
+        starts, _, reused, written = self._table.numbers.take(shape.slots, axis=1)
+        step_checks.untorn(self._schema, shape, starts, written)
+        if before is not None:
+            starts = overlap.latest_starts(before, starts)
+        ends = starts + shape.counts
+        step_checks.context(self._schema, int(ends.max(initial=0)))
+        return StepTokens(shape=shape, starts=starts, ends=ends, reused=reused, before=before)
+
+    def commit(
+        self,
+        plan: ForwardPlan,
+        accepted: Sequence[int] | None,
+        ids: TokenIds | None,
+        *,
+        partial: bool,
+    ) -> None:
+        require_flag("partial", partial)
+        turn = self._enter_turn(plan)
+        try:
+            has_neighbours = len(self.open) > 1  # else no plan comes before or after it
+            if has_neighbours:
+                overlap.require_first(plan)
+            kept = step_checks.accepted(self._schema, plan, accepted)
+            if has_neighbours:
+                overlap.require_kept(plan, kept, self.open)
+            if plan.batches[0].window_cut:
+                step_checks.whole_replays(plan, kept, self._table.numbers[REUSED].take(plan.slots))
+            ends = plan.starts + kept
+            learned = None
+            if ids is not None:
+                learned = self._prefix.read_ids(plan, kept, ids, self._table.recent)
+            if not step_checks.every_layer(plan, kept, partial=partial):
+                for row in kept.nonzero()[0].tolist():
+                    plan.requests[row].note_incomplete(int(plan.starts[row]))
+            if accepted is not None:  # what was rejected is written all the same
+                self._table.note_written(plan.slots, plan.latest_ends)
+            self._table.move(plan.slots, ends)
+            self._prefix.note_commit(
+                plan,
+                kept,
+                ends,
+                learned,
+                lambda: overlap.newest(plan, self.open),
+                self._memory.slot_arena.bytes,
+                self._admission.exchange,
+            )
+            if has_neighbours:
+                overlap.move_up(plan, self._table, self.open)
+            self._close(plan)
+        finally:
+            del turn.visits[turn.number]  # turn.leave, without a call
+        for call in self._after_commit:
+            call()
+
+    def abandon(self, plan: ForwardPlan) -> None:
+        turn = self._enter_turn(plan)
+        try:
+            overlap.require_last(plan, self.open)
+            chunks = plan.prefill
+            if chunks is not None and (chunks.touched or chunks.appended_layers):
+                raise PlanError(
+                    f"layers {sorted(chunks.appended_layers | chunks.unfinished_layers)[:4]} "
+                    f"already wrote {plan.shape.most_tokens} tokens of a request, more than the "
+                    f"{self._schema.max_decode_tokens} that can be undone: call fail(plan); "
+                    f"nothing of it is cached"
+                )
+            self._prefix.captures.give_back(plan)
+            self._note_unkept(plan)
+            self._close(plan)
+        finally:
+            turn.leave()
+
+    def fail(self, plan: ForwardPlan) -> None:
+        step_checks.open_plan(plan, self.open)
+        failing = overlap.last_first(plan, self.open)
+        turns: list[Turn] = []
+        try:
+            for each in failing:
+                turns.append(self._enter_turn(each))
+            for each in failing:
+                self._prefix.captures.give_back(each)
+                self._note_unkept(each)
+                self._close(each)
+        finally:
+            for turn in turns:
+                turn.leave()
+        if LOGGER.isEnabledFor(logging.INFO):
+            torn = sum(request.is_torn for request in plan.requests)
+            LOGGER.info("a step of %d requests failed, %d are torn", len(plan.requests), torn)
+
+    def forget(self) -> None:
+        """Nothing of the last steps keeps a request alive."""
+        for reader, lane in zip(self._readers, self._memory.lanes, strict=True):
+            reader.forget()
+            lane.buffers.forget()
+            lane.chunk_buffers.forget()
+
+    def _enter_turn(self, plan: ForwardPlan) -> Turn:
+        """No handle of the plan is used until the turn is left. PlanError for a plan that is not
+        open, ThreadError while a thread uses its handles."""
+        step_checks.open_plan(plan, self.open)
+        turn = self._memory.lanes[plan.lane].workspace.turn
+        visit = self._guard.visits[self._guard.number]
+        if turn.visits.setdefault(turn.number, visit) is not visit:  # turn.enter, without a call
+            turn.come_past(visit)
+        return turn
+
+    def _note_unkept(self, plan: ForwardPlan) -> None:
+        """What a step that did not happen may have written."""
+        ran = overlap.may_have_run(plan)
+        self._table.note_written(plan.slots[ran], plan.latest_ends[ran])
+
+    def _close(self, plan: ForwardPlan) -> None:
+        plan.close()
+        self.open.remove(plan)
+
+    def _free_lane(self) -> Lane:
+        """PlanError if as many plans are open as can be."""
+        if not self.open:
+            return self._memory.lanes[0]
+        taken = {plan.lane for plan in self.open}
+        for lane in self._memory.lanes:
+            if lane.number not in taken:
+                return lane
+        if len(taken) == 1:
+            raise PlanError(
+                "the previous plan is still open: commit or abandon it first, or build the manager "
+                "with max_open_plans=2"
+            )
+        raise PlanError(f"{len(taken)} plans are still open: commit or abandon one first")
