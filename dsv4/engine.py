@@ -1,15 +1,15 @@
 """Continuous batching: many requests at once, each at its own pace, over any model.
 
-A model has two methods (`Model`): one runs the tokens of a plan and returns logits, the other
-drafts what may follow. Everything else is here. Prompts wait in a queue and are hashed once. A
-step runs the newest tokens of all jobs that decode, with drafts, together with chunks of prompts.
-Prompts with the same beginning share it. When memory is short the youngest job gives its own back
-and waits; what it has computed stays cached, and if there are tiers its state is kept too.
-Where the schema has `steps_ahead`, a step is planned and launched while the one before it runs:
-which drafts were right is known on the device first and on the host later. The engine survives
-errors of the device and Ctrl-C, and never uses results of a step that failed.
+A model has two methods (`Model`): it runs the tokens of a plan and returns logits, and it guesses
+what may follow. Everything else is here. Prompts wait in a queue and are hashed once. A step runs
+the newest tokens of all jobs that decode, with drafts, together with chunks of prompts. Prompts
+with the same beginning share it. When memory is short the youngest job gives its own back and
+waits; what it has computed stays cached, and with tiers its state is kept too. If the schema has
+`steps_ahead`, a step is planned and launched while the previous one runs: which drafts were right
+is known on the device, and the host learns it later. The engine survives errors of the device and
+Ctrl-C, and nothing that was computed wrong is ever used.
 
-Read it top to bottom: a job, a model, a step under way, then what a step does, in its order.
+Read it top to bottom: a job, a model, a running step, then what a step does, in order.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Job:
 
     `tokens` are all that are known: the first `prompt_tokens` were submitted. `request` is None
     while the job waits. `tokens_skipped` counts those of the prompt that were cached. `error` is
-    what ended only this job. `data` is the caller's: sampling state, a priority, a session.
+    what ended only this job. `data` belongs to the caller: sampling state, a priority, a session.
 
-    `on_tokens(job, new)` is called in the thread that steps, with the tokens of a step when these
-    are in `tokens`, and with none when the job is over and has left. If it raises, the job ends
-    with that error.
+    `on_tokens(job, new)` is called in the thread that steps, with the tokens of a step once these
+    are in `tokens`, and with none when the job has ended and left. If it raises, the job ends with
+    that error.
 
-    What a step does with a job depends on `tokens` and `request` alone, and each changes in one
-    operation, so after an interrupt between any two lines the job can continue.
+    Only `tokens` and `request` change what a step does with a job, each in one operation, so an
+    interrupt between any two lines leaves a job that can continue.
     """
 
     tokens: list[int]
@@ -76,7 +76,7 @@ class Job:
     tokens_skipped: int = 0
     preemptions: int = 0  # how often it gave its memory to older jobs
     drafts_kept: int = 0
-    last_step: int = 0  # in which it had a share
+    last_step: int = 0  # the last in which it had a share
 
     @property
     def generated(self) -> list[int]:
@@ -116,11 +116,11 @@ class Model(Protocol):
         there may be none. If steps overlap it must not wait for the device."""
 
     def draft(self, plan: ForwardPlan, newest: Tensor, count: int) -> Tensor:
-        """Drafts int64 [jobs, count]: guesses of what follows the `newest` tokens int64 [jobs] of
-        jobs that decode. A wrong one only costs time. Not called with `drafts=0`."""
+        """Guesses int64 [jobs, count] of what follows the `newest` tokens int64 [jobs] of those
+        that decode. A wrong guess only costs time. Not called with `drafts=0`."""
 
 
-# logits [rows, vocabulary] and whose each row is -> the token after each, int64 [rows]
+# logits [rows, vocabulary] and the job of each row -> the token after each, int64 [rows]
 Choose = Callable[[Tensor, Sequence[Job]], Tensor]
 # of the jobs that wait, the oldest first: the one to admit next, or None
 Order = Callable[[Sequence[Job]], Job | None]
@@ -135,13 +135,13 @@ def greedy(logits: Tensor, jobs: Sequence[Job]) -> Tensor:
     return logits.argmax(dim=-1)
 
 
-# ---- a step under way ----------------------------------------------------------------------------
+# ---- a running step ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Share:
     """A job's part of a step: tokens whose `ids` the host knows or, if it knows none, the one that
-    the previous step chooses; then drafts. With `samples` a next token is chosen."""
+    the previous step chooses; then drafts. `samples` if the model should choose what comes next."""
 
     job: Job
     request: Request
@@ -181,20 +181,20 @@ class Flight:
 
 @dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
 class Engine:
-    """Runs jobs on one manager, which is the engine's alone. `step` is called by one thread at a
+    """Runs jobs on one manager, which nothing else may use. `step` is called by one thread at a
     time, `submit` and `cancel` from any. `jobs` are in the order of their arrival, whether they
     wait or run: one that is preempted keeps its place.
 
     A step has at most `step_tokens` tokens in all (default: as many as the manager's plans may
     have): that bounds how long a job that decodes waits for a chunk of another's prompt. Each
-    decode has up to `drafts` drafts (default: as many as the schema allows). `order` says who is
-    admitted next; by default the oldest, or one of the next few if most of its prompt is cached.
-    `padding` says how steps are padded, for a model with captured graphs. `listener` is given the
-    logits of every token that runs. `retries` steps in a row may fail.
+    decode has up to `drafts` drafts (default: as many as the schema allows). `order` chooses which
+    job is admitted next; by default the oldest, or one of the next few if most of its prompt is
+    cached. `padding` says how steps are padded, for a model with captured graphs. `listener`
+    receives the logits of every token that runs. `retries` steps in a row may fail.
 
     `choose` picks tokens. With drafts a job has several rows, in order. If steps overlap, the host
-    does not know the newest tokens yet when it is called. If it raises, it is called for
-    each job separately, and a job for which it raises ends with that `error`.
+    does not know the newest tokens when it is called. If it raises, it is called for each job
+    separately, and a job for which it raises ends with that `error`.
     """
 
     model: Model
@@ -279,7 +279,7 @@ class Engine:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step is launched before the results of the one before are known."""
+        """Whether a step is launched before the results of the previous one are known."""
         return self.manager.schema.steps_ahead > 0
 
     def in_flight(self, job: Job) -> Share | None:
@@ -293,9 +293,9 @@ class Engine:
 
     def step(self) -> bool:
         """Launches a step and takes the results of the previous one, or of this one if steps do not
-        overlap. Returns whether a job is left. After an error of the device, or a KeyboardInterrupt
-        (which is raised), the steps under way are lost but no job is: the next call restores the
-        manager and runs their tokens again."""
+        overlap. Returns whether a job is left. An error of the device, or a KeyboardInterrupt
+        (which is raised), costs the running steps but no job: the next call cleans up after
+        them."""
         try:
             if not self.is_whole:
                 self.mend()
@@ -316,8 +316,8 @@ class Engine:
     # ---- in the order of a step
 
     def end_jobs(self) -> bool:
-        """Jobs that have ended, were cancelled or were refused give their memory back, once they
-        are in no step under way. Prefixes stay cached. Returns whether there were any."""
+        """Jobs that have ended, were cancelled or refused give their memory back, once no running
+        step has it. Their prefixes stay cached. Returns whether there was any."""
         over = [job for job in self.jobs if job.is_over and not self.in_flight(job)]
         for job in over:
             self.leave(job)
@@ -326,8 +326,8 @@ class Engine:
         return bool(over)
 
     def leave(self, job: Job) -> None:
-        """The job gives its request back. If it has not ended it waits, with all its tokens as its
-        prompt. With tiers its state is kept, for that or for the next turn of a conversation."""
+        """The job has no request any more; if it runs again, then with all its tokens as prompt.
+        With tiers its state is kept, for that or for the next turn of the conversation."""
         request, job.request = job.request, None
         fetch, job.fetch = job.fetch, None
         if request is not None:
@@ -369,7 +369,8 @@ class Engine:
         return self.manager.tiers.admit(prompt, timeout_s=TIER_TIMEOUT_S)
 
     def next_waiting(self) -> Job | None:
-        """The next of the waiting jobs for which nothing more is being fetched from tiers."""
+        """The next of the waiting jobs whose prompts have arrived from tiers as far as they
+        will."""
         waiting = [job for job in self.jobs if job.request is None and not job.is_over]
         if self.manager.tiers:
             waiting = [job for job in waiting[:LOOK_AHEAD] if self._has_arrived(job)]
@@ -404,8 +405,8 @@ class Engine:
         return has_run
 
     def schedule(self) -> list[Share]:
-        """Which jobs run which tokens: those that decode first, longest wait first; then chunks of
-        prompts, oldest first."""
+        """Which jobs run which tokens: those that decode first, the longest waiting before others,
+        then chunks of the rest, the oldest first."""
 
         def urgency(each: tuple[Job, Request]) -> tuple[bool, int]:
             is_chunk = len(each[0].tokens) - each[1].length > 1
@@ -420,7 +421,7 @@ class Engine:
         return shares
 
     def _next_share(self, job: Job, request: Request, left: int) -> Share | None:
-        """What a job runs next, after what it has under way: up to `left` tokens."""
+        """What a job runs next, after its running share: up to `left` tokens."""
         assert self.drafts is not None
         schema, flying = self.manager.schema, self.in_flight(job)
         start, ids, missing = request.length, job.tokens[request.length :], job.missing_tokens
@@ -439,7 +440,7 @@ class Engine:
         return Share(job=job, request=request, ids=ids[:left], drafts=drafts, samples=samples)
 
     def launch(self, shares: list[Share]) -> Flight | None:
-        """Launches a step after the one under way. Nothing here waits for the device."""
+        """Launches a step after the running one. Nothing here waits for the device."""
         plan = self.prepare(shares)
         if plan is None:
             return None
@@ -502,15 +503,15 @@ class Engine:
             try:
                 return self.manager.prepare_forward(steps, **follows, **padded)
             except OutOfBlocks as error:
-                if before is not None:  # what it has can only be given back when it is over
+                if before is not None:  # its memory can only be released when it has ended
                     return None
                 self.make_room(error)
                 shares[:] = [share for share in shares if share.job.request is not None]
         return None
 
     def make_room(self, error: OutOfBlocks) -> None:
-        """The youngest job whose memory helps gives it back. A job that is alone and has not enough
-        will never have enough."""
+        """Takes memory from the youngest job whose memory helps. A job that is alone and has not
+        enough never will."""
         manager, running = self.manager, self.running
         helping = [each for each in running if manager.released_blocks(each[1])] or running
         job = helping[-1][0]
@@ -542,9 +543,10 @@ class Engine:
         return torch.cat(parts)
 
     def settle(self, flight: Flight) -> None:
-        """Takes the results of a step: the listener gets them, jobs get the chosen tokens, then
-        the step is committed. In this order: a token that is known but not committed is run
-        again, while one that is committed but not known would be lost."""
+        """The results of a step, on the host: listeners receive them, jobs take what was chosen,
+        and the cache keeps what was right. In this order, because after an interrupt in between the
+        step is run again (except for a job that has all its tokens), while tokens that were
+        committed first would be lost."""
         counts, tokens, end = [share.count for share in flight.shares], len(flight.ids), 0
         results = [flight.ids, flight.chosen]
         if flight.accepted is not None:
@@ -557,7 +559,7 @@ class Engine:
         for nth, share in enumerate(flight.shares):
             job, first = share.job, end
             end += share.count
-            if job.is_complete:  # it was over one step earlier
+            if job.is_complete:  # it had ended one step earlier
                 accepted[nth] = 0
                 continue
             new = list[int]()
@@ -628,9 +630,9 @@ class Engine:
     # ---- after an error or an interrupt
 
     def mend(self) -> None:
-        """Restores the manager, wherever the error or interrupt came: the steps under way fail, and
-        requests that are incomplete after them are rewound. A request that an interrupt has kept
-        from reaching its job is released."""
+        """Cleans up after anything that happened: the manager recovers, the running steps have not
+        happened, and torn requests continue from further back. Requests that an interrupt has kept
+        from reaching their jobs are released."""
         manager, self.flight = self.manager, None
         manager.recover()
         while manager.open_plan is not None:

@@ -1,9 +1,9 @@
 """A continuous-batching engine for a tiny V4, a few seconds on a CPU: how to make a model for it.
 
-`dsv4.engine.Engine` has the waiting queue, chunks of prompts beside decodes, prefix reuse, drafts,
-overlap, preemption and cancellation, and it survives errors of the device and Ctrl-C. What it does
-not have is a model. Yours needs two methods; this file has both, written out for layers that are
-computed by hand.
+`dsv4.engine.Engine` has the waiting queue, prefill chunks together with decodes, prefix reuse,
+drafts, overlap, preemption and cancellation, and it survives errors of the device and Ctrl-C. What
+it does not have is a model. Yours needs two methods; this file has both, written out for layers
+that are computed by hand.
 
     python -m examples.engine
 

@@ -37,7 +37,7 @@ from dsv4.ops.columns import token_columns
 
 HEAD_DIM = 512
 HEADS = (64, 128)
-# a record: 448 E4M3 channels and 64 bf16 ones, then 7 scales and a pad byte behind the page's data
+# a record: 448 E4M3 channels and 64 bf16 ones, then 7 scales and a pad byte after the page's data
 FP8_BYTES, DATA_BYTES, SCALE_BYTES, SCALES = 448, 576, 8, 7
 RECORD_BYTES = DATA_BYTES + SCALE_BYTES
 INDEX_STEP = 64  # FlashMLA reads index lists in pieces of this many
@@ -154,7 +154,7 @@ def _padded(indices: Tensor) -> Tensor:
     return torch.nn.functional.pad(indices, (0, width - indices.shape[1]), value=-1).contiguous()
 
 
-# ---- who computes it -----------------------------------------------------------------------------
+# ---- the kernel that computes it -----------------------------------------------------------------
 
 
 def run(arguments: dict[str, Any]) -> tuple[str, Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """DeepSeek-V4 of transformers on this cache, in seconds on a CPU.
 
-First the cache alone is exchanged and the model stays as it is: the answers are transformers' own.
+First only the cache is replaced and the model is unmodified: the answers are transformers' own.
 Then `accelerate` replaces its attention, and prompts of different length run in one padded batch.
 
     python -m examples.transformers_generate
@@ -70,7 +70,7 @@ def main() -> int:
     greedy = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     expected = [model.generate(p[None], **greedy)[0, len(p) :].tolist() for p in prompts]
 
-    # the cache alone: one argument of generate
+    # only the cache: one argument of generate
     cache = PagedCache.for_model(model, max_batch=1, max_context=256)
     ids = model.generate(prompts[0][None], past_key_values=cache, **greedy)
     swapped = ids[0, len(prompts[0]) :].tolist()

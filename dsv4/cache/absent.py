@@ -1,4 +1,4 @@
-"""What a manager has in the place of tiers and a hand-off that it was not given. Torch-free."""
+"""What a manager without tiers or a hand-off has in their place. Torch-free."""
 
 from __future__ import annotations
 

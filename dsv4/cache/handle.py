@@ -65,6 +65,7 @@ class LayerCacheHandle(Uncopied):
         self.thread: int | None = None  # the thread that acquired it
         self._model, self._max_context = schema.model, schema.max_context
         self._value_dtype = schema.entry_format.value_dtype
+        self._index_format = schema.index_format
         self._index_dtype = schema.index_format.value_dtype
         self._block_arena = memory.shared.block_arena.bytes
         self._slot_arena = memory.shared.slot_arena.bytes
@@ -135,13 +136,14 @@ class LayerCacheHandle(Uncopied):
             batch = self._unwritten_batch()
         if type(weights) is not LayerWeights:
             checks.layer_weights(weights)
-        build = partial(self._append_calls, batch, weights, kv, c, z, index_c, index_z)
+        projections = (c, z, index_c, index_z)
+        build = partial(self._append_calls, batch, weights, kv, projections)
         if batch.captures is not None:  # which take what the calls are built from
             for call in build():
                 call()
             batch.captures.after_append(self.layer)
         else:
-            given = (kv, c, z, index_c, index_z, *_tensors_of(weights))
+            given = (kv, *projections, *_tensors_of(weights))
             call_key = ("append", batch.sizes, batch.item_counts)
             self._repeated(batch, call_key, given, build, begin=True)
         batch.note_append(self.layer)
@@ -151,13 +153,10 @@ class LayerCacheHandle(Uncopied):
         batch: Batch,
         weights: LayerWeights,
         kv: Tensor,
-        c: Tensor | None,
-        z: Tensor | None,
-        index_c: Tensor | None,
-        index_z: Tensor | None,
+        projections: tuple[Tensor | None, ...],
     ) -> list[partial[None]]:
         window = self._window_write(batch, kv, weights)
-        writes = self._compressor_writes(batch, weights, c, z, index_c, index_z)
+        writes = self._compressor_writes(batch, weights, *projections)
         step = self.step_tensors(batch, weights)
         batch.begin_append(self.layer)
         if batch.captures is not None:
@@ -545,7 +544,9 @@ class LayerCacheHandle(Uncopied):
         )
         checks.rope_table(rope, self._model.rope_dim, self._max_context, device)
         _check_result("out", out, (rows, count), "int32", device)
-        bounds = self._candidates(candidates, rows, count)
+        bounds = None
+        if candidates is not None or self.schema.spec.candidates_of is not None:
+            bounds = self._candidates(candidates, rows, count)
         selection = Selection(
             q=q,
             weights=index_weights,
@@ -566,19 +567,18 @@ class LayerCacheHandle(Uncopied):
                 q,
                 tokens=batch.tokens,
                 rope=rope,
-                record=view.page.format,
+                record=self._index_format,
                 out=q,
                 transform=self._model.layers[self._owner].index_hadamard,
             )
             calls.insert(0, prepare)
         return calls
 
-    def _candidates(self, blocks: Tensor | None, rows: int, top_k: int) -> Candidates | None:
-        """What `select` does with candidate blocks on this layer. Raises InvalidInput."""
+    def _candidates(self, blocks: Tensor | None, rows: int, top_k: int) -> Candidates:
+        """What `select` does with candidate blocks on this layer, where the layer takes some or
+        some are given. Raises InvalidInput."""
         source, model = self.schema.spec.candidates_of, self._model
         if blocks is None:
-            if source is None:
-                return None
             raise InvalidInput(
                 f"layer {self.layer} selects among the candidates of layer {source}: give the "
                 f"tensor that its select filled in this step"

@@ -761,7 +761,7 @@ class KVCacheManager(Uncopied):
     @changes
     def abandon(self, plan: ForwardPlan) -> None:
         """The step did not happen; lengths stay. For a plan that never ran, or whose few tokens can
-        be undone: after an error call `fail`. Raises PlanError."""
+        be undone; after an error call `fail`. Raises PlanError."""
         self._steps.abandon(plan)
 
     @changes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import ClassVar, TypedDict
+from typing import ClassVar, NoReturn, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -246,38 +246,44 @@ def check_step(
     if chunks_apart:
         check_step(buffers, shape, pad_tokens=None, pad_requests=None)
         shape, _ = shape.split(decode_requests(schema, shape))
-    if not is_whole(drafts) or not 0 <= drafts <= buffers.max_drafts:
-        raise PlanError(
-            f"{drafts!r} draft steps: give a whole number up to {buffers.max_drafts}"
-            + ("" if schema.draft_layers else ", for the model has no draft layers")
-        )
-    if drafts and not _is_decode(schema, shape):
-        raise PlanError(
-            f"{drafts} draft steps beside {shape.most_tokens} tokens of one request: plan chunks "
-            f"apart, or in a step of their own"
-        )
+    few = shape.most_tokens <= schema.max_decode_tokens
+    if not is_whole(drafts) or not 0 <= drafts <= (buffers.max_drafts if few else 0):
+        _refuse_drafts(buffers, shape, drafts)
     for name, live, padded, most in (
         ("tokens", shape.num_tokens, pad_tokens, buffers.max_tokens),
         ("requests", len(shape.requests), pad_requests, buffers.max_requests),
     ):
-        if live > most:
-            raise PlanError(
-                f"{live} {name} in one step, but the manager was built for {most}: "
-                f"split the step, or build it with a larger limit"
-            )
-        if padded is None:
-            continue
-        if not is_whole(padded) or not live <= padded <= most:
-            raise PlanError(
-                f"cannot pad {live} {name} to {padded!r}: the size must be a whole number between "
-                f"{live} and {most}"
-            )
-        if not _is_decode(schema, shape):
-            raise PlanError(
-                f"a step with {shape.most_tokens} tokens of one request cannot be padded: a graph "
-                f"holds at most {schema.max_decode_tokens} per request (1 + max_draft_tokens)"
-            )
+        fits = padded is None or (few and is_whole(padded) and live <= padded <= most)
+        if live > most or not fits:
+            _refuse_size(schema, shape, name, live, padded, most)
 
 
-def _is_decode(schema: CacheSchema, shape: StepShape) -> bool:
-    return shape.most_tokens <= schema.max_decode_tokens
+def _refuse_drafts(buffers: StepBuffers, shape: StepShape, drafts: int) -> NoReturn:
+    if not is_whole(drafts) or not 0 <= drafts <= buffers.max_drafts:
+        raise PlanError(
+            f"{drafts!r} draft steps: give a whole number up to {buffers.max_drafts}"
+            + ("" if buffers.schema.draft_layers else ", for the model has no draft layers")
+        )
+    raise PlanError(
+        f"{drafts} draft steps beside {shape.most_tokens} tokens of one request: plan chunks "
+        f"apart, or in a step of their own"
+    )
+
+
+def _refuse_size(
+    schema: CacheSchema, shape: StepShape, name: str, live: int, padded: int | None, most: int
+) -> NoReturn:
+    if live > most:
+        raise PlanError(
+            f"{live} {name} in one step, but the manager was built for {most}: "
+            f"split the step, or build it with a larger limit"
+        )
+    if not is_whole(padded) or not live <= padded <= most:
+        raise PlanError(
+            f"cannot pad {live} {name} to {padded!r}: the size must be a whole number between "
+            f"{live} and {most}"
+        )
+    raise PlanError(
+        f"a step with {shape.most_tokens} tokens of one request cannot be padded: a graph "
+        f"holds at most {schema.max_decode_tokens} per request (1 + max_draft_tokens)"
+    )

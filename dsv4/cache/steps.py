@@ -125,7 +125,7 @@ class Steps:
             self._memory.send(new_blocks, *lane.both_buffers[: len(plan.batches)])
             if plan.unknown_starts is not None:
                 self._backend.follow(following(lane.buffers, plan, accepted))
-        except BaseException:  # of the device, out of memory, or a key pressed
+        except BaseException:  # an error of the device, out of memory, or Ctrl-C
             self._table.cancel(growth.reserved)
             raise
         if growth.requests:
@@ -174,7 +174,9 @@ class Steps:
             has_neighbours = len(self.open) > 1  # else no plan comes before or after it
             if has_neighbours:
                 overlap.require_first(plan)
-            kept = step_checks.accepted(self._schema, plan, accepted)
+            kept = plan.counts
+            if accepted is not None:
+                kept = step_checks.accepted(self._schema, plan, accepted)
             if has_neighbours:
                 overlap.require_kept(plan, kept, self.open)
             if plan.batches[0].window_cut:
@@ -186,7 +188,7 @@ class Steps:
             if not step_checks.every_layer(plan, kept, partial=partial):
                 for row in kept.nonzero()[0].tolist():
                     plan.requests[row].note_incomplete(int(plan.starts[row]))
-            if accepted is not None:  # what was rejected is written all the same
+            if accepted is not None:  # rejected tokens were written too
                 self._table.note_written(plan.slots, plan.latest_ends)
             self._table.move(plan.slots, ends)
             self._prefix.note_commit(
@@ -243,14 +245,14 @@ class Steps:
             LOGGER.info("a step of %d requests failed, %d are torn", len(plan.requests), torn)
 
     def forget(self) -> None:
-        """Nothing of the last steps keeps a request alive."""
+        """Removes what the last steps hold, so that it keeps no request alive."""
         for reader, lane in zip(self._readers, self._memory.lanes, strict=True):
             reader.forget()
             lane.buffers.forget()
             lane.chunk_buffers.forget()
 
     def _enter_turn(self, plan: ForwardPlan) -> Turn:
-        """No handle of the plan is used until the turn is left. PlanError for a plan that is not
+        """No handle of the plan is used until the turn ends. PlanError for a plan that is not
         open, ThreadError while a thread uses its handles."""
         step_checks.open_plan(plan, self.open)
         turn = self._memory.lanes[plan.lane].workspace.turn

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-
-from torch import Tensor
+from collections.abc import Callable
 
 from dsv4.cache.records import RecordFormat
 from dsv4.model import ModelSpec
@@ -16,6 +13,7 @@ from dsv4.reference import follow as following
 from dsv4.reference import gather, index_query
 from dsv4.reference import index_scores as scoring
 from dsv4.reference import select as selection
+from dsv4.reference.repeat import repeatable
 
 
 class ReferenceBackend:
@@ -33,13 +31,7 @@ class ReferenceBackend:
     select_workspace_bytes = staticmethod(selection.select_workspace_bytes)
     attend = staticmethod(attention.attend)
 
-    def repeatable(
-        self, calls: Sequence[partial[None]], tensors: Sequence[Tensor], fixed: Sequence[Tensor]
-    ) -> None:
-        """Makes the calls. Nothing is gained by repeating them: what they compute takes longer than
-        their checks."""
-        for call in calls:
-            call()
+    repeatable = staticmethod(repeatable)
 
     def warm_up(
         self, calls: Callable[[], None], *, workers: int, progress: Callable[[int, int], None]

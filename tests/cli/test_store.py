@@ -236,7 +236,7 @@ def test_a_directory_of_other_files_is_refused(tmp_path: Path) -> None:
         for place in (tmp_path, Path("/etc")):
             result = run(command, place)
             assert result.exit_code == 2
-            assert "is no disk tier's directory" in result.stderr
+            assert "is not a disk tier's directory" in result.stderr
             assert "other files or directories and no records" in result.stderr
 
 

@@ -230,7 +230,7 @@ def test_what_cannot_be_cut_is_refused():
         PrefixOptions(replay="serving")  # type: ignore[arg-type]
     cut = PrefixOptions(replay="cut")
     for model, drafts, match in (
-        (ModelSpec.preset("tiny"), 0, "tiny is no V4.1"),
+        (ModelSpec.preset("tiny"), 0, "tiny is not V4.1"),
         (SMALL, 15, "max_draft_tokens=15"),
     ):
         runner = Runner(model, BLOCK if model is SMALL else 128, drafts)

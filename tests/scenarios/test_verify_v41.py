@@ -102,10 +102,10 @@ def test_too_few_candidates_are_refused(tmp_path: Path) -> None:
         ("dspark/kv", None, "has no .*dspark/kv"),
         ("full2a/out", None, "has no .*full2a/out"),
         ("reindex1/index_weights", None, "has no .*reindex1/index_weights"),
-        ("full1/C", np.array(3), "full1/C.* no arrays of numbers"),
-        ("full1/C", np.array(["a"]), "full1/C.* no arrays of numbers"),
+        ("full1/C", np.array(3), "full1/C.* not arrays of numbers"),
+        ("full1/C", np.array(["a"]), "full1/C.* not arrays of numbers"),
         ("full2a/Z", np.zeros((69, 512), np.float32), "full2a/Z .*must have 70 rows"),
-        ("rows", np.array([0, 70], np.int32), "no positions of 70 tokens"),
+        ("rows", np.array([0, 70], np.int32), "not positions of 70 tokens"),
         ("rows", None, "q has shape .*must have 70 rows"),
     ],
 )

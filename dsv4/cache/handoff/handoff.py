@@ -90,8 +90,8 @@ class Handoff:
     @changes
     def offer(self, request: Request, *, lease_s: float | None = None, takers: int = 1) -> bytes:
         """What another manager needs to `accept` a copy of a live request as it is now: bytes, for
-        the engine to carry there. The request goes on here, or is released: what was offered is
-        held until `takers` managers have it, for `lease_s` seconds of this process's clock at most
+        the engine to send there. The request continues here, or is released: what was offered is
+        held until `takers` managers have it, for at most `lease_s` seconds of this process's clock
         (default: the options'), or until `withdraw`.
 
         It may be in an open plan with a few tokens, drafts too: the offer has the length that the
@@ -166,8 +166,8 @@ class Handoff:
         return arrival
 
     def close(self) -> None:
-        """Ends all offers and reads no more, for good. Memory that is being written to stays taken.
-        A manager that is dropped closes by itself when it is collected."""
+        """Ends all offers and all reading, permanently. Memory that is being written to stays
+        taken. A manager that is dropped closes by itself when it is collected."""
         for lease in tuple(self.leases.standing.values()):
             self.leases.withdraw(lease.name)
         self.side.link.close()

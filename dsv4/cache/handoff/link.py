@@ -76,7 +76,7 @@ class Read:
     refused: bool = False  # what arrived is not what was offered
     given_up: bool = False  # abandoned: no new read is begun for it
     handles: list[Any] = field(default_factory=list)
-    stage: int = 0  # waits, reads, reads the last, is over
+    stage: int = 0  # waits, reads, reads the last, has ended
     probe: Probe | None = None
     settles_at: float = 0.0
 

@@ -20,7 +20,7 @@ from dsv4.cache.transfers.labels import Labels
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Side:
-    """One side of hand-offs. `defer` is given what the next call of the manager is to let go."""
+    """One side of hand-offs. `defer` receives what the next call of the manager has to release."""
 
     options: HandoffOptions
     schema: CacheSchema
@@ -34,7 +34,7 @@ class Side:
     copies: Copies
     link: Link
     gpu: int | None  # where blocks are
-    can_sum: bool  # blocks are in host memory, where sums of them can be taken
+    can_sum: bool  # blocks are in host memory, where checksums of them can be computed
     defer: Callable[[object], None]
 
     @property

@@ -169,7 +169,7 @@ class PrefixCache:
         trail = request.trail
         if request.incomplete_from is not None:  # not all layers have the entries after it
             blocks = min(blocks, request.incomplete_from // self.schema.block_tokens)
-        if request.approximate_from is not None:  # what comes after it is no cold run's
+        if request.approximate_from is not None:  # what comes after it differs from a cold run
             blocks = min(blocks, request.approximate_from // self.schema.block_tokens)
         known = 0 if trail is None else min(blocks, len(trail.ids) // self.schema.block_tokens)
         nodes = [] if trail is None else self.index.match(trail, known)

@@ -1,4 +1,4 @@
-"""What a prefix cache reports to whoever keeps the same prefixes elsewhere. Torch-free."""
+"""What a prefix cache reports to an observer that keeps the same prefixes elsewhere. Torch-free."""
 
 from __future__ import annotations
 

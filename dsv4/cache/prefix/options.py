@@ -59,7 +59,7 @@ class PrefixOptions:
     memory. `model_id` names the weights: prefixes of different models never match. With `events`
     `KVCacheManager.take_events` says which blocks were stored and removed.
 
-    `replay` says how a hit without a snapshot goes on. "exact" runs window · layers tokens again,
+    `replay` says how a hit without a snapshot continues. "exact" runs window · layers tokens again,
     and what follows is a cold run's. "cut" is how DeepSeek serves V4.1: it runs one window of
     tokens, which see nothing before them. That is an approximation: `Resume.exact` is false,
     and nothing that such a request computes is cached, kept by tiers, suspended or handed over

@@ -197,7 +197,7 @@ class StepBuffers:
     def _fill_follows(
         self, rows: I64, rows_before: I64, reused: I64, item_counts: dict[int, int], *, decode: bool
     ) -> dict[int, int]:
-        """Requests whose start the device fills in: their rows here and in the step before, and
+        """Requests whose start the device fills in: their rows here and in the earlier step, and
         items after those of the others. Returns how many items there are now, of each ratio."""
         follows, count = self.host["follows"], len(rows)
         named = follow_columns(follows)
@@ -230,11 +230,15 @@ class StepBuffers:
                 step[:steps, : len(rows), column] = np.where(has_one, values, -1)
 
     def fill_new_blocks(self, growth: Growth) -> int:
-        """Lists the block ids that the device's table does not have yet, and where in the flattened
-        table they go: of each request those after the published ones, and its new ones. Returns
-        how many; the caller says that they are published."""
+        """Lists the block ids that the device's table does not have yet. Returns how many; the
+        caller notes that they are published."""
         if not growth.requests and not self._lists_blocks:
             return 0
+        return self._list_blocks(growth)
+
+    def _list_blocks(self, growth: Growth) -> int:
+        """Of each request the blocks after the published ones, and its new ones, and where they go
+        in the flattened table."""
         self._lists_blocks = True
         at: list[int] = []
         ids: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter, itemgetter
+from typing import NoReturn
 
 import numpy as np
 
@@ -115,6 +116,11 @@ def bound(layer: int, batch: Batch, open_plans: Sequence[ForwardPlan]) -> None:
         for plan in open_plans:
             if batch in plan.batches:
                 return
+    _drafting(layer, batch, open_plans)
+
+
+def _drafting(layer: int, batch: Batch, open_plans: Sequence[ForwardPlan]) -> None:
+    """PlanError unless a layer can be bound to `batch`, of draft steps of an open plan."""
     if isinstance(batch, ForwardPlan):
         open_plan(batch, open_plans)
         raise PlanError(
@@ -176,7 +182,7 @@ class StepReader:
             if self._least > 1:
                 return type(sum(map(_COUNT, steps))) is int
             return set(map(type, map(_COUNT, steps))) == {int}
-        except (TypeError, ValueError, RuntimeError):  # arrays, tensors: told below
+        except (TypeError, ValueError, RuntimeError):  # arrays, tensors: reported below
             return False
 
     def _plain(self, steps: Sequence[Step]) -> tuple[tuple[Request, ...], tuple[int, ...]] | None:
@@ -219,10 +225,8 @@ def _check_each(
     return tuple(step[0] for step in steps), tuple(int(step[1]) for step in steps)
 
 
-def accepted(schema: CacheSchema, plan: ForwardPlan, accepted: Sequence[int] | None) -> I64:
+def accepted(schema: CacheSchema, plan: ForwardPlan, accepted: Sequence[int]) -> I64:
     """How many tokens of each request the step keeps. PlanError."""
-    if accepted is None:
-        return plan.counts
     try:
         kept = np.asarray(accepted)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -269,18 +273,20 @@ def every_layer(plan: ForwardPlan, kept: I64, *, partial: bool) -> bool:
     if plan.is_stored:
         return True
     if not partial and kept.any():
-        lacking = [
-            _missing_layers(batch) + _name(plan, batch)
-            for batch in plan.batches
-            if not batch.is_stored
-        ]
-        raise PlanError(
-            f"this step lacks the append of {' and of '.join(lacking)}, and the next one would "
-            f"read what was left out: run it, or call fail(plan). After the replay of a captured "
-            f"graph say plan.mark_appended(); commit(plan, partial=True) keeps a step that lacks "
-            f"layers"
-        )
+        _refuse_lacking(plan)
     return False
+
+
+def _refuse_lacking(plan: ForwardPlan) -> NoReturn:
+    lacking = [
+        _missing_layers(batch) + _name(plan, batch) for batch in plan.batches if not batch.is_stored
+    ]
+    raise PlanError(
+        f"this step lacks the append of {' and of '.join(lacking)}, and the next one would "
+        f"read what was left out: run it, or call fail(plan). After the replay of a captured "
+        f"graph say plan.mark_appended(); commit(plan, partial=True) keeps a step that lacks "
+        f"layers"
+    )
 
 
 def _name(plan: ForwardPlan, batch: Batch) -> str:

@@ -1,4 +1,5 @@
-"""The arithmetic of a step: who runs, with which tokens, and which groups close. Torch-free."""
+"""The arithmetic of a step: which requests run, with which tokens, and which groups close.
+Torch-free."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ FETCH_POLL_S = 0.0002
 
 
 class Tiers:
-    """The tiers of one manager, the fastest first: what it caches is kept there too (`offload`),
-    and comes back for a prompt (`fetches`).
+    """The tiers of one manager, the fastest first: what it caches is stored there too (`offload`),
+    and loaded again for a prompt (`fetches`).
 
     All copies end in a host tier; without one, in a little host memory for that alone. No call
     waits for a tier or for the device except `admit`, `resume`, `drain` and `close`, which have
@@ -110,23 +110,23 @@ class Tiers:
     def admit(
         self, prompt: TokenIds | Prompt, salt: str | None = None, *, timeout_s: float
     ) -> Request:
-        """`fetch`, waited for at most `timeout_s`, then `manager.admit_request`. What has not come
-        by then is computed. Where a request was suspended that the prompt goes on from, it goes on
-        from its state. Other calls may come in between. Raises what both raise."""
+        """`fetch`, waiting for at most `timeout_s`, then `manager.admit_request`. What has not
+        arrived by then is computed. If the prompt continues a suspended request, it continues from
+        its state. Other calls may come in between. Raises what both raise."""
         return self._admit(prompt, salt, timeout_s, last=1)
 
     @changes
     def suspend(self, request: Request) -> Suspended:
-        """A live request leaves the device, and `resume` with its token ids brings it back as it
-        was: after a preemption, a long wait, in another process, with other draft settings. Its
-        slot and blocks go back at once; its whole blocks stay cached as ever.
+        """Takes a live request off the device; `resume` with its token ids restores it unchanged:
+        after a preemption, a long wait, in another process, with other draft settings. Its slot and
+        blocks are released at once; its whole blocks stay cached as usual.
 
         The ids of all its tokens must be known (`commit(ids=...)`, `supply_ids`). In the middle of
         a replay no state is kept; what is missing is computed again. Raises InvalidInput,
         RequestError.
         """
         self._manager._require_unplanned(request)
-        if request.condition is not Condition.INCOMPLETE:  # of which not all ids are known
+        if request.condition is not Condition.INCOMPLETE:  # not all of whose ids are known
             request.require("suspend")
         known = 0 if request.trail is None else len(request.trail.ids)
         if request.trail is None or known < request.length:
@@ -141,9 +141,9 @@ class Tiers:
     def resume(
         self, prompt: TokenIds | Prompt, salt: str | None = None, *, timeout_s: float
     ) -> Request:
-        """The request of these token ids that was suspended, waited for at most `timeout_s`. If its
-        state is there, `request.resume.run` is empty; if not, what `admit` does. Raises what that
-        raises."""
+        """Restores the suspended request with these token ids, waiting for at most `timeout_s`. If
+        its state is there, `request.resume.run` is empty; if not, it does what `admit` does. Raises
+        what that raises."""
         return self._admit(prompt, salt, timeout_s, last=0)
 
     @changes
@@ -172,7 +172,7 @@ class Tiers:
     def _fetch(
         self, prompt: TokenIds | Prompt, salt: str | None, *, last: int, with_state: bool = False
     ) -> Fetch:
-        """For all tokens of a prompt but the `last` ones."""
+        """For all tokens of a prompt except the `last` ones."""
         count, trail = self._manager._read_prompt(prompt, salt)
         if trail is None:
             raise InvalidInput(f"{prompt!r}: tiers are asked for token ids, not for a count")
@@ -224,7 +224,7 @@ class Tiers:
     @changes
     def _admit_state(self, prompt: Prompt, fetch: Fetch) -> Request | None:
         """A request with the state that was fetched; None if it or a block before it did not
-        come."""
+        arrive."""
         row = self.fetches.take_state(fetch)
         if row is None:
             return None

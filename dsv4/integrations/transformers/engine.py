@@ -198,7 +198,7 @@ class Engine:
         self._core = _Core(model, forward, step_tokens=step_tokens, choose=choose)
         # of the stream that steps, or is about to
         self._leading = threading.Lock()
-        self._bells: deque[threading.Lock] = deque()  # of who waits for it
+        self._bells: deque[threading.Lock] = deque()  # of the streams that wait for it
         weakref.finalize(self, _let_go, forward, self._core.jobs)
         with self._turn:
             forward.caches.engines.add(self)

@@ -145,7 +145,7 @@ class RowPool:
     """The owner of all rows of a manager. Whoever needs some takes them here and gives them back
     here: a cache (CacheRows) or a job of an Engine, which hold them meanwhile.
 
-    A pool that `keeps` them has idle rows besides: what is given back stays, with all that it
+    A pool that `keeps` them also has idle rows: what is given back stays, with all that it
     holds, until its place is needed. A prompt that begins with the tokens of an idle row continues
     it, to the token. Those that were idle for longest go first.
     """
@@ -205,7 +205,8 @@ class RowPool:
         return bool(self.manager.tiers)
 
     def release(self, requests: Sequence[Request]) -> None:
-        """Their places are free, at once where there are no tiers; these keep what rows hold."""
+        """Frees their places, at once if there are no tiers; otherwise these keep what rows
+        hold."""
         if self._has_tiers:
             self.release_later(requests)
             return
@@ -414,7 +415,7 @@ class CacheRows:
         self._forget()
 
     def give_back(self) -> None:
-        """The same, wherever a garbage collection starts, in the middle of a call too; a prompt
+        """The same, wherever a garbage collection starts, even in the middle of a call; a prompt
         that begins like one of the rows may continue it."""
         self.pool.give_back(self.requests, self.history)
         self._forget()
