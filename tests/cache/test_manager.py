@@ -184,6 +184,8 @@ def test_tokens_live_is_the_sum_of_the_lengths():
 @pytest.mark.parametrize("entry_format", ENTRY_FORMATS)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_planned_bytes_equal_allocated_bytes(preset: str, entry_format: str):
+    # tensors are counted: those of large models need no memory for that
+    device = "cpu" if "tiny" in preset else "meta"
     for index_format in INDEX_FORMATS:
         for max_draft_tokens in (0, 1, 4, 16):
             schema = CacheSchema.build(
@@ -207,7 +209,9 @@ def test_planned_bytes_equal_allocated_bytes(preset: str, entry_format: str):
                 assert budget.num_blocks == 5
                 assert budget.unused_bytes == 17
                 assert budget.total_bytes + budget.unused_bytes == memory
-                manager = KVCacheManager.from_budget(schema, budget, max_step_tokens=16)
+                manager = KVCacheManager.from_budget(
+                    schema, budget, max_step_tokens=16, device=device, backend="reference"
+                )
                 used = manager.memory_bytes()
                 assert (used.block_arena, used.slot_arena, used.block_table) == (
                     budget.block_arena_bytes,
@@ -215,7 +219,7 @@ def test_planned_bytes_equal_allocated_bytes(preset: str, entry_format: str):
                     budget.block_table_bytes,
                 )
                 # and that is what torch has really allocated
-                assert owned_bytes(manager) == used.total == budget.total_bytes
+                assert owned_bytes(manager, device) == used.total == budget.total_bytes
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -270,7 +274,7 @@ def test_fresh_memory_is_zeroed_padding_included():
         max_step_tokens=16,
         prefix=PrefixOptions(snapshots=3),
     )
-    assert manager.prefix is not None
+    assert manager.prefix
     for memory in (manager.block_arena, manager.slot_arena, manager.prefix.pool):
         assert memory.bytes.numel()
         assert not memory.bytes.any()

@@ -15,7 +15,14 @@ from transformers import DeepseekV4ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.schema import CacheSchema
-from dsv4.errors import ContextOverflow, InvalidInput, OutOfSlots, SchemaError, SchemaMismatch
+from dsv4.errors import (
+    ContextOverflow,
+    InvalidInput,
+    OutOfSlots,
+    RequestError,
+    SchemaError,
+    SchemaMismatch,
+)
 from dsv4.integrations.transformers import PagedCache, accelerate
 from tests.integrations.tiny_v4 import (
     assert_same_logits,
@@ -254,3 +261,26 @@ def test_without_transformers_or_with_one_that_has_no_v4_the_extra_is_named(miss
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "transformers 5.17 or newer" in ran.stdout, ran.stderr
     assert "pip install 'dsv4[transformers]'" in ran.stdout
+
+
+def test_a_step_that_is_interrupted_while_it_takes_blocks_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, ids = tiny_model(), prompt(20)
+    expected = run(model, ids, paged(model), (10, 10))
+    cache = paged(model)
+    run(model, ids[:, :10], cache, (10,))
+
+    def interrupt(*given: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cache.manager, "commit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, ids[:, 10:], cache, (10,))
+    monkeypatch.undo()
+    assert cache.manager.open_plan is None
+    assert cache.columns == 10
+    with pytest.raises(RequestError, match="failed"):
+        run(model, ids[:, 10:], cache, (10,))
+    cache.reset()
+    assert_same_logits(run(model, ids, cache, (10, 10)), expected)

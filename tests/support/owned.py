@@ -36,10 +36,13 @@ def tensors_of(root: object) -> Iterator[Tensor]:
                     waiting.append(getattr(found, name))
 
 
-def owned_bytes(root: object) -> int:
-    """Bytes of the memory behind those tensors, each counted once."""
+def owned_bytes(root: object, device: str = "cpu") -> int:
+    """Bytes of a device's memory that those tensors have, each counted once."""
     storages = {}
     for tensor in tensors_of(root):
+        if tensor.device.type != device:
+            continue
         storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
+        # on the meta device all begin at 0
+        storages[storage.data_ptr() or ("meta", storage._cdata)] = storage.nbytes()
     return sum(storages.values())

@@ -188,7 +188,7 @@ class FastForward:
         out what is cached. After the first of these columns there are drafts, which do not belong
         to the prompt."""
         is_recorded = any(self._wants(options, name) for name in ("hidden_states", "router_logits"))
-        if self.step.manager.prefix is None or is_recorded:
+        if not self.step.manager.prefix or is_recorded:
             return None
         if not packing.mask[:, packing.columns - logits :].all() or logits > packing.columns:
             return None

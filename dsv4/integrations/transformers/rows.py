@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.requests import LENGTH, Request
 from dsv4.errors import ContextOverflow, InvalidInput, RequestError
@@ -469,7 +470,7 @@ class CacheRows:
         cached like a prompt, and its snapshot can still be taken."""
         manager, block = self.manager, self.manager.schema.block_tokens
         self._unsupplied_columns = 0
-        if manager.prefix is None or manager.tiers:
+        if not manager.prefix or manager.tiers:
             self._supply_after = manager.schema.max_context + 1
             return
         self._supply_after = min(block - request.length % block for request in self.requests)
@@ -568,12 +569,12 @@ class CacheRows:
         """Makes plans of at most a step buffer each. Layers here write through plane views, which
         the plan does not see, so a plan only takes blocks, updates the block table and moves the
         lengths."""
-        piece = max(1, self.manager.max_step_tokens // len(self.requests))
+        manager = cast(KVCacheManager, self.manager)  # of one device: transformers' layers run
+        piece = max(1, manager.max_step_tokens // len(self.requests))
         for first in range(0, columns, piece):
             count = min(piece, columns - first)
-            plan = self.manager.prepare_forward([(request, count) for request in self.requests])
-            plan.mark_appended()
-            self.manager.commit(plan)
+            with manager.step([(request, count) for request in self.requests]) as plan:
+                plan.mark_appended()
 
 
 def _check_mask(mask: Tensor, batch: int, past_columns: int, columns: int) -> None:
