@@ -175,7 +175,7 @@ def drafting_requests(
         device=device,
         prefix=PrefixOptions(),
     )
-    assert manager.prefix is not None
+    assert manager.prefix
     blocks = min(context, LONGEST - most - schema.block_tokens) // schema.block_tokens
     blocks -= blocks % 8  # in phase with snapshots
     ids = np.zeros((blocks + 1) * schema.block_tokens + most, dtype=np.int32)

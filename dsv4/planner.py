@@ -1,6 +1,6 @@
 """What a cache costs and what fits, answered before anything is allocated. Torch-free.
 
-Two figures are kept apart throughout, because folding one into the other makes both wrong:
+Two figures are kept separate throughout, because folding one into the other makes both wrong:
 
     bytes_per_token     what one more token of context costs (blocks)
     bytes_per_request   what a live request costs at any length (its slot, its row of block ids)
@@ -235,16 +235,20 @@ def plan(
         if value is not None:
             require_count(name, value)
     _require_context(schema, context_tokens)
-    besides = other_bytes or _nothing
+    extra_bytes = other_bytes or _nothing
     if memory_bytes is None and context_tokens is None and requests is None:
         return _sizing(schema, question="bytes")
     if memory_bytes is None:
-        return _find_memory(schema, context_tokens or schema.max_context, requests or 1, besides)
+        return _find_memory(
+            schema, context_tokens or schema.max_context, requests or 1, extra_bytes
+        )
     if requests is None:
-        return _find_requests(schema, memory_bytes, context_tokens or schema.max_context, besides)
+        return _find_requests(
+            schema, memory_bytes, context_tokens or schema.max_context, extra_bytes
+        )
     if context_tokens is None:
-        return _find_context(schema, memory_bytes, requests, besides)
-    return _check_fit(schema, memory_bytes, context_tokens, requests, besides)
+        return _find_context(schema, memory_bytes, requests, extra_bytes)
+    return _check_fit(schema, memory_bytes, context_tokens, requests, extra_bytes)
 
 
 def _nothing(requests: int) -> int:
@@ -252,9 +256,9 @@ def _nothing(requests: int) -> int:
 
 
 def _find_memory(
-    schema: CacheSchema, context_tokens: int, requests: int, besides: OtherBytes
+    schema: CacheSchema, context_tokens: int, requests: int, extra_bytes: OtherBytes
 ) -> Sizing:
-    other_bytes = besides(requests)
+    other_bytes = extra_bytes(requests)
     needed_bytes = requests * schema.request_bytes(context_tokens) + other_bytes
     return _sizing(
         schema,
@@ -272,11 +276,13 @@ def _find_memory(
 
 
 def _find_requests(
-    schema: CacheSchema, memory_bytes: int, context_tokens: int, besides: OtherBytes
+    schema: CacheSchema, memory_bytes: int, context_tokens: int, extra_bytes: OtherBytes
 ) -> Sizing:
     each = schema.request_bytes(context_tokens)
     counts = range(1, memory_bytes // each + 1)
-    requests = bisect_right(counts, memory_bytes, key=lambda count: count * each + besides(count))
+    requests = bisect_right(
+        counts, memory_bytes, key=lambda count: count * each + extra_bytes(count)
+    )
     return _sizing(
         schema,
         question="requests",
@@ -289,15 +295,15 @@ def _find_requests(
             memory_bytes=memory_bytes,
             max_requests=max(requests, 1),
             context=context_tokens,
-            other_bytes=besides(max(requests, 1)),
+            other_bytes=extra_bytes(max(requests, 1)),
         ),
     )
 
 
 def _find_context(
-    schema: CacheSchema, memory_bytes: int, requests: int, besides: OtherBytes
+    schema: CacheSchema, memory_bytes: int, requests: int, extra_bytes: OtherBytes
 ) -> Sizing:
-    other_bytes = besides(requests)
+    other_bytes = extra_bytes(requests)
     minimum_bytes = requests * schema.request_bytes(1) + other_bytes
     if memory_bytes < minimum_bytes:
         raise PoolTooSmall(
@@ -333,7 +339,7 @@ def _check_fit(
     memory_bytes: int,
     context_tokens: int,
     requests: int,
-    besides: OtherBytes,
+    extra_bytes: OtherBytes,
 ) -> Sizing:
     def budget(count: int) -> BlockBudget:
         return compute_block_budget(
@@ -341,11 +347,11 @@ def _check_fit(
             memory_bytes=memory_bytes,
             max_requests=count,
             context=context_tokens,
-            other_bytes=besides(count),
+            other_bytes=extra_bytes(count),
         )
 
     budget(1)  # raises when even one request is too many
-    other_bytes = besides(requests)
+    other_bytes = extra_bytes(requests)
     fits = requests * schema.request_bytes(context_tokens) + other_bytes <= memory_bytes
     return _sizing(
         schema,

@@ -119,20 +119,21 @@ class KVCacheManager(Uncopied):
             max_open_plans=settings.max_open_plans,
         )
         self.table = RequestTable(schema, num_blocks=num_blocks, max_requests=max_requests)
-        self.prefix: PrefixCache | None = None
-        if prefix is not None:
-            self.prefix = PrefixCache(schema, self.table.allocator, prefix, place)
-        self._prefix = NoPrefix(schema) if self.prefix is None else self.prefix
-        self.table.reclaimer = self._prefix.blocks
+        self.prefix: PrefixCache | NoPrefix = (
+            NoPrefix(schema)
+            if prefix is None
+            else PrefixCache(schema, self.table.allocator, prefix, place)
+        )
+        self.table.reclaimer = self.prefix.blocks
         self.guard = Guard()
         self.tiers = self._make_tiers(settings.tiers)
         self.handoff = self._make_handoff(settings.handoff)
-        self._admission = Admission(self.table, self.memory, self._prefix, self.guard)
+        self._admission = Admission(self.table, self.memory, self.prefix, self.guard)
         self._steps = Steps(
             self.table,
             self.memory,
             self.backend,
-            self._prefix,
+            self.prefix,
             self.guard,
             self._admission,
             cut_replays=prefix is not None and prefix.replay == "cut",
@@ -287,7 +288,7 @@ class KVCacheManager(Uncopied):
         admission. Takes no memory of the cache. Raises InvalidInput, ContextOverflow."""
         read = token_ids(ids)
         step_checks.context(self.schema, len(read))
-        return self._prefix.prompt(read, salt)
+        return self.prefix.prompt(read, salt)
 
     def look_up(self, prompt: Prompt) -> Resume:
         """What `admit_request` would find cached of a prompt now, and where it would continue.
@@ -310,7 +311,7 @@ class KVCacheManager(Uncopied):
         """Blocks that could be taken, free or evictable, if this request were released."""
         self._require_free("released_blocks")
         self.table.require_live(request)
-        pinned = self._prefix.pins.block_ids()
+        pinned = self.prefix.pins.block_ids()
         references = self.table.allocator.references
         return sum(references(b) == 1 and b not in pinned for b in request.block_ids)
 
@@ -325,7 +326,7 @@ class KVCacheManager(Uncopied):
         if trail is not None:
             shared = [node.block_id for node in self._prefix_cache().match(trail).nodes]
         short = self.schema.blocks_for(count) - len(shared) - self.table.allocator.free
-        fits = short <= 0 or self._prefix.blocks.evictable(excluding=shared) >= short
+        fits = short <= 0 or self.prefix.blocks.evictable(excluding=shared) >= short
         return fits and bool(self.table.free_slots)
 
     @changes
@@ -483,7 +484,7 @@ class KVCacheManager(Uncopied):
         self._release(request)
 
     def _release(self, request: Request) -> None:
-        self._prefix.note_release(request)
+        self.prefix.note_release(request)
         self.table.close(request)
         self._steps.forget()
 
@@ -572,7 +573,7 @@ class KVCacheManager(Uncopied):
             open_plans=self.open_plans,
             table=self.table,
             memory=self.memory,
-            prefix=self._prefix,
+            prefix=self.prefix,
             tiers=self.tiers,
             handoff=self.handoff,
         )
@@ -712,10 +713,10 @@ class KVCacheManager(Uncopied):
             kv_norm=kv_norm,
             inverse_rope=inverse_rope,
             round_bf16=round_bf16,
-            window_cut=self.prefix is not None and self.prefix.options.replay == "cut",
+            window_cut=bool(self.prefix) and self._prefix_cache().options.replay == "cut",
         )
-        with progress_bar(progress) as told:
-            return self.backend.warm_up(calls, workers=most, progress=told)
+        with progress_bar(progress) as report:
+            return self.backend.warm_up(calls, workers=most, progress=report)
 
     def acquire(self, layer: int, batch: Batch | None = None) -> LayerCacheHandle:
         """The handle of one layer, bound to a batch of an open plan. Allocates nothing; the same
@@ -779,15 +780,15 @@ class KVCacheManager(Uncopied):
 
     def memory_bytes(self) -> MemoryBytes:
         """Bytes allocated on the device; arenas and table are what the planner promised."""
-        return self.memory.memory_bytes(snapshots=self._prefix.memory_bytes())
+        return self.memory.memory_bytes(snapshots=self.prefix.memory_bytes())
 
     def stats(self) -> Stats:
         """What holds how much, now; what `release_later` has noted counts as released. Safe from
         any thread; while a call runs elsewhere, it may show a mix of before and after."""
         allocator, live, going = self.table.allocator, self.requests, self._going()
         free, idle = allocator.left_by([request.block_ids for request in going])
-        pinned = self._prefix.pins.block_ids()
-        evictable = self._prefix.blocks.evictable()
+        pinned = self.prefix.pins.block_ids()
+        evictable = self.prefix.blocks.evictable()
         return Stats(
             blocks_total=allocator.total,
             blocks_free=allocator.free + len(free),
@@ -802,7 +803,7 @@ class KVCacheManager(Uncopied):
             tokens_live=sum(request.length for request in live),
             block_bytes_live=(allocator.held - len(free) - len(idle)) * self.schema.block_bytes,
             slot_bytes_live=len(live) * self.schema.slot_bytes,
-            prefix=self._prefix.stats(idle_blocks=allocator.idle + len(idle)),
+            prefix=self.prefix.stats(idle_blocks=allocator.idle + len(idle)),
             transfers=self.tiers.stats(),
             tiers=self.tiers.tier_stats(),
             handoff=self.handoff.stats(),
@@ -812,7 +813,7 @@ class KVCacheManager(Uncopied):
         """Every block, slot and snapshot has exactly the owners it should. Raises Dsv4Error
         otherwise."""
         self.table.check_invariants()
-        self._prefix.check_invariants(self.open_plans)
+        self.prefix.check_invariants(self.open_plans)
         self.handoff.check_invariants()
 
     def take_events(self) -> list[BlockEvent]:
@@ -839,15 +840,15 @@ class KVCacheManager(Uncopied):
         if isinstance(prompt, Prompt):
             if salt is not None:
                 raise InvalidInput("a prompt has its salt already: give it to manager.prompt")
-            return step_checks.context(self.schema, prompt.tokens), self._prefix.trail_of(prompt)
+            return step_checks.context(self.schema, prompt.tokens), self.prefix.trail_of(prompt)
         if isinstance(prompt, int | np.integer):
             return step_checks.context(self.schema, prompt), None
         ids = token_ids(prompt)
         count = step_checks.context(self.schema, len(ids))
-        return count, self._prefix.trail(ids, salt)
+        return count, self.prefix.trail(ids, salt)
 
     def _prefix_cache(self) -> PrefixCache:
-        if self.prefix is None:
+        if isinstance(self.prefix, NoPrefix):
             raise InvalidInput(
                 "this manager has no prefix cache: build it with prefix=PrefixOptions()"
             )

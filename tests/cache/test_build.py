@@ -24,7 +24,7 @@ def test_a_name_and_an_amount_of_memory_are_enough() -> None:
     assert isinstance(cache, KVCacheManager)
     assert cache.schema == CacheSchema.build(PRESETS["tiny"])
     assert cache.max_requests == 32
-    assert cache.prefix is not None
+    assert cache.prefix
     other = KVCacheManager.other_bytes(
         cache.schema, max_requests=32, prefix=dsv4.PrefixOptions()
     ) + 32 * (cache.schema.slot_bytes + cache.schema.block_table_row_bytes)
@@ -50,7 +50,7 @@ def test_options_reach_schema_and_manager() -> None:
     schema = cache.schema
     assert (schema.max_context, schema.max_draft_tokens, schema.steps_ahead) == (4096, 2, 1)
     assert schema.hca_state == "online"
-    assert cache.prefix is None
+    assert not cache.prefix
     assert (cache.max_requests, cache.max_step_tokens) == (3, 256)
     plan = cache.prepare_forward([])
     cache.prepare_forward([])  # as many plans as steps_ahead needs

@@ -56,7 +56,7 @@ def test_a_step_of_draft_layers_alone_is_not_cached_until_the_real_one_is():
     plan = manager.prepare_forward([(request, 1)])
     stack.write(plan, [text.stream], layers=DRAFT_LAYERS)
     manager.commit(plan, ids=text.ids[127:128], partial=True)
-    assert manager.prefix is not None
+    assert manager.prefix
     assert len(manager.prefix.index) == 0
     manager.rewind(request, 127)
     assert len(manager.prefix.index) == 0

@@ -224,7 +224,7 @@ class Scene:
             assert is_stored is (event.digest not in self.router)
             assert event.parent is None or event.parent in self.router or not is_stored
             (self.router.add if is_stored else self.router.remove)(event.digest)
-        assert self.manager.prefix is not None
+        assert self.manager.prefix
         assert self.router == {node.digest for node in self.manager.prefix.index.nodes()}
 
     def check_books(self) -> None:
@@ -267,7 +267,7 @@ def interrupt(
     call: Callable[[Scene], None], at: int, *, real: bool = False, inside: bool = False
 ) -> None:
     made = Scene(call.__name__, real=real)
-    assert made.manager.prefix is not None
+    assert made.manager.prefix
     known = set(made.manager.prefix.pins._standing)
     with pytest.raises(KeyboardInterrupt), Interrupts(at, inside=inside).injected():
         call(made)

@@ -274,7 +274,7 @@ def test_fresh_memory_is_zeroed_padding_included():
         max_step_tokens=16,
         prefix=PrefixOptions(snapshots=3),
     )
-    assert manager.prefix is not None
+    assert manager.prefix
     for memory in (manager.block_arena, manager.slot_arena, manager.prefix.pool):
         assert memory.bytes.numel()
         assert not memory.bytes.any()

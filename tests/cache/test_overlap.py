@@ -53,7 +53,7 @@ class Engine:
             prefix=PrefixOptions(policy=full() if policy is None else policy, snapshots=16),
         )
         arenas = [self.manager.block_arena.bytes, self.manager.slot_arena.bytes]
-        assert self.manager.prefix is not None
+        assert self.manager.prefix
         arenas.append(self.manager.prefix.pool.bytes)
         arenas += [lane.workspace.staging for lane in self.manager.memory.lanes]
         for arena in arenas:
@@ -135,7 +135,7 @@ def random_life(seed: int, requests: int, steps: int) -> list[tuple[list[int], .
 
 def state_of(engine: Engine) -> dict[str, Any]:
     manager = engine.manager
-    assert manager.prefix is not None
+    assert manager.prefix
     snapshots = {
         node.digest: manager.prefix.pool.bytes[node.snapshot]
         for node in manager.prefix.index.nodes()
@@ -242,7 +242,7 @@ def test_a_replayed_request_writes_no_entries_that_exist():
     for ahead in (0, 2):
         engine = Engine(ahead=ahead, requests=2, prompt=300)
         manager, text = engine.manager, engine.texts[0]
-        assert manager.prefix is not None
+        assert manager.prefix
         engine.step([0], [200], [200])
         engine.step([0], [99], [99])
         engine.finish()

@@ -102,7 +102,7 @@ def test_caches_that_differ_in_drafts_only_keep_the_same_blocks_and_snapshots(st
         options = PrefixOptions(policy=full(), snapshots=8)
         stack = tiny_stack(drafts=drafts, state=state, prefix=options)
         manager = stack.manager
-        assert manager.prefix is not None
+        assert manager.prefix
         for memory in (manager.block_arena.bytes, manager.slot_arena.bytes):
             memory.zero_()  # as they come; the stack has poisoned them
         manager.prefix.pool.bytes.zero_()

@@ -213,7 +213,7 @@ def test_settings_may_differ(here: dict[str, Any], there: dict[str, Any], state:
     run_to(other, copy, text, 304, chunk=1)
     assert_cold(other, copy, text.stream)
     known = copy.trail is not None
-    assert known == (one.manager.prefix is not None and other.manager.prefix is not None)
+    assert known == bool(one.manager.prefix and other.manager.prefix)
     assert_nothing_left(one, other)
     close(one, other)
 

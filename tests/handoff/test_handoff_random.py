@@ -144,7 +144,7 @@ class Lives:
             stack.manager.rewind(each.request, length)
 
     def evict(self, stack: Stack) -> None:
-        if stack.manager.prefix is not None:
+        if stack.manager.prefix:
             stack.manager.evict(self.random.randrange(3))
 
     def release(self, stack: Stack) -> None:

@@ -46,14 +46,14 @@ class CutRunner(Runner):
 
     def indexed(self) -> list[tuple[bytes, bool]]:
         """What can be found: digests, and whether there is a snapshot."""
-        assert self.manager.prefix is not None
+        assert self.manager.prefix
         nodes = self.manager.prefix.index.nodes()
         return sorted((node.digest, node.snapshot is not None) for node in nodes)
 
     def check_published(self, *texts: list[int]) -> int:
         """Every block that can be found is a cold run's, byte for byte. How many were looked at."""
         prefix, seen = self.manager.prefix, set()
-        assert prefix is not None
+        assert prefix
         for ids in texts:
             manager = self.new_manager(None)
             request = manager.admit_request(len(ids))
@@ -79,7 +79,7 @@ def test_it_must_be_asked_for():
     assert runner.manager.look_up(runner.manager.prompt(runner.prompt)) == resume
     request = runner.admit()
     assert (request.resume, request.approximate_from) == (resume, REUSED)
-    assert runner.manager.prefix is not None
+    assert runner.manager.prefix
     assert runner.manager.prefix._counters.hits["cut_replay"] == 1
     # a snapshot that is no further back is exact, and so is a hit within a window
     near = runner.manager.admit_request([*runner.cached[:70], *tokens(2, 20)])
@@ -296,7 +296,7 @@ class RandomLife(CutRunner):
     def check(self) -> None:
         """Every block that can be found, and every live request that is exact, is a cold run's."""
         prefix = self.manager.prefix
-        assert prefix is not None
+        assert prefix
         for request, ids in self.lives.items():
             self.learn(ids[: request.length])
             exact = request.approximate_from is None and request.length >= request.rings_exact_from
@@ -313,7 +313,7 @@ class RandomLife(CutRunner):
     def learn(self, ids: list[int]) -> None:
         """What a cold run has in the blocks of these tokens."""
         prefix = self.manager.prefix
-        assert prefix is not None
+        assert prefix
         trail = prefix.prompt(torch.tensor(ids).int().numpy(), None).trail
         assert trail is not None
         if all(digest in self.cold_blocks for digest in trail.chain):

@@ -184,7 +184,7 @@ class Life:
     def assert_cold(self, request: Request, text: Text) -> None:
         """Snapshots leave out the draft layer."""
         cold = ColdRun(self.stack, text.stream, request.length)
-        cold.assert_same(self.stack, request, with_drafts=self.manager.prefix is None)
+        cold.assert_same(self.stack, request, with_drafts=not self.manager.prefix)
 
     def finish(self) -> None:
         """Every prompt once more, from whatever is cached of it."""

@@ -245,7 +245,7 @@ class Attack(World):
             if request.incomplete_from is not None or request.is_torn:
                 self.mend(request, min(request.length, request.incomplete_from or request.length))
         prefix = manager.prefix
-        assert prefix is not None
+        assert prefix
         self.pins = list(prefix.pins._standing)
         self.check_all()
 

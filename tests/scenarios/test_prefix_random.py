@@ -284,7 +284,7 @@ class World:
         manager = self.manager
         manager.block_arena.bytes.numpy()[manager.table.allocator._free] = 0xFF
         manager.slot_arena.bytes.numpy()[manager.table.free_slots] = 0xFF
-        assert manager.prefix is not None
+        assert manager.prefix
         manager.prefix.pool.bytes.numpy()[manager.prefix.rows._free] = 0xFF
 
     def check_all(self) -> None:

@@ -115,7 +115,7 @@ def test_prefix_hits_are_cold_runs(policy: SnapshotPolicy):
 
 def test_a_snapshot_has_windows_and_no_pair():
     stack = tiny_stack(0, model=TINY, prefix=PrefixOptions(policy=full(), snapshots=2))
-    assert stack.manager.prefix is not None
+    assert stack.manager.prefix
     layout = stack.manager.prefix.pool.layout
     backbone = sum(not spec.draft for spec in TINY.layers)
     assert layout.payload_bytes == backbone * 127 * stack.schema.window_format.record_bytes

@@ -83,7 +83,7 @@ def everything(manager: KVCacheManager) -> dict[str, Any]:
         "plan": id(manager.open_plan),
         "stats": manager.stats().to_dict(),
     }
-    if prefix is not None:
+    if prefix:
         nodes = list(prefix.index.nodes())
         found["index"] = {
             node.digest: (node.block_id, node.children, node.pins, node.snapshot) for node in nodes

@@ -88,7 +88,7 @@ def assert_nothing_left(*stacks: Stack) -> None:
 
         until(manager, is_empty)
         manager.check_invariants()
-        if manager.prefix is not None:
+        if manager.prefix:
             manager.evict()
         stats = manager.stats()
         assert stats.blocks_free == stats.blocks_total

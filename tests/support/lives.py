@@ -35,7 +35,7 @@ def tiny_stack(
     all_layers = tuple(range(len(model.layers)))
     layers = layers_to_run(schema) if options.get("prefix") is None else all_layers
     stack = Stack(schema, layers=layers, **options)
-    if stack.manager.prefix is not None:
+    if stack.manager.prefix:
         stack.manager.prefix.pool.bytes.fill_(POISON)
     return stack
 

@@ -61,7 +61,7 @@ def empty(stack: Stack) -> None:
     assert stack.manager.stats().blocks_free == stack.manager.stats().blocks_total
     stack.manager.block_arena.bytes.fill_(POISON)
     stack.manager.slot_arena.bytes.fill_(POISON)
-    assert stack.manager.prefix is not None
+    assert stack.manager.prefix
     stack.manager.prefix.pool.bytes.fill_(POISON)
 
 

@@ -89,7 +89,7 @@ def test_blocks_that_a_caller_pins_too_are_not_waited_for():
 def test_an_interrupted_fetch_leaves_no_pin_that_nobody_has(call: str, inside: bool):
     stack, text = half_cached(HostTier(8 << 20))
     manager = stack.manager
-    assert manager.prefix is not None
+    assert manager.prefix
     files = (
         "/cache/changes.py",
         "/prefix/cache.py",

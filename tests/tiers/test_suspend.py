@@ -123,7 +123,7 @@ def test_a_longer_prompt_goes_on_from_where_a_request_was_suspended(length: int)
     run_to(stack, again, text, 500)
     assert_like_cold(stack, again, text)
     prefix = stack.manager.stats().prefix
-    assert prefix is not None
+    assert prefix
     assert (prefix.hits["state"], prefix.tokens_skipped) == (1, length)
     stack.manager.check_invariants()
 

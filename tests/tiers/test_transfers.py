@@ -502,7 +502,7 @@ def test_what_a_tier_has_is_evicted_first():
     tier.close(TIMEOUT_S)  # stores nothing more
     stack.manager.release_request(run(stack, lost, 300))
     stack.manager.tiers.drain(TIMEOUT_S)
-    assert stack.manager.prefix is not None
+    assert stack.manager.prefix
     old = list(stack.manager.prefix.index.nodes())
     stack.manager.release_request(run(stack, kept, 300))
     new = [node for node in stack.manager.prefix.index.nodes() if node not in old]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -87,6 +87,10 @@ class PrefixCache:
         self.blocks = CachedBlocks(allocator, self.index, self.rows, self.pins, before_reuse)
         self.captures = Captures(options.policy, self.index, self.rows, self.pool, self._notices)
         self._counters = PrefixCounters()
+
+    def __bool__(self) -> Literal[True]:
+        """Whether the manager has a prefix cache."""
+        return True
 
     def observe(self, observer: Observer) -> None:
         """Reports to this one from now on. Blocks that are stored elsewhere are evicted first."""

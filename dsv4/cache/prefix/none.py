@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.prefix.blocks import CachedBlocks
@@ -35,8 +36,9 @@ class NoCaptures:
 
 
 class NoPrefix:
-    """Nothing is cached, and nothing is known of any prompt: it has no trail. Answers what every
-    manager asks; what only a prefix cache can do, the manager refuses."""
+    """`manager.prefix` of a manager without a prefix cache. It is false. Nothing is cached, and
+    prompts have no trail, because nothing of them is kept; what only a prefix cache can do, the
+    manager refuses."""
 
     def __init__(self, schema: CacheSchema) -> None:
         self._schema = schema
@@ -46,6 +48,12 @@ class NoPrefix:
         self.pins = Pins(self.index, schema.block_tokens)
         self.captures = NoCaptures()
         self.blocks = CachedBlocks(allocator, self.index, self.rows, self.pins, _nothing)
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+    def __repr__(self) -> str:
+        return "NoPrefix()"
 
     def trail(self, ids: Ids, salt: str | None) -> None:
         """Of no prompt."""
@@ -88,4 +96,4 @@ class NoPrefix:
 
 
 def _nothing() -> None:
-    """Before a reuse of memory that nobody has."""
+    """Before a reuse of memory that does not exist."""

@@ -143,7 +143,7 @@ def known_rows(requests: Sequence[Request], history: History) -> Iterator[KnownR
 
 
 class RowPool:
-    """The owner of all rows of a manager. Whoever needs some takes them here and gives them back
+    """The owner of all rows of a manager. Callers that need rows take them here and give them back
     here: a cache (CacheRows) or a job of an Engine, which hold them meanwhile.
 
     A pool that `keeps` them also has idle rows: what is given back stays, with all that it
@@ -470,7 +470,7 @@ class CacheRows:
         cached like a prompt, and its snapshot can still be taken."""
         manager, block = self.manager, self.manager.schema.block_tokens
         self._unsupplied_columns = 0
-        if manager.prefix is None or manager.tiers:
+        if not manager.prefix or manager.tiers:
             self._supply_after = manager.schema.max_context + 1
             return
         self._supply_after = min(block - request.length % block for request in self.requests)
