@@ -76,7 +76,7 @@ class Job:
     tokens_skipped: int = 0
     preemptions: int = 0  # how often it gave its memory to older jobs
     drafts_kept: int = 0
-    last_step: int = 0  # steps in which it had a share
+    last_step: int = 0  # the last in which it had a share
 
     @property
     def generated(self) -> list[int]:
@@ -104,7 +104,7 @@ class Job:
 
 
 class Model(Protocol):
-    """What an engine runs. It holds the manager's handles: `manager.acquire(layer, …)`."""
+    """What an engine runs. It acquires the handles of its layers from the engine's manager."""
 
     @property
     def vocabulary(self) -> int:
@@ -112,8 +112,8 @@ class Model(Protocol):
 
     def forward(self, plan: ForwardPlan, ids: Tensor, rows: Tensor) -> Tensor:
         """Runs the tokens `ids` int64 [tokens] of a plan through all layers, each of which appends
-        them to the cache, and returns the logits [rows, vocabulary] of these rows, which may be
-        none: what follows their tokens. Where steps overlap it must not wait for the device."""
+        them to the cache. Returns the logits [len(rows), vocabulary] of the tokens in these rows;
+        there may be none. If steps overlap it must not wait for the device."""
 
     def draft(self, plan: ForwardPlan, newest: Tensor, count: int) -> Tensor:
         """Guesses int64 [jobs, count] of what follows the `newest` tokens int64 [jobs] of those
@@ -160,11 +160,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Flight:
-    """A step that was launched. Its tensors are on the device, and may not be computed yet.
+    """A step that was launched. Its tensors are on the device and may not have been computed yet.
 
     `ids` and `chosen` [tokens] are what ran and, of rows that were sampled, what was chosen to
-    follow; of each share `accepted` says how many of its tokens are right and `newest` what was
-    chosen after them. `logits` are those of all rows if a listener wants them.
+    follow; of each share `accepted` says how many of its tokens are right (None: all) and `newest`
+    what was chosen after them. `logits` are those of all rows if a listener wants them.
     """
 
     plan: ForwardPlan
@@ -172,8 +172,8 @@ class Flight:
     ids: Tensor
     logits: Tensor | None
     chosen: Tensor
-    accepted: Tensor
-    newest: Tensor
+    accepted: Tensor | None
+    newest: Tensor | None
 
 
 # ---- the engine ----------------------------------------------------------------------------------
@@ -192,9 +192,9 @@ class Engine:
     cached. `padding` says how steps are padded, for a model with captured graphs. `listener`
     receives the logits of every token that runs. `retries` steps in a row may fail.
 
-    `choose` picks tokens. A row that verifies drafts stands for its job too, once for each draft;
-    where steps overlap, the host does not know the newest tokens when it is called. If it raises,
-    it is called for each job separately, and a job for which it raises ends with that `error`.
+    `choose` picks tokens. With drafts a job has several rows, in order. If steps overlap, the host
+    does not know the newest tokens when it is called. If it raises, it is called for each job
+    separately, and a job for which it raises ends with that `error`.
     """
 
     model: Model
@@ -243,8 +243,8 @@ class Engine:
         data: Any = None,
     ) -> Job:
         """A job for these tokens. It ends after `new_tokens` tokens or the first of `stop_tokens`.
-        Jobs of different `salt` share nothing. Runs nothing. Raises what is wrong with them at
-        once: InvalidInput, ContextOverflow."""
+        Jobs of different `salt` share nothing. Runs nothing. Raises InvalidInput,
+        ContextOverflow."""
         read, words = token_ids(ids), self.model.vocabulary
         require_count("new_tokens", new_tokens)
         if not len(read) or int(read.max()) >= words:
@@ -293,8 +293,9 @@ class Engine:
 
     def step(self) -> bool:
         """Launches a step and takes the results of the previous one, or of this one if steps do not
-        overlap. Returns whether a job is left. An error of the device, or a KeyboardInterrupt, is
-        raised and costs the running steps but no job: the next call cleans up after them."""
+        overlap. Returns whether a job is left. An error of the device, or a KeyboardInterrupt
+        (which is raised), costs the running steps but no job: the next call cleans up after
+        them."""
         try:
             if not self.is_whole:
                 self.mend()
@@ -344,8 +345,8 @@ class Engine:
         self.manager.release_request(request)
 
     def admit(self) -> None:
-        """Jobs that wait get a slot and blocks, as long as there are some to spare: each that runs
-        may need a block soon."""
+        """Waiting jobs get a slot and blocks, as long as one block is left for each job that runs:
+        it may need one soon."""
         while (job := self.next_waiting()) is not None:
             assert job.prompt is not None
             stats, running = self.manager.stats(), len(self.running)
@@ -462,32 +463,45 @@ class Engine:
         chosen = torch.zeros_like(ids)
         if jobs:
             chosen[rows] = self._choose(wanted, jobs).to(chosen)
-        known, drafts, last = (
-            torch.tensor(each, dtype=torch.int64, device=ids.device)
-            for each in ([s.known for s in shares], [s.drafts for s in shares], last_known)
-        )
-        kept = _right_drafts(ids, chosen, last, drafts, self.manager.schema.max_draft_tokens)
+        accepted = newest = None
+        if self.overlaps or any(share.drafts for share in shares):
+            accepted, newest = self._right_tokens(shares, ids, chosen, last_known)
         return Flight(
             plan=plan,
             shares=shares,
             ids=ids,
             logits=logits,
             chosen=chosen,
-            accepted=known + kept,
-            newest=chosen[last + kept].clamp(0, self.model.vocabulary - 1),  # checked later
+            accepted=accepted,
+            newest=newest,
         )
 
+    def _right_tokens(
+        self, shares: Sequence[Share], ids: Tensor, chosen: Tensor, last_known: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Of each share how many tokens are right: those that are known, and its drafts up to the
+        first that the model would not have chosen itself; and what it chose after them."""
+        assert self.drafts is not None
+        lists = [share.known for share in shares], [share.drafts for share in shares], last_known
+        known, drafts, last = torch.tensor(lists, dtype=torch.int64, device=ids.device)
+        nth = torch.arange(1, 1 + self.drafts, device=ids.device)
+        row = (last[:, None] + nth).clamp_max(len(ids) - 1)
+        right = (ids[row] == chosen[row - 1]) & (nth <= drafts[:, None])
+        kept = right.long().cumprod(dim=1).sum(dim=1)
+        newest = chosen[last + kept].clamp(0, self.model.vocabulary - 1)  # checked in `settle`
+        return known + kept, newest
+
     def prepare(self, shares: list[Share]) -> ForwardPlan | None:
-        """A plan for the shares that there is memory for; the others leave, and their jobs wait."""
-        before, options = self.flight, dict[str, Any]()
+        """A plan for the shares that there is memory for; the other jobs leave, and wait."""
+        before, follows = self.flight, dict[str, Any]()
         if before is not None:
-            options = {"after": before.plan, "accepted": before.accepted}
+            follows = {"after": before.plan, "accepted": before.accepted}
         while shares:
-            steps = [(share.request, share.count) for share in shares]
+            steps, padded = [(share.request, share.count) for share in shares], PlanOptions()
             if self.padding is not None:
-                options |= self.padding([count for _, count in steps])
+                padded = self.padding([count for _, count in steps])
             try:
-                return self.manager.prepare_forward(steps, **options)
+                return self.manager.prepare_forward(steps, **follows, **padded)
             except OutOfBlocks as error:
                 if before is not None:  # its memory can only be released when it has ended
                     return None
@@ -507,7 +521,7 @@ class Engine:
         self.leave(job)
 
     def inputs(self, plan: ForwardPlan, shares: Sequence[Share]) -> Tensor:
-        """The step's ids, on the device: drafts, and what was chosen last, are known only there."""
+        """The ids of a step, on the device: only there drafts and the newest tokens are known."""
         device, parts = self.manager.device, list[Tensor]()
         if all(share.ids and not share.drafts for share in shares):
             return torch.tensor([token for share in shares for token in share.ids], device=device)
@@ -515,6 +529,7 @@ class Engine:
             part = torch.tensor(share.ids, dtype=torch.int64, device=device)
             if not share.ids:
                 assert self.flight is not None
+                assert self.flight.newest is not None
                 at = [each.job for each in self.flight.shares].index(share.job)
                 part = self.flight.newest[at : at + 1]
             parts.append(part)
@@ -532,8 +547,13 @@ class Engine:
         and the cache keeps what was right. In this order, because after an interrupt in between the
         step is run again (except for a job that has all its tokens), while tokens that were
         committed first would be lost."""
-        ids, chosen = flight.ids.tolist(), flight.chosen.tolist()  # here the host waits
-        accepted, end = flight.accepted.tolist(), 0
+        counts, tokens, end = [share.count for share in flight.shares], len(flight.ids), 0
+        results = [flight.ids, flight.chosen]
+        if flight.accepted is not None:
+            results.append(flight.accepted)
+        found = torch.cat(results).tolist()  # here the host waits
+        ids, chosen, accepted = found[:tokens], found[tokens : 2 * tokens], found[2 * tokens :]
+        accepted = accepted or [*counts]
         self._check_range(chosen)
         taken = []
         for nth, share in enumerate(flight.shares):
@@ -550,14 +570,13 @@ class Engine:
             job.drafts_kept += max(len(new) - 1, 0)
             job.tokens.extend(new)
             taken.append((job, new))
-        counts = [share.count for share in flight.shares]
         self.manager.commit(flight.plan, None if accepted == counts else accepted, ids=ids)
         for job, new in taken:
             if new:
                 self._report(job, new)
 
     def _listen(self, share: Share, logits: Tensor, accepted: int, new: int) -> None:
-        """Outputs of a replay are not used."""
+        """Calls the listener. Outputs of a replay are not used."""
         assert self.listener is not None
         start, reused = share.request.length, share.request.reused_tokens
         end = min(start + accepted, len(share.job.tokens) + new)
@@ -635,17 +654,8 @@ def _up_to_stop(chosen: list[int], job: Job) -> list[int]:
     return chosen[: job.missing_tokens]
 
 
-def _right_drafts(ids: Tensor, chosen: Tensor, last: Tensor, drafts: Tensor, most: int) -> Tensor:
-    """For each share, with its `last` known token in that row, how many of its `drafts` (at most
-    `most`) the model would have chosen itself, up to the first wrong one."""
-    nth = torch.arange(1, 1 + most, device=ids.device)
-    row = (last[:, None] + nth).clamp_max(len(ids) - 1)
-    right = (ids[row] == chosen[row - 1]) & (nth <= drafts[:, None])
-    return right.long().cumprod(dim=1).sum(dim=1)
-
-
 def _checked(chosen: Any, rows: int) -> Tensor:
-    """What `choose` has returned, whose range is only known on the device."""
+    """What `choose` has returned, but for the range, which only the device knows yet."""
     is_whole = isinstance(chosen, Tensor) and not chosen.is_floating_point()
     if not is_whole or tuple(chosen.shape) != (rows,) or chosen.dtype == torch.bool:
         form = f"{chosen.dtype} {list(chosen.shape)}" if isinstance(chosen, Tensor) else chosen

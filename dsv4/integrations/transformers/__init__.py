@@ -16,9 +16,10 @@ except ImportError as error:
         f"pip install 'dsv4[transformers]'"
     ) from error
 
+from dsv4.engine import Job
 from dsv4.integrations.transformers.accelerate import accelerate, restore, speculation
 from dsv4.integrations.transformers.cache import PagedCache, transformers_cache_bytes
-from dsv4.integrations.transformers.engine import Engine, Job
+from dsv4.integrations.transformers.engine import Engine
 
 __all__ = [
     "Engine",

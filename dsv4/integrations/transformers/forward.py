@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from dsv4.cache.batch import Batch
-from dsv4.cache.prepare_forward import ForwardPlan
+from dsv4.cache.prepare_forward import ForwardPlan, PlanOptions
 from dsv4.cache.requests import Request
 from dsv4.errors import InvalidInput
 from dsv4.integrations.transformers.attention import RunningStep
@@ -357,27 +357,39 @@ class FastForward:
             **options,
         )
 
+    # ---- steps of an Engine
+
     @contextmanager
-    def stepping(self, steps: list[tuple[Request, int]], ids: list[int]) -> Iterator[Tensor]:
-        """Runs a step of these requests, with the ids of their tokens in order, and gives the
-        hidden states [requests, hidden] of each one's last token. It is committed at the end of the
-        context; an error before that leaves lengths unchanged, and requests whose rows are lost are
-        torn."""
-        host_ids = torch.tensor(ids)
-        given = host_ids.to(self.step.manager.device).unsqueeze(0)
-        captured = self.graphs is not None and len(ids) == len(steps)
-        size = self.graphs.padded(len(steps)) if self.graphs and captured else None
-        with (
-            torch.no_grad(),
-            self._planned(steps, host_ids, pad_tokens=size, pad_requests=size) as plan,
-        ):
-            if self.graphs and captured:
+    def computing(self) -> Iterator[None]:
+        """Inside, there is no autocast, for layers and cache compute in the types that they have,
+        and the cache's device is the current one, which graphs and kernels are launched on."""
+        self.check_restored()
+        place = self._place
+        if torch.is_autocast_enabled(place.type) or not is_current(place):
+            with on_device(place), torch.autocast(place.type, enabled=False):
+                yield
+        else:
+            yield
+
+    def padding(self, counts: Sequence[int]) -> PlanOptions:
+        """How a step of requests with so many tokens each is padded: to the size of a graph."""
+        if self.graphs is None or max(counts) > 1:
+            return {}
+        size = self.graphs.padded(len(counts))
+        return {"pad_tokens": size, "pad_requests": size}
+
+    def hidden_states(self, plan: ForwardPlan, ids: Tensor, rows: Tensor) -> Tensor:
+        """[rows, hidden] of a plan's tokens, which every layer writes to the cache."""
+        given, self.step.batch = ids.unsqueeze(0), plan.batch
+        try:
+            if self.graphs is not None and len(ids) == len(plan.requests):
                 hidden = self.graphs(given, plan.batch, self.caches.weights.version)[0]
                 plan.mark_appended()
-                yield hidden
             else:
                 hidden = self.decode(given, plan.batch)[0]  # where the last layer is
-                yield hidden.index_select(0, beside(hidden, plan.batch.last_rows))
+        finally:
+            self.step.batch = None
+        return hidden.index_select(0, beside(hidden, rows))
 
     def decode(self, ids: Tensor, batch: Batch) -> Tensor:
         hidden: Tensor = self._forward(self._bare_forward, batch, input_ids=ids).last_hidden_state
