@@ -46,12 +46,12 @@ WORDS = {
     "beside|besides": "next to, in addition",
 }
 LEFT: dict[str, int] = {
-    "dsv4": 1,
+    "dsv4": 2,
     "dsv4/cache": 11,
     "dsv4/cache/handoff": 3,
     "dsv4/cache/prefix": 7,
     "dsv4/cache/transfers": 4,
-    "dsv4/integrations/transformers": 8,
+    "dsv4/integrations/transformers": 10,
     "dsv4/kernels": 8,
     "dsv4/kernels/hopper": 1,
     "dsv4/ops": 1,
