@@ -79,8 +79,8 @@ def _measure(model: ModelSpec, batch: int, context: int) -> Measurement:
 
 class DecodeStep:
     """`batch` requests of about `context` tokens, and one open step over all of them: a token of
-    each, or the last `chunk` ones. With `decodes` so many of them have one token all the same, and
-    chunks are apart."""
+    each, or the last `chunk` ones. With `decodes` that many of them still have one token, and
+    `chunks_apart` is used."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class DecodeStep:
         )
 
     def run(self, parts: Sequence[str], batches: Sequence[int] = (0, 1)) -> None:
-        """The named parts of the step, or of its batches where chunks are apart. The first run must
+        """The named parts of the step, or of its batches with `chunks_apart`. The first run must
         have all, for reads follow writes."""
         for layer in self.layers:
             begin = 0

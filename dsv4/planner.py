@@ -1,6 +1,6 @@
 """What a cache costs and what fits, answered before anything is allocated. Torch-free.
 
-Two figures are kept apart throughout, because folding one into the other makes both wrong:
+Two figures are kept separate throughout, because folding one into the other makes both wrong:
 
     bytes_per_token     what one more token of context costs (blocks)
     bytes_per_request   what a live request costs at any length (its slot, its row of block ids)

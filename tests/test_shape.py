@@ -44,20 +44,23 @@ WORDS = {
     "is no|are no": "is not a",
     "but for": "except",
     "beside|besides": "next to, in addition",
+    "as ever": "as usual",
+    "paid for|pays for": "reserved, reserves",
+    "narrow step|wide step|narrow half|wide half": "decode batch, prefill batch",
+    "under way": "running, being loaded",
 }
 LEFT: dict[str, int] = {
-    "dsv4": 2,
-    "dsv4/cache": 11,
-    "dsv4/cache/handoff": 3,
-    "dsv4/cache/prefix": 7,
-    "dsv4/cache/transfers": 4,
-    "dsv4/integrations/transformers": 10,
-    "dsv4/kernels": 8,
+    "dsv4": 1,
+    "dsv4/cache": 8,
+    "dsv4/cache/handoff": 2,
+    "dsv4/cache/prefix": 6,
+    "dsv4/cache/transfers": 3,
+    "dsv4/integrations/transformers": 7,
+    "dsv4/kernels": 7,
     "dsv4/kernels/hopper": 1,
     "dsv4/ops": 1,
-    "dsv4/plots": 1,
     "dsv4/reference": 1,
-    "dsv4/tiers": 7,
+    "dsv4/tiers": 6,
 }
 
 

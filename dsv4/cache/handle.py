@@ -601,7 +601,7 @@ class LayerCacheHandle(Uncopied):
         # tokens that see no more than top_k entries are not scored
         if source is None and width * size < top_k:
             raise InvalidInput(
-                f"top_k={top_k} beside {width} candidate blocks of {size} entries: blocks are "
+                f"top_k={top_k} with {width} candidate blocks of {size} entries: blocks are "
                 f"chosen by scores, which are made of tokens that see more than top_k entries, so "
                 f"select at most {width * size}, or select twice, once without candidates"
             )

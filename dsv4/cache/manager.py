@@ -715,8 +715,8 @@ class KVCacheManager(Uncopied):
             round_bf16=round_bf16,
             window_cut=bool(self.prefix) and self._prefix_cache().options.replay == "cut",
         )
-        with progress_bar(progress) as told:
-            return self.backend.warm_up(calls, workers=most, progress=told)
+        with progress_bar(progress) as report:
+            return self.backend.warm_up(calls, workers=most, progress=report)
 
     def acquire(self, layer: int, batch: Batch | None = None) -> LayerCacheHandle:
         """The handle of one layer, bound to a batch of an open plan. Allocates nothing; the same

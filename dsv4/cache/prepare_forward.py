@@ -265,7 +265,7 @@ def _refuse_drafts(buffers: StepBuffers, shape: StepShape, drafts: int) -> NoRet
             + ("" if buffers.schema.draft_layers else ", for the model has no draft layers")
         )
     raise PlanError(
-        f"{drafts} draft steps beside {shape.most_tokens} tokens of one request: plan chunks "
+        f"{drafts} draft steps with {shape.most_tokens} tokens of one request: plan chunks "
         f"apart, or in a step of their own"
     )
 

@@ -105,7 +105,7 @@ class RecordFormat:
                 part.code and part.value_dtype == "float32"
             ):
                 raise SchemaError(
-                    f"{self.name}: part {part.name} is of {part.value_dtype} values beside "
+                    f"{self.name}: part {part.name} is of {part.value_dtype} values next to "
                     f"{self.parts[0].name} of {self.value_dtype}: a vector has one type, and coded "
                     f"channels are bfloat16"
                 )

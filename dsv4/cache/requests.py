@@ -563,10 +563,10 @@ class RequestTable:
 
     def cut(self, request: Request, kept: int) -> None:
         """Releases all blocks except the first `kept`."""
-        behind = request.block_ids[kept:]
+        released = request.block_ids[kept:]
         request.published_blocks = min(request.published_blocks, kept)
         request.block_ids = request.block_ids[:kept]
-        self.allocator.release(behind)
+        self.allocator.release(released)
 
     def replace(self, request: Request, block: int, block_id: int) -> None:
         """Replaces one of the request's blocks by another, which has a reference of its own. The

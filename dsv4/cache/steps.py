@@ -69,7 +69,7 @@ class Steps:
             row = plan.requests.index(request)
             if plan.counts[row] > self._schema.max_decode_tokens:
                 raise RequestError(
-                    f"a chunk of request {request.serial} is under way, and its rings hold no "
+                    f"a chunk of request {request.serial} is running, and its rings hold no "
                     f"state: commit the plan, then offer it"
                 )
             written = max(written, int(plan.latest_ends[row]))

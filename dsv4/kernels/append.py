@@ -286,7 +286,7 @@ def _append_token(
         main_rows = _load_tail(nth, main, MAIN)
     if INDEX_TAILS:
         index_rows = _load_tail(nth, index, INDEX)
-    # A barrier that no load moves below: all loads are under way before the branch.
+    # A barrier that no load moves below: all loads have been issued before the branch.
     tl.debug_barrier()
     if slot >= 0:
         slot_ptr = step.slot_arena + slot * step.slot_bytes

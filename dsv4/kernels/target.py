@@ -250,7 +250,7 @@ ATTENTION_TILES = (
         heads=64,
         fp32_scales=True,
         tiles=replace(_TENSOR_MEMORY, keys=32),
-        why="beside 64 keys scales of fp32 did not fit into shared memory",
+        why="with 64 keys, scales of fp32 did not fit into shared memory",
         was_run=False,
     ),
     TileRule(

@@ -20,7 +20,7 @@ BY_SERIES = {
 }
 # drawn against the batch size, all series of a model in one panel
 BY_MODEL = {"decode_step": "a whole decode step, all layers"}
-# drawn against the context, beside the peer of the same run: time and bytes
+# drawn against the context, with the peer of the same run: time and bytes
 BY_CONTEXT = "transformers"
 SUITES = (*BY_SERIES, *BY_MODEL, BY_CONTEXT)
 # a series whose name has this word is drawn in the panel of the one without it
@@ -84,8 +84,8 @@ def plot_results(
         )
     commits = ", ".join(sorted({r.commit for r in drawn}))
     gpus = ", ".join(sorted({r.gpu for r in drawn}))
-    told = "\n".join(filter(None, (f"{gpus}, commit {commits}", note)))
-    figure.suptitle(told, color=MUTED, fontsize=10, x=0.01, ha="left")
+    title = "\n".join(filter(None, (f"{gpus}, commit {commits}", note)))
+    figure.suptitle(title, color=MUTED, fontsize=10, x=0.01, ha="left")
     save_figure(figure, path)
 
 

@@ -47,9 +47,9 @@ class HostTier(QueuedTier):
     those have gone; of the rest the longest unused one makes room. Of a prompt that is longer than
     the memory the beginning is kept: everything that is held can be reached.
 
-    Besides the calls of every tier there are rows: `take` one, fill it, `publish` it; `hold` one to
-    copy from it or to store it in another tier; `release` each. Rows avoid a copy in between.
-    Raises InvalidInput for more memory than there is.
+    In addition to the calls of every tier there are rows: `take` one, fill it, `publish` it; `hold`
+    one to copy from it or to store it in another tier; `release` each. Rows avoid a copy in
+    between. Raises InvalidInput for more memory than there is.
     """
 
     chunk = 8

@@ -241,7 +241,7 @@ class Arrivals:
             else:
                 read.given_up = True
                 with suppress(OfferError):  # closed: the memory stays taken
-                    self._side.link.read(read)  # in case it was not told
+                    self._side.link.read(read)  # in case it was not informed
 
 
 def _paired(parts: Parts, theirs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:

@@ -96,4 +96,4 @@ class NoPrefix:
 
 
 def _nothing() -> None:
-    """Before a reuse of memory that nobody has."""
+    """Before a reuse of memory that does not exist."""

@@ -18,7 +18,7 @@ class Resume:
 
         [0, start)              nothing: entries and state are there
         [start, reused_tokens)  replay: entries are there and are not written; the rings fill
-        [.., end)               compute, as ever
+        [.., end)               compute, as usual
 
     `source` says where the state at `start` came from: "nothing" (start is 0), the request's own
     "rings", a "snapshot", the "state" of a request that was suspended, or "replay": the slot was

@@ -66,7 +66,7 @@ class Fetch(Polled):
         # ---- for its owner: where it is, and what has been taken for it
         self.steps: Iterator[None] = iter(())
         self.loading: Loading
-        self.asked: list[tuple[Source, Ticket | Asked]] = []  # lookups under way
+        self.asked: list[tuple[Source, Ticket | Asked]] = []  # running lookups
         self.pin: PinnedPrefix | None = None
         self.block_ids: list[int] = []  # in flight
         self.snapshot_row: int | None = None

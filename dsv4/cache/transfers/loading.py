@@ -104,7 +104,7 @@ class Loading:
             self._end_copy(*copy)
 
     def cancel(self) -> None:
-        """Tells tiers not to begin what they have not begun yet."""
+        """Asks tiers not to begin what they have not begun yet."""
         for load in self._loads:
             cancel(load.tier, load.ticket)
 

@@ -24,7 +24,7 @@ from dsv4.integrations.transformers.cache import PagedCache
 from dsv4.integrations.transformers.caches import FastCaches, RunningCall
 from dsv4.integrations.transformers.generate import context_overflow, wrong_padding
 from dsv4.integrations.transformers.model import no_gradients
-from dsv4.integrations.transformers.packing import Packing, beside, make_packing, read_packing
+from dsv4.integrations.transformers.packing import Packing, indices_for, make_packing, read_packing
 from dsv4.integrations.transformers.private import has_known_wrappers, wrappers
 from dsv4.ops.device import is_current, on_device
 
@@ -361,8 +361,8 @@ class FastForward:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Inside, there is no autocast, for layers and cache compute in the types that they have,
-        and the cache's device is the current one, which graphs and kernels are launched on."""
+        """Inside, autocast is off, because layers and cache compute in their own types, and the
+        cache's device is the current one, on which graphs and kernels are launched."""
         self.check_restored()
         place = self._place
         if torch.is_autocast_enabled(place.type) or not is_current(place):
@@ -372,7 +372,7 @@ class FastForward:
             yield
 
     def padding(self, counts: Sequence[int]) -> PlanOptions:
-        """How a step of requests with so many tokens each is padded: to the size of a graph."""
+        """How a step of requests with these token counts is padded: to the size of a graph."""
         if self.graphs is None or max(counts) > 1:
             return {}
         size = self.graphs.padded(len(counts))
@@ -389,7 +389,7 @@ class FastForward:
                 hidden = self.decode(given, plan.batch)[0]  # where the last layer is
         finally:
             self.step.batch = None
-        return hidden.index_select(0, beside(hidden, rows))
+        return hidden.index_select(0, indices_for(hidden, rows))
 
     def decode(self, ids: Tensor, batch: Batch) -> Tensor:
         hidden: Tensor = self._forward(self._bare_forward, batch, input_ids=ids).last_hidden_state

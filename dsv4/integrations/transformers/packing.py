@@ -47,7 +47,7 @@ class Packing:
         if self.where is None:
             return packed
         flat = packed.new_zeros((self.batch * self.columns, *packed.shape[1:]))
-        flat[beside(packed, self.where)] = packed
+        flat[indices_for(packed, self.where)] = packed
         return flat
 
     def rows_of(self, batched: Tensor) -> list[NDArray[np.int64]]:
@@ -117,7 +117,7 @@ def make_packing(mask: NDArray[np.bool_], device: torch.device) -> Packing:
     return Packing(mask=mask, counts=tuple(mask.sum(axis=1).tolist()), where=where)
 
 
-def beside(tensor: Tensor, indices: Tensor) -> Tensor:
+def indices_for(tensor: Tensor, indices: Tensor) -> Tensor:
     """A copy of indices as int64, on a tensor's device: layers may be on several devices."""
     return tensor.new_empty(indices.shape, dtype=torch.int64).copy_(indices)
 

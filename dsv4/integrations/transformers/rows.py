@@ -143,7 +143,7 @@ def known_rows(requests: Sequence[Request], history: History) -> Iterator[KnownR
 
 
 class RowPool:
-    """The owner of all rows of a manager. Whoever needs some takes them here and gives them back
+    """The owner of all rows of a manager. Callers that need rows take them here and give them back
     here: a cache (CacheRows) or a job of an Engine, which hold them meanwhile.
 
     A pool that `keeps` them also has idle rows: what is given back stays, with all that it
