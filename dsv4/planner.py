@@ -24,8 +24,8 @@ from dsv4.errors import InvalidInput, PoolTooSmall, require_count
 from dsv4.tiers.sizes import HEADER_BYTES, padded
 
 Question = Literal["bytes", "memory", "requests", "context", "fits"]
-# bytes that a manager of n requests allocates besides blocks, slots and block table; they never
-# decrease with n
+# bytes that a manager of n requests allocates in addition to blocks, slots and block table; they
+# never decrease with n
 OtherBytes = Callable[[int], int]
 
 

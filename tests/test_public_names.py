@@ -83,6 +83,22 @@ def test_dir_shows_the_names():
     assert dir(dsv4) == sorted(dsv4.__all__)
 
 
+def test_completion_shows_no_internal_name():
+    """Each that is left out exists, and what the README calls is there."""
+    cache = dsv4.Cache("tiny", memory="32MiB", max_context=1024, max_step_tokens=256)
+    request = cache.admit_request(3)
+    plan = cache.prepare_forward([(request, 3)])
+    for shown, names in {
+        cache: ("acquire", "admit_request", "commit", "release_request", "stats", "step"),
+        request: ("is_torn", "length", "resume"),
+        plan: ("batch", "decode", "drafts", "prefill"),
+        cache.acquire(0, plan.batch): ("append", "attend", "select"),
+    }.items():
+        assert {*names} <= {*dir(shown)}
+        assert not shown._internal & {*dir(shown)}
+        assert all(hasattr(shown, name) for name in shown._internal)
+
+
 def test_importing_the_package_loads_no_torch():
     run_python("import sys, dsv4; assert 'torch' not in sys.modules, 'torch is loaded'")
 

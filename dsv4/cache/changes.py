@@ -319,10 +319,16 @@ def in_turn(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P
 
 
 class Uncopied:
-    """An object that stands for device memory: a copy would be a second owner of the same bytes."""
+    """An object that stands for device memory: a copy would be a second owner of the same bytes.
+
+    Names in `_internal` are for the other files of the cache; completion leaves them out."""
 
     __slots__ = ()
     _instead: ClassVar[str] = "build another one"
+    _internal: ClassVar[frozenset[str]] = frozenset()
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in self._internal]
 
     def _refuse_copy(self) -> NoReturn:
         raise CopyError(

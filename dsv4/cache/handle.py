@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from operator import is_not
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -53,6 +53,17 @@ class LayerCacheHandle(Uncopied):
     """
 
     _instead = "manager.acquire(layer, batch) returns it"
+    _internal: ClassVar[frozenset[str]] = frozenset(
+        (
+            "begin_entries",
+            "bind",
+            "note_entries",
+            "step_tensors",
+            "turn",
+            "window_source",
+            "write_entry_records",
+        )
+    )
 
     def __init__(self, memory: LayerMemory, backend: Backend, workspace: Workspace) -> None:
         schema = memory.shared.schema

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import numpy as np
 import torch
@@ -82,6 +82,9 @@ class KVCacheManager(Uncopied):
     """
 
     _instead = "build another one with the same schema"
+    _internal: ClassVar[frozenset[str]] = frozenset(
+        ("backend", "guard", "memory", "prefix", "table")
+    )
 
     @torch.inference_mode(False)  # its memory is written both inside and outside of inference mode
     def __init__(

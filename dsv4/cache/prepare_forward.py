@@ -63,6 +63,9 @@ class ForwardPlan(Uncopied):
     done: bool = False
     batches: tuple[Batch, ...] = field(init=False)
     _instead: ClassVar[str] = "prepare_forward makes a plan for each step"
+    _internal: ClassVar[frozenset[str]] = frozenset(
+        ("close", "counted_rows", "is_stored", "latest_ends", "rows_before", "shape", "start_at")
+    )
 
     def __post_init__(self) -> None:
         batches = self.decode, self.prefill

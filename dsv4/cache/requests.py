@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,6 +157,24 @@ class Request(Uncopied):
         self.restart(resume)
 
     _instead = "fork(request, 1) makes another request that continues from where this one is"
+    _internal: ClassVar[frozenset[str]] = frozenset(
+        (
+            "continue_from",
+            "detach",
+            "is_leaving",
+            "lose_rings",
+            "mend",
+            "note_incomplete",
+            "origin",
+            "published_blocks",
+            "require",
+            "restart",
+            "rings_exact_from",
+            "shorten",
+            "trail",
+            "written_tokens",
+        )
+    )
 
     def restart(self, resume: Resume) -> None:
         """The request continues from `resume.start`, whatever it has written before."""
