@@ -72,7 +72,7 @@ class ManagerCollector:
 def _prefix_families(prefix: PrefixStats) -> Iterator[Any]:
     yield _gauge(
         "dsv4_prefix_cached_bytes",
-        "Bytes in blocks that only the prefix cache keeps, by what is in them.",
+        "Bytes in blocks that only the prefix cache keeps, by content.",
         "kind",
         prefix.cached_bytes_by_kind,
     )
@@ -89,17 +89,17 @@ def _prefix_families(prefix: PrefixStats) -> Iterator[Any]:
         "dsv4_prefix_hits", "Prompts that found a prefix, by its state.", "state", prefix.hits
     )
     yield _counter(
-        "dsv4_prefix_misses", "Prompts that found none, by reason.", "reason", prefix.misses
+        "dsv4_prefix_misses", "Prompts that found no prefix, by reason.", "reason", prefix.misses
     )
     yield _counter(
         "dsv4_prefix_evictions",
-        "What was let go for want of memory.",
+        "Blocks and snapshots evicted for lack of memory.",
         "what",
         {"block": prefix.block_evictions, "snapshot": prefix.snapshot_evictions},
     )
     yield _counter(
         "dsv4_prefix_tokens",
-        "Prompt tokens: asked for, not run at all, in shared blocks.",
+        "Prompt tokens: requested, skipped, in shared blocks.",
         "what",
         {
             "asked": prefix.tokens_asked,
@@ -130,19 +130,31 @@ def _transfer_families(transfers: TransferStats, tiers: Sequence[TierStats]) -> 
     )
     yield _counter(
         "dsv4_transfer_requests",
-        "Requests that left the device, and that came back with their state.",
+        "Requests suspended, and requests resumed with their state.",
         "what",
         {"suspended": transfers.requests_suspended, "resumed": transfers.requests_resumed},
     )
     counter, gauge = _classes()
     for kind, name, text, label, read in (
-        (counter, "records", "Records: found, not found, kept, not kept.", "what", _records),
+        (counter, "records", "Records: found, not found, stored, dropped.", "what", _records),
         (counter, "refused", "Records that are not what they say.", "reason", _refused),
         (counter, "bytes", "Bytes loaded and stored.", "what", _bytes),
-        (counter, "seconds", "From call to outcome, summed over records.", "what", _seconds),
-        (gauge, "worst_seconds", "The longest that a record took.", "what", _worst_seconds),
-        (counter, "troubles", "Outages, and deadlines that were missed.", "what", _troubles),
-        (gauge, "held_bytes", "Bytes that are held, may be held, wait.", "what", _held),
+        (
+            counter,
+            "seconds",
+            "Seconds from call to outcome, summed over records.",
+            "what",
+            _seconds,
+        ),
+        (
+            gauge,
+            "worst_seconds",
+            "The longest time that a record took, in seconds.",
+            "what",
+            _worst_seconds,
+        ),
+        (counter, "troubles", "Outages and missed deadlines.", "what", _troubles),
+        (gauge, "held_bytes", "Bytes held, capacity, and bytes waiting.", "what", _held),
     ):
         family = kind(f"dsv4_tier_{name}", text, labels=["tier", label])
         for tier in tiers:
@@ -169,15 +181,16 @@ def _handoff_families(handoff: HandoffStats) -> Iterator[Any]:
         "what",
         {"accepted": handoff.arrivals, "arrived": handoff.requests_arrived},
     )
+    yield _counter("dsv4_handoff_errors", "Failed arrivals, by reason.", "reason", handoff.errors)
     yield _counter(
-        "dsv4_handoff_errors", "Requests that did not come, by reason.", "reason", handoff.errors
-    )
-    yield _counter(
-        "dsv4_handoff_bytes", "Bytes read from others.", "what", {"read": handoff.bytes_read}
+        "dsv4_handoff_bytes",
+        "Bytes read from other managers.",
+        "what",
+        {"read": handoff.bytes_read},
     )
     yield _gauge(
         "dsv4_handoff_open",
-        "Offers that stand, and arrivals that have memory.",
+        "Standing offers, and arrivals that have memory.",
         "what",
         {"offers": handoff.offers_standing, "arrivals": handoff.arrivals_open},
     )
