@@ -63,8 +63,8 @@ def measure_admission(context: int, device: str) -> Measurement:
     request = manager.admit_request(ids)
     while request.length < context:  # as if it had been computed
         plan = manager.prepare_forward([(request, min(CHUNK, context - request.length))])
-        if plan.captures is not None:
-            plan.captures.layers.update(range(len(schema.layers)))
+        if plan.batch.captures is not None:
+            plan.batch.captures.layers.update(range(len(schema.layers)))
         plan.mark_appended(range(len(schema.layers)))
         manager.commit(plan)
     manager.release_request(request)

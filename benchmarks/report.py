@@ -39,7 +39,7 @@ BEGIN, END = "<!-- tables: written by python -m benchmarks.report -->", "<!-- en
 TITLES = {
     "writes": "Cache writes of one layer",
     "attention": "Decode attention of one layer",
-    "ranks": "Decode attention of a tensor-parallel rank, beside our own time with all heads",
+    "ranks": "Decode attention of a tensor-parallel rank, with our own time with all heads",
     "indexer": "Indexer of one layer",
     "gather": "Dequantising gather",
     "prefill": "One chunk of a prompt, all layers, host time included",
@@ -232,7 +232,7 @@ def _cases_table(cases: Iterable[Case], measured: dict[str, BenchResult]) -> str
         rows.append((case.name, _times(case.anchors_us), *ours))
     header = (
         "case, µs",
-        "others, measured apart",
+        "others, measured separately",
         "peer, same run",
         "target",
         "ours",

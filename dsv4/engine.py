@@ -656,7 +656,7 @@ def _up_to_stop(chosen: list[int], job: Job) -> list[int]:
 
 
 def _checked(chosen: Any, rows: int) -> Tensor:
-    """What `choose` has returned, but for the range, which only the device knows yet."""
+    """What `choose` has returned, except for its range, which only the device knows yet."""
     is_whole = isinstance(chosen, Tensor) and not chosen.is_floating_point()
     if not is_whole or tuple(chosen.shape) != (rows,) or chosen.dtype == torch.bool:
         form = f"{chosen.dtype} {list(chosen.shape)}" if isinstance(chosen, Tensor) else chosen

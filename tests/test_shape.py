@@ -59,7 +59,6 @@ LEFT: dict[str, int] = {
     "dsv4/kernels": 7,
     "dsv4/kernels/hopper": 1,
     "dsv4/ops": 1,
-    "dsv4/reference": 1,
     "dsv4/tiers": 6,
 }
 

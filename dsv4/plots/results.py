@@ -191,7 +191,7 @@ def _others(line: list[BenchResult]) -> dict[str, tuple[list[tuple[int, float]],
         for name, time_us in result.peers_us.items():
             points.setdefault(name, ([], "-"))[0].append((result.batch, time_us))
         for name, time_us in result.anchors_us.items():
-            apart = f"{name}, measured apart"
+            apart = f"{name}, measured separately"
             points.setdefault(apart, ([], _APART))[0].append((result.batch, time_us))
     return points
 

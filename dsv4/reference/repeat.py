@@ -71,7 +71,7 @@ class Repetition:
 def repeatable(
     calls: Sequence[partial[None]], tensors: Sequence[Tensor], fixed: Sequence[Tensor]
 ) -> Repetition | None:
-    """Makes the calls. None where it cannot be told which of `tensors` an argument is."""
+    """Makes the calls. None where it is unclear which of `tensors` an argument is."""
     for call in calls:
         call()
     known = {id(tensor) for tensor in (*tensors, *fixed)}

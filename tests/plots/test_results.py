@@ -20,7 +20,13 @@ def test_plot_shows_what_is_in_the_file(tmp_path: Path) -> None:
     with mpl.rc_context({"svg.fonttype": "none"}):
         plot_results(drawn, tmp_path / "r.svg")
     text = (tmp_path / "r.svg").read_text(encoding="utf-8")
-    for word in ("v4-pro: csa flush", "attention", "FlashMLA", "SGLang, measured apart", "abc1234"):
+    for word in (
+        "v4-pro: csa flush",
+        "attention",
+        "FlashMLA",
+        "SGLang, measured separately",
+        "abc1234",
+    ):
         assert word in text
     assert "v4-flash" not in text, "a single point is no line"
 
@@ -64,7 +70,12 @@ def test_a_variant_stands_beside_its_series_and_others_stand_there_once(tmp_path
     with mpl.rc_context({"svg.fonttype": "none"}):
         plot_results(lines, tmp_path / "r.svg", note="where from")
     text = (tmp_path / "r.svg").read_text(encoding="utf-8")
-    for word in ("v4-flash: hca flush", "dsv4, online", "SGLang, measured apart", "where from"):
+    for word in (
+        "v4-flash: hca flush",
+        "dsv4, online",
+        "SGLang, measured separately",
+        "where from",
+    ):
         assert text.count(f">{word}<") == 1, word
     dashed = re.findall(r'<path d="[^"]*"[^>]*stroke-dasharray', text)
     assert len(dashed) == 2, "a line and its mark in the legend"

@@ -44,7 +44,7 @@ class RunningCall:
 
 class FastCaches:
     """One PagedCache per batch that is being generated, all on the rows of one `pool`. Rows come
-    back when a cache is forgotten, and stay idle for the next turn. A new batch takes free rows,
+    back when a cache is collected, and stay idle for the next turn. A new batch takes free rows,
     then idle ones, then those of the caches that were not used for longest, which are closed,
     except caches that a running call uses: it waits for them. `turn` is held by every call that
     changes the manager."""
