@@ -570,7 +570,8 @@ class Engine:
             job.drafts_kept += max(len(new) - 1, 0)
             job.tokens.extend(new)
             taken.append((job, new))
-        self.manager.commit(flight.plan, None if accepted == counts else accepted, ids=ids)
+        kept = None if accepted == counts else accepted
+        self.manager.commit(flight.plan, accepted=kept, ids=ids)
         for job, new in taken:
             if new:
                 self._report(job, new)

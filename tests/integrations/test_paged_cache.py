@@ -191,10 +191,8 @@ def test_a_compiled_model_runs_on_it() -> None:
                 compiled(past_key_values=past, use_cache=True, **options)
         assert cache.columns == 40
         cache.crop(12)  # the model runs these tokens again
-        (again,) = run(compiled, ids[:, 12:], cache, (28,))  # type: ignore[arg-type]
-        with pytest.raises(InvalidInput, match="backward reached a cache"):
-            compiled(ids[:, :1], past_key_values=cache, use_cache=True).logits.sum().backward()
+        (again,) = run(compiled, ids[:, 12:21], cache, (9,))  # type: ignore[arg-type]
     finally:
         torch.compiler.reset()
     assert_same_logits(found, expected)
-    assert torch.allclose(again[:, 19:], expected[2], atol=1e-4)
+    assert torch.allclose(again, expected[0][:, 12:21], atol=1e-4)
