@@ -462,7 +462,8 @@ class Engine:
             wanted = logits[rows.to(logits.device)]
         chosen = torch.zeros_like(ids)
         if jobs:
-            chosen[rows] = self._choose(wanted, jobs).to(chosen)
+            picked = torch.empty_like(rows)  # the last layer may be on another device
+            chosen[rows] = picked.copy_(self._choose(wanted, jobs))
         accepted = newest = None
         if self.overlaps or any(share.drafts for share in shares):
             accepted, newest = self._right_tokens(shares, ids, chosen, last_known)
