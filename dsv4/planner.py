@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
+from dsv4.cache.schema import BlockBudget, CacheSchema, bytes_by_kind, compute_block_budget
 from dsv4.cache.state import SnapshotLayout, StateLayout
 from dsv4.errors import InvalidInput, PoolTooSmall, require_count
 from dsv4.tiers.sizes import HEADER_BYTES, padded
@@ -401,7 +401,7 @@ def _sizing(
         slot_bytes=schema.slot_bytes,
         block_table_row_bytes=schema.block_table_row_bytes,
         snapshot_bytes=SnapshotLayout(schema).row_bytes,
-        bytes_by_kind=schema.bytes_by_kind(),
+        bytes_by_kind=bytes_by_kind(schema),
         question=question,
         memory_bytes=memory_bytes,
         context_tokens=context_tokens,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4.cache.schema import CacheSchema
+from dsv4.cache.schema import CacheSchema, bytes_by_kind
 from dsv4.errors import InvalidInput, PoolTooSmall
 from dsv4.model import PRESETS, v4_layers
 from dsv4.planner import Sizing, plan
@@ -55,7 +55,7 @@ def test_sizes_are_the_schema_s_and_kept_apart() -> None:
     assert found.block_tokens == 128
     assert found.fingerprint == FLASH.fingerprint
     assert found.formats == {"entries": "fp8_ds", "window": "fp8_ds", "index_keys": "mxfp4"}
-    assert found.bytes_by_kind == FLASH.bytes_by_kind()
+    assert found.bytes_by_kind == bytes_by_kind(FLASH)
     answers = (found.memory_bytes, found.context_tokens, found.requests, found.needed_bytes)
     assert answers == (None,) * 4
     assert found.budget is None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.pages import ITEM_BYTES, ArenaName, Plane
-from dsv4.cache.schema import CacheSchema
+from dsv4.cache.schema import CacheSchema, row_bytes
 
 TORCH_DTYPES = {
     "uint8": torch.uint8,
@@ -24,8 +24,7 @@ class Arena:
         self, schema: CacheSchema, name: ArenaName, rows: int, device: torch.device
     ) -> None:
         self.name = name
-        row_bytes = schema.block_bytes if name == "block" else schema.slot_bytes
-        self.bytes = torch.zeros((rows, row_bytes), dtype=torch.uint8, device=device)
+        self.bytes = torch.zeros((rows, row_bytes(schema, name)), dtype=torch.uint8, device=device)
 
     @property
     def rows(self) -> int:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from dsv4.cache.records import ELEMENT_BITS, RecordFormat, ScaleType
 
-ArenaName = Literal["block", "slot"]
+ArenaName = Literal["block", "slot", "entries"]
 PageKind = Literal["entries", "index_keys", "window"]
 CompressorKind = Literal["main", "index"]
 PlaneDtype = Literal["uint8", "float8_e4m3fn", "bfloat16", "float32"]
@@ -56,13 +56,15 @@ class Plane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """`rows` records of one layer: all data rows, then all scale rows."""
+    """`rows` records of one layer: all data rows, then all scale rows. Entries that are kept
+    `apart` lie in an arena of their own, whose rows have the entries of one block."""
 
     kind: PageKind
     layer: int
     offset_bytes: int
     rows: int
     format: RecordFormat
+    apart: bool = False
 
     @property
     def scale_offset_bytes(self) -> int:
@@ -75,6 +77,8 @@ class Page:
     def planes(self) -> Iterator[Plane]:
         """The page cut into named tensors. Formats with several coded parts number their scales."""
         arena, prefix, scale_name = _PAGE_NAMES[self.kind]
+        if self.apart:
+            arena = "entries"
         data_offset, scale_offset = self.offset_bytes, self.scale_offset_bytes
         coded_parts = 0
         for part in self.format.parts:

@@ -1,7 +1,10 @@
-"""The map of the two arenas: which tensor lives at which byte. Torch-free and frozen.
+"""The map of the arenas: which tensor lives at which byte. Torch-free and frozen.
 
-    block arena  uint8 [num_blocks, block_bytes]   what the model keeps of `block_tokens` tokens
-    slot arena   uint8 [num_slots,  slot_bytes]    what a live request has besides its blocks
+    block arena   uint8 [num_blocks, block_bytes]   what the model keeps of `block_tokens` tokens
+    slot arena    uint8 [num_slots,  slot_bytes]    what a live request has besides its blocks
+    entries arena uint8 [rows, entries_bytes]       with `entries_apart`: of a block, the entries of
+                                                    the layers that select, which may leave the
+                                                    device; the block arena has the rest
 
 Within a block (and a slot) the layers follow each other. Sizing, views, kernels, checks and storage
 all read offsets from here; no other file repeats one.
@@ -29,7 +32,7 @@ from dsv4.cache.pages import (
     Ring,
 )
 from dsv4.cache.records import RecordFormat
-from dsv4.errors import InvalidInput, PoolTooSmall, SchemaError, require_count
+from dsv4.errors import InvalidInput, PoolTooSmall, SchemaError, require_count, require_flag
 from dsv4.model import AttentionType, LayerSpec, ModelSpec
 
 __all__ = [
@@ -38,7 +41,10 @@ __all__ = [
     "CacheSchema",
     "HcaState",
     "LayerCacheSchema",
+    "byte_map",
+    "bytes_by_kind",
     "compute_block_budget",
+    "row_bytes",
 ]
 
 HcaState = Literal["raw", "online"]
@@ -124,6 +130,7 @@ class _Layout:
     planes: tuple[Plane, ...]
     block_bytes: int
     slot_bytes: int
+    entries_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,11 +148,13 @@ class CacheSchema:
     window_format: RecordFormat
     index_format: RecordFormat
     hca_state: HcaState
+    entries_apart: bool = False
 
     def __repr__(self) -> str:
+        apart = f" and {self.entries_bytes:,} bytes of entries apart" if self.entries_apart else ""
         return (
             f"CacheSchema({self.model.name}: {len(self.layers)} layers, blocks of "
-            f"{self.block_tokens} tokens and {self.block_bytes:,} bytes, slots of "
+            f"{self.block_tokens} tokens and {self.block_bytes:,} bytes{apart}, slots of "
             f"{self.slot_bytes:,} bytes, entries {self.entry_format.name}, window "
             f"{self.window_format.name}, index keys {self.index_format.name}, "
             f"max_context={self.max_context}, layout {self.fingerprint[:12]})"
@@ -166,6 +175,7 @@ class CacheSchema:
         window_format: str | RecordFormat | None = None,
         index_format: str | RecordFormat = "mxfp4",
         hca_state: HcaState = "raw",
+        entries_apart: bool = False,
     ) -> CacheSchema:
         """Lays a model out.
 
@@ -176,8 +186,11 @@ class CacheSchema:
         results are not on the host yet. `entry_format` and `window_format` default to those that
         the model was trained with; if only the first is given, it is used for both. `hca_state`
         says how HCA layers keep their unfinished group: "raw", every token of it, or "online",
-        folded into a running softmax. Raises SchemaError or InvalidInput.
+        folded into a running softmax. With `entries_apart` the entries of layers that select lie
+        in an arena of their own, so that they can leave the device (docs/residency.md); stored
+        records then have another layout. Raises SchemaError or InvalidInput.
         """
+        require_flag("entries_apart", entries_apart)
         block_tokens = require_count("block_tokens", block_tokens)
         align_bytes = require_count("align_bytes", align_bytes)
         max_draft_tokens = require_count("max_draft_tokens", max_draft_tokens, at_least=0)
@@ -237,6 +250,7 @@ class CacheSchema:
             window_format=window,
             index_format=_resolve_index(index_format, model),
             hca_state=hca_state,
+            entries_apart=entries_apart,
         )
 
     def __post_init__(self) -> None:
@@ -262,17 +276,22 @@ class CacheSchema:
     def _layout(self) -> _Layout:
         pages: list[Page] = []
         planes: list[Plane] = []
-        block_bytes = slot_bytes = 0
+        block_bytes = slot_bytes = entries_bytes = 0
         for layer in self.layers:
             kept: tuple[tuple[PageKind, int, RecordFormat], ...] = (
                 ("entries", layer.entries_per_block, self.entry_format),
                 ("index_keys", layer.index_keys_per_block, self.index_format),
             )
             for kind, rows, record in kept:
-                if rows:
+                if not rows:
+                    continue
+                if kind == "entries" and self._may_leave(layer):
+                    page = self._page(kind, layer, entries_bytes, rows, record, apart=True)
+                    entries_bytes += self._aligned(page.payload_bytes)
+                else:
                     page = self._page(kind, layer, block_bytes, rows, record)
-                    pages.append(page)
                     block_bytes += self._aligned(page.payload_bytes)
+                pages.append(page)
             page = self._page("window", layer, slot_bytes, layer.ring_rows, self.window_format)
             pages.append(page)
             slot_bytes += self._aligned(page.payload_bytes)
@@ -294,13 +313,30 @@ class CacheSchema:
             planes=tuple(planes),
             block_bytes=block_bytes,
             slot_bytes=slot_bytes,
+            entries_bytes=entries_bytes,
         )
 
+    def _may_leave(self, layer: LayerCacheSchema) -> bool:
+        """Whether the layer's entries are read by selection, and so are kept apart."""
+        return self.entries_apart and layer.spec.attention is AttentionType.CSA
+
     def _page(
-        self, kind: PageKind, layer: LayerCacheSchema, offset: int, rows: int, record: RecordFormat
+        self,
+        kind: PageKind,
+        layer: LayerCacheSchema,
+        offset: int,
+        rows: int,
+        record: RecordFormat,
+        *,
+        apart: bool = False,
     ) -> Page:
         return Page(
-            kind=kind, layer=layer.spec.layer, offset_bytes=offset, rows=rows, format=record
+            kind=kind,
+            layer=layer.spec.layer,
+            offset_bytes=offset,
+            rows=rows,
+            format=record,
+            apart=apart,
         )
 
     def _tail_planes(self, layer: LayerCacheSchema, offset: int) -> Iterator[Plane]:
@@ -417,9 +453,14 @@ class CacheSchema:
         return self._layout.slot_bytes
 
     @property
+    def entries_bytes(self) -> int:
+        """A row of the entries arena: of one block what is kept apart; 0 where nothing is."""
+        return self._layout.entries_bytes
+
+    @property
     def bytes_per_token(self) -> float:
         """What one more token of context costs, alignment included (a whole block's share)."""
-        return self.block_bytes / self.block_tokens
+        return (self.block_bytes + self.entries_bytes) / self.block_tokens
 
     @property
     def bytes_per_request(self) -> int:
@@ -464,19 +505,8 @@ class CacheSchema:
 
     def request_bytes(self, tokens: int) -> int:
         """All bytes of one request of that length."""
-        return self.bytes_per_request + self.blocks_for(tokens) * self.block_bytes
-
-    def bytes_by_kind(self) -> dict[str, dict[str, int]]:
-        """Bytes of each plane kind in a block and in a slot, and what alignment and scale-row
-        padding add; each column sums to block_bytes and slot_bytes."""
-        result: dict[str, dict[str, int]] = {"block": {}, "slot": {}}
-        for plane in self.planes:
-            kinds = result[plane.arena]
-            kind = f"{self.model.layers[plane.layer].attention} {plane.kind}"
-            kinds[kind] = kinds.get(kind, 0) + plane.payload_bytes
-        for arena, total in (("block", self.block_bytes), ("slot", self.slot_bytes)):
-            result[arena]["padding"] = total - sum(result[arena].values())
-        return result
+        block = self.block_bytes + self.entries_bytes
+        return self.bytes_per_request + self.blocks_for(tokens) * block
 
     @cached_property
     def content_fingerprint(self) -> str:
@@ -507,8 +537,16 @@ class CacheSchema:
                 ],
                 "block_planes": [asdict(plane) for plane in self.planes if plane.arena == "block"],
                 "block_bytes": self.block_bytes,
+                **self._apart_facts(),
             }
         )
+
+    def _apart_facts(self) -> dict[str, object]:
+        """Left out of fingerprints where nothing is apart."""
+        if not self.entries_bytes:
+            return {}
+        planes = [asdict(plane) for plane in self.planes if plane.arena == "entries"]
+        return {"entries_planes": planes, "entries_bytes": self.entries_bytes}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -521,19 +559,43 @@ class CacheSchema:
             }
         )
 
-    def byte_map(self, arena: ArenaName) -> str:
-        """The planes of a block or a slot, one per line: offset, bytes, shape, dtype, name."""
-        total = self.block_bytes if arena == "block" else self.slot_bytes
-        lines = [f"{arena}: {total:,} bytes, pages aligned to {self.align_bytes}"]
-        for plane in self.planes:
-            if plane.arena != arena:
-                continue
-            shape = "x".join(str(extent) for extent in plane.shape)
-            lines.append(
-                f"{plane.offset_bytes:>12,}  {plane.payload_bytes:>9,} B  {shape:>9} "
-                f"{plane.dtype:<14} layer {plane.layer:<3} {plane.name}"
-            )
-        return "\n".join(lines)
+
+def row_bytes(schema: CacheSchema, arena: ArenaName) -> int:
+    """Bytes of a row of an arena."""
+    if arena == "entries":
+        return schema.entries_bytes
+    return schema.block_bytes if arena == "block" else schema.slot_bytes
+
+
+def bytes_by_kind(schema: CacheSchema) -> dict[str, dict[str, int]]:
+    """Bytes of each plane kind in a block, wherever it lies, and in a slot, and what alignment
+    and scale-row padding add; each column sums to block_bytes and entries_bytes, and slot_bytes."""
+    result: dict[str, dict[str, int]] = {"block": {}, "slot": {}}
+    for plane in schema.planes:
+        kinds = result["slot" if plane.arena == "slot" else "block"]
+        kind = f"{schema.model.layers[plane.layer].attention} {plane.kind}"
+        kinds[kind] = kinds.get(kind, 0) + plane.payload_bytes
+    for arena, total in (
+        ("block", schema.block_bytes + schema.entries_bytes),
+        ("slot", schema.slot_bytes),
+    ):
+        result[arena]["padding"] = total - sum(result[arena].values())
+    return result
+
+
+def byte_map(schema: CacheSchema, arena: ArenaName) -> str:
+    """The planes of an arena's row, one per line: offset, bytes, shape, dtype, name."""
+    total = row_bytes(schema, arena)
+    lines = [f"{arena}: {total:,} bytes, pages aligned to {schema.align_bytes}"]
+    for plane in schema.planes:
+        if plane.arena != arena:
+            continue
+        shape = "x".join(str(extent) for extent in plane.shape)
+        lines.append(
+            f"{plane.offset_bytes:>12,}  {plane.payload_bytes:>9,} B  {shape:>9} "
+            f"{plane.dtype:<14} layer {plane.layer:<3} {plane.name}"
+        )
+    return "\n".join(lines)
 
 
 def _usual_facts(layer: dict[str, Any]) -> dict[str, object]:

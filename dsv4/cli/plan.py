@@ -14,6 +14,7 @@ from rich.text import Text
 
 from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
 from dsv4.cache.schema import BlockBudget, CacheSchema
+from dsv4.cache.schema import byte_map as map_of
 from dsv4.cli.errors import reported_errors
 from dsv4.model import PRESETS, ModelSpec
 from dsv4.planner import (
@@ -139,7 +140,7 @@ def plan_command(
         if plot is not None:
             curves = requests_to_draw(found.requests)
             plot_plan(schema, plot, memory_bytes=found.memory_bytes, requests=curves)
-        maps = {arena: schema.byte_map(arena) for arena in ("block", "slot")} if byte_map else {}
+        maps = {arena: map_of(schema, arena) for arena in ("block", "slot")} if byte_map else {}
         below = None
         if tier is not None:
             every = 0 if snapshot_every == "0" else parse_tokens(snapshot_every)

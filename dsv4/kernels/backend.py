@@ -35,7 +35,7 @@ from dsv4.kernels.target import processors, target_of
 from dsv4.kernels.warmup import warm_up
 from dsv4.model import ModelSpec
 from dsv4.ops.backend import BackendName
-from dsv4.ops.calls import Attention, EntrySource, Scoring, Selection
+from dsv4.ops.calls import Attention, EntrySource, Resolving, Scoring, Selection, Staging
 
 LOGGER = logging.getLogger("dsv4")
 Call = TypeVar("Call", Attention, Scoring)
@@ -85,6 +85,18 @@ class TritonBackend:
                 f"layer {layer} makes one entry of {ratio} tokens, and a tile of the Triton "
                 f"kernels holds a power of two of them: use backend='reference'"
             )
+
+    def check_apart(self) -> None:
+        raise SchemaError(
+            "the Triton kernels do not read entries that are kept apart from their blocks yet: "
+            "use backend='reference', or a schema without entries_apart"
+        )
+
+    def resolve(self, call: Resolving) -> None:
+        self.check_apart()
+
+    def stage(self, call: Staging) -> None:
+        self.check_apart()
 
     def repeatable(
         self, calls: Sequence[partial[None]], tensors: Sequence[Tensor], fixed: Sequence[Tensor]

@@ -22,8 +22,10 @@ from dsv4.ops.calls import (
     CompressorWrite,
     EntrySource,
     Following,
+    Resolving,
     Scoring,
     Selection,
+    Staging,
     StepTensors,
     WindowSource,
     WindowWrite,
@@ -53,6 +55,9 @@ class Backend(Protocol):
 
     def check_ratio(self, layer: int, ratio: int) -> None:
         """Raises SchemaError for a compression ratio that this backend has no code for."""
+
+    def check_apart(self) -> None:
+        """Raises SchemaError if this backend has no code for entries that are kept apart."""
 
     def repeatable(
         self, calls: Sequence[partial[None]], tensors: Sequence[Tensor], fixed: Sequence[Tensor]
@@ -172,6 +177,27 @@ class Backend(Protocol):
     ) -> int:
         """The workspace with which `select` handles `rows` tokens at a time; `block_entries` is the
         block size where it publishes candidates."""
+
+    # ---- entries in host memory ----------------------------------------------------------------
+
+    def resolve(self, call: Resolving) -> None:
+        """Writes where the selected entries lie on the device, fetching them where necessary.
+
+        For each request, after its clock has advanced to `now`: entries on the device are where the
+        table says; entries with a place are hits, and their records are used `now`. Then, token by
+        token and in the order of k, the others are misses. The misses of a token take the records
+        from `hand` on, in a circle, without those used `now`; `hand` moves past the last one taken.
+        Its former entry loses its place; the new one's record is copied there from the host.
+
+        `rows` has record numbers (EntrySource), -1 for indices that are negative or not visible, in
+        the order of `selected`; rows of padding tokens stay unchanged. A row of `selected` names no
+        entry twice; if it does, `rows` is right all the same. Counted are the named entries that
+        are not on the device: an entry that a token named before is a hit.
+        """
+
+    def stage(self, call: Staging) -> None:
+        """Copies the pages of all blocks with entries that the newest tokens of the step's requests
+        see. Padding rows copy nothing."""
 
     # ---- attention -----------------------------------------------------------------------------
 

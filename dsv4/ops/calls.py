@@ -115,7 +115,10 @@ class StepTensors:
     `narrow` (a decode step): no request has more tokens in the step than its rings can lose
     (schema.max_rollback_tokens), so what it writes does not overwrite what it reads.
     `scratch` fp32 [items, head_dim] and `arrived` int32 [items] serve groups that several programs
-    pool together; `arrived` is 0 between launches."""
+    pool together; `arrived` is 0 between launches.
+
+    Entries that are kept apart (`Page.apart`) go to `entries_arena`, through `entry_table` as
+    others through `block_table`."""
 
     block_arena: Tensor
     slot_arena: Tensor
@@ -127,6 +130,8 @@ class StepTensors:
     narrow: bool
     scratch: Tensor
     arrived: Tensor
+    entries_arena: Tensor | None = None
+    entry_table: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,12 +200,17 @@ class WindowSource:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntrySource:
     """Compressed entries or indexer keys: entry e of slot s is row e % page.rows of `page` in
-    arena row block_table[s, e // page.rows]. Visible to the query at t: e < (t + 1) // ratio."""
+    arena row block_table[s, e // page.rows]. Visible to the query at t: e < (t + 1) // ratio.
+
+    For entries that are kept apart, `block_table` has rows of their arena. Where they were
+    `resolved` (`Resolving`), indices say where entries lie: record i % page.rows of arena row
+    i // page.rows, whatever the table has; all of them are visible."""
 
     arena: Tensor
     page: Page
     block_table: Tensor
     ratio: int
+    resolved: bool = False
 
     @property
     def capacity(self) -> int:
@@ -273,6 +283,66 @@ class Selection:
         if self.max_visible is None:
             return self.keys.capacity
         return min(self.keys.capacity, self.max_visible)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotRows:
+    """Records of one layer's entries that slots have fetched from host memory. Slot s has the
+    `records` of arena rows `first_row` + s · n to `first_row` + (s + 1) · n - 1, where n is
+    records / page.rows: hot record h is record h % page.rows of the row h // page.rows of these.
+
+    `place` int16 [slots, entries] is the hot record of an entry, or -1, `entry_of` int32 [slots,
+    records] the reverse. `used` int32 [slots, records] is the value of `clock` int32 [slots] when a
+    record was named last, `hand` int32 [slots] the record that is replaced next. `counted` int64
+    [3] counts hits, misses and bytes fetched.
+    """
+
+    first_row: int
+    records: int
+    place: Tensor
+    entry_of: Tensor
+    used: Tensor
+    clock: Tensor
+    hand: Tensor
+    counted: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolving:
+    """Finds the entries `selected` int32 [tokens, k], which a decode step reads, wherever they are,
+    and fetches those that are only in host memory; `Backend.resolve` says how.
+
+    `entries` are those on the device: its table has -1 for blocks that are not. `host` uint8
+    [blocks, bytes], on the host, has the same pages, in row block_table[slot, block]. No request
+    has more than `tokens_per_request` tokens, and that many times k is at most `hot.records`.
+    `rows` int32 [tokens, k] is the result. `misses` int32 [requests, n, 2] and `miss_count` int32
+    [requests] are lost.
+    """
+
+    selected: Tensor
+    tokens: Tensor
+    batch: Tensor
+    entries: EntrySource
+    block_table: Tensor
+    host: Tensor
+    hot: HotRows
+    rows: Tensor
+    misses: Tensor
+    miss_count: Tensor
+    tokens_per_request: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """Copies the entries that the requests of a prefill step see, from `entries` or, where its
+    table has -1, from row block_table[slot, block] of `host` (as in `Resolving`), to where `staged`
+    has the same blocks of the same slots."""
+
+    batch: Tensor
+    entries: EntrySource
+    block_table: Tensor
+    host: Tensor
+    staged: EntrySource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,8 +122,13 @@ def _write_keys(
 
 def _write_entries(step: StepTensors, page: Page, groups: ClosedGroups, rows: Tensor) -> None:
     block = torch.div(groups.entry, page.rows, rounding_mode="floor")
-    block_id = step.block_table[groups.slot, block].long()
-    write_records(step.block_arena, page, block_id, groups.entry % page.rows, rows)
+    arena, table = step.block_arena, step.block_table
+    if page.apart:
+        assert step.entries_arena is not None
+        assert step.entry_table is not None
+        arena, table = step.entries_arena, step.entry_table
+    arena_row = table[groups.slot, block].long()
+    write_records(arena, page, arena_row, groups.entry % page.rows, rows)
 
 
 def write_tails(

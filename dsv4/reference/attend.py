@@ -139,6 +139,8 @@ def _entry_keys(
         far = read_entries(source, slot, entry).float()
         return far, [*map(slice, (begins + 0 * visible).tolist(), (begins + visible).tolist())]
     named = call.indices[rows]
+    if source.resolved:
+        return _resolved_keys(source, named)
     seen = (named >= 0) & (named < torch.from_numpy(visible).to(device)[:, None])
     entry = named[seen].long()
     count = torch.count_nonzero(seen, dim=1)
@@ -153,3 +155,13 @@ def _entry_keys(
     place = torch.empty_like(read, dtype=torch.long)
     place[different] = torch.arange(len(different), device=device)
     return read_entries(source, slot, different).float(), place[entry].split(count.tolist())
+
+
+def _resolved_keys(source: EntrySource, named: Tensor) -> tuple[Tensor, Sequence[slice]]:
+    """The same where indices say where entries lie."""
+    seen = named >= 0
+    ends = torch.count_nonzero(seen, dim=1).cumsum(0).tolist()
+    at = named[seen].long()
+    row = torch.div(at, source.page.rows, rounding_mode="floor")
+    far = read_records(source.arena, source.page, row, at % source.page.rows).float()
+    return far, [*map(slice, [0, *ends], ends)]

@@ -11,6 +11,7 @@ from dsv4.reference import append as writes
 from dsv4.reference import attend as attention
 from dsv4.reference import follow as following
 from dsv4.reference import gather, index_query
+from dsv4.reference import host_entries as from_host
 from dsv4.reference import index_scores as scoring
 from dsv4.reference import select as selection
 from dsv4.reference.repeat import repeatable
@@ -30,6 +31,8 @@ class ReferenceBackend:
     select = staticmethod(selection.select)
     select_workspace_bytes = staticmethod(selection.select_workspace_bytes)
     attend = staticmethod(attention.attend)
+    resolve = staticmethod(from_host.resolve)
+    stage = staticmethod(from_host.stage)
 
     repeatable = staticmethod(repeatable)
 
@@ -43,6 +46,9 @@ class ReferenceBackend:
 
     def check_ratio(self, layer: int, ratio: int) -> None:
         """Accepts every ratio."""
+
+    def check_apart(self) -> None:
+        """They are written and read."""
 
     def attend_workspace_bytes(self, tokens: int, *, model: ModelSpec, max_entries: int) -> int:
         return 0

@@ -13,7 +13,7 @@ from dsv4.cache.arena import Arena
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.pages import ITEM_BYTES, Plane
 from dsv4.cache.records import Part, RecordFormat, TileCode
-from dsv4.cache.schema import CacheSchema
+from dsv4.cache.schema import CacheSchema, bytes_by_kind
 from dsv4.errors import SchemaMismatch
 from dsv4.model import AttentionType, LayerSpec, ModelSpec, v4_layers
 from dsv4.reference.codec import decode, encode
@@ -236,7 +236,7 @@ def test_memory_of_the_layers_and_the_padding_make_the_arena(name: str):
         for handle in (manager.acquire(layer) for layer in range(len(schema.layers)))
         if handle.schema.spec.owner == handle.layer
     ]
-    padding = {arena: kinds["padding"] for arena, kinds in schema.bytes_by_kind().items()}
+    padding = {arena: kinds["padding"] for arena, kinds in bytes_by_kind(schema).items()}
     assert sum(pool.memory_bytes() for pool, _ in own) == ROWS * (
         schema.block_bytes - padding["block"]
     )

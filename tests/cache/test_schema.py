@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 
 from dsv4.cache import records
 from dsv4.cache.pages import ITEM_BYTES, Page, Plane
-from dsv4.cache.schema import AttentionType, CacheSchema, compute_block_budget
+from dsv4.cache.schema import (
+    AttentionType,
+    CacheSchema,
+    byte_map,
+    bytes_by_kind,
+    compute_block_budget,
+)
 from dsv4.errors import InvalidInput, PoolTooSmall, SchemaError
 from dsv4.model import PRESETS, LayerSpec, ModelSpec, v4_layers
 
@@ -53,7 +59,7 @@ def paint(schema: CacheSchema, arena: str) -> np.ndarray:
 
 def check_layout(schema: CacheSchema) -> None:
     """Planes are disjoint, inside, aligned, and the sums of bytes_by_kind are the totals."""
-    by_kind = schema.bytes_by_kind()
+    by_kind = bytes_by_kind(schema)
     for arena, total in (("block", schema.block_bytes), ("slot", schema.slot_bytes)):
         claims = paint(schema, arena)
         assert claims.max(initial=0) <= 1, f"two planes of the {arena} share a byte"
@@ -255,7 +261,7 @@ def test_the_names_of_the_inventory_are_there() -> None:
 def test_byte_map_lists_every_plane_of_the_arena() -> None:
     schema = CacheSchema.build(TINY)
     for arena in ("block", "slot"):
-        lines = schema.byte_map(arena).splitlines()
+        lines = byte_map(schema, arena).splitlines()
         planes = [plane for plane in schema.planes if plane.arena == arena]
         assert len(lines) == 1 + len(planes)
         for line, plane in zip(lines[1:], planes, strict=True):
@@ -694,12 +700,12 @@ def test_the_numbers_of_the_layout_page_are_the_schema_s() -> None:
     large = [CacheSchema.build(FLASH, block_tokens=tokens) for tokens in (256, 512)]
     online = CacheSchema.build(FLASH, hca_state="online")
     numbers = [
-        *(online.slot_bytes, online.bytes_per_request, online.bytes_by_kind()["slot"]["hca tail"]),
+        *(online.slot_bytes, online.bytes_per_request, bytes_by_kind(online)["slot"]["hca tail"]),
         *(schema.block_bytes, schema.slot_bytes, schema.bytes_per_request, schema.bytes_per_token),
         *(schema.block_table_row_bytes, sm100.block_bytes, sm100.bytes_per_token),
         *(size.block_bytes for size in large),
         *(size.bytes_per_token for size in large),
-        *(amount for kinds in schema.bytes_by_kind().values() for amount in kinds.values()),
+        *(amount for kinds in bytes_by_kind(schema).values() for amount in kinds.values()),
         *(plane.offset_bytes for plane in schema.planes if plane.layer in (2, 3)),
     ]
     missing = [number for number in numbers if f"{number:,}".removesuffix(".0") not in text]

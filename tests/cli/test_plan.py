@@ -16,7 +16,7 @@ import dsv4
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
-from dsv4.cache.schema import CacheSchema
+from dsv4.cache.schema import CacheSchema, byte_map
 from dsv4.cache.state import StateLayout
 from dsv4.cli import app
 from dsv4.errors import MissingExtra
@@ -254,11 +254,11 @@ def test_a_model_name_with_markup_is_printed_as_it_is(tmp_path: Path) -> None:
 def test_map_prints_every_plane() -> None:
     schema = CacheSchema.build(PRESETS["tiny"])
     result = run("plan", "tiny", "--map")
-    assert schema.byte_map("block") in result.stdout
-    assert schema.byte_map("slot") in result.stdout
+    assert byte_map(schema, "block") in result.stdout
+    assert byte_map(schema, "slot") in result.stdout
     found = run_json("tiny", "--map")["byte_map"]
-    assert found["block"] == schema.byte_map("block").splitlines()
-    assert found["slot"] == schema.byte_map("slot").splitlines()
+    assert found["block"] == byte_map(schema, "block").splitlines()
+    assert found["slot"] == byte_map(schema, "slot").splitlines()
 
 
 def test_version() -> None:

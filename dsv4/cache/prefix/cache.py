@@ -33,7 +33,7 @@ from dsv4.cache.prefix.trail import (
 )
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
-from dsv4.cache.schema import CacheSchema
+from dsv4.cache.schema import CacheSchema, bytes_by_kind
 from dsv4.cache.stats import HitKind, MissReason, PrefixCounters, PrefixStats
 from dsv4.cache.step.shape import I64
 from dsv4.errors import Dsv4Error, InvalidInput
@@ -78,7 +78,7 @@ class PrefixCache:
         if options.events:
             self.index.events = []
         self._allocator = allocator
-        self._bytes_by_kind = schema.bytes_by_kind()["block"]
+        self._bytes_by_kind = bytes_by_kind(schema)["block"]
         self.pool = SnapshotPool(schema, options.rows, where=options.where, device=device)
         self._notices = Notices(schema.block_tokens, has_state_bytes=self.pool.layout.row_bytes > 0)
         before_reuse = self._notices.before_reuse
