@@ -141,7 +141,7 @@ def _check_flush(
 ) -> None:
     items = _items(handle)
     value_dtype = layout.page.format.value_dtype
-    checks.rows("rows", rows, items.shape[0], layout.width, value_dtype, items.device)
+    checks.rows("rows", rows, (items.shape[0], layout.width), value_dtype, items.device)
     checks.is_tensor("valid_mask", valid_mask)
     if valid_mask.shape != items.shape[:1] or valid_mask.dtype != torch.bool:
         raise InvalidInput(

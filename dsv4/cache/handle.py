@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from operator import is_not
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -243,7 +243,7 @@ class LayerCacheHandle(Uncopied):
         batch = self._decode_batch("flush_compression")
         checks.layer_weights(weights)
         writes = [
-            self._compressor_write(batch, layout, w, name, None, None, write_tails=False)
+            self._compressor_write(batch, layout, w, name, write_tails=False)
             for layout, w, name in (
                 (self.compressor, weights.compressor, ""),
                 (self.index_compressor, weights.index_compressor, "index_"),
@@ -265,10 +265,12 @@ class LayerCacheHandle(Uncopied):
         indexer = layout.kind == "index"
         chosen = weights.index_compressor if indexer else weights.compressor
         name = "index_" if indexer else ""
-        write = self._compressor_write(
-            batch, layout, chosen, name, None, None, write_tails=False, dense=out
-        )
-        self.backend.append(self.step_tensors(batch, weights), None, (write,))
+        write = self._compressor_write(batch, layout, chosen, name, write_tails=False)
+        shape, dtype = (write.items.shape[0], layout.width), layout.page.format.value_dtype
+        for check in (checks.rows, checks.whole):
+            check("out", out, shape, dtype, self._slot_arena.device)
+        step = self.step_tensors(batch, weights)
+        self.backend.append(step, None, (replace(write, dense=out),))
 
     @in_turn
     def write_entry_records(
@@ -313,24 +315,23 @@ class LayerCacheHandle(Uncopied):
         *,
         compress: bool = True,
     ) -> list[CompressorWrite]:
-        keys = weights.index_projection
+        compressors = (
+            (self.compressor, weights.compressor, "", c, z, weights.index_projection),
+            (self.index_compressor, weights.index_compressor, "index_", index_c, index_z, None),
+        )
         return [
-            self._compressor_write(
-                batch, layout, given, name, values, gates, compress=compress, keys=projection
-            )
-            for layout, given, name, values, gates, projection in (
-                (self.compressor, weights.compressor, "", c, z, keys),
-                (self.index_compressor, weights.index_compressor, "index_", index_c, index_z, None),
-            )
-            if checks.wanted(layout, f"{name}c", values, f"{name}z", gates, self.layer)
+            self._compressor_write(batch, *each, compress=compress)
+            for each in compressors
+            if checks.wanted(each[0], *each[2:5], self.layer)
         ]
 
     def _window_write(self, batch: Batch, kv: Tensor, weights: LayerWeights) -> WindowWrite:
         page = self._window_page
         device = self._slot_arena.device
-        checks.rows("kv", kv, batch.padded_tokens, page.format.width, self._value_dtype, device)
+        shape = batch.padded_tokens, page.format.width
+        checks.rows("kv", kv, shape, self._value_dtype, device)
         if weights.kv_norm is not None:
-            checks.vector("kv_norm", weights.kv_norm, (page.format.width,), device)
+            checks.whole("kv_norm", weights.kv_norm, shape[1:], "float32", device)
         return WindowWrite(
             page=page,
             kv=kv,
@@ -346,42 +347,35 @@ class LayerCacheHandle(Uncopied):
         layout: CompressorLayout | None,
         weights: CompressorWeights | None,
         name: str,
-        c: Tensor | None,
-        z: Tensor | None,
+        c: Tensor | None = None,
+        z: Tensor | None = None,
+        keys: KeyProjection | None = None,
         *,
         compress: bool = True,
         write_tails: bool = True,
-        dense: Tensor | None = None,
-        keys: KeyProjection | None = None,
     ) -> CompressorWrite:
         assert layout is not None
-        device = self._slot_arena.device
+        device, rows = self._slot_arena.device, (batch.padded_tokens, layout.columns)
         weights = checks.given(f"weights.{name}compressor", weights, self.layer)
         if weights.ape is not None or layout.key_page is None:
             ape = checks.given(f"weights.{name}compressor.ape", weights.ape, self.layer)
-            checks.vector(f"{name}ape", ape, (layout.ratio, layout.columns), device)
-        checks.vector(f"{name}norm", weights.norm, (layout.width,), device)
+            checks.whole(f"{name}ape", ape, (layout.ratio, layout.columns), "float32", device)
+        checks.whole(f"{name}norm", weights.norm, (layout.width,), "float32", device)
         for label, tensor in ((f"{name}c", c), (f"{name}z", z)):
             if tensor is not None:
                 dtype = "float32" if layout.gated else self._value_dtype
-                checks.rows(label, tensor, batch.padded_tokens, layout.columns, dtype, device)
+                checks.rows(label, tensor, rows, dtype, device)
         if layout.key_page is not None:
             self._check_projection(layout, keys)
-        items = batch.items[layout.ratio]
-        if dense is not None:
-            record = layout.page.format
-            checks.rows("out", dense, items.shape[0], layout.width, record.value_dtype, device)
-            checks.contiguous("out", dense)
         return CompressorWrite(
             layout=layout,
-            items=items,
+            items=batch.items[layout.ratio],
             ape=weights.ape,
             norm=weights.norm,
             c=c,
             z=z,
             compress=compress,
             write_tails=write_tails,
-            dense=dense,
             keys=None if layout.key_page is None else keys,
         )
 
@@ -389,8 +383,8 @@ class LayerCacheHandle(Uncopied):
         keys = checks.given("weights.index_projection", keys, self.layer)
         device, width = self._slot_arena.device, self._model.index_dim
         shape = (width, layout.width)
-        checks.weight("index_projection.weight", keys.weight, shape, self._value_dtype, device)
-        checks.vector("index_projection.norm", keys.norm, (width,), device)
+        checks.whole("index_projection.weight", keys.weight, shape, self._value_dtype, device)
+        checks.whole("index_projection.norm", keys.norm, (width,), "float32", device)
 
     def _require_whole_tails(self, call: str) -> None:
         """Raises SchemaMismatch where groups cannot be closed from the tails."""
@@ -411,7 +405,8 @@ class LayerCacheHandle(Uncopied):
         batch = self._readable_batch()
         width = self._model.head_dim
         device = self._slot_arena.device
-        checks.index_rows("indices", indices, batch.padded_tokens, device)
+        rows = batch.padded_tokens, "k"
+        checks.whole("indices", indices, rows, "int32", device, checks.OF_ROWS)
         shape = (*indices.shape, width)
         out = _result("out", out, shape, self._value_dtype, device)
         token = token_columns(batch.tokens)
@@ -532,29 +527,20 @@ class LayerCacheHandle(Uncopied):
         round_bf16: bool,
         top_k: int | None,
     ) -> list[partial[None]]:
-        view = self.read_indexer_view()
-        device, rows = self._slot_arena.device, batch.padded_tokens
+        keys, model = self.memory.index_keys, self._model
+        assert keys is not None
+        device, dtype = self._slot_arena.device, self._index_dtype
+        rows, heads = batch.padded_tokens, model.index_heads
         require_flag("prepared", prepared)
         require_flag("round_bf16", round_bf16)
-        count = self._model.index_topk if top_k is None else require_count("top_k", top_k)
-        checks.heads("q", q, rows, self._model.index_dim, self._index_dtype, device)
-        if q.shape[1] != self._model.index_heads:
-            raise InvalidInput(
-                f"q has {q.shape[1]} index heads, the model has {self._model.index_heads}: every "
-                f"rank of a model that is split by heads must choose the same entries, so gather "
-                f"the index queries and index weights of all ranks before select"
-            )
-        checks.rows(
-            "index_weights",
-            index_weights,
-            rows,
-            q.shape[1],
-            self._index_dtype,
-            device,
-            aligned=False,
-        )
-        checks.rope_table(rope, self._model.rope_dim, self._max_context, device)
-        _check_result("out", out, (rows, count), "int32", device)
+        count = model.index_topk if top_k is None else require_count("top_k", top_k)
+        needed = rows, "heads", model.index_dim
+        checks.whole("q", q, needed, dtype, device, checks.OF_ROWS)
+        if q.shape[1] != heads:
+            self._refuse_index_heads(q.shape[1])
+        checks.rows("index_weights", index_weights, (rows, heads), dtype, device, aligned=False)
+        checks.rope_table(rope, model.rope_dim, self._max_context, device)
+        checks.result("out", out, (rows, count), "int32", device)
         bounds = None
         if candidates is not None or self.schema.spec.candidates_of is not None:
             bounds = self._candidates(candidates, rows, count)
@@ -562,13 +548,13 @@ class LayerCacheHandle(Uncopied):
             q=q,
             weights=index_weights,
             tokens=batch.tokens,
-            keys=view.source,
+            keys=keys.source,
             top_k=count,
             out=out,
             workspace=self._workspace.select,
             round_bf16=round_bf16,
             tokens_per_request=max(1, batch.shape.most_tokens),
-            max_visible=_visible(batch, view.source.ratio),
+            max_visible=_visible(batch, keys.source.ratio),
             candidates=bounds,
         )
         calls = [partial(self.backend.select, selection)]
@@ -580,10 +566,17 @@ class LayerCacheHandle(Uncopied):
                 rope=rope,
                 record=self._index_format,
                 out=q,
-                transform=self._model.layers[self._owner].index_hadamard,
+                transform=model.layers[self._owner].index_hadamard,
             )
             calls.insert(0, prepare)
         return calls
+
+    def _refuse_index_heads(self, heads: int) -> NoReturn:
+        raise InvalidInput(
+            f"q has {heads} index heads, the model has {self._model.index_heads}: every rank of a "
+            f"model that is split by heads must choose the same entries, so gather the index "
+            f"queries and index weights of all ranks before select"
+        )
 
     def _candidates(self, blocks: Tensor | None, rows: int, top_k: int) -> Candidates:
         """What `select` does with candidate blocks on this layer, where the layer takes some or
@@ -599,7 +592,8 @@ class LayerCacheHandle(Uncopied):
                 f"layer {self.layer} neither gives candidates nor takes any: leave them out"
             )
         width, size = model.candidate_blocks, model.candidate_block_entries
-        checks.index_rows("candidates", blocks, rows, self._slot_arena.device)
+        device = self._slot_arena.device
+        checks.whole("candidates", blocks, (rows, "k"), "int32", device, checks.OF_ROWS)
         if blocks.shape[1] != width:
             raise InvalidInput(
                 f"candidates have {blocks.shape[1]} columns, the model has {width} candidate blocks"
@@ -661,27 +655,26 @@ class LayerCacheHandle(Uncopied):
         lse: Tensor,
         inverse_rope: Tensor | None,
     ) -> list[partial[None]]:
-        device, rows, spec = self._slot_arena.device, batch.padded_tokens, self.schema.spec
-        checks.heads("q", q, rows, self._model.head_dim, self._value_dtype, device)
-        checks.vector("sink", sink, (q.shape[1],), device)
+        device, spec, entries = self._slot_arena.device, self.schema.spec, self.memory.entries
+        dtype, rows = self._value_dtype, batch.padded_tokens
+        needed = rows, "heads", self._model.head_dim
+        checks.whole("q", q, needed, dtype, device, checks.OF_ROWS)
+        checks.whole("sink", sink, (q.shape[1],), "float32", device)
         if (indices is not None) != (spec.attention is AttentionType.CSA):
-            raise InvalidInput(
-                f"layer {self.layer} is {spec.attention}: "
-                + ("give the indices of select" if indices is None else "it takes no indices")
-            )
+            self._refuse_indices(indices)
         if indices is not None:
-            checks.index_rows("indices", indices, rows, device)
+            checks.whole("indices", indices, (rows, "k"), "int32", device, checks.OF_ROWS)
         if inverse_rope is not None:
             checks.rope_table(inverse_rope, self._model.rope_dim, self._max_context, device)
-        _check_result("out", out, tuple(q.shape), self._value_dtype, device)
-        _check_result("lse", lse, (rows, q.shape[1]), "float32", device)
+        checks.result("out", out, tuple(q.shape), dtype, device)
+        checks.result("lse", lse, tuple(q.shape[:2]), "float32", device)
         attention = Attention(
             q=q,
             sink=sink,
             tokens=batch.tokens,
             batch=batch.request_rows,
             window=self.window_source(batch),
-            entries=self.read_classical_view().source if spec.ratio else None,
+            entries=None if entries is None else entries.source,
             indices=indices,
             out=out,
             lse=lse,
@@ -693,6 +686,12 @@ class LayerCacheHandle(Uncopied):
             window_cut=batch.window_cut,
         )
         return [partial(self.backend.attend, attention)]
+
+    def _refuse_indices(self, indices: Tensor | None) -> NoReturn:
+        raise InvalidInput(
+            f"layer {self.layer} is {self.schema.spec.attention}: "
+            + ("give the indices of select" if indices is None else "it takes no indices")
+        )
 
     @in_turn
     def attend_draft(
@@ -732,8 +731,9 @@ class LayerCacheHandle(Uncopied):
             )
         checks.layer_weights(weights)
         rows, workspace = batch.padded_tokens, self._workspace
-        checks.heads("q", q, rows, model.head_dim, self._value_dtype, device)
-        checks.vector("sink", sink, (q.shape[1],), device)
+        needed = rows, "heads", model.head_dim
+        checks.whole("q", q, needed, self._value_dtype, device, checks.OF_ROWS)
+        checks.whole("sink", sink, (q.shape[1],), "float32", device)
         if inverse_rope is not None:
             checks.rope_table(inverse_rope, model.rope_dim, self._max_context, device)
         window = replace(
@@ -854,18 +854,5 @@ def _result(
     """The caller's tensor, checked, or a new one."""
     if given is None:
         return torch.empty(shape, dtype=getattr(torch, dtype_name), device=device)
-    _check_result(name, given, shape, dtype_name, device)
+    checks.result(name, given, shape, dtype_name, device)
     return given
-
-
-def _check_result(
-    name: str, given: Tensor, shape: tuple[int, ...], dtype_name: str, device: torch.device
-) -> None:
-    dtype: torch.dtype = getattr(torch, dtype_name)
-    checks.is_tensor(name, given)
-    if tuple(given.shape) != shape or given.dtype != dtype or given.device != device:
-        raise InvalidInput(
-            f"{name} is {given.dtype} {list(given.shape)} on {given.device}, expected {dtype} "
-            f"{list(shape)} on {device}"
-        )
-    checks.contiguous(name, given)
