@@ -1,5 +1,6 @@
-"""The device memory that a request needs in addition to its blocks where entries may live in host memory:
-the records that its selections fetch, and the tables that say where they lie. Torch-free.
+"""The device memory that a request needs in addition to its blocks and its slot where entries may
+live in host memory: the records that its selections fetch, and the tables that say where they lie.
+Torch-free.
 
     entries arena   hot rows of slot s: `arena_rows` rows, the same for all layers
     per layer       place int16 [entries], entry_of and used int32 [records], clock and hand int32
