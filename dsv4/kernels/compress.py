@@ -59,7 +59,8 @@ class CompressorConstants:
     token), "apart" (programs of their own, one per request) or "after" (the program of an item,
     after its groups). BIAS: there is an ape. Without GATED a group is one token, stored as it is.
     KEY_WIDTH is that of index keys that come from the latent, 0 where none do; KEY_LANES channels
-    are added at once, and KEY_TURNS times as many are loaded ahead."""
+    are added at once, and KEY_TURNS times as many are loaded ahead. APART: entries have an arena of
+    their own; those of blocks that are not there are not stored."""
 
     RATIO: int
     OVERLAP: bool
@@ -89,6 +90,7 @@ class CompressorConstants:
     KEY_LANES: int
     KEY_TURNS: int
     KEY_RECORD: RecordConstants | None
+    APART: bool
 
 
 class Compressor(NamedTuple):
@@ -153,12 +155,15 @@ class Stored(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What storing entries needs: pages [items], norm weights and angles [items, WIDTH]."""
+    """What storing entries needs: pages [items], those of index keys, norm weights and angles
+    [items, WIDTH], and which entries are stored [items]."""
 
     page: Any
     norm: Any
     cos: Any
     sin: Any
+    key_page: Any
+    stored: Any
 
 
 def compressor_launch(step: StepTensors, write: CompressorWrite | None) -> CompressorLaunch:
@@ -217,6 +222,7 @@ def compressor_launch(step: StepTensors, write: CompressorWrite | None) -> Compr
         KEY_LANES=PROJECTION_LANES,
         KEY_TURNS=KEY_TURNS if step.narrow else CHUNK_KEY_TURNS,
         KEY_RECORD=None if keys is None else record_constants(keys.format),
+        APART=layout.page.apart,
     )
     arguments = Compressor(
         items=write.items,
@@ -450,7 +456,14 @@ def _place(closes, groups, step, compressor, C: tl.constexpr):
     norm = tl.load(compressor.norm + (groups.entry * 0)[:, None] + tl.arange(0, WIDTH)[None, :])
     angles = tl.where(closes, groups.entry * C.RATIO, 0).to(tl.int64) * C.ROPE
     cos, sin = load_rope(step.rope + angles[:, None], WIDTH, C.ROPE)
-    return Place(step.block_arena + block_id * step.block_bytes, norm, cos, sin)
+    page = step.block_arena + block_id * step.block_bytes
+    if C.APART:
+        at = step.entry_table + groups.slot * step.entry_table_stride + groups.entry // C.PAGE_ROWS
+        row = tl.load(at, mask=closes, other=-1).to(tl.int64)
+        entries = step.entries_arena + row * step.entries_bytes
+        return Place(entries, norm, cos, sin, page, closes & (row >= 0))
+    else:
+        return Place(page, norm, cos, sin, page, closes)
 
 
 @triton.jit
@@ -493,7 +506,7 @@ def _store_entries(pooled, closes, groups, place, step, compressor, C: tl.conste
     else:
         page_row = groups.entry % C.PAGE_ROWS
         store_records(
-            x, closes,
+            x, place.stored,
             place.page + compressor.data_offset + page_row * RECORD.DATA_BYTES,
             place.page + compressor.scale_offset + page_row * RECORD.SCALE_BYTES,
             WIDTH, RECORD,
@@ -535,8 +548,8 @@ def _store_key(latent, closes, groups, place, step, compressor, C: tl.constexpr)
     page_row = groups.entry % C.PAGE_ROWS
     store_records(
         x, closes,
-        place.page + compressor.key_data_offset + page_row * RECORD.DATA_BYTES,
-        place.page + compressor.key_scale_offset + page_row * RECORD.SCALE_BYTES,
+        place.key_page + compressor.key_data_offset + page_row * RECORD.DATA_BYTES,
+        place.key_page + compressor.key_scale_offset + page_row * RECORD.SCALE_BYTES,
         KEY_WIDTH, RECORD,
     )  # fmt: skip
 
