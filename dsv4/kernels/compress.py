@@ -48,6 +48,7 @@ MOST_NARROW_PROGRAMS = 1320
 # How many tiles of a projection are loaded while the same number is added. A program that runs
 # alone waits for memory; in a chunk other programs fill the wait, and need the registers.
 KEY_TURNS, CHUNK_KEY_TURNS = 4, 2
+_KEY_LANES = tl.constexpr(PROJECTION_LANES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,9 @@ class CompressorConstants:
     to more of them. TAILS: which programs write the tails: "none", "token" (the program of each
     token), "apart" (programs of their own, one per request) or "after" (the program of an item,
     after its groups). BIAS: there is an ape. Without GATED a group is one token, stored as it is.
-    KEY_WIDTH is that of index keys that come from the latent, 0 where none do; KEY_LANES channels
-    are added at once, and KEY_TURNS times as many are loaded ahead. APART: entries have an arena of
-    their own; those of blocks that are not there are not stored."""
+    KEY_WIDTH is that of index keys that come from the latent, 0 where none do; PROJECTION_LANES
+    channels are added at once, and KEY_TURNS times as many are loaded ahead. APART: entries have an
+    arena of their own; those of blocks that are not there are not stored."""
 
     RATIO: int
     OVERLAP: bool
@@ -87,7 +88,6 @@ class CompressorConstants:
     DENSE: bool
     RECORD: RecordConstants
     KEY_WIDTH: int
-    KEY_LANES: int
     KEY_TURNS: int
     KEY_RECORD: RecordConstants | None
     APART: bool
@@ -219,7 +219,6 @@ def compressor_launch(step: StepTensors, write: CompressorWrite | None) -> Compr
         DENSE=write.dense is not None,
         RECORD=record_constants(layout.page.format),
         KEY_WIDTH=0 if keys is None else keys.format.width,
-        KEY_LANES=PROJECTION_LANES,
         KEY_TURNS=KEY_TURNS if step.narrow else CHUNK_KEY_TURNS,
         KEY_RECORD=None if keys is None else record_constants(keys.format),
         APART=layout.page.apart,
@@ -521,7 +520,7 @@ def _store_key(latent, closes, groups, place, step, compressor, C: tl.constexpr)
     RECORD: tl.constexpr = C.KEY_RECORD
     WIDTH: tl.constexpr = C.WIDTH
     KEY_WIDTH: tl.constexpr = C.KEY_WIDTH
-    LANES: tl.constexpr = C.KEY_LANES
+    LANES: tl.constexpr = _KEY_LANES
     TURNS: tl.constexpr = C.KEY_TURNS
     # through memory, because a thread needs all channels but holds only a few
     line = compressor.scratch + tl.max(groups.item, axis=0).to(tl.int64) * WIDTH
@@ -561,13 +560,13 @@ def _key_tiles(line, weights, first, C: tl.constexpr):
     TURNS: tl.constexpr = C.KEY_TURNS
     tiles = ()
     for turn in tl.static_range(TURNS):
-        tiles += _key_tile(line, weights, first + turn * C.KEY_LANES, C)
+        tiles += _key_tile(line, weights, first + turn * _KEY_LANES, C)
     return tiles
 
 
 @triton.jit
 def _key_tile(line, weights, first, C: tl.constexpr):
-    at = first + tl.arange(0, C.KEY_LANES)[:, None]
+    at = first + tl.arange(0, _KEY_LANES)[:, None]
     return tl.load(line + at, cache_modifier=".cg"), load_bf16(weights + at, at >= 0)
 
 

@@ -26,10 +26,11 @@ from dsv4.kernels.rows import load_request, load_token, request_at, token_at
 from dsv4.ops.calls import Resolving, Staging
 
 # Hot records that are looked at together for ones to replace, from the clock's hand on.
-LOOK_RECORDS = 1024
-# Records in flight: FETCH_PROGRAMS × FETCH_AT_ONCE.
+LOOK_RECORDS = 512
+# What is in flight from host memory: FETCH_PROGRAMS programs with FETCH_WORDS words of 8 bytes,
+# as whole records. With fewer words a thread would not load 16 bytes.
 FETCH_PROGRAMS = 528
-FETCH_AT_ONCE = 4
+FETCH_WORDS = 512
 # Whole pages are copied in pieces of this many bytes.
 STAGE_PROGRAMS = 528
 PIECE_BYTES = 4096
@@ -130,15 +131,16 @@ def resolve_launch(call: Resolving) -> Launch:
         PAGE_ROWS=source.page.rows,
         RATIO=source.ratio,
     )
-    options = {"num_warps": 8 if constants.BLOCK_K > 512 else 4}
+    options = {"num_warps": 8 if constants.BLOCK_K > 512 else 4, "enable_fp_fusion": False}
     return Launch(_resolve_kernel, (len(call.batch),), arguments, {"R": constants}, options)
 
 
 def fetch_launch(call: Resolving) -> Launch:
     """Copies the misses that `resolve_launch` has listed."""
     hot, page, arena = call.hot, call.entries.page, call.entries.arena
-    requests = len(call.batch)
-    most = -(-requests * call.tokens_per_request * call.selected.shape[1] // FETCH_AT_ONCE)
+    requests, record = len(call.batch), page.format
+    at_once = max(1, FETCH_WORDS // triton.next_power_of_2(-(-record.data_row_bytes // 8)))
+    most = -(-requests * call.tokens_per_request * call.selected.shape[1] // at_once)
     programs = min(FETCH_PROGRAMS, most)
     arguments = (
         arena,
@@ -157,10 +159,9 @@ def fetch_launch(call: Resolving) -> Launch:
         page.offset_bytes,
         page.scale_offset_bytes,
     )
-    record = page.format
     constants = FetchConstants(
         BLOCK_R=triton.next_power_of_2(requests),
-        AT_ONCE=FETCH_AT_ONCE,
+        AT_ONCE=at_once,
         RECORDS=hot.records,
         PAGE_ROWS=page.rows,
         DATA_BYTES=record.data_row_bytes,
@@ -169,7 +170,7 @@ def fetch_launch(call: Resolving) -> Launch:
             record.data_row_bytes, record.scale_row_bytes, page, page, arena, call.host
         ),
     )
-    options = {"num_warps": 4}
+    options = {"num_warps": 4, "enable_fp_fusion": False}
     return Launch(_fetch_kernel, (programs,), arguments, {"F": constants}, options)
 
 
@@ -207,10 +208,10 @@ def stage_launch(call: Staging) -> Launch:
         WORD=_word_bytes(
             page_bytes, 0, source.page, target.page, source.arena, call.host, target.arena
         ),
-        FROM_HOST=True,
-        FROM_DEVICE=True,
+        FROM_HOST=call.which != "device",
+        FROM_DEVICE=call.which != "host",
     )
-    options = {"num_warps": 4}
+    options = {"num_warps": 4, "enable_fp_fusion": False}
     return Launch(_stage_kernel, (programs,), arguments, {"S": constants}, options)
 
 
