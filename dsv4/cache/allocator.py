@@ -8,7 +8,7 @@ that was freed last is taken first (of one release: in its order), and a fresh p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from dsv4.errors import Dsv4Error, InvalidInput, OutOfBlocks, require_count
 
@@ -27,6 +27,8 @@ class BlockAllocator:
         self.idle = 0  # those of them that no request holds
         self._in_flight: set[int] = set()
         self._generations = [0] * total
+        # called with blocks that have become free
+        self.on_free: Callable[[Iterable[int]], None] | None = None
 
     @property
     def free(self) -> int:
@@ -48,6 +50,11 @@ class BlockAllocator:
     def generation(self, block_id: int) -> int:
         """How often the block has become free: its content at another generation is gone."""
         return self._generations[self._known(block_id)]
+
+    def is_taken(self, block_id: int) -> bool:
+        """Whether the block is not free."""
+        held = self._references[block_id] > 0 or bool(self._cached[block_id])
+        return held or block_id in self._in_flight
 
     def is_shared(self, block_id: int) -> bool:
         """Whether anything besides one request relies on its bytes: another request or the
@@ -179,6 +186,8 @@ class BlockAllocator:
         for block_id in block_ids:
             self._generations[block_id] += 1
         self._free.extend(reversed(block_ids))
+        if self.on_free is not None:
+            self.on_free(block_ids)
 
     def check_invariants(self) -> None:
         """Every block is free once, or held, or cached, or in flight. Raises Dsv4Error

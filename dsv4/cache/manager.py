@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4.backends import load_backend
-from dsv4.cache.absent import NoHandoff, NoTiers
+from dsv4.cache.absent import NoHandoff, NoResidency, NoTiers
 from dsv4.cache.admission import Admission
 from dsv4.cache.arena import Arena
 from dsv4.cache.batch import Batch
@@ -33,6 +33,8 @@ from dsv4.cache.prepare_forward import (
 )
 from dsv4.cache.recover import recover_books
 from dsv4.cache.requests import Condition, Request, RequestTable
+from dsv4.cache.residency.pool import HostPool
+from dsv4.cache.residency.sizes import entry_sizes, least_entry_rows, require_fits
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step import checks as step_checks
@@ -55,6 +57,7 @@ from dsv4.errors import (
 if TYPE_CHECKING:
     from dsv4.cache.handoff.handoff import Handoff
     from dsv4.cache.handoff.options import HandoffOptions
+    from dsv4.cache.residency.residency import Residency
     from dsv4.cache.transfers.tiers import Tiers
     from dsv4.tiers.tier import Tier
 
@@ -112,6 +115,13 @@ class KVCacheManager(Uncopied):
             self.backend.check_format(record)
         for layer in schema.layers:
             self.backend.check_ratio(layer.spec.layer, layer.spec.ratio)
+        self.table = RequestTable(schema, num_blocks=num_blocks, max_requests=max_requests)
+        require_fits(schema, settings, num_blocks=num_blocks)
+        sizes = entry_sizes(schema, settings, num_blocks=num_blocks, max_requests=max_requests)
+        pool = None
+        if sizes is not None:
+            self.backend.check_apart()
+            pool = HostPool(num_blocks, schema.entries_bytes, place)
         self.memory = CacheMemory(
             schema,
             self.backend,
@@ -120,8 +130,9 @@ class KVCacheManager(Uncopied):
             max_step_tokens=max_step_tokens,
             device=place,
             max_open_plans=settings.max_open_plans,
+            entry_sizes=sizes,
+            pool=pool,
         )
-        self.table = RequestTable(schema, num_blocks=num_blocks, max_requests=max_requests)
         self.prefix: PrefixCache | NoPrefix = (
             NoPrefix(schema)
             if prefix is None
@@ -131,7 +142,10 @@ class KVCacheManager(Uncopied):
         self.guard = Guard()
         self.tiers = self._make_tiers(settings.tiers)
         self.handoff = self._make_handoff(settings.handoff)
-        self._admission = Admission(self.table, self.memory, self.prefix, self.guard)
+        self._residency = self._make_residency(pool)
+        self._admission = Admission(
+            self.table, self.memory, self.prefix, self.guard, self._residency
+        )
         self._steps = Steps(
             self.table,
             self.memory,
@@ -139,13 +153,17 @@ class KVCacheManager(Uncopied):
             self.prefix,
             self.guard,
             self._admission,
+            self._residency,
             cut_replays=prefix is not None and prefix.replay == "cut",
             after_commit=(self.tiers.pump,) if self.tiers else (),
         )
         layers = [LayerMemory.of(self.memory, layer) for layer in range(len(schema.layers))]
         self._handles = tuple(  # of each lane, and again for chunks_apart
             tuple(
-                tuple(LayerCacheHandle(layer, self.backend, lane.workspace) for layer in layers)
+                tuple(
+                    LayerCacheHandle(layer, self.backend, lane.workspace, lane.entries)
+                    for layer in layers
+                )
                 for _ in range(2)
             )
             for lane in self.memory.lanes
@@ -171,6 +189,8 @@ class KVCacheManager(Uncopied):
         accounting, build a manager from `budget.num_blocks`. Raises InvalidInput."""
         require_type("budget", budget, BlockBudget)
         other_bytes = cls.other_bytes(schema, max_requests=budget.max_requests, **options)
+        if budget.entry_rows:
+            options.setdefault("entry_rows", budget.entry_rows)
         if other_bytes != budget.other_bytes:
             raise InvalidInput(
                 f"the budget leaves {budget.other_bytes:,} bytes for what is not cache, with "
@@ -195,17 +215,22 @@ class KVCacheManager(Uncopied):
         **options: Unpack[ManagerOptions],
     ) -> KVCacheManager:
         """A manager that allocates no more than `memory_bytes` on its device in total: slots, the
-        block table, step buffers, workspace and snapshots, and blocks with what is left.
+        block table, step buffers, workspace and snapshots, and blocks with what is left. With
+        `host_memory` entries take no more than that of the host, and of the device what blocks
+        leave.
 
         Raises PoolTooSmall, with the minimum, if one request of `context` tokens would not fit.
         """
         other_bytes = cls.other_bytes(schema, max_requests=max_requests, **options)
+        settings = Settings.of(options)
         budget = compute_block_budget(
             schema,
             memory_bytes=memory_bytes,
             max_requests=max_requests,
             context=context,
             other_bytes=other_bytes,
+            host_bytes=settings.host_bytes,
+            least_entry_rows=least_entry_rows(schema, settings, max_requests=max_requests),
         )
         return cls.from_budget(schema, budget, **options)
 
@@ -226,11 +251,12 @@ class KVCacheManager(Uncopied):
             max_step_tokens=settings.max_step_tokens,
             device=nowhere,
             max_open_plans=settings.max_open_plans,
+            entry_sizes=entry_sizes(schema, settings, num_blocks=0, max_requests=max_requests),
         ).memory_bytes()
         snapshots = 0
         if settings.prefix is not None:
             snapshots = SnapshotPool.bytes_on_device(schema, settings.prefix, place)
-        return memory.step_buffers + memory.workspace + snapshots
+        return memory.step_buffers + memory.workspace + snapshots + memory.entries
 
     def _make_tiers(self, tiers: Sequence[Tier]) -> Tiers | NoTiers:
         if not tiers:
@@ -238,6 +264,16 @@ class KVCacheManager(Uncopied):
         from dsv4.cache.transfers.tiers import Tiers  # needs the extra dsv4[tiers]
 
         return Tiers(self, tiers)
+
+    def _make_residency(self, pool: HostPool | None) -> Residency | NoResidency:
+        if pool is None:
+            return NoResidency()
+        from dsv4.cache.residency.residency import Residency  # needs the extra dsv4[tiers]
+
+        assert self.memory.entries is not None
+        return Residency(
+            self.table, self.memory, self.memory.entries, pool, open_plans=lambda: self.open_plans
+        )
 
     def _make_handoff(self, options: HandoffOptions | None) -> Handoff | NoHandoff:
         if options is None:
@@ -579,6 +615,7 @@ class KVCacheManager(Uncopied):
             prefix=self.prefix,
             tiers=self.tiers,
             handoff=self.handoff,
+            residency=self._residency,
         )
         self._steps.forget()
         for turn in turns:
@@ -810,6 +847,7 @@ class KVCacheManager(Uncopied):
             transfers=self.tiers.stats(),
             tiers=self.tiers.tier_stats(),
             handoff=self.handoff.stats(),
+            residency=self._residency.stats(),
         )
 
     def check_invariants(self) -> None:
@@ -818,6 +856,7 @@ class KVCacheManager(Uncopied):
         self.table.check_invariants()
         self.prefix.check_invariants(self.open_plans)
         self.handoff.check_invariants()
+        self._residency.check_invariants()
 
     def take_events(self) -> list[BlockEvent]:
         """Which blocks were cached and evicted since the last call, in order, for a router that
