@@ -1,9 +1,7 @@
-"""What a manager without tiers, a hand-off or host memory has in their place. Torch-free."""
+"""What a manager without tiers or a hand-off has in their place. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Literal, NoReturn
 
 from dsv4.errors import InvalidInput
@@ -39,57 +37,6 @@ class NoTiers:
 
     def tier_stats(self) -> tuple[()]:
         return ()
-
-
-class NoResidency:
-    """What a manager has where all entries stay on the device. It is false, and does nothing."""
-
-    def __bool__(self) -> Literal[False]:
-        return False
-
-    @contextmanager
-    def lending(self, count: int, keep: Collection[int] = ()) -> Iterator[list[int]]:
-        yield []
-
-    def settle(self, block_ids: Sequence[int], rows: Sequence[int], depth: int) -> None: ...
-
-    def publish(
-        self, slot: int, first: int, block_ids: Sequence[int], rows: Sequence[int] = ()
-    ) -> None: ...
-
-    def forget_hot(self, slot: int) -> None: ...
-
-    def begin(self, request: object) -> None: ...
-
-    def use(self, block_ids: Sequence[int]) -> None: ...
-
-    def go_back(self, request: object) -> None: ...
-
-    def start_over(self, request: object) -> None: ...
-
-    def restore(self, request: object, first: int, count: int) -> None: ...
-
-    def copy_block(self, source: int, rows: Sequence[int]) -> None: ...
-
-    def put_block(self, row: int, entries: object) -> None: ...
-
-    def begin_step(self, step: object, growth: object, before: object) -> None: ...
-
-    def settle_step(self, taken: NoReturn) -> None: ...
-
-    def cancel_step(self, taken: NoReturn) -> None: ...
-
-    def stage(self, batch: object, lane: object) -> None: ...
-
-    def note_commit(self, plan: object) -> None: ...
-
-    def note_end(self, plan: object) -> None: ...
-
-    def recover(self, cached: Collection[int], open_plans: Sequence[object]) -> None: ...
-
-    def check_invariants(self) -> None: ...
-
-    def stats(self) -> None: ...
 
 
 class NoHandoff:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from dsv4.cache.absent import NoResidency
 from dsv4.cache.changes import LOGGER, Guard
 from dsv4.cache.memory import CacheMemory
 from dsv4.cache.prefix.cache import PrefixCache
@@ -31,9 +30,8 @@ from dsv4.cache.requests import Request, RequestTable
 
 if TYPE_CHECKING:
     from dsv4.cache.handoff.arrival import Arrival
-    from dsv4.cache.residency.residency import Residency
 
-Fill = Callable[[int, Sequence[int], Sequence[int]], None]
+Fill = Callable[[int, Sequence[int]], None]
 
 
 class Admission:
@@ -45,10 +43,8 @@ class Admission:
         memory: CacheMemory,
         prefix: PrefixCache | NoPrefix,
         guard: Guard,
-        residency: Residency | NoResidency,
     ) -> None:
         self._table, self._memory, self._prefix, self._guard = table, memory, prefix, guard
-        self._residency = residency
         self._schema = table.schema
 
     # ---- a request begins --------------------------------------------------------------------
@@ -56,14 +52,13 @@ class Admission:
     def begin(self, count: int) -> Request:
         """A request that starts from nothing, with blocks for `count` tokens."""
         resume = Resume(start=0, reused_tokens=0, end=count, source="nothing")
-        self._residency.forget_hot(self._table.free_slots[-1])
         block_ids = self._table.take(self._schema.blocks_for(count))
         return self._enter(self._table.make_request(self._table.free_slots[-1], block_ids, resume))
 
     def after(self, prefix: PrefixCache, match: PrefixMatch, trail: TokenTrail) -> Request:
         """A request that continues after cached blocks."""
 
-        def fill(slot: int, begun: Sequence[int], rows: Sequence[int]) -> None:
+        def fill(slot: int, begun: Sequence[int]) -> None:
             if match.nodes:
                 prefix.put_state(match, self._memory.slot_arena.bytes[slot])
 
@@ -82,8 +77,8 @@ class Admission:
         """A request that was suspended: slot and unfinished block come from the host."""
         self._table.require_slots()
 
-        def fill(slot: int, begun: Sequence[int], rows: Sequence[int]) -> None:
-            self._put_state(slot, begun, slot_bytes, block_bytes, rows)
+        def fill(slot: int, begun: Sequence[int]) -> None:
+            self._put_state(slot, begun, slot_bytes, block_bytes)
 
         request = self._after(match, trail, fill)
         prefix.use(match, trail)
@@ -91,26 +86,20 @@ class Admission:
 
     def _after(self, match: PrefixMatch, trail: TokenTrail, fill: Fill) -> Request:
         """After the blocks of a match. `fill` puts the state into a slot and, where the state ends
-        inside a block, into that block and its row of entries; no request has that slot or block
-        yet."""
+        inside a block, into that block; no request has that slot or block yet."""
         table, resume, block_tokens = self._table, match.resume, self._schema.block_tokens
         slot, shared = table.free_slots[-1], [node.block_id for node in match.nodes]
         blocks = self._schema.blocks_for(resume.end)
-        is_inside = resume.source == "state" and resume.start % block_tokens > 0
         with (
             table.sharing(shared),
             table.reserving(blocks - len(shared), asker_blocks=blocks, shared=shared) as new,
-            self._residency.lending(is_inside) as rows,
         ):
+            is_inside = resume.source == "state" and resume.start % block_tokens > 0
             begun = new.block_ids[:is_inside]
             published = [*shared, *begun]
             if published:
                 self._memory.publish(slot, 0, published)
-                self._residency.publish(slot, 0, published, rows)
-            self._residency.forget_hot(slot)
-            fill(slot, begun, rows)
-        self._residency.settle(begun, rows, len(shared))
-        self._residency.use(shared)
+            fill(slot, begun)
         block_ids = [*shared, *new.block_ids]
         request = table.make_request(
             slot, block_ids, resume, published_blocks=len(published), trail=trail
@@ -143,26 +132,17 @@ class Admission:
         whole = max(request.length, request.reused_tokens) // schema.block_tokens
         shared = request.block_ids[:whole] if schema.block_bytes else []
         slots = table.free_slots[: -count - 1 : -1] if count else []
-        with (
-            table.reserving(
-                count * max(0, held - len(shared)),
-                asker_blocks=held + count,
-                shared=request.block_ids,
-            ) as new,
-            self._residency.lending(len(new.block_ids)) as rows,
-        ):
+        with table.reserving(
+            count * max(0, held - len(shared)), asker_blocks=held + count, shared=request.block_ids
+        ) as new:
             copies = new.block_ids
             owned = [[*shared, *copies[nth : nth + 1]] for nth in range(len(slots))]
-            for nth, (slot, block_ids) in enumerate(zip(slots, owned, strict=True)):
+            for slot, block_ids in zip(slots, owned, strict=True):
                 self._memory.copy_slot(request.slot, slot)
-                self._residency.forget_hot(slot)
                 if block_ids:
                     self._memory.publish(slot, 0, block_ids)
-                    self._residency.publish(slot, 0, block_ids, rows[nth : nth + 1])
             if copies:  # all of them at once
-                self._residency.copy_block(request.block_ids[len(shared)], rows)
                 self._memory.copy_block(request.block_ids[len(shared)], copies)
-        self._residency.settle(copies, rows, len(shared))
         forks = []
         for slot, block_ids in zip(slots, owned, strict=True):
             twin = table.make_request(
@@ -173,33 +153,23 @@ class Admission:
             table.allocator.share(shared)
         self._guard.change.hand_out(*forks)
         for fork in forks:
-            self._residency.begin(fork)
             table.enlist(fork)
         return forks
 
     def _enter(self, request: Request) -> Request:
         self._guard.change.hand_out(request)
-        self._residency.begin(request)
         self._table.enlist(request)
         return request
 
     def _put_state(
-        self,
-        slot: int,
-        begun: Sequence[int],
-        slot_bytes: Tensor,
-        block_bytes: Tensor,
-        rows: Sequence[int] = (),
+        self, slot: int, begun: Sequence[int], slot_bytes: Tensor, block_bytes: Tensor
     ) -> None:
         """Copies a state from the host into a slot and, where it ends inside a block, into that
-        block and its row of entries, which follow each other in `block_bytes`."""
+        block."""
         self._memory.slot_arena.bytes[slot].copy_(slot_bytes)
-        stays = self._schema.block_bytes
-        if stays:
+        if self._schema.block_bytes:
             for block_id in begun:
-                self._memory.block_arena.bytes[block_id].copy_(block_bytes[:stays])
-            for row in rows:
-                self._residency.put_block(row, block_bytes[stays:])
+                self._memory.block_arena.bytes[block_id].copy_(block_bytes)
 
     # ---- a live request goes elsewhere -------------------------------------------------------
 
@@ -207,7 +177,6 @@ class Admission:
         """Goes back to `length` tokens: directly where the rings still hold the state there,
         otherwise to the nearest point that can be resumed."""
         reach = request.written_tokens - self._schema.max_rollback_tokens
-        self._residency.forget_hot(request.slot)
         if length >= max(reach, request.reused_tokens):
             self._own_unfinished_block(request, length)
             if request.trail is not None:
@@ -219,20 +188,17 @@ class Admission:
             if match.resume.source != "nothing":
                 self._prefix.put_state(match, self._memory.workspace.slot)
             self._resume_at(request, match.resume, length)
-        self._residency.go_back(request)
         request.mend()
         return request.resume
 
     def reset(self, request: Request) -> None:
         """Goes back to length 0, with a slot of zeros. It keeps the blocks that only it holds."""
-        self._residency.forget_hot(request.slot)
         with self._guard.change.rewriting(request):
             self._memory.zero_slot(request.slot)
             if request.trail is not None:
                 request.trail.cut(0)
             request.restart(Resume(start=0, reused_tokens=0, end=0, source="nothing"))
             self._table.cut_shared(request)
-            self._residency.start_over(request)
         request.mend()
 
     def go_on(self, request: Request, trail: TokenTrail, count: int) -> Resume:
@@ -249,10 +215,8 @@ class Admission:
         """From its block `first` on the request holds these blocks, of the same bytes, in place of
         its own. It keeps its own if the device fails."""
         try:
-            self._residency.publish(request.slot, first, block_ids)
             self._memory.publish(request.slot, first, block_ids)
         except RuntimeError as error:
-            self._residency.restore(request, first, len(block_ids))
             LOGGER.warning("%d equal blocks are kept twice: %s", len(block_ids), error)
             return
         span = slice(first, first + len(block_ids))
@@ -280,12 +244,7 @@ class Admission:
             return
         if not self._table.allocator.is_shared(request.block_ids[block]):
             return
-        with (
-            self._table.reserving(1, asker_blocks=block + 1, shared=request.block_ids) as new,
-            self._residency.lending(1) as rows,
-        ):
-            self._residency.copy_block(request.block_ids[block], rows)
+        with self._table.reserving(1, asker_blocks=block + 1, shared=request.block_ids) as new:
             self._memory.copy_block(request.block_ids[block], new.block_ids)
         (copy,) = new.block_ids
-        self._residency.settle([copy], rows, block)
         self._table.replace(request, block, copy)

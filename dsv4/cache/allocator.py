@@ -8,7 +8,7 @@ that was freed last is taken first (of one release: in its order), and a fresh p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 from dsv4.errors import Dsv4Error, InvalidInput, OutOfBlocks, require_count
 
@@ -27,8 +27,6 @@ class BlockAllocator:
         self.idle = 0  # those of them that no request holds
         self._in_flight: set[int] = set()
         self._generations = [0] * total
-        # called with blocks that have become free
-        self.on_free: Callable[[Iterable[int]], None] | None = None
 
     @property
     def free(self) -> int:
@@ -186,8 +184,6 @@ class BlockAllocator:
         for block_id in block_ids:
             self._generations[block_id] += 1
         self._free.extend(reversed(block_ids))
-        if self.on_free is not None:
-            self.on_free(block_ids)
 
     def check_invariants(self) -> None:
         """Every block is free once, or held, or cached, or in flight. Raises Dsv4Error

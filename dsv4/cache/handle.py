@@ -18,7 +18,6 @@ from dsv4.cache.changes import Uncopied, in_turn
 from dsv4.cache.memory import LayerMemory
 from dsv4.cache.pages import CompressorLayout
 from dsv4.cache.repeats import Key, Repeats
-from dsv4.cache.residency.memory import LaneEntries
 from dsv4.cache.views import ClassicalView, IndexerView, SWAView
 from dsv4.cache.workspace import Workspace
 from dsv4.errors import InvalidInput, PlanError, SchemaMismatch, require_count, require_flag
@@ -66,13 +65,7 @@ class LayerCacheHandle(Uncopied):
         )
     )
 
-    def __init__(
-        self,
-        memory: LayerMemory,
-        backend: Backend,
-        workspace: Workspace,
-        entries: LaneEntries | None = None,
-    ) -> None:
+    def __init__(self, memory: LayerMemory, backend: Backend, workspace: Workspace) -> None:
         schema = memory.shared.schema
         self.memory, self.backend = memory, backend
         self.layer, self.schema = memory.layer, memory.schema
@@ -88,14 +81,8 @@ class LayerCacheHandle(Uncopied):
         self._block_arena = memory.shared.block_arena.bytes
         self._slot_arena = memory.shared.slot_arena.bytes
         self._workspace, self.turn = workspace, workspace.turn
-        apart, fixed = memory.shared.entries, workspace.tensors
-        self._lane_entries = entries
-        self._entries_arena = None if apart is None else apart.arena.bytes
-        self._entry_table = None if apart is None else apart.table
-        if apart is not None and entries is not None:
-            fixed = (*fixed, *apart.tensors, *entries.tensors)
         self._repeats = Repeats(
-            backend, (self._block_arena, self._slot_arena, self.block_table, *fixed)
+            backend, (self._block_arena, self._slot_arena, self.block_table, *workspace.tensors)
         )
         self._owner, self._window_page = self.schema.spec.owner, memory.window.page
         self._has_indexer = self.schema.spec.has_indexer
@@ -112,22 +99,12 @@ class LayerCacheHandle(Uncopied):
         return self.memory.window
 
     def read_classical_view(self) -> ClassicalView:
-        """The compressed entries this layer reads. Raises SchemaMismatch for a window-only one, and
-        where entries may be in host memory."""
+        """The compressed entries this layer reads. Raises SchemaMismatch for a window-only one."""
         if self.memory.entries is None:
             raise SchemaMismatch(
                 f"layer {self.layer} is {self.schema.spec.attention}: it has no compressed entries"
             )
-        self._require_on_device("a view of them")
         return self.memory.entries
-
-    def _require_on_device(self, what: str) -> None:
-        """SchemaMismatch for a layer whose entries may be in host memory."""
-        if self.memory.entries is not None and self.memory.entries.page.apart:
-            raise SchemaMismatch(
-                f"entries of layer {self.layer} may be in host memory, where only attend finds "
-                f"them: {what} needs a manager without host_memory"
-            )
 
     def read_indexer_view(self) -> IndexerView:
         """The indexer keys this layer reads. Raises SchemaMismatch where there is no indexer."""
@@ -300,8 +277,6 @@ class LayerCacheHandle(Uncopied):
         self, layout: CompressorLayout, block_id: Tensor, page_row: Tensor, rows: Tensor
     ) -> None:
         """`rows` into this layer's pages; a negative `block_id` writes nothing."""
-        if layout.page.apart:
-            self._require_on_device("writing records by block")
         self.backend.write_records(self._block_arena, layout.page, block_id, page_row, rows)
 
     def step_tensors(self, batch: Batch, weights: LayerWeights) -> StepTensors:
@@ -319,8 +294,6 @@ class LayerCacheHandle(Uncopied):
             narrow=batch.is_decode,
             scratch=self._workspace.scratch,
             arrived=self._workspace.arrived,
-            entries_arena=self._entries_arena,
-            entry_table=self._entry_table,
         )
 
     def begin_entries(self) -> None:
@@ -429,7 +402,6 @@ class LayerCacheHandle(Uncopied):
         """Entries `indices` int32 [tokens, k] of each of the step's tokens, as values [tokens, k,
         head_dim]. K and V are this one tensor. An index below 0, or of an entry that the token
         cannot see, gives zeros; rows of padding tokens are unchanged."""
-        self._require_on_device("a gather")
         batch = self._readable_batch()
         width = self._model.head_dim
         device = self._slot_arena.device
@@ -454,7 +426,6 @@ class LayerCacheHandle(Uncopied):
         """All entries that each request's newest token sees, in order, into `out`, values
         [requests, n, head_dim], and how many, int32 [requests], at most n. The rest of `out` is
         unchanged."""
-        self._require_on_device("a gather")
         batch = self._readable_batch()
         requests = batch.request_rows.shape[0]
         checks.is_tensor("out", out)
@@ -671,15 +642,7 @@ class LayerCacheHandle(Uncopied):
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         given = (q, sink, indices, out, lse, inverse_rope)
         build = partial(self._attend_calls, batch, *given)
-        if self._lane_entries is None:
-            self._repeated(batch, ("attend", batch.sizes), given, build)
-            return out, lse
-        groups = self._lane_entries.staged_groups(batch)
-        if groups is None or len(groups) == 1:
-            self._repeated(batch, ("attend", batch.sizes, groups is not None), given, build)
-            return out, lse
-        for call in build():
-            call()
+        self._repeated(batch, ("attend", batch.sizes), given, build)
         return out, lse
 
     def _attend_calls(
@@ -722,48 +685,7 @@ class LayerCacheHandle(Uncopied):
             decoded=self._workspace.select,
             window_cut=batch.window_cut,
         )
-        if self._lane_entries is not None and entries is not None and entries.page.apart:
-            return self._calls_apart(self._lane_entries, batch, attention)
         return [partial(self.backend.attend, attention)]
-
-    def _calls_apart(
-        self, lane: LaneEntries, batch: Batch, attention: Attention
-    ) -> list[partial[None]]:
-        """The same for entries that may be in host memory: a decode batch fetches those that it
-        selected, a prefill batch brings up all that it sees."""
-        source, selected = attention.entries, attention.indices
-        assert source is not None
-        assert selected is not None
-        if batch.is_decode:
-            if selected.shape[1] > self._model.index_topk:
-                raise InvalidInput(
-                    f"indices of {selected.shape[1]} entries per token: with host_memory at most "
-                    f"the model's top_k of {self._model.index_topk} can be fetched"
-                )
-            resolving = lane.resolving(batch, source, selected)
-            attention = replace(
-                attention, entries=replace(source, resolved=True), indices=resolving.rows
-            )
-            return [
-                partial(self.backend.resolve, resolving),
-                partial(self.backend.attend, attention),
-            ]
-        calls: list[partial[None]] = []
-        groups = lane.staged_groups(batch) or ()
-        for requests, tokens in groups:
-            staging = lane.staging_of(batch.request_rows[requests], source)
-            part = replace(attention, entries=staging.staged)
-            if len(groups) > 1:
-                part = replace(
-                    part,
-                    q=attention.q[tokens],
-                    tokens=attention.tokens[tokens],
-                    indices=selected[tokens],
-                    out=attention.out[tokens],
-                    lse=attention.lse[tokens],
-                )
-            calls += [partial(self.backend.stage, staging), partial(self.backend.attend, part)]
-        return calls or [partial(self.backend.attend, attention)]
 
     def _refuse_indices(self, indices: Tensor | None) -> NoReturn:
         raise InvalidInput(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4.backends import load_backend
-from dsv4.cache.absent import NoHandoff, NoResidency, NoTiers
+from dsv4.cache.absent import NoHandoff, NoTiers
 from dsv4.cache.admission import Admission
 from dsv4.cache.arena import Arena
 from dsv4.cache.batch import Batch
@@ -33,6 +34,7 @@ from dsv4.cache.prepare_forward import (
 )
 from dsv4.cache.recover import recover_books
 from dsv4.cache.requests import Condition, Request, RequestTable
+from dsv4.cache.residency.places import EntryPlaces, ResidentAllocator
 from dsv4.cache.residency.pool import HostPool
 from dsv4.cache.residency.sizes import entry_sizes, least_entry_rows, require_fits
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
@@ -115,13 +117,19 @@ class KVCacheManager(Uncopied):
             self.backend.check_format(record)
         for layer in schema.layers:
             self.backend.check_ratio(layer.spec.layer, layer.spec.ratio)
-        self.table = RequestTable(schema, num_blocks=num_blocks, max_requests=max_requests)
         require_fits(schema, settings, num_blocks=num_blocks)
         sizes = entry_sizes(schema, settings, num_blocks=num_blocks, max_requests=max_requests)
-        pool = None
+        pool = places = None
         if sizes is not None:
             self.backend.check_apart()
             pool = HostPool(num_blocks, schema.entries_bytes, place)
+            places = EntryPlaces(num_blocks, sizes.rows)
+        self.table = RequestTable(
+            schema,
+            num_blocks=num_blocks,
+            max_requests=max_requests,
+            allocator=None if places is None else ResidentAllocator(num_blocks, places),
+        )
         self.memory = CacheMemory(
             schema,
             self.backend,
@@ -142,28 +150,35 @@ class KVCacheManager(Uncopied):
         self.guard = Guard()
         self.tiers = self._make_tiers(settings.tiers)
         self.handoff = self._make_handoff(settings.handoff)
-        self._residency = self._make_residency(pool)
-        self._admission = Admission(
-            self.table, self.memory, self.prefix, self.guard, self._residency
-        )
-        self._steps = Steps(
+        self._residency: Residency | None = None
+        make_admission: Callable[..., Admission] = Admission
+        make_steps: Callable[..., Steps] = Steps
+        make_handle: Callable[..., LayerCacheHandle] = LayerCacheHandle
+        if places is not None:
+            from dsv4.cache.residency import parts  # needs the extra dsv4[tiers]
+
+            assert pool is not None
+            self._residency = parts.Residency(
+                self.table, self.memory, places, pool, open_plans=lambda: self.open_plans
+            )
+            make_admission = partial(parts.ResidentAdmission, residency=self._residency)
+            make_steps = partial(parts.ResidentSteps, residency=self._residency)
+            make_handle = parts.ResidentHandle
+        self._admission = make_admission(self.table, self.memory, self.prefix, self.guard)
+        self._steps = make_steps(
             self.table,
             self.memory,
             self.backend,
             self.prefix,
             self.guard,
             self._admission,
-            self._residency,
             cut_replays=prefix is not None and prefix.replay == "cut",
             after_commit=(self.tiers.pump,) if self.tiers else (),
         )
         layers = [LayerMemory.of(self.memory, layer) for layer in range(len(schema.layers))]
         self._handles = tuple(  # of each lane, and again for chunks_apart
             tuple(
-                tuple(
-                    LayerCacheHandle(layer, self.backend, lane.workspace, lane.entries)
-                    for layer in layers
-                )
+                tuple(make_handle(layer, self.backend, lane.workspace) for layer in layers)
                 for _ in range(2)
             )
             for lane in self.memory.lanes
@@ -264,16 +279,6 @@ class KVCacheManager(Uncopied):
         from dsv4.cache.transfers.tiers import Tiers  # needs the extra dsv4[tiers]
 
         return Tiers(self, tiers)
-
-    def _make_residency(self, pool: HostPool | None) -> Residency | NoResidency:
-        if pool is None:
-            return NoResidency()
-        from dsv4.cache.residency.residency import Residency  # needs the extra dsv4[tiers]
-
-        assert self.memory.entries is not None
-        return Residency(
-            self.table, self.memory, self.memory.entries, pool, open_plans=lambda: self.open_plans
-        )
 
     def _make_handoff(self, options: HandoffOptions | None) -> Handoff | NoHandoff:
         if options is None:
@@ -615,8 +620,9 @@ class KVCacheManager(Uncopied):
             prefix=self.prefix,
             tiers=self.tiers,
             handoff=self.handoff,
-            residency=self._residency,
         )
+        if self._residency is not None:
+            self._residency.recover(self.prefix.index.nodes(), self.open_plans)
         self._steps.forget()
         for turn in turns:
             turn.leave()
@@ -847,7 +853,7 @@ class KVCacheManager(Uncopied):
             transfers=self.tiers.stats(),
             tiers=self.tiers.tier_stats(),
             handoff=self.handoff.stats(),
-            residency=self._residency.stats(),
+            residency=None if self._residency is None else self._residency.stats(),
         )
 
     def check_invariants(self) -> None:
@@ -856,7 +862,8 @@ class KVCacheManager(Uncopied):
         self.table.check_invariants()
         self.prefix.check_invariants(self.open_plans)
         self.handoff.check_invariants()
-        self._residency.check_invariants()
+        if self._residency is not None:
+            self._residency.check_invariants()
 
     def take_events(self) -> list[BlockEvent]:
         """Which blocks were cached and evicted since the last call, in order, for a router that

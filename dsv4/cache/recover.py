@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dsv4.cache.absent import NoHandoff, NoResidency, NoTiers
+from dsv4.cache.absent import NoHandoff, NoTiers
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.changes import Change
 from dsv4.cache.memory import CacheMemory
@@ -33,7 +33,6 @@ from dsv4.cache.step import overlap
 
 if TYPE_CHECKING:
     from dsv4.cache.handoff.handoff import Handoff
-    from dsv4.cache.residency.residency import Residency
     from dsv4.cache.transfers.tiers import Tiers
 
 
@@ -46,7 +45,6 @@ def recover_books(
     prefix: PrefixCache | NoPrefix,
     tiers: Tiers | NoTiers,
     handoff: Handoff | NoHandoff,
-    residency: Residency | NoResidency,
 ) -> list[ForwardPlan]:
     """Returns the plans that are still open."""
     handed_out = [item for change in interrupted for item in change.handed_out]
@@ -66,7 +64,7 @@ def recover_books(
         _request(table, request, is_rewritten=request in rewritten)
         if request.published_blocks:
             memory.publish(request.slot, 0, request.block_ids[: request.published_blocks])
-    residency.recover(cached, still_open)
+    prefix.notices.recovered(prefix.index.nodes())
     return still_open
 
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from dsv4.cache.absent import NoResidency
 from dsv4.cache.admission import Admission
 from dsv4.cache.changes import LOGGER, Guard, Turn
 from dsv4.cache.memory import CacheMemory, Lane
@@ -33,9 +31,6 @@ from dsv4.cache.step.shape import StepTokens
 from dsv4.errors import PlanError, RequestError, require_flag
 from dsv4.ops.backend import Backend
 
-if TYPE_CHECKING:
-    from dsv4.cache.residency.residency import Residency
-
 
 class Steps:
     """The plans that are open, the oldest first. Its calls come from the call that is inside the
@@ -49,7 +44,6 @@ class Steps:
         prefix: PrefixCache | NoPrefix,
         guard: Guard,
         admission: Admission,
-        residency: Residency | NoResidency,
         *,
         cut_replays: bool,
         after_commit: Sequence[Callable[[], None]],
@@ -58,7 +52,6 @@ class Steps:
         self._schema, self._table, self._memory = table.schema, table, memory
         self._backend, self._prefix, self._guard = backend, prefix, guard
         self._admission, self._cut_replays = admission, cut_replays
-        self._residency = residency
         self._after_commit = after_commit
         self._readers = tuple(StepReader(table.schema, table) for _ in memory.lanes)
 
@@ -108,9 +101,7 @@ class Steps:
             chunks_apart=chunks_apart,
         )
         growth = self._table.reserve_step(step.shape.requests, step.shape.slots, step.ends)
-        taken = None
         try:  # the device first, the table of live requests last and at once
-            taken = self._residency.begin_step(step, growth, after)
             for buffers in lane.both_buffers[: 1 + chunks_apart]:
                 buffers.wait()
             new_blocks = lane.buffers.fill_new_blocks(growth)
@@ -131,19 +122,14 @@ class Steps:
                 captures = self._prefix.captures.plan(
                     plan.prefill, self._memory.slot_arena.bytes, lane.workspace
                 )
-                self._residency.stage(plan.prefill, lane)
             self._memory.send(new_blocks, *lane.both_buffers[: len(plan.batches)])
             if plan.unknown_starts is not None:
                 self._backend.follow(following(lane.buffers, plan, accepted))
         except BaseException:  # an error of the device, out of memory, or Ctrl-C
-            if taken is not None:
-                self._residency.cancel_step(taken)
             self._table.cancel(growth.reserved)
             raise
         if growth.requests:
             self._table.settle_step(growth)
-        if taken is not None:
-            self._residency.settle_step(taken)
         if captures is not None and plan.prefill is not None:
             plan.prefill.captures = captures
             self._prefix.captures.reserve(captures)
@@ -217,7 +203,6 @@ class Steps:
             if has_neighbours:
                 overlap.move_up(plan, self._table, self.open)
             self._close(plan)
-            self._residency.note_commit(plan)
         finally:
             del turn.visits[turn.number]  # turn.leave, without a call
         for call in self._after_commit:
@@ -238,7 +223,6 @@ class Steps:
             self._prefix.captures.give_back(plan)
             self._note_unkept(plan)
             self._close(plan)
-            self._residency.note_end(plan)
         finally:
             turn.leave()
 
@@ -253,7 +237,6 @@ class Steps:
                 self._prefix.captures.give_back(each)
                 self._note_unkept(each)
                 self._close(each)
-                self._residency.note_end(each)
         finally:
             for turn in turns:
                 turn.leave()

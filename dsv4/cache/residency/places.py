@@ -18,6 +18,7 @@ from itertools import islice
 
 import numpy as np
 
+from dsv4.cache.allocator import BlockAllocator
 from dsv4.errors import Dsv4Error
 
 NO_ROW = -1
@@ -154,3 +155,16 @@ class EntryPlaces:
         known = {*self._order, *self.in_host.nonzero()[0].tolist()}
         if strays := known.difference(held):
             raise Dsv4Error(f"blocks {sorted(strays)[:8]} are free, but have entries somewhere")
+
+
+class ResidentAllocator(BlockAllocator):
+    """The allocator of blocks whose entries have places of their own: a block that is free has none
+    any more."""
+
+    def __init__(self, total: int, places: EntryPlaces) -> None:
+        super().__init__(total)
+        self._places = places
+
+    def _free_again(self, block_ids: Sequence[int]) -> None:
+        super()._free_again(block_ids)
+        self._places.forget(block_ids)

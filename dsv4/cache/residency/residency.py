@@ -12,20 +12,21 @@ books change, except that a block has left: that loses nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.batch import Batch
 from dsv4.cache.changes import LOGGER
 from dsv4.cache.memory import CacheMemory, Lane
+from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prepare_forward import ForwardPlan
-from dsv4.cache.requests import LENGTH, REUSED, Growth, Request, RequestTable
-from dsv4.cache.residency.memory import EntriesMemory
+from dsv4.cache.requests import LENGTH, PUBLISHED, REUSED, Request, RequestTable
 from dsv4.cache.residency.places import NO_ROW, EntryPlaces
 from dsv4.cache.residency.pool import HostPool
 from dsv4.cache.stats import LayerFetches, ResidencyStats
@@ -38,14 +39,20 @@ MOST_COPYING = 256  # blocks on the way to host memory: a full stream would bloc
 
 @dataclass(slots=True)
 class StepEntries:
-    """What a step that is being prepared takes: `placed` blocks get rows, `opened` ones may be
-    written, `spans` of slots are open."""
+    """What a step that is being planned takes: `rows` for the blocks in `needing` (a request, the
+    number of the block in it, and whether a part of it is written). The blocks in `spans` of
+    requests may be written."""
 
+    requests: Sequence[Request]
+    published: NDArray[np.int64]  # blocks of each that the device's tables had before
+    held: list[int] = field(init=False)
+    needing: list[tuple[Request, int, bool]] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    placed: list[tuple[int, int, int]] = field(default_factory=list)  # block, row, depth
-    places: list[int] = field(default_factory=list)  # of these in the device's table
-    opened: list[int] = field(default_factory=list)
-    spans: list[tuple[int, int, int]] = field(default_factory=list)  # slot, from, until
+    at: list[int] = field(default_factory=list)  # where they are told in the device's table
+    spans: list[tuple[Request, int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.held = [len(request.block_ids) for request in self.requests]
 
 
 class Residency:
@@ -55,17 +62,17 @@ class Residency:
         self,
         table: RequestTable,
         memory: CacheMemory,
-        entries: EntriesMemory,
+        places: EntryPlaces,
         pool: HostPool,
         *,
         open_plans: Callable[[], Sequence[ForwardPlan]],
     ) -> None:
-        schema = table.schema
+        schema, entries = table.schema, memory.entries
+        assert entries is not None
         self._table, self._memory, self._entries, self._pool = table, memory, entries, pool
         self._open_plans = open_plans
         self._block_tokens = schema.block_tokens
-        self.places = EntryPlaces(table.allocator.total, entries.rows)
-        table.allocator.on_free = self.places.forget
+        self.places = places
         self._copies = Copies(memory.device, pool.memory)
         self._flat_table = entries.table.view(-1)
         self._unsent: dict[int, int] = {}  # rows that the device's table does not have yet
@@ -79,10 +86,6 @@ class Residency:
         step_rows = -(-memory.buffers.max_tokens // schema.block_tokens)
         # rows that a step leaves to steps of other lanes, whose requests' blocks it cannot move
         self._spared_rows = (lanes - 1) * step_rows + table.max_requests if lanes > 1 else 0
-
-    def __bool__(self) -> bool:
-        """Whether entries may be in host memory."""
-        return True
 
     # ---- rows --------------------------------------------------------------------------------
 
@@ -268,84 +271,66 @@ class Residency:
 
     # ---- a step ----------------------------------------------------------------------------------
 
-    def begin_step(
-        self, step: StepTokens, growth: Growth, before: ForwardPlan | None
-    ) -> StepEntries | None:
-        """Rows for all blocks that a step may write, and the device's table: None if that needs
-        nothing. `settle_step` or `cancel_step` comes next. Raises OutOfBlocks."""
+    def take_step(self, step: StepTokens, before: ForwardPlan | None) -> StepEntries:
+        """Rows for all blocks that a step may write and that have none, for `place_step` or
+        `cancel_step`. Raises OutOfBlocks."""
         slots, block_tokens = step.shape.slots, self._block_tokens
-        lengths, reused = self._table.numbers[[LENGTH, REUSED]].take(slots, axis=1)
+        lengths, reused, published = self._table.numbers[[LENGTH, REUSED, PUBLISHED]].take(
+            slots, axis=1
+        )
+        found = StepEntries(requests=step.shape.requests, published=published)
         written = np.maximum(lengths, reused)
         firsts, lasts = written // block_tokens, -(-step.ends // block_tokens)
         is_open = (firsts * block_tokens >= self._open_from.take(slots)) & (
             step.ends <= self._open_until.take(slots)
         )
-        rows = (~is_open & (step.ends > written)).nonzero()[0]
-        if not len(rows) and not growth.requests:
-            self._send()
-            return None
-        found, new, bring = StepEntries(), _new_blocks(growth), []
-        needing: list[tuple[int, int, int]] = []  # block, depth, place in the table
         keep: set[int] = set()
-        most = self._table.schema.max_blocks_per_request
-        for nth in rows.tolist():
+        for nth in (~is_open & (step.ends > written)).nonzero()[0].tolist():
             request = step.shape.requests[nth]
             held, first, last = request.block_ids, int(firsts[nth]), int(lasts[nth])
-            found.spans.append((request.slot, first * block_tokens, last * block_tokens))
+            found.spans.append((request, first, last))
+            keep.update(held[first:last])
             for depth in range(first, last):
-                is_new = depth >= len(held)
-                block_id = new[request][depth - len(held)] if is_new else held[depth]
-                if not is_new:  # what was cached in a new one may leave
-                    keep.add(block_id)
-                found.opened.append(block_id)
-                if is_new or self.places.row_of[block_id] == NO_ROW:
-                    needing.append((block_id, depth, request.slot * most + depth))
-                    if written[nth] > depth * block_tokens:
-                        bring.append((block_id, len(needing) - 1))
-        self._make_room(len(needing), keep=keep, before=before, spared=self._spared_rows)
-        found.rows = self.places.take(len(needing))
-        try:
-            updates = self._published(growth)
-            for (block_id, depth, at), row in zip(needing, found.rows, strict=True):
-                found.placed.append((block_id, row, depth))
-                found.places.append(at)
-                updates[at] = row
-            if bring:
-                self._hold_back()
-            for block_id, nth in bring:
-                assert self.places.in_host[block_id], "written entries are nowhere"
-                target = self._entries.arena.bytes[found.rows[nth]]
-                target.copy_(self._pool.bytes[block_id], non_blocking=True)
-            self._unsent |= updates
-            self._send()
-        except BaseException:
-            self.cancel_step(found)
-            raise
+                if depth >= len(held) or self.places.row_of[held[depth]] == NO_ROW:
+                    is_begun = bool(written[nth] > depth * block_tokens)
+                    found.needing.append((request, depth, is_begun))
+        self._make_room(
+            len(found.needing), keep=keep, before=before, spared=self._spared_rows * bool(found.needing)
+        )
+        found.rows = self.places.take(len(found.needing))
         return found
 
-    def _published(self, growth: Growth) -> dict[int, int]:
-        """Where the blocks are that the device's table of block ids gets with this step."""
-        most, updates = self._table.schema.max_blocks_per_request, {}
-        for request, last in zip(growth.requests, growth.blocks, strict=True):
-            first = request.published_blocks
-            for depth, block_id in enumerate(request.block_ids[first:last], first):
-                updates[request.slot * most + depth] = int(self.places.row_of[block_id])
-        return updates
-
-    def settle_step(self, taken: StepEntries) -> None:
-        """The step has what it takes."""
-        for block_id, row, depth in taken.placed:
-            self.places.place(block_id, row, depth)
-        for block_id in taken.opened:
-            self.places.open(block_id)
-        for slot, first, last in taken.spans:
-            self._open_from[slot], self._open_until[slot] = first, last
+    def place_step(self, taken: StepEntries) -> None:
+        """The step is planned, and its requests have all their blocks: these get the rows, on the
+        device first."""
+        most, updates = self._table.schema.max_blocks_per_request, dict[int, int]()
+        for request, first in zip(taken.requests, taken.published.tolist(), strict=True):
+            if request.published_blocks > first:
+                for depth, block_id in enumerate(request.block_ids[first:], first):
+                    updates[request.slot * most + depth] = int(self.places.row_of[block_id])
+        for (request, depth, is_begun), row in zip(taken.needing, taken.rows, strict=True):
+            taken.at.append(request.slot * most + depth)
+            updates[taken.at[-1]] = row
+            if is_begun:  # what is written of it has left the device
+                block_id = request.block_ids[depth]
+                assert self.places.in_host[block_id], "written entries are nowhere"
+                self._hold_back()
+                target = self._entries.arena.bytes[row]
+                target.copy_(self._pool.bytes[block_id], non_blocking=True)
+        self._unsent |= updates
+        self._send()
+        for (request, depth, _), row in zip(taken.needing, taken.rows, strict=True):
+            self.places.place(request.block_ids[depth], row, depth)
+        for request, first, last in taken.spans:
+            for block_id in request.block_ids[first:last]:
+                self.places.open(block_id)
+            self._open_from[request.slot] = first * self._block_tokens
+            self._open_until[request.slot] = last * self._block_tokens
 
     def cancel_step(self, taken: StepEntries) -> None:
         """Nothing of it is taken."""
-        self._unsent |= dict.fromkeys(taken.places, NO_ROW)
+        self._unsent |= dict.fromkeys(taken.at, NO_ROW)
         self.places.give(taken.rows)
-        taken.rows = []
 
     def stage(self, batch: Batch, lane: Lane) -> None:
         """Plans the staging of a prefill batch that reads entries which are not on the device."""
@@ -481,13 +466,14 @@ class Residency:
 
     # ---- after an interrupt ----------------------------------------------------------------------
 
-    def recover(self, cached: Collection[int], open_plans: Sequence[ForwardPlan]) -> None:
+    def recover(self, nodes: Iterable[PrefixNode], open_plans: Sequence[ForwardPlan]) -> None:
         """Derives rows and copies anew from live requests, open plans and cached blocks. Hot
         records are forgotten; copies begin again."""
         self._copies.finish()
         self._copying.clear()
         self._queue.clear()
         self._unsent.clear()
+        cached = [node.block_id for node in nodes]
         ends: dict[Request, int] = {}
         for plan in open_plans:
             for request, end in zip(plan.requests, plan.latest_ends.tolist(), strict=True):
@@ -525,11 +511,3 @@ class Residency:
                 if places.row_of[block_id] == NO_ROW and not places.in_host[block_id]:
                     raise Dsv4Error(f"entries of block {block_id} are lost")
 
-
-def _new_blocks(growth: Growth) -> dict[Request, list[int]]:
-    """The blocks that requests get with a step."""
-    found, first = {}, 0
-    for request, count in zip(growth.requests, growth.missing, strict=True):
-        found[request] = growth.reserved.block_ids[first : first + count]
-        first += count
-    return found
