@@ -38,11 +38,6 @@ def refuse_after_fork(owner: Any) -> None:
     _owners.add(owner)
 
 
-def is_left_behind(owner: Any) -> bool:
-    """Whether this is a child made by os.fork, to which the owner does not belong."""
-    return isinstance(owner._lock, _LeftBehind)
-
-
 def _leave_behind() -> None:
     for owner in _owners:
         owner._lock = _LeftBehind(repr(owner), os.getppid())

@@ -4,6 +4,7 @@ torch-free."""
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -14,7 +15,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from dsv4.cache.transfers.aside import progress_of
-from dsv4.tiers.fork import is_left_behind, refuse_after_fork
+from dsv4.tiers.fork import refuse_after_fork
 from dsv4.tiers.host import HostRow, HostTier
 from dsv4.tiers.record import Key, Record, Refusal, check, seal
 from dsv4.tiers.tier import DONE, Ticket, Tier
@@ -82,7 +83,7 @@ class Worker:
         self._orphans: deque[CopyBatch] = deque()
         self._busy = False
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._closed, self._made_by = False, os.getpid()
         self.stored: deque[Key] = deque()  # for the owner to read
         self.dropped = 0
         weakref.finalize(self, self._wake.put, None).atexit = False
@@ -94,7 +95,7 @@ class Worker:
     @property
     def takes_more(self) -> bool:
         """False once it is closed, and in a fork of the process, which does not have the thread."""
-        return not (self._closed or is_left_behind(self))
+        return not self._closed and os.getpid() == self._made_by
 
     def send(self, records: Sequence[Outgoing]) -> None:
         with self._lock:
