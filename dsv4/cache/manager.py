@@ -36,7 +36,7 @@ from dsv4.cache.recover import recover_books
 from dsv4.cache.requests import Condition, Request, RequestTable
 from dsv4.cache.residency.places import EntryPlaces, ResidentAllocator
 from dsv4.cache.residency.pool import HostPool
-from dsv4.cache.residency.sizes import entry_sizes, least_entry_rows, require_fits
+from dsv4.cache.residency.sizes import entry_sizes, needed_entry_rows, require_fits
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step import checks as step_checks
@@ -245,7 +245,7 @@ class KVCacheManager(Uncopied):
             context=context,
             other_bytes=other_bytes,
             host_bytes=settings.host_bytes,
-            least_entry_rows=least_entry_rows(schema, settings, max_requests=max_requests),
+            needed_entry_rows=needed_entry_rows(schema, settings, max_requests=max_requests),
         )
         return cls.from_budget(schema, budget, **options)
 

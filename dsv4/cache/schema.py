@@ -614,8 +614,8 @@ def _usual_facts(layer: dict[str, Any]) -> dict[str, object]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockBudget:
     """How a memory budget splits into blocks and slots. `other_bytes` is what else the manager
-    needs: step buffers, workspace and snapshots. Of entries that are kept apart, `entry_rows` blocks
-    have theirs on the device (without hot rows, which `other_bytes` counts), and all have
+    needs: step buffers, workspace and snapshots. Of entries that are kept apart, `entry_rows`
+    blocks have theirs on the device (without hot rows, which `other_bytes` counts), and all have
     `host_bytes` in host memory."""
 
     num_blocks: int
@@ -644,11 +644,11 @@ def compute_block_budget(
     context: int | None = None,
     other_bytes: int = 0,
     host_bytes: int | None = None,
-    least_entry_rows: int = 0,
+    needed_entry_rows: int = 0,
 ) -> BlockBudget:
     """Gives each of `max_requests` a slot and what is left of the memory, less `other_bytes`, to
     blocks. `KVCacheManager.other_bytes` says what else a manager needs. With entries that are kept
-    apart, `host_bytes` is the host memory for them; at least `least_entry_rows` blocks have theirs
+    apart, `host_bytes` is the host memory for them; at least `needed_entry_rows` blocks have theirs
     on the device, and more if memory is left.
 
     Raises PoolTooSmall, with the minimum, when the blocks left could not hold one request of
@@ -672,7 +672,7 @@ def compute_block_budget(
             other_bytes=other_bytes,
             needed=needed,
             host_bytes=host_bytes,
-            least_rows=least_entry_rows,
+            least_rows=needed_entry_rows,
         )
     blocks = max(0, memory_bytes - fixed) // schema.block_bytes if schema.block_bytes else 0
     if memory_bytes < fixed or blocks < needed:
@@ -721,9 +721,9 @@ def _budget_apart(
     if host_bytes < needed * entries:
         raise PoolTooSmall(
             f"{host_bytes:,} bytes of host memory hold the entries of "
-            f"{host_bytes // entries:,} blocks of {entries:,} bytes, but one request needs {needed} "
-            f"blocks: give at least {needed * entries:,} bytes of host memory, or ask for less "
-            f"context",
+            f"{host_bytes // entries:,} blocks of {entries:,} bytes, but one request needs "
+            f"{needed} blocks: give at least {needed * entries:,} bytes of host memory, or ask for "
+            f"less context",
             minimum_bytes=needed * entries,
         )
     if memory_bytes < minimum:

@@ -26,8 +26,9 @@ PASSED_OVER = 64  # blocks in use that are passed over, at most, while blocks in
 
 
 class EntryPlaces:
-    """The device's rows of entries: which block has which, which are free, and in which order their
-    blocks leave. An open block may be written by a step; it neither leaves nor is in host memory."""
+    """The device's rows of entries: which block has which, which are free, and in which order
+    blocks leave. An open block may be written by a step: it neither leaves nor is in host
+    memory."""
 
     def __init__(self, blocks: int, rows: int) -> None:
         self.rows = rows

@@ -48,7 +48,7 @@ class StepEntries:
     held: list[int] = field(init=False)
     needing: list[tuple[Request, int, bool]] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    at: list[int] = field(default_factory=list)  # where they are told in the device's table
+    at: list[int] = field(default_factory=list)  # their places in the device's table
     spans: list[tuple[Request, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -294,10 +294,10 @@ class Residency:
                 if depth >= len(held) or self.places.row_of[held[depth]] == NO_ROW:
                     is_begun = bool(written[nth] > depth * block_tokens)
                     found.needing.append((request, depth, is_begun))
-        self._make_room(
-            len(found.needing), keep=keep, before=before, spared=self._spared_rows * bool(found.needing)
-        )
-        found.rows = self.places.take(len(found.needing))
+        count = len(found.needing)
+        spared = self._spared_rows if count else 0
+        self._make_room(count, keep=keep, before=before, spared=spared)
+        found.rows = self.places.take(count)
         return found
 
     def place_step(self, taken: StepEntries) -> None:
@@ -510,4 +510,3 @@ class Residency:
             for block_id in request.block_ids[: -(-written // self._block_tokens)]:
                 if places.row_of[block_id] == NO_ROW and not places.in_host[block_id]:
                     raise Dsv4Error(f"entries of block {block_id} are lost")
-

@@ -10,7 +10,7 @@ from dsv4.errors import InvalidInput
 from dsv4.units import format_bytes
 
 
-def least_entry_rows(schema: CacheSchema, settings: Settings, *, max_requests: int) -> int:
+def needed_entry_rows(schema: CacheSchema, settings: Settings, *, max_requests: int) -> int:
     """Rows of entries that must be on the device for blocks: what the steps of all open plans
     write, and for each request the blocks that its tokens begin and end in."""
     step_rows = -(-settings.max_step_tokens // schema.block_tokens)
@@ -24,7 +24,7 @@ def entry_sizes(
     if settings.host_bytes is None:
         return None
     layout = HotLayout(schema, settings.hot_rows)
-    least = min(num_blocks, least_entry_rows(schema, settings, max_requests=max_requests))
+    least = min(num_blocks, needed_entry_rows(schema, settings, max_requests=max_requests))
     rows = least if settings.entry_rows is None else min(num_blocks, settings.entry_rows)
     if rows < least:
         raise InvalidInput(
