@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from dsv4.engine import Job
 from dsv4.errors import InvalidInput
 from dsv4.serve.failures import ApiError
-from dsv4.serve.generation import Generation, Piece, Usage
+from dsv4.serve.generation import Generation, Hints, Piece, Usage
 from dsv4.serve.grammar import Grammar
 from dsv4.serve.models import ServedModel, TextStream
 from dsv4.serve.runner import Runner
@@ -29,44 +29,34 @@ SESSION_HEADERS = (
 LONGEST_ID = 128
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hints:
-    """What a request says about itself that reaches the cache and the order of requests."""
-
-    salt: str | None = None
-    session: str = ""
-    priority: int = 0  # higher is sooner
-    keep_s: float | None = None
-
-    @classmethod
-    def read(cls, request: Request, body: CacheFields, keep_s: float | None = None) -> Hints:
-        """Headers and body. Raises ApiError."""
-        headers, ext = request.headers, body.nvext
-        tenant = headers.get("x-tenant-id")
-        names = [body.session_id, *(headers.get(name) for name in SESSION_HEADERS)]
-        session = next((name for name in names if name), None)
-        for name in (tenant, session):
-            if name is not None and len(name) > LONGEST_ID:
-                raise ApiError(400, f"a tenant or session of {len(name)} characters: at most 128")
-        priority = -body.priority
-        if "x-vllm-priority" in headers:
-            try:
-                priority = -int(headers["x-vllm-priority"])
-            except ValueError:
-                raise ApiError(400, "X-Vllm-Priority is not a whole number") from None
-        if ext is not None and ext.agent_hints is not None:
-            priority += ext.agent_hints.priority
-        asked = [body.cache_control, None if ext is None else ext.cache_control]
-        kept = [keep_s or 0.0, *(each.seconds for each in asked if each is not None)]
-        longest = max(kept) or None
-        if headers.get("x-dynamo-session-final", "").lower() in ("1", "true"):
-            longest = 0.0
-        return cls(
-            salt=_salt(tenant, body.cache_salt),
-            session=_session(tenant, body, session),
-            priority=max(-1000, min(1000, priority)),
-            keep_s=longest,
-        )
+def read_hints(request: Request, body: CacheFields, keep_s: float | None = None) -> Hints:
+    """Of headers and body. Raises ApiError."""
+    headers, ext = request.headers, body.nvext
+    tenant = headers.get("x-tenant-id")
+    names = [body.session_id, *(headers.get(name) for name in SESSION_HEADERS)]
+    session = next((name for name in names if name), None)
+    for name in (tenant, session):
+        if name is not None and len(name) > LONGEST_ID:
+            raise ApiError(400, f"a tenant or session of {len(name)} characters: at most 128")
+    priority = -body.priority
+    if "x-vllm-priority" in headers:
+        try:
+            priority = -int(headers["x-vllm-priority"])
+        except ValueError:
+            raise ApiError(400, "X-Vllm-Priority is not a whole number") from None
+    if ext is not None and ext.agent_hints is not None:
+        priority += ext.agent_hints.priority
+    asked = [body.cache_control, None if ext is None else ext.cache_control]
+    kept = [keep_s or 0.0, *(each.seconds for each in asked if each is not None)]
+    longest = max(kept) or None
+    if headers.get("x-dynamo-session-final", "").lower() in ("1", "true"):
+        longest = 0.0
+    return Hints(
+        salt=_salt(tenant, body.cache_salt),
+        session=_session(tenant, body, session),
+        priority=max(-1000, min(1000, priority)),
+        keep_s=longest,
+    )
 
 
 def _salt(tenant: str | None, salt: str | None) -> str | None:
@@ -158,15 +148,12 @@ class Answer:
             stops=question.stops,
             logprobs=question.logprobs,
             grammar=None if question.grammar is None else question.grammar(),
-            session=hints.session,
-            priority=hints.priority,
-            keep_s=hints.keep_s,
+            hints=hints,
         )
         return self.runner.submit(
             question.ids,
             new_tokens,
             generation,
-            salt=hints.salt,
             stop_tokens=question.stop_tokens,
         )
 

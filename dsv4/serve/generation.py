@@ -49,6 +49,17 @@ class Piece:
     error: Exception | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hints:
+    """What a request says about itself that reaches the cache and the order of requests. `keep_s`:
+    how long its prefix shall stay cached; 0 ends that for its session."""
+
+    salt: str | None = None
+    session: str = ""
+    priority: int = 0  # higher is sooner
+    keep_s: float | None = None
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Generation:
     """What the server keeps of a job, as its `data`. `emit` receives its pieces."""
@@ -60,9 +71,7 @@ class Generation:
     stops: tuple[str, ...] = ()
     logprobs: int | None = None  # how many of the most likely tokens; None: not wanted
     grammar: Grammar | None = None
-    session: str = ""
-    priority: int = 0
-    keep_s: float | None = None  # how long the prompt's prefix shall stay cached
+    hints: Hints
     # ---- where it is
     number: int = 0  # in the order of arrival
     passed: int = 0  # jobs that came later and were admitted sooner
@@ -72,12 +81,11 @@ class Generation:
     host_tokens: int = 0
     storage_tokens: int = 0
     arrived_s: float = field(default_factory=time.monotonic)
-    first_s: float | None = None
     last_s: float | None = None
     newest: TokenLogprob | None = None  # of the token that this step chose
 
     def rank(self, passes: int) -> int:
-        return self.priority + self.passed // passes
+        return self.hints.priority + self.passed // passes
 
     def choose(self, row: Tensor) -> int:
         """The next token of its logits. Raises InvalidInput."""

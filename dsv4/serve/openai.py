@@ -16,16 +16,16 @@ from starlette.responses import JSONResponse, Response
 from dsv4.serve.answers import (
     Answer,
     EventStream,
-    Hints,
     Question,
     Whole,
     flat_content,
+    read_hints,
     require_model,
     sampling,
     total,
 )
 from dsv4.serve.failures import ApiError, as_api_error
-from dsv4.serve.generation import Piece, Usage
+from dsv4.serve.generation import Hints, Piece, Usage
 from dsv4.serve.grammar import Grammar
 from dsv4.serve.models import Message, Tokenizer
 from dsv4.serve.sampling import TokenLogprob
@@ -54,7 +54,7 @@ def routes(state: ServerState) -> APIRouter:
     async def chat(request: Request, body: ChatRequest) -> Response:
         """The answer to a chat."""
         require_model(body.model, state.model)
-        hints = Hints.read(request, body)
+        hints = read_hints(request, body)
         tools = () if body.tool_choice == "none" else [t.model_dump() for t in body.tools or ()]
 
         def render() -> list[int]:
@@ -78,7 +78,7 @@ def routes(state: ServerState) -> APIRouter:
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """What follows a text, or each of several."""
         require_model(body.model, state.model)
-        hints = Hints.read(request, body)
+        hints = read_hints(request, body)
         prompts = await run_in_threadpool(_prompts, state, body.prompt)
         if len(prompts) * (body.n or 1) > CHOICES:
             raise ApiError(400, f"{len(prompts)} prompts: at most {CHOICES} choices in all")

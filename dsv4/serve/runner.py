@@ -150,7 +150,6 @@ class Runner:
         new_tokens: int,
         generation: Generation,
         *,
-        salt: str | None,
         stop_tokens: frozenset[int],
     ) -> Job:
         """Raises what `check_fits` raises, and InvalidInput."""
@@ -161,7 +160,7 @@ class Runner:
             job = ready(
                 ids,
                 new_tokens,
-                salt,
+                generation.hints.salt,
                 stop_tokens=stop_tokens,
                 on_tokens=self._heard,
                 data=generation,
@@ -265,7 +264,6 @@ class Runner:
             timing.first(now - data.arrived_s)
         elif timing is not None and data.last_s is not None:
             timing.later(now - data.last_s)
-        data.first_s = data.first_s or now
         data.last_s = now
 
     def _note_end(self, job: Job, piece: Piece) -> None:

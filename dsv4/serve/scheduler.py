@@ -36,7 +36,7 @@ class Scheduler(Engine):
     def arrive(self, job: Job) -> None:
         """A session that has nothing to do saves nothing up: it begins where the least served of
         the others is."""
-        session = job.data.session
+        session = job.data.hints.session
         if session not in self.served:
             self.served[session] = min(self.served.values(), default=0)
         self.newest += 1
@@ -45,14 +45,14 @@ class Scheduler(Engine):
     def end_jobs(self) -> bool:
         has_ended = super(Scheduler, self).end_jobs()
         if has_ended:
-            left = {job.data.session for job in self.jobs}
+            left = {job.data.hints.session for job in self.jobs}
             self.served = {name: count for name, count in self.served.items() if name in left}
         return has_ended
 
     def rank(self, job: Job) -> tuple[int, int, int]:
         """Lower is sooner."""
         data: Generation = job.data
-        return -data.rank(PASSES), self.served.get(data.session, 0), data.number
+        return -data.rank(PASSES), self.served.get(data.hints.session, 0), data.number
 
     @property
     def running(self) -> list[tuple[Job, Request]]:
