@@ -127,7 +127,7 @@ class KVCacheManager(Uncopied):
             if prefix is None
             else PrefixCache(schema, self.table.allocator, prefix, place)
         )
-        self.table.reclaimer = self.prefix.blocks
+        self.table.supply.reclaimer = self.prefix.blocks
         self.guard = Guard()
         self.tiers = self._make_tiers(settings.tiers)
         self.handoff = self._make_handoff(settings.handoff)

@@ -126,7 +126,7 @@ class Steps:
             if plan.unknown_starts is not None:
                 self._backend.follow(following(lane.buffers, plan, accepted))
         except BaseException:  # an error of the device, out of memory, or Ctrl-C
-            self._table.cancel(growth.reserved)
+            self._table.supply.cancel(growth.reserved)
             raise
         if growth.requests:
             self._table.settle_step(growth)

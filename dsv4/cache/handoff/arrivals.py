@@ -214,7 +214,7 @@ class Arrivals:
             read.given_up = True
             if not read.settled:
                 return
-        self._side.table.let_go(arrival)
+        self._side.table.holdings.let_go(arrival)
         self._let_go_host(arrival)
 
     def _let_go_host(self, arrival: Arrival) -> None:
