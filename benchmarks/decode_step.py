@@ -152,7 +152,7 @@ class DecodeStep:
         spec = handle.schema.spec
         weights = self.weights[spec.layer]
         if "append" in parts:
-            batch.appended_layers.discard(spec.layer)  # a chunk is appended once, but not here
+            batch.written.appended.discard(spec.layer)  # a chunk is appended once, but not here
             inputs = (each[rows] for each in self.inputs[_sort(spec)])
             handle.append(*inputs, weights=weights)
         if "select" in parts and spec.layer in self.selecting_layers:

@@ -141,8 +141,8 @@ class LayerCacheHandle(Uncopied):
         if (
             batch is None
             or batch.done
-            or batch.unfinished_layers
-            or self.layer in batch.appended_layers
+            or batch.written.unfinished
+            or self.layer in batch.written.appended
         ):
             batch = self._unwritten_batch()
         if type(weights) is not LayerWeights:
@@ -157,7 +157,7 @@ class LayerCacheHandle(Uncopied):
             given = (kv, *projections, *_tensors_of(weights))
             call_key = ("append", batch.sizes, batch.item_counts)
             self._repeated(batch, call_key, given, build, begin=True)
-        batch.note_append(self.layer)
+        batch.written.note(self.layer)
 
     def _append_calls(
         self,
@@ -169,7 +169,7 @@ class LayerCacheHandle(Uncopied):
         window = self._window_write(batch, kv, weights)
         writes = self._compressor_writes(batch, weights, *projections)
         step = self.step_tensors(batch, weights)
-        batch.begin_append(self.layer)
+        batch.written.begin(self.layer)
         if batch.captures is not None:
             batch.captures.before_append(self.layer, writes)
         return [partial(self.backend.append, step, window, writes)]
@@ -192,7 +192,7 @@ class LayerCacheHandle(Uncopied):
             self._repeats.make(key, tensors, build(), batch.tokens)
             return
         if begin:
-            batch.begin_append(self.layer)
+            batch.written.begin(self.layer)
         known.run(places, tensors)
 
     @in_turn
@@ -203,11 +203,11 @@ class LayerCacheHandle(Uncopied):
         checks.layer_weights(weights)
         window = self._window_write(batch, kv, weights)
         step = self.step_tensors(batch, weights)
-        batch.begin_append(self.layer)
+        batch.written.begin(self.layer)
         self.backend.append(step, window, ())
         if batch.captures is not None and self._parts == WINDOW:
             batch.captures.after_append(self.layer)
-        batch.note_part(self.layer, WINDOW, self._parts)
+        batch.written.note_part(self.layer, WINDOW, self._parts)
 
     @in_turn
     def write_tail(
@@ -229,9 +229,9 @@ class LayerCacheHandle(Uncopied):
         checks.layer_weights(weights)
         writes = self._compressor_writes(batch, weights, c, z, index_c, index_z, compress=False)
         step = self.step_tensors(batch, weights)
-        batch.begin_append(self.layer)
+        batch.written.begin(self.layer)
         self.backend.append(step, None, writes)
-        batch.note_part(self.layer, TAILS, self._parts)
+        batch.written.note_part(self.layer, TAILS, self._parts)
 
     @in_turn
     def flush_compression(self, *, weights: LayerWeights) -> None:
@@ -251,7 +251,7 @@ class LayerCacheHandle(Uncopied):
             if layout is not None
         ]
         step = self.step_tensors(batch, weights)
-        batch.begin_append(self.layer)
+        batch.written.begin(self.layer)
         self.backend.append(step, None, writes)
         self.note_entries()
 
@@ -298,11 +298,11 @@ class LayerCacheHandle(Uncopied):
 
     def begin_entries(self) -> None:
         """Entries of the bound batch are about to be written."""
-        self.open_batch().begin_append(self.layer)
+        self.open_batch().written.begin(self.layer)
 
     def note_entries(self) -> None:
         """The groups that close in the bound batch are in their blocks."""
-        self.open_batch().note_part(self.layer, ENTRIES, self._parts)
+        self.open_batch().written.note_part(self.layer, ENTRIES, self._parts)
 
     def _compressor_writes(
         self,
@@ -718,7 +718,11 @@ class LayerCacheHandle(Uncopied):
             raise SchemaMismatch(f"layer {self.layer} does not draft several tokens")
         batch = self.open_batch()
         counts = batch.counts.tolist()
-        if batch.touched or not batch.alone or any(count != model.draft_block for count in counts):
+        if (
+            batch.written.touched
+            or not batch.alone
+            or any(count != model.draft_block for count in counts)
+        ):
             raise PlanError(
                 f"a draft step has {model.draft_block} tokens of every request and stores nothing: "
                 f"prepare a plan for it alone, of requests that are to draft"
@@ -814,8 +818,8 @@ class LayerCacheHandle(Uncopied):
         if (  # the usual case in every step, without further calls
             batch is not None
             and not batch.done
-            and batch.last_appended == self.layer
-            and owner in batch.stored_layers
+            and batch.written.last == self.layer
+            and owner in batch.written.stored
         ):
             return batch
         batch = self.open_batch()

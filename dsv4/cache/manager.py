@@ -402,7 +402,7 @@ class KVCacheManager(Uncopied):
                 f"but it has {request.length} tokens: supply those that were committed"
             )
         slot = self.slot_arena.bytes[request.slot]
-        self._prefix_cache().supply_ids(request, read, slot, self._admission.exchange)
+        self._prefix_cache().caching.supply_ids(request, read, slot, self._admission.exchange)
         self.tiers.pump()
 
     @changes
@@ -487,7 +487,7 @@ class KVCacheManager(Uncopied):
         self._release(request)
 
     def _release(self, request: Request) -> None:
-        self.prefix.note_release(request)
+        self.prefix.caching.note_release(request)
         self.table.close(request)
         self._steps.forget()
 

@@ -199,7 +199,7 @@ class Warmup:
         if handle.memory.index_keys is None or not spec.has_indexer:
             return
         bounded = spec.candidates_of is not None or layer in self._model.candidate_sources
-        batch.note_append(layer)
+        batch.written.note(layer)
         rows = batch.padded_tokens
         handle.select(
             self._index_q[:rows],
@@ -230,7 +230,7 @@ class Warmup:
             bound=bound or self._schema.max_context,
         )
         # what layers read that read another layer's entries
-        batch.stored_layers.update(range(len(self._handles)))
+        batch.written.stored.update(range(len(self._handles)))
         return batch
 
     def _layer_weights(self, handle: LayerCacheHandle) -> LayerWeights:

@@ -248,7 +248,7 @@ def test_append_and_acquire_allocate_nothing_and_never_wait():
         plan = stack.manager.prepare_forward(steps, **padding)
         inputs = {layer: stack.inputs(plan, streams, layer) for layer in stack.layers}
         stack.write(plan, streams)  # compiles
-        plan.batch.appended_layers.clear()
+        plan.batch.written.appended.clear()
         torch.cuda.synchronize()
         with no_allocation_and_no_sync():
             for layer, (kv, projections) in inputs.items():

@@ -192,7 +192,7 @@ class Handoff:
         request = manager._admission.arrived(arrival, *self.arrivals.state_of(arrival))
         if manager.prefix and arrival.trail is not None:
             exchange = manager._admission.exchange
-            manager.prefix.note_arrival(request, arrival.trail, exchange)
+            manager.prefix.caching.note_arrival(request, arrival.trail, exchange)
         return request
 
     @changes

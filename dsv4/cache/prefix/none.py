@@ -35,6 +35,19 @@ class NoCaptures:
         return []
 
 
+class NoCaching:
+    """Nothing is cached."""
+
+    def read_ids(self, *step: object) -> None:
+        """Ids of a step are not looked at."""
+
+    def note_commit(self, *step: object) -> None:
+        """Nothing is cached."""
+
+    def note_release(self, request: Request) -> None:
+        """Nothing of it stays."""
+
+
 class NoPrefix:
     """`manager.prefix` of a manager without a prefix cache. It is false. Nothing is cached, and
     prompts have no trail, because nothing of them is kept; what only a prefix cache can do, the
@@ -47,6 +60,7 @@ class NoPrefix:
         self.rows = SnapshotRows(0, policy, _nothing)
         self.pins = Pins(self.index, schema.block_tokens)
         self.captures = NoCaptures()
+        self.caching = NoCaching()
         self.blocks = CachedBlocks(allocator, self.index, self.rows, self.pins, _nothing)
 
     def __bool__(self) -> Literal[False]:
@@ -75,15 +89,6 @@ class NoPrefix:
 
     def put_state(self, match: PrefixMatch, slot: object) -> None:
         """There is none to put."""
-
-    def read_ids(self, *step: object) -> None:
-        """Ids of a step are not looked at."""
-
-    def note_commit(self, *step: object) -> None:
-        """Nothing is cached."""
-
-    def note_release(self, request: Request) -> None:
-        """Nothing of it stays."""
 
     def memory_bytes(self) -> int:
         return 0
