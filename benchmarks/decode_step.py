@@ -231,8 +231,8 @@ class DecodeStep:
         powers = all(code.scale == "ue8m0" for code in codes)
         for layer in self.layers:
             handle = self.manager.acquire(layer)
-            pool = handle.pool.views if handle.schema.spec.owns_entries else {}
-            for name, view in (*pool.items(), *handle.state.views.items()):
+            pool = handle.memory.pool.views if handle.schema.spec.owns_entries else {}
+            for name, view in (*pool.items(), *handle.memory.state.views.items()):
                 if name == "indexer_keys_fp4":
                     view.copy_(_code_pairs(view.device)[view.random_(0, 256).int()])
                 elif name == "indexer_scale":

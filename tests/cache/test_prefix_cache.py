@@ -459,7 +459,7 @@ def test_what_drafts_wrote_stays_with_its_request():
     request = manager.admit_request(text.ids, salt="b")
     assert request.resume.source == "snapshot"
     for layer in drafting:
-        for view in manager.acquire(layer).state.views.values():
+        for view in manager.acquire(layer).memory.state.views.values():
             assert not view[request.slot].view(torch.uint8).any()
 
 

@@ -132,7 +132,7 @@ class Captured:
             handle = stack.manager.acquire(layer)
             widths = [
                 la.columns
-                for la in (handle.compressor, handle.index_compressor)
+                for la in (handle.memory.compressor, handle.memory.index_compressor)
                 if la
                 for _ in range(2)
             ]

@@ -72,7 +72,10 @@ class Layer:
         model, handle = self.stack.schema.model, self.handle
         if operation == "append":
             given: dict[str, Any] = {"kv": self.new(model.head_dim, dtype=torch.bfloat16)}
-            for layout, name in ((handle.compressor, ""), (handle.index_compressor, "index_")):
+            for layout, name in (
+                (handle.memory.compressor, ""),
+                (handle.memory.index_compressor, "index_"),
+            ):
                 for kind in "cz" if layout else "":
                     given[name + kind] = self.new(layout.columns)
             return given | {"weights": self.weights}
@@ -87,7 +90,7 @@ class Layer:
             "q": self.new(model.heads, model.head_dim, dtype=torch.bfloat16),
             "sink": torch.zeros(model.heads),
             "indices": self.new(model.index_topk, dtype=torch.int32)
-            if handle.index_compressor
+            if handle.memory.index_compressor
             else None,
             "out": self.new(model.heads, model.head_dim, dtype=torch.bfloat16),
             "lse": self.new(model.heads),
@@ -106,7 +109,7 @@ class Layer:
 
     @property
     def operations(self) -> tuple[str, ...]:
-        return OPERATIONS if self.handle.index_compressor else ("append", "attend")
+        return OPERATIONS if self.handle.memory.index_compressor else ("append", "attend")
 
 
 # ---- the same launches -----------------------------------------------------------------------

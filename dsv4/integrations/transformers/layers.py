@@ -41,10 +41,10 @@ class PagedLayer(CacheLayerMixin):
         self._window_page = handle.read_swa_view().page
         self._window = handle.schema.window
         self.compressors: dict[str, _Compressor] = {}
-        if handle.compressor is not None:
+        if handle.memory.compressor is not None:
             page = handle.read_classical_view().page
             self.compressors["compressor"] = _Compressor(rows, handle, "compressor", page)
-        if handle.index_compressor is not None:
+        if handle.memory.index_compressor is not None:
             page = handle.read_indexer_view().page
             self.compressors["indexer"] = _Compressor(rows, handle, "indexer", page)
 
@@ -168,9 +168,10 @@ class _Compressor:
 
     def __init__(self, rows: CacheRows, handle: LayerCacheHandle, name: str, page: Page) -> None:
         self.rows, self.layer, self.name, self.page = rows, handle.layer, name, page
-        self.arena, self.block_table = handle.memory.shared.block_arena.bytes, handle.block_table
+        memory = handle.memory
+        self.arena, self.block_table = memory.shared.block_arena.bytes, memory.shared.block_table
         self.ratio, self.width = handle.schema.spec.ratio, page.format.width
-        views = handle.state.views
+        views = memory.state.views
         planes = {
             stream: views.get(f"{_TAILS[name]}_{stream}") for stream in ("ka", "za", "kb", "zb")
         }
