@@ -56,7 +56,7 @@ class BlockAllocator:
         return self._generations[self._known(block_id)]
 
     def is_shared(self, block_id: int) -> bool:
-        """Whether anything besides one request relies on its bytes: another request or the
+        """Whether something other than one request relies on its bytes: another request or the
         index."""
         return self._references[block_id] > 1 or bool(self._cached[block_id])
 

@@ -119,7 +119,7 @@ def hca_reset_state(handle: LayerCacheHandle, slot: int, length: int) -> dict[st
     """What the tail holds for a request of that length: the rows of the unfinished group, none
     right after a flush. No byte moves.
 
-    With online state there are no such rows: `state` [1 or 0, 3, head_dim] is their fold, running
+    With online state the tail has no rows: `state` [1 or 0, 3, head_dim] is their fold, running
     maximum, sum and weighted sum.
     """
     _require(handle, AttentionType.HCA)

@@ -113,7 +113,7 @@ class LayerCacheHandle(Uncopied):
         return self.memory.entries
 
     def read_indexer_view(self) -> IndexerView:
-        """The indexer keys this layer reads. Raises SchemaMismatch where there is no indexer."""
+        """The indexer keys this layer reads. Raises SchemaMismatch for one without an indexer."""
         if self.memory.index_keys is None:
             raise SchemaMismatch(
                 f"layer {self.layer} is {self.schema.spec.attention}: it has no indexer keys"

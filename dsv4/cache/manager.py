@@ -213,8 +213,9 @@ class KVCacheManager(Uncopied):
     def other_bytes(
         cls, schema: CacheSchema, *, max_requests: int, **options: Unpack[ManagerOptions]
     ) -> int:
-        """Bytes that a manager with these options allocates besides blocks, slots and block table:
-        step buffers, workspace, snapshots. Allocates nothing on the device. Raises InvalidInput."""
+        """Bytes that a manager with these options allocates in addition to blocks, slots and block
+        table: step buffers, workspace, snapshots. Allocates nothing on the device. Raises
+        InvalidInput."""
         require_type("schema", schema, CacheSchema)
         settings = Settings.of(options)
         place, nowhere = settings.place, torch.device("meta")
@@ -531,7 +532,7 @@ class KVCacheManager(Uncopied):
             deferred.popleft()
 
     def _let_go(self, item: object) -> None:
-        """Ends a fetch that is no longer referenced, or releases a hand-off."""
+        """Ends a fetch that nothing refers to any more, or releases a hand-off."""
         if not self.tiers.let_go(item):
             self.handoff.let_go(item)
 

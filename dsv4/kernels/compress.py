@@ -421,7 +421,7 @@ def _compress_folded(program, step, compressor, C: tl.constexpr):
 @triton.jit
 def _fold_job(job, FOLDS: tl.constexpr, group, end, split, step, compressor, C: tl.constexpr):
     """Job 0 closes a group (scalars), job 1 writes the states of a request's newest tokens. Without
-    FOLDS there are no tokens between the stored state and those."""
+    FOLDS those come right after the stored state."""
     RATIO: tl.constexpr = C.RATIO
     slot_ptr = step.slot_arena + group.slot * step.slot_bytes
     ring = ring_at(slot_ptr, compressor.ka_offset)

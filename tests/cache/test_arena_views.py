@@ -206,8 +206,8 @@ def test_views_have_the_shapes_and_types_of_the_design():
         "index_tail_zb": ((8, 128), fp32),
     }
     hca = manager.acquire(HCA)
-    assert hca.pool.entries_fp8.shape == (ROWS, 1, 448)
-    assert hca.state.tail_ka.shape == (ROWS, 128, 512)
+    assert hca.memory.pool.entries_fp8.shape == (ROWS, 1, 448)
+    assert hca.memory.state.tail_ka.shape == (ROWS, 128, 512)
 
 
 @pytest.mark.parametrize(
@@ -399,11 +399,11 @@ def test_layers_that_share_entries_see_their_owners_views():
     manager = manager_of(schema)
     for reader, owner in ((2, 1), (4, 3)):
         mine, theirs = manager.acquire(reader), manager.acquire(owner)
-        assert list(mine.pool.views) == list(theirs.pool.views)
-        assert {"entries_fp4", "inv_scale"} <= set(mine.pool.views)
-        for name, view in mine.pool.views.items():
-            assert view.data_ptr() == theirs.pool.views[name].data_ptr()
-            assert view.stride() == theirs.pool.views[name].stride()
+        assert list(mine.memory.pool.views) == list(theirs.memory.pool.views)
+        assert {"entries_fp4", "inv_scale"} <= set(mine.memory.pool.views)
+        for name, view in mine.memory.pool.views.items():
+            assert view.data_ptr() == theirs.memory.pool.views[name].data_ptr()
+            assert view.stride() == theirs.memory.pool.views[name].stride()
         for read in ("read_classical_view", "read_indexer_view"):
             a, b = getattr(mine, read)(), getattr(theirs, read)()
             assert a.pages.data_ptr() == b.pages.data_ptr()

@@ -197,7 +197,7 @@ class Caching:
     def _cache_block(self, request: Request, trail: TokenTrail, block: int) -> PrefixNode | None:
         """The node of a complete block of a request, whose tokens are all known, made now if there
         is none; None if it follows the same tokens in another request's block. Blocks before it
-        that are no longer cached are cached again."""
+        that were evicted are cached again."""
         node = self._index.get(trail.digest(block))
         first = block
         while node is None and first and (node := self._index.get(trail.chain[first - 1])) is None:
@@ -225,7 +225,7 @@ class PrefixCache:
     ) -> None:
         if not schema.block_bytes:
             raise InvalidInput(
-                "a model of window-only layers keeps nothing in blocks: there is no prefix to cache"
+                "a model of window-only layers keeps nothing in blocks, so no prefix can be cached"
             )
         if options.policy.period_tokens % schema.block_tokens:
             raise InvalidInput(

@@ -23,7 +23,7 @@ class NoCaptures:
     """No snapshots are taken."""
 
     def plan(self, *prefill: object) -> None:
-        """There is no row for one."""
+        """No row exists for one."""
 
     def reserve(self, captures: object) -> None:
         """None were planned."""

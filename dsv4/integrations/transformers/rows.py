@@ -206,7 +206,7 @@ class RowPool:
         return bool(self.manager.tiers)
 
     def release(self, requests: Sequence[Request]) -> None:
-        """Frees their places, at once if there are no tiers; otherwise these keep what rows
+        """Frees their places, at once without tiers; otherwise these keep what rows
         hold."""
         if self._has_tiers:
             self.release_later(requests)
@@ -228,7 +228,7 @@ class RowPool:
             self.release_later(requests)
 
     def keep(self, row: KnownRow) -> None:
-        """Keeps a row that is no longer needed. The caller has the turn."""
+        """Keeps a row that its job does not need any more. The caller has the turn."""
         self._collect()
         self._rows.append(row)
 
