@@ -195,7 +195,7 @@ def summary(results: Sequence[BenchResult]) -> str:
 
 def _conditions(results: Sequence[BenchResult]) -> str:
     def of(name: str) -> str:
-        return ", ".join(sorted({str(getattr(result, name)) for result in results}))
+        return ", ".join(sorted({str(getattr(result.run, name)) for result in results}))
 
     copies = [result.run.copy_bytes_per_us / 1e6 for result in results]
     empties = [result.run.empty_launch_us for result in results]

@@ -223,7 +223,7 @@ def test_views_have_the_shapes_and_types_of_the_design():
 def test_a_plane_that_a_layer_does_not_have_says_what_it_has(
     layer: int, part: str, name: str, has: str
 ):
-    planes = getattr(manager_of(SCHEMAS["fp8_ds mxfp4"]).acquire(layer), part)
+    planes = getattr(manager_of(SCHEMAS["fp8_ds mxfp4"]).acquire(layer).memory, part)
     with pytest.raises(AttributeError, match=rf"layer {layer} keeps no '{name}'.*{has}"):
         getattr(planes, name)
     assert not hasattr(planes, name)

@@ -65,8 +65,8 @@ def test_compare_names_the_gpus_and_tritons_of_both(tmp_path: Path) -> None:
     """A results file that somebody sends, beside ours."""
     ours, sent = tmp_path / "h200.jsonl", tmp_path / "b200.jsonl"
     write_results(ours, results(first=2.0, second=3.0))
-    run = replace(BASE.run, gpu="NVIDIA B200", triton="3.9.0")
-    of_b200 = [replace(r, run=run) for r in results(first=1.0, third=1.0)]
+    there = replace(BASE.run, gpu="NVIDIA B200", triton="3.9.0")
+    of_b200 = [replace(r, run=there) for r in results(first=1.0, third=1.0)]
     write_results(sent, of_b200)
     result = run("--compare", ours, sent)
     assert result.exit_code == 0, result.output
