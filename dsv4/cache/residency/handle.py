@@ -11,9 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from dsv4.cache.batch import Batch
-from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.handle import EntryRecords, LayerCacheHandle
 from dsv4.cache.memory import LayerMemory
-from dsv4.cache.pages import CompressorLayout
 from dsv4.cache.repeats import Key, Repeats
 from dsv4.cache.views import ClassicalView
 from dsv4.cache.workspace import Workspace
@@ -37,7 +36,7 @@ class ResidentHandle(LayerCacheHandle):
         self._repeats = Repeats(
             backend,
             (
-                *(self._block_arena, self._slot_arena, self.block_table),
+                *(self._block_arena, self._slot_arena, self._block_table),
                 *(*workspace.tensors, *apart.tensors, *lane_entries.tensors),
             ),
         )
@@ -62,12 +61,10 @@ class ResidentHandle(LayerCacheHandle):
         self._require_on_device("a gather")
         return super().gather_all_compressed_kv(out, lengths)
 
-    def write_entry_records(
-        self, layout: CompressorLayout, block_id: Tensor, page_row: Tensor, rows: Tensor
-    ) -> None:
-        if layout.page.apart:
-            self._require_on_device("writing records to blocks")
-        super().write_entry_records(layout, block_id, page_row, rows)
+    def write_entries(self, records: Sequence[EntryRecords]) -> None:
+        """As `read_classical_view`."""
+        self._require_on_device("writing records to blocks")
+        super().write_entries(records)
 
     def _require_on_device(self, what: str) -> None:
         """SchemaMismatch for a layer whose entries may be in host memory."""
@@ -79,9 +76,9 @@ class ResidentHandle(LayerCacheHandle):
 
     # ---- writes --------------------------------------------------------------------------------
 
-    def step_tensors(self, batch: Batch, weights: LayerWeights) -> StepTensors:
+    def _step_tensors(self, batch: Batch, weights: LayerWeights) -> StepTensors:
         return replace(
-            super().step_tensors(batch, weights),
+            super()._step_tensors(batch, weights),
             entries_arena=self._apart.arena.bytes,
             entry_table=self._apart.table,
         )
