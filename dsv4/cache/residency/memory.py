@@ -169,7 +169,7 @@ class LaneEntries:
         groups: list[tuple[slice, slice]] = []
         first, used, most = 0, 0, len(self._ramp)
         first_rows = [*batch.shape.first_rows.tolist(), batch.num_tokens]
-        for nth, (slot, count) in enumerate(zip(batch.slots.tolist(), blocks, strict=True)):
+        for nth, (slot, count) in enumerate(zip(batch.shape.slots.tolist(), blocks, strict=True)):
             if used + count > most:
                 groups.append((slice(first, nth), slice(first_rows[first], first_rows[nth])))
                 first, used = nth, 0

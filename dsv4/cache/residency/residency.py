@@ -336,7 +336,7 @@ class Residency:
         """Plans the staging of a prefill batch that reads entries which are not on the device."""
         assert lane.entries is not None
         lane.entries.forget()
-        lengths, reused = self._table.numbers[[LENGTH, REUSED]].take(batch.slots, axis=1)
+        lengths, reused = self._table.numbers[[LENGTH, REUSED]].take(batch.shape.slots, axis=1)
         whole = np.minimum(np.maximum(lengths, reused), batch.ends) // self._block_tokens
         row_of = self.places.row_of
         is_away = any(
