@@ -266,7 +266,7 @@ CASES = [("tiny", 0, 1), ("tiny", 1, 2), ("v41-tiny", 0, 1), ("v41-tiny", 2, 2)]
 
 @pytest.mark.parametrize(("model", "drafts", "plans"), CASES)
 def test_outputs_do_not_depend_on_where_entries_are(model: str, drafts: int, plans: int):
-    lives(model, 7, drafts, plans, calls=100)
+    lives(model, 5, drafts, plans, calls=45)
 
 
 @pytest.mark.nightly
@@ -283,7 +283,7 @@ def lives(model: str, seed: int, drafts: int, plans: int, *, calls: int) -> None
     worlds.live(calls, two=plans > 1)
     stats = worlds.managers[1].stats().residency
     assert stats is not None
-    assert stats.blocks_left > 10, "nothing left the device"
-    assert stats.misses > 100, "nothing was fetched"
+    assert stats.blocks_left > 3, "nothing left the device"
+    assert stats.misses > 30, "nothing was fetched"
     assert stats.hits > 0
     assert worlds.counts["step"] > 10
