@@ -52,7 +52,7 @@ class ResidencySizing:
     memory_bytes: int
     host_memory_bytes: int
     context_tokens: int
-    hot_entries: int
+    hot_rows: int
     hot_bytes: int
     table_bytes: int
     device_request_bytes: int
@@ -80,7 +80,7 @@ def plan_residency(
     host_memory_bytes: int,
     link_bytes_per_second: int,
     context_tokens: int | None = None,
-    hot_entries: int | None = None,
+    hot_rows: int | None = None,
     step_requests: int | None = None,
     step_tokens: int = 0,
     open_plans: int = 1,
@@ -106,7 +106,7 @@ def plan_residency(
         )
     extra_bytes = other_bytes or (lambda requests: 0)
     apart, together = replace(schema, entries_apart=True), replace(schema, entries_apart=False)
-    hot = HotLayout(apart, hot_entries)
+    hot = HotLayout(apart, hot_rows)
     blocks = apart.blocks_for(tokens)
     device, host = device_request_bytes(apart, hot, blocks), blocks * apart.entries_bytes
     chunk_rows = -(-require_count("step_tokens", step_tokens, at_least=0) // apart.block_tokens)
@@ -123,7 +123,7 @@ def plan_residency(
         memory_bytes=memory_bytes,
         host_memory_bytes=host_memory_bytes,
         context_tokens=tokens,
-        hot_entries=hot.hot_entries,
+        hot_rows=hot.hot_rows,
         hot_bytes=hot.hot_bytes,
         table_bytes=hot.table_bytes,
         device_request_bytes=device,

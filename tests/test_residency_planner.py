@@ -42,7 +42,7 @@ def test_bytes_of_a_request_of_v4_flash_by_hand():
     entries_row = owners * 32 * 584  # of the entries arena: pages of 18,688 bytes need no padding
     found = sized(FLASH, 1 << 20)
     assert found.host_request_bytes == blocks * entries_row
-    assert found.hot_entries == 4 * 512
+    assert found.hot_rows == 4 * 512
     assert found.hot_bytes == 2048 // 32 * entries_row
     tables = owners * (2 * 32 * blocks + 8 * 2048 + 8) + 4 * blocks
     assert found.table_bytes == tables
@@ -139,7 +139,7 @@ def test_hot_rows_of_a_layer_follow_its_entries_in_a_block():
 
 def test_hot_rows_that_cannot_work_are_refused():
     apart = replace(FLASH, entries_apart=True, max_draft_tokens=3)
-    assert HotLayout(apart).hot_entries == 8192
+    assert HotLayout(apart).hot_rows == 8192
     with pytest.raises(InvalidInput, match="selects 2,048 entries"):
         HotLayout(apart, 2047)
     with pytest.raises(InvalidInput, match="32,767 can be numbered"):

@@ -25,7 +25,7 @@ _TABLE_BYTES = 4
 
 
 class HotLayout:
-    """Sizes of the hot rows of one slot that give every layer at least `hot_entries` records
+    """Sizes of the hot rows of one slot that give every layer at least `hot_rows` records
     (default: four selections of a step, 2,048 for V4-Flash without drafts).
 
     A row of the entries arena has the entries of one block, of all layers, so a layer with more
@@ -33,7 +33,7 @@ class HotLayout:
     entries that a step selects, or has more records than int16 can number.
     """
 
-    def __init__(self, schema: CacheSchema, hot_entries: int | None = None) -> None:
+    def __init__(self, schema: CacheSchema, hot_rows: int | None = None) -> None:
         if not schema.entries_bytes:
             why = "no layer of it selects entries"
             if not schema.entries_apart:
@@ -41,21 +41,19 @@ class HotLayout:
             raise InvalidInput(f"{schema.model.name} keeps no entries apart from its blocks: {why}")
         self.schema = schema
         self.needed_entries = schema.model.index_topk * schema.max_decode_tokens
-        self.hot_entries = (
-            self._default_entries()
-            if hot_entries is None
-            else require_count("hot_entries", hot_entries)
+        self.hot_rows = (
+            self._default_entries() if hot_rows is None else require_count("hot_rows", hot_rows)
         )
-        if self.hot_entries < self.needed_entries:
+        if self.hot_rows < self.needed_entries:
             raise InvalidInput(
-                f"hot_entries={self.hot_entries:,}: a step of up to {schema.max_decode_tokens} "
+                f"hot_rows={self.hot_rows:,}: a step of up to {schema.max_decode_tokens} "
                 f"tokens selects {self.needed_entries:,} entries of a request, and all of them are "
                 f"on the device at once: give at least as many"
             )
         most = max(self.records(page) for page in self.pages)
         if most > MOST_RECORDS:
             raise InvalidInput(
-                f"hot_entries={self.hot_entries:,} makes {most:,} hot records in one layer, of "
+                f"hot_rows={self.hot_rows:,} makes {most:,} hot records in one layer, of "
                 f"which {MOST_RECORDS:,} can be numbered: ask for fewer"
             )
 
@@ -76,7 +74,7 @@ class HotLayout:
     @cached_property
     def arena_rows(self) -> int:
         """Rows of the entries arena that a slot has."""
-        return -(-self.hot_entries // min(page.rows for page in self.pages))
+        return -(-self.hot_rows // min(page.rows for page in self.pages))
 
     def records(self, page: Page) -> int:
         """Hot records of a slot in one layer."""

@@ -202,7 +202,7 @@ def plan_command(
                 host_memory_bytes=parse_bytes(host_memory),
                 link_bytes_per_second=parse_byte_rate(link_host),
                 context_tokens=found.context_tokens if context is None else parse_tokens(context),
-                hot_entries=hot_rows,
+                hot_rows=hot_rows,
                 step_requests=requests,
                 step_tokens=step_tokens or 0,
                 open_plans=open_plans,

@@ -16,7 +16,7 @@ def print_residency(found: ResidencySizing) -> None:
     table = table_of("one request, entries in host memory", "bytes", "")
     table.add_row("on the device", *bytes_of(found.device_request_bytes))
     table.add_row(
-        f"  of that, {found.hot_entries:,} hot entries per layer", *bytes_of(found.hot_bytes)
+        f"  of that, {found.hot_rows:,} hot entries per layer", *bytes_of(found.hot_bytes)
     )
     table.add_row("  of that, tables of where entries are", *bytes_of(found.table_bytes))
     table.add_row("in host memory", *bytes_of(found.host_request_bytes))

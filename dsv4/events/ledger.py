@@ -19,7 +19,6 @@ from dsv4.events.wire import (
     block_hash,
 )
 
-
 MOST_GONE = 4_096  # blocks that are nowhere, and whose tokens are remembered
 
 

@@ -149,7 +149,7 @@ HOST = ("v4-flash", "--memory", "141GB", "--host-memory", "256GB")
 def test_entries_in_host_memory_make_room() -> None:
     found = run_json(*HOST, "--context", "1M", "--hot-rows", "1024", "--link-host", "11GB/s")
     assert (found["requests"], found["residency"]["requests"]) == (38, 79)
-    assert found["residency"]["hot_entries"] == 1024
+    assert found["residency"]["hot_rows"] == 1024
     last = found["residency"]["steps"][-1]
     assert last["seconds"] == last["fetched_bytes"] / 11e9
     assert last["fetched_bytes"] == 79 * 21 * 512 * 584
