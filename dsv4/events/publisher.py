@@ -18,13 +18,14 @@ from dsv4.tiers.record import Key, Kind
 
 if TYPE_CHECKING:
     from dsv4.cache.manager import KVCacheManager
+    from dsv4.cache.prefix.cache import PrefixCache
     from dsv4.cache.prefix.node import PrefixNode
     from dsv4.cache.prefix.resume import PrefixMatch
 
 MOST_TOPIC = 255
 
 
-class EventPublisher(Observer):
+class EventPublisher:
     """Publishes KV events in vLLM's format on a ZeroMQ socket: which blocks of which tokens are
     stored where, and which were removed. Every process that can connect learns all token ids.
 
@@ -59,26 +60,19 @@ class EventPublisher(Observer):
         rank = data_parallel_rank
         if rank is not None:
             rank = require_count("data_parallel_rank", rank, at_least=0)
-        self._notices, self._block_tokens = prefix.notices, prefix.schema.block_tokens
-        self._came_late = len(prefix.index) > 0
-        self._unsalted = chain_root(
-            fingerprint=prefix.schema.content_fingerprint,
-            model_id=prefix.options.model_id,
-            salt=None,
-        )
         self._sender = Sender(
             _address("endpoint", endpoint, rank),
             None if replay is None else _address("replay", replay, rank),
             topic=topic.encode(),
             rank=rank,
-            block_tokens=self._block_tokens,
+            block_tokens=prefix.schema.block_tokens,
             buffer_batches=require_count("buffer_batches", buffer_batches),
             buffer_bytes=require_count("buffer_bytes", buffer_bytes),
             most_waiting=require_count("most_waiting", most_waiting),
         )
         self._sender.start()
-        self._end = weakref.finalize(self, self._sender.stop)
-        self._notices.observe(self)
+        self._listeners, self._listener = prefix.notices.observers, _Listener(prefix, self._sender)
+        self._listeners.append(self._listener)
         if manager.tiers:
             for tier in manager.tiers.all:
                 watch = getattr(tier, "watch", None)
@@ -111,12 +105,25 @@ class EventPublisher(Observer):
         """Sends that everything is cleared, waiting for at most `timeout_s`. What happens later is
         not published."""
         seconds = require_timeout(timeout_s)
-        if self in self._notices.observers:
-            self._notices.observers.remove(self)
-        self._end()
+        if self._listener in self._listeners:
+            self._listeners.remove(self._listener)
+        self._listener.end()
         self._sender.join(max(0.0, seconds))
 
-    # ---- what the prefix cache reports -----------------------------------------------------------
+
+class _Listener(Observer):
+    """Passes what a prefix cache reports on. The cache owns it, and it the sender: both end with
+    the manager, if the publisher is not closed before."""
+
+    def __init__(self, prefix: PrefixCache, sender: Sender) -> None:
+        self._sender, self._block_tokens = sender, prefix.schema.block_tokens
+        self._came_late = len(prefix.index) > 0
+        self._unsalted = chain_root(
+            fingerprint=prefix.schema.content_fingerprint,
+            model_id=prefix.options.model_id,
+            salt=None,
+        )
+        self.end = weakref.finalize(self, sender.stop)
 
     def cached(self, new: NewlyCached, trail: TokenTrail) -> None:
         if not new.is_snapshot:

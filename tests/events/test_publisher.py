@@ -485,7 +485,7 @@ def test_refusals_say_what_to_give_and_change_nothing(publish: Any) -> None:
     with pytest.raises(InvalidInput, match="in use"):
         EventPublisher(manager, publisher.endpoint)
     assert manager.prefix
-    assert manager.prefix.notices.observers == [publisher]
+    assert manager.prefix.notices.observers == [publisher._listener]
     assert repr(publisher) == (
         f"EventPublisher({publisher.endpoint}, replays at {publisher.replay_endpoint})"
     )
@@ -517,10 +517,14 @@ def test_after_close_the_manager_goes_on_alone(publish: Any, subscribe: Any) -> 
 
 
 def test_a_manager_that_is_dropped_ends_its_publisher(subscribe: Any) -> None:
-    publisher = EventPublisher(make(), ANY, replay=ANY)
+    manager = make()
+    publisher = EventPublisher(manager, ANY, replay=ANY)
     thread = publisher._sender._thread
     reader = subscribe(publisher)
     del publisher
+    gc.collect()
+    assert thread.is_alive()
+    del manager
     gc.collect()
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
