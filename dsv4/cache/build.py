@@ -15,8 +15,8 @@ from dsv4.units import parse_bytes, parse_tokens
 
 
 class SchemaOptions(TypedDict, total=False):
-    """Options of `CacheSchema.build`, except `max_context`. `host_memory` implies
-    `entries_apart`."""
+    """Options of `CacheSchema.build`, except `max_context` and `entries_apart`, which
+    `host_memory` implies."""
 
     block_tokens: int
     align_bytes: int
@@ -27,7 +27,6 @@ class SchemaOptions(TypedDict, total=False):
     window_format: str | RecordFormat | None
     index_format: str | RecordFormat
     hca_state: HcaState
-    entries_apart: bool
 
 
 class CacheOptions(SchemaOptions, ManagerOptions, total=False):
@@ -59,11 +58,10 @@ def Cache(
         {name: value for name, value in options.items() if name in kind.__annotations__}
         for kind in (SchemaOptions, ManagerOptions)
     )
-    if options.get("host_memory") is not None:
-        schema_options.setdefault("entries_apart", True)
     schema = CacheSchema.build(
         model if isinstance(model, ModelSpec) else ModelSpec.load(model),
         max_context=None if max_context is None else parse_tokens(max_context),
+        entries_apart=options.get("host_memory") is not None,
         **cast(SchemaOptions, schema_options),
     )
     manager_options.setdefault("prefix", PrefixOptions())
