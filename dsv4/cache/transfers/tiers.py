@@ -95,6 +95,11 @@ class Tiers:
         """Whether the manager has tiers."""
         return True
 
+    @property
+    def all(self) -> tuple[Tier, ...]:
+        """The fastest first."""
+        return self._tiers
+
     def __repr__(self) -> str:
         return f"Tiers({', '.join(map(repr, self._tiers))})"
 
@@ -288,7 +293,7 @@ class Tiers:
             self._suspend(request)
 
     def let_go(self, item: object) -> bool:
-        """Ends a fetch that is no longer referenced; False if it is not a fetch."""
+        """Ends a fetch that nothing refers to any more; False if it is not a fetch."""
         if not isinstance(item, Fetch):
             return False
         self.fetches.let_go(item)
