@@ -48,6 +48,7 @@ MOST_NARROW_PROGRAMS = 1320
 # How many tiles of a projection are loaded while the same number is added. A program that runs
 # alone waits for memory; in a chunk other programs fill the wait, and need the registers.
 KEY_TURNS, CHUNK_KEY_TURNS = 4, 2
+_SUM_LANES = tl.constexpr(SUM_LANES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,6 @@ class CompressorConstants:
     ITEMS_PER_PROGRAM: int
     SPLITS: int
     LOOP: bool
-    LANES: int
     WIDE: bool
     PLACE_FIRST: bool
     AHEAD: int
@@ -214,7 +214,6 @@ def compressor_launch(step: StepTensors, write: CompressorWrite | None) -> Compr
         ITEMS_PER_PROGRAM=items_per_program,
         SPLITS=splits,
         LOOP=sets_at_once < sets,
-        LANES=SUM_LANES,
         WIDE=not step.narrow,
         # What storing needs is loaded together with the rows if there are registers to spare for
         # it.
@@ -585,7 +584,7 @@ def _load_tiles(closes, groups, split, stored, ape, C: tl.constexpr):
     """Logits or values of all rows of groups, as a tuple of tiles [items, ROWS, PART]. Logits of
     the step's own tokens get their bias: `ape` is None for values."""
     RATIO: tl.constexpr = C.RATIO
-    ROWS: tl.constexpr = min(RATIO, C.LANES)
+    ROWS: tl.constexpr = min(RATIO, _SUM_LANES)
     # only the newest rows of a group that a decode step closes can come from the step itself
     ANY: tl.constexpr = C.WIDE or C.SKIPS_LAST
     NEWEST: tl.constexpr = 2 * RATIO if ANY else max(C.A_ROWS - RATIO + 1, 1)
@@ -614,7 +613,7 @@ def _load_tile(
     stream: from its ring and, where some may be NEW, from the step's projections."""
     WIDTH: tl.constexpr = C.WIDTH
     PART: tl.constexpr = WIDTH // C.SPLITS
-    ROWS: tl.constexpr = min(C.RATIO, C.LANES)
+    ROWS: tl.constexpr = min(C.RATIO, _SUM_LANES)
     COLUMNS: tl.constexpr = WIDTH * 2 if C.OVERLAP else WIDTH
     RING_ROWS: tl.constexpr = C.B_ROWS if PREVIOUS else max(C.A_ROWS, 1)
     HALF: tl.constexpr = WIDTH if C.OVERLAP and not PREVIOUS else 0
@@ -644,7 +643,7 @@ def _load_tile(
 def _pool(logits, values, closes, entry, C: tl.constexpr):
     """Gated softmax pooling of the rows of groups: fp32 [items, PART]. The first half of the tiles
     [items, ROWS, PART] is the previous stream's, where there is one; the first group has none."""
-    ROWS: tl.constexpr = min(C.RATIO, C.LANES)
+    ROWS: tl.constexpr = min(C.RATIO, _SUM_LANES)
     TILES: tl.constexpr = (2 * C.RATIO if C.OVERLAP else C.RATIO) // ROWS
     BEFORE: tl.constexpr = TILES // 2 if C.OVERLAP else 0
     before = (closes & (entry > 0))[:, None, None]  # [items, 1, 1]
