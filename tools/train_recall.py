@@ -1,0 +1,144 @@
+"""Trains the recall model of dsv4/data/recall_model, on one core of a CPU.
+
+    python tools/train_recall.py OUT [--steps 1500] [--seed 1]
+
+First every query reads all entries, while the indexer learns from where attention looks (a KL loss
+on its scores); then queries read what the indexer selects. Texts grow from 80 to 640 tokens; longer
+ones are read without having been trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from train_demo import CLIP, CONFIG, first_weights, optimizer_of, rate, write_json
+
+from dsv4.demo_model import parallel
+from dsv4.demo_model.network import Network
+from dsv4.demo_model.recall import VOCABULARY, recall
+
+RECALL_CONFIG: dict[str, Any] = {
+    **CONFIG,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention"],
+    "mlp_layer_types": ["moe"] * 2,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCABULARY,
+    "hidden_size": 96,
+    "num_attention_heads": 4,
+    "q_lora_rank": 48,
+    "o_lora_rank": 64,
+    "moe_intermediate_size": 64,
+    "sliding_window": 16,
+    "index_n_heads": 16,
+    "index_topk": 8,
+    "max_position_embeddings": 8192,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+# rows of a step, their tokens, pairs and questions, whether the indexer selects, part of all steps
+STAGES = (
+    (48, 80, 3, 3, False, 0.45),
+    (24, 160, 8, 8, False, 0.2),
+    (12, 320, 16, 12, True, 0.2),
+    (6, 640, 24, 16, True, 0.15),
+)
+LEARNING_RATE = 3e-3
+INDEX_LOSS = 0.5
+
+
+def stage(step: int, steps: int) -> tuple[int, int, int, int, bool]:
+    done = 0.0
+    for *shape, part in STAGES:
+        done += part
+        if step < done * steps:
+            break
+    rows, tokens, pairs, questions, select = shape
+    return rows, tokens, pairs, questions, select
+
+
+def right(network: Network, *, tokens: int, pairs: int, questions: int, seed: int) -> float:
+    """The part of one text's questions that is answered right."""
+    asked = recall(
+        tokens, pairs=pairs, questions=questions, generator=torch.Generator().manual_seed(seed)
+    )
+    with torch.no_grad():
+        logits = parallel.run(network, asked.ids[None]).logits[0]
+    return float((logits[asked.asked].argmax(dim=-1) == asked.values).float().mean())
+
+
+def train(out: Path, *, steps: int, seed: int) -> None:
+    torch.set_num_threads(1)
+    out.mkdir(parents=True, exist_ok=True)
+    weights = first_weights(RECALL_CONFIG, seed)
+    optimizer = optimizer_of(weights)
+    network = Network(config=RECALL_CONFIG, weights=weights)
+    begin = time.monotonic()
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        count, tokens, pairs, questions, select = stage(step, steps)
+        texts = [
+            recall(tokens, pairs=pairs, questions=questions, generator=generator)
+            for _ in range(count)
+        ]
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step, steps, LEARNING_RATE)
+        ids = torch.stack([text.ids for text in texts])
+        result = parallel.run(network, ids, index_loss=step % 2 == 0, select=select)
+        asked = result.logits[:, texts[0].asked]
+        values = torch.stack([text.values for text in texts])
+        loss = cross_entropy(asked.flatten(0, 1), values.flatten())
+        total = loss if result.index_loss is None else loss + INDEX_LOSS * result.index_loss
+        optimizer.zero_grad()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_([w for w in weights.values() if w.requires_grad], CLIP)
+        optimizer.step()
+        if step % 20 == 0 or step + 1 == steps:
+            part = float((asked.argmax(dim=-1) == values).float().mean())
+            seconds = time.monotonic() - begin
+            print(f"{step} loss {float(loss.detach()):.3f} right {part:.2f} {seconds:.0f} s", flush=True)
+        if (step + 1) % 100 == 0 or step + 1 == steps:
+            write(out, weights, {"seed": seed, "steps": step + 1, "of_steps": steps})
+
+
+def write(out: Path, weights: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    rounded = {name: weight.detach().bfloat16() for name, weight in weights.items()}
+    save_file(rounded, out / "model.safetensors", metadata={"format": "pt"})
+    write_json(out / "config.json", RECALL_CONFIG)
+    network = Network(config=RECALL_CONFIG, weights={n: w.float() for n, w in rounded.items()})
+    facts = {
+        **facts,
+        "parameters": sum(weight.numel() for weight in rounded.values()),
+        "right": {
+            str(tokens): right(network, tokens=tokens, pairs=24, questions=12, seed=7)
+            for tokens in (512, 1024, 2048)
+        },
+        "torch": torch.__version__,
+        "sha256": {
+            "model.safetensors": hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
+        },
+    }
+    write_json(out / "training.json", facts)
+    print(json.dumps(facts), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    train(given.out, steps=given.steps, seed=given.seed)
+
+
+if __name__ == "__main__":
+    main()
