@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4.cache.changes import LOGGER
 from dsv4.cache.prefix.cache import PrefixCache
-from dsv4.cache.prefix.observer import NewlyCached
+from dsv4.cache.prefix.observer import NewlyCached, Observer
 from dsv4.cache.prefix.resume import PrefixMatch
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request
@@ -54,7 +54,7 @@ class Route:
         return len(self.open) > 1 or not self.worker.idle
 
 
-class Offload:
+class Offload(Observer):
     """The outbox, and copies that are running. Nothing here waits, and a record that fails raises
     nothing: it is dropped and counted."""
 
@@ -199,7 +199,7 @@ class Offload:
 
     # ---- what the prefix cache reports to its observer -------------------------------------------
 
-    def cached(self, new: NewlyCached) -> None:
+    def cached(self, new: NewlyCached, trail: TokenTrail) -> None:
         """Queues it, to be copied with the next `pump`."""
         self.outbox.append(new)
 
