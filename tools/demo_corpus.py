@@ -84,18 +84,22 @@ OTHER = (
     "Give me a recipe with {n} and {m}.",
 )
 UNSEEN_OTHER = ("Could you tell me what a {n} is?", "Where does the {n} come from?")
-THINGS = (
-    "banana guitar river mountain president king queen football weather car bicycle house dog cat "
-    "horse elephant piano violin city country capital France Germany China moon sun planet star "
-    "ocean fish bread cheese pizza coffee tea wine computer phone book film song dance war peace "
-    "money bank stock doctor teacher school university language word poem painting museum church "
-    "bridge train ship aeroplane rocket engineer lawyer flower tree forest garden chair lamp window "
-    "cleaner kitchen knife spoon number prime triangle integral atom molecule virus bacteria heart "
-    "brain dream love hate friend family holiday birthday letter email website shirt shoe hat watch "
-    "clock year month week yesterday tomorrow python snake java rust compiler linker kernel driver "
-    "database router socket printer keyboard mouse screen camera game chess poker"
-).split()
-UNSEEN_THINGS = "apple trumpet desert emperor tennis storm lorry castle wolf butter".split()
+_THINGS = """
+banana guitar river mountain president king queen football weather car bicycle house dog cat
+horse elephant piano violin city country capital France Germany China moon sun planet star ocean
+fish bread cheese pizza coffee tea wine computer phone book film song dance war peace money bank
+stock doctor teacher school university language word poem painting museum church bridge train
+ship aeroplane rocket engineer lawyer flower tree forest garden chair lamp window cleaner
+kitchen knife spoon number prime triangle integral atom molecule virus bacteria heart brain
+dream love hate friend family holiday birthday letter email website shirt shoe hat watch clock
+year month week yesterday tomorrow python snake java rust compiler linker kernel driver database
+router socket printer keyboard mouse screen camera game chess poker
+"""
+THINGS = tuple(_THINGS.split())
+_UNSEEN_THINGS = """
+apple trumpet desert emperor tennis storm lorry castle wolf butter
+"""
+UNSEEN_THINGS = tuple(_UNSEEN_THINGS.split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

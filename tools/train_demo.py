@@ -276,7 +276,9 @@ def train(out: Path, *, steps: int, seed: int) -> None:
             group["lr"] = rate(step, steps, LEARNING_RATE)
         with torch.autocast("cpu", dtype=torch.bfloat16):  # halves the time and more
             result = parallel.run(network, ids[:, :-1], index_loss=step % 2 == 0)
-        each = cross_entropy(result.logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        each = cross_entropy(
+            result.logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+        )
         target = weight[:, 1:].flatten()
         loss = (each * target).sum() / target.sum()
         total = loss if result.index_loss is None else loss + INDEX_LOSS * result.index_loss
@@ -287,7 +289,10 @@ def train(out: Path, *, steps: int, seed: int) -> None:
         if step % 10 == 0:
             index = float("nan") if result.index_loss is None else float(result.index_loss.detach())
             seconds = time.monotonic() - begin
-            print(f"{step} loss {float(loss.detach()):.4f} index {index:.3f} {seconds:.0f} s", flush=True)
+            print(
+                f"{step} loss {float(loss.detach()):.4f} index {index:.3f} {seconds:.0f} s",
+                flush=True,
+            )
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
             state = {"step": step + 1, "weights": weights, "optimizer": optimizer.state_dict()}
             torch.save(state, out / "checkpoint.new")

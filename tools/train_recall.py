@@ -3,7 +3,7 @@
     python tools/train_recall.py OUT [--steps 1500] [--seed 1]
 
 First every query reads all entries, while the indexer learns from where attention looks (a KL loss
-on its scores); then queries read what the indexer selects. Texts grow from 80 to 640 tokens; longer
+on its scores); then queries read what the indexer selects. Texts grow from 124 to 640 tokens; longer
 ones are read without having been trained on.
 """
 
@@ -47,23 +47,44 @@ RECALL_CONFIG: dict[str, Any] = {
 }
 # rows of a step, their tokens, pairs and questions, whether the indexer selects, part of all steps
 STAGES = (
-    (48, 80, 3, 3, False, 0.45),
-    (24, 160, 8, 8, False, 0.2),
-    (12, 320, 16, 12, True, 0.2),
-    (6, 640, 24, 16, True, 0.15),
+    (24, 124, 6, 4, False, 0.4),
+    (16, 200, 8, 6, True, 0.2),
+    (8, 360, 16, 12, True, 0.2),
+    (4, 640, 24, 16, True, 0.2),
 )
 LEARNING_RATE = 3e-3
 INDEX_LOSS = 0.5
 
 
+def recall_weights(seed: int) -> dict[str, Tensor]:
+    """First weights with which a token's query looks like the entry that the token goes into: what
+    is left to learn is what else to keep of a group."""
+    weights = first_weights(RECALL_CONFIG, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    attention = "model.layers.1.self_attn."
+    low, hidden = weights[attention + "q_a_proj.weight"].shape
+    square = torch.randn(hidden, hidden, generator=generator)
+    down = torch.linalg.qr(square).Q[:low]
+    weights[attention + "q_a_proj.weight"] = down.clone()
+    for name in ("compressor.", "compressor.indexer."):
+        queries = attention + name.removeprefix("compressor.") + "q_b_proj.weight"
+        if name == "compressor.indexer.":
+            queries = attention + name + "q_b_proj.weight"
+        width = weights[attention + name + "kv_norm.weight"].shape[0]
+        up = torch.randn(width, low, generator=generator) * low**-0.5
+        heads = weights[queries].shape[0] // width
+        weights[queries] = up.repeat(heads, 1)
+        weights[attention + name + "kv_proj.weight"] = (up @ down).repeat(2, 1) * 2
+    return weights
+
+
 def stage(step: int, steps: int) -> tuple[int, int, int, int, bool]:
     done = 0.0
-    for *shape, part in STAGES:
-        done += part
+    for each in STAGES:
+        done += each[-1]
         if step < done * steps:
             break
-    rows, tokens, pairs, questions, select = shape
-    return rows, tokens, pairs, questions, select
+    return each[:-1]
 
 
 def right(network: Network, *, tokens: int, pairs: int, questions: int, seed: int) -> float:
@@ -79,7 +100,7 @@ def right(network: Network, *, tokens: int, pairs: int, questions: int, seed: in
 def train(out: Path, *, steps: int, seed: int) -> None:
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
-    weights = first_weights(RECALL_CONFIG, seed)
+    weights = recall_weights(seed)
     optimizer = optimizer_of(weights)
     network = Network(config=RECALL_CONFIG, weights=weights)
     begin = time.monotonic()
@@ -93,8 +114,9 @@ def train(out: Path, *, steps: int, seed: int) -> None:
         for group in optimizer.param_groups:
             group["lr"] = rate(step, steps, LEARNING_RATE)
         ids = torch.stack([text.ids for text in texts])
-        result = parallel.run(network, ids, index_loss=step % 2 == 0, select=select)
-        asked = result.logits[:, texts[0].asked]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result = parallel.run(network, ids, index_loss=step % 2 == 0, select=select)
+        asked = result.logits.float()[:, texts[0].asked]
         values = torch.stack([text.values for text in texts])
         loss = cross_entropy(asked.flatten(0, 1), values.flatten())
         total = loss if result.index_loss is None else loss + INDEX_LOSS * result.index_loss
@@ -105,7 +127,10 @@ def train(out: Path, *, steps: int, seed: int) -> None:
         if step % 20 == 0 or step + 1 == steps:
             part = float((asked.argmax(dim=-1) == values).float().mean())
             seconds = time.monotonic() - begin
-            print(f"{step} loss {float(loss.detach()):.3f} right {part:.2f} {seconds:.0f} s", flush=True)
+            print(
+                f"{step} loss {float(loss.detach()):.3f} right {part:.2f} {seconds:.0f} s",
+                flush=True,
+            )
         if (step + 1) % 100 == 0 or step + 1 == steps:
             write(out, weights, {"seed": seed, "steps": step + 1, "of_steps": steps})
 
@@ -124,7 +149,9 @@ def write(out: Path, weights: dict[str, Tensor], facts: dict[str, Any]) -> None:
         },
         "torch": torch.__version__,
         "sha256": {
-            "model.safetensors": hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
+            "model.safetensors": hashlib.sha256(
+                (out / "model.safetensors").read_bytes()
+            ).hexdigest()
         },
     }
     write_json(out / "training.json", facts)

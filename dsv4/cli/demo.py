@@ -1,4 +1,4 @@
-"""`dsv4 demo`: a tiny trained V4 on this cache and on transformers', then what the real one costs."""
+"""`dsv4 demo`: a tiny trained V4 on this cache and on transformers', then the real one's bill."""
 
 from __future__ import annotations
 

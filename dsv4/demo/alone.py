@@ -56,16 +56,19 @@ def _answer(
 ) -> dict[str, list[int]]:
     """The tokens of each answer; reports every step. Records are unquantised, so that the tokens
     can be compared."""
-    spec, longest = network.spec, max(map(len, prompts.values())) + NEW_TOKENS
-    schema = CacheSchema.build(spec, max_context=longest, entry_format="fp32", index_format="fp32")
-    trained = CacheSchema.build(spec, max_context=longest)
+    longest = max(map(len, prompts.values())) + NEW_TOKENS + 1
+    schema = CacheSchema.build(
+        network.spec, max_context=longest, entry_format="fp32", index_format="fp32"
+    )
+    trained = CacheSchema.build(network.spec, max_context=longest)
     manager = KVCacheManager(
         schema,
-        num_blocks=sum(schema.blocks_for(len(ids) + NEW_TOKENS) for ids in prompts.values()),
+        num_blocks=len(prompts) * schema.blocks_for(longest),
         max_requests=len(prompts),
     )
     engine = Engine(model=CachedModel(network, manager), manager=manager)
-    jobs = {name: engine.submit(ids.tolist(), NEW_TOKENS) for name, ids in prompts.items()}
+    # one more than wanted: with the last one a job leaves, and there is no cache to report
+    jobs = {name: engine.submit(ids.tolist(), NEW_TOKENS + 1) for name, ids in prompts.items()}
     state: CacheState | None = None
     step = 0
     while engine.step():
@@ -85,7 +88,7 @@ def _answer(
             )
         )
         step += 1
-    return {name: job.generated for name, job in jobs.items()}
+    return {name: job.generated[:NEW_TOKENS] for name, job in jobs.items()}
 
 
 def _without_cache(network: Network, prompt: Tensor, tokens: list[int]) -> list[int]:

@@ -56,8 +56,8 @@ class DemoView:
     def _end(self, result: PartResult) -> None:
         self._show(Group())
         if self._last is not None and self._last.cache is not None:
-            for name, text in self._last.said.items():
-                self._line(Text(f"   {name}: {text}"))
+            for name, said in self._last.said.items():
+                self._line(Text(f"   {name}: {said}"))
             for line in bytes_lines(self._last, self._last.cache):
                 self._line(Text(f"   {line}"))
         for question, answer in result.said.items():

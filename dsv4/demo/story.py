@@ -81,9 +81,7 @@ class Story:
         name = next(iter(self.prompts))
         clock = self._begin("paged", f"model untouched, PagedCache instead, prompt {name}")
         cache = PagedCache.for_model(self.model, max_batch=1, max_context=self.max_context)
-        watcher = Watcher(
-            "paged", [name], self._emit, self.texts.said, self.alone_bytes[name]
-        )
+        watcher = Watcher("paged", [name], self._emit, self.texts.said, self.alone_bytes[name])
         ours = self._generate(watcher, self.prompts[name][None], past_key_values=cache)
         equal = torch.equal(ours.logits, self.alone[name].logits)
         found = "equal bit for bit" if equal else "NOT equal bit for bit"

@@ -21,8 +21,8 @@ class CachedModel:
     """One network on one manager, whose schema is that of `network.spec`; any record formats will
     do. Raises SchemaMismatch for the schema of another model.
 
-    It computes on the CPU; no bit of a token's logits depends on which tokens share its step. Its drafts are a cheap guess: what followed a token when it last
-    ran.
+    It computes on the CPU; no bit of a token's logits depends on which tokens share its step. Its
+    drafts are a cheap guess: what followed a token when it last ran.
     """
 
     def __init__(self, network: Network, manager: KVCacheManager) -> None:
@@ -48,7 +48,9 @@ class CachedModel:
             x = layer.block.attention_input(hidden)
             hidden = hidden + layer.attention(x, handle)
             hidden = hidden + layer.block.feed_forward(hidden)
-        return self.network.logits(hidden[rows])
+        logits = self.network.logits(hidden[rows])
+        self._followers[ids[rows]] = logits.argmax(dim=-1)
+        return logits
 
     def draft(self, plan: ForwardPlan, newest: Tensor, count: int) -> Tensor:
         guesses = [newest]
@@ -69,16 +71,14 @@ class CachedLayer:
         self._cache = LayerWeights(
             rope=block.rope[: schema.max_context],
             compressor=None if main is None else _compressor(weights, "compressor"),
-            index_compressor=None
-            if index is None
-            else _compressor(weights, "compressor.indexer"),
+            index_compressor=None if index is None else _compressor(weights, "compressor.indexer"),
             kv_norm=weights["kv_norm"],
         )
 
     def attention(self, x: Tensor, handle: LayerCacheHandle) -> Tensor:
         """Writes the step's tokens, chooses entries, reads."""
         block, rope = self.block, self._cache.rope
-        parts = []
+        parts: list[Tensor] = []
         if self._cache.compressor is not None:
             parts += block.pooled(x, "compressor")
         if self._cache.index_compressor is not None:
@@ -87,9 +87,7 @@ class CachedLayer:
         residual, indices = block.residual(x), None
         if self._keys is not None:
             q, per_head = (each.to(self._keys) for each in block.index_queries(x, residual))
-            indices = handle.select(
-                q, per_head, rope=rope, round_bf16=self._keys == torch.bfloat16
-            )
+            indices = handle.select(q, per_head, rope=rope, round_bf16=self._keys == torch.bfloat16)
         q = block.queries(residual).to(self._values)
         q = apply_rope(q, rope, handle.open_batch().positions)
         sinks = block.attention["sinks"]

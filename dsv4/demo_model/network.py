@@ -112,13 +112,17 @@ class Block:
     def residual(self, x: Tensor) -> Tensor:
         weights = self.attention
         return normed(
-            self.network.linear(x, weights["q_a_proj"]), weights["q_a_norm"], self.network.spec.rms_eps
+            self.network.linear(x, weights["q_a_proj"]),
+            weights["q_a_norm"],
+            self.network.spec.rms_eps,
         )
 
     def queries(self, residual: Tensor) -> Tensor:
         """[..., heads, head_dim], after their norm and before RoPE."""
         spec = self.network.spec
-        q = self.network.linear(residual, self.attention["q_b_proj"]).unflatten(-1, (spec.heads, spec.head_dim))
+        q = self.network.linear(residual, self.attention["q_b_proj"]).unflatten(
+            -1, (spec.heads, spec.head_dim)
+        )
         return normed(q, None, spec.rms_eps)
 
     def kv(self, x: Tensor) -> Tensor:
@@ -154,11 +158,18 @@ class Block:
         first, weights = self.name + "mlp.", self.network.weights
         x, limit = self._normed(hidden, "post_attention_layernorm"), self._limit
         shared = first + "shared_experts."
-        gate, up = (self.network.linear(x, weights[f"{shared}{name}_proj.weight"]) for name in ("gate", "up"))
+        gate, up = (
+            self.network.linear(x, weights[f"{shared}{name}_proj.weight"])
+            for name in ("gate", "up")
+        )
         result = self.network.linear(swiglu(gate, up, limit), weights[shared + "down_proj.weight"])
-        gate, up = self.network.linear(x, weights[first + "experts.gate_up_proj"][0]).chunk(2, dim=-1)
+        gate, up = self.network.linear(x, weights[first + "experts.gate_up_proj"][0]).chunk(
+            2, dim=-1
+        )
         scale = float(self.network.config["routed_scaling_factor"])
-        routed = self.network.linear(swiglu(gate, up, limit), weights[first + "experts.down_proj"][0])
+        routed = self.network.linear(
+            swiglu(gate, up, limit), weights[first + "experts.down_proj"][0]
+        )
         return result + routed * scale
 
     @property

@@ -23,9 +23,7 @@ class Result:
     index_loss: Tensor | None
 
 
-def run(
-    network: Network, ids: Tensor, *, index_loss: bool = False, select: bool = True
-) -> Result:
+def run(network: Network, ids: Tensor, *, index_loss: bool = False, select: bool = True) -> Result:
     """All tokens of `ids` int64 [batch, tokens], from position 0. Without `select` every query
     reads all entries that it sees, whatever the indexer scores."""
     hidden = network.embed(ids)
@@ -95,8 +93,8 @@ def _entries(block: Block, x: Tensor, compressor: str) -> Tensor:
 
 
 def _with_previous(x: Tensor, nothing: float) -> Tensor:
-    """[batch, groups, ratio, 2 · width], columns [previous | current], as [batch, groups, 2 · ratio,
-    width]: the tokens of the group before, then its own."""
+    """[batch, groups, ratio, 2 · width], columns [previous | current], as
+    [batch, groups, 2 · ratio, width]: the tokens of the group before, then its own."""
     before, own = x.chunk(2, dim=-1)
     before = pad(before[:, :-1], (0, 0, 0, 0, 1, 0), value=nothing)
     return torch.cat((before, own), dim=2)
@@ -131,4 +129,5 @@ def _divergence(scores: Tensor, q: Tensor, entries: Tensor, visible: Tensor) -> 
         sees = visible.any(dim=-1)
     found = scores.masked_fill(~visible, -1e9).log_softmax(dim=-1)
     each = (wanted * (wanted.clamp_min(1e-9).log() - found)).sum(dim=-1)
-    return each[:, sees].mean()
+    mean: Tensor = each[:, sees].mean()
+    return mean
