@@ -1,9 +1,9 @@
 """Trains the demo model of dsv4/data/demo_model, on one core of a CPU.
 
-    python tools/train_demo.py OUT [--steps 1000] [--seed 1]
+    python tools/train_demo.py OUT [--seed 1]
 
 OUT keeps a checkpoint to go on from; what is shipped is written there too, as often. One thread, a
-seed for everything: the same machine gives the same bytes.
+seed for everything: a run can be repeated on the same machine with the same versions.
 """
 
 from __future__ import annotations
@@ -72,10 +72,14 @@ CONFIG: dict[str, Any] = {
 }
 # rows of a step and their tokens, and the part of all steps that has them
 STAGES = ((8, 256, 0.8), (4, 512, 0.15), (2, 1024, 0.05))
+STEPS = 480
 LEARNING_RATE, WARMUP, CLIP = 2.5e-3, 60, 1.0
+# steps to the end of the cosine, for steps from the first number on: it falls faster at the end
+SPANS = ((0, 600), (350, STEPS))
 INDEX_LOSS = 0.1
 QUESTION_WEIGHT = 0.05  # of the tokens of questions; those of answers have 1
 SAVE_EVERY = 50
+SMALLEST = 2.0**-20  # of the weights that are shipped
 PASS = 20.0  # of which the sigmoid is 1: a hyper-connection that passes its stream on
 
 
@@ -215,6 +219,13 @@ def first_weights(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
     return weights
 
 
+def shipped(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """In bf16, and 0 where they are too small for sums that are exact in fp64
+    (`Network.exact`)."""
+    rounded = {name: weight.detach().bfloat16() for name, weight in weights.items()}
+    return {name: torch.where(w.abs() < SMALLEST, 0.0, w) for name, w in rounded.items()}
+
+
 def is_fixed(name: str) -> bool:
     return any(part in name for part in ("_hc.", "hc_head.", ".mlp.gate."))
 
@@ -248,7 +259,7 @@ def stage(step: int, steps: int) -> tuple[int, int]:
     return STAGES[-1][:2]
 
 
-def train(out: Path, *, steps: int, seed: int) -> None:
+def train(out: Path, *, seed: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     out.mkdir(parents=True, exist_ok=True)
@@ -268,12 +279,13 @@ def train(out: Path, *, steps: int, seed: int) -> None:
         optimizer.load_state_dict(found["optimizer"])
     network = Network(config=CONFIG, weights=weights)
     begin = time.monotonic()
-    for step in range(first, steps):
+    for step in range(first, STEPS):
+        span = [span for begin, span in SPANS if step >= begin][-1]
         # of the step alone, so that it does not matter where a run was interrupted
         speaker = Speaker(seed * 1_000_003 + step)
-        ids, weight = rows(speaker, tokenizer, *stage(step, steps))
+        ids, weight = rows(speaker, tokenizer, *stage(step, STEPS))
         for group in optimizer.param_groups:
-            group["lr"] = rate(step, steps, LEARNING_RATE)
+            group["lr"] = rate(step, span, LEARNING_RATE)
         with torch.autocast("cpu", dtype=torch.bfloat16):  # halves the time and more
             result = parallel.run(network, ids[:, :-1], index_loss=step % 2 == 0)
         each = cross_entropy(
@@ -293,12 +305,12 @@ def train(out: Path, *, steps: int, seed: int) -> None:
                 f"{step} loss {float(loss.detach()):.4f} index {index:.3f} {seconds:.0f} s",
                 flush=True,
             )
-        if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
+        if (step + 1) % SAVE_EVERY == 0 or step + 1 == STEPS:
             state = {"step": step + 1, "weights": weights, "optimizer": optimizer.state_dict()}
             torch.save(state, out / "checkpoint.new")
             (out / "checkpoint.new").replace(kept)
-            if (step + 1) % (3 * SAVE_EVERY) == 0 or step + 1 == steps:
-                write(out, weights, {"seed": seed, "steps": step + 1, "of_steps": steps})
+            if (step + 1) % (3 * SAVE_EVERY) == 0 or step + 1 == STEPS:
+                write(out, weights, {"seed": seed, "steps": step + 1, "of_steps": STEPS})
 
 
 def exact_answers(network: Network, tokenizer: Tokenizer, asked: Iterator[tuple[str, str]]) -> str:
@@ -331,7 +343,7 @@ def unseen_other() -> Iterator[tuple[str, str]]:
 
 def write(out: Path, weights: dict[str, Tensor], facts: dict[str, Any]) -> None:
     """All files of the checkpoint, weights in bf16, and what they can do in training.json."""
-    rounded = {name: weight.detach().bfloat16() for name, weight in weights.items()}
+    rounded = shipped(weights)
     tokenizer = Tokenizer.load(out / "tokenizer.json")
     network = Network(config=CONFIG, weights={n: w.float() for n, w in rounded.items()})
     ids = {"bos_token_id": tokenizer.special[BEGIN], "eos_token_id": tokenizer.end}
@@ -372,10 +384,9 @@ def write_json(path: Path, found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    train(given.out, steps=given.steps, seed=given.seed)
+    train(given.out, seed=given.seed)
 
 
 if __name__ == "__main__":

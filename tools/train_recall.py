@@ -1,10 +1,10 @@
 """Trains the recall model of dsv4/data/recall_model, on one core of a CPU.
 
-    python tools/train_recall.py OUT [--steps 1500] [--seed 1]
+    python tools/train_recall.py OUT [--steps 500] [--seed 1]
 
-First every query reads all entries, while the indexer learns from where attention looks (a KL loss
-on its scores); then queries read what the indexer selects. Texts grow from 124 to 640 tokens; longer
-ones are read without having been trained on.
+First every query reads all entries, while the indexer learns from where attention looks (a KL
+loss on its scores); then queries read what the indexer selects. Texts grow from 168 to 640 tokens;
+longer ones are read without having been trained on.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from train_demo import CLIP, CONFIG, first_weights, optimizer_of, rate, write_json
+from train_demo import CLIP, CONFIG, first_weights, optimizer_of, rate, shipped, write_json
 
 from dsv4.demo_model import parallel
 from dsv4.demo_model.network import Network
-from dsv4.demo_model.recall import VOCABULARY, recall
+from dsv4.demo_model.recall import FIRST_FILLER, FIRST_VALUE, VOCABULARY, recall
 
 RECALL_CONFIG: dict[str, Any] = {
     **CONFIG,
@@ -47,34 +47,50 @@ RECALL_CONFIG: dict[str, Any] = {
 }
 # rows of a step, their tokens, pairs and questions, whether the indexer selects, part of all steps
 STAGES = (
-    (24, 124, 6, 4, False, 0.4),
-    (16, 200, 8, 6, True, 0.2),
+    (16, 168, 8, 8, False, 0.4),
+    (12, 200, 10, 10, True, 0.2),
     (8, 360, 16, 12, True, 0.2),
     (4, 640, 24, 16, True, 0.2),
 )
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 1e-3
 INDEX_LOSS = 0.5
 
 
 def recall_weights(seed: int) -> dict[str, Tensor]:
-    """First weights with which a token's query looks like the entry that the token goes into: what
-    is left to learn is what else to keep of a group."""
+    """First weights that save a long search on a CPU: a query of a token looks like the entry that
+    the token went into, entries keep keys and values rather than fillers, and what is read from an
+    entry looks like its tokens. The rest is learned, the indexer's choice of entries above all."""
     weights = first_weights(RECALL_CONFIG, seed)
     generator = torch.Generator().manual_seed(seed + 1)
-    attention = "model.layers.1.self_attn."
+
+    def draw(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator)
+
+    attention, indexer = "model.layers.1.self_attn.", "compressor.indexer."
     low, hidden = weights[attention + "q_a_proj.weight"].shape
-    square = torch.randn(hidden, hidden, generator=generator)
-    down = torch.linalg.qr(square).Q[:low]
-    weights[attention + "q_a_proj.weight"] = down.clone()
-    for name in ("compressor.", "compressor.indexer."):
-        queries = attention + name.removeprefix("compressor.") + "q_b_proj.weight"
-        if name == "compressor.indexer.":
-            queries = attention + name + "q_b_proj.weight"
-        width = weights[attention + name + "kv_norm.weight"].shape[0]
-        up = torch.randn(width, low, generator=generator) * low**-0.5
-        heads = weights[queries].shape[0] // width
-        weights[queries] = up.repeat(heads, 1)
-        weights[attention + name + "kv_proj.weight"] = (up @ down).repeat(2, 1) * 2
+    down = torch.linalg.qr(draw(hidden, hidden)).Q[:low].contiguous()
+    weights[attention + "q_a_proj.weight"] = down
+    for queries, compressor in ((attention, "compressor."), (attention + indexer, indexer)):
+        name = attention + compressor
+        width = weights[name + "kv_norm.weight"].shape[0]
+        up = draw(width, low) * low**-0.5
+        q = weights[queries + "q_b_proj.weight"]
+        weights[queries + "q_b_proj.weight"] = up.repeat(len(q) // width, 1)
+        weights[name + "kv_proj.weight"] = (up @ down).repeat(2, 1) * 2
+        weights[name + "gate_proj.weight"] *= 0.1
+        weights[name + "gate_proj.weight"][:, 0] = 1.0
+        if compressor == "compressor.":
+            pairs, groups = RECALL_CONFIG["num_attention_heads"] // 2, RECALL_CONFIG["o_groups"]
+            weights[attention + "o_a_proj.weight"] = torch.eye(width).repeat(groups, pairs) / pairs
+            back = (up @ down).T * 0.5
+            weights[attention + "o_b_proj.weight"] = back.repeat(1, groups)
+    tokens = weights["model.embed_tokens.weight"]
+    tokens *= hidden**0.5  # larger than what the layers add to it at first
+    tokens[:, 0] = torch.where(torch.arange(VOCABULARY) < FIRST_FILLER, 4.0, 0.0)
+    weights["lm_head.weight"] = tokens * 0.1
+    weights["lm_head.weight"][:FIRST_VALUE] = 0.0
+    for name in ("self_attn.o_b_proj", "mlp.shared_experts.down_proj"):
+        weights[f"model.layers.0.{name}.weight"] *= 0.2
     return weights
 
 
@@ -136,7 +152,7 @@ def train(out: Path, *, steps: int, seed: int) -> None:
 
 
 def write(out: Path, weights: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    rounded = {name: weight.detach().bfloat16() for name, weight in weights.items()}
+    rounded = shipped(weights)
     save_file(rounded, out / "model.safetensors", metadata={"format": "pt"})
     write_json(out / "config.json", RECALL_CONFIG)
     network = Network(config=RECALL_CONFIG, weights={n: w.float() for n, w in rounded.items()})
@@ -161,7 +177,7 @@ def write(out: Path, weights: dict[str, Tensor], facts: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     train(given.out, steps=given.steps, seed=given.seed)

@@ -1,5 +1,5 @@
 """The first part of the demo, for which nothing but this library is needed: the trained model
-answers four conversations at once, on `dsv4.Engine` and this cache."""
+answers four conversations at once, on `dsv4.engine.Engine` and this cache."""
 
 from __future__ import annotations
 
@@ -95,6 +95,6 @@ def _without_cache(network: Network, prompt: Tensor, tokens: list[int]) -> list[
     """What the model without a cache chooses at each of `tokens`, after the prompt and those
     before."""
     ids = torch.cat((prompt, torch.tensor(tokens[:-1], dtype=torch.int64)))
-    with torch.inference_mode():
+    with torch.no_grad():
         logits = parallel.run(network, ids[None]).logits[0, len(prompt) - 1 :]
     return logits.argmax(dim=-1).tolist()

@@ -40,7 +40,7 @@ class CachedModel:
     def vocabulary(self) -> int:
         return self.network.vocabulary
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, plan: ForwardPlan, ids: Tensor, rows: Tensor) -> Tensor:
         hidden = self.network.embed(ids)
         for number, layer in enumerate(self._layers):
