@@ -50,7 +50,7 @@ class Route:
 
     @property
     def is_shared(self) -> bool:
-        """Whether anything besides the asking fetch may release host memory."""
+        """Whether anything other than the asking fetch may release host memory."""
         return len(self.open) > 1 or not self.worker.idle
 
 
@@ -96,7 +96,7 @@ class Offload(Observer):
         self._note_stored()
         while self._batches and self._batches[0].mark.passed:
             self._send(self._batches.pop(0))
-        most = 0 if self._worker.closed else MOST_WAITING
+        most = MOST_WAITING if self._worker.takes_more else 0
         while len(self.outbox) > most:  # the beginnings of prompts are worth most
             self.outbox.pop()
             self._dropped += 1
@@ -214,7 +214,7 @@ class Offload(Observer):
     def used(self, match: PrefixMatch, trail: TokenTrail) -> None:
         """What is used on the device counts as used below; otherwise it would be evicted first
         there."""
-        if not match.nodes:
+        if not match.nodes or not self._worker.takes_more:
             return
         blocks, snapshot = self._labels.of_blocks(trail, len(match.nodes)), None
         if match.snapshot is not None and self._labels.payload_bytes(Kind.SNAPSHOT):
