@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP)            ## a tiny V4 on transformers' cache and on this one, then V4-Flash's bill
+demo: $(STAMP)            ## a tiny trained V4 answers on this cache and on transformers', then V4-Flash's bill
 	$(BIN)/dsv4 demo
 
 lint: $(STAMP)            ## ruff and mypy --strict

@@ -67,7 +67,7 @@ def _answer(
         max_requests=len(prompts),
     )
     engine = Engine(model=CachedModel(network, manager), manager=manager)
-    # one more than wanted: with the last one a job leaves, and there is no cache to report
+    # one token more than is shown: with its last token a job leaves the cache
     jobs = {name: engine.submit(ids.tolist(), NEW_TOKENS + 1) for name, ids in prompts.items()}
     state: CacheState | None = None
     step = 0

@@ -74,7 +74,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens give nothing, bytes that are no UTF-8 the replacement character."""
+        """Special tokens give nothing, bytes that are not UTF-8 the replacement character."""
         return b"".join(self.pieces[token] for token in ids).decode("utf-8", "replace")
 
     @property
