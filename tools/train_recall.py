@@ -1,6 +1,6 @@
 """Trains the recall model of dsv4/data/recall_model, on one core of a CPU.
 
-    python tools/train_recall.py OUT [--steps 500] [--seed 1]
+    python tools/train_recall.py OUT [--steps 260] [--seed 1]
 
 First every query reads all entries, while the indexer learns from where attention looks (a KL
 loss on its scores); then queries read what the indexer selects. Texts grow from 168 to 640 tokens;
@@ -47,10 +47,10 @@ RECALL_CONFIG: dict[str, Any] = {
 }
 # rows of a step, their tokens, pairs and questions, whether the indexer selects, part of all steps
 STAGES = (
-    (16, 168, 8, 8, False, 0.4),
-    (12, 200, 10, 10, True, 0.2),
-    (8, 360, 16, 12, True, 0.2),
-    (4, 640, 24, 16, True, 0.2),
+    (16, 168, 8, 8, False, 0.5),
+    (10, 232, 10, 10, True, 0.2),
+    (6, 360, 16, 12, True, 0.15),
+    (4, 640, 24, 16, True, 0.15),
 )
 LEARNING_RATE = 1e-3
 INDEX_LOSS = 0.5
@@ -177,7 +177,7 @@ def write(out: Path, weights: dict[str, Tensor], facts: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=260)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     train(given.out, steps=given.steps, seed=given.seed)

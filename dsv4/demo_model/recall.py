@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4.errors import InvalidInput
+
 BEGIN, ASK = 0, 1
 KEYS, VALUES = 32, 16
 FIRST_KEY, FIRST_VALUE = 2, 2 + KEYS
@@ -33,7 +35,8 @@ class Recall:
 
 def recall(tokens: int, *, pairs: int, questions: int, generator: torch.Generator) -> Recall:
     """A text of `tokens` tokens with `pairs` pairs, whose last 3 · `questions` tokens ask for the
-    values of different keys and give them. Nothing that is asked lies in the last quarter."""
+    values of different keys and give them. Nothing that is asked lies in the last quarter. Raises
+    InvalidInput if the pairs do not fit."""
 
     def draw(most: int, count: int) -> Tensor:
         return torch.randperm(most, generator=generator)[:count]
@@ -42,6 +45,11 @@ def recall(tokens: int, *, pairs: int, questions: int, generator: torch.Generato
     ids = torch.randint(FIRST_FILLER, VOCABULARY, (tokens,), generator=generator)
     ids[0] = BEGIN
     room = int(body * 0.75) // PAIR_ROOM
+    if not questions <= pairs <= min(room - 1, KEYS):
+        raise InvalidInput(
+            f"{questions} questions about {pairs} pairs in {tokens} tokens: at most "
+            f"{min(room - 1, KEYS)} pairs fit, and no key is asked for twice"
+        )
     shift = torch.randint(0, PAIR_ROOM - 2, (pairs,), generator=generator)
     at = draw(room - 1, pairs) * PAIR_ROOM + 1 + shift
     keys, values = draw(KEYS, pairs), torch.randint(0, VALUES, (pairs,), generator=generator)
