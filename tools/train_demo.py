@@ -70,12 +70,12 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
     "dtype": "float32",
 }
-# rows of a step and their tokens, and the part of all steps that has them
-STAGES = ((8, 256, 0.8), (4, 512, 0.15), (2, 1024, 0.05))
-STEPS = 480
+# rows of a step and their tokens, up to a step
+STAGES = ((8, 256, 384), (4, 512, 450))
+STEPS = STAGES[-1][-1]
 LEARNING_RATE, WARMUP, CLIP = 2.5e-3, 60, 1.0
-# steps to the end of the cosine, for steps from the first number on: it falls faster at the end
-SPANS = ((0, 600), (350, STEPS))
+# where the cosine of the rate would end, for steps from the first number on: it falls faster then
+SPANS = ((0, 600), (350, 480))
 INDEX_LOSS = 0.1
 QUESTION_WEIGHT = 0.05  # of the tokens of questions; those of answers have 1
 SAVE_EVERY = 50
@@ -250,13 +250,8 @@ def rate(step: int, steps: int, peak: float) -> float:
 # ---- training ------------------------------------------------------------------------------------
 
 
-def stage(step: int, steps: int) -> tuple[int, int]:
-    done = 0.0
-    for count, tokens, part in STAGES:
-        done += part
-        if step < done * steps:
-            return count, tokens
-    return STAGES[-1][:2]
+def stage(step: int) -> tuple[int, int]:
+    return next((count, tokens) for count, tokens, end in STAGES if step < end)
 
 
 def train(out: Path, *, seed: int) -> None:
@@ -283,7 +278,7 @@ def train(out: Path, *, seed: int) -> None:
         span = [span for begin, span in SPANS if step >= begin][-1]
         # of the step alone, so that it does not matter where a run was interrupted
         speaker = Speaker(seed * 1_000_003 + step)
-        ids, weight = rows(speaker, tokenizer, *stage(step, STEPS))
+        ids, weight = rows(speaker, tokenizer, *stage(step))
         for group in optimizer.param_groups:
             group["lr"] = rate(step, span, LEARNING_RATE)
         with torch.autocast("cpu", dtype=torch.bfloat16):  # halves the time and more

@@ -33,7 +33,10 @@ def test_it_answers_a_chat_and_reuses_it():
         said = decode(MODEL.tokenizer, job.generated)
         assert said == answers[text]
         messages.append({"role": "assistant", "content": said})
-    assert job.tokens_skipped >= opened.manager.schema.block_tokens
+    again = engine.submit(ids, 80, stop_tokens=MODEL.tokenizer.end_tokens)
+    engine.run()
+    assert again.tokens_skipped >= opened.manager.schema.block_tokens
+    assert again.generated == job.generated
     opened.manager.check_invariants()
 
 
