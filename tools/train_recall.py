@@ -1,10 +1,10 @@
 """Trains the recall model of dsv4/data/recall_model, on one core of a CPU.
 
-    python tools/train_recall.py OUT [--steps 260] [--seed 1]
+    python tools/train_recall.py OUT [--seed 1]
 
-First every query reads all entries, while the indexer learns from where attention looks (a KL
-loss on its scores); then queries read what the indexer selects. Texts grow from 168 to 640 tokens;
-longer ones are read without having been trained on.
+While it is trained every query reads all entries, and the indexer learns from where attention looks
+(a KL loss on its scores). Texts have 168 tokens; longer ones, of whose entries the indexer selects
+a few, are read without having been trained on.
 """
 
 from __future__ import annotations
@@ -45,13 +45,9 @@ RECALL_CONFIG: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-# rows of a step, their tokens, pairs and questions, whether the indexer selects, part of all steps
-STAGES = (
-    (16, 168, 8, 8, False, 0.5),
-    (10, 232, 10, 10, True, 0.2),
-    (6, 360, 16, 12, True, 0.15),
-    (4, 640, 24, 16, True, 0.15),
-)
+# of a step: its rows, and of each its tokens, pairs and questions
+ROWS, TOKENS, PAIRS, QUESTIONS = 16, 168, 8, 8
+STEPS, SPAN = 200, 500  # SPAN: where the cosine of the rate would end
 LEARNING_RATE = 1e-3
 INDEX_LOSS = 0.5
 
@@ -94,15 +90,6 @@ def recall_weights(seed: int) -> dict[str, Tensor]:
     return weights
 
 
-def stage(step: int, steps: int) -> tuple[int, int, int, int, bool]:
-    done = 0.0
-    for each in STAGES:
-        done += each[-1]
-        if step < done * steps:
-            break
-    return each[:-1]
-
-
 def right(network: Network, *, tokens: int, pairs: int, questions: int, seed: int) -> float:
     """The part of one text's questions that is answered right."""
     asked = recall(
@@ -113,25 +100,24 @@ def right(network: Network, *, tokens: int, pairs: int, questions: int, seed: in
     return float((logits[asked.asked].argmax(dim=-1) == asked.values).float().mean())
 
 
-def train(out: Path, *, steps: int, seed: int) -> None:
+def train(out: Path, *, seed: int) -> None:
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
     weights = recall_weights(seed)
     optimizer = optimizer_of(weights)
     network = Network(config=RECALL_CONFIG, weights=weights)
     begin = time.monotonic()
-    for step in range(steps):
+    for step in range(STEPS):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        count, tokens, pairs, questions, select = stage(step, steps)
         texts = [
-            recall(tokens, pairs=pairs, questions=questions, generator=generator)
-            for _ in range(count)
+            recall(TOKENS, pairs=PAIRS, questions=QUESTIONS, generator=generator)
+            for _ in range(ROWS)
         ]
         for group in optimizer.param_groups:
-            group["lr"] = rate(step, steps, LEARNING_RATE)
+            group["lr"] = rate(step, SPAN, LEARNING_RATE)
         ids = torch.stack([text.ids for text in texts])
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            result = parallel.run(network, ids, index_loss=step % 2 == 0, select=select)
+            result = parallel.run(network, ids, index_loss=step % 2 == 0, select=False)
         asked = result.logits.float()[:, texts[0].asked]
         values = torch.stack([text.values for text in texts])
         loss = cross_entropy(asked.flatten(0, 1), values.flatten())
@@ -140,15 +126,15 @@ def train(out: Path, *, steps: int, seed: int) -> None:
         total.backward()
         torch.nn.utils.clip_grad_norm_([w for w in weights.values() if w.requires_grad], CLIP)
         optimizer.step()
-        if step % 20 == 0 or step + 1 == steps:
+        if step % 20 == 0 or step + 1 == STEPS:
             part = float((asked.argmax(dim=-1) == values).float().mean())
             seconds = time.monotonic() - begin
             print(
                 f"{step} loss {float(loss.detach()):.3f} right {part:.2f} {seconds:.0f} s",
                 flush=True,
             )
-        if (step + 1) % 100 == 0 or step + 1 == steps:
-            write(out, weights, {"seed": seed, "steps": step + 1, "of_steps": steps})
+        if (step + 1) % 100 == 0:
+            write(out, weights, {"seed": seed, "steps": step + 1, "of_steps": STEPS})
 
 
 def write(out: Path, weights: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -177,10 +163,9 @@ def write(out: Path, weights: dict[str, Tensor], facts: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=260)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    train(given.out, steps=given.steps, seed=given.seed)
+    train(given.out, seed=given.seed)
 
 
 if __name__ == "__main__":

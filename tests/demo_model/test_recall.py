@@ -111,4 +111,4 @@ def test_what_lies_far_back_is_found_until_its_bytes_are_damaged(entries: str, k
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(6))
 def test_other_texts_are_recalled_too(seed: int):
-    assert Reader(text(seed), "fp8_ds", "mxfp4").right() >= GOOD
+    assert Reader(text(seed), "fp8_ds", "mxfp4").right() >= 0.8
