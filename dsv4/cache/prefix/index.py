@@ -6,6 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from dsv4.cache.allocator import BlockAllocator
@@ -49,6 +50,10 @@ class PrefixIndex:
 
     def get(self, digest: bytes) -> PrefixNode | None:
         return self._nodes.get(digest)
+
+    def newest(self, count: int) -> list[PrefixNode]:
+        """The blocks that were cached last, parents before children."""
+        return [*islice(reversed(self._nodes.values()), count)][::-1]
 
     def was_evicted(self, digest: bytes) -> bool:
         return digest in self._forgotten
