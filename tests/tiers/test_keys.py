@@ -69,7 +69,8 @@ def manager(key: bytes | None = None) -> KVCacheManager:
 def names(made: KVCacheManager, salt: str | None = None) -> list[bytes]:
     trail = made.prompt(IDS, salt).trail
     assert trail is not None
-    return [trail.root, *trail.chain, trail.state_digest(BLOCK + 3), trail.state_digest(5)]
+    states = [trail.state_digests(tokens)[0] for tokens in (BLOCK + 3, 5)]
+    return [trail.root, *trail.chain, *states]
 
 
 # ---- names ---------------------------------------------------------------------------------------

@@ -220,13 +220,13 @@ class TokenTrail:
             digest = link(digest, ids[at : at + block_tokens])
             chain.append(digest)
 
-    def state_digest(self, tokens: int) -> bytes:
-        """Of the first `tokens` tokens, like a block's digest, but never equal to one."""
+    def state_digests(self, tokens: int) -> tuple[bytes, bytes]:
+        """Of the first `tokens` tokens, never equal to a block's; and that of their last block."""
         whole = tokens // self.block_tokens
         parent = self.digest(whole - 1) if whole else self.root
         rest, secret = self.ids[whole * self.block_tokens : tokens].tobytes(), self.tenant.secret
-        running = hashlib.blake2b(rest, digest_size=32, key=parent, person=b"dsv4 state")
-        return running.digest() if secret is None else secret.link(running.digest(), b"state")
+        digest = hashlib.blake2b(rest, digest_size=32, key=parent, person=b"dsv4 state").digest()
+        return digest if secret is None else secret.link(digest, b"state"), parent
 
     def check(self, start: int, ids: Ids) -> None:
         """Raises InvalidInput if `ids`, the tokens from `start` on, contradict what is known."""

@@ -60,9 +60,7 @@ class Labels:
 
     def of_state(self, trail: TokenTrail, tokens: int) -> Label:
         """The state of a request with the trail's first `tokens` tokens, at least one."""
-        whole = tokens // self.block_tokens
-        parent = trail.digest(whole - 1) if whole else trail.root
-        return self.make(Kind.STATE, trail.state_digest(tokens), parent, tokens)
+        return self.make(Kind.STATE, *trail.state_digests(tokens), tokens)
 
 
 class _Blocks(Sequence[Label]):
