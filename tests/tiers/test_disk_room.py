@@ -38,6 +38,7 @@ from tests.support.tiers import (
     found,
     label,
     load,
+    open_below,
     put_file,
     python,
     record_files,
@@ -788,21 +789,12 @@ def test_a_root_that_is_no_path_is_refused(
 
 def test_a_tier_that_raises_keeps_nothing_open(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shelves, "takes_direct", lambda self: False)
-    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    threads = set(threading.enumerate())
     for _ in range(3):
         with pytest.raises(InvalidInput, match="takes no O_DIRECT"):
             DiskTier(root, ROOMY, direct=True)
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert threading.active_count() == threads
-
-
-def open_below(root: Path) -> list[str]:
-    """What this process has open there: other files may be closed meanwhile, by a collection."""
-    names = []
-    for number in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the one that lists
-            names.append(os.readlink(f"/proc/self/fd/{number}"))
-    return [name for name in names if name.startswith(str(root))]
+    assert open_below(root) == []
+    assert set(threading.enumerate()) <= threads
 
 
 def test_the_index_is_private_and_closed_with_the_tier(root: Path, memory: Memory) -> None:
@@ -824,8 +816,8 @@ def test_the_index_is_private_and_closed_with_the_tier(root: Path, memory: Memor
 @pytest.mark.parametrize("works", [False, True])
 def test_a_tier_that_is_dropped_keeps_nothing_open(root: Path, memory: Memory, works: bool) -> None:
     """Without `close`: its files, its index and its threads go when it is collected."""
-    gc.collect()
-    threads, labels = threading.active_count(), rows("a", 12)
+    threads = set(threading.enumerate())
+    labels = rows("a", 12)
     for _ in range(3):
         tier: DiskTier | None = DiskTier(root, 8 * UNIT, limits=PATIENT)
         assert tier is not None
@@ -834,7 +826,9 @@ def test_a_tier_that_is_dropped_keeps_nothing_open(root: Path, memory: Memory, w
             load(tier, [memory.blank(each) for each in labels])
         tier = None
     until(
-        lambda: gc.collect() >= 0 and open_below(root) == [] and threading.active_count() <= threads
+        lambda: (
+            gc.collect() >= 0 and open_below(root) == [] and set(threading.enumerate()) <= threads
+        )
     )
     with opened(root, 8 * UNIT) as tier:
         assert store(tier, [memory.filled(each) for each in rows("b", 8)]) == [State.DONE] * 8
