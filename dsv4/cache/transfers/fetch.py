@@ -62,6 +62,7 @@ class Fetch(Polled):
         self.with_state = with_state
         self.cached_blocks = 0  # of them, on the device when it began
         self.fetched_blocks = 0  # after those: arrived, and are indexed
+        self.sources: list[str] = []  # of each of these, the name of the tier that had it
         self.cancelled = self.is_over = False
         # ---- for its owner: where it is, and what has been taken for it
         self.steps: Iterator[None] = iter(())
@@ -130,6 +131,7 @@ class Fetches:
         items = self._take_blocks(fetch, (yield from self._look(fetch, wanted)))
         yield from fetch.loading.bring(items)
         here = len(list(takewhile(lambda item: item.stage is Stage.HERE, items)))
+        fetch.sources = [item.source.name for item in items[:here] if item.source is not None]
         wanted = [*self._states(fetch, cached + here), *self._snapshots(fetch, cached + here)]
         snapshot = None
         for item in (yield from self._look(fetch, wanted)):
