@@ -3,11 +3,8 @@ survives the server."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.serve.serving import Running, chat_ids, greedy_text, running
 
@@ -66,11 +63,11 @@ def test_priorities_and_sessions_reach_the_queue(server: Running) -> None:
         assert client.post("/v1/completions", json={**ASK, "prompt": "a"}).status_code == 400
 
 
-def test_what_is_to_be_kept_is_pinned_and_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_to_be_kept_is_pinned_and_gives_way() -> None:
     """Until its time is over, its session has a newer turn, or a request needs its memory."""
     clock = [0.0]
-    monkeypatch.setattr("dsv4.serve.keeper.time.monotonic", lambda: clock[0] + time.perf_counter())
     with running(max_requests=1) as server:
+        server.state.runner.keeper.clock = lambda: clock[0]
         keep = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 
         def pinned() -> int:
@@ -90,9 +87,9 @@ def test_what_is_to_be_kept_is_pinned_and_gives_way(monkeypatch: pytest.MonkeyPa
         clock[0] = 4000.0
         cached(server, "m", session_id="third")
         assert pinned() == 0
-        cached(server, "k" * 1200, session_id="talk", **keep)
+        cached(server, "k" * 700, session_id="talk", **keep)
         assert 0 < 2 * pinned() <= server.engine.manager.stats().blocks_total or not pinned()
-        cached(server, "n" * 2040, session_id="big")
+        cached(server, "n" * 1500, session_id="big")
         server.engine.manager.check_invariants()
 
 
