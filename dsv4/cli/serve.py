@@ -26,7 +26,7 @@ def serve_command(
         Text,
         typer.Argument(
             metavar="[PATH_OR_REPO]",
-            help="A transformers checkpoint of DeepSeek-V4. [default: a built-in model]",
+            help="A transformers checkpoint of DeepSeek-V4. [default: the demo model]",
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -116,9 +116,9 @@ def serve_command(
 
 def _model(path: str | None) -> ServedModel:
     if path is None:
-        from dsv4.serve.models import demo_model
+        from dsv4.serve.demo import ServedDemo
 
-        return demo_model()
+        return ServedDemo()
     from dsv4.serve.checkpoint import Checkpoint
 
     return Checkpoint(path)

@@ -64,6 +64,7 @@ class _Exchange:
         self._scope, self._receive, self._send = scope, receive, send
         self._most_bytes, self._bytes = most_bytes, 0
         self._status: int | None = None
+        self._error: ApiError | None = None
         self._begun_s = time.monotonic()
 
     async def receive(self) -> Message:
@@ -71,16 +72,21 @@ class _Exchange:
         message = await self._receive()
         self._bytes += len(message.get("body", b""))
         if self._bytes > self._most_bytes:
-            raise _too_large(self._most_bytes)
+            self._error = _too_large(self._most_bytes)
+            raise self._error
         return message
 
     async def send(self, message: Message) -> None:
+        """Raises the error of `receive` in place of what was made of it."""
+        if self._error is not None:
+            raise self._error
         if message["type"] == "http.response.start":
             self._status = message["status"]
         await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
         """Answers with an error. A response that has begun just ends: the connection is cut."""
+        self._error = None
         if self._status is None:
             response = error.response(self._scope["path"])
             response.headers["Connection"] = "close"
