@@ -60,8 +60,7 @@ class Fetch(Polled):
         super().__init__(advance=poll, end=cancel)
         self.trail, self.tokens = trail, tokens  # of the prompt that may be reused
         self.with_state = with_state
-        self.cached_blocks = 0  # of them, on the device when it began
-        self.fetched_blocks = 0  # after those: arrived, and are indexed
+        self.cached_blocks = self.fetched_blocks = 0  # at the start; then arrived and indexed
         self.sources: list[str] = []  # of each of these, the name of the tier that had it
         self.cancelled = self.is_over = False
         # ---- for its owner: where it is, and what has been taken for it
@@ -122,8 +121,7 @@ class Fetches:
         """All of a fetch. It may stop at any yield: what it has taken is recorded in the fetch, and
         `_end` gives that back."""
         trail, labels, prefix = fetch.trail, self._labels, self._prefix
-        blocks = fetch.tokens // self._block_tokens
-        trail.hash_blocks(blocks)
+        trail.hash_blocks(blocks := fetch.tokens // self._block_tokens)
         cached = fetch.cached_blocks = len(prefix.index.match(trail, blocks))
         if cached:
             fetch.pin = prefix.pins.pin(trail, lasting=False)
