@@ -83,7 +83,6 @@ def serve_command(
                 f"the server needs packages that are not here ({error}): install them with "
                 f"pip install 'dsv4[serve]'"
             ) from error
-        process.set_up_logs(as_json=json_logs)
         options = ServerOptions(
             memory_bytes=None if memory is None else parse_bytes(memory),
             host_memory_bytes=None if host_memory is None else parse_bytes(host_memory),
@@ -110,6 +109,7 @@ def serve_command(
         def announce(url: str) -> None:
             _announce(url, state.model.name, key=api_key is not None)
 
+        process.set_up_logs(as_json=json_logs)  # last: where it fails, the caller's stay as they are
         with suppress(KeyboardInterrupt):
             process.run(state, listener, announce)
 
