@@ -109,7 +109,7 @@ def serve_command(
         def announce(url: str) -> None:
             _announce(url, state.model.name, key=api_key is not None)
 
-        process.set_up_logs(as_json=json_logs)  # last: where it fails, the caller's stay as they are
+        process.set_up_logs(as_json=json_logs)  # last: errors before leave them alone
         with suppress(KeyboardInterrupt):
             process.run(state, listener, announce)
 
