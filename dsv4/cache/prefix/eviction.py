@@ -60,7 +60,10 @@ class EvictionPolicy(Protocol):
     """
 
     def used(self, node: PrefixNode) -> None:
-        """The block was just cached, or a request uses it and all before it."""
+        """The block was just cached, or a request that used it, and all before it, has ended."""
+
+    def returned(self, node: PrefixNode) -> None:
+        """A request goes on after this block: it uses it and all before it."""
 
     def offer(self, node: PrefixNode) -> None:
         """No cached block comes after this one any more: it may be evicted. A second call for the
@@ -105,14 +108,16 @@ class LeastRecentlyUsed:
         self._clock += 1
         node.last_use = self._clock
 
+    returned = used
+
     def offer(self, node: PrefixNode) -> None:
         if not node.queued:
-            node.queued = True
+            node.queued = 1
             self._pushes += 1
             heapq.heappush(self._leaves, (node.last_use, self._pushes, node))
 
     def is_offered(self, node: PrefixNode) -> bool:
-        return node.queued
+        return bool(node.queued)
 
     def choose(self, eviction: Eviction) -> None:
         in_use: list[PrefixNode] = []
@@ -124,7 +129,7 @@ class LeastRecentlyUsed:
                 self._offer_all(passed)
                 passed = []
             stamp, _, node = heapq.heappop(self._leaves)
-            node.queued = False
+            node.queued = 0
             if not eviction.is_leaf(node):
                 continue  # blocks come after it again: it is offered when they are gone
             if stamp < node.last_use:
@@ -168,7 +173,7 @@ class LeastRecentlyUsed:
     def rebuild(self, nodes: Collection[PrefixNode]) -> None:
         self._leaves = []
         for node in nodes:
-            node.queued = False
+            node.queued = 0
         self._offer_all([node for node in nodes if not node.children])
         kept = [node for node in nodes if node.snapshot is not None]
         known = set(kept)

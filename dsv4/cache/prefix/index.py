@@ -76,6 +76,10 @@ class PrefixIndex:
     def touch(self, node: PrefixNode) -> None:
         self.policy.used(node)
 
+    def returned(self, node: PrefixNode) -> None:
+        """A request goes on after this block."""
+        self.policy.returned(node)
+
     def add(
         self, digest: bytes, block_id: int, parent: PrefixNode | None, *, landed: bool = False
     ) -> PrefixNode:
