@@ -74,11 +74,17 @@ class RandomModel:
     a token's numbers depends on which tokens share its step. Draft layers are left out.
     """
 
-    def __init__(self, schema: CacheSchema, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        schema: CacheSchema,
+        device: torch.device | str = "cpu",
+        *,
+        vocabulary: int = VOCABULARY,
+    ) -> None:
         self.schema, self.spec, self.device = schema, schema.model, torch.device(device)
         self._generator = torch.Generator().manual_seed(0)
-        self.embedding = self._random(VOCABULARY, self.spec.hidden)
-        self.head = self._random(self.spec.hidden, VOCABULARY)
+        self.embedding = self._random(vocabulary, self.spec.hidden)
+        self.head = self._random(self.spec.hidden, vocabulary)
         self.layers = [
             self._layer(n) for n, each in enumerate(schema.layers) if not each.spec.draft
         ]
@@ -160,12 +166,10 @@ class EngineModel:
     Its drafts are a cheap guess, made on the device: what followed a token when it last ran.
     """
 
-    vocabulary = VOCABULARY
-
-    def __init__(self, manager: KVCacheManager) -> None:
-        self.manager = manager
-        self.model = RandomModel(manager.schema, manager.device)
-        self._followers = torch.zeros(VOCABULARY, dtype=torch.int64, device=manager.device)
+    def __init__(self, manager: KVCacheManager, *, vocabulary: int = VOCABULARY) -> None:
+        self.manager, self.vocabulary = manager, vocabulary
+        self.model = RandomModel(manager.schema, manager.device, vocabulary=vocabulary)
+        self._followers = torch.zeros(vocabulary, dtype=torch.int64, device=manager.device)
 
     def forward(self, plan: ForwardPlan, ids: Tensor, rows: Tensor) -> Tensor:
         logits = self.model.logits(ids, self.manager, plan)

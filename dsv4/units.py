@@ -59,6 +59,18 @@ def parse_link(text: str | int) -> int:
     return bits
 
 
+def parse_byte_rate(text: str | int) -> int:
+    """Reads "55GB/s", "50 GiB/s" or a plain integer as bytes per second. Raises InvalidInput for
+    anything else, "400Gb" included, whose b is a bit."""
+    if isinstance(text, str) and len(text) <= _LONGEST_TEXT:
+        amount = text.strip().removesuffix("/s")
+        if not amount.endswith("b"):
+            return require_count("bytes per second", parse_bytes(amount))
+    elif is_whole(text):
+        return require_count("bytes per second", text)
+    raise InvalidInput(f"{text!r} is not a rate in bytes: write 55GB/s; 400Gb/s are 50GB/s")
+
+
 def format_bytes(count_bytes: int) -> str:
     """Bytes in the largest binary unit that keeps the number at 1 or more: "3.43 GiB"."""
     require_count("count_bytes", count_bytes, at_least=0)

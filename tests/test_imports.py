@@ -44,6 +44,7 @@ TORCH_FREE = {
     "dsv4.cache.allocator",
     "dsv4.cache.changes",
     "dsv4.cache.requests",
+    "dsv4.cache.hot_rows",
     "dsv4.cache.prefix.blocks",
     "dsv4.cache.prefix.eviction",
     "dsv4.cache.prefix.index",
@@ -69,6 +70,7 @@ TORCH_FREE = {
     "dsv4.cache.transfers.worker",
     "dsv4.cache.transfers.labels",
     "dsv4.planner",
+    "dsv4.residency_planner",
 }
 # lower to higher; a module imports its own group and lower ones, but for what SEPARATE says
 ORDER = ("layout", "ops", "reference", "kernels", "backends", "tiers", "cache", "above")

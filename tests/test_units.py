@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4.errors import InvalidInput
-from dsv4.units import format_bytes, format_tokens, parse_bytes, parse_link, parse_tokens
+from dsv4.units import (
+    format_bytes,
+    format_tokens,
+    parse_byte_rate,
+    parse_bytes,
+    parse_link,
+    parse_tokens,
+)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +87,7 @@ GARBAGE = [
 ]
 
 
-@pytest.mark.parametrize("parse", [parse_bytes, parse_link, parse_tokens])
+@pytest.mark.parametrize("parse", [parse_byte_rate, parse_bytes, parse_link, parse_tokens])
 @pytest.mark.parametrize("garbage", GARBAGE, ids=lambda value: repr(value)[:12])
 def test_garbage_is_refused_with_an_example(parse, garbage) -> None:
     with pytest.raises(InvalidInput):
@@ -158,3 +165,16 @@ def test_rates_of_links_are_bits(text: str, bits: int) -> None:
 def test_other_rates_are_refused(text: object) -> None:
     with pytest.raises(InvalidInput):
         parse_link(text)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "count_bytes"), [("55GB/s", 55 * 10**9), ("1 GiB", 2**30), ("7", 7), (7, 7)]
+)
+def test_rates_of_memory_are_bytes(text: str | int, count_bytes: int) -> None:
+    assert parse_byte_rate(text) == count_bytes
+
+
+@pytest.mark.parametrize("text", ["400Gb", "400Gb/s", "0", "0GB/s", "GB/s", "55GB/h", 0])
+def test_rates_that_are_not_bytes_are_refused(text: str | int) -> None:
+    with pytest.raises(InvalidInput):
+        parse_byte_rate(text)

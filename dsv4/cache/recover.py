@@ -64,6 +64,7 @@ def recover_books(
         _request(table, request, is_rewritten=request in rewritten)
         if request.published_blocks:
             memory.publish(request.slot, 0, request.block_ids[: request.published_blocks])
+    prefix.notices.recovered(prefix.index.nodes())
     return still_open
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +15,9 @@ from dsv4.cache.records import ENTRY_FORMATS, INDEX_FORMATS
 from dsv4.cache.schema import BlockBudget, CacheSchema
 from dsv4.cache.schema import byte_map as map_of
 from dsv4.cli.errors import reported_errors
+from dsv4.cli.residency import print_residency
+from dsv4.cli.tables import bytes_of, table_of
+from dsv4.errors import InvalidInput, PoolTooSmall
 from dsv4.model import PRESETS, ModelSpec
 from dsv4.planner import (
     LinkSizing,
@@ -27,7 +29,15 @@ from dsv4.planner import (
     plan_tier,
 )
 from dsv4.plots.plan import plot_plan, requests_to_draw
-from dsv4.units import format_bytes, format_tokens, parse_bytes, parse_link, parse_tokens
+from dsv4.residency_planner import ResidencySizing, plan_residency
+from dsv4.units import (
+    format_bytes,
+    format_tokens,
+    parse_byte_rate,
+    parse_bytes,
+    parse_link,
+    parse_tokens,
+)
 
 
 def plan_command(
@@ -102,6 +112,24 @@ def plan_command(
     decode_rate: Annotated[
         float | None, typer.Option(help="Tokens per second of a decode GPU; with --link.")
     ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(help="Host memory for entries that leave the device: 256GB; with --memory."),
+    ] = None,
+    hot_rows: Annotated[
+        int | None,
+        typer.Option(
+            help="Entries of a request that a layer keeps on the device, at least; with "
+            "--host-memory. Default: four times what a step selects."
+        ),
+    ] = None,
+    link_host: Annotated[
+        str,
+        typer.Option(
+            help="Rate between host and device, in bytes: 55GB/s; with --host-memory. The default "
+            "is that of a copy over PCIe 5."
+        ),
+    ] = "55GB/s",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw memory against context into this file.")
@@ -116,7 +144,8 @@ def plan_command(
     they fit. Without --context it is the longest of the model. The answer is about the cache alone,
     or with --step-tokens about everything that a manager allocates. With --tier it also says how
     many tokens a tier of that size keeps, with --link what a hand-off costs, and with the rates of
-    both sides how many prefill GPUs feed one decode GPU.
+    both sides how many prefill GPUs feed one decode GPU. With --memory and --host-memory it says
+    how many requests fit when their entries may live in host memory, and what a step then fetches.
     """
     with reported_errors(as_json=as_json):
         schema = CacheSchema.build(
@@ -128,15 +157,23 @@ def plan_command(
             index_format=index_format,
             hca_state=hca_state,  # type: ignore[arg-type]
         )
-        found = plan(
-            schema,
-            memory_bytes=None if memory is None else parse_bytes(memory),
-            context_tokens=None if context is None else parse_tokens(context),
-            requests=requests,
-            other_bytes=None
-            if step_tokens is None
-            else _other_bytes(schema, step_tokens, snapshots, open_plans, device, batch_invariant),
-        )
+        other_bytes = None
+        if step_tokens is not None:
+            other_bytes = _other_bytes(
+                schema, step_tokens, snapshots, open_plans, device, batch_invariant
+            )
+        try:
+            found = plan(
+                schema,
+                memory_bytes=None if memory is None else parse_bytes(memory),
+                context_tokens=None if context is None else parse_tokens(context),
+                requests=requests,
+                other_bytes=other_bytes,
+            )
+        except PoolTooSmall:
+            if host_memory is None:
+                raise
+            found = plan(schema)  # with host memory less is needed
         if plot is not None:
             curves = requests_to_draw(found.requests)
             plot_plan(schema, plot, memory_bytes=found.memory_bytes, requests=curves)
@@ -155,10 +192,28 @@ def plan_command(
                 prefill_rate=prefill_rate,
                 decode_rate=decode_rate,
             )
+        apart = None
+        if host_memory is not None:
+            if memory is None:
+                raise InvalidInput("--host-memory is in addition to the device's: give --memory")
+            apart = plan_residency(
+                schema,
+                memory_bytes=parse_bytes(memory),
+                host_memory_bytes=parse_bytes(host_memory),
+                link_bytes_per_second=parse_byte_rate(link_host),
+                context_tokens=found.context_tokens if context is None else parse_tokens(context),
+                hot_rows=hot_rows,
+                step_requests=requests,
+                step_tokens=step_tokens or 0,
+                open_plans=open_plans,
+                other_bytes=other_bytes,
+            )
         if as_json:
-            typer.echo(json.dumps(_json(found, maps, plot, below, across), indent=2))
+            typer.echo(json.dumps(_json(found, maps, plot, below, across, apart), indent=2))
         else:
             print_plan(found, maps, plot)
+            if apart is not None:
+                print_residency(apart)
             if below is not None:
                 print_tier(below)
             if across is not None:
@@ -199,8 +254,11 @@ def _json(
     plot: Path | None,
     below: TierSizing | None,
     across: LinkSizing | None,
+    apart: ResidencySizing | None,
 ) -> dict[str, Any]:
     result = found.to_dict()
+    if apart is not None:
+        result["residency"] = apart.to_dict()
     if across is not None:
         result["link"] = across.to_dict()
     if below is not None:
@@ -240,9 +298,9 @@ def print_plan(found: Sizing, maps: dict[str, str], plot: Path | None) -> None:
 def print_tier(below: TierSizing) -> None:
     """What a tier keeps, as a table and a sentence."""
     console = Console()
-    table = _table("record in a tier", "bytes", "")
-    table.add_row("block", *_bytes(below.block_record_bytes))
-    table.add_row("snapshot", *_bytes(below.snapshot_record_bytes))
+    table = table_of("record in a tier", "bytes", "")
+    table.add_row("block", *bytes_of(below.block_record_bytes))
+    table.add_row("snapshot", *bytes_of(below.snapshot_record_bytes))
     console.print(table)
     how = "without snapshots"
     if below.snapshot_period_tokens:
@@ -258,13 +316,13 @@ def print_link(across: LinkSizing) -> None:
     """What requests that go over a link cost, as a table and a sentence."""
     console = Console()
     gigabits = f"{across.link_bits_per_second / 1e9:g} Gb/s"
-    table = _table("one request's hand-off", "bytes", "", f"at {gigabits}")
+    table = table_of("one request's hand-off", "bytes", "", f"at {gigabits}")
     for each in across.handoffs:
-        size = _bytes(each.handoff_bytes)
+        size = bytes_of(each.handoff_bytes)
         table.add_row(
             f"{format_tokens(each.context_tokens)} tokens", *size, f"{each.seconds * 1e3:,.2f} ms"
         )
-    table.add_row("of that, its state, at most", *_bytes(across.state_bytes), "")
+    table.add_row("of that, its state, at most", *bytes_of(across.state_bytes), "")
     console.print(table)
     answer = f"{gigabits} carry {across.tokens_per_second:,.0f} tokens of context per second."
     if across.prefill_per_decode is not None and across.link_share is not None:
@@ -277,16 +335,8 @@ def print_link(across: LinkSizing) -> None:
     console.print(Text(answer, style="bold"), soft_wrap=True)
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(columns[0])
-    for column in columns[1:]:
-        table.add_column(column, justify="right")
-    return table
-
-
 def _sizes_table(found: Sizing) -> Table:
-    table = _table("cost", "bytes", "")
+    table = table_of("cost", "bytes", "")
     table.add_row("a token of context", f"{found.bytes_per_token:,.2f}", "")
     table.add_row(
         "a live request, at any length",
@@ -294,16 +344,16 @@ def _sizes_table(found: Sizing) -> Table:
         format_bytes(found.bytes_per_request),
     )
     table.add_section()
-    table.add_row(f"block of {found.block_tokens} tokens", *_bytes(found.block_bytes))
-    table.add_row("slot of a request", *_bytes(found.slot_bytes))
-    table.add_row("block table row of a request", *_bytes(found.block_table_row_bytes))
-    table.add_row("snapshot of the prefix cache", *_bytes(found.snapshot_bytes))
+    table.add_row(f"block of {found.block_tokens} tokens", *bytes_of(found.block_bytes))
+    table.add_row("slot of a request", *bytes_of(found.slot_bytes))
+    table.add_row("block table row of a request", *bytes_of(found.block_table_row_bytes))
+    table.add_row("snapshot of the prefix cache", *bytes_of(found.snapshot_bytes))
     return table
 
 
 def _kinds_table(found: Sizing) -> Table:
     """Where the bytes of a block and a slot go, one row per kind of plane."""
-    table = _table("plane", "in a block", "share", "in a slot", "share")
+    table = table_of("plane", "in a block", "share", "in a slot", "share")
     in_block, in_slot = found.bytes_by_kind["block"], found.bytes_by_kind["slot"]
     kinds = [kind for kind in (*in_block, *in_slot) if kind != "padding"]
     for kind in (*dict.fromkeys(kinds), "padding"):
@@ -316,16 +366,16 @@ def _kinds_table(found: Sizing) -> Table:
 
 
 def _budget_table(budget: BlockBudget) -> Table:
-    table = _table("allocated", "bytes", "")
-    table.add_row(f"{budget.num_blocks:,} blocks", *_bytes(budget.block_arena_bytes))
-    table.add_row(f"{budget.max_requests:,} slots", *_bytes(budget.slot_arena_bytes))
-    table.add_row("block table", *_bytes(budget.block_table_bytes))
+    table = table_of("allocated", "bytes", "")
+    table.add_row(f"{budget.num_blocks:,} blocks", *bytes_of(budget.block_arena_bytes))
+    table.add_row(f"{budget.max_requests:,} slots", *bytes_of(budget.slot_arena_bytes))
+    table.add_row("block table", *bytes_of(budget.block_table_bytes))
     if budget.other_bytes:
-        table.add_row("step buffers, workspace, snapshots", *_bytes(budget.other_bytes))
+        table.add_row("step buffers, workspace, snapshots", *bytes_of(budget.other_bytes))
     table.add_section()
-    table.add_row("total", *_bytes(budget.total_bytes))
+    table.add_row("total", *bytes_of(budget.total_bytes))
     if budget.unused_bytes:
-        table.add_row("too small for a block, unused", *_bytes(budget.unused_bytes))
+        table.add_row("too small for a block, unused", *bytes_of(budget.unused_bytes))
     return table
 
 
@@ -344,10 +394,6 @@ def _answer(found: Sizing) -> str:
             return f"{memory} has room for {who} at once: {needed}. They fit."
         case _:
             return f"{memory} has no room for {who} at once. The minimum is {needed}."
-
-
-def _bytes(count_bytes: int) -> tuple[str, str]:
-    return f"{count_bytes:,}", format_bytes(count_bytes)
 
 
 def _share(part_bytes: int | None, total_bytes: int) -> tuple[str, str]:

@@ -196,8 +196,8 @@ class Backend(Protocol):
         """
 
     def stage(self, call: Staging) -> None:
-        """Copies the pages of all blocks with entries that the newest tokens of the step's requests
-        see. Padding rows copy nothing."""
+        """Copies the pages of all blocks (or `which`) with entries that the newest tokens of the
+        step's requests see. Padding rows copy nothing."""
 
     # ---- attention -----------------------------------------------------------------------------
 
@@ -208,7 +208,6 @@ class Backend(Protocol):
             out = Σ exp(l - M) k / (Σ exp(l - M) + exp(sink - M))
             lse = log Σ exp(l), without the sink
         in fp32, except that exp(l - M) is rounded to the type of `q` before it multiplies k, as
-        DeepSeek's kernel does. `q` is of the value type of the records. Indices that are negative
         DeepSeek's kernel does. `q` is of the value type of the records. Indices that are negative
         or not visible are skipped; one named twice counts twice. A query without any key gives
         0 and -inf; rows of padding stay unchanged. With `inverse_rope` the last channels of the

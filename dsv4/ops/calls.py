@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -336,13 +337,15 @@ class Resolving:
 class Staging:
     """Copies the entries that the requests of a prefill step see, from `entries` or, where its
     table has -1, from row block_table[slot, block] of `host` (as in `Resolving`), to where `staged`
-    has the same blocks of the same slots."""
+    has the same blocks of the same slots. `which` limits it to blocks that are only in host memory,
+    or to those on the device."""
 
     batch: Tensor
     entries: EntrySource
     block_table: Tensor
     host: Tensor
     staged: EntrySource
+    which: Literal["all", "host", "device"] = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

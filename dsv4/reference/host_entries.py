@@ -28,6 +28,8 @@ def stage(call: Staging) -> None:
         visible = (request.start + request.count) // call.entries.ratio
         for block in range(-(-visible // page.rows)):
             on_device = int(call.entries.block_table[request.slot, block])
+            if call.which != "all" and (call.which == "device") != (on_device >= 0):
+                continue
             source = call.entries.arena[on_device]
             if on_device < 0:
                 source = call.host[int(call.block_table[request.slot, block])]

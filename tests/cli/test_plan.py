@@ -143,6 +143,58 @@ def test_a_tier_keeps_so_many_tokens() -> None:
     assert run("plan", "v4-flash", "--tier", "1GiB", "--snapshot-every", "100").exit_code == 2
 
 
+HOST = ("v4-flash", "--memory", "141GB", "--host-memory", "256GB")
+
+
+def test_entries_in_host_memory_make_room() -> None:
+    found = run_json(*HOST, "--context", "1M", "--hot-rows", "1024", "--link-host", "11GB/s")
+    assert (found["requests"], found["residency"]["requests"]) == (38, 79)
+    assert found["residency"]["hot_rows"] == 1024
+    last = found["residency"]["steps"][-1]
+    assert last["seconds"] == last["fetched_bytes"] / 11e9
+    assert last["fetched_bytes"] == 79 * 21 * 512 * 584
+    text = run("plan", *HOST, "--context", "1M").stdout
+    assert "have room for 79 requests of 1M tokens at once, 38 without host memory" in text
+    assert "host memory is full first" in text
+    assert "at 55 GB/s" in text
+    assert f"{found['residency']['host_request_bytes']:,}" in text
+    assert "not pay" not in text
+
+
+def test_what_a_longest_request_needs_is_asked_of_both_memories() -> None:
+    """Without host memory not one request fits."""
+    few = ("v4-flash", "--memory", "2GB", "--context", "1M")
+    assert run("plan", *few).exit_code == 2
+    found = run_json(*few, "--host-memory", "256GB")["residency"]
+    assert (found["requests"], found["requests_without"]) == (3, 0)
+    assert found["limited_by"] == "device"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--context", "8k"], "does not pay: below 12,288 tokens a request needs more"),
+        (["--context", "1M", "--host-memory", "20GB"], "with this little host memory fewer fit"),
+    ],
+)
+def test_the_planner_says_where_host_memory_does_not_pay(options: list[str], sentence: str) -> None:
+    assert sentence in run("plan", *HOST, *options).stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["v4-flash", "--host-memory", "256GB"],
+        [*HOST, "--link-host", "400Gb/s"],
+        [*HOST, "--link-host", "0"],
+        [*HOST, "--hot-rows", "511"],
+        ["v4-flash", "--memory", "141GB", "--context", "1M", "--host-memory", "3GB"],
+    ],
+)
+def test_two_memories_that_cannot_work_are_refused(options: list[str]) -> None:
+    assert run("plan", *options).exit_code == 2
+
+
 def test_every_option_reaches_the_schema() -> None:
     found = run_json(
         *("v4-flash", "--draft", "4", "--index-format", "fp8", "--record-format", "fp8_row"),

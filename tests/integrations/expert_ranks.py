@@ -33,7 +33,7 @@ OTHER_PLAN = {"model.layers.*.self_attn.q_b_proj": "colwise"}
 INDEXER = "model.layers.*.self_attn.compressor.indexer."
 BY_HEADS = {f"{INDEXER}q_b_proj": "colwise", f"{INDEXER}scorer.weights_proj": "colwise"}
 TIMEOUT = timedelta(seconds=60)
-# from transformers 5.20 on the experts are split over a mesh of their own, and nothing else is
+# from transformers 5.20 on the experts are split over a mesh of their own
 HAS_EP_SIZE = "ep_size" in {field.name for field in fields(DistributedConfig)}
 if HAS_EP_SIZE:
     from transformers.distributed.utils import TransformersDeviceMesh
@@ -55,7 +55,8 @@ def split_model(
     whole: DeepseekV4ForCausalLM | None = None,
 ) -> DeepseekV4ForCausalLM:
     """As from_pretrained(distributed_config=…) leaves it, which needs the package accelerate.
-    "auto" is expert parallelism; None is what transformers does with tp_size alone."""
+    "auto" is expert parallelism, as the docs say it; "experts alone" leaves the rest whole; None
+    is what transformers does with tp_size alone."""
     model = whole or whole_model(index_heads)
     mesh: Any
     if HAS_EP_SIZE:
@@ -63,10 +64,9 @@ def split_model(
         mesh = TransformersDeviceMesh(
             *(init_device_mesh("cpu", (1, 1, ranks), mesh_dim_names=each) for each in names)
         )
-        experts: dict[str, Any] = {"ep_size": ranks, "tp_plan": {}}
-        wanted = DistributedConfig(
-            tp_size=ranks, **(experts if plan == "auto" else {"tp_plan": plan})
-        )
+        named = {"auto": {"ep_size": ranks}, "experts alone": {"ep_size": ranks, "tp_plan": {}}}
+        options = named[plan] if isinstance(plan, str) else {"tp_plan": plan}
+        wanted = DistributedConfig(tp_size=ranks, **options)
     else:
         mesh = init_device_mesh("cpu", (ranks,))
         is_expert = plan == "auto"
@@ -104,6 +104,12 @@ def run_rank(rank: int, ranks: int) -> dict[str, Any]:
     if HAS_EP_SIZE:
         found["tp_size alone"] = tokens_of(split_model(ranks, plan=None), rank, ids)
         found["by heads"] = tokens_of(split_model(ranks, plan=BY_HEADS), rank, ids)
+        try:
+            alone = split_model(ranks, plan="experts alone")
+        except ValueError as error:
+            found["experts alone"] = str(error)
+        else:
+            found["experts alone"] = tokens_of(alone, rank, ids)
     for name, past in (("own", own_cache(model)), ("paged", paged(model))):
         steps = generate(model, ids[:1], NEW_TOKENS, past_key_values=past)
         found[name] = steps.sequences

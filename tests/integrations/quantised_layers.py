@@ -1,5 +1,6 @@
 """transformers' own cache layers, with every stored vector sent through a record format first, and
-with beam reordering that moves all of their state (their own leaves the compressors behind)."""
+with beam reordering that moves all of their state (their own, before transformers 5.23, leaves the
+compressors behind)."""
 
 from __future__ import annotations
 
@@ -37,12 +38,13 @@ class _Rounding:
         return super().update_compressor_states(name, self._stored(name, compressed))  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        compressors = [each for each in vars(self).values() if isinstance(each, dict)]
+        before = [dict(each) for each in compressors]
         super().reorder_cache(beam_idx)  # type: ignore[misc]
-        for states in vars(self).values():
-            if isinstance(states, dict):
-                for name, state in states.items():
-                    if isinstance(state, Tensor):
-                        states[name] = state.index_select(0, beam_idx)
+        for states, was in zip(compressors, before, strict=True):
+            for name, state in states.items():
+                if isinstance(state, Tensor) and state is was[name]:
+                    states[name] = state.index_select(0, beam_idx)
 
 
 class _Sliding(_Rounding, DynamicSlidingWindowLayer):

@@ -168,7 +168,8 @@ def test_an_entry_named_twice_in_a_row_is_found_twice():
             assert record_of(case.arena[row], record) == case.wanted(0, entry)
 
 
-def test_a_chunk_stages_the_blocks_that_its_requests_see():
+@pytest.mark.parametrize("which", [("all",), ("host", "device"), ("device", "host")])
+def test_a_chunk_stages_the_blocks_that_its_requests_see(which: tuple[str, ...]):
     case = HostEntries(7)
     staged_page = Page(
         kind="entries", layer=0, offset_bytes=0, rows=PAGE_ROWS, format=PAGE.format, apart=True
@@ -182,15 +183,16 @@ def test_a_chunk_stages_the_blocks_that_its_requests_see():
     )
     before = case.arena.clone(), case.host.clone()
     batch = torch.tensor([(2, 0, 41, 0), (1, 70, 9, 41), (-1,) * 4], dtype=torch.int32)
-    stage(
-        Staging(
+    for part in which:
+        call = Staging(
             batch=batch,
             entries=case.source,
             block_table=case.block_table,
             host=case.host,
             staged=staged,
+            which=part,
         )
-    )
+        stage(call)
     expected = torch.full_like(staged.arena, POISON)
     for slot, blocks in ((2, 3), (1, 5)):
         for block in range(blocks):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.changes import LOGGER
 from dsv4.cache.prefix.index import PrefixIndex
 from dsv4.cache.prefix.node import PrefixNode
+from dsv4.cache.prefix.observer import Notices
 from dsv4.cache.prefix.pins import Pins
 from dsv4.cache.prefix.rows import SnapshotRows
 
@@ -21,18 +22,18 @@ class CachedBlocks:
         index: PrefixIndex,
         rows: SnapshotRows,
         pins: Pins,
-        before_reuse: Callable[[], None],
+        notices: Notices,
     ) -> None:
         self._allocator, self._index = allocator, index
         self._rows, self._pins = rows, pins
-        self._before_reuse = before_reuse
+        self._notices = notices
 
     def choose(self, blocks: int, *, or_fewer: bool = False) -> list[PrefixNode]:
         """Chooses `count` blocks to evict, or none (with `or_fewer`, as many as possible); then
         they are dropped or spared."""
         victims = self._index.choose(blocks, or_fewer=or_fewer)
         if victims:  # they may be written before they are dropped
-            self._before_reuse()
+            self._notices.before_reuse()
         return victims
 
     def spare(self, victims: Sequence[PrefixNode]) -> None:
@@ -43,6 +44,7 @@ class CachedBlocks:
         self._index.drop(victims)
         if victims:
             LOGGER.debug("%d cached blocks evicted", len(victims))
+            self._notices.evicted(victims)
         for node in victims:
             if node.snapshot is not None:
                 self._rows.drop(node)

@@ -15,7 +15,7 @@ from dsv4.cache.prefix.blocks import CachedBlocks
 from dsv4.cache.prefix.captures import Captures
 from dsv4.cache.prefix.index import PrefixIndex
 from dsv4.cache.prefix.node import PrefixNode
-from dsv4.cache.prefix.observer import Notices, Observer
+from dsv4.cache.prefix.observer import Notices
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.pins import Pins
 from dsv4.cache.prefix.prompt import Prompt
@@ -80,23 +80,17 @@ class PrefixCache:
         self._allocator = allocator
         self._bytes_by_kind = bytes_by_kind(schema)["block"]
         self.pool = SnapshotPool(schema, options.rows, where=options.where, device=device)
-        self._notices = Notices(schema.block_tokens, has_state_bytes=self.pool.layout.row_bytes > 0)
-        before_reuse = self._notices.before_reuse
+        self.notices = Notices(schema.block_tokens, has_state_bytes=self.pool.layout.row_bytes > 0)
+        before_reuse = self.notices.before_reuse
         self.rows = SnapshotRows(options.rows, policy, before_reuse)
         self.pins = Pins(self.index, schema.block_tokens)
-        self.blocks = CachedBlocks(allocator, self.index, self.rows, self.pins, before_reuse)
-        self.captures = Captures(options.policy, self.index, self.rows, self.pool, self._notices)
+        self.blocks = CachedBlocks(allocator, self.index, self.rows, self.pins, self.notices)
+        self.captures = Captures(options.policy, self.index, self.rows, self.pool, self.notices)
         self._counters = PrefixCounters()
 
     def __bool__(self) -> Literal[True]:
         """Whether the manager has a prefix cache."""
         return True
-
-    def observe(self, observer: Observer) -> None:
-        """Reports to this one from now on. Blocks that are stored elsewhere are evicted first."""
-        assert self._notices.observer is None, "one observer is enough"
-        self._notices.observer = observer
-        self.index.has_tiers = True
 
     # ---- a request begins --------------------------------------------------------------------
 
@@ -106,7 +100,7 @@ class PrefixCache:
             model_id=self.options.model_id,
             salt=salt,
         )
-        return TokenTrail(root, self.schema.block_tokens, ids)
+        return TokenTrail(root, self.schema.block_tokens, ids, salt=salt)
 
     def prompt(self, ids: Ids, salt: str | None) -> Prompt:
         """A prompt with all its digests computed."""
@@ -209,8 +203,8 @@ class PrefixCache:
                 self.index.touch(match.nodes[-1])
             if match.snapshot is not None:
                 self.rows.use(match.snapshot)
-            if self._notices.observer is not None:
-                self._notices.observer.used(match, trail)
+            for observer in self.notices.observers:
+                observer.used(match, trail)
             return
         reason: MissReason = "not_cached"
         if resume.end <= self.schema.block_tokens:
@@ -301,7 +295,7 @@ class PrefixCache:
         if get(chain[block]) is not None:
             return None
         node = self.index.add(chain[block], block_ids[block], before)
-        self._notices.cached(node, trail)
+        self.notices.cached(node, trail)
         return node
 
     def _adopt_cached(
@@ -348,7 +342,7 @@ class PrefixCache:
             return None  # another request was first; its blocks must not wait for this one's
         for nth in range(first, block + 1):
             node = self.index.add(trail.chain[nth], request.block_ids[nth], node)
-            self._notices.cached(node, trail)
+            self.notices.cached(node, trail)
         return node
 
     # ---- what tiers had ----------------------------------------------------------------------
@@ -365,6 +359,7 @@ class PrefixCache:
             node = self.index.get(trail.digest(nth))
             if node is None:
                 node = self.index.add(trail.digest(nth), block_id, parent, landed=True)
+                self.notices.landed(node, trail)
             else:
                 unused.append(block_id)
             parent = node

@@ -9,6 +9,7 @@ from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.prefix.blocks import CachedBlocks
 from dsv4.cache.prefix.eviction import LeastRecentlyUsed
 from dsv4.cache.prefix.index import PrefixIndex
+from dsv4.cache.prefix.observer import Notices
 from dsv4.cache.prefix.pins import Pins
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume
@@ -47,7 +48,8 @@ class NoPrefix:
         self.rows = SnapshotRows(0, policy, _nothing)
         self.pins = Pins(self.index, schema.block_tokens)
         self.captures = NoCaptures()
-        self.blocks = CachedBlocks(allocator, self.index, self.rows, self.pins, _nothing)
+        self.notices = Notices(schema.block_tokens, has_state_bytes=False)
+        self.blocks = CachedBlocks(allocator, self.index, self.rows, self.pins, self.notices)
 
     def __bool__(self) -> Literal[False]:
         return False

@@ -1,8 +1,10 @@
-"""What a prefix cache reports to an observer that keeps the same prefixes elsewhere. Torch-free."""
+"""What a prefix cache reports to its observers: tiers, which keep the same prefixes elsewhere, and
+publishers of events. Torch-free."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.resume import PrefixMatch
@@ -19,13 +21,17 @@ class NewlyCached(NamedTuple):
     tokens: int
 
 
-class Observer(Protocol):
+class Observer:
     """Listens to one prefix cache, for instance to keep blocks in tiers too. Its methods are called
-    in the middle of an admission or a commit: they must not raise, wait or change the cache."""
+    in the middle of an admission or a commit: they must not raise, wait or change the cache. Here
+    they do nothing; a subclass has those that it needs."""
 
-    def cached(self, new: NewlyCached) -> None:
+    def cached(self, new: NewlyCached, trail: TokenTrail) -> None:
         """It can be copied now: what comes next on the current stream finds its bytes, until the
-        next `before_reuse`."""
+        next `before_reuse`. The tokens are the trail's."""
+
+    def landed(self, node: PrefixNode, trail: TokenTrail) -> None:
+        """A block that a tier had is cached."""
 
     def used(self, match: PrefixMatch, trail: TokenTrail) -> None:
         """A request with this prompt was admitted and continues after this match."""
@@ -34,22 +40,46 @@ class Observer(Protocol):
         """Some blocks or snapshot rows are about to be reused: copies of them must come before what
         comes next on the current stream."""
 
+    def evicted(self, victims: Sequence[PrefixNode]) -> None:
+        """These blocks left the cache."""
+
+    def recovered(self, nodes: Collection[PrefixNode]) -> None:
+        """After an interrupt: these blocks are cached and no others, whatever was reported."""
+
 
 class Notices:
-    """Passes reports of the parts of a prefix cache on to its observer, if it has one."""
+    """Passes reports of the parts of a prefix cache on to its observers."""
 
     def __init__(self, block_tokens: int, *, has_state_bytes: bool) -> None:
-        self.observer: Observer | None = None
+        self.observers: list[Observer] = []
         self._block_tokens = block_tokens
         self._has_state_bytes = has_state_bytes  # else snapshots are empty
 
+    def observe(self, observer: Observer) -> None:
+        """Reports to this one too from now on."""
+        self.observers.append(observer)
+
     def cached(self, node: PrefixNode, trail: TokenTrail, *, is_snapshot: bool = False) -> None:
-        if self.observer is None or (is_snapshot and not self._has_state_bytes):
+        if not self.observers or (is_snapshot and not self._has_state_bytes):
             return
         parent = trail.chain[node.depth - 1] if node.depth else trail.root
         tokens = (node.depth + 1) * self._block_tokens
-        self.observer.cached(NewlyCached(node, is_snapshot, parent, tokens))
+        new = NewlyCached(node, is_snapshot, parent, tokens)
+        for observer in self.observers:
+            observer.cached(new, trail)
+
+    def landed(self, node: PrefixNode, trail: TokenTrail) -> None:
+        for observer in self.observers:
+            observer.landed(node, trail)
 
     def before_reuse(self) -> None:
-        if self.observer is not None:
-            self.observer.before_reuse()
+        for observer in self.observers:
+            observer.before_reuse()
+
+    def evicted(self, victims: Sequence[PrefixNode]) -> None:
+        for observer in self.observers:
+            observer.evicted(victims)
+
+    def recovered(self, nodes: Collection[PrefixNode]) -> None:
+        for observer in self.observers:
+            observer.recovered(nodes)

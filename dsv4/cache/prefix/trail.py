@@ -110,7 +110,8 @@ class TokenTrail:
     The digest of a block is a keyed hash over all tokens up to its end, so equal digests mean equal
     prefixes under an equal root: nothing needs to be compared on a hit. The trail of a live request
     takes what `RecentIds` has for its slot. A `sealed` trail learns nothing more: what its request
-    computes from there on is never found again.
+    computes from there on is never found again. `salt` is what the root was made with, where that
+    is known; a trail that came from another machine has only the root.
     """
 
     __slots__ = (
@@ -122,11 +123,14 @@ class TokenTrail:
         "chain",
         "prompt_tokens",
         "root",
+        "salt",
         "sealed",
     )
 
-    def __init__(self, root: bytes, block_tokens: int, ids: Ids) -> None:
-        self.root, self.block_tokens = root, block_tokens
+    def __init__(
+        self, root: bytes, block_tokens: int, ids: Ids, *, salt: str | None = None
+    ) -> None:
+        self.root, self.block_tokens, self.salt = root, block_tokens, salt
         self.prompt_tokens = len(ids)
         self.chain: list[bytes] = []
         self._ids, self._known = ids, len(ids)
@@ -244,7 +248,7 @@ class TokenTrail:
         self.chain = chain
 
     def copy(self) -> TokenTrail:
-        twin = TokenTrail(self.root, self.block_tokens, self.ids.copy())
+        twin = TokenTrail(self.root, self.block_tokens, self.ids.copy(), salt=self.salt)
         twin.chain, twin.prompt_tokens = list(self.chain), self.prompt_tokens
         twin.sealed = self.sealed
         return twin

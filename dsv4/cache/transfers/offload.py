@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4.cache.changes import LOGGER
 from dsv4.cache.prefix.cache import PrefixCache
-from dsv4.cache.prefix.observer import NewlyCached
+from dsv4.cache.prefix.observer import NewlyCached, Observer
 from dsv4.cache.prefix.resume import PrefixMatch
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request
@@ -54,7 +54,7 @@ class Route:
         return len(self.open) > 1 or not self.worker.idle
 
 
-class Offload:
+class Offload(Observer):
     """The outbox, and copies that are running. Nothing here waits, and a record that fails raises
     nothing: it is dropped and counted."""
 
@@ -96,7 +96,7 @@ class Offload:
         self._note_stored()
         while self._batches and self._batches[0].mark.passed:
             self._send(self._batches.pop(0))
-        most = 0 if self._worker.closed else MOST_WAITING
+        most = MOST_WAITING if self._worker.takes_more else 0
         while len(self.outbox) > most:  # the beginnings of prompts are worth most
             self.outbox.pop()
             self._dropped += 1
@@ -199,7 +199,7 @@ class Offload:
 
     # ---- what the prefix cache reports to its observer -------------------------------------------
 
-    def cached(self, new: NewlyCached) -> None:
+    def cached(self, new: NewlyCached, trail: TokenTrail) -> None:
         """Queues it, to be copied with the next `pump`."""
         self.outbox.append(new)
 
@@ -214,7 +214,7 @@ class Offload:
     def used(self, match: PrefixMatch, trail: TokenTrail) -> None:
         """What is used on the device counts as used below; otherwise it would be evicted first
         there."""
-        if not match.nodes:
+        if not match.nodes or not self._worker.takes_more:
             return
         blocks, snapshot = self._labels.of_blocks(trail, len(match.nodes)), None
         if match.snapshot is not None and self._labels.payload_bytes(Kind.SNAPSHOT):

@@ -88,7 +88,8 @@ class Tiers:
             block_arena=block_arena,
         )
         self._suspended = self._resumed = 0
-        prefix.observe(self.offload)
+        prefix.notices.observe(self.offload)
+        prefix.index.has_tiers = True  # blocks that are stored elsewhere are evicted first
 
     def __bool__(self) -> bool:
         """Whether the manager has tiers."""

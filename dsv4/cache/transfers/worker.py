@@ -4,6 +4,7 @@ torch-free."""
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -82,7 +83,7 @@ class Worker:
         self._orphans: deque[CopyBatch] = deque()
         self._busy = False
         self._thread: threading.Thread | None = None
-        self.closed = False
+        self._closed, self._made_by = False, os.getpid()
         self.stored: deque[Key] = deque()  # for the owner to read
         self.dropped = 0
         weakref.finalize(self, self._wake.put, None).atexit = False
@@ -90,6 +91,11 @@ class Worker:
 
     def __repr__(self) -> str:
         return "a manager's way to its tiers"
+
+    @property
+    def takes_more(self) -> bool:
+        """False once it is closed, and in a fork of the process, which does not have the thread."""
+        return not self._closed and os.getpid() == self._made_by
 
     def send(self, records: Sequence[Outgoing]) -> None:
         with self._lock:
@@ -106,7 +112,7 @@ class Worker:
     def start(self) -> None:
         """The thread runs, and looks for work."""
         with self._lock:
-            if self.closed:
+            if self._closed:
                 self._drop_rest()
             elif self._thread is None or not self._thread.is_alive():
                 arguments = (weakref.ref(self), self._wake)
@@ -142,7 +148,7 @@ class Worker:
         """Ends the thread. Rows that it still has stay held: tiers may be reading them. What is
         sent later is dropped."""
         with self._lock:
-            self.closed = True
+            self._closed = True
             self._wake.put(None)
             thread = self._thread
         if thread is not None:
@@ -169,7 +175,7 @@ class Worker:
         while True:
             with self._lock:
                 self._busy = False
-                if self.closed:
+                if self._closed:
                     return False
                 if not (self._records or self._checks or self._sent):
                     return True

@@ -133,7 +133,7 @@ def require_schema(schema: CacheSchema, model: Any) -> None:
 _BY_HEADS = ("compressor.indexer.q_b_proj.", "compressor.indexer.scorer.weights_proj.")
 _IN_ATTENTION = re.compile(r"model\.layers\.(\d+)\.self_attn\.(.+)")
 _KNOWN_PLANS = (
-    "DistributedConfig(tp_size=n, ep_size=n, tp_plan={}), up to transformers 5.18 with "
+    "DistributedConfig(tp_size=n, ep_size=n), up to transformers 5.18 with "
     "DistributedConfig(tp_size=n, enable_expert_parallel=True)"
 )
 _NOT_OPENED = -1

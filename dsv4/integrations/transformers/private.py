@@ -22,7 +22,7 @@ from dsv4.errors import MissingExtra
 
 # Oldest and newest version of each package that all of these names were found in.
 SEEN = {
-    "transformers": ("5.17.0", "5.22.2"),
+    "transformers": ("5.17.0", "5.23.0"),
     "torch": ("2.11.0", "2.13.0", "2.15.0"),
     "peft": ("0.21.2",),
 }

@@ -1,0 +1,205 @@
+"""What a server needs of a model: text to tokens and back, chats, and what runs on a cache.
+
+`ServedModel` is the protocol. `StandIn` is the smallest model that has all of it: bytes as tokens
+and random weights, for tests.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prefix.options import PrefixOptions
+from dsv4.cache.schema import CacheSchema
+from dsv4.engine import Model, Padding
+from dsv4.errors import InvalidInput
+from dsv4.model import ModelSpec
+from dsv4.tiers.tier import Tier
+
+# of OpenAI's chat API, content already as one string: {"role": …, "content": …, "tool_calls": …}
+Message = Mapping[str, Any]
+
+
+class Tokenizer(Protocol):
+    """Text as token ids. Every token stands for bytes of UTF-8, special ones for none; so a text
+    can be decoded token by token (`TextStream`) and a grammar can follow it."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below this."""
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Each ends what the model says."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a plain text. No text gives a special token, and none is added."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for; b"" for a special one."""
+
+
+class ServedModel(Protocol):
+    """A model with its tokenizer and its chat template. It holds no cache until `open`."""
+
+    @property
+    def name(self) -> str:
+        """What clients call it."""
+
+    @property
+    def weights_id(self) -> str:
+        """Names the weights: what is cached for one name is never used for another."""
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that a request may have, prompt and answer."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def chat_tokens(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The prompt of a chat, up to where the model's answer begins. `tools` are described as in
+        OpenAI's API; `options` go to the template. Text of a message gives no special token, if
+        that is in the model's hands. Raises InvalidInput for a chat that the template cannot
+        render."""
+
+    def open(self, room: Room) -> Opened:
+        """A cache in this room, and the model on it. Raises PoolTooSmall, InvalidInput."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What a model may take for its cache. With `memory_bytes=None` all of `max_requests` requests
+    fit at once with `max_context` tokens each."""
+
+    max_requests: int
+    max_context: int
+    max_step_tokens: int
+    memory_bytes: int | None = None
+    prefix: PrefixOptions
+    tiers: Sequence[Tier] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A model on its cache. The server steps it in one thread, always inside `stepping()`."""
+
+    model: Model
+    manager: KVCacheManager
+    padding: Padding | None = None
+    stepping: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+
+
+def open_cache(schema: CacheSchema, room: Room, *, device: str = "cpu") -> KVCacheManager:
+    """A manager for `room`, for models that run on one of their own. Raises PoolTooSmall."""
+    options: dict[str, Any] = {
+        "max_requests": room.max_requests,
+        "max_step_tokens": room.max_step_tokens,
+        "device": device,
+        "prefix": room.prefix,
+        "tiers": room.tiers,
+    }
+    if room.memory_bytes is not None:
+        return KVCacheManager.from_memory(schema, memory_bytes=room.memory_bytes, **options)
+    # one block more for each request: a rewind into a cached block copies it
+    blocks = room.max_requests * (schema.blocks_for(room.max_context) + 1)
+    return KVCacheManager(schema, num_blocks=blocks, **options)
+
+
+# ---- tokens as text ------------------------------------------------------------------------------
+
+
+class TextStream:
+    """Tokens in, text out, as soon as its characters are whole. Bytes that are not UTF-8 become
+    U+FFFD, as when everything is decoded at once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, tokens: Iterable[int]) -> str:
+        """The text that these tokens complete."""
+        return self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, tokens)))
+
+    def end(self) -> str:
+        """What is left at the end: U+FFFD for a character that never became whole."""
+        return self._decoder.decode(b"", final=True)
+
+
+def decode(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:
+    return b"".join(map(tokenizer.token_bytes, tokens)).decode(errors="replace")
+
+
+class ByteTokenizer:
+    """Tokens 0 to 255 are the bytes; after them come `END` and one token for each role."""
+
+    ROLES = ("system", "user", "assistant", "tool")
+    END = 256
+    vocabulary = END + 1 + len(ROLES)
+    end_tokens = frozenset({END})
+
+    def encode(self, text: str) -> list[int]:
+        return [*text.encode()]
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < self.END else b""
+
+    def role_token(self, role: str) -> int:
+        """Raises InvalidInput."""
+        if role not in self.ROLES:
+            raise InvalidInput(f"role {role!r}: this model knows {', '.join(self.ROLES)}")
+        return self.END + 1 + self.ROLES.index(role)
+
+
+def demo_model() -> ServedModel:
+    """What `dsv4 serve` serves if it is given no checkpoint."""
+    return StandIn()
+
+
+# ---- the stand-in --------------------------------------------------------------------------------
+
+
+class StandIn:
+    """A model of bytes with random weights: it says nothing, but the same each time."""
+
+    name = "stand-in"
+    weights_id = "dsv4.testing.RandomModel"
+
+    def __init__(self, *, max_context: int = 2048) -> None:
+        self.max_context = max_context
+        self.tokenizer = ByteTokenizer()
+
+    def chat_tokens(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Each message is its role's token, its text and END. Raises InvalidInput for tools, for
+        options and for roles that it does not know."""
+        if tools or options:
+            raise InvalidInput("the stand-in's template has neither tools nor options")
+        tokens = list[int]()
+        for message in messages:
+            tokens.append(self.tokenizer.role_token(message["role"]))
+            tokens += [*self.tokenizer.encode(message["content"] or ""), self.tokenizer.END]
+        return [*tokens, self.tokenizer.role_token("assistant")]
+
+    def open(self, room: Room) -> Opened:
+        from dsv4.testing import EngineModel
+
+        schema = CacheSchema.build(ModelSpec.preset("tiny"), max_context=room.max_context)
+        manager = open_cache(schema, room)
+        model = EngineModel(manager, vocabulary=self.tokenizer.vocabulary)
+        return Opened(model=model, manager=manager)
