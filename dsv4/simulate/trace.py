@@ -25,13 +25,12 @@ def read_trace(path: Path | str) -> Iterator[TraceRequest]:
     """The requests of a trace in Mooncake's format: an object a line with `timestamp` (ms),
     `input_length`, `output_length` and `hash_ids`. Raises InvalidInput, with the line."""
     try:
-        lines = Path(path).open(encoding="utf-8")
-    except OSError as error:
+        with Path(path).open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _request(line, f"{path}, line {number}")
+    except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"the trace {path} cannot be read: {error}") from error
-    with lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield _request(line, f"{path}, line {number}")
 
 
 def _request(line: str, where: str) -> TraceRequest:
@@ -39,7 +38,7 @@ def _request(line: str, where: str) -> TraceRequest:
         found = json.loads(line)
         at_ms, names = found["timestamp"], found["hash_ids"]
         tokens = found["input_length"], found["output_length"]
-    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise InvalidInput(
             f"{where}: {error!r}: each line must be an object with timestamp, input_length, "
             f"output_length and hash_ids"

@@ -183,6 +183,8 @@ class FirstCachedFirst:
     def used(self, node: PrefixNode) -> None:
         self.made.setdefault(node, len(self.made))
 
+    returned = used
+
     def offer(self, node: PrefixNode) -> None:
         heapq.heappush(self.leaves, (self.made[node], id(node), node))
 

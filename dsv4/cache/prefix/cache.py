@@ -13,6 +13,7 @@ from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.changes import LOGGER
 from dsv4.cache.prefix.blocks import CachedBlocks
 from dsv4.cache.prefix.captures import Captures
+from dsv4.cache.prefix.costs import Costs
 from dsv4.cache.prefix.index import PrefixIndex
 from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.observer import Notices
@@ -20,6 +21,7 @@ from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.pins import Pins
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume, StateSource, replay_start, resume_after
+from dsv4.cache.prefix.retention import Retention
 from dsv4.cache.prefix.rows import SnapshotRows
 from dsv4.cache.prefix.snapshots import SnapshotPool
 from dsv4.cache.prefix.trail import (
@@ -74,6 +76,8 @@ class PrefixCache:
             _check_cut(schema)
         self.schema, self.options = schema, options
         policy = options.eviction()
+        if isinstance(policy, Retention):
+            policy.costs = Costs.of(schema)
         self.index = PrefixIndex(allocator, policy)
         if options.events:
             self.index.events = []
@@ -200,7 +204,7 @@ class PrefixCache:
                 tokens_shared=counted.tokens_shared + resume.reused_tokens,
             )
             if match.nodes:
-                self.index.touch(match.nodes[-1])
+                self.index.returned(match.nodes[-1])
             if match.snapshot is not None:
                 self.rows.use(match.snapshot)
             for observer in self.notices.observers:

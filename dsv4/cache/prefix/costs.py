@@ -37,14 +37,14 @@ class Costs:
             replay_tokens=far - replay_start(schema, far),
         )
 
-    def block(self, depth: int) -> float:
+    def token(self, depth: int) -> float:
         """Of a token of block number `depth` of its prompt."""
         return 1.0 + self.per_token * self.block_tokens * depth
 
     def snapshot(self, depth: int) -> float:
         """What the state at the end of block `depth` saves: the tokens of a replay."""
         tokens = (depth + 1) * self.block_tokens
-        return min(tokens, self.replay_tokens) * self.block(depth)
+        return min(tokens, self.replay_tokens) * self.token(depth)
 
 
 def weights_per_token(model: ModelSpec) -> float:

@@ -31,8 +31,8 @@ class Eviction:
         return len(self.victims) >= self.wanted
 
     def is_leaf(self, node: PrefixNode) -> bool:
-        """Whether no cached block comes after this one except those chosen."""
-        return node.children <= self._chosen_children.get(node, 0)
+        """Whether the block is cached, and none comes after it except those chosen."""
+        return node.is_cached and node.children <= self._chosen_children.get(node, 0)
 
     def is_held(self, node: PrefixNode) -> bool:
         """Whether a request or a pin holds the block."""
@@ -77,7 +77,7 @@ class EvictionPolicy(Protocol):
         none is left. What was taken is no longer offered: it is dropped, or offered again."""
 
     def dropped(self, node: PrefixNode) -> None:
-        """The block is no longer cached."""
+        """The block is no longer cached, whether it was offered or not."""
 
     def snapshot_used(self, node: PrefixNode) -> None:
         """The state at the end of the block was just stored, or a request continues from it."""
@@ -158,7 +158,7 @@ class LeastRecentlyUsed:
             self.offer(node)
 
     def dropped(self, node: PrefixNode) -> None:
-        """It left the heap when it was chosen."""
+        """`choose` passes over it where it is still in the heap."""
 
     def snapshot_used(self, node: PrefixNode) -> None:
         self._snapshots[node] = None

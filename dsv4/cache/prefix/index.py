@@ -10,6 +10,7 @@ from typing import Literal
 
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.prefix.eviction import Eviction, EvictionPolicy, LeastRecentlyUsed
+from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.errors import Dsv4Error
@@ -81,10 +82,16 @@ class PrefixIndex:
         self.policy.returned(node)
 
     def add(
-        self, digest: bytes, block_id: int, parent: PrefixNode | None, *, landed: bool = False
+        self,
+        digest: bytes,
+        block_id: int,
+        parent: PrefixNode | None,
+        *,
+        landed: bool = False,
+        hints: Hints | None = None,
     ) -> PrefixNode:
         """A block that a request has just completed, or one whose bytes a tier had."""
-        node = PrefixNode(digest, block_id, parent)
+        node = PrefixNode(digest, block_id, parent, hints)
         node.stored = landed
         if landed:
             self._allocator.land(block_id)
@@ -116,12 +123,21 @@ class PrefixIndex:
             return []
         return eviction.victims
 
+    def choose_all(self) -> list[PrefixNode]:
+        """All blocks that can be evicted, children before parents, whatever the policy says."""
+        eviction = Eviction(len(self), self._allocator.references, has_tiers=False)
+        for node in sorted(self.nodes(), key=lambda node: -node.depth):
+            if eviction.is_leaf(node) and not eviction.is_held(node):
+                eviction.take(node)
+        return eviction.victims
+
     def drop(self, victims: Sequence[PrefixNode]) -> None:
         """Evicts what `choose` has chosen."""
         for node in victims:
             del self._nodes[node.digest]
             self._forgotten[node.digest] = None
             self._allocator.drop(node.block_id)
+            node.is_cached = False
             self.policy.dropped(node)
         for node in victims:
             parent = node.parent

@@ -21,16 +21,17 @@ class PrefixNode:
         "depth",
         "digest",
         "hints",
+        "is_cached",
         "is_superseded",
         "is_turn_end",
         "keep_until",
-        "kind",
         "last_use",
         "offered_use",
         "parent",
         "pins",
         "queued",
         "snapshot",
+        "snapshot_known",
         "stored",
         "turns",
     )
@@ -46,8 +47,9 @@ class PrefixNode:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children = self.pins = self.last_use = 0
         self.snapshot: int | None = None
-        self.stored = self.is_superseded = self.is_turn_end = False
-        self.queued = self.offered_use = self.turns = self.kind = 0
+        self.is_cached = True  # it is in the index
+        self.stored = self.is_superseded = self.is_turn_end = self.snapshot_known = False
+        self.queued = self.offered_use = self.turns = 0
         self.keep_until = 0.0
 
     @property

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dsv4.cache.prefix.eviction import EvictionPolicy, LeastRecentlyUsed
+from dsv4.cache.prefix.eviction import EvictionPolicy
+from dsv4.cache.prefix.retention import Retention
 from dsv4.errors import InvalidInput, require_count
 
 
@@ -66,7 +67,8 @@ class PrefixOptions:
     (docs/v41.md).
 
     `eviction` makes the policy that chooses what is evicted first when memory is short, one object
-    for each manager (`dsv4.cache.prefix.eviction`).
+    for each manager: `Retention` weighs what a block is worth (docs/retention.md),
+    `LeastRecentlyUsed` goes by the last use, others are in `dsv4.cache.prefix.eviction`.
     """
 
     policy: SnapshotPolicy = field(default_factory=lambda: periodic(1024))
@@ -75,7 +77,7 @@ class PrefixOptions:
     model_id: str = ""
     events: bool = False
     replay: ReplayPolicy = "exact"
-    eviction: Callable[[], EvictionPolicy] = LeastRecentlyUsed
+    eviction: Callable[[], EvictionPolicy] = Retention
 
     @property
     def rows(self) -> int:

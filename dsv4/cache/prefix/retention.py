@@ -1,12 +1,13 @@
 """The default eviction policy: what is worth least per byte goes first. Torch-free.
 
 A block is worth what it costs to compute again (`Costs`) times how likely it is to come back soon
-(`Returns`); all blocks have the same size. Under pressure blocks go in this order (docs/retention.md):
+(`Returns`); all blocks have the same size. Under pressure blocks go in this order, which
+docs/retention.md explains:
 
     1. those that a newer state of their session has superseded
     2. all others, the least worth first; each step of `Hints.priority` counts four times
-    3. those whose `Hints.ttl_s` has not passed since their last use: the lowest priority first, then
-       the one whose time ends first
+    3. those whose `Hints.ttl_s` has not passed since their last use: the lowest priority first,
+       then the one whose time ends first
 
 and of blocks with the same rank one that a tier has before one that would be lost. Blocks of one
 kind lie in a heap by their last use, so only the first of each kind are compared.
@@ -17,23 +18,127 @@ from __future__ import annotations
 import heapq
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from itertools import count
 
 from dsv4.cache.prefix.costs import Costs
 from dsv4.cache.prefix.eviction import PASSED_OVER, Eviction
 from dsv4.cache.prefix.node import PrefixNode
-from dsv4.cache.prefix.returns import Returns, kind_of
 
 PER_PRIORITY = 4.0  # how much more a block is worth with each step of priority
 NOT_WEIGHED = Costs(block_tokens=128, per_token=0.0, replay_tokens=1 << 20)
+# How much the cost of a block weighs against the likelihood of its return. Fully weighed (1.0),
+# deep prompts that seldom come back displace shallow ones that do: on the traces of
+# docs/retention.md that loses more hit tokens than this policy may lose.
+COST_POWER = 0.25
 REMEMBERED = 4  # cached blocks for each evicted turn end that is remembered
-FEWEST_REMEMBERED = 256
+FEWEST_REMEMBERED = 64
+
+KINDS = 6  # by turns (first, second, later) and by length (short, long)
+LONG_TOKENS = 4096  # from here on a prompt is long
+BINS = 160  # four for each doubling of the age
+ENOUGH = 256  # lives between two looks at what was learned; the first looks come sooner
+KEPT = 0.97  # of what was learned, at each look
+# what is assumed of each kind before anything was seen, as so many lives. A short first prompt
+# (a title, a summary) seldom comes back; each turn that came makes another one likelier.
+ASSUMED_LIVES = 0.1
+ASSUMED_RETURNS = (1 / 16, 1.0, 1.0, 2.0, 2.0, 4.0)
+YOUNG = 64  # ticks: at younger ages nothing is known
 
 # superseded or not, priority, kind (of Returns)
 Rank = tuple[bool, int, int]
 Entry = tuple[float, int, PrefixNode]  # last use (or when its time ends), number, block
 StateKey = tuple[bool, bool, Rank]  # whether a turn ends there, whether it has a time to stay, rank
+
+
+def kind_of(turns: int, tokens: int) -> int:
+    return 2 * min(turns, 2) + (tokens >= LONG_TOKENS)
+
+
+def bin_of(age: int) -> int:
+    shift = max(0, age.bit_length() - 3)
+    return min(BINS - 1, 4 * shift + (age >> shift))
+
+
+def start_of(nth: int) -> int:
+    """The youngest age of a bin."""
+    shift = max(0, nth // 4 - 1)
+    return (nth - 4 * shift) << shift
+
+
+class Returns:
+    """How likely it is that a cached prompt comes back, learned from those that did.
+
+    The clock counts blocks: one that is cached, or used, is one tick. Each turn of a conversation ends
+    with a block, whose life ends when a prompt goes on from there (a return), or when it was evicted
+    long ago (a loss). From both, by kind and age:
+
+        density(kind, age) = returns at this age or later / ticks lived from this age on
+
+    That is what a block of memory earns per tick from now on (a least hit density: Beckmann and others,
+    NSDI 2018). What was evicted is remembered for some time, so that a return of it is noticed too.
+    """
+
+    def __init__(self) -> None:
+        self._returned = [[0.0] * BINS for _ in range(KINDS)]
+        self._lost = [[0.0] * BINS for _ in range(KINDS)]
+        self._gone: dict[Hashable, tuple[int, int, int]] = {}  # kind, last use, turns
+        self._lives = 0
+        self._density: list[list[float]] = []
+        self._look()
+
+    def density(self, kind: int, age: int) -> float:
+        return self._density[kind][bin_of(age)]
+
+    def returned(self, kind: int, age: int) -> None:
+        """A prompt goes on from a turn end of this age."""
+        self._returned[kind][bin_of(age)] += 1
+        self._note()
+
+    def evicted(self, name: Hashable, kind: int, turns: int, last_use: int) -> None:
+        """A turn end was evicted. It may still come back."""
+        self._gone[name] = kind, last_use, turns
+
+    def back(self, name: Hashable, now: int) -> int | None:
+        """How many turns an evicted turn end had, which is cached again; None if it is not
+        remembered."""
+        found = self._gone.pop(name, None)
+        if found is None:
+            return None
+        kind, last_use, turns = found
+        self.returned(kind, now - last_use)
+        return turns
+
+    def forget(self, remembered: int, now: int) -> None:
+        """Remembers no more than so many evicted turn ends. The others are lost."""
+        while len(self._gone) > remembered:
+            kind, last_use, _ = self._gone.pop(next(iter(self._gone)))
+            self._lost[kind][bin_of(now - last_use)] += 1
+            self._note()
+
+    def _note(self) -> None:
+        self._lives += 1
+        if self._lives % ENOUGH == 0:
+            self._look()
+            for counts in (*self._returned, *self._lost):
+                counts[:] = [KEPT * count for count in counts]
+        elif self._lives < ENOUGH and self._lives >= 16 and not self._lives & self._lives - 1:
+            self._look()
+
+    def _look(self) -> None:
+        self._density = [self._densities(kind) for kind in range(KINDS)]
+
+    def _densities(self, kind: int) -> list[float]:
+        returned, lost, assumed = self._returned[kind], self._lost[kind], ASSUMED_RETURNS[kind]
+        densities = [0.0] * BINS
+        returns = lives = ticks = 0.0
+        for nth in range(BINS - 1, -1, -1):
+            returns += returned[nth]
+            lives += returned[nth] + lost[nth]
+            ticks += lives * (start_of(nth + 1) - start_of(nth))
+            young = ASSUMED_LIVES * (YOUNG + start_of(nth))
+            densities[nth] = (returns + ASSUMED_LIVES * assumed) / (ticks + young)
+        return densities
 
 
 class Retention:
@@ -43,40 +148,46 @@ class Retention:
         self.costs = NOT_WEIGHED
         self._now = now
         self._returns = Returns()
+        self._came_back: list[tuple[int, int, int]] = []  # turns, depth, age: not yet learned
         self._clock = 0
         self._nodes = 0
         self._numbers = count(1)
         self._heaps: dict[Rank, list[Entry]] = {}
         self._floors: dict[int, list[Entry]] = {}  # by priority: leaves whose time has not passed
         self._stale = 0  # entries of these heaps that are void
+        # of each heap: the number of its first entry, and what that was worth at which time
+        self._heads: dict[Rank, tuple[int, int, float]] = {}
         self._states: dict[StateKey, OrderedDict[PrefixNode, None]] = {}
         self._state_keys: dict[PrefixNode, StateKey] = {}
+        self._used_states: dict[PrefixNode, bool] = {}  # used since, and whether a turn ends there
 
     # ---- what happens to blocks --------------------------------------------------------------
 
     def used(self, node: PrefixNode) -> None:
-        self._clock += 1
-        if not node.last_use:
+        if node.last_use:
+            node.is_turn_end = True
+        else:
             self._enter(node)
         self._use(node)
 
     def returned(self, node: PrefixNode) -> None:
-        """A prompt goes on after this block."""
-        self._clock += 1
-        if not node.children and node.is_turn_end:
-            self._returns.returned(node.kind, self._clock - node.last_use)
-            self._set_turns(node, node.turns + 1)
-        self._use(node)
+        if not node.children:
+            if node.is_turn_end:
+                self._came_back.append((node.turns, node.depth, self._clock - node.last_use))
+            node.turns += 1
         node.is_turn_end = True
+        self._use(node)
 
     def superseded(self, node: PrefixNode) -> None:
         """A newer state of its session does not begin with this block."""
         node.is_superseded = True
-        self._offer_again(node)
+        if node.queued:
+            self._offer_anew(node)
         if node in self._state_keys:
             self._place(node, is_end=self._state_keys[node][0])
 
     def _use(self, node: PrefixNode) -> None:
+        self._clock += 1
         node.last_use = self._clock
         node.is_superseded = False
         if node.hints is not None and node.hints.ttl_s is not None:
@@ -90,13 +201,7 @@ class Retention:
             turns += 1
         elif parent is not None and parent.children == 1:
             turns = parent.turns
-            parent.is_turn_end = False
-        self._set_turns(node, turns or 0)
-        node.is_turn_end = True
-
-    def _set_turns(self, node: PrefixNode, turns: int) -> None:
-        node.turns = turns
-        node.kind = kind_of(turns, (node.depth + 1) * self.costs.block_tokens)
+        node.turns = turns or 0
 
     def dropped(self, node: PrefixNode) -> None:
         self._nodes -= 1
@@ -104,7 +209,7 @@ class Retention:
             node.queued = 0
             self._stale += 1
         if node.is_turn_end:
-            self._returns.evicted(node.digest, node.kind, node.turns, node.last_use, self._clock)
+            self._returns.evicted(node.digest, self._kind(node), node.turns, node.last_use)
             most = max(FEWEST_REMEMBERED, self._nodes // REMEMBERED)
             self._returns.forget(most, self._clock)
 
@@ -117,11 +222,10 @@ class Retention:
     def is_offered(self, node: PrefixNode) -> bool:
         return bool(node.queued)
 
-    def _offer_again(self, node: PrefixNode) -> None:
+    def _offer_anew(self, node: PrefixNode) -> None:
         """Its rank has changed."""
-        if node.queued:
-            self._stale += 1
-            self._push(node)
+        self._stale += node.queued > 0
+        self._push(node)
 
     def _push(self, node: PrefixNode) -> None:
         node.queued, node.offered_use = next(self._numbers), node.last_use
@@ -129,7 +233,7 @@ class Retention:
             floor = self._floors.setdefault(node.priority, [])
             heapq.heappush(floor, (node.keep_until, node.queued, node))
         else:
-            heap = self._heaps.setdefault(_rank(node), [])
+            heap = self._heaps.setdefault(self._rank(node), [])
             heapq.heappush(heap, (node.last_use, node.queued, node))
         if self._stale > 64 + self._nodes:
             self._clear_stale()
@@ -138,6 +242,7 @@ class Retention:
         in_use: list[PrefixNode] = []
         passed: list[PrefixNode] = []
         most_passed = PASSED_OVER if eviction.has_tiers else 0
+        self._learn()
         self._end_floors()
         while not eviction.is_done:
             node = self._pop_least()
@@ -158,7 +263,7 @@ class Retention:
         self._offer_all(passed)
         # being in use counts as a use: it will not be looked at first next time
         for node in in_use:
-            self.used(node)
+            self._use(node)
             self.offer(node)
 
     def _pop_least(self) -> PrefixNode | None:
@@ -178,17 +283,19 @@ class Retention:
 
     def _least_heap(self) -> list[Entry] | None:
         """The heap whose first block goes first."""
-        least, found = float("inf"), None
-        for rank, heap in list(self._heaps.items()):
+        least, found, clock = float("inf"), None, self._clock
+        for rank, heap in self._heaps.items():
             if not heap:
-                del self._heaps[rank]
                 continue
             if rank[0]:
                 return heap
-            first = heap[0][2]
-            worth = self._worth(rank, int(heap[0][0])) * self.costs.block(first.depth)
-            if worth < least:
-                least, found = worth, heap
+            stamp, number, node = heap[0]
+            known = self._heads.get(rank)
+            if known is None or known[0] != number or known[1] != clock:
+                worth = self._worth(rank, int(stamp)) * self.costs.token(node.depth) ** COST_POWER
+                known = self._heads[rank] = number, clock, worth
+            if known[2] < least:
+                least, found = known[2], heap
         if found is None and (kept := [each for each in self._floors if self._floors[each]]):
             return self._floors[min(kept)]
         return found
@@ -202,14 +309,24 @@ class Retention:
         parent = node.parent
         if parent is not None and node.last_use >= parent.last_use:
             # a use of a block is a use of all before it
-            parent.last_use, parent.kind, parent.turns = node.last_use, node.kind, node.turns
+            parent.last_use, parent.turns = node.last_use, node.turns
             parent.hints = node.hints
             parent.keep_until = max(parent.keep_until, node.keep_until)
         freed = eviction.take(node)
         if freed is not None:
-            freed.is_turn_end = False  # its turn has ended later
             freed.is_superseded = node.is_superseded
-            self.offer(freed)
+            self._offer_anew(freed)
+
+    def _rank(self, node: PrefixNode) -> Rank:
+        return node.is_superseded, node.priority, self._kind(node)
+
+    def _kind(self, node: PrefixNode) -> int:
+        return kind_of(node.turns, (node.depth + 1) * self.costs.block_tokens)
+
+    def _learn(self) -> None:
+        while self._came_back:
+            turns, depth, age = self._came_back.pop()
+            self._returns.returned(kind_of(turns, (depth + 1) * self.costs.block_tokens), age)
 
     def _offer_all(self, nodes: list[PrefixNode]) -> None:
         for node in nodes:
@@ -236,15 +353,21 @@ class Retention:
     # ---- snapshots ---------------------------------------------------------------------------
 
     def snapshot_used(self, node: PrefixNode) -> None:
-        # a turn ends where nothing comes after, or where a request went on
-        self._place(node, is_end=node in self._state_keys or not node.children)
+        # a turn ends where nothing comes after, or where a request goes on
+        self._used_states[node] = node.snapshot_known or not node.children
+        node.snapshot_known = True
 
     def snapshot_dropped(self, node: PrefixNode) -> None:
+        self._used_states.pop(node, None)
         self._remove(node)
+        node.snapshot_known = False
 
     def snapshots(self) -> Iterator[PrefixNode]:
         """Superseded ones first, then those inside of turns, then ends of turns, the least worth
         first, then those whose time has not passed."""
+        for used, is_end in self._used_states.items():
+            self._place(used, is_end=is_end)
+        self._used_states.clear()
         orders = [(key, iter(states)) for key, states in self._states.items()]
         heads = [(key, node, order) for key, order in orders if (node := next(order, None))]
         now = self._now() if heads else 0.0
@@ -266,7 +389,7 @@ class Retention:
     def _place(self, node: PrefixNode, *, is_end: bool) -> None:
         """The state at the end of this block was used last of its kind."""
         self._remove(node)
-        key = is_end, node.keep_until > 0, _rank(node)
+        key = is_end, node.keep_until > 0, self._rank(node)
         self._states.setdefault(key, OrderedDict())[node] = None
         self._state_keys[node] = key
 
@@ -286,14 +409,10 @@ class Retention:
         for node in nodes:
             node.queued = 0
         self._offer_all([node for node in nodes if not node.children])
-        keys = self._state_keys
-        known = [node for states in self._states.values() for node in states]
+        list(self.snapshots())  # places what was used
         kept = dict.fromkeys(node for node in nodes if node.snapshot is not None)
-        order = [node for node in known if node in kept]
-        self._states, self._state_keys = {}, {}
-        for node in dict.fromkeys([*order, *kept]):
+        keys = {node: key for node, key in self._state_keys.items() if node in kept}
+        self._states, self._state_keys, self._used_states = {}, {}, {}
+        for node in {**dict.fromkeys(keys), **kept}:
+            node.snapshot_known = True
             self._place(node, is_end=keys[node][0] if node in keys else not node.children)
-
-
-def _rank(node: PrefixNode) -> Rank:
-    return node.is_superseded, node.priority, node.kind
