@@ -129,7 +129,7 @@ def _measure(
         inputs = step_inputs or random_inputs(schema, layer, batch * tokens)
 
         def call() -> None:
-            plan.batch.appended_layers.clear()
+            plan.batch.written.appended.clear()
             handle.append(*inputs, weights=weights)
 
         return call

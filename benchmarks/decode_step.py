@@ -152,7 +152,7 @@ class DecodeStep:
         spec = handle.schema.spec
         weights = self.weights[spec.layer]
         if "append" in parts:
-            batch.appended_layers.discard(spec.layer)  # a chunk is appended once, but not here
+            batch.written.appended.discard(spec.layer)  # a chunk is appended once, but not here
             inputs = (each[rows] for each in self.inputs[_sort(spec)])
             handle.append(*inputs, weights=weights)
         if "select" in parts and spec.layer in self.selecting_layers:
@@ -231,8 +231,8 @@ class DecodeStep:
         powers = all(code.scale == "ue8m0" for code in codes)
         for layer in self.layers:
             handle = self.manager.acquire(layer)
-            pool = handle.pool.views if handle.schema.spec.owns_entries else {}
-            for name, view in (*pool.items(), *handle.state.views.items()):
+            pool = handle.memory.pool.views if handle.schema.spec.owns_entries else {}
+            for name, view in (*pool.items(), *handle.memory.state.views.items()):
                 if name == "indexer_keys_fp4":
                     view.copy_(_code_pairs(view.device)[view.random_(0, 256).int()])
                 elif name == "indexer_scale":

@@ -196,7 +196,7 @@ def namespace(results: Sequence[BenchResult]) -> dict[str, Any]:
         return np.array([r.microseconds / r.anchors_us[name] for r in found])
 
     def commit() -> str:
-        commits = sorted({result.commit for result in results})
+        commits = sorted({result.run.commit for result in results})
         if len(commits) != 1:
             raise InvalidInput(f"the results are of several commits: {', '.join(commits)}")
         return commits[0]
@@ -216,10 +216,10 @@ def namespace(results: Sequence[BenchResult]) -> dict[str, Any]:
         "target": of(lambda r: r.target_us or np.nan),
         "first": of(lambda r: r.first_step_us or np.nan),
         "floor": of(lambda r: r.floor_us),
-        "empty": of(lambda r: r.empty_launch_us),
+        "empty": of(lambda r: r.run.empty_launch_us),
         "launches": of(lambda r: r.launches),
         "tb_per_s": of(lambda r: r.gigabytes_per_second / 1e3),
-        "copy_tb_per_s": of(lambda r: r.copy_bytes_per_us / 1e6),
+        "copy_tb_per_s": of(lambda r: r.run.copy_bytes_per_us / 1e6),
         "cache_bytes": of(lambda r, name: r.cache_bytes[name]),
         "commit": commit,
         "verdicts": verdicts,

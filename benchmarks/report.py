@@ -116,7 +116,7 @@ def held_against(results: Sequence[BenchResult]) -> list[BenchResult]:
             first_step_us=cases[result.case].first_step_us,
             anchors_us=cases[result.case].anchors_us,
         )
-        if result.case in cases and result.gpu == ANCHORS_ARE_OF
+        if result.case in cases and result.run.gpu == ANCHORS_ARE_OF
         else result
         for result in results
     ]
@@ -195,13 +195,13 @@ def summary(results: Sequence[BenchResult]) -> str:
 
 def _conditions(results: Sequence[BenchResult]) -> str:
     def of(name: str) -> str:
-        return ", ".join(sorted({str(getattr(result, name)) for result in results}))
+        return ", ".join(sorted({str(getattr(result.run, name)) for result in results}))
 
-    copies = [result.copy_bytes_per_us / 1e6 for result in results]
-    empties = [result.empty_launch_us for result in results]
+    copies = [result.run.copy_bytes_per_us / 1e6 for result in results]
+    empties = [result.run.empty_launch_us for result in results]
     return (
         f"{of('gpu')}; torch {of('torch')}, triton {of('triton')}; "
-        f"{_at(sorted({result.commit for result in results}))}. Copy "
+        f"{_at(sorted({result.run.commit for result in results}))}. Copy "
         f"{_range(copies, 2)} TB/s, an empty kernel in a graph {_range(empties, 2)} µs."
     )
 

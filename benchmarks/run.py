@@ -22,7 +22,7 @@ import triton
 from benchmarks.case import ANCHORS_ARE_OF, Case, Measurement
 from benchmarks.registry import SUITES
 from benchmarks.timing import Ceilings, compiling, measure_ceilings
-from dsv4.bench import BenchResult, read_results, write_results
+from dsv4.bench import BenchResult, Run, read_results, write_results
 from dsv4.cache.warmup import available_processors, progress_bar
 from dsv4.errors import Dsv4Error, InvalidInput
 from dsv4.kernels.target import target_of
@@ -91,7 +91,7 @@ def file_name(gpu: str) -> str:
 
 def check_gpu(path: Path, gpu: str) -> None:
     """Raises InvalidInput where a file has results of another GPU, which would stay there."""
-    if path.exists() and (others := {r.gpu for r in read_results(path)} - {gpu}):
+    if path.exists() and (others := {r.run.gpu for r in read_results(path)} - {gpu}):
         raise InvalidInput(
             f"{path} has results of {', '.join(sorted(others))}, and this is {gpu}: give another "
             f"name for the file"
@@ -163,8 +163,11 @@ def make_result(
         launches=found.launches,
         must_move_bytes=found.must_move_bytes,
         floor_us=ceilings.floor_us(found.must_move_bytes),
-        copy_bytes_per_us=ceilings.copy_bytes_per_us,
-        empty_launch_us=ceilings.empty_launch_us,
+        run=Run(
+            copy_bytes_per_us=ceilings.copy_bytes_per_us,
+            empty_launch_us=ceilings.empty_launch_us,
+            **environment,
+        ),
         target_us=case.target_us if anchored else None,
         first_step_us=case.first_step_us if anchored else None,
         peers_us=found.peers_us,
@@ -174,7 +177,6 @@ def make_result(
         cache_bytes=found.cache_bytes,
         step_bytes=found.step_bytes,
         note=found.note,
-        **environment,
     )
 
 

@@ -205,7 +205,7 @@ def filled_paged_cache(model: Any, context: int) -> PagedCache:
         arena.random_(56, 64)
     for layer in range(len(manager.schema.layers)):
         handle = manager.acquire(layer)
-        for name, plane in (*handle.pool.views.items(), *handle.state.views.items()):
+        for name, plane in (*handle.memory.pool.views.items(), *handle.memory.state.views.items()):
             if name in ("inv_scale", "indexer_scale", "swa_inv"):
                 plane.random_(120, 128)
     return cache

@@ -19,6 +19,20 @@ Verdict = Literal["target", "first step", "miss", "no target"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What all cases of one run share: the sources, the machine, and what it reached in this run
+    with a copy and with an empty kernel."""
+
+    copy_bytes_per_us: float
+    empty_launch_us: float
+    commit: str
+    gpu: str
+    torch: str
+    triton: str
+    python: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
     """One measured case.
 
@@ -38,13 +52,7 @@ class BenchResult:
     launches: int
     must_move_bytes: int
     floor_us: float
-    copy_bytes_per_us: float
-    empty_launch_us: float
-    commit: str
-    gpu: str
-    torch: str
-    triton: str
-    python: str
+    run: Run
     context: int | None = None
     target_us: float | None = None
     first_step_us: float | None = None
@@ -132,8 +140,16 @@ def read_results(path: str | Path) -> list[BenchResult]:
 
 
 def write_results(path: str | Path, results: Iterable[BenchResult]) -> None:
-    lines = [json.dumps(asdict(result), ensure_ascii=False) for result in results]
+    lines = [json.dumps(_flat(result), ensure_ascii=False) for result in results]
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _flat(result: BenchResult) -> dict[str, Any]:
+    """A line of a file, in which the fields of the run stand among those of the case."""
+    flat: dict[str, Any] = {}
+    for name, value in asdict(result).items():
+        flat.update(value if name == "run" else {name: value})
+    return flat
 
 
 def compare(a: Iterable[BenchResult], b: Iterable[BenchResult]) -> Comparison:
@@ -156,8 +172,21 @@ def _parsed(line: str, *, where: str) -> BenchResult:
         raise InvalidInput(f"{where} is not JSON ({error}): it was cut short or edited") from error
     if not isinstance(found, dict):
         raise InvalidInput(f"{where} is a JSON {type(found).__name__}, expected an object")
+    run = Run(**_values(Run, found, where))
+    values = _values(BenchResult, found, where)
+    if not LEAST_US <= values["microseconds"] <= MOST_US:
+        raise InvalidInput(f"{where} has microseconds={values['microseconds']}: no time is that")
+    return BenchResult(**values, run=run)
+
+
+def _values(
+    kind: type[Run] | type[BenchResult], found: dict[str, Any], where: str
+) -> dict[str, Any]:
+    """The fields of a kind that a line has, each of the type that it must be."""
     values: dict[str, Any] = {}
-    for item in fields(BenchResult):
+    for item in fields(kind):
+        if item.name == "run":
+            continue
         if item.name not in found:
             if item.default is MISSING and item.default_factory is MISSING:
                 raise InvalidInput(
@@ -171,9 +200,7 @@ def _parsed(line: str, *, where: str) -> BenchResult:
                 f"finite"
             )
         values[item.name] = value
-    if not LEAST_US <= values["microseconds"] <= MOST_US:
-        raise InvalidInput(f"{where} has microseconds={values['microseconds']}: no time is that")
-    return BenchResult(**values)
+    return values
 
 
 def _fits(wanted: str, value: object) -> bool:

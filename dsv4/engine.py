@@ -278,11 +278,11 @@ class Engine:
         return [(job, job.request) for job in self.jobs if job.request is not None]
 
     @property
-    def overlaps(self) -> bool:
+    def _overlaps(self) -> bool:
         """Whether a step is launched before the results of the previous one are known."""
         return self.manager.schema.steps_ahead > 0
 
-    def in_flight(self, job: Job) -> Share | None:
+    def _in_flight(self, job: Job) -> Share | None:
         shares = [] if self.flight is None else self.flight.shares
         return next((share for share in shares if share.job is job), None)
 
@@ -318,7 +318,7 @@ class Engine:
     def end_jobs(self) -> bool:
         """Jobs that have ended, were cancelled or refused give their memory back, once no running
         step has it. Their prefixes stay cached. Returns whether there was any."""
-        over = [job for job in self.jobs if job.is_over and not self.in_flight(job)]
+        over = [job for job in self.jobs if job.is_over and not self._in_flight(job)]
         for job in over:
             self.leave(job)
             self.jobs.remove(job)
@@ -331,13 +331,13 @@ class Engine:
         request, job.request = job.request, None
         fetch, job.fetch = job.fetch, None
         if request is not None:
-            self.give_back(request)
+            self._give_back(request)
         if fetch is not None:
             fetch.cancel()
         if not job.is_over:
             job.prompt = self.manager.prompt(job.tokens, job.salt)
 
-    def give_back(self, request: Request) -> None:
+    def _give_back(self, request: Request) -> None:
         if self.manager.tiers:
             with suppress(InvalidInput, RequestError):  # in the middle of a replay, or approximate
                 self.manager.tiers.suspend(request)
@@ -347,7 +347,7 @@ class Engine:
     def admit(self) -> None:
         """Waiting jobs get a slot and blocks, as long as one block is left for each job that runs:
         it may need one soon."""
-        while (job := self.next_waiting()) is not None:
+        while (job := self._next_waiting()) is not None:
             assert job.prompt is not None
             stats, running = self.manager.stats(), len(self.running)
             spare = stats.blocks_free + stats.blocks_evictable - running
@@ -368,7 +368,7 @@ class Engine:
             return self.manager.admit_request(prompt)
         return self.manager.tiers.admit(prompt, timeout_s=TIER_TIMEOUT_S)
 
-    def next_waiting(self) -> Job | None:
+    def _next_waiting(self) -> Job | None:
         """The next of the waiting jobs whose prompts have arrived from tiers as far as they
         will."""
         waiting = [job for job in self.jobs if job.request is None and not job.is_over]
@@ -395,12 +395,12 @@ class Engine:
 
     def advance(self) -> bool:
         """Launches a step and takes the results that are due. Returns whether there were any."""
-        later = self.launch(self.schedule())
-        if not self.overlaps:
+        later = self._launch(self.schedule())
+        if not self._overlaps:
             self.flight, later = later, None
         has_run = self.flight is not None or later is not None
         if self.flight is not None:
-            self.settle(self.flight)
+            self._settle(self.flight)
         self.flight = later
         return has_run
 
@@ -423,7 +423,7 @@ class Engine:
     def _next_share(self, job: Job, request: Request, left: int) -> Share | None:
         """What a job runs next, after its running share: up to `left` tokens."""
         assert self.drafts is not None
-        schema, flying = self.manager.schema, self.in_flight(job)
+        schema, flying = self.manager.schema, self._in_flight(job)
         start, ids, missing = request.length, job.tokens[request.length :], job.missing_tokens
         if flying is not None:
             start += flying.count  # at the latest
@@ -439,13 +439,13 @@ class Engine:
         samples = len(ids) <= left
         return Share(job=job, request=request, ids=ids[:left], drafts=drafts, samples=samples)
 
-    def launch(self, shares: list[Share]) -> Flight | None:
+    def _launch(self, shares: list[Share]) -> Flight | None:
         """Launches a step after the running one. Nothing here waits for the device."""
-        plan = self.prepare(shares)
+        plan = self._prepare(shares)
         if plan is None:
             return None
         self.steps += 1
-        ids = self.inputs(plan, shares)
+        ids = self._inputs(plan, shares)
         last_known, sampled, jobs, end = [], list[int](), list[Job](), 0
         for share in shares:
             share.job.last_step = self.steps
@@ -465,7 +465,7 @@ class Engine:
             picked = torch.empty_like(rows)  # the last layer may be on another device
             chosen[rows] = picked.copy_(self._choose(wanted, jobs))
         accepted = newest = None
-        if self.overlaps or any(share.drafts for share in shares):
+        if self._overlaps or any(share.drafts for share in shares):
             accepted, newest = self._right_tokens(shares, ids, chosen, last_known)
         return Flight(
             plan=plan,
@@ -489,10 +489,10 @@ class Engine:
         row = (last[:, None] + nth).clamp_max(len(ids) - 1)
         right = (ids[row] == chosen[row - 1]) & (nth <= drafts[:, None])
         kept = right.long().cumprod(dim=1).sum(dim=1)
-        newest = chosen[last + kept].clamp(0, self.model.vocabulary - 1)  # checked in `settle`
+        newest = chosen[last + kept].clamp(0, self.model.vocabulary - 1)  # checked in `_settle`
         return known + kept, newest
 
-    def prepare(self, shares: list[Share]) -> ForwardPlan | None:
+    def _prepare(self, shares: list[Share]) -> ForwardPlan | None:
         """A plan for the shares that there is memory for; the other jobs leave, and wait."""
         before, follows = self.flight, dict[str, Any]()
         if before is not None:
@@ -521,7 +521,7 @@ class Engine:
         job.preemptions += 1
         self.leave(job)
 
-    def inputs(self, plan: ForwardPlan, shares: Sequence[Share]) -> Tensor:
+    def _inputs(self, plan: ForwardPlan, shares: Sequence[Share]) -> Tensor:
         """The ids of a step, on the device: only there drafts and the newest tokens are known."""
         device, parts = self.manager.device, list[Tensor]()
         if all(share.ids and not share.drafts for share in shares):
@@ -543,7 +543,7 @@ class Engine:
                 parts[nth] = torch.cat([parts[nth], guesses[row, : shares[nth].drafts]])
         return torch.cat(parts)
 
-    def settle(self, flight: Flight) -> None:
+    def _settle(self, flight: Flight) -> None:
         """The results of a step, on the host: listeners receive them, jobs take what was chosen,
         and the cache keeps what was right. In this order, because after an interrupt in between the
         step is run again (except for a job that has all its tokens), while tokens that were

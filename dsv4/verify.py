@@ -413,7 +413,9 @@ def _read_step(
 
 def _attended_stride(handle: LayerCacheHandle, tokens: int) -> int:
     """Triton's interpreter takes a second per query, so there only some queries attend."""
-    interpreted = handle.backend.name == "triton" and handle.block_table.device.type == "cpu"
+    interpreted = (
+        handle.backend.name == "triton" and handle.memory.shared.block_table.device.type == "cpu"
+    )
     return max(1, tokens // INTERPRETED_QUERIES) if interpreted else 1
 
 

@@ -266,7 +266,7 @@ def main(device: str | None = None) -> int:
 def append_random(handle: LayerCacheHandle, schema: CacheSchema, random: torch.Generator) -> None:
     """Random projections of the plan's tokens into one layer, in place of a model's."""
     model, tokens = schema.model, handle.open_batch().padded_tokens
-    device = handle.block_table.device
+    device = handle.memory.shared.block_table.device
     yarn = model.layers[handle.layer].yarn
 
     def values(*shape: int) -> Tensor:
@@ -280,12 +280,12 @@ def append_random(handle: LayerCacheHandle, schema: CacheSchema, random: torch.G
 
     weights = LayerWeights(
         rope=rope_table(model, yarn=yarn, tokens=schema.max_context, device=device),
-        compressor=compressor(handle.compressor),
-        index_compressor=compressor(handle.index_compressor),
+        compressor=compressor(handle.memory.compressor),
+        index_compressor=compressor(handle.memory.index_compressor),
     )
     columns = [
         layout.columns
-        for layout in (handle.compressor, handle.index_compressor)
+        for layout in (handle.memory.compressor, handle.memory.index_compressor)
         if layout
         for _ in "cz"
     ]
@@ -295,12 +295,12 @@ def append_random(handle: LayerCacheHandle, schema: CacheSchema, random: torch.G
 
 def compare(handle: LayerCacheHandle, model: ModelSpec, random: torch.Generator) -> float:
     """Prints who computed one layer, and returns how far it is from `handle.attend`."""
-    tokens, device = handle.open_batch().padded_tokens, handle.block_table.device
+    tokens, device = handle.open_batch().padded_tokens, handle.memory.shared.block_table.device
     q = torch.randn(tokens, model.heads, model.head_dim, generator=random, device=device)
     q, sink = q.to(torch.bfloat16), torch.linspace(-1, 2, model.heads, device=device)
     chosen = None
     if (
-        handle.index_compressor is not None
+        handle.memory.index_compressor is not None
     ):  # any entries will do: every second one, as if select chose them
         chosen = torch.arange(0, 2 * model.index_topk, 2, dtype=torch.int32, device=device)
         chosen = chosen.expand(tokens, -1).contiguous()

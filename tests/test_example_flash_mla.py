@@ -47,7 +47,7 @@ def attended(
     handle = stack.manager.acquire(layer, plan.batch)
     asked = [queries(stack, seed, 300) for seed in range(len(plan.counts))]
     chosen = None
-    if handle.index_compressor is not None:
+    if handle.memory.index_compressor is not None:
         chosen = handle.select(
             rows(plan, [a.index_q for a in asked]),
             rows(plan, [a.index_weights for a in asked]),

@@ -86,8 +86,8 @@ def test_pools_show_the_planes_of_the_design_as_views_of_one_arena(layer: int):
     in_blocks = {SWA: (), CSA: ENTRY_PLANES + INDEX_PLANES, HCA: ENTRY_PLANES}[layer]
     tails = {SWA: (), CSA: TAIL_PLANES, HCA: TAIL_PLANES[:2]}[layer]
     for planes, names, arena, rows in (
-        (handle.pool, in_blocks, manager.block_arena, 3),
-        (handle.state, WINDOW_PLANES + tails, manager.slot_arena, 2),
+        (handle.memory.pool, in_blocks, manager.block_arena, 3),
+        (handle.memory.state, WINDOW_PLANES + tails, manager.slot_arena, 2),
     ):
         for name in names:
             view: Tensor = getattr(planes, name)
@@ -211,7 +211,7 @@ def test_append_swa_leaves_exactly_the_newest(layer: int, count: int):
     request, stream = stack.manager.admit_request(), stack.stream(0, count)
     handle, _ = append(stack, [(request, stream, count)])
     assert_ring_is_the_newest(stack, request, stream.kv[layer])
-    positions = handle.state.swa_pos(request.length)
+    positions = handle.memory.state.swa_pos(request.length)
     assert sorted(p for p in positions if p >= 0) == list(range(max(0, count - 128), count))
 
 
@@ -246,7 +246,7 @@ def test_append_swa_writes_the_ring_and_nothing_else():
     stack = build(CSA)
     request, stream = stack.manager.admit_request(), stack.stream(0, 9)
     append(stack, [(request, stream, 9)])
-    state = stack.manager.acquire(CSA).state
+    state = stack.manager.acquire(CSA).memory.state
     assert (stack.manager.block_arena.bytes == POISON).all()
     tails = {name: view for name, view in state.views.items() if "tail" in name}
     assert tails
@@ -260,7 +260,7 @@ def test_append_swa_keeps_the_bits_of_rope_channels():
     nope = TINY.head_dim - TINY.rope_dim
     stream.kv[SWA][3, nope], stream.kv[SWA][4, -1] = float("nan"), -0.0
     handle, _ = append(stack, [(request, stream, 100)])
-    stored = handle.state.swa_rope[request.slot, :100]
+    stored = handle.memory.state.swa_rope[request.slot, :100]
     assert torch.equal(stored.view(torch.int16), stream.kv[SWA][:, nope:].view(torch.int16))
 
 

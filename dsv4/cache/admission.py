@@ -52,7 +52,7 @@ class Admission:
     def begin(self, count: int) -> Request:
         """A request that starts from nothing, with blocks for `count` tokens."""
         resume = Resume(start=0, reused_tokens=0, end=count, source="nothing")
-        block_ids = self._table.take(self._schema.blocks_for(count))
+        block_ids = self._table.supply.take(self._schema.blocks_for(count))
         return self._enter(self._table.make_request(self._table.free_slots[-1], block_ids, resume))
 
     def after(self, prefix: PrefixCache, match: PrefixMatch, trail: TokenTrail) -> Request:
@@ -91,8 +91,8 @@ class Admission:
         slot, shared = table.free_slots[-1], [node.block_id for node in match.nodes]
         blocks = self._schema.blocks_for(resume.end)
         with (
-            table.sharing(shared),
-            table.reserving(blocks - len(shared), asker_blocks=blocks, shared=shared) as new,
+            table.supply.sharing(shared),
+            table.supply.reserving(blocks - len(shared), asker_blocks=blocks, shared=shared) as new,
         ):
             is_inside = resume.source == "state" and resume.start % block_tokens > 0
             begun = new.block_ids[:is_inside]
@@ -132,7 +132,7 @@ class Admission:
         whole = max(request.length, request.reused_tokens) // schema.block_tokens
         shared = request.block_ids[:whole] if schema.block_bytes else []
         slots = table.free_slots[: -count - 1 : -1] if count else []
-        with table.reserving(
+        with table.supply.reserving(
             count * max(0, held - len(shared)), asker_blocks=held + count, shared=request.block_ids
         ) as new:
             copies = new.block_ids
@@ -244,7 +244,9 @@ class Admission:
             return
         if not self._table.allocator.is_shared(request.block_ids[block]):
             return
-        with self._table.reserving(1, asker_blocks=block + 1, shared=request.block_ids) as new:
+        with self._table.supply.reserving(
+            1, asker_blocks=block + 1, shared=request.block_ids
+        ) as new:
             self._memory.copy_block(request.block_ids[block], new.block_ids)
         (copy,) = new.block_ids
         self._table.replace(request, block, copy)

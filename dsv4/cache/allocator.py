@@ -8,9 +8,15 @@ that was freed last is taken first (of one release: in its order), and a fresh p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from dsv4.errors import Dsv4Error, InvalidInput, OutOfBlocks, require_count
+
+if TYPE_CHECKING:
+    from dsv4.cache.prefix.node import PrefixNode
 
 
 class BlockAllocator:
@@ -50,7 +56,7 @@ class BlockAllocator:
         return self._generations[self._known(block_id)]
 
     def is_shared(self, block_id: int) -> bool:
-        """Whether anything besides one request relies on its bytes: another request or the
+        """Whether something other than one request relies on its bytes: another request or the
         index."""
         return self._references[block_id] > 1 or bool(self._cached[block_id])
 
@@ -208,3 +214,150 @@ class BlockAllocator:
         if not 0 <= block_id < self.total:
             raise InvalidInput(f"block id {block_id} is not in this pool of {self.total}")
         return block_id
+
+
+class Reclaimer(Protocol):
+    """Keeps blocks that no request holds, and gives them up when memory is short."""
+
+    def choose(self, blocks: int, *, or_fewer: bool = False) -> list[PrefixNode]:
+        """Chooses `blocks` blocks to give up, or none; then they are dropped or spared."""
+
+    def drop(self, victims: Sequence[PrefixNode]) -> None: ...
+
+    def spare(self, victims: Sequence[PrefixNode]) -> None: ...
+
+    def pinned_blocks(self, excluding: Collection[int] = ()) -> int:
+        """Blocks that stay until they are unpinned, except the given ones."""
+
+
+class Reserved(NamedTuple):
+    """Blocks that `settle` will take: chosen, but free or cached until then."""
+
+    block_ids: list[int]
+    victims: Sequence[PrefixNode]
+
+
+class BlockSupply:
+    """Blocks for those that need some. When too few are free, the reclaimer (the prefix cache,
+    which evicts) is asked for more before OutOfBlocks is raised. A call that raises has changed
+    nothing."""
+
+    def __init__(self, allocator: BlockAllocator) -> None:
+        self.allocator = allocator
+        self.reclaimer: Reclaimer | None = None
+
+    def take(self, count: int, *, asker_blocks: int | None = None) -> list[int]:
+        """`count` blocks, reclaimed where too few are free, or OutOfBlocks."""
+        return self.settle(self.reserve(count, asker_blocks=asker_blocks))
+
+    def reserve(
+        self, count: int, *, asker_blocks: int | None = None, shared: Collection[int] = ()
+    ) -> Reserved:
+        """The blocks that `settle` will take, or OutOfBlocks. Until `settle` or `cancel` they are
+        free or cached, and no block may be taken or released.
+
+        `asker_blocks` is what the asker would hold in all, `shared` those of them that exist.
+        """
+        allocator = self.allocator
+        short = count - allocator.free
+        if short <= 0:
+            return Reserved(allocator.next_ids(count), ())
+        victims = [] if self.reclaimer is None else self.reclaimer.choose(short)
+        if len(victims) < short:
+            raise OutOfBlocks(
+                needed=count,
+                free=allocator.free,
+                total=allocator.total,
+                asker_blocks=count if asker_blocks is None else asker_blocks,
+                cached=allocator.idle,
+                pinned=0 if self.reclaimer is None else self.reclaimer.pinned_blocks(shared),
+            )
+        return Reserved(allocator.next_ids(count, [node.block_id for node in victims]), victims)
+
+    def settle(self, reserved: Reserved) -> list[int]:
+        """Takes what was reserved; what was cached there is evicted."""
+        self._drop(reserved)
+        return self.allocator.take(len(reserved.block_ids))
+
+    def settle_in_flight(self, reserved: Reserved) -> list[int]:
+        """Takes what was reserved for bytes that will arrive."""
+        self._drop(reserved)
+        return self.allocator.take_in_flight(len(reserved.block_ids))
+
+    def _drop(self, reserved: Reserved) -> None:
+        if reserved.victims:
+            assert self.reclaimer is not None
+            self.reclaimer.drop(reserved.victims)
+
+    def cancel(self, reserved: Reserved) -> None:
+        """Nothing of it is taken."""
+        if reserved.victims:
+            assert self.reclaimer is not None
+            self.reclaimer.spare(reserved.victims)
+
+    @contextmanager
+    def reserving(
+        self, count: int, *, asker_blocks: int | None = None, shared: Collection[int] = ()
+    ) -> Iterator[Reserved]:
+        """Blocks for the code inside: taken at its end, unchanged if it raises."""
+        reserved = self.reserve(count, asker_blocks=asker_blocks, shared=shared)
+        try:
+            yield reserved
+        except BaseException:
+            self.cancel(reserved)
+            raise
+        self.settle(reserved)
+
+    @contextmanager
+    def sharing(self, block_ids: list[int]) -> Iterator[None]:
+        """One more owner for these blocks, undone if the code inside raises."""
+        self.allocator.share(block_ids)
+        try:
+            yield
+        except BaseException:
+            self.allocator.release(block_ids)
+            raise
+
+
+@dataclass(slots=True)
+class Holding:
+    """What an offer or an arrival of the hand-off between machines has: blocks that it holds like a
+    request, and what its request will get: blocks in flight and a slot."""
+
+    block_ids: list[int]
+    landing: list[int] = field(default_factory=list)
+    slot: int | None = None
+
+
+class Holdings(dict[object, Holding]):
+    """What offers and arrivals hold. `free_slots` is the table's list: slots are promised from it
+    and return to it."""
+
+    def __init__(self, supply: BlockSupply, free_slots: list[int]) -> None:
+        super().__init__()
+        self._supply, self._free_slots = supply, free_slots
+
+    def hold(self, holder: object, block_ids: list[int]) -> None:
+        """An offer or an arrival also holds these blocks, all that it ever will."""
+        self._supply.allocator.share(block_ids)
+        self[holder] = Holding(block_ids)
+
+    def promise(self, holder: object, reserved: Reserved) -> list[int]:
+        """Blocks in flight, which are returned, and a slot, which must be there, for the request
+        that a holder is to bring."""
+        holding = self[holder]
+        holding.landing = self._supply.settle_in_flight(reserved)
+        holding.slot = self._free_slots.pop()
+        return holding.landing
+
+    def let_go(self, holder: object) -> None:
+        """Releases what is held and promised. Nothing may write to the blocks in flight any
+        more."""
+        holding = self.pop(holder, None)
+        if holding is None:
+            return
+        allocator = self._supply.allocator
+        allocator.release(holding.block_ids)
+        allocator.give_back(holding.landing)
+        if holding.slot is not None:
+            self._free_slots.append(holding.slot)

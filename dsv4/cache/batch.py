@@ -45,6 +45,50 @@ class BatchCaptures(Protocol):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
+class Written:
+    """Which layers have written a batch: `appended` its window rows, `stored` all of it. `last` is
+    the layer that has appended most recently; a chunk's staged rows are that layer's. Of
+    `unfinished` layers an append has begun and not ended. `touched`: some layer has begun."""
+
+    appended: set[int] = field(default_factory=set)
+    stored: set[int] = field(default_factory=set)
+    unfinished: set[int] = field(default_factory=set)
+    last: int | None = None
+    touched: bool = False
+    _parts: dict[int, int] = field(default_factory=dict)
+
+    def begin(self, layer: int) -> None:
+        """A layer is about to write. Until it has, or forever if an error or an interrupt comes in
+        between, the content is undefined."""
+        self.touched, self.last = True, None
+        self.unfinished.add(layer)
+
+    def note(self, layer: int) -> None:
+        """A layer has written the batch."""
+        self.appended.add(layer)
+        self.stored.add(layer)
+        self.last = layer
+        self.unfinished.discard(layer)
+
+    def note_part(self, layer: int, part: int, needed: int) -> None:
+        """A layer has written one of WINDOW, TAILS and ENTRIES. With all of `needed` it has stored
+        the batch."""
+        if part & WINDOW:
+            self.appended.add(layer)
+            self.last = layer
+        parts = self._parts[layer] = self._parts.get(layer, 0) | part
+        if parts & needed == needed:
+            self.stored.add(layer)
+        self.unfinished.discard(layer)
+
+    def note_unseen(self, layers: Sequence[int]) -> None:
+        """Something that Python does not see has written the batch in these layers."""
+        self.appended.update(layers)
+        self.stored.update(layers)
+        self.touched, self.last = True, layers[-1]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class Batch(Uncopied):
     """`counts[i]` new tokens of `requests[i]`, the first at `starts[i]`: all or some of a plan's.
 
@@ -85,12 +129,7 @@ class Batch(Uncopied):
     window_lost: bool = False
     captures: BatchCaptures | None = None
     done: bool = False
-    touched: bool = False
-    appended_layers: set[int] = field(default_factory=set)
-    stored_layers: set[int] = field(default_factory=set)
-    unfinished_layers: set[int] = field(default_factory=set)
-    last_appended: int | None = None
-    _parts: dict[int, int] = field(default_factory=dict)
+    written: Written = field(default_factory=Written)
     _instead: ClassVar[str] = "prepare_forward makes a plan with its batches for each step"
 
     def __repr__(self) -> str:
@@ -115,38 +154,12 @@ class Batch(Uncopied):
         if layers is not None:
             chosen = require_layers(layers, len(self.schema.layers))
         if chosen:
-            self.appended_layers.update(chosen)
-            self.stored_layers.update(chosen)
-            self.touched, self.last_appended = True, chosen[-1]
-
-    def begin_append(self, layer: int) -> None:
-        """A layer is about to write. Until it has, or forever if an error or an interrupt comes in
-        between, the content is undefined."""
-        self.touched, self.last_appended = True, None
-        self.unfinished_layers.add(layer)
-
-    def note_append(self, layer: int) -> None:
-        """A layer has written this batch; a chunk's staged rows are now that layer's."""
-        self.appended_layers.add(layer)
-        self.stored_layers.add(layer)
-        self.last_appended = layer
-        self.unfinished_layers.discard(layer)
-
-    def note_part(self, layer: int, part: int, needed: int) -> None:
-        """A layer has written one of WINDOW, TAILS and ENTRIES. With all of `needed` it has stored
-        the batch."""
-        if part & WINDOW:
-            self.appended_layers.add(layer)
-            self.last_appended = layer
-        parts = self._parts[layer] = self._parts.get(layer, 0) | part
-        if parts & needed == needed:
-            self.stored_layers.add(layer)
-        self.unfinished_layers.discard(layer)
+            self.written.note_unseen(chosen)
 
     @property
     def is_stored(self) -> bool:
         """Whether every layer, except those that draft, has stored the batch."""
-        return self.stored_layers.issuperset(self.schema.backbone_layers) or not self.num_tokens
+        return self.written.stored.issuperset(self.schema.backbone_layers) or not self.num_tokens
 
     def require_open(self) -> None:
         """Raises PlanError if the plan is over."""
@@ -169,12 +182,12 @@ class Batch(Uncopied):
         self.require_open()
         if self.is_decode:
             return
-        if self.unfinished_layers:
+        if self.written.unfinished:
             raise PlanError(
-                f"an append of layer {min(self.unfinished_layers)} to this plan raised, and a "
+                f"an append of layer {min(self.written.unfinished)} to this plan raised, and a "
                 f"prefill step is not repeatable: call fail(plan)"
             )
-        if layer in self.appended_layers:
+        if layer in self.written.appended:
             raise PlanError(
                 f"layer {layer} has appended this plan already: a prefill step is not repeatable"
             )
@@ -182,8 +195,8 @@ class Batch(Uncopied):
     def require_written(self, layer: int) -> None:
         """Raises PlanError if the window rows that the layer reads are not there."""
         self.require_open()
-        if self.last_appended != layer and (
-            not self.is_decode or layer not in self.appended_layers
+        if self.written.last != layer and (
+            not self.is_decode or layer not in self.written.appended
         ):
             raise PlanError(
                 f"layer {layer} reads before it has appended this plan"
@@ -195,7 +208,7 @@ class Batch(Uncopied):
         """Raises PlanError if the window rows that the layer reads are not there, or the entries,
         which belong to `owner`."""
         self.require_written(layer)
-        if owner != layer and owner not in self.stored_layers:
+        if owner != layer and owner not in self.written.stored:
             raise PlanError(
                 f"layer {layer} reads the entries of layer {owner}, which has not appended "
                 f"this plan: call its append first"
@@ -206,10 +219,6 @@ class Batch(Uncopied):
     @property
     def requests(self) -> tuple[Request, ...]:
         return self.shape.requests
-
-    @property
-    def slots(self) -> I64:
-        return self.shape.slots
 
     @property
     def counts(self) -> I64:
@@ -314,7 +323,7 @@ def draft_batches(buffers: StepBuffers, batch: Batch, drafts: int) -> tuple[Batc
     for nth in range(drafts):
         shape = StepShape(
             requests=batch.requests,
-            slots=batch.slots,
+            slots=batch.shape.slots,
             counts=(batch.counts > nth).astype(np.int64),
             num_tokens=requests,
             most_tokens=1,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache import checks
-from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.handle import EntryRecords, LayerCacheHandle
 from dsv4.cache.pages import CompressorLayout
 from dsv4.errors import InvalidInput, SchemaMismatch
 from dsv4.model import AttentionType
@@ -38,20 +38,22 @@ def csa_compress_tail(
     live, bool [work items]: the others are padding. Allocates its results; writes nothing to the
     cache."""
     _require(handle, AttentionType.CSA)
-    assert handle.compressor is not None
-    assert handle.index_compressor is not None
-    entries, keys = _dense(handle, handle.compressor), _dense(handle, handle.index_compressor)
-    handle.compress_tail(handle.compressor, weights, entries)
-    handle.compress_tail(handle.index_compressor, weights, keys)
+    main, index = handle.memory.compressor, handle.memory.index_compressor
+    assert main is not None
+    assert index is not None
+    entries, keys = _dense(handle, main), _dense(handle, index)
+    handle.compress_tail(main, weights, entries)
+    handle.compress_tail(index, weights, keys)
     return entries, keys, _live_items(handle)
 
 
 def hca_compress_tail(handle: LayerCacheHandle, weights: LayerWeights) -> tuple[Tensor, Tensor]:
     """Entries [work items, head_dim] and which rows are live, bool [work items]."""
     _require(handle, AttentionType.HCA)
-    assert handle.compressor is not None
-    entries = _dense(handle, handle.compressor)
-    handle.compress_tail(handle.compressor, weights, entries)
+    main = handle.memory.compressor
+    assert main is not None
+    entries = _dense(handle, main)
+    handle.compress_tail(main, weights, entries)
     return entries, _live_items(handle)
 
 
@@ -60,24 +62,26 @@ def flush_write_csa(
 ) -> None:
     """Quantises entries and keys into their blocks, except where `valid_mask` is false."""
     _require(handle, AttentionType.CSA)
-    assert handle.compressor is not None
-    assert handle.index_compressor is not None
-    for layout, rows in ((handle.compressor, entries), (handle.index_compressor, keys)):
+    main, index = handle.memory.compressor, handle.memory.index_compressor
+    assert main is not None
+    assert index is not None
+    for layout, rows in ((main, entries), (index, keys)):
         _check_flush(handle, layout, rows, valid_mask)
-    handle.begin_entries()
-    _flush_write(handle, handle.compressor, entries, valid_mask)
-    _flush_write(handle, handle.index_compressor, keys, valid_mask)
-    handle.note_entries()
+    handle.write_entries(
+        (
+            _records(handle, main, entries, valid_mask),
+            _records(handle, index, keys, valid_mask),
+        )
+    )
 
 
 def flush_write_hca(handle: LayerCacheHandle, entries: Tensor, valid_mask: Tensor) -> None:
     """Quantises entries into their blocks, except where `valid_mask` is false."""
     _require(handle, AttentionType.HCA)
-    assert handle.compressor is not None
-    _check_flush(handle, handle.compressor, entries, valid_mask)
-    handle.begin_entries()
-    _flush_write(handle, handle.compressor, entries, valid_mask)
-    handle.note_entries()
+    main = handle.memory.compressor
+    assert main is not None
+    _check_flush(handle, main, entries, valid_mask)
+    handle.write_entries((_records(handle, main, entries, valid_mask),))
 
 
 def maybe_flush_csa(handle: LayerCacheHandle, weights: LayerWeights) -> None:
@@ -102,7 +106,7 @@ def csa_rotate_state(handle: LayerCacheHandle, slot: int, length: int) -> dict[s
     layer, start = handle.schema, length - length % handle.schema.spec.ratio
     current = _ring_rows(start, length, layer.tail_a_rows)
     previous = _ring_rows(max(0, start - layer.spec.ratio), start, layer.tail_b_rows)
-    state = handle.state
+    state = handle.memory.state
     return {
         "ka": state.tail_ka[slot, current],
         "za": state.tail_za[slot, current],
@@ -115,16 +119,17 @@ def hca_reset_state(handle: LayerCacheHandle, slot: int, length: int) -> dict[st
     """What the tail holds for a request of that length: the rows of the unfinished group, none
     right after a flush. No byte moves.
 
-    With online state there are no such rows: `state` [1 or 0, 3, head_dim] is their fold, running
+    With online state the tail has no rows: `state` [1 or 0, 3, head_dim] is their fold, running
     maximum, sum and weighted sum.
     """
     _require(handle, AttentionType.HCA)
     start = length - length % handle.schema.spec.ratio
+    state = handle.memory.state
     if handle.schema.online:
         newest = _ring_rows(max(start, length - 1), length, handle.schema.state_rows)
-        return {"state": handle.state.tail_state[slot, newest]}
+        return {"state": state.tail_state[slot, newest]}
     current = _ring_rows(start, length, handle.schema.tail_a_rows)
-    return {"ka": handle.state.tail_ka[slot, current], "za": handle.state.tail_za[slot, current]}
+    return {"ka": state.tail_ka[slot, current], "za": state.tail_za[slot, current]}
 
 
 def _items(handle: LayerCacheHandle) -> Tensor:
@@ -150,19 +155,21 @@ def _check_flush(
         )
 
 
-def _flush_write(
+def _records(
     handle: LayerCacheHandle, layout: CompressorLayout, rows: Tensor, valid_mask: Tensor
-) -> None:
+) -> EntryRecords:
+    """Where the rows of a step's work items go."""
     items = item_columns(_items(handle))
     entry = items.entry
     valid = valid_mask & (items.slot >= 0)
-    block = handle.block_table[items.slot.clamp_min(0), entry.clamp_min(0) // layout.page.rows]
+    table = handle.memory.shared.block_table
+    block = table[items.slot.clamp_min(0), entry.clamp_min(0) // layout.page.rows]
     nowhere = torch.full_like(entry, -1)
-    handle.write_entry_records(
-        layout,
-        torch.where(valid, block, nowhere).long(),
-        torch.where(valid, entry % layout.page.rows, nowhere).long(),
-        rows,
+    return EntryRecords(
+        layout=layout,
+        block_id=torch.where(valid, block, nowhere).long(),
+        page_row=torch.where(valid, entry % layout.page.rows, nowhere).long(),
+        rows=rows,
     )
 
 

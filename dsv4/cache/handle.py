@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import is_not
 from typing import Any, ClassVar, NoReturn
@@ -40,6 +40,16 @@ from dsv4.ops.columns import request_columns, token_columns
 __all__ = ["ClassicalView", "IndexerView", "LayerCacheHandle", "SWAView"]
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class EntryRecords:
+    """`rows` for the pages of one compressor; a negative `block_id` writes nothing."""
+
+    layout: CompressorLayout
+    block_id: Tensor
+    page_row: Tensor
+    rows: Tensor
+
+
 class LayerCacheHandle(Uncopied):
     """Made once per layer by the manager and handed out by `acquire`, which binds it to a batch.
 
@@ -55,13 +65,10 @@ class LayerCacheHandle(Uncopied):
     _instead = "manager.acquire(layer, batch) returns it"
     _internal: ClassVar[frozenset[str]] = frozenset(
         (
-            "begin_entries",
             "bind",
-            "note_entries",
-            "step_tensors",
             "turn",
             "window_source",
-            "write_entry_records",
+            "write_entries",
         )
     )
 
@@ -69,9 +76,8 @@ class LayerCacheHandle(Uncopied):
         schema = memory.shared.schema
         self.memory, self.backend = memory, backend
         self.layer, self.schema = memory.layer, memory.schema
-        self.pool, self.state = memory.pool, memory.state
-        self.compressor, self.index_compressor = memory.compressor, memory.index_compressor
-        self.block_table = memory.shared.block_table
+        self._compressor, self._index_compressor = memory.compressor, memory.index_compressor
+        self._block_table = memory.shared.block_table
         self.batch: Batch | None = None
         self.thread: int | None = None  # the thread that acquired it
         self._model, self._max_context = schema.model, schema.max_context
@@ -82,11 +88,11 @@ class LayerCacheHandle(Uncopied):
         self._slot_arena = memory.shared.slot_arena.bytes
         self._workspace, self.turn = workspace, workspace.turn
         self._repeats = Repeats(
-            backend, (self._block_arena, self._slot_arena, self.block_table, *workspace.tensors)
+            backend, (self._block_arena, self._slot_arena, self._block_table, *workspace.tensors)
         )
         self._owner, self._window_page = self.schema.spec.owner, memory.window.page
         self._has_indexer = self.schema.spec.has_indexer
-        self._parts = WINDOW | (TAILS | ENTRIES if self.compressor is not None else 0)
+        self._parts = WINDOW | (TAILS | ENTRIES if self._compressor is not None else 0)
 
     def __repr__(self) -> str:
         bound = "bound to no batch" if self.batch is None else repr(self.batch)
@@ -107,7 +113,7 @@ class LayerCacheHandle(Uncopied):
         return self.memory.entries
 
     def read_indexer_view(self) -> IndexerView:
-        """The indexer keys this layer reads. Raises SchemaMismatch where there is no indexer."""
+        """The indexer keys this layer reads. Raises SchemaMismatch for one without an indexer."""
         if self.memory.index_keys is None:
             raise SchemaMismatch(
                 f"layer {self.layer} is {self.schema.spec.attention}: it has no indexer keys"
@@ -141,8 +147,8 @@ class LayerCacheHandle(Uncopied):
         if (
             batch is None
             or batch.done
-            or batch.unfinished_layers
-            or self.layer in batch.appended_layers
+            or batch.written.unfinished
+            or self.layer in batch.written.appended
         ):
             batch = self._unwritten_batch()
         if type(weights) is not LayerWeights:
@@ -157,7 +163,7 @@ class LayerCacheHandle(Uncopied):
             given = (kv, *projections, *_tensors_of(weights))
             call_key = ("append", batch.sizes, batch.item_counts)
             self._repeated(batch, call_key, given, build, begin=True)
-        batch.note_append(self.layer)
+        batch.written.note(self.layer)
 
     def _append_calls(
         self,
@@ -168,8 +174,8 @@ class LayerCacheHandle(Uncopied):
     ) -> list[partial[None]]:
         window = self._window_write(batch, kv, weights)
         writes = self._compressor_writes(batch, weights, *projections)
-        step = self.step_tensors(batch, weights)
-        batch.begin_append(self.layer)
+        step = self._step_tensors(batch, weights)
+        batch.written.begin(self.layer)
         if batch.captures is not None:
             batch.captures.before_append(self.layer, writes)
         return [partial(self.backend.append, step, window, writes)]
@@ -192,7 +198,7 @@ class LayerCacheHandle(Uncopied):
             self._repeats.make(key, tensors, build(), batch.tokens)
             return
         if begin:
-            batch.begin_append(self.layer)
+            batch.written.begin(self.layer)
         known.run(places, tensors)
 
     @in_turn
@@ -202,12 +208,12 @@ class LayerCacheHandle(Uncopied):
         batch = self._unwritten_batch()
         checks.layer_weights(weights)
         window = self._window_write(batch, kv, weights)
-        step = self.step_tensors(batch, weights)
-        batch.begin_append(self.layer)
+        step = self._step_tensors(batch, weights)
+        batch.written.begin(self.layer)
         self.backend.append(step, window, ())
         if batch.captures is not None and self._parts == WINDOW:
             batch.captures.after_append(self.layer)
-        batch.note_part(self.layer, WINDOW, self._parts)
+        batch.written.note_part(self.layer, WINDOW, self._parts)
 
     @in_turn
     def write_tail(
@@ -228,10 +234,10 @@ class LayerCacheHandle(Uncopied):
         batch = self._decode_batch("write_tail")
         checks.layer_weights(weights)
         writes = self._compressor_writes(batch, weights, c, z, index_c, index_z, compress=False)
-        step = self.step_tensors(batch, weights)
-        batch.begin_append(self.layer)
+        step = self._step_tensors(batch, weights)
+        batch.written.begin(self.layer)
         self.backend.append(step, None, writes)
-        batch.note_part(self.layer, TAILS, self._parts)
+        batch.written.note_part(self.layer, TAILS, self._parts)
 
     @in_turn
     def flush_compression(self, *, weights: LayerWeights) -> None:
@@ -245,15 +251,15 @@ class LayerCacheHandle(Uncopied):
         writes = [
             self._compressor_write(batch, layout, w, name, write_tails=False)
             for layout, w, name in (
-                (self.compressor, weights.compressor, ""),
-                (self.index_compressor, weights.index_compressor, "index_"),
+                (self._compressor, weights.compressor, ""),
+                (self._index_compressor, weights.index_compressor, "index_"),
             )
             if layout is not None
         ]
-        step = self.step_tensors(batch, weights)
-        batch.begin_append(self.layer)
+        step = self._step_tensors(batch, weights)
+        batch.written.begin(self.layer)
         self.backend.append(step, None, writes)
-        self.note_entries()
+        batch.written.note_part(self.layer, ENTRIES, self._parts)
 
     @in_turn
     def compress_tail(self, layout: CompressorLayout, weights: LayerWeights, out: Tensor) -> None:
@@ -269,24 +275,28 @@ class LayerCacheHandle(Uncopied):
         shape, dtype = (write.items.shape[0], layout.width), layout.page.format.value_dtype
         for check in (checks.rows, checks.whole):
             check("out", out, shape, dtype, self._slot_arena.device)
-        step = self.step_tensors(batch, weights)
+        step = self._step_tensors(batch, weights)
         self.backend.append(step, None, (replace(write, dense=out),))
 
     @in_turn
-    def write_entry_records(
-        self, layout: CompressorLayout, block_id: Tensor, page_row: Tensor, rows: Tensor
-    ) -> None:
-        """`rows` into this layer's pages; a negative `block_id` writes nothing."""
-        self.backend.write_records(self._block_arena, layout.page, block_id, page_row, rows)
+    def write_entries(self, records: Sequence[EntryRecords]) -> None:
+        """Stores what closes in the bound batch: all that the layer's compressors have."""
+        batch = self.open_batch()
+        batch.written.begin(self.layer)
+        for each in records:
+            self.backend.write_records(
+                self._block_arena, each.layout.page, each.block_id, each.page_row, each.rows
+            )
+        batch.written.note_part(self.layer, ENTRIES, self._parts)
 
-    def step_tensors(self, batch: Batch, weights: LayerWeights) -> StepTensors:
+    def _step_tensors(self, batch: Batch, weights: LayerWeights) -> StepTensors:
         checks.rope_table(
             weights.rope, self._model.rope_dim, self._max_context, self._slot_arena.device
         )
         return StepTensors(
             block_arena=self._block_arena,
             slot_arena=self._slot_arena,
-            block_table=self.block_table,
+            block_table=self._block_table,
             batch=batch.request_rows,
             tokens=batch.tokens,
             rope=weights.rope,
@@ -295,14 +305,6 @@ class LayerCacheHandle(Uncopied):
             scratch=self._workspace.scratch,
             arrived=self._workspace.arrived,
         )
-
-    def begin_entries(self) -> None:
-        """Entries of the bound batch are about to be written."""
-        self.open_batch().begin_append(self.layer)
-
-    def note_entries(self) -> None:
-        """The groups that close in the bound batch are in their blocks."""
-        self.open_batch().note_part(self.layer, ENTRIES, self._parts)
 
     def _compressor_writes(
         self,
@@ -316,8 +318,8 @@ class LayerCacheHandle(Uncopied):
         compress: bool = True,
     ) -> list[CompressorWrite]:
         compressors = (
-            (self.compressor, weights.compressor, "", c, z, weights.index_projection),
-            (self.index_compressor, weights.index_compressor, "index_", index_c, index_z, None),
+            (self._compressor, weights.compressor, "", c, z, weights.index_projection),
+            (self._index_compressor, weights.index_compressor, "index_", index_c, index_z, None),
         )
         return [
             self._compressor_write(batch, *each, compress=compress)
@@ -388,7 +390,7 @@ class LayerCacheHandle(Uncopied):
 
     def _require_whole_tails(self, call: str) -> None:
         """Raises SchemaMismatch where groups cannot be closed from the tails."""
-        layout = self.compressor
+        layout = self._compressor
         if layout is not None and (layout.skips_last or not layout.gated):
             raise SchemaMismatch(
                 f"{call} works from the tails, and those of layer {self.layer} leave out the last "
@@ -718,7 +720,11 @@ class LayerCacheHandle(Uncopied):
             raise SchemaMismatch(f"layer {self.layer} does not draft several tokens")
         batch = self.open_batch()
         counts = batch.counts.tolist()
-        if batch.touched or not batch.alone or any(count != model.draft_block for count in counts):
+        if (
+            batch.written.touched
+            or not batch.alone
+            or any(count != model.draft_block for count in counts)
+        ):
             raise PlanError(
                 f"a draft step has {model.draft_block} tokens of every request and stores nothing: "
                 f"prepare a plan for it alone, of requests that are to draft"
@@ -743,7 +749,7 @@ class LayerCacheHandle(Uncopied):
             staging_page=workspace.staging_page,
             keep=False,
         )
-        step = self.step_tensors(batch, weights)
+        step = self._step_tensors(batch, weights)
         out = _result("out", out, tuple(q.shape), self._value_dtype, device)
         lse = _result("lse", lse, (rows, q.shape[1]), "float32", device)
         self.backend.append(step, window, ())
@@ -814,8 +820,8 @@ class LayerCacheHandle(Uncopied):
         if (  # the usual case in every step, without further calls
             batch is not None
             and not batch.done
-            and batch.last_appended == self.layer
-            and owner in batch.stored_layers
+            and batch.written.last == self.layer
+            and owner in batch.written.stored
         ):
             return batch
         batch = self.open_batch()

@@ -127,7 +127,7 @@ class KVCacheManager(Uncopied):
             if prefix is None
             else PrefixCache(schema, self.table.allocator, prefix, place)
         )
-        self.table.reclaimer = self.prefix.blocks
+        self.table.supply.reclaimer = self.prefix.blocks
         self.guard = Guard()
         self.tiers = self._make_tiers(settings.tiers)
         self.handoff = self._make_handoff(settings.handoff)
@@ -213,8 +213,9 @@ class KVCacheManager(Uncopied):
     def other_bytes(
         cls, schema: CacheSchema, *, max_requests: int, **options: Unpack[ManagerOptions]
     ) -> int:
-        """Bytes that a manager with these options allocates besides blocks, slots and block table:
-        step buffers, workspace, snapshots. Allocates nothing on the device. Raises InvalidInput."""
+        """Bytes that a manager with these options allocates in addition to blocks, slots and block
+        table: step buffers, workspace, snapshots. Allocates nothing on the device. Raises
+        InvalidInput."""
         require_type("schema", schema, CacheSchema)
         settings = Settings.of(options)
         place, nowhere = settings.place, torch.device("meta")
@@ -402,7 +403,7 @@ class KVCacheManager(Uncopied):
                 f"but it has {request.length} tokens: supply those that were committed"
             )
         slot = self.slot_arena.bytes[request.slot]
-        self._prefix_cache().supply_ids(request, read, slot, self._admission.exchange)
+        self._prefix_cache().caching.supply_ids(request, read, slot, self._admission.exchange)
         self.tiers.pump()
 
     @changes
@@ -487,7 +488,7 @@ class KVCacheManager(Uncopied):
         self._release(request)
 
     def _release(self, request: Request) -> None:
-        self.prefix.note_release(request)
+        self.prefix.caching.note_release(request)
         self.table.close(request)
         self._steps.forget()
 
@@ -531,7 +532,7 @@ class KVCacheManager(Uncopied):
             deferred.popleft()
 
     def _let_go(self, item: object) -> None:
-        """Ends a fetch that is no longer referenced, or releases a hand-off."""
+        """Ends a fetch that nothing refers to any more, or releases a hand-off."""
         if not self.tiers.let_go(item):
             self.handoff.let_go(item)
 

@@ -135,7 +135,7 @@ class CompressorLayout:
     `kb`, `zb` of the previous one, with `overlap`. Instead of these, `online` layers have one ring
     of states, whose rows are fp32 [3, width]. A layer whose groups have one token has no ring.
 
-    Without `gated` a group is one token, and its values are the unchanged projection: there is no
+    Without `gated` a group is one token, and its values are the unchanged projection, without a
     `z`. With `skips_last` the last token of a group is in no ring, so groups close in the step that
     contains it. With `key_page` the latent, the entry before its rotation, gives the index key too.
     """

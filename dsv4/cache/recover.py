@@ -150,7 +150,7 @@ def _slots(table: RequestTable, handed_out: Collection[object]) -> None:
             del table.live[slot]
             request.released = True
     taken = {*table.live, *(holding.slot for holding in table.holdings.values())}
-    table.free_slots = _in_order(table.free_slots, set(range(table.max_requests)) - taken)
+    table.free_slots[:] = _in_order(table.free_slots, set(range(table.max_requests)) - taken)
 
 
 def _blocks(table: RequestTable, cached: Collection[int]) -> None:

@@ -22,8 +22,8 @@ Key = tuple[Hashable, ...]
 
 
 class Repeats:
-    """The repeated calls of one layer. `fixed` are the tensors that its calls use besides their
-    arguments."""
+    """The repeated calls of one layer. `fixed` are the tensors that its calls use in
+    addition to their arguments."""
 
     __slots__ = ("_backend", "_fixed", "_known")
 

@@ -3,50 +3,26 @@ Torch-free: nothing here touches the device."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from enum import Enum, auto
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dsv4.cache.allocator import BlockAllocator
+from dsv4.cache.allocator import BlockAllocator, BlockSupply, Holdings, Reserved
 from dsv4.cache.changes import Uncopied
-from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.resume import Resume
 from dsv4.cache.prefix.trail import RecentIds, TokenTrail
 from dsv4.cache.schema import CacheSchema
-from dsv4.errors import Dsv4Error, OutOfBlocks, OutOfSlots, RequestError
+from dsv4.errors import Dsv4Error, OutOfSlots, RequestError
 
 # rows of RequestTable.numbers, one column per slot; a step reads those of its requests at once
 LENGTH, PUBLISHED, REUSED, WRITTEN = range(4)
 REQUEST_NUMBERS = 4
 
 
-class Reclaimer(Protocol):
-    """Keeps blocks that no request holds, and gives them up when memory is short."""
-
-    def choose(self, blocks: int, *, or_fewer: bool = False) -> list[PrefixNode]:
-        """Chooses `count` blocks to give up, or none; then they are dropped or spared."""
-
-    def drop(self, victims: Sequence[PrefixNode]) -> None: ...
-
-    def spare(self, victims: Sequence[PrefixNode]) -> None: ...
-
-    def pinned_blocks(self, excluding: Collection[int] = ()) -> int:
-        """Blocks that stay until they are unpinned, except the given ones."""
-
-
 Numbers = NDArray[np.int64]
-
-
-class Reserved(NamedTuple):
-    """Blocks that `settle` will take: chosen, but free or cached until then."""
-
-    block_ids: list[int]
-    victims: Sequence[PrefixNode]
 
 
 class Growth(NamedTuple):
@@ -96,16 +72,6 @@ _INSTEAD = {
 }
 
 
-@dataclass(slots=True)
-class Holding:
-    """What an offer or an arrival of the hand-off between machines has: blocks that it holds like a
-    request, and what its request will get: blocks in flight and a slot."""
-
-    block_ids: list[int]
-    landing: list[int] = field(default_factory=list)
-    slot: int | None = None
-
-
 class Request(Uncopied):
     """What one request holds. The manager changes it; callers read it. It cannot be copied.
 
@@ -118,13 +84,13 @@ class Request(Uncopied):
     __slots__ = (
         "__weakref__",
         "_max_rollback_tokens",
+        "_origin",
         "_recent",
         "_row",
         "_trail",
         "block_ids",
         "incomplete_from",
         "is_leaving",
-        "origin",
         "released",
         "resume",
         "serial",
@@ -165,7 +131,6 @@ class Request(Uncopied):
             "lose_rings",
             "mend",
             "note_incomplete",
-            "origin",
             "published_blocks",
             "require",
             "restart",
@@ -179,7 +144,7 @@ class Request(Uncopied):
     def restart(self, resume: Resume) -> None:
         """The request continues from `resume.start`, whatever it has written before."""
         self.resume = resume  # what the caller runs next to reach the length it asked for
-        self.origin = resume  # the resume that filled the rings last
+        self._origin = resume  # the resume that filled the rings last
         self._row[LENGTH] = self._row[WRITTEN] = resume.start
         self._row[REUSED] = resume.reused_tokens
         trail = self._trail
@@ -194,7 +159,7 @@ class Request(Uncopied):
     def continue_from(self, parent: Request) -> None:
         """A new request takes over its parent's position, but not its blocks."""
         self._row[[LENGTH, REUSED, WRITTEN]] = parent._row[[LENGTH, REUSED, WRITTEN]]
-        self.resume, self.origin = parent.resume, parent.origin
+        self.resume, self._origin = parent.resume, parent._origin
         self.incomplete_from = parent.incomplete_from
         self.trail = parent.trail and parent.trail.copy()
 
@@ -248,7 +213,7 @@ class Request(Uncopied):
     def rings_exact_from(self) -> int | None:
         """From here on the rings are those of a cold run: a replay leaves others before. None after
         a cut replay, where they never are again."""
-        origin = self.origin
+        origin = self._origin
         if not origin.exact:
             return None
         return origin.reused_tokens if origin.source == "replay" else origin.start
@@ -257,7 +222,7 @@ class Request(Uncopied):
     def approximate_from(self) -> int | None:
         """From here on everything was computed after a cut replay, and differs from a cold run.
         None if nothing does."""
-        return None if self.origin.exact else self.origin.reused_tokens
+        return None if self._origin.exact else self._origin.reused_tokens
 
     @property
     def has_exact_state(self) -> bool:
@@ -280,7 +245,7 @@ class Request(Uncopied):
             return Condition.RELEASED
         if self.is_torn:
             return Condition.TORN
-        if not self.origin.exact:
+        if not self._origin.exact:
             return Condition.APPROXIMATE
         if self.incomplete_from is not None:
             return Condition.INCOMPLETE
@@ -340,7 +305,7 @@ class Request(Uncopied):
             reused_tokens=tokens,
             end=tokens,
             source="rings",
-            exact=self.origin.exact,
+            exact=self._origin.exact,
         )
 
     def detach(self) -> None:
@@ -358,19 +323,19 @@ class Request(Uncopied):
 class RequestTable:
     """The live requests of one manager: its slots, its blocks, and one column of numbers per slot.
 
-    A call that raises has changed nothing. When there are too few free blocks, the reclaimer (the
-    prefix cache, which evicts) is asked for more before OutOfBlocks is raised.
+    `supply` is where its blocks come from, `holdings` what offers and arrivals of the hand-off
+    hold. A call that raises has changed nothing.
     """
 
     def __init__(self, schema: CacheSchema, *, num_blocks: int, max_requests: int) -> None:
         self.schema, self.max_requests = schema, max_requests
         self.allocator = BlockAllocator(num_blocks)
+        self.supply = BlockSupply(self.allocator)
         self.live: dict[int, Request] = {}  # by slot
         self.free_slots = list(range(max_requests - 1, -1, -1))
         self.numbers = np.zeros((REQUEST_NUMBERS, max_requests), dtype=np.int64)
         self.recent = RecentIds(max_requests, schema.block_tokens)
-        self.reclaimer: Reclaimer | None = None
-        self.holdings: dict[object, Holding] = {}  # of offers and arrivals
+        self.holdings = Holdings(self.supply, self.free_slots)
         self._next_serial = 0
 
     # ---- requests ----------------------------------------------------------------------------
@@ -422,6 +387,12 @@ class RequestTable:
             self.free_slots.remove(request.slot)
         self.live[request.slot] = request
 
+    def arrive(self, holder: object, request: Request) -> None:
+        """Makes a request live in the slot and with the blocks that were promised to the holder."""
+        self.live[request.slot] = request
+        holding = self.holdings.pop(holder)
+        self.allocator.arrive(holding.landing)
+
     def close(self, request: Request) -> None:
         """Releases slot and blocks; the request keeps its last numbers."""
         block_ids = request.block_ids
@@ -432,109 +403,6 @@ class RequestTable:
 
     # ---- blocks ------------------------------------------------------------------------------
 
-    def take(self, count: int, *, asker_blocks: int | None = None) -> list[int]:
-        """`count` blocks, reclaimed where too few are free, or OutOfBlocks."""
-        return self.settle(self.reserve(count, asker_blocks=asker_blocks))
-
-    def reserve(
-        self, count: int, *, asker_blocks: int | None = None, shared: Collection[int] = ()
-    ) -> Reserved:
-        """The blocks that `settle` will take, or OutOfBlocks. Until `settle` or `cancel` they are
-        free or cached, and the table must not be used for anything else.
-
-        `asker_blocks` is what the asker would hold in all, `shared` those of them that exist.
-        """
-        allocator = self.allocator
-        short = count - allocator.free
-        if short <= 0:
-            return Reserved(allocator.next_ids(count), ())
-        victims = [] if self.reclaimer is None else self.reclaimer.choose(short)
-        if len(victims) < short:
-            raise OutOfBlocks(
-                needed=count,
-                free=allocator.free,
-                total=allocator.total,
-                asker_blocks=count if asker_blocks is None else asker_blocks,
-                cached=allocator.idle,
-                pinned=0 if self.reclaimer is None else self.reclaimer.pinned_blocks(shared),
-            )
-        return Reserved(allocator.next_ids(count, [node.block_id for node in victims]), victims)
-
-    def settle(self, reserved: Reserved) -> list[int]:
-        """Takes what was reserved; what was cached there is evicted."""
-        if reserved.victims:
-            assert self.reclaimer is not None
-            self.reclaimer.drop(reserved.victims)
-        return self.allocator.take(len(reserved.block_ids))
-
-    @contextmanager
-    def reserving(
-        self, count: int, *, asker_blocks: int | None = None, shared: Collection[int] = ()
-    ) -> Iterator[Reserved]:
-        """Blocks for the code inside: taken at its end, unchanged if it raises."""
-        reserved = self.reserve(count, asker_blocks=asker_blocks, shared=shared)
-        try:
-            yield reserved
-        except BaseException:
-            self.cancel(reserved)
-            raise
-        self.settle(reserved)
-
-    @contextmanager
-    def sharing(self, block_ids: list[int]) -> Iterator[None]:
-        """One more owner for these blocks, undone if the code inside raises."""
-        self.allocator.share(block_ids)
-        try:
-            yield
-        except BaseException:
-            self.allocator.release(block_ids)
-            raise
-
-    def settle_in_flight(self, reserved: Reserved) -> list[int]:
-        """Takes what was reserved for bytes that a tier has."""
-        if reserved.victims:
-            assert self.reclaimer is not None
-            self.reclaimer.drop(reserved.victims)
-        return self.allocator.take_in_flight(len(reserved.block_ids))
-
-    # ---- the hand-off between machines
-
-    def hold(self, holder: object, block_ids: list[int]) -> None:
-        """An offer or an arrival also holds these blocks, all that it ever will."""
-        self.allocator.share(block_ids)
-        self.holdings[holder] = Holding(block_ids)
-
-    def promise(self, holder: object, reserved: Reserved) -> list[int]:
-        """Blocks in flight, which are returned, and a slot, which must be there, for the request
-        that a holder is to bring."""
-        holding = self.holdings[holder]
-        holding.landing = self.settle_in_flight(reserved)
-        holding.slot = self.free_slots.pop()
-        return holding.landing
-
-    def let_go(self, holder: object) -> None:
-        """Releases what is held and promised. Nothing may write to the blocks in flight any
-        more."""
-        holding = self.holdings.pop(holder, None)
-        if holding is None:
-            return
-        self.allocator.release(holding.block_ids)
-        self.allocator.give_back(holding.landing)
-        if holding.slot is not None:
-            self.free_slots.append(holding.slot)
-
-    def arrive(self, holder: object, request: Request) -> None:
-        """Makes a request live in the slot and with the blocks that were promised to the holder."""
-        self.live[request.slot] = request
-        holding = self.holdings.pop(holder)
-        self.allocator.arrive(holding.landing)
-
-    def cancel(self, reserved: Reserved) -> None:
-        """Nothing of it is taken."""
-        if reserved.victims:
-            assert self.reclaimer is not None
-            self.reclaimer.spare(reserved.victims)
-
     def reserve_step(self, requests: Sequence[Request], slots: Numbers, ends: Numbers) -> Growth:
         """Blocks for a step that takes requests up to `ends`, or OutOfBlocks: of those that have
         too few, or have some that the device's table lacks."""
@@ -543,18 +411,18 @@ class RequestTable:
         growing = (ends > published * block_tokens).nonzero()[0]
         if not len(growing) or not self.schema.block_bytes:  # window-only layers need none
             return _NO_GROWTH
-        return self.reserve_growth(
+        return self._reserve_growth(
             [requests[row] for row in growing.tolist()],
             (-(-ends.take(growing) // block_tokens)).tolist(),
         )
 
     def settle_step(self, growth: Growth) -> None:
         """Takes what `reserve_step` has reserved, and the device's table has it."""
-        self.settle_growth(growth)
+        self._settle_growth(growth)
         for request, blocks in zip(growth.requests, growth.blocks, strict=True):
             request.published_blocks = blocks
 
-    def reserve_growth(self, requests: Sequence[Request], blocks: Sequence[int]) -> Growth:
+    def _reserve_growth(self, requests: Sequence[Request], blocks: Sequence[int]) -> Growth:
         """Reserves blocks so that each request has this many in all, or raises OutOfBlocks."""
         missing = [
             max(count - len(request.block_ids), 0)
@@ -565,11 +433,11 @@ class RequestTable:
             return Growth(requests, blocks, missing, Reserved(self.allocator.next_ids(needed), ()))
         most = max(range(len(blocks)), key=blocks.__getitem__)
         held = requests[most].block_ids
-        reserved = self.reserve(needed, asker_blocks=blocks[most], shared=held)
+        reserved = self.supply.reserve(needed, asker_blocks=blocks[most], shared=held)
         return Growth(requests, blocks, missing, reserved)
 
-    def settle_growth(self, growth: Growth) -> None:
-        new_ids, first = self.settle(growth.reserved), 0
+    def _settle_growth(self, growth: Growth) -> None:
+        new_ids, first = self.supply.settle(growth.reserved), 0
         for request, count in zip(growth.requests, growth.missing, strict=True):
             request.block_ids += new_ids[first : first + count]
             first += count
@@ -577,7 +445,7 @@ class RequestTable:
     def grow(self, growing: Sequence[tuple[Request, int]]) -> None:
         """Gives each request this many blocks in all, or none of them any."""
         requests, blocks = zip(*growing, strict=True)
-        self.settle_growth(self.reserve_growth(requests, blocks))
+        self._settle_growth(self._reserve_growth(requests, blocks))
 
     def cut(self, request: Request, kept: int) -> None:
         """Releases all blocks except the first `kept`."""

@@ -1,7 +1,7 @@
 """The map of the arenas: which tensor lives at which byte. Torch-free and frozen.
 
     block arena   uint8 [num_blocks, block_bytes]   what the model keeps of `block_tokens` tokens
-    slot arena    uint8 [num_slots,  slot_bytes]    what a live request has besides its blocks
+    slot arena    uint8 [num_slots,  slot_bytes]    what a live request has in addition to blocks
     entries arena uint8 [rows, entries_bytes]       with `entries_apart`: of a block, the entries of
                                                     the layers that select, which may leave the
                                                     device; the block arena has the rest

@@ -126,7 +126,7 @@ class Steps:
             if plan.unknown_starts is not None:
                 self._backend.follow(following(lane.buffers, plan, accepted))
         except BaseException:  # an error of the device, out of memory, or Ctrl-C
-            self._table.cancel(growth.reserved)
+            self._table.supply.cancel(growth.reserved)
             raise
         if growth.requests:
             self._table.settle_step(growth)
@@ -184,14 +184,14 @@ class Steps:
             ends = plan.starts + kept
             learned = None
             if ids is not None:
-                learned = self._prefix.read_ids(plan, kept, ids, self._table.recent)
+                learned = self._prefix.caching.read_ids(plan, kept, ids, self._table.recent)
             if not step_checks.every_layer(plan, kept, partial=partial):
                 for row in kept.nonzero()[0].tolist():
                     plan.requests[row].note_incomplete(int(plan.starts[row]))
             if accepted is not None:  # rejected tokens were written too
                 self._table.note_written(plan.slots, plan.latest_ends)
             self._table.move(plan.slots, ends)
-            self._prefix.note_commit(
+            self._prefix.caching.note_commit(
                 plan,
                 kept,
                 ends,
@@ -213,9 +213,9 @@ class Steps:
         try:
             overlap.require_last(plan, self.open)
             chunks = plan.prefill
-            if chunks is not None and (chunks.touched or chunks.appended_layers):
+            if chunks is not None and (chunks.written.touched or chunks.written.appended):
                 raise PlanError(
-                    f"layers {sorted(chunks.appended_layers | chunks.unfinished_layers)[:4]} "
+                    f"layers {sorted(chunks.written.appended | chunks.written.unfinished)[:4]} "
                     f"already wrote {plan.shape.most_tokens} tokens of a request, more than the "
                     f"{self._schema.max_decode_tokens} that can be undone: call fail(plan); "
                     f"nothing of it is cached"

@@ -82,7 +82,7 @@ class Warmup:
                 rows, layout.columns, dtype=torch.float32 if layout.gated else value
             )
             for handle in self._handles
-            for layout in (handle.compressor, handle.index_compressor)
+            for layout in (handle.memory.compressor, handle.memory.index_compressor)
             if layout is not None
         }
         self._weights = [self._layer_weights(handle) for handle in self._handles]
@@ -115,7 +115,7 @@ class Warmup:
     def _step(self, layer: int, *, tokens: int, most_tokens: int) -> None:
         batch = self._batch(tokens, most_tokens)
         handle, weights = self._bound(layer, batch), self._weights[layer]
-        layouts = (handle.compressor, handle.index_compressor)
+        layouts = (handle.memory.compressor, handle.memory.index_compressor)
         projections = [
             self._projections[layout.columns, layout.gated][:tokens]
             for layout in layouts
@@ -199,7 +199,7 @@ class Warmup:
         if handle.memory.index_keys is None or not spec.has_indexer:
             return
         bounded = spec.candidates_of is not None or layer in self._model.candidate_sources
-        batch.note_append(layer)
+        batch.written.note(layer)
         rows = batch.padded_tokens
         handle.select(
             self._index_q[:rows],
@@ -230,7 +230,7 @@ class Warmup:
             bound=bound or self._schema.max_context,
         )
         # what layers read that read another layer's entries
-        batch.stored_layers.update(range(len(self._handles)))
+        batch.written.stored.update(range(len(self._handles)))
         return batch
 
     def _layer_weights(self, handle: LayerCacheHandle) -> LayerWeights:
@@ -242,7 +242,7 @@ class Warmup:
                 ape = self._new(layout.ratio, layout.columns)
             return CompressorWeights(ape=ape, norm=self._new(layout.width))
 
-        main, width = handle.compressor, self._model.index_dim
+        main, width = handle.memory.compressor, self._model.index_dim
         keys = None
         if main is not None and main.key_page is not None:
             weight = self._new(width, main.width, dtype=self._kv.dtype)
@@ -250,8 +250,8 @@ class Warmup:
 
         return LayerWeights(
             rope=self._rope,
-            compressor=of(handle.compressor),
-            index_compressor=of(handle.index_compressor),
+            compressor=of(handle.memory.compressor),
+            index_compressor=of(handle.memory.index_compressor),
             index_projection=keys,
             kv_norm=self._new(self._model.head_dim) if self._kv_norm else None,
         )

@@ -70,9 +70,9 @@ def bench_command(
 
 def _origin(results: list[BenchResult]) -> dict[str, list[str]]:
     return {
-        "commits": sorted({r.commit for r in results}),
-        "gpus": sorted({r.gpu for r in results}),
-        "tritons": sorted({r.triton for r in results}),
+        "commits": sorted({r.run.commit for r in results}),
+        "gpus": sorted({r.run.gpu for r in results}),
+        "tritons": sorted({r.run.triton for r in results}),
     }
 
 

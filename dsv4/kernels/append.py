@@ -175,7 +175,7 @@ def _options(constants: dict[str, Any], target: Target) -> dict[str, Any]:
         registers = MAX_FOLD_REGISTERS if main.STATE_ROWS else of_chunk
     elif main is not None and main.SPLITS > 1:
         registers = bounded_registers(target, MAX_SPLIT_REGISTERS)
-    elif main is not None and main.KEY_WIDTH:
+    elif main is not None and main.KEYS.WIDTH:
         registers = MAX_PROJECTION_REGISTERS
     return {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": False}
 

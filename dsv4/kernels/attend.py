@@ -337,7 +337,7 @@ class _Sums(NamedTuple):
 
 
 class _Out(NamedTuple):
-    """Where a token's result goes, and what enters it besides the keys."""
+    """Where a token's result goes, and what enters it in addition to the keys."""
 
     row: Any  # of out
     lse_row: Any

@@ -51,6 +51,17 @@ KEY_TURNS, CHUNK_KEY_TURNS = 4, 2
 
 
 @dataclass(frozen=True, slots=True)
+class KeyConstants:
+    """Index keys that come from the latent: their WIDTH, 0 where none do. LANES channels are added
+    at once, and TURNS times as many are loaded ahead."""
+
+    WIDTH: int
+    LANES: int
+    TURNS: int
+    RECORD: RecordConstants | None
+
+
+@dataclass(frozen=True, slots=True)
 class CompressorConstants:
     """A compressor as compile-time constants.
 
@@ -58,8 +69,7 @@ class CompressorConstants:
     to more of them. TAILS: which programs write the tails: "none", "token" (the program of each
     token), "apart" (programs of their own, one per request) or "after" (the program of an item,
     after its groups). BIAS: there is an ape. Without GATED a group is one token, stored as it is.
-    KEY_WIDTH is that of index keys that come from the latent, 0 where none do; KEY_LANES channels
-    are added at once, and KEY_TURNS times as many are loaded ahead."""
+    KEYS: how index keys come from the latent."""
 
     RATIO: int
     OVERLAP: bool
@@ -85,10 +95,7 @@ class CompressorConstants:
     FROM_TAILS: bool
     DENSE: bool
     RECORD: RecordConstants
-    KEY_WIDTH: int
-    KEY_LANES: int
-    KEY_TURNS: int
-    KEY_RECORD: RecordConstants | None
+    KEYS: KeyConstants
 
 
 class Compressor(NamedTuple):
@@ -213,10 +220,12 @@ def compressor_launch(step: StepTensors, write: CompressorWrite | None) -> Compr
         FROM_TAILS=write.c is None,
         DENSE=write.dense is not None,
         RECORD=record_constants(layout.page.format),
-        KEY_WIDTH=0 if keys is None else keys.format.width,
-        KEY_LANES=PROJECTION_LANES,
-        KEY_TURNS=KEY_TURNS if step.narrow else CHUNK_KEY_TURNS,
-        KEY_RECORD=None if keys is None else record_constants(keys.format),
+        KEYS=KeyConstants(
+            WIDTH=0 if keys is None else keys.format.width,
+            LANES=PROJECTION_LANES,
+            TURNS=KEY_TURNS if step.narrow else CHUNK_KEY_TURNS,
+            RECORD=None if keys is None else record_constants(keys.format),
+        ),
     )
     arguments = Compressor(
         items=write.items,
@@ -412,7 +421,7 @@ def _compress_folded(program, step, compressor, C: tl.constexpr):
 @triton.jit
 def _fold_job(job, FOLDS: tl.constexpr, group, end, split, step, compressor, C: tl.constexpr):
     """Job 0 closes a group (scalars), job 1 writes the states of a request's newest tokens. Without
-    FOLDS there are no tokens between the stored state and those."""
+    FOLDS those come right after the stored state."""
     RATIO: tl.constexpr = C.RATIO
     slot_ptr = step.slot_arena + group.slot * step.slot_bytes
     ring = ring_at(slot_ptr, compressor.ka_offset)
@@ -481,7 +490,7 @@ def _store_entries(pooled, closes, groups, place, step, compressor, C: tl.conste
     if not C.PLACE_FIRST:
         place = _place(closes, groups, step, compressor, C)
     x = rms_norm(round_bf16(pooled), place.norm, step.eps, WIDTH)
-    if C.KEY_WIDTH > 0:
+    if C.KEYS.WIDTH > 0:
         _store_key(x, closes, groups, place, step, compressor, C)
     x = rotate(x, place.cos, place.sin, WIDTH, C.ROPE)
     if C.HADAMARD:
@@ -505,11 +514,11 @@ def _store_key(latent, closes, groups, place, step, compressor, C: tl.constexpr)
     """The index key of one latent [1, WIDTH]: its projection, norm, RoPE and record. Channels are
     added in fp64 and in the order of the reference's `project`: first within each lane, then the
     lanes as a tree."""
-    RECORD: tl.constexpr = C.KEY_RECORD
+    RECORD: tl.constexpr = C.KEYS.RECORD
     WIDTH: tl.constexpr = C.WIDTH
-    KEY_WIDTH: tl.constexpr = C.KEY_WIDTH
-    LANES: tl.constexpr = C.KEY_LANES
-    TURNS: tl.constexpr = C.KEY_TURNS
+    KEY_WIDTH: tl.constexpr = C.KEYS.WIDTH
+    LANES: tl.constexpr = C.KEYS.LANES
+    TURNS: tl.constexpr = C.KEYS.TURNS
     # through memory, because a thread needs all channels but holds only a few
     line = compressor.scratch + tl.max(groups.item, axis=0).to(tl.int64) * WIDTH
     tl.store(line + tl.arange(0, WIDTH)[None, :], latent)
@@ -543,18 +552,18 @@ def _store_key(latent, closes, groups, place, step, compressor, C: tl.constexpr)
 
 @triton.jit
 def _key_tiles(line, weights, first, C: tl.constexpr):
-    """KEY_TURNS tiles from channel `first` on: channels of the latent [LANES, 1] and weights
+    """KEYS.TURNS tiles from channel `first` on: channels of the latent [LANES, 1] and weights
     [LANES, KEY_WIDTH], alternating."""
-    TURNS: tl.constexpr = C.KEY_TURNS
+    TURNS: tl.constexpr = C.KEYS.TURNS
     tiles = ()
     for turn in tl.static_range(TURNS):
-        tiles += _key_tile(line, weights, first + turn * C.KEY_LANES, C)
+        tiles += _key_tile(line, weights, first + turn * C.KEYS.LANES, C)
     return tiles
 
 
 @triton.jit
 def _key_tile(line, weights, first, C: tl.constexpr):
-    at = first + tl.arange(0, C.KEY_LANES)[:, None]
+    at = first + tl.arange(0, C.KEYS.LANES)[:, None]
     return tl.load(line + at, cache_modifier=".cg"), load_bf16(weights + at, at >= 0)
 
 

@@ -2,9 +2,9 @@
 
 A program multiplies a tile of entries (rows of the matrix instruction) with all heads of a token
 (columns), so the sum over heads stays within four neighbouring lanes. Work is divided on the
-device: every program counts the tiles of all tokens and takes an equal share of them. So long and
-short requests of a batch keep all processors busy, whatever the lengths, and no program is launched
-for entries that no token sees.
+device: every program counts the tiles of all tokens and takes an equal share of them. Long and
+short requests of a batch thus keep all processors busy, whatever the lengths, and no program is
+launched for entries that no token sees.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from dsv4.ops.calls import Candidates, EntrySource, Scoring, Selection
 PIECE_ROWS = 128
 
 
-# what the kernel of scores needs for a number of tokens, besides the scores
+# what the kernel of scores needs for a number of tokens, in addition to the scores
 ScoreBytes = Callable[[int], int]
 
 

@@ -6,8 +6,8 @@ the bins' maxima, or any number below it: this is the bound, and mostly it is cl
 highest score.
 
 A row of up to MAX_ROW scores is held in registers by one program, which finds the bound and then,
-by counting from there, the k-th highest score. A longer row takes two launches, except where there
-are so many rows that one program each keeps all processors busy: that program does both in turn.
+by counting from there, the k-th highest score. A longer row takes two launches, except where the
+rows keep all processors busy with one program each: that program does both in turn.
 
 1. The maxima of BINS bins are stored. A bin takes one of each run of BINS entries and shifts from
    run to run by SKEW, so that neither neighbours nor entries at a round distance, which tend to
@@ -238,7 +238,7 @@ def _tile(rows: int, columns: int) -> int:
 
 
 def _are_many(rows: int, k: int) -> bool:
-    """Whether a program does all of a long row; not with so many bins that registers run out."""
+    """Whether a program does all of a long row; not where its bins need too many registers."""
     return rows >= MANY_ROWS and _bins_and_list(k) == (BINS, LIST)
 
 

@@ -2,7 +2,7 @@
 
 A process compiles one binary at a time: Triton holds Python's lock for about half of it. So worker
 processes compile into Triton's cache on disk (compile_worker.py), and this process then takes from
-there what it will launch. What has been compiled is noted beside the cache, under a name made of
+there what it will launch. What has been compiled is noted next to the cache, under a name made of
 all that the binary depends on, so that no worker is started where nothing is missing.
 """
 

@@ -157,7 +157,7 @@ class WindowWrite:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressorWrite:
     """fp32 projections `c`, `z` [tokens, columns] into tails and, where groups close, entries. For
-    a layout that is not gated, `c` is of the type of the entries' values, and there is no `z`. With
+    a layout that is not gated, `c` is of the type of the entries' values, and `z` is left out. With
     `keys` the latent of each entry gives its index key.
 
     `items` are the work items of the ratio in the step's buffers. Without `c` and `z` the groups

@@ -82,8 +82,8 @@ def plot_results(
             fontsize=10,
             labelcolor=INK,
         )
-    commits = ", ".join(sorted({r.commit for r in drawn}))
-    gpus = ", ".join(sorted({r.gpu for r in drawn}))
+    commits = ", ".join(sorted({r.run.commit for r in drawn}))
+    gpus = ", ".join(sorted({r.run.gpu for r in drawn}))
     title = "\n".join(filter(None, (f"{gpus}, commit {commits}", note)))
     figure.suptitle(title, color=MUTED, fontsize=10, x=0.01, ha="left")
     save_figure(figure, path)

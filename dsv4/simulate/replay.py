@@ -59,7 +59,7 @@ class CountedMemory:
         self.allocator.share(held)
         last = found[-1] if found else None
         if last is not None:
-            self.index.returned(last)
+            self.index.policy.returned(last)
         node = last
         for block_id, digest in zip(
             self._take(len(digests) - len(found)), digests[len(found) :], strict=True

@@ -42,7 +42,7 @@ HELP_S = 0.1  # how long a store that needs room helps to make the index
 WAIT_S = 1.0  # how long a record waits for its block, which is being stored, or for the index
 EARLY_SHARE = 16  # of the capacity this part may be stored before a lost index is complete again
 MOST_FREE_BYTES = 1 << 30  # kept free on the file system, or a sixteenth of the capacity
-FRESH_NS = 60 * 10**9  # how far a file's time of last use may lag behind the index
+FRESH_NS = 60 * 10**9  # how far a file's time of last use may be older than in the index
 # errors that say nothing about the record, nor about the disk: this record is dropped or missing
 _PASSING = {
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFBIG),

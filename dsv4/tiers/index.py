@@ -1,6 +1,6 @@
-"""What a disk tier's directory holds, in an SQLite database beside the records. Torch-free.
+"""What a disk tier's directory holds, in an SQLite database next to the records. Torch-free.
 
-        ROOT/1/index-1-9d2e….sqlite   and what SQLite keeps beside it: -wal, -shm
+        ROOT/1/index-1-9d2e….sqlite   and what SQLite keeps next to it: -wal, -shm
         ROOT/1/index-lock             held while looking for an index, and while making one
 
 The files are the truth. Whether a record is there is asked from the file system, by name; the index

@@ -24,13 +24,13 @@ class ObjectTier(QueuedTier):
     """Records as objects of a bucket, `s3://bucket/prefix`: one per record, named by its key.
 
     `config` is obstore's (endpoint, region, access_key_id, …); what it leaves out comes from the
-    environment. An object is never overwritten. There is no capacity: the bucket's lifecycle rules
-    remove what is old. A request that the server could not answer is repeated a few times, with
-    jitter, and still ends with the deadline. Raises InvalidInput for a URL that obstore does not
-    know, MissingExtra without obstore.
+    environment. An object is never overwritten. The tier has no capacity: the bucket's
+    lifecycle rules remove what is old. A request that the server could not answer is repeated a few
+    times, with jitter, and still ends with the deadline. Raises InvalidInput for a URL that obstore
+    does not know, MissingExtra without obstore.
 
     Blocks of a prompt are looked for in growing numbers, up to the first that is missing. Each
-    state has an empty object beside it with the name of the block before it, so that one listing
+    state has an empty object next to it with the name of the block before it, so that one listing
     finds which states there are after a block.
     """
 

@@ -376,7 +376,7 @@ def test_results_of_two_gpus_are_not_mixed(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     run.check_gpu(path, "NVIDIA B200")
     write_results(path, [BASE])
-    run.check_gpu(path, BASE.gpu)
+    run.check_gpu(path, BASE.run.gpu)
     with pytest.raises(InvalidInput, match="results of NVIDIA H200, and this is NVIDIA B200"):
         run.check_gpu(path, "NVIDIA B200")
 

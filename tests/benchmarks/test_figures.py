@@ -100,7 +100,7 @@ def test_the_results_file_has_the_targets_and_others_of_the_registry() -> None:
     found = next(r for r in RESULTS if r.anchors_us)
     old = replace(found, anchors_us={"x": 1.0}, target_us=None, first_step_us=None)
     assert report.held_against([old]) == [found]
-    elsewhere = replace(old, gpu="NVIDIA B200")
+    elsewhere = replace(old, run=replace(old.run, gpu="NVIDIA B200"))
     assert report.held_against([elsewhere]) == [elsewhere]
 
 

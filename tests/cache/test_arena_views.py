@@ -112,7 +112,9 @@ def test_a_write_through_a_view_lands_on_the_planes_bytes_and_nowhere_else(name:
     for plane in schema.planes:
         arena = manager.block_arena if plane.arena == "block" else manager.slot_arena
         handle = manager.acquire(plane.layer)
-        view = getattr(handle.pool if plane.arena == "block" else handle.state, plane.name)
+        view = getattr(
+            handle.memory.pool if plane.arena == "block" else handle.memory.state, plane.name
+        )
         assert view.shape == (ROWS, *plane.shape)
         item = ITEM_BYTES[plane.dtype]
         payload = numbers.integers(0, 255, ROWS, *plane.shape[:-1], plane.shape[-1] * item)
@@ -149,8 +151,8 @@ def test_views_are_made_once_and_share_the_arenas_memory(name: str):
     for layer in range(len(manager.schema.layers)):
         handle = manager.acquire(layer)
         for arena, planes in (
-            (manager.block_arena, handle.pool),
-            (manager.slot_arena, handle.state),
+            (manager.block_arena, handle.memory.pool),
+            (manager.slot_arena, handle.memory.state),
         ):
             for plane_name, view in planes.views.items():
                 assert getattr(planes, plane_name) is view
@@ -174,12 +176,12 @@ def test_layers_have_the_names_of_the_inventory():
     }
     for layer, (pool, state) in expected.items():
         handle = manager.acquire(layer)
-        assert (set(handle.pool.views), set(handle.state.views)) == (pool, state)
+        assert (set(handle.memory.pool.views), set(handle.memory.state.views)) == (pool, state)
 
 
 def test_views_have_the_shapes_and_types_of_the_design():
     manager = manager_of(SCHEMAS["fp8_ds mxfp4"])
-    pool, state = manager.acquire(CSA).pool, manager.acquire(CSA).state
+    pool, state = manager.acquire(CSA).memory.pool, manager.acquire(CSA).memory.state
     found = {
         name: (tuple(view.shape[1:]), view.dtype)
         for name, view in (pool.views | state.views).items()
@@ -204,8 +206,8 @@ def test_views_have_the_shapes_and_types_of_the_design():
         "index_tail_zb": ((8, 128), fp32),
     }
     hca = manager.acquire(HCA)
-    assert hca.pool.entries_fp8.shape == (ROWS, 1, 448)
-    assert hca.state.tail_ka.shape == (ROWS, 128, 512)
+    assert hca.memory.pool.entries_fp8.shape == (ROWS, 1, 448)
+    assert hca.memory.state.tail_ka.shape == (ROWS, 128, 512)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +223,7 @@ def test_views_have_the_shapes_and_types_of_the_design():
 def test_a_plane_that_a_layer_does_not_have_says_what_it_has(
     layer: int, part: str, name: str, has: str
 ):
-    planes = getattr(manager_of(SCHEMAS["fp8_ds mxfp4"]).acquire(layer), part)
+    planes = getattr(manager_of(SCHEMAS["fp8_ds mxfp4"]).acquire(layer).memory, part)
     with pytest.raises(AttributeError, match=rf"layer {layer} keeps no '{name}'.*{has}"):
         getattr(planes, name)
     assert not hasattr(planes, name)
@@ -232,7 +234,7 @@ def test_memory_of_the_layers_and_the_padding_make_the_arena(name: str):
     manager = manager_of(SCHEMAS[name])
     schema = manager.schema
     own = [
-        (handle.pool, handle.state)
+        (handle.memory.pool, handle.memory.state)
         for handle in (manager.acquire(layer) for layer in range(len(schema.layers)))
         if handle.schema.spec.owner == handle.layer
     ]
@@ -240,7 +242,7 @@ def test_memory_of_the_layers_and_the_padding_make_the_arena(name: str):
     assert sum(pool.memory_bytes() for pool, _ in own) == ROWS * (
         schema.block_bytes - padding["block"]
     )
-    states = [manager.acquire(layer).state for layer in range(len(schema.layers))]
+    states = [manager.acquire(layer).memory.state for layer in range(len(schema.layers))]
     assert sum(state.memory_bytes() for state in states) == ROWS * (
         schema.slot_bytes - padding["slot"]
     )
@@ -248,7 +250,7 @@ def test_memory_of_the_layers_and_the_padding_make_the_arena(name: str):
 
 def test_reset_of_a_layers_slot_zeroes_its_planes_only():
     manager = manager_of(SCHEMAS["fp8_ds mxfp4"])
-    manager.acquire(CSA).state.reset_slot(1)
+    manager.acquire(CSA).memory.state.reset_slot(1)
     expected = np.full(tuple(manager.slot_arena.bytes.shape), 0xFF, dtype=np.uint8)
     for plane in manager.schema.planes:
         if plane.arena == "slot" and plane.layer == CSA:
@@ -261,15 +263,15 @@ def test_reset_of_a_layers_slot_zeroes_its_planes_only():
 @pytest.mark.parametrize("length", [0, 1, 127, 128, 129, 160, 161, 500])
 def test_swa_pos_and_tail_len_follow_from_the_length_alone(length: int):
     manager = manager_of(SCHEMAS["fp8_ds nvfp4 long ring"])
-    state = manager.acquire(CSA).state
+    state = manager.acquire(CSA).memory.state
     positions = state.swa_pos(length)
     assert len(positions) == 160
     live = {row: p for row, p in enumerate(positions) if p >= 0}
     assert sorted(live.values()) == list(range(max(0, length - 128), length))
     assert all(p % 160 == row for row, p in live.items())
     assert state.tail_len(length) == length % 4
-    assert manager.acquire(HCA).state.tail_len(length) == length % 128
-    assert manager.acquire(SWA).state.tail_len(length) == 0
+    assert manager.acquire(HCA).memory.state.tail_len(length) == length % 128
+    assert manager.acquire(SWA).memory.state.tail_len(length) == 0
 
 
 # ---- pages --------------------------------------------------------------------------------------
@@ -397,11 +399,11 @@ def test_layers_that_share_entries_see_their_owners_views():
     manager = manager_of(schema)
     for reader, owner in ((2, 1), (4, 3)):
         mine, theirs = manager.acquire(reader), manager.acquire(owner)
-        assert list(mine.pool.views) == list(theirs.pool.views)
-        assert {"entries_fp4", "inv_scale"} <= set(mine.pool.views)
-        for name, view in mine.pool.views.items():
-            assert view.data_ptr() == theirs.pool.views[name].data_ptr()
-            assert view.stride() == theirs.pool.views[name].stride()
+        assert list(mine.memory.pool.views) == list(theirs.memory.pool.views)
+        assert {"entries_fp4", "inv_scale"} <= set(mine.memory.pool.views)
+        for name, view in mine.memory.pool.views.items():
+            assert view.data_ptr() == theirs.memory.pool.views[name].data_ptr()
+            assert view.stride() == theirs.memory.pool.views[name].stride()
         for read in ("read_classical_view", "read_indexer_view"):
             a, b = getattr(mine, read)(), getattr(theirs, read)()
             assert a.pages.data_ptr() == b.pages.data_ptr()

@@ -60,7 +60,7 @@ def test_a_step_drafts_verifies_and_commits_in_one_plan(padded: bool):
         )
         addresses.add(tuple(step.tokens.data_ptr() for step in plan.drafts))
         draft(stack, plan, streams, wrong)
-        assert not plan.batch.appended_layers, "drafts are no part of what is stored"
+        assert not plan.batch.written.appended, "drafts are no part of what is stored"
         stack.write(plan, streams)
         manager.commit(plan, [draw.randint(0, count) for count in counts])
         assert all(step.done for step in plan.drafts)

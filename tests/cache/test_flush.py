@@ -107,7 +107,7 @@ def test_rope_channels_are_stored_exactly():
     stack = build(SWA, kv_norm=False)
     request, stream = stack.manager.admit_request(), stack.stream(0, 100)
     stack.step([(request, stream, 100)])
-    stored = stack.manager.acquire(SWA).state.swa_rope[request.slot, :100]
+    stored = stack.manager.acquire(SWA).memory.state.swa_rope[request.slot, :100]
     nope = TINY.head_dim - TINY.rope_dim
     assert torch.equal(stored.view(torch.int16), stream.kv[SWA][:, nope:].view(torch.int16))
 
@@ -294,7 +294,7 @@ def test_online_state_is_the_softmax_of_the_unfinished_group_so_far(length: int)
         expected = (weights * c[group]).sum(dim=0)
         torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(AttributeError, match="it has swa_fp8, swa_rope, swa_inv, tail_state"):
-        _ = stack.manager.acquire(HCA).state.tail_ka
+        _ = stack.manager.acquire(HCA).memory.state.tail_ka
 
 
 # ---- what is refused ----------------------------------------------------------------------------

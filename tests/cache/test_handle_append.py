@@ -72,7 +72,7 @@ def refuse(call: Call, error: type[Dsv4Error], message: str) -> None:
 
     manager = call.stack.manager
     before = manager.block_arena.bytes.clone(), manager.slot_arena.bytes.clone()
-    appended = set(call.plan.batch.appended_layers)
+    appended = set(call.plan.batch.written.appended)
     real = call.handle.backend
     call.handle.backend = Refusing()
     with pytest.raises(error, match=message):
@@ -80,7 +80,7 @@ def refuse(call: Call, error: type[Dsv4Error], message: str) -> None:
     call.handle.backend = real
     assert torch.equal(manager.block_arena.bytes, before[0])
     assert torch.equal(manager.slot_arena.bytes, before[1])
-    assert call.plan.batch.appended_layers == appended
+    assert call.plan.batch.written.appended == appended
 
 
 # ---- tensors ------------------------------------------------------------------------------------

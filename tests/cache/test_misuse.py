@@ -238,7 +238,7 @@ def test_what_a_layer_is_not_bound_to():
     for odd in (*NO_COUNT[:8], np.array(1.0), torch.tensor(1.0)):
         with pytest.raises(InvalidInput):
             plan.mark_appended(odd)
-    assert not plan.batch.appended_layers
+    assert not plan.batch.written.appended
     stack.manager.abandon(plan)
 
 

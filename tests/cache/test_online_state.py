@@ -139,7 +139,7 @@ def test_entries_of_both_states_differ_by_rounding_only(cut: list[int]):
         request, stream = stack.manager.admit_request(), stack.stream(0, 128)
         for count in cut:
             stack.step([(request, stream, count)])
-        views = stack.manager.acquire(HCA).pool.views
+        views = stack.manager.acquire(HCA).memory.pool.views
         entries[state] = torch.cat(
             [views[name][request.block_ids[0], 0] for name in ("entries_nope", "entries_rope")]
         ).float()

@@ -55,7 +55,7 @@ def finish(manager: KVCacheManager, request: Request) -> None:
 def appended(plan: ForwardPlan) -> ForwardPlan:
     """As if every layer had written the step."""
     for layer in range(len(TINY.layers)):
-        plan.batch.note_append(layer)
+        plan.batch.written.note(layer)
     return plan
 
 
@@ -409,7 +409,7 @@ def test_a_chunk_that_some_layers_lack_is_not_found_again():
     manager = build(policy=full())
     request = manager.admit_request(IDS[:300])
     plan = manager.prepare_forward([(request, 300)])
-    plan.batch.note_append(0)  # the layers after it are left out
+    plan.batch.written.note(0)  # the layers after it are left out
     manager.commit(plan, partial=True)
     plan = manager.prepare_forward([(request, 200)])
     manager.commit(appended(plan), ids=IDS[300:500])
@@ -459,7 +459,7 @@ def test_what_drafts_wrote_stays_with_its_request():
     request = manager.admit_request(text.ids, salt="b")
     assert request.resume.source == "snapshot"
     for layer in drafting:
-        for view in manager.acquire(layer).state.views.values():
+        for view in manager.acquire(layer).memory.state.views.values():
             assert not view[request.slot].view(torch.uint8).any()
 
 

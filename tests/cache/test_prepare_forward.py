@@ -656,11 +656,11 @@ def test_a_step_that_was_written_wider_than_can_be_undone_is_not_abandoned():
     manager = build(max_draft_tokens=1)
     request = manager.admit_request()
     plan = manager.prepare_forward([(request, 3)])
-    plan.batch.appended_layers.add(2)
+    plan.batch.written.appended.add(2)
     with nothing_changes(manager), pytest.raises(PlanError, match=r"\[2\] already wrote 3 tokens"):
         manager.abandon(plan)
     manager.commit(plan, partial=True)
     plan = manager.prepare_forward([(request, 2)])
-    plan.batch.appended_layers.add(2)
+    plan.batch.written.appended.add(2)
     manager.abandon(plan)
     assert request.length == 3

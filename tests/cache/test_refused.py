@@ -250,7 +250,7 @@ def test_a_handle_belongs_to_the_thread_that_acquired_it():
     error = in_thread(use)
     assert isinstance(error, ThreadError)
     assert "manager.acquire(layer, batch) in the thread that uses it" in str(error)
-    assert not plan.batch.touched
+    assert not plan.batch.written.touched
 
     def take_over() -> None:
         manager.acquire(0, plan.batch)

@@ -31,7 +31,7 @@ class Reclaiming(PrefixIndex):
 
 
 def opened(made: RequestTable, blocks: int = 0) -> Request:
-    request = made.make_request(made.free_slots[-1], made.take(blocks), NOTHING)
+    request = made.make_request(made.free_slots[-1], made.supply.take(blocks), NOTHING)
     made.enlist(request)
     return request
 
@@ -92,20 +92,20 @@ def test_what_is_short_is_reclaimed_before_it_is_refused():
     made = table(num_blocks=4)
     kept = opened(made, 3)
     index = Reclaiming(made.allocator)
-    made.reclaimer = index
+    made.supply.reclaimer = index
     root = index.add(b"0", kept.block_ids[0], None)
     index.add(b"1", kept.block_ids[1], root)
-    assert len(made.take(1)) == 1
+    assert len(made.supply.take(1)) == 1
     with pytest.raises(OutOfBlocks, match="0 of 4 are free: wait"):
-        made.take(2)
+        made.supply.take(2)
     made.cut(kept, 0)
-    reserved = made.reserve(2)
+    reserved = made.supply.reserve(2)
     assert len(index) == 2
-    made.cancel(reserved)
-    assert made.settle(made.reserve(2)) == reserved.block_ids
+    made.supply.cancel(reserved)
+    assert made.supply.settle(made.supply.reserve(2)) == reserved.block_ids
     assert len(index) == 1
     with pytest.raises(OutOfBlocks, match="0 of 4 are free, 1 cached and idle"):
-        made.take(2)
+        made.supply.take(2)
     index.check_invariants()
 
 
@@ -210,9 +210,9 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.model import ModelSpec
 table = RequestTable(CacheSchema.build(ModelSpec.preset("tiny")), num_blocks=4, max_requests=2)
 index = PrefixIndex(table.allocator)
-index.pinned_blocks = lambda excluding: 0; table.reclaimer = index
+index.pinned_blocks = lambda excluding: 0; table.supply.reclaimer = index
 resume = Resume(start=0, reused_tokens=0, end=0, source="nothing")
-request = table.make_request(1, table.take(2), resume)
+request = table.make_request(1, table.supply.take(2), resume)
 print(request.block_ids, token_ids([3, 4]).tolist())
 """
     root = Path(__file__).parents[2]

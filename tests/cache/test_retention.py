@@ -173,7 +173,7 @@ def random_life(seed: int, *, has_tiers: bool) -> None:
             nodes = list(cached.index.nodes())
             draw.choice(nodes).stored = True
         elif what == 3 and nodes:
-            draw.choice([cached.index.touch, cached.index.returned])(draw.choice(nodes))
+            draw.choice([cached.index.touch, cached.index.policy.returned])(draw.choice(nodes))
         elif what == 4 and nodes:
             path, node = [], draw.choice(nodes)
             at: PrefixNode | None = node
@@ -248,7 +248,7 @@ def test_a_time_to_stay_passes_and_is_refreshed_by_use() -> None:
     used = cached.chain(1, Hints(ttl_s=60))
     plain = cached.chain(1)
     cached.at_s += 50
-    cached.index.returned(used[0])
+    cached.index.policy.returned(used[0])
     cached.at_s += 20  # the first one's time has passed, the second one's has not
     order = cached.evict(3)
     assert order[-1] is used[0]
@@ -259,7 +259,7 @@ def test_a_superseded_block_that_is_used_again_is_like_any_other() -> None:
     cached = Cached()
     cut, plain = cached.chain(1), cached.chain(1)
     cached.policy.superseded(cut[0])
-    cached.index.returned(cut[0])
+    cached.index.policy.returned(cut[0])
     assert cached.evict(2) == [*plain, *cut]
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from dsv4.bench import write_results
 from dsv4.cli import app
-from tests.support.results import points, results
+from tests.support.results import BASE, points, results
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -26,7 +26,10 @@ def run(*arguments: str | Path) -> Result:
 @pytest.fixture
 def two_files(tmp_path: Path) -> tuple[Path, Path]:
     write_results(tmp_path / "a.jsonl", results(first=2.0, second=3.0, gone=1.0))
-    after = [replace(r, commit="def5678") for r in results(first=3.0, second=1.5, new=7.0)]
+    after = [
+        replace(r, run=replace(r.run, commit="def5678"))
+        for r in results(first=3.0, second=1.5, new=7.0)
+    ]
     write_results(tmp_path / "b.jsonl", after)
     return tmp_path / "a.jsonl", tmp_path / "b.jsonl"
 
@@ -62,7 +65,8 @@ def test_compare_names_the_gpus_and_tritons_of_both(tmp_path: Path) -> None:
     """A results file that somebody sends, beside ours."""
     ours, sent = tmp_path / "h200.jsonl", tmp_path / "b200.jsonl"
     write_results(ours, results(first=2.0, second=3.0))
-    of_b200 = [replace(r, gpu="NVIDIA B200", triton="3.9.0") for r in results(first=1.0, third=1.0)]
+    there = replace(BASE.run, gpu="NVIDIA B200", triton="3.9.0")
+    of_b200 = [replace(r, run=there) for r in results(first=1.0, third=1.0)]
     write_results(sent, of_b200)
     result = run("--compare", ours, sent)
     assert result.exit_code == 0, result.output

@@ -132,7 +132,7 @@ class Captured:
             handle = stack.manager.acquire(layer)
             widths = [
                 la.columns
-                for la in (handle.compressor, handle.index_compressor)
+                for la in (handle.memory.compressor, handle.memory.index_compressor)
                 if la
                 for _ in range(2)
             ]
@@ -248,7 +248,7 @@ def test_append_and_acquire_allocate_nothing_and_never_wait():
         plan = stack.manager.prepare_forward(steps, **padding)
         inputs = {layer: stack.inputs(plan, streams, layer) for layer in stack.layers}
         stack.write(plan, streams)  # compiles
-        plan.batch.appended_layers.clear()
+        plan.batch.written.appended.clear()
         torch.cuda.synchronize()
         with no_allocation_and_no_sync():
             for layer, (kv, projections) in inputs.items():

@@ -47,7 +47,10 @@ class Model:
         for arena in (self.manager.block_arena.bytes, self.manager.slot_arena.bytes):
             arena.random_(56, 64, generator=generator)
         for layer in self.layers:
-            for pool in (self.manager.acquire(layer).pool, self.manager.acquire(layer).state):
+            for pool in (
+                self.manager.acquire(layer).memory.pool,
+                self.manager.acquire(layer).memory.state,
+            ):
                 for name, view in pool.views.items():
                     if name in ("inv_scale", "swa_inv", "indexer_scale"):
                         view.copy_(torch.randint(120, 128, view.shape, dtype=torch.uint8))
@@ -100,7 +103,7 @@ class Model:
             handle.append(*self.inputs[layer], weights=self.weights[layer])
             out, lse, chosen = self.out[layer]
             selection = None
-            if handle.index_compressor is not None:
+            if handle.memory.index_compressor is not None:
                 q, index_weights = self.index[layer]
                 selection = handle.select(
                     q, index_weights, chosen, rope=self.weights[layer].rope, prepared=True
@@ -190,7 +193,7 @@ def check_against_reference(
         handle = model.manager.acquire(layer, plan.batch)
         out, lse, chosen = results[layer]
         selection = None
-        if handle.index_compressor is not None:
+        if handle.memory.index_compressor is not None:
             q, index_weights = model.index[layer]
             selection = torch.full_like(chosen, 77)
             reference_select.select(

@@ -91,7 +91,7 @@ def test_selections_and_candidates_are_the_reference_s():
         found = []
         for layer in (20, 24):
             handle = manager.acquire(layer, plan.batch)
-            plan.batch.note_append(layer)
+            plan.batch.written.note(layer)
             q = numbers.normal(1, FLASH.index_heads, 128).to(torch.bfloat16).to(device)
             weights = numbers.normal(1, FLASH.index_heads).to(torch.bfloat16).to(device)
             found.append(handle.select(q, weights, rope=rope, candidates=lists).cpu())

@@ -79,7 +79,7 @@ class Engine:
         rows = plan.batch.padded_tokens
         for layer, weights in enumerate(self.weights):
             handle = self.manager.acquire(layer, plan.batch)
-            layouts = (handle.compressor, handle.index_compressor)
+            layouts = (handle.memory.compressor, handle.memory.index_compressor)
             projections = [
                 self.new(rows, layout.columns) for layout in layouts if layout for _ in range(2)
             ]

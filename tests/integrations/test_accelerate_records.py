@@ -79,7 +79,7 @@ def test_window_rows_of_the_first_layer_are_the_rounded_ones() -> None:
         manager = manager_of(model)
         plan = manager.prepare_forward([(past.requests[0], 1)])
         handle = manager.acquire(0, plan.batch)
-        plan.batch.note_append(0)  # rows of former steps are read, and this one is not written
+        plan.batch.written.note(0)  # rows of former steps are read, and this one is not written
         rows, lengths = handle.gather_swa_kv()
         manager.abandon(plan)
     assert lengths.tolist() == [101]

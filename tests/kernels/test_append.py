@@ -189,7 +189,7 @@ def test_nan_in_an_hca_group():
         tensor[77, 9], tensor[127, 70] = NAN, INF
     both.skip({0: 127})
     both.step({0: 1})
-    page = both.stacks[1].manager.acquire(HCA).pool.views["entries_nope"]
+    page = both.stacks[1].manager.acquire(HCA).memory.pool.views["entries_nope"]
     entry = page[both.lives[1][0].block_ids[0], 0]
     assert entry.isnan().any()
     assert set(entry.view(torch.int16)[entry.isnan()].tolist()) == {0x7FC0}

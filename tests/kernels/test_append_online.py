@@ -89,7 +89,7 @@ def test_nan_and_infinity():
     both.skip({0: 126})
     both.step({0: 1})
     both.step({0: 1})
-    page = both.stacks[1].manager.acquire(HCA).pool.views["entries_nope"]
+    page = both.stacks[1].manager.acquire(HCA).memory.pool.views["entries_nope"]
     entry = page[both.lives[1][0].block_ids[0], 0]
     assert entry.isnan().any()
     assert set(entry.view(torch.int16)[entry.isnan()].tolist()) == {0x7FC0}
@@ -107,7 +107,7 @@ def test_sums_that_are_minus_zero():
     both.step({0: 18})
     both.step({0: 3})
     manager, request = both.stacks[0].manager, both.lives[0][0]
-    state = manager.acquire(HCA).compressor.state
+    state = manager.acquire(HCA).memory.compressor.state
     rows = ring_rows(manager.slot_arena.bytes, state, 3, both.schema.model.head_dim)
     products = rows[request.slot, 21 % rows.shape[1], 2, :9]
     assert (products.view(torch.int32) == -(2**31)).all()

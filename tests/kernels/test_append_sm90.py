@@ -86,7 +86,7 @@ def launch(
     kv = torch.empty(tokens, schema.model.head_dim, dtype=torch.bfloat16)
     projections = [
         torch.empty(tokens, layout.columns, dtype=None if layout.gated else torch.bfloat16)
-        for layout in (handle.compressor, handle.index_compressor)
+        for layout in (handle.memory.compressor, handle.memory.index_compressor)
         if layout is not None
         for _ in range(2 if layout.gated else 1)
     ]

@@ -72,7 +72,10 @@ class Layer:
         model, handle = self.stack.schema.model, self.handle
         if operation == "append":
             given: dict[str, Any] = {"kv": self.new(model.head_dim, dtype=torch.bfloat16)}
-            for layout, name in ((handle.compressor, ""), (handle.index_compressor, "index_")):
+            for layout, name in (
+                (handle.memory.compressor, ""),
+                (handle.memory.index_compressor, "index_"),
+            ):
                 for kind in "cz" if layout else "":
                     given[name + kind] = self.new(layout.columns)
             return given | {"weights": self.weights}
@@ -87,7 +90,7 @@ class Layer:
             "q": self.new(model.heads, model.head_dim, dtype=torch.bfloat16),
             "sink": torch.zeros(model.heads),
             "indices": self.new(model.index_topk, dtype=torch.int32)
-            if handle.index_compressor
+            if handle.memory.index_compressor
             else None,
             "out": self.new(model.heads, model.head_dim, dtype=torch.bfloat16),
             "lse": self.new(model.heads),
@@ -95,9 +98,9 @@ class Layer:
         }
 
     def call(self, operation: str, given: dict[str, Any] | None = None) -> None:
-        self.plan.batch.appended_layers.discard(self.handle.layer)  # a chunk is appended once
+        self.plan.batch.written.appended.discard(self.handle.layer)  # a chunk is appended once
         if operation != "append":
-            self.plan.batch.note_append(self.handle.layer)
+            self.plan.batch.written.note(self.handle.layer)
         getattr(self.handle, operation)(**(given or self.inputs(operation)))
 
     def make_known(self, operation: str) -> None:
@@ -106,7 +109,7 @@ class Layer:
 
     @property
     def operations(self) -> tuple[str, ...]:
-        return OPERATIONS if self.handle.index_compressor else ("append", "attend")
+        return OPERATIONS if self.handle.memory.index_compressor else ("append", "attend")
 
 
 # ---- the same launches -----------------------------------------------------------------------
@@ -140,7 +143,7 @@ def test_results_that_are_not_given_are_made(gpu: NoGpu, repeated: list[object])
         for _ in range(3):
             given = one.inputs(operation)
             made = given.pop("out")
-            one.plan.batch.note_append(one.handle.layer)
+            one.plan.batch.written.note(one.handle.layer)
             found = getattr(one.handle, operation)(**given)
             found = found[0] if operation == "attend" else found
             assert (found.shape, found.dtype) == (made.shape, made.dtype)
@@ -262,22 +265,22 @@ def test_wrong_input_is_refused_however_often_right_input_came(
     for name, changed in change.items():
         given[name] = changed(given.get(name))
     gpu.started.clear()
-    one.plan.batch.touched = False
+    one.plan.batch.written.touched = False
     with pytest.raises(InvalidInput, match=what):
         getattr(one.handle, operation)(**given)
     assert not gpu.started
-    assert not one.plan.batch.touched
+    assert not one.plan.batch.written.touched
 
 
 def test_plans_are_looked_at_every_time(gpu: NoGpu) -> None:
     one = Layer(CSA, 40)
     for operation in OPERATIONS:
         one.make_known(operation)
-    one.plan.batch.note_append(one.handle.layer)
+    one.plan.batch.written.note(one.handle.layer)
     with pytest.raises(PlanError, match="appended this plan already"):
         one.handle.append(**one.inputs("append"))
-    one.plan.batch.appended_layers.clear()
-    one.plan.batch.last_appended = None
+    one.plan.batch.written.appended.clear()
+    one.plan.batch.written.last = None
     for operation in ("select", "attend"):
         with pytest.raises(PlanError, match="call append first"):
             getattr(one.handle, operation)(**one.inputs(operation))

@@ -85,7 +85,7 @@ class Engine:
                 self.new(
                     rows, layout.columns, dtype=torch.float32 if layout.gated else torch.bfloat16
                 )
-                for layout in (handle.compressor, handle.index_compressor)
+                for layout in (handle.memory.compressor, handle.memory.index_compressor)
                 if layout
                 for _ in range(1 + layout.gated)
             ]

@@ -109,7 +109,7 @@ class Life:
             self.seen["raised"] += 1
         else:
             return True
-        if part.unfinished_layers and not part.is_decode:
+        if part.written.unfinished and not part.is_decode:
             for again in (layer, 0, 3):
                 with pytest.raises(PlanError, match=r"not repeatable: call fail\(plan\)"):
                     self.stack.write(part, streams, layers=[again])
@@ -129,7 +129,7 @@ class Life:
                 kept = [n - rng.randint(0, min(n, 1 + DRAFTS)) for n in plan.counts.tolist()]
             self.manager.commit(plan, kept, ids=ids)
             return True
-        began = any(part.unfinished_layers for part in plan.batches)
+        began = any(part.written.unfinished for part in plan.batches)
         for partial in (False, True)[: 1 + began]:
             with (
                 nothing_changes(self.manager),

@@ -146,7 +146,7 @@ class Attack(World):
             self.write_some(plan)
         else:
             self.write_into(plan)
-        for partial in (False, True)[: 1 + bool(plan.batch.unfinished_layers)]:
+        for partial in (False, True)[: 1 + bool(plan.batch.written.unfinished)]:
             if not plan.is_stored:
                 with nothing_changes(self.manager), pytest.raises(PlanError):
                     self.manager.commit(plan, ids=self.ids_of(plan), partial=partial)

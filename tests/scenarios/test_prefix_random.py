@@ -147,10 +147,10 @@ class World:
                 self.write_entries(plan, layer, spec.ratio, written, table)
             if plan.batch.captures is not None:
                 plan.batch.captures.after_append(layer)
-            plan.batch.note_append(layer)
+            plan.batch.written.note(layer)
 
     def begin(self, plan: ForwardPlan, layer: int) -> None:
-        plan.batch.begin_append(layer)
+        plan.batch.written.begin(layer)
 
     def inexact(self, stamps: Stamps, spans: list, layer: int) -> Stamps:
         """A replay from a zeroed slot is wrong for a window longer in each layer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dsv4.bench import BenchResult
+from dsv4.bench import BenchResult, Run
 
 BASE = BenchResult(
     case="append flash csa flush batch 1",
@@ -16,13 +16,15 @@ BASE = BenchResult(
     launches=1,
     must_move_bytes=8_000_000,
     floor_us=3.0,
-    copy_bytes_per_us=4e6,
-    empty_launch_us=1.0,
-    commit="abc1234",
-    gpu="NVIDIA H200",
-    torch="2.11.0",
-    triton="3.6.0",
-    python="3.12.3",
+    run=Run(
+        copy_bytes_per_us=4e6,
+        empty_launch_us=1.0,
+        commit="abc1234",
+        gpu="NVIDIA H200",
+        torch="2.11.0",
+        triton="3.6.0",
+        python="3.12.3",
+    ),
     anchors_us={"SGLang": 6.7},
 )
 

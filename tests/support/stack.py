@@ -214,7 +214,7 @@ def readable_bytes(stack: Stack, request: Request) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     for layer in stack.layers:
         handle = stack.manager.acquire(layer)
-        spec, state = handle.schema.spec, handle.state
+        spec, state = handle.schema.spec, handle.memory.state
         window = [
             p % schema.ring_rows for p in range(max(0, length - schema.model.window + 1), length)
         ]
@@ -236,7 +236,7 @@ def readable_bytes(stack: Stack, request: Request) -> dict[str, Tensor]:
                 rows = [p % handle.schema.tail_b_rows for p in range(start, length)]
             result[f"{layer}.{name}"] = _as_bytes(view[request.slot][rows])
         if spec.owns_entries:
-            for name, view in handle.pool.views.items():
+            for name, view in handle.memory.pool.views.items():
                 result[f"{layer}.{name}"] = _as_bytes(
                     torch.stack(
                         [

@@ -199,7 +199,7 @@ class Arrivals:
         self._let_go_host(arrival)
 
     def fail(self, arrival: Arrival, reason: str, why: str) -> None:
-        """Ends an arrival that failed. Memory that is no longer written to is free at once, the
+        """Ends an arrival that failed. Memory to which nothing writes any more is free at once, the
         rest later."""
         if arrival.error is None:
             arrival.error = OfferError(reason, why)
@@ -214,7 +214,7 @@ class Arrivals:
             read.given_up = True
             if not read.settled:
                 return
-        self._side.table.let_go(arrival)
+        self._side.table.holdings.let_go(arrival)
         self._let_go_host(arrival)
 
     def _let_go_host(self, arrival: Arrival) -> None:

@@ -156,9 +156,11 @@ class Handoff:
         arrival.landing.shared = shared
         blocks = self.side.schema.blocks_for(read.tokens)
         try:
-            table.hold(arrival, shared)
-            reserved = table.reserve(blocks - len(shared), asker_blocks=blocks, shared=shared)
-            arrival.landing.block_ids = table.promise(arrival, reserved)
+            table.holdings.hold(arrival, shared)
+            reserved = table.supply.reserve(
+                blocks - len(shared), asker_blocks=blocks, shared=shared
+            )
+            arrival.landing.block_ids = table.holdings.promise(arrival, reserved)
             arrivals.start(arrival)
         except Exception:
             arrivals.give_back(arrival)
@@ -190,7 +192,7 @@ class Handoff:
         request = manager._admission.arrived(arrival, *self.arrivals.state_of(arrival))
         if manager.prefix and arrival.trail is not None:
             exchange = manager._admission.exchange
-            manager.prefix.note_arrival(request, arrival.trail, exchange)
+            manager.prefix.caching.note_arrival(request, arrival.trail, exchange)
         return request
 
     @changes
@@ -267,7 +269,7 @@ class Handoff:
                     side.rows.give_back(row.number)
                 side.pledges.give_back(cell)
             raise
-        side.table.hold(lease, block_ids)
+        side.table.holdings.hold(lease, block_ids)
         self.leases.stand(lease, pledge)
         side.link.begin_serving()
         self._offers += 1
@@ -303,7 +305,7 @@ class Handoff:
         """Releases an offer that is over, or an arrival that is not written to any more."""
         if isinstance(item, Lease):
             if item.name in self.leases.held:
-                self.side.table.let_go(item)
+                self.side.table.holdings.let_go(item)
                 self.side.rows.give_back(item.row.number)
                 self.leases.forget(item)
         elif isinstance(item, Arrival) and item in self.arrivals.open:

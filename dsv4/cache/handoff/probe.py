@@ -3,7 +3,7 @@
 NIXL and UCX end the process at metadata that is not what they wrote: one changed byte is enough,
 and nothing else can check it, because only they know its format. So a link connects to a peer only
 after another process, with the same libraries and settings, has read 64 bytes from it, the pledge.
-If that process dies or hangs, there is no answer, and the link does not connect to the peer.
+If that process dies or hangs, no answer comes, and the link does not connect to the peer.
 """
 
 from __future__ import annotations

@@ -53,8 +53,170 @@ _HIT_KINDS: dict[StateSource, HitKind] = {
 }
 
 
+class Caching:
+    """What requests compute is cached: each complete block whose tokens are known goes into the
+    index, and blocks that another request has cached before are adopted, so that one copy is
+    left."""
+
+    def __init__(
+        self,
+        schema: CacheSchema,
+        allocator: BlockAllocator,
+        index: PrefixIndex,
+        captures: Captures,
+        notices: Notices,
+    ) -> None:
+        self._block_tokens, self._max_decode_tokens = schema.block_tokens, schema.max_decode_tokens
+        self._allocator, self._index = allocator, index
+        self._captures, self._notices = captures, notices
+
+    def read_ids(self, plan: ForwardPlan, kept: I64, ids: TokenIds, recent: RecentIds) -> StepIds:
+        """Those of a step that is committed. Raises InvalidInput if they do not fit the step, or
+        contradict what is known."""
+        return StepIds.read(plan, kept, token_ids(ids), recent, self._block_tokens)
+
+    def note_commit(
+        self,
+        plan: ForwardPlan,
+        kept: I64,
+        ends: I64,
+        learned: StepIds | None,
+        newest: Callable[[], I64],
+        slot_arena: Tensor,
+        adopt: Adopt,
+    ) -> None:
+        """Learns ids, caches the blocks that the step completed, and takes their snapshots. Blocks
+        that another request has cached before are adopted, so that one copy is left.
+
+        The rings still hold the state at every boundary that decode batches have crossed; `newest`
+        is the end of what has been written to them, including plans after this one.
+        """
+        if learned is not None and plan.is_stored:
+            learned.learn(plan, ends)
+        block_tokens = self._block_tokens
+        firsts, lasts = plan.starts // block_tokens, ends // block_tokens
+        rows = (lasts > firsts).nonzero()[0]
+        of_rows = zip(
+            rows.tolist(), firsts.take(rows).tolist(), lasts.take(rows).tolist(), strict=True
+        )
+        for row, first, end in of_rows:
+            request = plan.requests[row]
+            trail = request.trail
+            if trail is None:
+                continue
+            last = min(end, trail.take_recent() // block_tokens)
+            is_chunk = plan.counts[row] > self._max_decode_tokens  # `finish` has its states
+            for node in self._cache_blocks(request, trail, first, last, adopt):
+                if not is_chunk:
+                    slot, written = slot_arena[request.slot], int(newest()[row])
+                    self._captures.take(request, trail, node, slot, written=written)
+        if plan.prefill is not None:
+            self._captures.finish(plan, plan.prefill, kept)
+
+    def supply_ids(self, request: Request, ids: Ids, slot: Tensor, adopt: Adopt) -> None:
+        """Adds ids of tokens that a request has computed before they were known."""
+        trail = request.trail
+        assert trail is not None
+        start = len(trail.ids)
+        sound = request.length if request.incomplete_from is None else request.incomplete_from
+        trail.learn(start, ids[: max(0, sound - start)])
+        block_tokens = self._block_tokens
+        first, last = start // block_tokens, len(trail.ids) // block_tokens
+        if last > first:
+            written = request.written_tokens
+            for node in self._cache_blocks(request, trail, first, last, adopt):
+                self._captures.take(request, trail, node, slot, written=written)
+
+    def note_arrival(self, request: Request, trail: TokenTrail, adopt: Adopt) -> None:
+        """For whole blocks of a request that came from another machine, all of whose ids are known:
+        adopts those that were cached meanwhile, and caches the others."""
+        blocks = len(trail.ids) // self._block_tokens
+        trail.hash_blocks(blocks)
+        for node in self._cache_blocks(request, trail, 0, blocks, adopt):
+            self._index.touch(node)
+
+    def note_release(self, request: Request) -> None:
+        if request.trail is not None and request.trail.chain:
+            node = self._index.get(request.trail.chain[-1])
+            if node is not None:
+                self._index.touch(node)
+
+    def _cache_blocks(
+        self, request: Request, trail: TokenTrail, first: int, last: int, adopt: Adopt
+    ) -> Iterator[PrefixNode]:
+        """Caches a request's complete blocks from `first` to `last`, whose tokens are all known, or
+        adopts the equal block that is cached already."""
+        cached = self._cache_next(request, trail, first) if last == first + 1 else None
+        if cached is not None:
+            yield cached
+            return
+        self._adopt_cached(request, trail, first, last, adopt)
+        for block in range(first, last):
+            node = self._cache_block(request, trail, block)
+            if node is None:
+                break
+            yield node
+
+    def _cache_next(self, request: Request, trail: TokenTrail, block: int) -> PrefixNode | None:
+        """The node of a block that a request has just completed after its own cached ones: what
+        `_adopt_cached` and `_cache_block` do in the usual case. None in any other case, with
+        nothing done."""
+        trail.hash_blocks(block + 1)
+        get, chain, block_ids = self._index.get, trail.chain, request.block_ids
+        before = get(chain[block - 1]) if block else None
+        if block and (before is None or before.block_id != block_ids[block - 1]):
+            return None
+        if get(chain[block]) is not None:
+            return None
+        node = self._index.add(chain[block], block_ids[block], before)
+        self._notices.cached(node, trail)
+        return node
+
+    def _adopt_cached(
+        self, request: Request, trail: TokenTrail, first: int, last: int, adopt: Adopt
+    ) -> None:
+        """Replaces complete blocks of a request, whose tokens are all known, by cached ones with
+        the same tokens. Never one without those before it: a request that holds a cached block
+        holds all before it, so that what is idle can be evicted. For the same reason none while
+        the request shares the block after them, with a fork or an offer: that one keeps the old
+        blocks."""
+        first = min(first, last)
+        while first:
+            before = self._index.get(trail.digest(first - 1))
+            if before is None or before.block_id == request.block_ids[first - 1]:
+                break
+            first -= 1
+        cached = []
+        for block in range(first, last):
+            node = self._index.get(trail.digest(block))
+            if node is None or node.block_id == request.block_ids[block]:
+                break
+            cached.append(node.block_id)
+        after = request.block_ids[first + len(cached) :][:1]
+        if cached and all(self._allocator.references(block_id) == 1 for block_id in after):
+            adopt(request, first, cached)
+
+    def _cache_block(self, request: Request, trail: TokenTrail, block: int) -> PrefixNode | None:
+        """The node of a complete block of a request, whose tokens are all known, made now if there
+        is none; None if it follows the same tokens in another request's block. Blocks before it
+        that were evicted are cached again."""
+        node = self._index.get(trail.digest(block))
+        first = block
+        while node is None and first and (node := self._index.get(trail.chain[first - 1])) is None:
+            first -= 1
+        if first == block and node is not None and node.digest == trail.chain[block]:
+            return node
+        if node is not None and node.block_id != request.block_ids[first - 1]:
+            return None  # another request was first; its blocks must not wait for this one's
+        for nth in range(first, block + 1):
+            node = self._index.add(trail.chain[nth], request.block_ids[nth], node)
+            self._notices.cached(node, trail)
+        return node
+
+
 class PrefixCache:
-    """The index of cached blocks and the snapshots at their ends."""
+    """The index of cached blocks and the snapshots at their ends. `caching` is how blocks get into
+    it."""
 
     def __init__(
         self,
@@ -65,7 +227,7 @@ class PrefixCache:
     ) -> None:
         if not schema.block_bytes:
             raise InvalidInput(
-                "a model of window-only layers keeps nothing in blocks: there is no prefix to cache"
+                "a model of window-only layers keeps nothing in blocks, so no prefix can be cached"
             )
         if options.policy.period_tokens % schema.block_tokens:
             raise InvalidInput(
@@ -90,6 +252,7 @@ class PrefixCache:
         self.pins = Pins(self.index, schema.block_tokens)
         self.blocks = CachedBlocks(allocator, self.index, self.rows, self.pins, self.notices)
         self.captures = Captures(options.policy, self.index, self.rows, self.pool, self.notices)
+        self.caching = Caching(schema, allocator, self.index, self.captures, self.notices)
         self._counters = PrefixCounters()
 
     def __bool__(self) -> Literal[True]:
@@ -142,20 +305,6 @@ class PrefixCache:
         nodes[first:] = [self.index.get(digest) for digest in trail.chain[first:blocks]]
         return self._resume_after(nodes, blocks, len(trail.ids)).resume
 
-    def supply_ids(self, request: Request, ids: Ids, slot: Tensor, adopt: Adopt) -> None:
-        """Adds ids of tokens that a request has computed before they were known."""
-        trail = request.trail
-        assert trail is not None
-        start = len(trail.ids)
-        sound = request.length if request.incomplete_from is None else request.incomplete_from
-        trail.learn(start, ids[: max(0, sound - start)])
-        block_tokens = self.schema.block_tokens
-        first, last = start // block_tokens, len(trail.ids) // block_tokens
-        if last > first:
-            written = request.written_tokens
-            for node in self._cache_blocks(request, trail, first, last, adopt):
-                self.captures.take(request, trail, node, slot, written=written)
-
     def match(self, trail: TokenTrail, *, reuse: bool = True) -> PrefixMatch:
         """What of a prompt is cached; without `reuse` as if nothing were. The last token always
         runs: it gives the first logits."""
@@ -204,7 +353,7 @@ class PrefixCache:
                 tokens_shared=counted.tokens_shared + resume.reused_tokens,
             )
             if match.nodes:
-                self.index.returned(match.nodes[-1])
+                self.index.policy.returned(match.nodes[-1])
             if match.snapshot is not None:
                 self.rows.use(match.snapshot)
             for observer in self.notices.observers:
@@ -226,129 +375,6 @@ class PrefixCache:
         if match.snapshot is not None and match.snapshot.snapshot is not None:
             self.pool.restore(slot, match.snapshot.snapshot, match.resume.start)
 
-    # ---- steps -------------------------------------------------------------------------------
-
-    def read_ids(self, plan: ForwardPlan, kept: I64, ids: TokenIds, recent: RecentIds) -> StepIds:
-        """Those of a step that is committed. Raises InvalidInput if they do not fit the step, or
-        contradict what is known."""
-        return StepIds.read(plan, kept, token_ids(ids), recent, self.schema.block_tokens)
-
-    def note_commit(
-        self,
-        plan: ForwardPlan,
-        kept: I64,
-        ends: I64,
-        learned: StepIds | None,
-        newest: Callable[[], I64],
-        slot_arena: Tensor,
-        adopt: Adopt,
-    ) -> None:
-        """Learns ids, caches the blocks that the step completed, and takes their snapshots. Blocks
-        that another request has cached before are adopted, so that one copy is left.
-
-        The rings still hold the state at every boundary that decode batches have crossed; `newest`
-        is the end of what has been written to them, including plans after this one.
-        """
-        if learned is not None and plan.is_stored:
-            learned.learn(plan, ends)
-        block_tokens = self.schema.block_tokens
-        firsts, lasts = plan.starts // block_tokens, ends // block_tokens
-        rows = (lasts > firsts).nonzero()[0]
-        of_rows = zip(
-            rows.tolist(), firsts.take(rows).tolist(), lasts.take(rows).tolist(), strict=True
-        )
-        for row, first, end in of_rows:
-            request = plan.requests[row]
-            trail = request.trail
-            if trail is None:
-                continue
-            last = min(end, trail.take_recent() // block_tokens)
-            is_chunk = plan.counts[row] > self.schema.max_decode_tokens  # `finish` has its states
-            for node in self._cache_blocks(request, trail, first, last, adopt):
-                if not is_chunk:
-                    slot, written = slot_arena[request.slot], int(newest()[row])
-                    self.captures.take(request, trail, node, slot, written=written)
-        if plan.prefill is not None:
-            self.captures.finish(plan, plan.prefill, kept)
-
-    def _cache_blocks(
-        self, request: Request, trail: TokenTrail, first: int, last: int, adopt: Adopt
-    ) -> Iterator[PrefixNode]:
-        """Caches a request's complete blocks from `first` to `last`, whose tokens are all known, or
-        adopts the equal block that is cached already."""
-        cached = self._cache_next(request, trail, first) if last == first + 1 else None
-        if cached is not None:
-            yield cached
-            return
-        self._adopt_cached(request, trail, first, last, adopt)
-        for block in range(first, last):
-            node = self._cache_block(request, trail, block)
-            if node is None:
-                break
-            yield node
-
-    def _cache_next(self, request: Request, trail: TokenTrail, block: int) -> PrefixNode | None:
-        """The node of a block that a request has just completed after its own cached ones: what
-        `_adopt_cached` and `_cache_block` do in the usual case. None in any other case, with
-        nothing done."""
-        trail.hash_blocks(block + 1)
-        get, chain, block_ids = self.index.get, trail.chain, request.block_ids
-        before = get(chain[block - 1]) if block else None
-        if block and (before is None or before.block_id != block_ids[block - 1]):
-            return None
-        if get(chain[block]) is not None:
-            return None
-        node = self.index.add(chain[block], block_ids[block], before)
-        self.notices.cached(node, trail)
-        return node
-
-    def _adopt_cached(
-        self, request: Request, trail: TokenTrail, first: int, last: int, adopt: Adopt
-    ) -> None:
-        """Replaces complete blocks of a request, whose tokens are all known, by cached ones with
-        the same tokens. Never one without those before it: a request that holds a cached block
-        holds all before it, so that what is idle can be evicted. For the same reason none while
-        the request shares the block after them, with a fork or an offer: that one keeps the old
-        blocks."""
-        first = min(first, last)
-        while first:
-            before = self.index.get(trail.digest(first - 1))
-            if before is None or before.block_id == request.block_ids[first - 1]:
-                break
-            first -= 1
-        cached = []
-        for block in range(first, last):
-            node = self.index.get(trail.digest(block))
-            if node is None or node.block_id == request.block_ids[block]:
-                break
-            cached.append(node.block_id)
-        after = request.block_ids[first + len(cached) :][:1]
-        if cached and all(self._allocator.references(block_id) == 1 for block_id in after):
-            adopt(request, first, cached)
-
-    def note_release(self, request: Request) -> None:
-        if request.trail is not None and request.trail.chain:
-            node = self.index.get(request.trail.chain[-1])
-            if node is not None:
-                self.index.touch(node)
-
-    def _cache_block(self, request: Request, trail: TokenTrail, block: int) -> PrefixNode | None:
-        """The node of a complete block of a request, whose tokens are all known, made now if there
-        is none; None if it follows the same tokens in another request's block. Blocks before it
-        that are no longer cached are cached again."""
-        node = self.index.get(trail.digest(block))
-        first = block
-        while node is None and first and (node := self.index.get(trail.chain[first - 1])) is None:
-            first -= 1
-        if first == block and node is not None and node.digest == trail.chain[block]:
-            return node
-        if node is not None and node.block_id != request.block_ids[first - 1]:
-            return None  # another request was first; its blocks must not wait for this one's
-        for nth in range(first, block + 1):
-            node = self.index.add(trail.chain[nth], request.block_ids[nth], node)
-            self.notices.cached(node, trail)
-        return node
-
     # ---- what tiers had ----------------------------------------------------------------------
 
     def adopt(self, trail: TokenTrail, first: int, block_ids: Sequence[int]) -> list[int]:
@@ -368,14 +394,6 @@ class PrefixCache:
                 unused.append(block_id)
             parent = node
         return unused
-
-    def note_arrival(self, request: Request, trail: TokenTrail, adopt: Adopt) -> None:
-        """For whole blocks of a request that came from another machine, all of whose ids are known:
-        adopts those that were cached meanwhile, and caches the others."""
-        blocks = len(trail.ids) // self.schema.block_tokens
-        trail.hash_blocks(blocks)
-        for node in self._cache_blocks(request, trail, 0, blocks, adopt):
-            self.index.touch(node)
 
     def adopt_snapshot(self, digest: bytes, row: int) -> None:
         """A row in flight, whose bytes are there and checked, holds the state after a block."""

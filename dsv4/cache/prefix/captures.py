@@ -65,7 +65,7 @@ class ChunkCaptures:
 
         batch_rows = [c.batch_row for c in captures]
         self._rows = column([c.row for c in captures])
-        self._slots = column(batch.slots[batch_rows].tolist())
+        self._slots = column(batch.shape.slots[batch_rows].tolist())
         self._boundaries = column([c.boundary for c in captures])
         self._first_tokens = column(batch.shape.first_rows[batch_rows].tolist())
         begins = column(batch.starts[batch_rows].tolist())

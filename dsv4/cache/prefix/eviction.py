@@ -74,10 +74,10 @@ class EvictionPolicy(Protocol):
 
     def choose(self, eviction: Eviction) -> None:
         """Takes (`eviction.take`) offered leaves that nothing holds, until `eviction.is_done` or
-        none is left. What was taken is no longer offered: it is dropped, or offered again."""
+        none is left. What was taken is not offered any more: it is dropped, or offered again."""
 
     def dropped(self, node: PrefixNode) -> None:
-        """The block is no longer cached, whether it was offered or not."""
+        """The block has left the index, whether it was offered or not."""
 
     def snapshot_used(self, node: PrefixNode) -> None:
         """The state at the end of the block was just stored, or a request continues from it."""

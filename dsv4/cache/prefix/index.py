@@ -77,10 +77,6 @@ class PrefixIndex:
     def touch(self, node: PrefixNode) -> None:
         self.policy.used(node)
 
-    def returned(self, node: PrefixNode) -> None:
-        """A request goes on after this block."""
-        self.policy.returned(node)
-
     def add(
         self,
         digest: bytes,
@@ -125,11 +121,13 @@ class PrefixIndex:
 
     def choose_all(self) -> list[PrefixNode]:
         """All blocks that can be evicted, children before parents, whatever the policy says."""
-        eviction = Eviction(len(self), self._allocator.references, has_tiers=False)
+        victims, needed = [], set[PrefixNode | None]()
         for node in sorted(self.nodes(), key=lambda node: -node.depth):
-            if eviction.is_leaf(node) and not eviction.is_held(node):
-                eviction.take(node)
-        return eviction.victims
+            if node.pins or self._allocator.references(node.block_id) or node in needed:
+                needed.add(node.parent)
+            else:
+                victims.append(node)
+        return victims
 
     def drop(self, victims: Sequence[PrefixNode]) -> None:
         """Evicts what `choose` has chosen."""

@@ -22,6 +22,7 @@ class PrefixNode:
         "digest",
         "hints",
         "is_cached",
+        "is_first_child",
         "is_superseded",
         "is_turn_end",
         "keep_until",
@@ -31,7 +32,6 @@ class PrefixNode:
         "pins",
         "queued",
         "snapshot",
-        "snapshot_known",
         "stored",
         "turns",
     )
@@ -48,7 +48,8 @@ class PrefixNode:
         self.children = self.pins = self.last_use = 0
         self.snapshot: int | None = None
         self.is_cached = True  # it is in the index
-        self.stored = self.is_superseded = self.is_turn_end = self.snapshot_known = False
+        self.is_first_child = parent is not None and not parent.children
+        self.stored = self.is_superseded = self.is_turn_end = False
         self.queued = self.offered_use = self.turns = 0
         self.keep_until = 0.0
 

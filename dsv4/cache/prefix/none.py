@@ -24,7 +24,7 @@ class NoCaptures:
     """No snapshots are taken."""
 
     def plan(self, *prefill: object) -> None:
-        """There is no row for one."""
+        """No row exists for one."""
 
     def reserve(self, captures: object) -> None:
         """None were planned."""
@@ -34,6 +34,19 @@ class NoCaptures:
 
     def rows_of(self, plans: object) -> list[int]:
         return []
+
+
+class NoCaching:
+    """Nothing is cached."""
+
+    def read_ids(self, *step: object) -> None:
+        """Ids of a step are not looked at."""
+
+    def note_commit(self, *step: object) -> None:
+        """Nothing is cached."""
+
+    def note_release(self, request: Request) -> None:
+        """Nothing of it stays."""
 
 
 class NoPrefix:
@@ -48,6 +61,7 @@ class NoPrefix:
         self.rows = SnapshotRows(0, policy, _nothing)
         self.pins = Pins(self.index, schema.block_tokens)
         self.captures = NoCaptures()
+        self.caching = NoCaching()
         self.notices = Notices(schema.block_tokens, has_state_bytes=False)
         self.blocks = CachedBlocks(allocator, self.index, self.rows, self.pins, self.notices)
 
@@ -77,15 +91,6 @@ class NoPrefix:
 
     def put_state(self, match: PrefixMatch, slot: object) -> None:
         """There is none to put."""
-
-    def read_ids(self, *step: object) -> None:
-        """Ids of a step are not looked at."""
-
-    def note_commit(self, *step: object) -> None:
-        """Nothing is cached."""
-
-    def note_release(self, request: Request) -> None:
-        """Nothing of it stays."""
 
     def memory_bytes(self) -> int:
         return 0

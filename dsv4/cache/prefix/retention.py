@@ -20,6 +20,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator
 from itertools import count
+from typing import Literal
 
 from dsv4.cache.prefix.costs import Costs
 from dsv4.cache.prefix.eviction import PASSED_OVER, Eviction
@@ -33,6 +34,8 @@ NOT_WEIGHED = Costs(block_tokens=128, per_token=0.0, replay_tokens=1 << 20)
 COST_POWER = 0.25
 REMEMBERED = 4  # cached blocks for each evicted turn end that is remembered
 FEWEST_REMEMBERED = 64
+MOST_NEWS = 4096
+NOT_IN_A_HEAP = -1  # of an offered block, in place of the number of its entry
 
 KINDS = 6  # by turns (first, second, later) and by length (short, long)
 LONG_TOKENS = 4096  # from here on a prompt is long
@@ -47,6 +50,8 @@ YOUNG = 64  # ticks: at younger ages nothing is known
 
 # superseded or not, priority, kind (of Returns)
 Rank = tuple[bool, int, int]
+What = Literal["used", "returned", "superseded", "dropped", "state used", "state dropped"]
+News = tuple[What, PrefixNode, int, int, float]  # when in ticks, blocks after it, when in seconds
 Entry = tuple[float, int, PrefixNode]  # last use (or when its time ends), number, block
 StateKey = tuple[bool, bool, Rank]  # whether a turn ends there, whether it has a time to stay, rank
 
@@ -69,14 +74,14 @@ def start_of(nth: int) -> int:
 class Returns:
     """How likely it is that a cached prompt comes back, learned from those that did.
 
-    The clock counts blocks: one that is cached, or used, is one tick. Each turn of a conversation ends
-    with a block, whose life ends when a prompt goes on from there (a return), or when it was evicted
-    long ago (a loss). From both, by kind and age:
+    The clock counts what happens: a block that is cached, used or evicted is a tick. Each turn of a
+    conversation ends with a block, whose life ends when a prompt goes on from there (a return), or
+    when it was evicted long ago (a loss). From both, by kind and age:
 
         density(kind, age) = returns at this age or later / ticks lived from this age on
 
-    That is what a block of memory earns per tick from now on (a least hit density: Beckmann and others,
-    NSDI 2018). What was evicted is remembered for some time, so that a return of it is noticed too.
+    That is what a block of memory earns per tick from now on (least hit density: Beckmann and
+    others, NSDI 2018). What was evicted is remembered for some time, so that its return is noticed.
     """
 
     def __init__(self) -> None:
@@ -142,15 +147,20 @@ class Returns:
 
 
 class Retention:
-    """An `EvictionPolicy`. `costs` are those of the model; the prefix cache sets them."""
+    """An `EvictionPolicy`. `costs` are those of the model; the prefix cache sets them.
+
+    What happens is only noted; it is looked at when memory is needed (`_catch_up`), so that a
+    commit and an admission cost little.
+    """
 
     def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
         self.costs = NOT_WEIGHED
         self._now = now
         self._returns = Returns()
-        self._came_back: list[tuple[int, int, int]] = []  # turns, depth, age: not yet learned
         self._clock = 0
         self._nodes = 0
+        self._news: list[News] = []
+        self._offered: list[PrefixNode] = []  # not in a heap yet
         self._numbers = count(1)
         self._heaps: dict[Rank, list[Entry]] = {}
         self._floors: dict[int, list[Entry]] = {}  # by priority: leaves whose time has not passed
@@ -159,68 +169,111 @@ class Retention:
         self._heads: dict[Rank, tuple[int, int, float]] = {}
         self._states: dict[StateKey, OrderedDict[PrefixNode, None]] = {}
         self._state_keys: dict[PrefixNode, StateKey] = {}
-        self._used_states: dict[PrefixNode, bool] = {}  # used since, and whether a turn ends there
 
-    # ---- what happens to blocks --------------------------------------------------------------
+    # ---- what happens ------------------------------------------------------------------------
 
     def used(self, node: PrefixNode) -> None:
-        if node.last_use:
-            node.is_turn_end = True
-        else:
-            self._enter(node)
-        self._use(node)
+        self._note("used", node)
 
     def returned(self, node: PrefixNode) -> None:
-        if not node.children:
-            if node.is_turn_end:
-                self._came_back.append((node.turns, node.depth, self._clock - node.last_use))
-            node.turns += 1
-        node.is_turn_end = True
-        self._use(node)
+        self._note("returned", node)
 
     def superseded(self, node: PrefixNode) -> None:
         """A newer state of its session does not begin with this block."""
-        node.is_superseded = True
-        if node.queued:
-            self._offer_anew(node)
-        if node in self._state_keys:
-            self._place(node, is_end=self._state_keys[node][0])
-
-    def _use(self, node: PrefixNode) -> None:
-        self._clock += 1
-        node.last_use = self._clock
-        node.is_superseded = False
-        if node.hints is not None and node.hints.ttl_s is not None:
-            node.keep_until = self._now() + node.hints.ttl_s
-
-    def _enter(self, node: PrefixNode) -> None:
-        """A new block is in the turn of the block before it, unless it begins a branch."""
-        self._nodes += 1
-        parent, turns = node.parent, self._returns.back(node.digest, self._clock)
-        if turns is not None:
-            turns += 1
-        elif parent is not None and parent.children == 1:
-            turns = parent.turns
-        node.turns = turns or 0
+        self._note("superseded", node)
 
     def dropped(self, node: PrefixNode) -> None:
-        self._nodes -= 1
-        if node.queued:
-            node.queued = 0
-            self._stale += 1
-        if node.is_turn_end:
-            self._returns.evicted(node.digest, self._kind(node), node.turns, node.last_use)
-            most = max(FEWEST_REMEMBERED, self._nodes // REMEMBERED)
-            self._returns.forget(most, self._clock)
+        self._note("dropped", node)
 
-    # ---- the order of blocks -----------------------------------------------------------------
+    def snapshot_used(self, node: PrefixNode) -> None:
+        self._note("state used", node)
+
+    def snapshot_dropped(self, node: PrefixNode) -> None:
+        self._note("state dropped", node)
+
+    def _note(self, what: What, node: PrefixNode) -> None:
+        self._clock += 1
+        self._news.append((what, node, self._clock, node.children, self._now()))
+        if len(self._news) >= MOST_NEWS:
+            self._catch_up()
 
     def offer(self, node: PrefixNode) -> None:
         if not node.queued:
-            self._push(node)
+            node.queued = NOT_IN_A_HEAP
+            self._offered.append(node)
 
     def is_offered(self, node: PrefixNode) -> bool:
         return bool(node.queued)
+
+    # ---- what follows from it ----------------------------------------------------------------
+
+    def _catch_up(self) -> None:
+        news, self._news = self._news, []
+        for each in news:
+            self._learn(*each)
+        offered, self._offered = self._offered, []
+        for node in offered:
+            if node.queued == NOT_IN_A_HEAP:
+                node.queued = 0
+                if node.is_cached and not node.children:  # otherwise it is offered when they go
+                    self._push(node)
+        if self._stale > 64 + self._nodes:
+            self._clear_stale()
+
+    def _learn(self, what: What, node: PrefixNode, at: int, children: int, at_s: float) -> None:
+        match what:
+            case "used" if not node.last_use:
+                self._enter(node, at, at_s)
+            case "used":
+                node.is_turn_end = True
+                self._use(node, at, at_s)
+            case "returned":
+                if not children:
+                    if node.is_turn_end:
+                        self._returns.returned(self._kind(node), at - node.last_use)
+                    node.turns += 1
+                node.is_turn_end = True
+                self._use(node, at, at_s)
+            case "superseded":
+                node.is_superseded = True
+                if node.queued > 0:
+                    self._offer_anew(node)
+                if node in self._state_keys:
+                    self._place(node, is_end=self._state_keys[node][0])
+            case "dropped":
+                self._leave(node, at)
+            case "state used":
+                # a turn ends where nothing comes after, or where a request goes on
+                self._place(node, is_end=node in self._state_keys or not children)
+            case "state dropped":
+                self._remove(node)
+
+    def _use(self, node: PrefixNode, at: int, at_s: float) -> None:
+        node.last_use = at
+        hints = node.hints
+        node.is_superseded = hints is not None and hints.final and node.is_turn_end
+        if hints is not None and hints.ttl_s is not None:
+            node.keep_until = at_s + hints.ttl_s
+
+    def _enter(self, node: PrefixNode, at: int, at_s: float) -> None:
+        """A new block is in the turn of the block before it, unless it begins a branch."""
+        self._nodes += 1
+        parent, turns = node.parent, self._returns.back(node.digest, at)
+        if turns is not None:
+            node.turns = turns + 1
+        elif parent is not None and node.is_first_child:
+            node.turns = parent.turns
+        self._use(node, at, at_s)
+
+    def _leave(self, node: PrefixNode, at: int) -> None:
+        self._nodes -= 1
+        self._stale += node.queued > 0
+        node.queued = 0
+        if node.is_turn_end:
+            self._returns.evicted(node.digest, self._kind(node), node.turns, node.last_use)
+            self._returns.forget(max(FEWEST_REMEMBERED, self._nodes // REMEMBERED), at)
+
+    # ---- the order of blocks -----------------------------------------------------------------
 
     def _offer_anew(self, node: PrefixNode) -> None:
         """Its rank has changed."""
@@ -235,20 +288,18 @@ class Retention:
         else:
             heap = self._heaps.setdefault(self._rank(node), [])
             heapq.heappush(heap, (node.last_use, node.queued, node))
-        if self._stale > 64 + self._nodes:
-            self._clear_stale()
 
     def choose(self, eviction: Eviction) -> None:
         in_use: list[PrefixNode] = []
         passed: list[PrefixNode] = []
         most_passed = PASSED_OVER if eviction.has_tiers else 0
-        self._learn()
+        self._catch_up()
         self._end_floors()
         while not eviction.is_done:
             node = self._pop_least()
             if node is None and passed:  # no tier has the remaining ones
                 most_passed = 0
-                self._offer_all(passed)
+                self._push_all(passed)
                 passed = []
             elif node is None:
                 break
@@ -260,11 +311,12 @@ class Retention:
                 passed.append(node)
             else:
                 self._take(eviction, node)
-        self._offer_all(passed)
+        self._push_all(passed)
         # being in use counts as a use: it will not be looked at first next time
+        self._clock += 1
         for node in in_use:
-            self._use(node)
-            self.offer(node)
+            self._use(node, self._clock, self._now())
+        self._push_all(in_use)
 
     def _pop_least(self) -> PrefixNode | None:
         """The block that goes first, no longer offered; None if there is none."""
@@ -323,14 +375,9 @@ class Retention:
     def _kind(self, node: PrefixNode) -> int:
         return kind_of(node.turns, (node.depth + 1) * self.costs.block_tokens)
 
-    def _learn(self) -> None:
-        while self._came_back:
-            turns, depth, age = self._came_back.pop()
-            self._returns.returned(kind_of(turns, (depth + 1) * self.costs.block_tokens), age)
-
-    def _offer_all(self, nodes: list[PrefixNode]) -> None:
+    def _push_all(self, nodes: list[PrefixNode]) -> None:
         for node in nodes:
-            self.offer(node)
+            self._push(node)
 
     def _end_floors(self) -> None:
         """Blocks whose time has passed are worth what all others are."""
@@ -352,22 +399,10 @@ class Retention:
 
     # ---- snapshots ---------------------------------------------------------------------------
 
-    def snapshot_used(self, node: PrefixNode) -> None:
-        # a turn ends where nothing comes after, or where a request goes on
-        self._used_states[node] = node.snapshot_known or not node.children
-        node.snapshot_known = True
-
-    def snapshot_dropped(self, node: PrefixNode) -> None:
-        self._used_states.pop(node, None)
-        self._remove(node)
-        node.snapshot_known = False
-
     def snapshots(self) -> Iterator[PrefixNode]:
         """Superseded ones first, then those inside of turns, then ends of turns, the least worth
         first, then those whose time has not passed."""
-        for used, is_end in self._used_states.items():
-            self._place(used, is_end=is_end)
-        self._used_states.clear()
+        self._catch_up()
         orders = [(key, iter(states)) for key, states in self._states.items()]
         heads = [(key, node, order) for key, order in orders if (node := next(order, None))]
         now = self._now() if heads else 0.0
@@ -404,15 +439,15 @@ class Retention:
     # ---- after an interrupt ------------------------------------------------------------------
 
     def rebuild(self, nodes: Collection[PrefixNode]) -> None:
+        self._catch_up()
         self._nodes, self._stale = len(nodes), 0
         self._heaps, self._floors = {}, {}
         for node in nodes:
             node.queued = 0
-        self._offer_all([node for node in nodes if not node.children])
-        list(self.snapshots())  # places what was used
+            if not node.children:
+                self._push(node)
         kept = dict.fromkeys(node for node in nodes if node.snapshot is not None)
         keys = {node: key for node, key in self._state_keys.items() if node in kept}
-        self._states, self._state_keys, self._used_states = {}, {}, {}
+        self._states, self._state_keys = {}, {}
         for node in {**dict.fromkeys(keys), **kept}:
-            node.snapshot_known = True
             self._place(node, is_end=keys[node][0] if node in keys else not node.children)

@@ -91,8 +91,8 @@ class RecentIds:
     ) -> None:
         """Ids of all tokens of a step, a block per request at most: `token_rows` says in which row
         of the step and in which slot each one's request is, and which of its tokens from `starts`
-        on it is. Those before `ends` count; what is written after them is never read. There is no
-        gap between them and what is known."""
+        on it is. Those before `ends` count; what is written after them is never read. They
+        follow what is known without a gap."""
         row, slot, nth = token_rows
         at = starts.take(row)
         at += nth

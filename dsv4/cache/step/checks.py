@@ -265,9 +265,9 @@ def every_layer(plan: ForwardPlan, kept: I64, *, partial: bool) -> bool:
     """Whether every layer except draft layers has stored the step. PlanError if an append of one
     raised, or if one lacks tokens that are kept and the step is not meant to be `partial`."""
     for batch in plan.batches:
-        if batch.unfinished_layers:
+        if batch.written.unfinished:
             raise PlanError(
-                f"an append of layer {min(batch.unfinished_layers)} raised, so what the step has "
+                f"an append of layer {min(batch.written.unfinished)} raised, so what the step has "
                 f"left there is unknown: call fail(plan)"
             )
     if plan.is_stored:
@@ -298,7 +298,7 @@ def _name(plan: ForwardPlan, batch: Batch) -> str:
 
 def _missing_layers(batch: Batch) -> str:
     """By number, the first few of many."""
-    layers = sorted(set(batch.schema.backbone_layers).difference(batch.stored_layers))
+    layers = sorted(set(batch.schema.backbone_layers).difference(batch.written.stored))
     shown = ", ".join(map(str, layers[:8]))
     if len(layers) > 8:
         shown += f" and {len(layers) - 8} more"

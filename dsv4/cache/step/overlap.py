@@ -199,7 +199,7 @@ def may_have_run(plan: ForwardPlan) -> NDArray[np.bool_]:
     replayed graph leaves no trace on the host, so a decode batch may have, except for requests
     whose earlier chunk has not run."""
     sizes = [len(batch.requests) for batch in plan.batches]
-    touched = np.repeat([batch.touched for batch in plan.batches], sizes)
+    touched = np.repeat([batch.written.touched for batch in plan.batches], sizes)
     replayed = np.repeat([batch.is_decode for batch in plan.batches], sizes)
     if plan.after is not None:
         assert plan.rows_before is not None

@@ -101,7 +101,7 @@ def _cancel(tier: Tier, asked: Asked) -> None:
 
 
 def _work(tier: Tier, jobs: SimpleQueue[Callable[[], Asked | None] | None]) -> None:
-    """Works until the queue says that there are no more callers."""
+    """Works until the queue says that no more callers will come."""
     under_way: list[Asked] = []
     while True:
         with suppress(Empty):

@@ -171,9 +171,9 @@ class Fetches:
         found = list(takewhile(lambda item: item.sources, items))
         count = min(len(found), self._table.allocator.free + self._prefix.blocks.evictable())
         if count:
-            reserved = self._table.reserve(count)
+            reserved = self._table.supply.reserve(count)
             fetch.block_ids = reserved.block_ids
-            fetch.block_ids = self._table.settle_in_flight(reserved)
+            fetch.block_ids = self._table.supply.settle_in_flight(reserved)
         for item, block_id in zip(found, fetch.block_ids, strict=False):
             item.target = self._block_arena[block_id]
         return found[:count]

@@ -50,7 +50,7 @@ class Route:
 
     @property
     def is_shared(self) -> bool:
-        """Whether anything besides the asking fetch may release host memory."""
+        """Whether anything other than the asking fetch may release host memory."""
         return len(self.open) > 1 or not self.worker.idle
 
 

@@ -288,7 +288,7 @@ class Tiers:
             self._suspend(request)
 
     def let_go(self, item: object) -> bool:
-        """Ends a fetch that is no longer referenced; False if it is not a fetch."""
+        """Ends a fetch that nothing refers to any more; False if it is not a fetch."""
         if not isinstance(item, Fetch):
             return False
         self.fetches.let_go(item)

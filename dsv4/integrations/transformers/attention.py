@@ -51,7 +51,7 @@ class FastAttention:
 
     Hidden states are [1, tokens, hidden], the tokens of the plan in order. Projections, norms and
     rotation of queries and window rows are the module's own; compressors write entries and keys
-    through the cache, which also selects and attends. There is no dense mask and no concatenation.
+    through the cache, which also selects and attends. It makes no dense mask and no concatenation.
 
     Submodules are taken from `_modules`: looking them up by name costs a Python call.
     """

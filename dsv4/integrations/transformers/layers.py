@@ -37,14 +37,14 @@ class PagedLayer(CacheLayerMixin):
         # arenas
         self.rows, self.layer = rows, layer
         handle = rows.manager.acquire(layer)
-        self.arena = handle.memory.shared.slot_arena.bytes  # where the layer is
-        self.window_page = handle.read_swa_view().page
-        self.window = handle.schema.window
+        self._arena = handle.memory.shared.slot_arena.bytes  # where the layer is
+        self._window_page = handle.read_swa_view().page
+        self._window = handle.schema.window
         self.compressors: dict[str, _Compressor] = {}
-        if handle.compressor is not None:
+        if handle.memory.compressor is not None:
             page = handle.read_classical_view().page
             self.compressors["compressor"] = _Compressor(rows, handle, "compressor", page)
-        if handle.index_compressor is not None:
+        if handle.memory.index_compressor is not None:
             page = handle.read_indexer_view().page
             self.compressors["indexer"] = _Compressor(rows, handle, "indexer", page)
 
@@ -58,16 +58,16 @@ class PagedLayer(CacheLayerMixin):
         """KV [rows, 1, n, head_dim] of the step's tokens; returns the window before them and
         themselves, the same tensor twice: keys are values."""
         batch, columns, width = key_states.shape[0], key_states.shape[2], key_states.shape[3]
-        if width != self.window_page.format.width:
+        if width != self._window_page.format.width:
             raise InvalidInput(
-                f"KV of {width} channels in a cache of {self.window_page.format.width}: it was "
+                f"KV of {width} channels in a cache of {self._window_page.format.width}: it was "
                 f"made for another model"
             )
         if self.layer == 0:
             self.rows.begin_step(batch, columns)
         start, slots = self.rows.start, self.rows.slots[:, None]
-        arena, page = self.arena, self.window_page
-        past = torch.arange(max(0, start - self.window + 1), start, device=arena.device)
+        arena, page = self._arena, self._window_page
+        past = torch.arange(max(0, start - self._window + 1), start, device=arena.device)
         before = read_records(arena, page, slots, past % page.rows)
         data, scales = _encoded(page, key_states[:, 0].to(arena.device))
         kept = min(columns, page.rows)
@@ -85,7 +85,7 @@ class PagedLayer(CacheLayerMixin):
         """The window in the form of transformers' own layer, [rows, 1, at most window - 1,
         head_dim], in the model's type: a copy, decoded from the ring. None before the first
         forward. Raises InvalidInput for padded rows, which have different windows."""
-        rows, page = self.rows, self.window_page
+        rows, page = self.rows, self._window_page
         if not rows.requests:
             return None
         if set(lengths := rows.lengths) != {rows.columns}:
@@ -93,10 +93,10 @@ class PagedLayer(CacheLayerMixin):
                 f"rows of {min(lengths)} to {max(lengths)} tokens have no keys of one shape: read "
                 f"their windows with cache.manager.acquire(layer).gather_swa_kv"
             )
-        arena = self.arena
+        arena = self._arena
         slots = torch.tensor([[request.slot] for request in rows.requests], device=arena.device)
         past = torch.arange(
-            max(0, rows.columns - self.window + 1), rows.columns, device=arena.device
+            max(0, rows.columns - self._window + 1), rows.columns, device=arena.device
         )
         model = rows.model()
         found = read_records(arena, page, slots, past % page.rows).unsqueeze(1)
@@ -150,7 +150,7 @@ class PagedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many keys `update` will return for this many tokens, and the position of the
         first."""
-        past = min(self.rows.columns, self.window - 1)
+        past = min(self.rows.columns, self._window - 1)
         return past + query_length, self.rows.columns - past
 
     def get_max_length(self) -> int:
@@ -168,9 +168,10 @@ class _Compressor:
 
     def __init__(self, rows: CacheRows, handle: LayerCacheHandle, name: str, page: Page) -> None:
         self.rows, self.layer, self.name, self.page = rows, handle.layer, name, page
-        self.arena, self.block_table = handle.memory.shared.block_arena.bytes, handle.block_table
+        memory = handle.memory
+        self.arena, self.block_table = memory.shared.block_arena.bytes, memory.shared.block_table
         self.ratio, self.width = handle.schema.spec.ratio, page.format.width
-        views = handle.state.views
+        views = memory.state.views
         planes = {
             stream: views.get(f"{_TAILS[name]}_{stream}") for stream in ("ka", "za", "kb", "zb")
         }

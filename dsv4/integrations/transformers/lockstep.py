@@ -53,7 +53,7 @@ class Lockstep:
     same slot, the same blocks and the same tokens. Layers are counted as the model counts them:
     `acquire` finds the device. If managers could reuse different numbers of tokens, because layers
     need different state to continue, none reuses any. It has the calls of a KVCacheManager that an
-    accelerated model makes; there are no tiers.
+    accelerated model makes; it has no tiers.
     """
 
     tiers = NoTiers()

@@ -18,7 +18,7 @@ class Packing:
     """The tokens of a [batch, columns] step in row-major order, `counts[row]` of each row.
 
     `mask` marks tokens (as opposed to padding), on the host; `where` int64 [tokens] are their
-    places in the flattened batch, on the device, or None if there is no padding.
+    places in the flattened batch, on the device, or None without padding.
     """
 
     mask: NDArray[np.bool_]
@@ -94,7 +94,7 @@ def read_packing(
     if past_mask is not None and attention_mask is not None:
         _check_past(attention_mask, past_mask)
     if not mask.any():
-        raise InvalidInput("attention_mask hides every new column: there is no token to run")
+        raise InvalidInput("attention_mask hides every new column, so no token is left to run")
     if position_ids is not None:
         given = _positions(position_ids, batch, columns)
         expected = np.cumsum(mask, axis=1) - 1 + np.asarray(lengths)[:, None]

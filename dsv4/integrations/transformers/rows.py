@@ -206,7 +206,7 @@ class RowPool:
         return bool(self.manager.tiers)
 
     def release(self, requests: Sequence[Request]) -> None:
-        """Frees their places, at once if there are no tiers; otherwise these keep what rows
+        """Frees their places, at once without tiers; otherwise these keep what rows
         hold."""
         if self._has_tiers:
             self.release_later(requests)
@@ -228,7 +228,7 @@ class RowPool:
             self.release_later(requests)
 
     def keep(self, row: KnownRow) -> None:
-        """Keeps a row that is no longer needed. The caller has the turn."""
+        """Keeps a row that its job does not need any more. The caller has the turn."""
         self._collect()
         self._rows.append(row)
 
@@ -344,7 +344,7 @@ class CacheRows:
     def __init__(self, pool: RowPool, model: Any) -> None:
         self.pool, self.manager = pool, pool.manager
         self.model: weakref.ref[Any] = weakref.ref(model)
-        self.last_call: Call | None = None
+        self._last_call: Call | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -436,7 +436,7 @@ class CacheRows:
         if not index or not all(0 <= row < len(self.requests) for row in index):
             raise InvalidInput(f"rows {index} of a cache of {len(self.requests)} rows")
         self.pool.evict(len(index) - len(self.requests))
-        self.check_size(len(index))
+        self._check_size(len(index))
         for row, request in enumerate(self.requests):
             if row not in index:
                 self.manager.release_request(request)
@@ -448,7 +448,7 @@ class CacheRows:
         self.requests = [heirs[row].pop() for row in index]
         self.history = self.history.take(index)
 
-    def check_size(self, rows: int) -> None:
+    def _check_size(self, rows: int) -> None:
         free = self.manager.max_requests - self.manager.stats().requests_live
         if rows - len(self.requests) > free:
             raise InvalidInput(
@@ -499,7 +499,7 @@ class CacheRows:
         model = self.model()
         if model is not None and "forward" not in vars(model.model):
             self._check_call(given)
-        self.last_call = Call(ids=given.get("input_ids"))
+        self._last_call = Call(ids=given.get("input_ids"))
 
     def _check_call(self, given: dict[str, Any]) -> None:
         ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
@@ -527,7 +527,7 @@ class CacheRows:
 
         Raises InvalidInput, RequestError or ContextOverflow before anything has changed.
         """
-        call, self.last_call = self.last_call, None
+        call, self._last_call = self._last_call, None
         if call is None and self.pool.keeps:
             raise InvalidInput(
                 "the cache is one of an accelerated model, which alone goes on from what "

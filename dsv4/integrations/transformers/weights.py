@@ -21,7 +21,7 @@ Stamp = tuple[int, int, int]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """A state that the model was in. `memory` is the memory that its weights were in: the state is
-    valid while all of that is alive. There are no weak references to tensors, because
+    valid while all of that is alive. Tensors are not referred to weakly, because
     torch.utils.swap_tensors refuses tensors that have any."""
 
     name: str | None

@@ -51,7 +51,7 @@ class Weights(NamedTuple):
 
 class Out(NamedTuple):
     """Where the result of a program's heads goes, how many heads there are, and what enters it
-    besides the keys: `angles` are those of the query in shared memory."""
+    in addition to the keys: `angles` are those of the query in shared memory."""
 
     heads: gl.tensor
     sink_row: gl.tensor

@@ -1,0 +1,116 @@
+"""`dsv4 serve`: a server that OpenAI's and Anthropic's clients speak to."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dsv4.cli.errors import reported_errors
+from dsv4.errors import MissingExtra
+from dsv4.units import parse_bytes, parse_tokens
+
+if TYPE_CHECKING:
+    from dsv4.serve.models import ServedModel
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+Text = str | None
+
+
+def serve_command(
+    model: Annotated[
+        Text,
+        typer.Argument(
+            metavar="[PATH_OR_REPO]", help="A transformers checkpoint of DeepSeek-V4.", hidden=True
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    memory: Annotated[
+        Text, typer.Option(help="For the cache on the device, like 40GiB. [default: as needed]")
+    ] = None,
+    context: Annotated[
+        Text, typer.Option(help="Most tokens of a request. [default: the model's]")
+    ] = None,
+    max_requests: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 8,
+    step_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a step: a decode waits no longer than for these.")
+    ] = 512,
+    max_waiting: Annotated[
+        int, typer.Option(min=0, help="Requests that may wait; others get 429.")
+    ] = 256,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of a chat's answer, unless its request says.")
+    ] = None,
+    max_body: Annotated[str, typer.Option(help="Most bytes of a request's body.")] = "8MiB",
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds a request may take.")] = 600.0,
+    drain: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that Ctrl-C leaves to running requests.")
+    ] = 60.0,
+    api_key: Annotated[
+        Text,
+        typer.Option(
+            envvar="DSV4_API_KEY", show_envvar=True, help="Clients must send it.", metavar="KEY"
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="A web page's origin that may call; may be repeated.", metavar="URL"),
+    ] = None,
+    json_logs: Annotated[bool, typer.Option("--json-logs", help="Log JSON objects.")] = False,
+) -> None:
+    """Serve a model: OpenAI's and Anthropic's API over the cache."""
+    with reported_errors(as_json=False):
+        try:
+            from dsv4.serve import process
+            from dsv4.serve.app import make_state
+            from dsv4.serve.options import ServerOptions
+        except ImportError as error:
+            raise MissingExtra(
+                f"the server needs packages that are not here ({error}): install them with "
+                f"pip install 'dsv4[serve]'"
+            ) from error
+        process.set_up_logs(as_json=json_logs)
+        options = ServerOptions(
+            memory_bytes=None if memory is None else parse_bytes(memory),
+            api_key=api_key,
+            allow_origins=tuple(allow_origin or ()),
+            # a page of another site must not reach a server on loopback by a name of its own
+            allowed_hosts=("127.0.0.1", "localhost", "[::1]", "::1")
+            if host in LOOPBACK
+            else ("*",),
+            max_requests=max_requests,
+            max_context=None if context is None else parse_tokens(context),
+            max_step_tokens=step_tokens,
+            max_new_tokens=max_tokens,
+            max_waiting=max_waiting,
+            max_body_bytes=parse_bytes(max_body),
+            request_timeout_s=timeout,
+            drain_s=drain,
+        )
+        listener = process.listen(host, port)
+        state = make_state(_model(model), options)
+
+        def announce(url: str) -> None:
+            _announce(url, state.model.name, key=api_key is not None)
+
+        with suppress(KeyboardInterrupt):
+            process.run(state, listener, announce)
+
+
+def _model(path: str | None) -> ServedModel:
+    from dsv4.serve.models import demo_model
+
+    return demo_model()
+
+
+def _announce(url: str, name: str, *, key: bool) -> None:
+    body = {"model": name, "messages": [{"role": "user", "content": "What is an entry?"}]}
+    sent = f"-d '{json.dumps(body | {'max_tokens': 64})}'"
+    auth = ' -H "Authorization: Bearer $DSV4_API_KEY"' if key else ""
+    typer.echo(f"{name} at {url}")
+    typer.echo(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} {sent}")
+    sys.stdout.flush()

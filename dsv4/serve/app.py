@@ -1,0 +1,113 @@
+"""The server as an ASGI application, and as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.responses import JSONResponse
+
+from dsv4 import __version__
+from dsv4.cache.prefix.options import PrefixOptions
+from dsv4.errors import Dsv4Error, InvalidInput
+from dsv4.serve import openai
+from dsv4.serve.failures import ApiError, handle
+from dsv4.serve.guard import Guard
+from dsv4.serve.models import Room, ServedModel
+from dsv4.serve.options import ServerOptions
+from dsv4.serve.runner import Runner
+from dsv4.serve.state import ServerState
+
+LOGGER = logging.getLogger("dsv4.serve")
+CLOSE_S = 10.0
+ERRORS = {
+    400: "The request cannot be served as it is",
+    401: "The API key is missing or wrong",
+    404: "The model is not here",
+    413: "The body is too large",
+    429: "Too many requests wait",
+    500: "An error of the server",
+    503: "The server is shutting down, or out of memory",
+    504: "Not finished in time",
+}
+
+
+def make_state(model: ServedModel, options: ServerOptions) -> ServerState:
+    """A model on a cache, with an engine that does not run yet. Raises InvalidInput, PoolTooSmall
+    and what the model raises."""
+    longest = options.max_context or model.max_context
+    if longest > model.max_context:
+        raise InvalidInput(
+            f"max_context={longest}: {model.name} has {model.max_context} positions: ask for at "
+            f"most that"
+        )
+    room = Room(
+        max_requests=options.max_requests,
+        max_context=longest,
+        max_step_tokens=options.max_step_tokens,
+        memory_bytes=options.memory_bytes,
+        prefix=PrefixOptions(model_id=model.weights_id),
+    )
+    runner = Runner(model.open(room), most_waiting=options.max_waiting)
+    return ServerState(model=model, runner=runner, options=options)
+
+
+def make_app(state: ServerState) -> Any:
+    """The application. Its engine runs while it is served."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        state.runner.start(asyncio.get_running_loop())
+        try:
+            yield
+        finally:
+            state.runner.close(CLOSE_S)
+
+    app = FastAPI(
+        title="dsv4",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,  # their pages load scripts from elsewhere
+        redoc_url=None,
+        responses={code: {"description": text} for code, text in ERRORS.items()},
+    )
+    for kind in (
+        ApiError,
+        RequestValidationError,
+        HTTPException,
+        Dsv4Error,
+        UnicodeError,
+        Exception,
+    ):
+        app.add_exception_handler(kind, handle)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """Whether the server works."""
+        alive = state.runner.is_alive
+        return JSONResponse({"status": "ok" if alive else "failed"}, 200 if alive else 503)
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """Whether it takes requests."""
+        is_ready = state.runner.is_alive and not state.runner.is_draining
+        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+
+    app.include_router(openai.routes(state))
+    if state.options.allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[*state.options.allow_origins],
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*state.options.allowed_hosts])
+    return Guard(app, state.options)

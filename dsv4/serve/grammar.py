@@ -1,0 +1,83 @@
+"""Answers that follow a JSON schema, by llguidance (docs/serve.md says why that one)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsv4.errors import InvalidInput
+from dsv4.serve.models import Tokenizer
+
+
+class _Words:
+    """A tokenizer as llguidance reads it."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        count = tokenizer.vocabulary
+        self.tokens = [tokenizer.token_bytes(token) for token in range(count)]
+        self.special_token_ids = [token for token in range(count) if not self.tokens[token]]
+        for token in self.special_token_ids:
+            self.tokens[token] = b"<|%d|>" % token
+        self.eos_token_id = min(tokenizer.end_tokens)
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._encode(text if isinstance(text, str) else text.decode(errors="replace"))
+
+
+class Grammars:
+    """The grammars of one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._vocabulary, self._ends = tokenizer.vocabulary, tokenizer.end_tokens
+        words: Any = llguidance.TokenizerWrapper(_Words(tokenizer))
+        self._tokenizer = llguidance.LLTokenizer(words, n_vocab=tokenizer.vocabulary)
+
+    def json(self, schema: Mapping[str, Any] | None) -> Grammar:
+        """An answer that is JSON of a schema; an object if there is none. Raises InvalidInput for
+        a schema that cannot be followed."""
+        wanted = {"type": "object"} if schema is None else schema
+        try:
+            text = llguidance.LLMatcher.grammar_from_json_schema(
+                json.dumps(wanted), overrides={"whitespace_flexible": False}
+            )
+        except ValueError as error:
+            raise InvalidInput(f"the JSON schema cannot be followed: {error}") from error
+        matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0)
+        if matcher.is_error():
+            raise InvalidInput(f"the JSON schema cannot be followed: {matcher.get_error()}")
+        return Grammar(matcher, self._vocabulary, self._ends)
+
+
+class Grammar:
+    """Which tokens one answer may continue with."""
+
+    def __init__(
+        self, matcher: llguidance.LLMatcher, vocabulary: int, ends: frozenset[int]
+    ) -> None:
+        self._matcher, self._vocabulary, self._ends = matcher, vocabulary, ends
+
+    def allowed(self) -> Tensor:
+        """bool [vocabulary]; the end tokens once the answer may end. Raises InvalidInput."""
+        words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            raise InvalidInput(f"the grammar has failed: {self._matcher.get_error()}")
+        bits = np.unpackbits(words, bitorder="little", count=self._vocabulary)
+        mask = torch.from_numpy(bits.astype(bool))
+        mask[sorted(self._ends)] = self._matcher.is_accepting() or self._matcher.is_stopped()
+        return mask
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """The answer has continued with these."""
+        for token in tokens:
+            if token in self._ends or self._matcher.is_stopped():
+                return
+            self._matcher.consume_token(token)

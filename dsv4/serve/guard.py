@@ -1,0 +1,110 @@
+"""What a request meets before a route: limits of bytes and time, the key, the log's line."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dsv4.serve.failures import ApiError
+from dsv4.serve.options import ServerOptions
+
+ACCESS = logging.getLogger("dsv4.serve.access")
+OPEN = ("/health", "/ready")  # without a key: probes have none
+ENDLESS = ("/cache/events",)  # runs as long as a client watches
+
+
+class Guard:
+    """Around the whole application."""
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        self._app, self._options = app, options
+        self._key = None if options.api_key is None else _digest(options.api_key)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = _Exchange(scope, receive, send, self._options.max_body_bytes)
+        limit = None if scope["path"] in ENDLESS else self._options.request_timeout_s
+        try:
+            self._check(scope)
+            async with asyncio.timeout(limit):
+                await self._app(scope, exchange.receive, exchange.send)
+        except ApiError as error:
+            await exchange.fail(error)
+        except TimeoutError:
+            message = f"not finished within {limit:g} s, which is this server's limit"
+            await exchange.fail(ApiError(504, message, code="timeout"))
+        finally:
+            exchange.log()
+
+    def _check(self, scope: Scope) -> None:
+        """Raises ApiError."""
+        headers = Headers(scope=scope)
+        if self._key is not None and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
+            kind, _, given = headers.get("authorization", "").partition(" ")
+            key = given if kind.lower() == "bearer" else headers.get("x-api-key", "")
+            if not hmac.compare_digest(_digest(key), self._key):
+                raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+        length = headers.get("content-length", "0")
+        if length.isascii() and length.isdigit() and int(length) > self._options.max_body_bytes:
+            raise _too_large(self._options.max_body_bytes)
+
+
+class _Exchange:
+    """One request and its response: how many bytes came, what was sent."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, most_bytes: int) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._most_bytes, self._bytes = most_bytes, 0
+        self._status: int | None = None
+        self._begun_s = time.monotonic()
+
+    async def receive(self) -> Message:
+        """Raises ApiError for a body that is too large."""
+        message = await self._receive()
+        self._bytes += len(message.get("body", b""))
+        if self._bytes > self._most_bytes:
+            raise _too_large(self._most_bytes)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        await self._send(message)
+
+    async def fail(self, error: ApiError) -> None:
+        """Answers with an error. A response that has begun just ends: the connection is cut."""
+        if self._status is None:
+            response = error.response(self._scope["path"])
+            response.headers["Connection"] = "close"
+            await response(self._scope, self._receive, self.send)
+
+    def log(self) -> None:
+        """Method, path, status, seconds: nothing that a client wrote except the path."""
+        path = self._scope["path"].encode("ascii", "backslashreplace").decode()[:200]
+        status = self._status or 499
+        seconds = time.monotonic() - self._begun_s
+        ACCESS.info(
+            "%s %s %d %.3f s",
+            self._scope["method"],
+            path,
+            status,
+            seconds,
+            extra={"method": self._scope["method"], "path": path, "status": status, "s": seconds},
+        )
+
+
+def _too_large(most_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {most_bytes} bytes", code="body_too_large")
+
+
+def _digest(key: str) -> bytes:
+    """Of the same length whatever the key: comparing them says nothing about it."""
+    return hashlib.sha256(key.encode(errors="surrogatepass")).digest()

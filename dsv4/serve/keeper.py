@@ -1,0 +1,76 @@
+"""Prefixes that clients asked to keep for a time (`cache_control`): pinned, with limits.
+
+A later turn of the same session takes the place of an earlier one; use makes it last again. What is
+kept gives way when a request would not fit without it, and never takes more than half of the pool.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from dsv4.cache.prefix.pins import PinnedPrefix
+from dsv4.engine import Job
+from dsv4.errors import InvalidInput
+from dsv4.serve.scheduler import Scheduler
+
+MOST_KEPT = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    pin: PinnedPrefix
+    until_s: float
+
+
+class Keeper:
+    """Called in the thread that steps."""
+
+    def __init__(self, engine: Scheduler) -> None:
+        self._engine = engine
+        self._kept: dict[tuple[str | None, str], Kept] = {}
+
+    @property
+    def next_s(self) -> float | None:
+        """Seconds until the first may go; None if there is none."""
+        ends = [kept.until_s for kept in self._kept.values()]
+        return max(0.0, min(ends) - time.monotonic()) if ends else None
+
+    def keep(self, job: Job) -> None:
+        """Keeps what an ended job has in the cache, if its client asked for that. Raises
+        InvalidInput if nothing of it is cached."""
+        data = job.data
+        if data.hints.keep_s is None:
+            return
+        manager = self._engine.manager
+        name = data.hints.session or str(hash(tuple(job.tokens[: manager.schema.block_tokens])))
+        old = self._kept.pop((job.salt, name), None)
+        if old is not None:
+            self._drop(old.pin)
+        if data.hints.keep_s <= 0:
+            return
+        blocks = len(job.tokens) // manager.schema.block_tokens
+        stats = manager.stats()
+        if len(self._kept) >= MOST_KEPT or 2 * (stats.blocks_pinned + blocks) > stats.blocks_total:
+            return
+        pin = manager.pin(job.tokens, job.salt)
+        self._engine.pins.append(pin)
+        self._kept[job.salt, name] = Kept(pin=pin, until_s=time.monotonic() + data.hints.keep_s)
+
+    def expire(self) -> None:
+        """Lets go what has been kept long enough, and forgets what had to give way."""
+        if not self._kept:
+            return
+        now = time.monotonic()
+        for name, kept in tuple(self._kept.items()):
+            if kept.until_s <= now or kept.pin not in self._engine.pins:
+                del self._kept[name]
+                self._drop(kept.pin)
+
+    def _drop(self, pin: PinnedPrefix) -> None:
+        if pin in self._engine.pins:
+            self._engine.pins.remove(pin)
+            try:
+                self._engine.manager.unpin(pin)
+            except InvalidInput:
+                return

@@ -1,0 +1,340 @@
+"""/v1/chat/completions, /v1/completions, /v1/models."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from dsv4.serve.answers import (
+    Answer,
+    EventStream,
+    Question,
+    Whole,
+    flat_content,
+    read_hints,
+    require_model,
+    sampling,
+    total,
+)
+from dsv4.serve.failures import ApiError, as_api_error
+from dsv4.serve.generation import Hints, Piece, Usage
+from dsv4.serve.grammar import Grammar
+from dsv4.serve.models import Message, Tokenizer
+from dsv4.serve.sampling import TokenLogprob
+from dsv4.serve.schemas import ChatMessage, ChatRequest, CompletionRequest, OpenAIFields
+from dsv4.serve.state import ServerState
+
+COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+CHOICES = 64  # of one request: prompts times n
+
+
+def routes(state: ServerState) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/models")
+    async def models() -> JSONResponse:
+        """The model that is served."""
+        return JSONResponse({"object": "list", "data": [state.model_card()]})
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> JSONResponse:
+        """The model that is served, by its name."""
+        require_model(name, state.model)
+        return JSONResponse(state.model_card())
+
+    @router.post("/v1/chat/completions")
+    async def chat(request: Request, body: ChatRequest) -> Response:
+        """The answer to a chat."""
+        require_model(body.model, state.model)
+        hints = read_hints(request, body)
+        tools = () if body.tool_choice == "none" else [t.model_dump() for t in body.tools or ()]
+
+        def render() -> list[int]:
+            return state.model.chat_tokens(
+                [_message(each) for each in body.messages],
+                tools=tools,
+                options=body.chat_template_kwargs,
+            )
+
+        top = None
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        if body.logprobs:
+            top = body.top_logprobs or 0
+        ids = await run_in_threadpool(render)
+        asked = body.max_completion_tokens or body.max_tokens or state.new_tokens
+        question = _question(state, body, ids, asked, top)
+        return await _answer(state, request, body, [question], hints, _Chat(state.model.tokenizer))
+
+    @router.post("/v1/completions")
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        """What follows a text, or each of several."""
+        require_model(body.model, state.model)
+        hints = read_hints(request, body)
+        prompts = await run_in_threadpool(_prompts, state, body.prompt)
+        if len(prompts) * (body.n or 1) > CHOICES:
+            raise ApiError(400, f"{len(prompts)} prompts: at most {CHOICES} choices in all")
+        asked = body.max_tokens or COMPLETION_TOKENS
+        questions = [_question(state, body, ids, asked, body.logprobs) for ids in prompts]
+        shape = _Text(state.model.tokenizer)
+        return await _answer(state, request, body, questions, hints, shape)
+
+    return router
+
+
+def _prompts(state: ServerState, prompt: str | Sequence[Any]) -> list[Sequence[int]]:
+    if isinstance(prompt, str):
+        return [state.model.tokenizer.encode(prompt)]
+    if isinstance(prompt[0], int):
+        return [[*prompt]]
+    encode = state.model.tokenizer.encode
+    return [encode(each) if isinstance(each, str) else each for each in prompt]
+
+
+def _message(message: ChatMessage) -> Message:
+    given = message.model_dump(exclude_unset=True, exclude={"cache_control"})
+    return {**given, "content": flat_content(message.content)}
+
+
+def _question(
+    state: ServerState,
+    body: OpenAIFields,
+    ids: Sequence[int],
+    new_tokens: int | None,
+    logprobs: int | None,
+) -> Question:
+    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    ends = frozenset() if body.ignore_eos else state.model.tokenizer.end_tokens
+    bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+    chosen = sampling(
+        body,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=bias,
+    )
+    if any(abs(value) > 100 for value in bias.values()):
+        raise ApiError(400, "a bias is between -100 and 100", param="logit_bias")
+    return Question(
+        ids=ids,
+        new_tokens=new_tokens,
+        sampling=chosen,
+        stops=stops,
+        stop_tokens=ends | frozenset(body.stop_token_ids or ()),
+        logprobs=logprobs,
+        grammar=_grammar(state, body),
+        choices=body.n or 1,
+    )
+
+
+def _grammar(state: ServerState, body: OpenAIFields) -> Callable[[], Grammar] | None:
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return lambda: state.grammars.json(None)
+    if wanted.json_schema is None:
+        raise ApiError(400, "json_schema is missing", param="response_format.json_schema")
+    schema = wanted.json_schema.schema_
+    return lambda: state.grammars.json(schema)
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+
+async def _answer(
+    state: ServerState,
+    request: Request,
+    body: OpenAIFields,
+    questions: Sequence[Question],
+    hints: Hints,
+    shape: _Chat | _Text,
+) -> Response:
+    answer = Answer(runner=state.runner, model=state.model)
+    await answer.ask(questions, hints)
+    head = {
+        "id": f"{shape.prefix}-{secrets.token_hex(12)}",
+        "created": int(time.time()),
+        "model": state.model.name,
+    }
+    if body.stream:
+        wants_usage = body.stream_options is not None and body.stream_options.include_usage
+        return EventStream(_events(answer, head, shape, questions, bool(wants_usage)), answer)
+    found = await answer.whole(request)
+    choices = [shape.choice(nth, whole) for nth, whole in enumerate(found)]
+    usage = _usage(_per_prompt([whole.usage for whole in found], questions))
+    return JSONResponse({**head, "object": shape.kind, "choices": choices, "usage": usage})
+
+
+async def _events(
+    answer: Answer,
+    head: dict[str, Any],
+    shape: _Chat | _Text,
+    questions: Sequence[Question],
+    wants_usage: bool,
+) -> AsyncIterator[str]:
+    head = {**head, "object": shape.chunk_kind}
+    if wants_usage:
+        head["usage"] = None
+    usages: dict[int, Usage] = {}
+    offsets = [0] * len(answer.jobs)
+    for nth in range(len(answer.jobs)):
+        if (first := shape.first(nth)) is not None:
+            yield _event({**head, "choices": [first]})
+    try:
+        async for nth, piece in answer.pieces():
+            if piece.error is not None:
+                body = as_api_error(piece.error).body(anthropic=False)
+                yield _event(body)
+                return
+            if piece.usage is not None:
+                usages[nth] = piece.usage
+            choice = shape.delta(nth, piece, offsets[nth])
+            offsets[nth] += len(piece.text)
+            if choice is not None:
+                yield _event({**head, "choices": [choice]})
+        if wants_usage:
+            found = _per_prompt([usages[nth] for nth in sorted(usages)], questions)
+            yield _event({**head, "choices": [], "usage": _usage(found)})
+        yield "data: [DONE]\n\n"
+    finally:
+        answer.cancel()
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body)}\n\n"
+
+
+def _per_prompt(usages: Sequence[Usage], questions: Sequence[Question]) -> list[Usage]:
+    found, at = [], 0
+    for question in questions:
+        found.append(total(usages[at : at + question.choices]))
+        at += question.choices
+    return found
+
+
+def _usage(usages: Sequence[Usage]) -> dict[str, Any]:
+    """With the names of OpenAI, vLLM, SGLang and DeepSeek."""
+    prompt = sum(each.prompt_tokens for each in usages)
+    generated = sum(each.generated_tokens for each in usages)
+    cached = sum(each.cached_tokens for each in usages)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {
+            "cached_tokens": cached,
+            "created_cache_tokens": sum(each.stored_tokens for each in usages),
+            "cached_tokens_details": {
+                "device": sum(each.device_tokens for each in usages),
+                "host": sum(each.host_tokens for each in usages),
+                "storage": sum(each.storage_tokens for each in usages),
+            },
+        },
+        "prompt_cache_hit_tokens": cached,
+        "prompt_cache_miss_tokens": prompt - cached,
+    }
+
+
+class _Chat:
+    """The shape of /v1/chat/completions."""
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def first(self, nth: int) -> dict[str, Any] | None:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": nth, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def delta(self, nth: int, piece: Piece, offset: int) -> dict[str, Any] | None:
+        if not (piece.text or piece.logprobs or piece.finish):
+            return None
+        return {
+            "index": nth,
+            "delta": {"content": piece.text} if piece.text else {},
+            "logprobs": self._logprobs([piece]),
+            "finish_reason": piece.finish,
+        }
+
+    def choice(self, nth: int, whole: Whole) -> dict[str, Any]:
+        return {
+            "index": nth,
+            "message": {"role": "assistant", "content": whole.text, "refusal": None},
+            "logprobs": self._logprobs(whole.pieces),
+            "finish_reason": whole.last.finish,
+        }
+
+    def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+        found = [self._entry(each) for piece in pieces for each in piece.logprobs]
+        return {"content": found, "refusal": None} if found else None
+
+    def _entry(self, found: TokenLogprob) -> dict[str, Any]:
+        top = [self._token(token, logprob) for token, logprob in found.top]
+        return {**self._token(found.token, found.logprob), "top_logprobs": top}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = self._tokenizer.token_bytes(token)
+        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": [*raw]}
+
+
+class _Text:
+    """The shape of /v1/completions."""
+
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def first(self, nth: int) -> dict[str, Any] | None:
+        return None
+
+    def delta(self, nth: int, piece: Piece, offset: int) -> dict[str, Any] | None:
+        if not (piece.text or piece.logprobs or piece.finish):
+            return None
+        return {
+            "index": nth,
+            "text": piece.text,
+            "logprobs": self._logprobs([piece], offset),
+            "finish_reason": piece.finish,
+        }
+
+    def choice(self, nth: int, whole: Whole) -> dict[str, Any]:
+        return {
+            "index": nth,
+            "text": whole.text,
+            "logprobs": self._logprobs(whole.pieces, 0),
+            "finish_reason": whole.last.finish,
+        }
+
+    def _logprobs(self, pieces: Sequence[Piece], offset: int) -> dict[str, Any] | None:
+        """A token's offset is where the text was when it came."""
+        words, values, tops, offsets = [], [], [], []
+        for piece in pieces:
+            for each in piece.logprobs:
+                words.append(self._word(each.token))
+                values.append(each.logprob)
+                tops.append({self._word(token): value for token, value in each.top})
+                offsets.append(offset)
+            offset += len(piece.text)
+        if not words:
+            return None
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return dict(zip(names, (words, values, tops, offsets), strict=True))
+
+    def _word(self, token: int) -> str:
+        """The token's text; bytes that are not UTF-8 as OpenAI writes them."""
+        raw = self._tokenizer.token_bytes(token)
+        try:
+            return raw.decode() if raw else f"<|{token}|>"
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

@@ -1,0 +1,101 @@
+"""The server as a process: its socket, its logs, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from dsv4.errors import InvalidInput
+from dsv4.serve.app import make_app
+from dsv4.serve.state import ServerState
+
+LOGGER = logging.getLogger("dsv4.serve")
+BACKLOG = 2048
+
+
+class JsonLines(logging.Formatter):
+    """A JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        shown = {
+            "time": f"{at}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        for name in ("method", "path", "status", "s"):
+            if hasattr(record, name):
+                shown[name] = getattr(record, name)
+        if record.exc_info:
+            shown["error"] = self.formatException(record.exc_info)
+        return json.dumps(shown)
+
+
+def set_up_logs(*, as_json: bool) -> None:
+    """Logs of the server go to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    handler.setFormatter(JsonLines() if as_json else text)
+    for name in ("dsv4", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO if name == "dsv4" else logging.WARNING)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises InvalidInput for an address that cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise InvalidInput(f"{host} port {port} cannot be listened on: {error}") from error
+
+
+def address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """The first Ctrl-C takes no new requests and lets the others end; the second ends at once."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+        super().__init__(config)
+        self._state = state
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+            return
+        self.should_exit = True
+        self._state.runner.drain()
+        LOGGER.info("draining: %d requests left", len(self._state.runner.engine.jobs))
+
+
+def run(
+    state: ServerState, listener: socket.socket, on_start: Callable[[str], None] | None = None
+) -> None:
+    """Serves until a signal ends it. Running requests have `drain_s` to end. Raises
+    KeyboardInterrupt when Ctrl-C was what ended it."""
+    options = state.options
+    config = uvicorn.Config(
+        make_app(state),
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        limit_concurrency=options.max_connections,
+        timeout_graceful_shutdown=max(1, round(options.drain_s)),
+        server_header=False,
+    )
+    if on_start is not None:
+        on_start(address(listener))
+    with listener:
+        _Server(config, state).run([listener])

@@ -1,0 +1,123 @@
+"""Who is served when: the engine's steps, with priorities, and sessions that take turns.
+
+waiting     by priority; of the same priority, the session that has been served least; then the
+            oldest. A job that others have passed `PASSES` times rises by one priority, so none
+            waits for ever
+running     decodes first, as always; chunks of prompts in the order above
+no memory   the lowest priority gives its memory back, of these the youngest. With tiers it is
+            suspended, and continues from its state
+no room     a job that waits takes the place of a running one of lower priority
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dsv4.cache.prefix.pins import PinnedPrefix
+from dsv4.cache.prefix.prompt import Prompt
+from dsv4.cache.requests import Request
+from dsv4.engine import LOOK_AHEAD, Engine, Job
+from dsv4.errors import OutOfBlocks
+from dsv4.serve.generation import Generation
+
+PASSES = 8
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Scheduler(Engine):
+    """An engine whose jobs have a `Generation` as `data`. `served` counts the tokens that ran for
+    each session with a job; `pins` are what callers asked to keep."""
+
+    served: dict[str, int] = field(default_factory=dict, init=False)
+    pins: list[PinnedPrefix] = field(default_factory=list, init=False)
+    newest: int = field(default=0, init=False)  # number of the job that came last
+
+    def arrive(self, job: Job) -> None:
+        """A session that has nothing to do saves nothing up: it begins where the least served of
+        the others is."""
+        session = job.data.hints.session
+        if session not in self.served:
+            self.served[session] = min(self.served.values(), default=0)
+        self.newest += 1
+        job.data.number = self.newest
+
+    def end_jobs(self) -> bool:
+        has_ended = super(Scheduler, self).end_jobs()
+        if has_ended:
+            left = {job.data.hints.session for job in self.jobs}
+            self.served = {name: count for name, count in self.served.items() if name in left}
+        return has_ended
+
+    def rank(self, job: Job) -> tuple[int, int, int]:
+        """Lower is sooner."""
+        data: Generation = job.data
+        return -data.rank(PASSES), self.served.get(data.hints.session, 0), data.number
+
+    @property
+    def running(self) -> list[tuple[Job, Request]]:
+        """In the order in which chunks of prompts run."""
+        found = [(job, job.request) for job in self.jobs if job.request is not None]
+        return sorted(found, key=lambda each: self.rank(each[0]))
+
+    def next_waiting(self) -> Job | None:
+        waiting = [job for job in self.jobs if job.request is None and not job.is_over]
+        waiting.sort(key=self.rank)
+        if self.manager.tiers:
+            waiting = [job for job in waiting[:LOOK_AHEAD] if self._has_arrived(job)]
+        return waiting[0] if waiting else None
+
+    def admit(self) -> None:
+        before = {job for job, _ in self.running}
+        super(Scheduler, self).admit()
+        admitted = [job for job, _ in self.running if job not in before]
+        for job in admitted:
+            passed = [each for each in self.jobs if each.request is None]
+            for each in passed:
+                if each.data.number < job.data.number:
+                    each.data.passed += 1
+        waiting = None if self.flight is not None else self.next_waiting()
+        if waiting is not None and not admitted:
+            self.displace(waiting)
+
+    def displace(self, waiting: Job) -> None:
+        """One running job of lower priority gives its memory back."""
+        lower = [
+            job
+            for job, _ in self.running
+            if job.data.rank(PASSES) < waiting.data.rank(PASSES) and not job.is_over
+        ]
+        if lower:
+            self.preempt(self.victim(lower))
+
+    def make_room(self, error: OutOfBlocks) -> None:
+        if error.pinned and self.unpin_all():
+            return
+        running = self.running
+        helping = [job for job, request in running if self.manager.released_blocks(request)]
+        job = self.victim(helping or [job for job, _ in running])
+        if len(running) == 1 and (error.never or len(self.manager.requests) == 1):
+            job.error = error
+        self.preempt(job)
+
+    def victim(self, jobs: Sequence[Job]) -> Job:
+        return max(jobs, key=lambda job: (-job.data.rank(PASSES), job.data.number))
+
+    def preempt(self, job: Job) -> None:
+        job.preemptions += 1
+        self.leave(job)
+
+    def unpin_all(self) -> bool:
+        """What callers asked to keep gives way to what runs. Returns whether there was any."""
+        pins, self.pins = self.pins, []
+        for pin in pins:
+            self.manager.unpin(pin)
+        return bool(pins)
+
+    def _request_for(self, prompt: Prompt) -> Request:
+        try:
+            return super(Scheduler, self)._request_for(prompt)
+        except OutOfBlocks as error:
+            if not (error.pinned and self.unpin_all()):
+                raise
+        return super(Scheduler, self)._request_for(prompt)

@@ -1,0 +1,172 @@
+"""What clients may ask for: OpenAI's and Anthropic's requests, with the names that vLLM, SGLang and
+Dynamo added. A name that is not here is refused, so that nothing is left out in silence."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Id = Annotated[str, Field(max_length=128)]
+Token = Annotated[int, Field(ge=0)]
+Tokens = Annotated[int, Field(ge=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+MOST_CHOICES = 16
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class _Loose(BaseModel):
+    """Of messages and tools, whose further fields belong to the template."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True)
+
+
+class CacheControl(_Strict):
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+    @property
+    def seconds(self) -> float:
+        return {"5m": 300.0, "1h": 3600.0}[self.ttl]
+
+
+class AgentHints(_Strict):
+    """Dynamo's. Only `priority` has an effect: higher is sooner."""
+
+    priority: int = 0
+    strict_priority: int | bool | None = None
+    osl: int | None = None
+    speculative_prefill: bool | None = None
+
+
+class NvExt(_Strict):
+    agent_hints: AgentHints | None = None
+    cache_control: CacheControl | None = None
+
+
+class CacheFields(_Strict):
+    """What reaches the cache (docs/serve.md, "What reaches the cache")."""
+
+    cache_salt: Id | None = None
+    prompt_cache_key: str | None = Field(None, max_length=1024)
+    session_id: Id | None = None
+    priority: int = Field(0, ge=-1000, le=1000, description="vLLM's: lower is sooner")
+    cache_control: CacheControl | None = None
+    nvext: NvExt | None = None
+
+
+class SamplingFields(CacheFields):
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class JsonSchema(_Strict):
+    name: Id | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class OpenAIFields(SamplingFields):
+    model: str
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = None
+    max_tokens: Tokens | None = None
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
+    ignore_eos: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    # known, and without effect here
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class TextPart(_Loose):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Loose):
+    role: Annotated[str, Field(max_length=32)]
+    content: str | list[TextPart] | None = None
+
+
+class ChatRequest(OpenAIFields):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[_Loose] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # known, and without effect here
+    metadata: dict[str, Any] | None = None
+    store: Literal[False] | None = None
+    service_tier: str | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class CompletionRequest(OpenAIFields):
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES)]
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
+    )
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: Literal[False] | None = None
+    suffix: None = None
+    best_of: Literal[1] | None = None
+
+
+class AnthropicBlock(_Loose):
+    type: str
+    cache_control: CacheControl | None = None
+
+
+class AnthropicMessage(_Strict):
+    role: Literal["user", "assistant"]
+    content: str | list[AnthropicBlock]
+
+
+class AnthropicTool(_Loose):
+    name: Id
+    description: str | None = None
+    input_schema: dict[str, Any] = Field(default_factory=dict)
+    cache_control: CacheControl | None = None
+
+
+class MessagesRequest(SamplingFields):
+    model: str
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
+    max_tokens: Tokens
+    system: str | list[AnthropicBlock] | None = None
+    stop_sequences: Annotated[list[Stop], Field(max_length=16)] | None = None
+    stream: bool | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    tools: list[AnthropicTool] | None = None
+    # known, and without effect here
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None

@@ -1,0 +1,101 @@
+"""`dsv4 serve` as a process: what it prints, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.serving import WAIT_S
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A running server and its address."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", "dsv4.cli", "serve", "--port", "0", *options]
+    process = subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        found = re.search(r" at (http://\S+)", first)
+        assert found, first + process.stderr.read()  # type: ignore[union-attr]
+        curl = process.stdout.readline()
+        assert curl.startswith(f"curl {found[1]}/v1/chat/completions")
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def until_it_answers(url: str) -> None:
+    with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as client:
+        assert client.get(f"{url}/ready", timeout=WAIT_S).json() == {"ready": True}
+
+
+def test_ctrl_c_drains_and_a_second_one_ends_at_once() -> None:
+    """A stream that runs goes on to its end after the first. In the second life one that would run
+    for minutes is cut."""
+    ask = {"model": "stand-in", "prompt": "x", "stream": True, "ignore_eos": True}
+    with command("--json-logs") as (process, url), httpx.Client(timeout=WAIT_S) as client:
+        until_it_answers(url)
+        body = {**ask, "max_tokens": 30}
+        with client.stream("POST", f"{url}/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            rest = [*lines]
+        assert rest[-2:] == ["data: [DONE]", ""]
+        _, logs = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0
+        entries = [json.loads(line) for line in logs.splitlines()]
+        assert {"draining: 1 requests left", "GET /ready 200"} <= {
+            re.sub(r" [\d.]+ s$", "", entry["message"]) for entry in entries
+        }
+    with command("--drain", "600") as (process, url), httpx.Client(timeout=WAIT_S) as client:
+        until_it_answers(url)
+        body = {**ask, "max_tokens": 2000}
+        with client.stream("POST", f"{url}/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            while "draining" not in process.stderr.readline():  # type: ignore[union-attr]
+                pass
+            process.send_signal(signal.SIGINT)
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
+        process.communicate(timeout=WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--memory", "1MiB"), "PoolTooSmall"),
+        (("--memory", "lots"), "InvalidInput: 'lots'"),
+        (("--context", "1M"), "has 2048 positions"),
+        (("--host", "203.0.113.1"), "cannot be listened on"),
+        (("--api-key", " "), "the API key is empty"),
+    ],
+)
+def test_what_cannot_be_is_one_line(options: tuple[str, ...], says: str) -> None:
+    from typer.testing import CliRunner
+
+    from dsv4.cli import app
+
+    found = CliRunner().invoke(app, ["serve", "--port", "0", *options])
+    assert found.exit_code == 2
+    assert says in found.output
+    assert len(found.output.splitlines()) == 1
