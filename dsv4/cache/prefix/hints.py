@@ -17,9 +17,10 @@ class Hints:
 
     `session` names a conversation or an agent: its newer state supersedes its older one, which then
     goes first; with `final` nothing is expected after this request. `priority`, a whole number from
-    -8 to 8: each step counts four times. `ttl_s` is a floor, which each use refreshes: for so many
-    seconds other blocks go first. It is no promise: under pressure it gives way before a request is
-    refused (docs/retention.md). `tenant` is whose quota counts, if that is not the prompt's salt.
+    -8 to 8: each step counts four times. `ttl_s` is a floor, which each use refreshes: until these
+    seconds have passed other blocks go first. It is no promise: under pressure it gives way before
+    a request is refused (docs/retention.md). `tenant` is whose quota counts, if that is not the
+    prompt's salt.
     """
 
     session: str | None = None

@@ -42,8 +42,8 @@ LONG_TOKENS = 4096  # from here on a prompt is long
 BINS = 160  # four for each doubling of the age
 ENOUGH = 256  # lives between two looks at what was learned; the first looks come sooner
 KEPT = 0.97  # of what was learned, at each look
-# what is assumed of each kind before anything was seen, as so many lives. A short first prompt
-# (a title, a summary) seldom comes back; each turn that came makes another one likelier.
+# what is assumed of each kind before anything was seen, as this number of lives. A short first
+# prompt (a title, a summary) seldom comes back; each turn that came makes another one likelier.
 ASSUMED_LIVES = 0.1
 ASSUMED_RETURNS = (1 / 16, 1.0, 1.0, 2.0, 2.0, 4.0)
 YOUNG = 64  # ticks: at younger ages nothing is known
@@ -115,7 +115,7 @@ class Returns:
         return turns
 
     def forget(self, remembered: int, now: int) -> None:
-        """Remembers no more than so many evicted turn ends. The others are lost."""
+        """Remembers no more than this number of evicted turn ends. The others are lost."""
         while len(self._gone) > remembered:
             kind, last_use, _ = self._gone.pop(next(iter(self._gone)))
             self._lost[kind][bin_of(now - last_use)] += 1
@@ -361,7 +361,7 @@ class Retention:
         parent = node.parent
         if parent is not None and node.last_use >= parent.last_use:
             # a use of a block is a use of all before it
-            parent.last_use, parent.turns = node.last_use, node.turns
+            parent.last_use, parent.turns = node.last_use, max(parent.turns, node.turns)
             parent.hints = node.hints
             parent.keep_until = max(parent.keep_until, node.keep_until)
         freed = eviction.take(node)
