@@ -56,6 +56,12 @@ test-transformers-own: $(STAMP) ## transformers' own V4 tests on both caches, ni
 	$(BIN)/pip install --quiet --disable-pip-version-check parameterized
 	$(BIN)/python tools/transformers_own_tests.py
 
+# Dynamo's indexer, which reads our events in a test. Its own dependencies are not needed for that.
+.venv-dynamo: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@.part \
+		ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
+	mv $@.part $@
+
 test-gpus: $(STAMP)       ## every launch of every kernel compiled for every supported GPU
 	$(BIN)/pytest -n 2 -m nightly tests/kernels/test_every_target.py
 
@@ -78,7 +84,7 @@ test-oldest:              ## every test on the oldest versions that pyproject.to
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -e '.[dev]' \
 		torch==2.11.0 triton==3.6.0 numpy==2.2.0 transformers==5.17.0 typer==0.16.0 rich==13.0.0 \
-		matplotlib==3.9.0 prometheus-client==0.21.0 xxhash==3.5.0 obstore==0.12.0
+		matplotlib==3.9.0 prometheus-client==0.21.0 xxhash==3.5.0 obstore==0.12.0 pyzmq==27.0.0 msgspec==0.20.0
 	$(OLDEST)/bin/pytest -n 2 --dist worksteal --ignore-glob='*_sm90.py' --ignore-glob='*_every_target.py'
 
 test-newest:              ## every test on the newest versions that pyproject.toml allows
@@ -87,4 +93,4 @@ test-newest:              ## every test on the newest versions that pyproject.to
 	$(NEWEST)/bin/pytest -n 2 --dist worksteal --ignore-glob='*_sm90.py' --ignore-glob='*_every_target.py'
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(OLDEST) $(TRITONS:%=.venv-triton-%) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NEWEST) $(OLDEST) $(TRITONS:%=.venv-triton-%) .venv-dynamo .venv-dynamo.part .pytest_cache .mypy_cache .ruff_cache

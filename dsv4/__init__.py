@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         ThreadError,
         UnsupportedGpu,
     )
+    from dsv4.events.publisher import EventPublisher
     from dsv4.metrics import ManagerCollector, prometheus_text
     from dsv4.model import AttentionType, LayerSpec, ModelSpec
     from dsv4.ops.calls import CompressorWeights, KeyProjection, LayerWeights
@@ -69,6 +70,7 @@ __all__ = [
     "CopyError",
     "DiskTier",
     "Dsv4Error",
+    "EventPublisher",
     "ForwardPlan",
     "HandoffOptions",
     "HostTier",
@@ -150,6 +152,7 @@ _HOMES = {
         "ThreadError",
         "UnsupportedGpu",
     ),
+    "dsv4.events.publisher": ("EventPublisher",),
     "dsv4.metrics": ("ManagerCollector", "prometheus_text"),
     "dsv4.model": ("AttentionType", "LayerSpec", "ModelSpec"),
     "dsv4.ops.calls": ("CompressorWeights", "KeyProjection", "LayerWeights"),

@@ -15,7 +15,8 @@ from dsv4.units import parse_bytes, parse_tokens
 
 
 class SchemaOptions(TypedDict, total=False):
-    """Options of `CacheSchema.build`, except `max_context`."""
+    """Options of `CacheSchema.build`, except `max_context` and `entries_apart`, which
+    `host_memory` implies."""
 
     block_tokens: int
     align_bytes: int

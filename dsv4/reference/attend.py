@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -160,7 +161,7 @@ def _entry_keys(
 def _resolved_keys(source: EntrySource, named: Tensor) -> tuple[Tensor, Sequence[slice]]:
     """The same where indices say where entries lie."""
     seen = named >= 0
-    ends = torch.count_nonzero(seen, dim=1).cumsum(0).tolist()
+    ends = list(accumulate(torch.count_nonzero(seen, dim=1).tolist()))
     at = named[seen].long()
     row = torch.div(at, source.page.rows, rounding_mode="floor")
     far = read_records(source.arena, source.page, row, at % source.page.rows).float()

@@ -294,6 +294,7 @@ class DiskTier(QueuedTier):
                 return
             with self._index.books() as books:
                 books.remove(key)
+            self._report((key,), there=False)
 
     # ---- memory ----------------------------------------------------------------------------------
 
@@ -421,6 +422,7 @@ class DiskTier(QueuedTier):
             books.put_back(victim)
             return
         books.remove(victim)
+        self._report((victim,), there=False)
 
     def _is_coming(self, key: Key) -> bool:
         """Whether another thread is storing a record at this moment."""

@@ -129,6 +129,7 @@ class HostTier(QueuedTier):
             if not (row.passing or row.published or key in self._rows):
                 row.published = True
                 self._rows.add(row.label, row.label.padded_bytes, row)
+                self._report((key,), there=True)
                 self._lean_no_more(row)
             # if another thread was first, this row goes when it is released
             return key in self._rows
@@ -235,12 +236,14 @@ class HostTier(QueuedTier):
             if entry is None:
                 break
             self._lose(entry.key)
+            self._report((entry.key,), there=False)
             self._give_back(entry.value)
         return extents
 
     def _forget(self, key: Key) -> None:
         entry = self._rows.remove(key)
         if entry is not None:
+            self._report((key,), there=False)
             self._give_back(entry.value)
 
     def _give_back(self, row: HostRow) -> None:

@@ -139,7 +139,8 @@ class TierStats:
 class Tier(Protocol):
     """Memory below the device. All calls return at once; none raises for an outage.
 
-    A tier that evicts may also have `use(blocks, snapshot)`: see `QueuedTier.use`.
+    A tier that evicts may also have `use(blocks, snapshot)`: see `QueuedTier.use`; one that can say
+    what it holds `watch(watcher)`.
     """
 
     @property
@@ -174,6 +175,10 @@ class Tier(Protocol):
 
     def close(self, timeout_s: float) -> None:
         """Finishes what is queued, as far as the time allows. Later calls miss and drop."""
+
+
+# which records came (True) or went (False)
+Watcher = Callable[[Sequence[Key], bool], None]
 
 
 class Outage(Exception):
@@ -282,6 +287,7 @@ class QueuedTier(ABC):
         self._tidies = False  # a job for these two is queued
         self._closed = False
         self._counters = _Counters()
+        self._watchers: tuple[Watcher, ...] = ()
         self._endings: list[Callable[[], object]] = []
         self._end_all = weakref.finalize(
             self, _end_all, os.getpid(), self._wake, limits.threads, self._endings
@@ -353,6 +359,13 @@ class QueuedTier(ABC):
             while len(self._drops) > MOST_TIDIED:
                 self._drops.popitem()
             self._tidy_later()
+
+    def watch(self, watcher: Watcher) -> None:
+        """Calls it from now on, from any thread, when this process stores, finds or removes
+        records. What other processes do with them is not reported. It must neither raise nor
+        wait."""
+        with self._lock:
+            self._watchers = (*self._watchers, watcher)
 
     def stats(self) -> TierStats:
         with self._lock:
@@ -480,6 +493,7 @@ class QueuedTier(ABC):
             self._use(used)
         if gone:
             self._drop(gone)
+            self._report(gone, there=False)
 
     def _find_thread(self) -> None:
         """A thread for what was just queued: a waiting one, or a new one. Threads are started when
@@ -590,6 +604,7 @@ class QueuedTier(ABC):
         """Removes a refused record; a failure is only logged."""
         try:
             self._drop((key,))
+            self._report((key,), there=False)
         except (Outage, OSError) as error:
             log.warning("tier %s: cannot remove %s: %s", self._name, key, error)
 
@@ -633,11 +648,18 @@ class QueuedTier(ABC):
                     self._note_refusal(job.records[nth].key, outcome.refusal)
                 if self.keeps_order and outcome is DONE and job.records:
                     self._use_later([[job.records[nth].label]])
+        if done and job.records and self._watchers:
+            found = zip(job.records, outcomes, strict=True)
+            self._report([each.key for each, outcome in found if outcome is DONE], there=True)
         seconds = time.monotonic() - ticket.started
         if done and ticket.operation is Operation.LOAD:
             self._counters.load = self._counters.load.with_one(seconds, done)
         elif done and ticket.operation is Operation.STORE:
             self._counters.store = self._counters.store.with_one(seconds, done)
+
+    def _report(self, keys: Sequence[Key], *, there: bool) -> None:
+        for watcher in self._watchers:
+            watcher(keys, there)
 
     def _count(self, ticket: Ticket, outcome: Outcome, record_bytes: int) -> None:
         counted = self._counters

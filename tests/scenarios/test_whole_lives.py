@@ -22,7 +22,7 @@ from dsv4.model import ModelSpec, v4_layers
 from dsv4.testing import VOCABULARY, RandomModel
 from dsv4.tiers.host import HostTier
 from tests.support.faults import Interrupts
-from tests.support.numbers import SHIFT
+from tests.support.numbers import SHIFT, Numbers
 from tests.support.tiered import TIMEOUT_S
 
 # every kind of layer, with windows, groups and blocks so short that a life sees each border often
@@ -59,6 +59,7 @@ class Open:
 class Life:
     def __init__(self, seed: int) -> None:
         self.draw = draw = Random(1000 * SHIFT + seed)
+        self.numbers = Numbers(seed)
         self.schema = CacheSchema.build(
             TOY,
             block_tokens=16,
@@ -249,7 +250,7 @@ class Life:
     def run(self, opened: Open, jobs: list[Job], lengths: list[int]) -> None:
         plan = opened.plan
         for batch in plan.drafts:
-            kv = torch.randn(batch.num_tokens, TOY.head_dim).bfloat16()
+            kv = self.numbers.normal(batch.num_tokens, TOY.head_dim).bfloat16()
             handle = self.manager.acquire(DRAFT_LAYER, batch)
             handle.append(kv, weights=self.model.layers[0].cache)
             self.seen["drafts"] += 1

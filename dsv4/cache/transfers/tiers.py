@@ -95,6 +95,11 @@ class Tiers:
         """Whether the manager has tiers."""
         return True
 
+    @property
+    def all(self) -> tuple[Tier, ...]:
+        """The fastest first."""
+        return self._tiers
+
     def __repr__(self) -> str:
         return f"Tiers({', '.join(map(repr, self._tiers))})"
 
