@@ -63,12 +63,34 @@ def measured(
                 yield line(trace, gb, name, found)
 
 
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The hit rates as a table of docs/retention.md."""
+    rates = {
+        (row["trace"], row["capacity_gb"], row["policy"]): row["tokens_hit"] / row["tokens_asked"]
+        for row in rows
+    }
+    traces = list(dict.fromkeys(row["trace"] for row in rows))
+    sizes = sorted({row["capacity_gb"] for row in rows})
+    lines = ["| capacity | " + " | ".join(f"{t}, {p}" for t in traces for p in POLICIES) + " |"]
+    lines.append("|---" * (1 + len(traces) * len(POLICIES)) + "|")
+    for gb in sizes:
+        found = [rates.get((t, gb, p)) for t in traces for p in POLICIES]
+        cells = ["" if rate is None else f"{100 * rate:.1f}" for rate in found]
+        lines.append(f"| {gb:g} GB | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.retention")
-    parser.add_argument("--trace", action="append", required=True, metavar="NAME=FILE")
+    parser.add_argument("--trace", action="append", default=[], metavar="NAME=FILE")
+    parser.add_argument("--table", action="store_true", help="print the results as a table")
     parser.add_argument("--capacity-gb", action="append", type=float)
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args(arguments)
+    if given.table:
+        rows = given.results.read_text(encoding="utf-8").splitlines()
+        print(table([json.loads(row) for row in rows]), end="")
+        return 0
     traces = dict(each.split("=", 1) for each in given.trace)
     read = {name: list(read_trace(file)) for name, file in traces.items()}
     with given.results.open("w", encoding="utf-8") as out:

@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from dsv4.cache.handoff.arrival import Arrival
     from dsv4.cache.handoff.options import HandoffOptions
     from dsv4.cache.manager import KVCacheManager
+    from dsv4.cache.prefix.eviction import LeastRecentlyUsed
+    from dsv4.cache.prefix.hints import Hints
     from dsv4.cache.prefix.index import BlockEvent
     from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
     from dsv4.cache.prefix.pins import PinnedPrefix
     from dsv4.cache.prefix.prompt import Prompt
     from dsv4.cache.prefix.resume import Resume
+    from dsv4.cache.prefix.retention import Retention
     from dsv4.cache.prepare_forward import ForwardPlan
     from dsv4.cache.requests import Request
     from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
@@ -73,6 +76,7 @@ __all__ = [
     "EventPublisher",
     "ForwardPlan",
     "HandoffOptions",
+    "Hints",
     "HostTier",
     "InvalidInput",
     "KVCacheManager",
@@ -80,6 +84,7 @@ __all__ = [
     "LayerCacheHandle",
     "LayerSpec",
     "LayerWeights",
+    "LeastRecentlyUsed",
     "Limits",
     "ManagerCollector",
     "MemoryBytes",
@@ -100,6 +105,7 @@ __all__ = [
     "Request",
     "RequestError",
     "Resume",
+    "Retention",
     "SchemaError",
     "SchemaMismatch",
     "SnapshotPolicy",
@@ -125,10 +131,13 @@ _HOMES = {
     "dsv4.cache.handoff.options": ("HandoffOptions",),
     "dsv4.cache.manager": ("KVCacheManager",),
     "dsv4.cache.prefix.index": ("BlockEvent",),
+    "dsv4.cache.prefix.eviction": ("LeastRecentlyUsed",),
+    "dsv4.cache.prefix.hints": ("Hints",),
     "dsv4.cache.prefix.options": ("PrefixOptions", "SnapshotPolicy", "full", "periodic", "zero"),
     "dsv4.cache.prefix.pins": ("PinnedPrefix",),
     "dsv4.cache.prefix.prompt": ("Prompt",),
     "dsv4.cache.prefix.resume": ("Resume",),
+    "dsv4.cache.prefix.retention": ("Retention",),
     "dsv4.cache.prepare_forward": ("ForwardPlan",),
     "dsv4.cache.requests": ("Request",),
     "dsv4.cache.schema": ("BlockBudget", "CacheSchema", "compute_block_budget"),

@@ -205,6 +205,9 @@ class FirstCachedFirst:
         for entry in kept:
             heapq.heappush(self.leaves, entry)
 
+    def superseded(self, node: PrefixNode) -> None:
+        pass
+
     def dropped(self, node: PrefixNode) -> None:
         del self.made[node]
 

@@ -76,6 +76,10 @@ class EvictionPolicy(Protocol):
         """Takes (`eviction.take`) offered leaves that nothing holds, until `eviction.is_done` or
         none is left. What was taken is not offered any more: it is dropped, or offered again."""
 
+    def superseded(self, node: PrefixNode) -> None:
+        """A newer state of its session does not begin with this block, after which none is
+        cached."""
+
     def dropped(self, node: PrefixNode) -> None:
         """The block has left the index, whether it was offered or not."""
 
@@ -156,6 +160,9 @@ class LeastRecentlyUsed:
     def _offer_all(self, nodes: list[PrefixNode]) -> None:
         for node in nodes:
             self.offer(node)
+
+    def superseded(self, node: PrefixNode) -> None:
+        """It is old enough to go."""
 
     def dropped(self, node: PrefixNode) -> None:
         """`choose` passes over it where it is still in the heap."""

@@ -19,7 +19,7 @@ import heapq
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator
-from itertools import count
+from itertools import count, islice
 from typing import Literal
 
 from dsv4.cache.prefix.costs import Costs
@@ -41,11 +41,13 @@ KINDS = 6  # by turns (first, second, later) and by length (short, long)
 LONG_TOKENS = 4096  # from here on a prompt is long
 BINS = 160  # four for each doubling of the age
 ENOUGH = 256  # lives between two looks at what was learned; the first looks come sooner
+MOST_LOOKED_AT = 1024  # of the evicted turn ends, in one look
 KEPT = 0.97  # of what was learned, at each look
 # what is assumed of each kind before anything was seen, as this number of lives. A short first
 # prompt (a title, a summary) seldom comes back; each turn that came makes another one likelier.
 ASSUMED_LIVES = 0.1
 ASSUMED_RETURNS = (1 / 16, 1.0, 1.0, 2.0, 2.0, 4.0)
+POOLED = 0.1  # how much what all kinds do says of each: of some there are few
 YOUNG = 64  # ticks: at younger ages nothing is known
 
 # superseded or not, priority, kind (of Returns)
@@ -76,7 +78,7 @@ class Returns:
 
     The clock counts what happens: a block that is cached, used or evicted is a tick. Each turn of a
     conversation ends with a block, whose life ends when a prompt goes on from there (a return), or
-    when it was evicted long ago (a loss). From both, by kind and age:
+    when it was evicted long ago (a loss); some have not come back yet. From these, by kind and age:
 
         density(kind, age) = returns at this age or later / ticks lived from this age on
 
@@ -88,7 +90,7 @@ class Returns:
         self._returned = [[0.0] * BINS for _ in range(KINDS)]
         self._lost = [[0.0] * BINS for _ in range(KINDS)]
         self._gone: dict[Hashable, tuple[int, int, int]] = {}  # kind, last use, turns
-        self._lives = 0
+        self._lives = self._at = 0
         self._density: list[list[float]] = []
         self._look()
 
@@ -100,9 +102,11 @@ class Returns:
         self._returned[kind][bin_of(age)] += 1
         self._note()
 
-    def evicted(self, name: Hashable, kind: int, turns: int, last_use: int) -> None:
+    def evicted(self, name: Hashable, kind: int, turns: int, last_use: int, now: int) -> None:
         """A turn end was evicted. It may still come back."""
         self._gone[name] = kind, last_use, turns
+        self._at = now
+        self._note()
 
     def back(self, name: Hashable, now: int) -> int | None:
         """How many turns an evicted turn end had, which is cached again; None if it is not
@@ -114,12 +118,11 @@ class Returns:
         self.returned(kind, now - last_use)
         return turns
 
-    def forget(self, remembered: int, now: int) -> None:
+    def forget(self, remembered: int) -> None:
         """Remembers no more than this number of evicted turn ends. The others are lost."""
         while len(self._gone) > remembered:
             kind, last_use, _ = self._gone.pop(next(iter(self._gone)))
-            self._lost[kind][bin_of(now - last_use)] += 1
-            self._note()
+            self._lost[kind][bin_of(self._at - last_use)] += 1
 
     def _note(self) -> None:
         self._lives += 1
@@ -131,19 +134,42 @@ class Returns:
             self._look()
 
     def _look(self) -> None:
-        self._density = [self._densities(kind) for kind in range(KINDS)]
+        waiting = self._waiting()
+        sums = [self._sums(kind, waiting[kind]) for kind in range(KINDS)]
+        pooled = [
+            (sum(each[0] for each in of_bin), sum(each[1] for each in of_bin))
+            for of_bin in zip(*sums, strict=True)
+        ]
+        self._density = [
+            [
+                (returns + POOLED * all_returns + ASSUMED_LIVES * ASSUMED_RETURNS[kind])
+                / (ticks + POOLED * all_ticks + ASSUMED_LIVES * (YOUNG + start_of(nth)))
+                for nth, ((returns, ticks), (all_returns, all_ticks)) in enumerate(
+                    zip(sums[kind], pooled, strict=True)
+                )
+            ]
+            for kind in range(KINDS)
+        ]
 
-    def _densities(self, kind: int) -> list[float]:
-        returned, lost, assumed = self._returned[kind], self._lost[kind], ASSUMED_RETURNS[kind]
-        densities = [0.0] * BINS
+    def _waiting(self) -> list[list[float]]:
+        """How many remembered turn ends of each kind and age have not come back yet."""
+        found = [[0.0] * BINS for _ in range(KINDS)]
+        step = 1 + len(self._gone) // MOST_LOOKED_AT
+        for kind, last_use, _ in islice(self._gone.values(), 0, None, step):
+            found[kind][bin_of(self._at - last_use)] += step
+        return found
+
+    def _sums(self, kind: int, waiting: list[float]) -> list[tuple[float, float]]:
+        """From each bin on: returns, and ticks lived."""
+        returned, lost = self._returned[kind], self._lost[kind]
+        sums = [(0.0, 0.0)] * BINS
         returns = lives = ticks = 0.0
         for nth in range(BINS - 1, -1, -1):
             returns += returned[nth]
-            lives += returned[nth] + lost[nth]
+            lives += returned[nth] + lost[nth] + waiting[nth]
             ticks += lives * (start_of(nth + 1) - start_of(nth))
-            young = ASSUMED_LIVES * (YOUNG + start_of(nth))
-            densities[nth] = (returns + ASSUMED_LIVES * assumed) / (ticks + young)
-        return densities
+            sums[nth] = returns, ticks
+        return sums
 
 
 class Retention:
@@ -228,10 +254,9 @@ class Retention:
                 node.is_turn_end = True
                 self._use(node, at, at_s)
             case "returned":
-                if not children:
-                    if node.is_turn_end:
-                        self._returns.returned(self._kind(node), at - node.last_use)
-                    node.turns += 1
+                if node.is_turn_end and not children:
+                    self._returns.returned(self._kind(node), at - node.last_use)
+                node.turns += 1
                 node.is_turn_end = True
                 self._use(node, at, at_s)
             case "superseded":
@@ -270,8 +295,8 @@ class Retention:
         self._stale += node.queued > 0
         node.queued = 0
         if node.is_turn_end:
-            self._returns.evicted(node.digest, self._kind(node), node.turns, node.last_use)
-            self._returns.forget(max(FEWEST_REMEMBERED, self._nodes // REMEMBERED), at)
+            self._returns.evicted(node.digest, self._kind(node), node.turns, node.last_use, at)
+            self._returns.forget(max(FEWEST_REMEMBERED, self._nodes // REMEMBERED))
 
     # ---- the order of blocks -----------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from dsv4.errors import InvalidInput
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dsv4.cache.prefix.hints import Hints
     from dsv4.cache.prepare_forward import ForwardPlan
 
 Ids = NDArray[np.int32]
@@ -121,6 +122,7 @@ class TokenTrail:
         "_slot",
         "block_tokens",
         "chain",
+        "hints",
         "prompt_tokens",
         "root",
         "salt",
@@ -132,6 +134,7 @@ class TokenTrail:
     ) -> None:
         self.root, self.block_tokens, self.salt = root, block_tokens, salt
         self.prompt_tokens = len(ids)
+        self.hints: Hints | None = None  # of the request that has it
         self.chain: list[bytes] = []
         self._ids, self._known = ids, len(ids)
         self._recent: RecentIds | None = None
@@ -250,7 +253,7 @@ class TokenTrail:
     def copy(self) -> TokenTrail:
         twin = TokenTrail(self.root, self.block_tokens, self.ids.copy(), salt=self.salt)
         twin.chain, twin.prompt_tokens = list(self.chain), self.prompt_tokens
-        twin.sealed = self.sealed
+        twin.sealed, twin.hints = self.sealed, self.hints
         return twin
 
 
