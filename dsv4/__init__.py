@@ -15,14 +15,12 @@ if TYPE_CHECKING:
     from dsv4.cache.handoff.arrival import Arrival
     from dsv4.cache.handoff.options import HandoffOptions
     from dsv4.cache.manager import KVCacheManager
-    from dsv4.cache.prefix.eviction import LeastRecentlyUsed
     from dsv4.cache.prefix.hints import Hints
     from dsv4.cache.prefix.index import BlockEvent
     from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
     from dsv4.cache.prefix.pins import PinnedPrefix
     from dsv4.cache.prefix.prompt import Prompt
     from dsv4.cache.prefix.resume import Resume
-    from dsv4.cache.prefix.retention import Retention
     from dsv4.cache.prepare_forward import ForwardPlan
     from dsv4.cache.requests import Request
     from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
@@ -55,6 +53,7 @@ if TYPE_CHECKING:
     from dsv4.tiers.host import HostTier
     from dsv4.tiers.mooncake import MooncakeTier
     from dsv4.tiers.object import ObjectTier
+    from dsv4.tiers.secret import read_key
     from dsv4.tiers.tier import Limits
 
 __version__ = "0.2.0.dev0"
@@ -84,7 +83,6 @@ __all__ = [
     "LayerCacheHandle",
     "LayerSpec",
     "LayerWeights",
-    "LeastRecentlyUsed",
     "Limits",
     "ManagerCollector",
     "MemoryBytes",
@@ -105,7 +103,6 @@ __all__ = [
     "Request",
     "RequestError",
     "Resume",
-    "Retention",
     "SchemaError",
     "SchemaMismatch",
     "SnapshotPolicy",
@@ -118,6 +115,7 @@ __all__ = [
     "full",
     "periodic",
     "prometheus_text",
+    "read_key",
     "rope_table",
     "zero",
 ]
@@ -131,13 +129,11 @@ _HOMES = {
     "dsv4.cache.handoff.options": ("HandoffOptions",),
     "dsv4.cache.manager": ("KVCacheManager",),
     "dsv4.cache.prefix.index": ("BlockEvent",),
-    "dsv4.cache.prefix.eviction": ("LeastRecentlyUsed",),
     "dsv4.cache.prefix.hints": ("Hints",),
     "dsv4.cache.prefix.options": ("PrefixOptions", "SnapshotPolicy", "full", "periodic", "zero"),
     "dsv4.cache.prefix.pins": ("PinnedPrefix",),
     "dsv4.cache.prefix.prompt": ("Prompt",),
     "dsv4.cache.prefix.resume": ("Resume",),
-    "dsv4.cache.prefix.retention": ("Retention",),
     "dsv4.cache.prepare_forward": ("ForwardPlan",),
     "dsv4.cache.requests": ("Request",),
     "dsv4.cache.schema": ("BlockBudget", "CacheSchema", "compute_block_budget"),
@@ -170,6 +166,7 @@ _HOMES = {
     "dsv4.tiers.host": ("HostTier",),
     "dsv4.tiers.mooncake": ("MooncakeTier",),
     "dsv4.tiers.object": ("ObjectTier",),
+    "dsv4.tiers.secret": ("read_key",),
     "dsv4.tiers.tier": ("Limits",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

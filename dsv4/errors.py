@@ -4,7 +4,7 @@ what to change; a call that raises has changed nothing."""
 from __future__ import annotations
 
 from numbers import Integral, Real
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 
 class Dsv4Error(Exception):
@@ -50,10 +50,13 @@ class OutOfBlocks(Dsv4Error):
         asker_blocks: int,
         cached: int = 0,
         pinned: int = 0,
+        memory: Literal["blocks", "entries"] = "blocks",
     ) -> None:
         """`asker_blocks` is what the request that asks (the largest of them) would hold in the end,
         `cached` how many blocks are cached but in use by no request, `pinned` how many stay until
-        they are unpinned, without those that the request shares."""
+        they are unpinned, without those that the request shares. With `memory="entries"` the
+        numbers are those of the device's rows of entries (docs/residency.md)."""
+        self.memory: Literal["blocks", "entries"] = memory
         self.needed, self.free, self.total = needed, free, total
         self.asker_blocks, self.cached, self.pinned = asker_blocks, cached, pinned
         self.never = asker_blocks > total - pinned
@@ -65,13 +68,22 @@ class OutOfBlocks(Dsv4Error):
             advice = "wait for another request to end, or release one"
         kept = f", {cached} cached and idle" if cached else ""
         kept += f", {pinned} pinned" if pinned else ""
+        if memory == "entries":
+            advice = "give entry_rows more" if self.never else "commit the plans that are open"
+            Dsv4Error.__init__(
+                self,
+                f"{needed} more rows for entries needed on the device; {free} of {total} are free, "
+                f"and the others cannot leave: they are being written, or an open plan reads them, "
+                f"or they could not be copied to host memory: {advice}",
+            )
+            return
         super().__init__(
             f"{needed} more blocks needed, for a request of {asker_blocks} blocks; {free} of "
             f"{total} are free{kept}: {advice}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = ("needed", "free", "total", "asker_blocks", "cached", "pinned")
+        names = ("needed", "free", "total", "asker_blocks", "cached", "pinned", "memory")
         return _revive, (type(self), (), {name: getattr(self, name) for name in names})
 
 

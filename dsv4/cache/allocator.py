@@ -55,6 +55,11 @@ class BlockAllocator:
         """How often the block has become free: its content at another generation is gone."""
         return self._generations[self._known(block_id)]
 
+    def is_taken(self, block_id: int) -> bool:
+        """Whether the block is not free."""
+        held = self._references[block_id] > 0 or bool(self._cached[block_id])
+        return held or block_id in self._in_flight
+
     def is_shared(self, block_id: int) -> bool:
         """Whether something other than one request relies on its bytes: another request or the
         index."""

@@ -50,7 +50,8 @@ def Cache(
     positions of the model); at least one of `context` tokens (default: `max_context`) must fit.
     Prompts with the same beginning share it; `prefix=None` switches that off. All other options are
     those of `CacheSchema.build` and `KVCacheManager`; with `steps_ahead` as many plans may be open
-    as that needs. Raises ConfigError, SchemaError, PoolTooSmall (with the minimum), InvalidInput.
+    as that needs, and with `host_memory` entries may be in host memory. Raises ConfigError,
+    SchemaError, PoolTooSmall (with the minimum), InvalidInput.
     """
     refuse_unknown("Cache", options, CacheOptions.__annotations__)
     schema_options, manager_options = (
@@ -60,6 +61,7 @@ def Cache(
     schema = CacheSchema.build(
         model if isinstance(model, ModelSpec) else ModelSpec.load(model),
         max_context=None if max_context is None else parse_tokens(max_context),
+        entries_apart=options.get("host_memory") is not None,
         **cast(SchemaOptions, schema_options),
     )
     manager_options.setdefault("prefix", PrefixOptions())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, NoReturn, Unpack
 
 import numpy as np
@@ -34,6 +35,9 @@ from dsv4.cache.prepare_forward import (
 )
 from dsv4.cache.recover import recover_books
 from dsv4.cache.requests import Condition, Request, RequestTable
+from dsv4.cache.residency.places import EntryPlaces, ResidentAllocator
+from dsv4.cache.residency.pool import HostPool
+from dsv4.cache.residency.sizes import entry_sizes, needed_entry_rows, require_fits
 from dsv4.cache.schema import BlockBudget, CacheSchema, compute_block_budget
 from dsv4.cache.stats import MemoryBytes, Stats
 from dsv4.cache.step import checks as step_checks
@@ -56,6 +60,7 @@ from dsv4.errors import (
 if TYPE_CHECKING:
     from dsv4.cache.handoff.handoff import Handoff
     from dsv4.cache.handoff.options import HandoffOptions
+    from dsv4.cache.residency.residency import Residency
     from dsv4.cache.transfers.tiers import Tiers
     from dsv4.tiers.tier import Tier
 
@@ -113,6 +118,19 @@ class KVCacheManager(Uncopied):
             self.backend.check_format(record)
         for layer in schema.layers:
             self.backend.check_ratio(layer.spec.layer, layer.spec.ratio)
+        require_fits(schema, settings, num_blocks=num_blocks)
+        sizes = entry_sizes(schema, settings, num_blocks=num_blocks, max_requests=max_requests)
+        pool = places = None
+        if sizes is not None:
+            self.backend.check_apart()
+            pool = HostPool(num_blocks, schema.entries_bytes, place)
+            places = EntryPlaces(num_blocks, sizes.rows)
+        self.table = RequestTable(
+            schema,
+            num_blocks=num_blocks,
+            max_requests=max_requests,
+            allocator=None if places is None else ResidentAllocator(num_blocks, places),
+        )
         self.memory = CacheMemory(
             schema,
             self.backend,
@@ -121,8 +139,9 @@ class KVCacheManager(Uncopied):
             max_step_tokens=max_step_tokens,
             device=place,
             max_open_plans=settings.max_open_plans,
+            entry_sizes=sizes,
+            pool=pool,
         )
-        self.table = RequestTable(schema, num_blocks=num_blocks, max_requests=max_requests)
         self.prefix: PrefixCache | NoPrefix = (
             NoPrefix(schema)
             if prefix is None
@@ -132,8 +151,22 @@ class KVCacheManager(Uncopied):
         self.guard = Guard()
         self.tiers = self._make_tiers(settings.tiers)
         self.handoff = self._make_handoff(settings.handoff)
-        self._admission = Admission(self.table, self.memory, self.prefix, self.guard)
-        self._steps = Steps(
+        self._residency: Residency | None = None
+        make_admission: Callable[..., Admission] = Admission
+        make_steps: Callable[..., Steps] = Steps
+        make_handle: Callable[..., LayerCacheHandle] = LayerCacheHandle
+        if places is not None:
+            from dsv4.cache.residency import parts  # needs the extra dsv4[tiers]
+
+            assert pool is not None
+            self._residency = parts.Residency(
+                self.table, self.memory, places, pool, open_plans=lambda: self.open_plans
+            )
+            make_admission = partial(parts.ResidentAdmission, residency=self._residency)
+            make_steps = partial(parts.ResidentSteps, residency=self._residency)
+            make_handle = parts.ResidentHandle
+        self._admission = make_admission(self.table, self.memory, self.prefix, self.guard)
+        self._steps = make_steps(
             self.table,
             self.memory,
             self.backend,
@@ -146,7 +179,7 @@ class KVCacheManager(Uncopied):
         layers = [LayerMemory.of(self.memory, layer) for layer in range(len(schema.layers))]
         self._handles = tuple(  # of each lane, and again for chunks_apart
             tuple(
-                tuple(LayerCacheHandle(layer, self.backend, lane.workspace) for layer in layers)
+                tuple(make_handle(layer, self.backend, lane.workspace) for layer in layers)
                 for _ in range(2)
             )
             for lane in self.memory.lanes
@@ -172,6 +205,8 @@ class KVCacheManager(Uncopied):
         accounting, build a manager from `budget.num_blocks`. Raises InvalidInput."""
         require_type("budget", budget, BlockBudget)
         other_bytes = cls.other_bytes(schema, max_requests=budget.max_requests, **options)
+        if budget.entry_rows:
+            options.setdefault("entry_rows", budget.entry_rows)
         if other_bytes != budget.other_bytes:
             raise InvalidInput(
                 f"the budget leaves {budget.other_bytes:,} bytes for what is not cache, with "
@@ -196,17 +231,22 @@ class KVCacheManager(Uncopied):
         **options: Unpack[ManagerOptions],
     ) -> KVCacheManager:
         """A manager that allocates no more than `memory_bytes` on its device in total: slots, the
-        block table, step buffers, workspace and snapshots, and blocks with what is left.
+        block table, step buffers, workspace and snapshots, and blocks with what is left. With
+        `host_memory` entries take no more than that of the host, and of the device what blocks
+        leave.
 
         Raises PoolTooSmall, with the minimum, if one request of `context` tokens would not fit.
         """
         other_bytes = cls.other_bytes(schema, max_requests=max_requests, **options)
+        settings = Settings.of(options)
         budget = compute_block_budget(
             schema,
             memory_bytes=memory_bytes,
             max_requests=max_requests,
             context=context,
             other_bytes=other_bytes,
+            host_bytes=settings.host_bytes,
+            needed_entry_rows=needed_entry_rows(schema, settings, max_requests=max_requests),
         )
         return cls.from_budget(schema, budget, **options)
 
@@ -228,11 +268,12 @@ class KVCacheManager(Uncopied):
             max_step_tokens=settings.max_step_tokens,
             device=nowhere,
             max_open_plans=settings.max_open_plans,
+            entry_sizes=entry_sizes(schema, settings, num_blocks=0, max_requests=max_requests),
         ).memory_bytes()
         snapshots = 0
         if settings.prefix is not None:
             snapshots = SnapshotPool.bytes_on_device(schema, settings.prefix, place)
-        return memory.step_buffers + memory.workspace + snapshots
+        return memory.step_buffers + memory.workspace + snapshots + memory.entries
 
     def _make_tiers(self, tiers: Sequence[Tier]) -> Tiers | NoTiers:
         if not tiers:
@@ -292,8 +333,8 @@ class KVCacheManager(Uncopied):
         self, ids: TokenIds, salt: str | None = None, *, hints: Hints | None = None
     ) -> Prompt:
         """Reads and hashes a prompt once, for questions about it while it waits, and for its
-        admission. `hints` are those of each request that is admitted with it, also through tiers
-        and hand-offs. Takes no memory of the cache. Raises InvalidInput, ContextOverflow."""
+        admission. `hints` are those of each request that is admitted with it, through tiers too.
+        Takes no memory of the cache. Raises InvalidInput, ContextOverflow."""
         if hints is not None:
             require_type("hints", hints, Hints)
         read = token_ids(ids)
@@ -595,6 +636,8 @@ class KVCacheManager(Uncopied):
             tiers=self.tiers,
             handoff=self.handoff,
         )
+        if self._residency is not None:
+            self._residency.recover(self.prefix.index.nodes(), self.open_plans)
         self._steps.forget()
         for turn in turns:
             turn.leave()
@@ -825,6 +868,7 @@ class KVCacheManager(Uncopied):
             transfers=self.tiers.stats(),
             tiers=self.tiers.tier_stats(),
             handoff=self.handoff.stats(),
+            residency=None if self._residency is None else self._residency.stats(),
         )
 
     def check_invariants(self) -> None:
@@ -833,6 +877,8 @@ class KVCacheManager(Uncopied):
         self.table.check_invariants()
         self.prefix.check_invariants(self.open_plans)
         self.handoff.check_invariants()
+        if self._residency is not None:
+            self._residency.check_invariants()
 
     def take_events(self) -> list[BlockEvent]:
         """Which blocks were cached and evicted since the last call, in order, for a router that

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.cache.arena import Arena
+from dsv4.cache.arena import Arena, LayerPlanes
 from dsv4.cache.paged_cache import PagedKVPool
 from dsv4.cache.pages import CompressorLayout, PageKind
+from dsv4.cache.residency.memory import EntriesMemory, EntrySizes, LaneEntries
+from dsv4.cache.residency.pool import HostPool
 from dsv4.cache.schema import CacheSchema, LayerCacheSchema
 from dsv4.cache.state_cache import StateCachePool
 from dsv4.cache.stats import MemoryBytes
@@ -34,8 +36,15 @@ class Lane:
         block_table: torch.Tensor,
         *,
         max_tokens: int,
+        entries: EntriesMemory | None = None,
+        pool: HostPool | None = None,
     ) -> None:
         self.number = number
+        self.entries = (
+            None
+            if entries is None
+            else LaneEntries(entries, block_table, pool, max_tokens=max_tokens)
+        )
         self.buffers = StepBuffers(
             schema,
             max_requests=block_table.shape[0],
@@ -73,16 +82,30 @@ class CacheMemory:
         max_step_tokens: int,
         device: torch.device,
         max_open_plans: int = 1,
+        entry_sizes: EntrySizes | None = None,
+        pool: HostPool | None = None,
     ) -> None:
         self.schema, self.device = schema, device
+        self.entries = (
+            None
+            if entry_sizes is None
+            else EntriesMemory(schema, entry_sizes, max_requests=max_requests, device=device)
+        )
         self.block_arena = Arena(schema, "block", num_blocks, device)
         self.slot_arena = Arena(schema, "slot", max_requests, device)
         self.block_table = torch.full(
             (max_requests, schema.max_blocks_per_request), -1, dtype=torch.int32, device=device
         )
-        self._flat_table = self.block_table.view(-1)
         self.lanes = tuple(
-            Lane(number, schema, backend, self.block_table, max_tokens=max_step_tokens)
+            Lane(
+                number,
+                schema,
+                backend,
+                self.block_table,
+                max_tokens=max_step_tokens,
+                entries=self.entries,
+                pool=pool,
+            )
             for number in range(max_open_plans)
         )
         self.buffers, self.workspace = self.lanes[0].buffers, self.lanes[0].workspace
@@ -111,24 +134,11 @@ class CacheMemory:
 
     def publish(self, slot: int, first: int, block_ids: Sequence[int]) -> None:
         """Writes block ids directly into the slot's row of the table, from its block `first` on.
-        Use this when there are more ids than a step buffer holds; `send` publishes the ids of a
-        step."""
+        Use this when there are more ids than a step buffer holds; `StepBuffers.send` publishes the
+        ids of a step."""
         host = torch.tensor(block_ids, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         row = self.block_table[slot, first : first + len(block_ids)]
         row.copy_(host, non_blocking=True)
-
-    def send(self, new_blocks: int, buffers: StepBuffers, *others: StepBuffers) -> None:
-        """Copies a step's index tensors to the device, and from there its new block ids to the
-        table."""
-        buffers.send()
-        if new_blocks:
-            self._flat_table.index_copy_(
-                0,
-                buffers.cut("new_block_at", new_blocks),
-                buffers.cut("new_block_id", new_blocks),
-            )
-        for each in others:
-            each.send()
 
     def memory_bytes(self, *, snapshots: int = 0) -> MemoryBytes:
         """Bytes allocated here, together with those of the prefix cache."""
@@ -140,8 +150,13 @@ class CacheMemory:
                 lane.buffers.memory_bytes() + lane.chunk_buffers.memory_bytes()
                 for lane in self.lanes
             ),
-            workspace=sum(lane.workspace.memory_bytes() for lane in self.lanes),
+            workspace=sum(
+                lane.workspace.memory_bytes()
+                + (0 if lane.entries is None else lane.entries.memory_bytes())
+                for lane in self.lanes
+            ),
             snapshots=snapshots,
+            entries=0 if self.entries is None else self.entries.memory_bytes(),
         )
 
 
@@ -175,6 +190,14 @@ class LayerMemory:
             page = schema.page(kind, layer)
             if page is None:
                 return None
+            if page.apart:
+                assert memory.entries is not None
+                return EntrySource(
+                    arena=memory.entries.arena.bytes,
+                    page=page,
+                    block_table=memory.entries.table,
+                    ratio=schema.model.layers[layer].ratio,
+                )
             return EntrySource(
                 arena=memory.block_arena.bytes,
                 page=page,
@@ -183,6 +206,9 @@ class LayerMemory:
             )
 
         entries, index_keys = source("entries"), source("index_keys")
+        of_entries: LayerPlanes = pool
+        if entries is not None and entries.page.apart and memory.entries is not None:
+            of_entries = LayerPlanes(schema, memory.entries.arena, layer, keeper=entries.page.layer)
         return cls(
             shared=memory,
             schema=schema.layers[layer],
@@ -191,7 +217,7 @@ class LayerMemory:
             compressor=schema.compressor(layer, "main"),
             index_compressor=schema.compressor(layer, "index"),
             window=SWAView.of(state, memory.slot_arena.bytes, window, schema.model.window),
-            entries=None if entries is None else ClassicalView.of(pool, entries),
+            entries=None if entries is None else ClassicalView.of(of_entries, entries),
             index_keys=None if index_keys is None else IndexerView.of(pool, index_keys),
         )
 

@@ -13,6 +13,7 @@ import torch
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.errors import InvalidInput, require_count, require_flag, require_type
 from dsv4.ops.backend import BackendName
+from dsv4.units import parse_bytes
 
 if TYPE_CHECKING:
     from dsv4.cache.handoff.options import HandoffOptions
@@ -30,6 +31,9 @@ class ManagerOptions(TypedDict, total=False):
     tiers: Sequence[Tier]
     handoff: HandoffOptions | None
     batch_invariant: bool
+    host_memory: int | str | None
+    hot_rows: int | None
+    entry_rows: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +43,11 @@ class Settings:
     `max_step_tokens` and `max_open_plans` size the step buffers. `prefix` keeps prompts after their
     requests are released, `tiers` keep them below the device, the fastest first, `handoff` sends
     requests to other managers; without an option the manager does not do it. `batch_invariant`:
-    docs/exactness.md.
+    docs/exactness.md. With `host_memory`, in bytes or as "256GB", entries may be there
+    (docs/residency.md): `hot_rows` is how many of a layer each request has on the device once it
+    has fetched them, `entry_rows` for how many blocks all of them have room there (default: the
+    fewest that work; `from_memory` computes it). The schema must have been built with
+    entries_apart=True.
     """
 
     max_step_tokens: int = 8192
@@ -50,6 +58,9 @@ class Settings:
     tiers: Sequence[Tier] = ()
     handoff: HandoffOptions | None = None
     batch_invariant: bool = False
+    host_memory: int | str | None = None
+    hot_rows: int | None = None
+    entry_rows: int | None = None
 
     def __post_init__(self) -> None:
         if self.prefix is not None:
@@ -57,6 +68,15 @@ class Settings:
         for name in ("max_step_tokens", "max_open_plans"):  # ints, whatever type they were given as
             object.__setattr__(self, name, require_count(name, getattr(self, name)))
         require_flag("batch_invariant", self.batch_invariant)
+        if self.host_memory is not None:
+            object.__setattr__(self, "host_memory", parse_bytes(self.host_memory))
+        for name in ("hot_rows", "entry_rows"):
+            if getattr(self, name) is not None:
+                if self.host_memory is None:
+                    raise InvalidInput(
+                        f"{name} is for entries in host memory: give host_memory=... too"
+                    )
+                object.__setattr__(self, name, require_count(name, getattr(self, name)))
         if not isinstance(self.tiers, Sequence) or isinstance(self.tiers, str | bytes):
             raise InvalidInput(
                 f"tiers are {type(self.tiers).__name__}: give a list, the fastest first"
@@ -67,6 +87,11 @@ class Settings:
         """Raises InvalidInput for options that do not exist and for values that cannot be."""
         refuse_unknown("KVCacheManager", options, ManagerOptions.__annotations__)
         return cls(**options)
+
+    @property
+    def host_bytes(self) -> int | None:
+        assert not isinstance(self.host_memory, str)
+        return self.host_memory
 
     @property
     def place(self) -> torch.device:

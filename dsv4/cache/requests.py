@@ -327,9 +327,16 @@ class RequestTable:
     hold. A call that raises has changed nothing.
     """
 
-    def __init__(self, schema: CacheSchema, *, num_blocks: int, max_requests: int) -> None:
+    def __init__(
+        self,
+        schema: CacheSchema,
+        *,
+        num_blocks: int,
+        max_requests: int,
+        allocator: BlockAllocator | None = None,
+    ) -> None:
         self.schema, self.max_requests = schema, max_requests
-        self.allocator = BlockAllocator(num_blocks)
+        self.allocator = BlockAllocator(num_blocks) if allocator is None else allocator
         self.supply = BlockSupply(self.allocator)
         self.live: dict[int, Request] = {}  # by slot
         self.free_slots = list(range(max_requests - 1, -1, -1))

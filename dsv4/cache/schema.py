@@ -614,7 +614,9 @@ def _usual_facts(layer: dict[str, Any]) -> dict[str, object]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockBudget:
     """How a memory budget splits into blocks and slots. `other_bytes` is what else the manager
-    needs: step buffers, workspace and snapshots."""
+    needs: step buffers, workspace and snapshots. Of entries that are kept apart, `entry_rows`
+    blocks have theirs on the device (without hot rows, which `other_bytes` counts), and all have
+    `host_bytes` in host memory."""
 
     num_blocks: int
     max_requests: int
@@ -623,11 +625,15 @@ class BlockBudget:
     block_table_bytes: int
     unused_bytes: int
     other_bytes: int = 0
+    entry_rows: int = 0
+    entries_arena_bytes: int = 0
+    host_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
+        """On the device."""
         cache = self.block_arena_bytes + self.slot_arena_bytes + self.block_table_bytes
-        return cache + self.other_bytes
+        return cache + self.entries_arena_bytes + self.other_bytes
 
 
 def compute_block_budget(
@@ -637,9 +643,13 @@ def compute_block_budget(
     max_requests: int,
     context: int | None = None,
     other_bytes: int = 0,
+    host_bytes: int | None = None,
+    needed_entry_rows: int = 0,
 ) -> BlockBudget:
     """Gives each of `max_requests` a slot and what is left of the memory, less `other_bytes`, to
-    blocks. `KVCacheManager.other_bytes` says what else a manager needs.
+    blocks. `KVCacheManager.other_bytes` says what else a manager needs. With entries that are kept
+    apart, `host_bytes` is the host memory for them; at least `needed_entry_rows` blocks have theirs
+    on the device, and more if memory is left.
 
     Raises PoolTooSmall, with the minimum, when the blocks left could not hold one request of
     `context` tokens (default: the schema's max_context).
@@ -653,8 +663,18 @@ def compute_block_budget(
         )
     other_bytes = require_count("other_bytes", other_bytes, at_least=0)
     fixed = max_requests * schema.bytes_per_request + other_bytes
-    blocks = max(0, memory_bytes - fixed) // schema.block_bytes if schema.block_bytes else 0
     needed = schema.blocks_for(tokens) if schema.block_bytes else 0
+    if schema.entries_bytes:
+        return _budget_apart(
+            schema,
+            memory_bytes=memory_bytes,
+            max_requests=max_requests,
+            other_bytes=other_bytes,
+            needed=needed,
+            host_bytes=host_bytes,
+            least_rows=needed_entry_rows,
+        )
+    blocks = max(0, memory_bytes - fixed) // schema.block_bytes if schema.block_bytes else 0
     if memory_bytes < fixed or blocks < needed:
         minimum = fixed + needed * schema.block_bytes
         raise PoolTooSmall(
@@ -675,6 +695,70 @@ def compute_block_budget(
         block_table_bytes=max_requests * schema.block_table_row_bytes,
         unused_bytes=memory_bytes - used,
         other_bytes=other_bytes,
+    )
+
+
+def _budget_apart(
+    schema: CacheSchema,
+    *,
+    memory_bytes: int,
+    max_requests: int,
+    other_bytes: int,
+    needed: int,
+    host_bytes: int | None,
+    least_rows: int,
+) -> BlockBudget:
+    """The same with entries apart: what stays of every block on the device, its entries in host
+    memory, and as many of them as fit on the device too."""
+    if host_bytes is None:
+        raise InvalidInput(
+            "the entries of this schema are kept apart: say how much host memory there is for them "
+            "(host_bytes), or build the schema without entries_apart"
+        )
+    stays, entries = schema.block_bytes, schema.entries_bytes
+    fixed = max_requests * schema.bytes_per_request + other_bytes
+    minimum = fixed + needed * stays + min(needed, least_rows) * entries
+    if host_bytes < needed * entries:
+        raise PoolTooSmall(
+            f"{host_bytes:,} bytes of host memory hold the entries of "
+            f"{host_bytes // entries:,} blocks of {entries:,} bytes, but one request needs "
+            f"{needed} blocks: give at least {needed * entries:,} bytes of host memory, or ask for "
+            f"less context",
+            minimum_bytes=needed * entries,
+        )
+    if memory_bytes < minimum:
+        raise PoolTooSmall(
+            f"{memory_bytes:,} bytes on the device do not hold {max_requests} request slots of "
+            f"{schema.bytes_per_request:,} bytes, {other_bytes:,} bytes in addition, {needed} "
+            f"blocks of {stays:,} bytes for one request, and the entries of "
+            f"{min(needed, least_rows)} blocks of {entries:,}: give at least {minimum:,} bytes, or "
+            f"ask for fewer requests, less context or shorter steps",
+            minimum_bytes=minimum,
+        )
+    room = memory_bytes - fixed
+    if room >= least_rows * (stays + entries):
+        most = (room - least_rows * entries) // stays
+    else:
+        most = room // (stays + entries)
+    blocks, alone = min(most, host_bytes // entries), room // (stays + entries)
+    if blocks < alone:
+        raise InvalidInput(
+            f"{host_bytes:,} bytes of host memory hold the entries of {blocks:,} blocks, but "
+            f"without host memory the device holds {alone:,} whole blocks: give more than "
+            f"{alone * entries:,} bytes, or none"
+        )
+    rows = min(blocks, (room - blocks * stays) // entries)
+    return BlockBudget(
+        num_blocks=blocks,
+        max_requests=max_requests,
+        block_arena_bytes=blocks * stays,
+        slot_arena_bytes=max_requests * schema.slot_bytes,
+        block_table_bytes=max_requests * schema.block_table_row_bytes,
+        unused_bytes=room - blocks * stays - rows * entries,
+        other_bytes=other_bytes,
+        entry_rows=rows,
+        entries_arena_bytes=rows * entries,
+        host_bytes=blocks * entries,
     )
 
 

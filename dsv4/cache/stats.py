@@ -22,11 +22,12 @@ class MemoryBytes:
     step_buffers: int
     workspace: int
     snapshots: int = 0
+    entries: int = 0  # that are kept apart, with hot rows and their tables (docs/residency.md)
 
     @property
     def total(self) -> int:
         cache = self.block_arena + self.slot_arena + self.block_table + self.snapshots
-        return cache + self.step_buffers + self.workspace
+        return cache + self.entries + self.step_buffers + self.workspace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,39 @@ class TransferStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFetches:
+    """Of a layer that owns entries which may be in host memory: how many of the selected ones that
+    were not on the device had been fetched before (hits), and how many were fetched (misses)."""
+
+    layer: int
+    hits: int
+    misses: int
+    bytes_fetched: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidencyStats:
+    """Where entries are, with the option `host_memory`. Rows are those of blocks on the device;
+    `rows_total` and `blocks_in_host` count what is there now, all others since the manager was
+    made. `blocks_left` counts how often a block has left the device. Fetches are counted on the
+    device; on a GPU they are those of the previous call."""
+
+    host_bytes: int
+    rows_total: int
+    rows_free: int
+    blocks_on_device: int
+    blocks_in_host: int
+    blocks_only_in_host: int
+    blocks_copied: int
+    blocks_left: int
+    copies_failed: int
+    hits: int
+    misses: int
+    bytes_fetched: int
+    layers: tuple[LayerFetches, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffStats:
     """What was transferred between this manager and others since it was made. An offer ends when it
     was `taken` as often as it was made for, `expired` or was `withdrawn`. `errors` counts failed
@@ -135,6 +169,7 @@ class Stats:
     transfers: TransferStats | None = None
     tiers: tuple[TierStats, ...] = ()
     handoff: HandoffStats | None = None
+    residency: ResidencyStats | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

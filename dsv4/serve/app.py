@@ -10,15 +10,16 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from dsv4 import __version__
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.errors import Dsv4Error, InvalidInput
-from dsv4.serve import openai
+from dsv4.serve import anthropic, openai
 from dsv4.serve.failures import ApiError, handle
 from dsv4.serve.guard import Guard
 from dsv4.serve.models import Room, ServedModel
@@ -28,6 +29,7 @@ from dsv4.serve.state import ServerState
 
 LOGGER = logging.getLogger("dsv4.serve")
 CLOSE_S = 10.0
+PROMETHEUS = "text/plain; version=1.0.0; charset=utf-8"
 ERRORS = {
     400: "The request cannot be served as it is",
     401: "The API key is missing or wrong",
@@ -101,7 +103,28 @@ def make_app(state: ServerState) -> Any:
         is_ready = state.runner.is_alive and not state.runner.is_draining
         return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus' text."""
+        return Response(await run_in_threadpool(state.metrics.text), media_type=PROMETHEUS)
+
+    @app.get("/cache/state")
+    async def cache_state() -> JSONResponse:
+        """What the cache holds, between two steps."""
+        return JSONResponse(await asyncio.wrap_future(state.runner.call(state.live.state)))
+
+    @app.get("/cache/events")
+    async def cache_events() -> Response:
+        """The same, and then what changes: server-sent events."""
+        if state.live.is_full:
+            raise ApiError(429, "as many watch already as may", retry_after_s=10)
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(
+            state.live.watch(), headers=headers, media_type="text/event-stream"
+        )
+
     app.include_router(openai.routes(state))
+    app.include_router(anthropic.routes(state))
     if state.options.allow_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -75,7 +75,7 @@ class Timing:
 class Runner:
     """`submit`, `cancel` and `call` may come from any thread."""
 
-    def __init__(self, opened: Opened, *, most_waiting: int, timing: Timing | None = None) -> None:
+    def __init__(self, opened: Opened, *, most_waiting: int) -> None:
         self.manager = opened.manager
         self.engine = Scheduler(
             model=opened.model,
@@ -85,9 +85,11 @@ class Runner:
             choose=_choose,
         )
         self.keeper = Keeper(self.engine)
-        self.counters, self.timing = Counters(), timing
+        self.counters = Counters()
+        self.timing: Timing | None = None
         self.most_waiting = most_waiting
         self.after_step: list[Callable[[], None]] = []  # called in the thread that steps
+        self.after_turn: list[Callable[[Job], None]] = []  # and with each job that has ended
         self.loop: asyncio.AbstractEventLoop | None = None
         self.rates: deque[tuple[float, int]] = deque(maxlen=64)  # time, tokens of the last steps
         self._stepping = opened.stepping
@@ -276,6 +278,8 @@ class Runner:
             self.timing.end(time.monotonic() - job.data.arrived_s)
         with suppress(InvalidInput):
             self.keeper.keep(job)
+        for hear in self.after_turn:
+            hear(job)
 
     def _usage(self, job: Job) -> Usage:
         data: Generation = job.data

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.requests import Request
-from dsv4.engine import LOOK_AHEAD, Engine, Job
+from dsv4.engine import LOOK_AHEAD, Engine, Job, Share
 from dsv4.errors import OutOfBlocks
 from dsv4.serve.generation import Generation
 
@@ -60,23 +60,29 @@ class Scheduler(Engine):
         found = [(job, job.request) for job in self.jobs if job.request is not None]
         return sorted(found, key=lambda each: self.rank(each[0]))
 
-    def next_waiting(self) -> Job | None:
+    def _next_waiting(self) -> Job | None:
         waiting = [job for job in self.jobs if job.request is None and not job.is_over]
         waiting.sort(key=self.rank)
         if self.manager.tiers:
             waiting = [job for job in waiting[:LOOK_AHEAD] if self._has_arrived(job)]
         return waiting[0] if waiting else None
 
+    def schedule(self) -> list[Share]:
+        shares = super(Scheduler, self).schedule()
+        for share in shares:
+            session = share.job.data.hints.session
+            self.served[session] = self.served.get(session, 0) + share.count
+        return shares
+
     def admit(self) -> None:
         before = {job for job, _ in self.running}
         super(Scheduler, self).admit()
         admitted = [job for job, _ in self.running if job not in before]
         for job in admitted:
-            passed = [each for each in self.jobs if each.request is None]
-            for each in passed:
-                if each.data.number < job.data.number:
+            for each in self.jobs:
+                if each.request is None and each.data.number < job.data.number:
                     each.data.passed += 1
-        waiting = None if self.flight is not None else self.next_waiting()
+        waiting = None if self.flight is not None else self._next_waiting()
         if waiting is not None and not admitted:
             self.displace(waiting)
 

@@ -8,9 +8,11 @@ from functools import cached_property
 from typing import Any
 
 from dsv4.serve.grammar import Grammars
+from dsv4.serve.live import Live
+from dsv4.serve.metrics import Metrics
 from dsv4.serve.models import ServedModel
 from dsv4.serve.options import ServerOptions
-from dsv4.serve.runner import Runner
+from dsv4.serve.runner import Runner, Timing
 
 
 @dataclass(kw_only=True)
@@ -21,6 +23,16 @@ class ServerState:
     runner: Runner
     options: ServerOptions
     created: int = field(default_factory=lambda: int(time.time()))
+    metrics: Metrics = field(init=False)
+    live: Live = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics, self.live = Metrics(self.runner), Live(self.runner)
+        self.runner.timing = Timing(
+            first=self.metrics.first.observe,
+            later=self.metrics.later.observe,
+            end=self.metrics.whole.observe,
+        )
 
     @cached_property
     def grammars(self) -> Grammars:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dsv4.cache.batch import Batch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
@@ -96,11 +97,18 @@ class AttendingModel:
         """Runs new tokens of each request through all layers; hidden states of all of them."""
         plan = manager.prepare_forward([(request, len(ids)) for request, ids in work])
         ids = [token for _, row in work for token in row]
+        x = self.run(manager, plan.batch, ids)
+        manager.commit(plan, ids=ids)
+        return x
+
+    def run(self, manager: KVCacheManager, batch: Batch, ids: Sequence[int]) -> Tensor:
+        """Hidden states of the tokens of a batch. Padding rows get those of token 0."""
+        ids = [*ids, *[0] * (batch.padded_tokens - len(ids))]
         x, model = self.embedding[ids], self.schema.model
         candidates = torch.empty((len(ids), model.candidate_blocks), dtype=torch.int32)
         selections: dict[int | None, Tensor] = {}
         for nth, layer in enumerate(self.layers):
-            handle, spec = manager.acquire(nth, plan.batch), self.schema.layers[nth].spec
+            handle, spec = manager.acquire(nth, batch), self.schema.layers[nth].spec
             projections = [mix(x) for mix in layer["projections"]]
             if not layer["gated"]:
                 projections = [made.to(torch.bfloat16) for made in projections]
@@ -126,5 +134,4 @@ class AttendingModel:
             for head in heads[1:]:
                 read = read + head
             x = 0.5 * x + torch.tanh(layer["out"](read))
-        manager.commit(plan, ids=ids)
-        return x
+        return x[: batch.num_tokens]

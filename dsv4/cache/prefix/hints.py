@@ -24,8 +24,8 @@ class Hints:
     `session` names a conversation or an agent: its newer state supersedes its older one, which then
     goes first; with `final` nothing is expected after this request. `priority`, a whole number from
     -8 to 8: each step counts four times. `ttl_s` is a floor, which each use refreshes: until these
-    seconds have passed other blocks go first. It is not a promise: under pressure it gives way before
-    a request is refused (docs/retention.md).
+    seconds have passed other blocks go first. It is not a promise: under pressure it gives way
+    before a request is refused (docs/retention.md).
     """
 
     session: str | None = None

@@ -6,6 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from dsv4.cache.allocator import BlockAllocator
@@ -50,6 +51,10 @@ class PrefixIndex:
 
     def get(self, digest: bytes) -> PrefixNode | None:
         return self._nodes.get(digest)
+
+    def newest(self, count: int) -> list[PrefixNode]:
+        """The blocks that were cached last, parents before children."""
+        return [*islice(reversed(self._nodes.values()), count)][::-1]
 
     def was_evicted(self, digest: bytes) -> bool:
         return digest in self._forgotten
@@ -132,10 +137,10 @@ class PrefixIndex:
     def drop(self, victims: Sequence[PrefixNode]) -> None:
         """Evicts what `choose` has chosen."""
         for node in victims:
+            node.is_cached = False  # first: after an interrupt, what is in the index is cached
             del self._nodes[node.digest]
             self._forgotten[node.digest] = None
             self._allocator.drop(node.block_id)
-            node.is_cached = False
             self.policy.dropped(node)
         for node in victims:
             parent = node.parent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,19 @@ AT_ONCE = 32
 _BATCH = "cuMemcpyBatchAsync_v2"
 # torch leaves these types untyped; None stands for a copy that is finished when the call returns
 _Event = Any
+
+
+class HasPayload(Protocol):
+    """Pieces of host memory that follow each other: of a record, or of a row."""
+
+    @property
+    def payload(self) -> tuple[memoryview, ...]: ...
+
+
+class Row(NamedTuple):
+    """A row of host memory."""
+
+    payload: tuple[memoryview, ...]
 
 
 class Mark:
@@ -59,8 +72,8 @@ class Copies:
         self._down: Any = torch.cuda.Stream(device) if on_gpu else None
         self._up: Any = torch.cuda.Stream(device) if on_gpu else None
 
-    def down(self, rows: Iterable[tuple[Tensor, Parts]]) -> Mark:
-        """Copies rows of the device into the payloads of records."""
+    def down(self, rows: Iterable[tuple[Tensor, HasPayload]]) -> Mark:
+        """Copies rows of the device into the payloads of records, or into rows."""
         return self._copy(self._down, [(pieces, row, True) for row, pieces in rows])
 
     def down_into(self, rows: Iterable[tuple[Tensor, Tensor]]) -> Mark:
@@ -85,7 +98,7 @@ class Copies:
         """Copies payloads of records into rows of the device."""
         return self._copy(self._up, [(pieces, row, False) for row, pieces in rows])
 
-    def _copy(self, stream: Any, rows: list[tuple[Parts, Tensor, bool]]) -> Mark:
+    def _copy(self, stream: Any, rows: list[tuple[HasPayload, Tensor, bool]]) -> Mark:
         if stream is None:
             self._launch(rows)
             return Mark()
@@ -99,7 +112,7 @@ class Copies:
             event.record(stream)
         return Mark(event)
 
-    def _launch(self, rows: list[tuple[Parts, Tensor, bool]]) -> None:
+    def _launch(self, rows: list[tuple[HasPayload, Tensor, bool]]) -> None:
         for parts, row, down in rows:
             at = 0
             for piece in parts.payload:
@@ -140,7 +153,9 @@ def _driver() -> Any:
     return driver
 
 
-def _launch_by_driver(driver: Any, stream: int, rows: list[tuple[Parts, Tensor, bool]]) -> None:
+def _launch_by_driver(
+    driver: Any, stream: int, rows: list[tuple[HasPayload, Tensor, bool]]
+) -> None:
     """A copy of a block takes 8 µs, and torch's call that begins one takes as long. So one call of
     the driver begins AT_ONCE of them, and these are copied while the next ones are prepared."""
     copies: list[tuple[int, int, int]] = []

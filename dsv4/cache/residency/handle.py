@@ -1,0 +1,153 @@
+"""A layer's handle where entries may be in host memory: it writes them to rows of their own, and
+reads them wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from dsv4.cache.batch import Batch
+from dsv4.cache.handle import EntryRecords, LayerCacheHandle
+from dsv4.cache.memory import LayerMemory
+from dsv4.cache.repeats import Key, Repeats
+from dsv4.cache.views import ClassicalView
+from dsv4.cache.workspace import Workspace
+from dsv4.errors import InvalidInput, SchemaMismatch
+from dsv4.ops.backend import Backend
+from dsv4.ops.calls import Attention, LayerWeights, StepTensors
+
+
+class ResidentHandle(LayerCacheHandle):
+    """The calls are the same. Views and gathers of entries that may be in host memory are refused:
+    only `attend` finds them."""
+
+    def __init__(self, memory: LayerMemory, backend: Backend, workspace: Workspace) -> None:
+        super().__init__(memory, backend, workspace)
+        shared = memory.shared
+        apart = shared.entries
+        (lane_entries,) = (each.entries for each in shared.lanes if each.workspace is workspace)
+        assert apart is not None
+        assert lane_entries is not None
+        self._apart, self._lane_entries = apart, lane_entries
+        self._repeats = Repeats(
+            backend,
+            (
+                *(self._block_arena, self._slot_arena, self._block_table),
+                *(*workspace.tensors, *apart.tensors, *lane_entries.tensors),
+            ),
+        )
+
+    # ---- what is refused -----------------------------------------------------------------------
+
+    def read_classical_view(self) -> ClassicalView:
+        """As always, for layers whose entries stay on the device. Raises SchemaMismatch for
+        others."""
+        self._require_on_device("a view of them")
+        return super().read_classical_view()
+
+    def gather_compressed_kv(self, indices: Tensor, out: Tensor | None = None) -> Tensor:
+        """As `read_classical_view`."""
+        self._require_on_device("a gather")
+        return super().gather_compressed_kv(indices, out)
+
+    def gather_all_compressed_kv(
+        self, out: Tensor, lengths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `read_classical_view`."""
+        self._require_on_device("a gather")
+        return super().gather_all_compressed_kv(out, lengths)
+
+    def write_entries(self, records: Sequence[EntryRecords]) -> None:
+        """As `read_classical_view`."""
+        self._require_on_device("writing records to blocks")
+        super().write_entries(records)
+
+    def _require_on_device(self, what: str) -> None:
+        """SchemaMismatch for a layer whose entries may be in host memory."""
+        if self.memory.entries is not None and self.memory.entries.page.apart:
+            raise SchemaMismatch(
+                f"entries of layer {self.layer} may be in host memory, where only attend finds "
+                f"them: {what} needs a manager without host_memory"
+            )
+
+    # ---- writes --------------------------------------------------------------------------------
+
+    def _step_tensors(self, batch: Batch, weights: LayerWeights) -> StepTensors:
+        return replace(
+            super()._step_tensors(batch, weights),
+            entries_arena=self._apart.arena.bytes,
+            entry_table=self._apart.table,
+        )
+
+    # ---- reads ---------------------------------------------------------------------------------
+
+    def _repeated(
+        self,
+        batch: Batch,
+        call_key: Key,
+        given: Sequence[Tensor | None],
+        build: partial[list[partial[None]]],
+        *,
+        begin: bool = False,
+    ) -> None:
+        groups = None if batch.is_decode else self._lane_entries.staged_groups(batch)
+        if groups is not None and call_key[0] == "attend":
+            if len(groups) > 1:  # where one ends and the next begins is not in the key
+                for call in build():
+                    call()
+                return
+            call_key = (*call_key, "staged")
+        super()._repeated(batch, call_key, given, build, begin=begin)
+
+    def _attend_calls(self, batch: Batch, *given: Any) -> list[partial[None]]:
+        calls = super()._attend_calls(batch, *given)
+        if self.memory.entries is None or not self.memory.entries.page.apart:
+            return calls
+        (attention,) = calls[0].args
+        if batch.is_decode:
+            return self._fetching(batch, attention)
+        return self._staging(batch, attention) or calls
+
+    def _fetching(self, batch: Batch, attention: Attention) -> list[partial[None]]:
+        """A decode batch fetches the entries that it selected and that are not on the device."""
+        source, selected = attention.entries, attention.indices
+        assert source is not None
+        assert selected is not None
+        if selected.shape[1] > self._model.index_topk:
+            raise InvalidInput(
+                f"indices of {selected.shape[1]} entries per token: with host_memory at most the "
+                f"model's top_k of {self._model.index_topk} can be fetched"
+            )
+        resolving = self._lane_entries.resolving(batch, source, selected)
+        found = replace(attention, entries=replace(source, resolved=True), indices=resolving.rows)
+        return [
+            partial(self.backend.resolve, resolving),
+            partial(self.backend.attend, found),
+        ]
+
+    def _staging(self, batch: Batch, attention: Attention) -> list[partial[None]]:
+        """A prefill batch brings up all entries of its requests; nothing if they are on the
+        device."""
+        source, indices = attention.entries, attention.indices
+        assert source is not None
+        assert indices is not None
+        calls: list[partial[None]] = []
+        groups = self._lane_entries.staged_groups(batch) or ()
+        for requests, tokens in groups:
+            staging = self._lane_entries.staging_of(batch.request_rows[requests], source)
+            part = replace(attention, entries=staging.staged)
+            if len(groups) > 1:
+                part = replace(
+                    part,
+                    q=attention.q[tokens],
+                    tokens=attention.tokens[tokens],
+                    indices=indices[tokens],
+                    out=attention.out[tokens],
+                    lse=attention.lse[tokens],
+                )
+            calls += [partial(self.backend.stage, staging), partial(self.backend.attend, part)]
+        return calls

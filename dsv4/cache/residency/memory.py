@@ -1,0 +1,206 @@
+"""What a manager with entries in host memory has on its device in addition: the rows of entries,
+the table that maps blocks to them, and hot rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.arena import Arena
+from dsv4.cache.batch import Batch
+from dsv4.cache.hot_rows import HotLayout
+from dsv4.cache.pages import Page
+from dsv4.cache.residency.pool import HostPool
+from dsv4.cache.schema import CacheSchema
+from dsv4.ops.calls import EntrySource, HotRows, Resolving, Staging
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntrySizes:
+    """`rows` of entries on the device for blocks, and what each slot has for hot ones."""
+
+    rows: int
+    layout: HotLayout
+
+
+class EntriesMemory:
+    """Allocated once, never moved. `arena` has the rows of blocks, then the hot rows of each slot.
+    `table` int32 [max_requests, blocks per request] has the row of a block, or -1 where its entries
+    are only in host memory. `hot` are the hot rows of each layer that owns entries, views of the
+    tensors here; `counted` int64 [layers, 3] are their counts."""
+
+    def __init__(
+        self, schema: CacheSchema, sizes: EntrySizes, *, max_requests: int, device: torch.device
+    ) -> None:
+        layout = sizes.layout
+        self.schema, self.rows, self.layout = schema, sizes.rows, layout
+        hot_rows = max_requests * layout.arena_rows
+        self.arena = Arena(schema, "entries", sizes.rows + hot_rows, device)
+
+        def made(width: int, dtype: torch.dtype, value: int) -> Tensor:
+            return torch.full((max_requests, width), value, dtype=dtype, device=device)
+
+        pages = layout.pages
+        self.table = made(schema.max_blocks_per_request, torch.int32, -1)
+        records = sum(layout.records(page) for page in pages)
+        self.place = made(sum(layout.entries(page) for page in pages), torch.int16, -1)
+        self.entry_of, self.used = made(records, torch.int32, -1), made(records, torch.int32, 0)
+        self.clock, self.hand = (made(len(pages), torch.int32, 0) for _ in range(2))
+        self.counted = torch.zeros((len(pages), 3), dtype=torch.int64, device=device)
+        # on a GPU: what has arrived of `counted`, the stream that brings it, and when it has
+        self._counts, self._newest = self.counted, [[0, 0, 0] for _ in pages]
+        self._stream: Any = None
+        self._arrived: Any = None
+        self.hot: dict[int, HotRows] = {}
+        entry = record = 0
+        for nth, page in enumerate(pages):
+            last_entry, last_record = entry + layout.entries(page), record + layout.records(page)
+            self.hot[page.layer] = HotRows(
+                first_row=sizes.rows,
+                records=layout.records(page),
+                place=self.place[:, entry:last_entry],
+                entry_of=self.entry_of[:, record:last_record],
+                used=self.used[:, record:last_record],
+                clock=self.clock[:, nth],
+                hand=self.hand[:, nth],
+                counted=self.counted[nth],
+            )
+            entry, record = last_entry, last_record
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (
+            *(self.arena.bytes, self.table, self.place, self.entry_of, self.used),
+            *(self.clock, self.hand, self.counted),
+        )
+
+    def forget_hot(self, slot: int) -> None:
+        """A slot has no hot records any more."""
+        self.place[slot].fill_(-1)
+        self.entry_of[slot].fill_(-1)
+
+    def read_counts(self) -> list[list[int]]:
+        """Hits, misses and bytes fetched of each layer, without a wait: on a GPU those that had
+        arrived at the previous call."""
+        if self.counted.device.type != "cuda":
+            return self.counted.tolist()
+        if self._arrived is None:
+            self._counts = torch.zeros_like(self.counted, device="cpu").pin_memory()
+            self._stream = torch.cuda.Stream(self.counted.device)
+        if self._arrived is None or self._arrived.query():
+            found = self._counts.tolist()
+            with torch.cuda.stream(self._stream):
+                self._counts.copy_(self.counted, non_blocking=True)
+                self._arrived = torch.cuda.Event()
+                self._arrived.record(self._stream)
+            self._newest = found
+        return self._newest
+
+    def memory_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+
+class LaneEntries:
+    """What one open plan has to itself for entries: where a decode batch finds the selected ones,
+    and one layer's entries of the requests of a prefill batch.
+
+    `staging` uint8 [blocks, bytes] is for one layer at a time, `table` int32 [max_requests, blocks
+    per request] says where in it the blocks of a request are.
+    """
+
+    def __init__(
+        self, memory: EntriesMemory, block_table: Tensor, pool: HostPool | None, *, max_tokens: int
+    ) -> None:
+        schema, device = memory.schema, block_table.device
+        self._memory, self._block_table = memory, block_table
+        self._host = None if pool is None else pool.bytes
+        requests, top_k = block_table.shape[0], schema.model.index_topk
+        self._rows = torch.empty(max_tokens * top_k, dtype=torch.int32, device=device)
+        most = schema.max_decode_tokens * top_k
+        self._misses = torch.empty((requests, most, 2), dtype=torch.int32, device=device)
+        self._miss_count = torch.empty(requests, dtype=torch.int32, device=device)
+        blocks = schema.max_blocks_per_request
+        row_bytes = -(-memory.layout.staged_bytes // blocks)
+        row_bytes = -(-row_bytes // schema.align_bytes) * schema.align_bytes
+        self.staging = torch.empty((blocks, row_bytes), dtype=torch.uint8, device=device)
+        self.table = torch.full_like(block_table, -1)
+        self._ramp = torch.arange(blocks, dtype=torch.int32, device=device)
+        # of the prefill batch whose entries are not all on the device: rows of requests and tokens
+        # that are staged together
+        self._staged: tuple[Batch, list[tuple[slice, slice]]] | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        own = self._rows, self._misses, self._miss_count, self.staging, self.table, self._ramp
+        return own if self._host is None else (*own, self._host)
+
+    def memory_bytes(self) -> int:
+        own = self._rows, self._misses, self._miss_count, self.staging, self.table, self._ramp
+        return sum(tensor.numel() * tensor.element_size() for tensor in own)
+
+    # ---- a decode batch ------------------------------------------------------------------------
+
+    def resolving(self, batch: Batch, source: EntrySource, selected: Tensor) -> Resolving:
+        """Finds what a layer reads; `rows` of it says where."""
+        assert self._host is not None
+        rows = self._rows[: selected.numel()].view(selected.shape)
+        return Resolving(
+            selected=selected,
+            tokens=batch.tokens,
+            batch=batch.request_rows,
+            entries=source,
+            block_table=self._block_table,
+            host=self._host,
+            hot=self._memory.hot[source.page.layer],
+            rows=rows,
+            misses=self._misses,
+            miss_count=self._miss_count,
+            tokens_per_request=max(1, batch.shape.most_tokens),
+        )
+
+    # ---- a prefill batch -----------------------------------------------------------------------
+
+    def stage_batch(self, batch: Batch, blocks: list[int]) -> None:
+        """The requests of this batch read that many blocks each from the staging. Those that fit
+        into it together are staged together."""
+        groups: list[tuple[slice, slice]] = []
+        first, used, most = 0, 0, len(self._ramp)
+        first_rows = [*batch.shape.first_rows.tolist(), batch.num_tokens]
+        for nth, (slot, count) in enumerate(zip(batch.shape.slots.tolist(), blocks, strict=True)):
+            if used + count > most:
+                groups.append((slice(first, nth), slice(first_rows[first], first_rows[nth])))
+                first, used = nth, 0
+            self.table[slot, :count] = self._ramp[used : used + count]
+            used += count
+        last = len(blocks)
+        groups.append((slice(first, last), slice(first_rows[first], first_rows[last])))
+        self._staged = batch, groups
+
+    def forget(self) -> None:
+        self._staged = None
+
+    def staged_groups(self, batch: Batch) -> list[tuple[slice, slice]] | None:
+        """Rows of requests and tokens that are staged together; None for a batch whose entries are
+        all on the device."""
+        if self._staged is None or self._staged[0] is not batch:
+            return None
+        return self._staged[1]
+
+    def staging_of(self, rows: Tensor, source: EntrySource) -> Staging:
+        """Copies one layer's entries of the requests in `rows` of a batch to where they are read
+        from, which is its `staged`."""
+        assert self._host is not None
+        staged_page: Page = replace(source.page, offset_bytes=0)
+        staged = EntrySource(
+            arena=self.staging, page=staged_page, block_table=self.table, ratio=source.ratio
+        )
+        return Staging(
+            batch=rows,
+            entries=source,
+            block_table=self._block_table,
+            host=self._host,
+            staged=staged,
+        )

@@ -1,0 +1,171 @@
+"""Where the entries of each block are: on the device, in host memory, in both, or not written yet.
+Torch-free.
+
+    device row   host     the entries are
+    yes          no       written on the device, or about to be
+    yes          yes      on the device; they may leave it at once
+    no           yes      in host memory only
+    no           no       nowhere: the block is free, or nothing of it is written
+
+In host memory a block has the row of its own id, so only the device's rows are given out here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+
+from dsv4.cache.allocator import BlockAllocator
+from dsv4.errors import Dsv4Error
+
+NO_ROW = -1
+PASSED_OVER = 64  # blocks in use that are passed over, at most, while blocks in no use leave
+
+
+class EntryPlaces:
+    """The device's rows of entries: which block has which, which are free, and in which order
+    blocks leave. An open block may be written by a step: it neither leaves nor is in host
+    memory."""
+
+    def __init__(self, blocks: int, rows: int) -> None:
+        self.rows = rows
+        self.row_of = np.full(blocks, NO_ROW, dtype=np.int32)
+        self.in_host = np.zeros(blocks, dtype=np.bool_)
+        # how often the entries of a block have become others: copies of earlier ones are void
+        self.versions = np.zeros(blocks, dtype=np.int64)
+        # the number of the block in the requests that hold it, the same for all of them
+        self.depths = np.zeros(blocks, dtype=np.int32)
+        self._free = list(range(rows - 1, -1, -1))
+        self._order: OrderedDict[int, None] = OrderedDict()  # the oldest use first
+        self.left = 0  # blocks that have left the device since the start
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def on_device(self) -> int:
+        """Blocks with a row."""
+        return len(self._order)
+
+    def take(self, count: int) -> list[int]:
+        """Free rows, which must exist."""
+        assert count <= self.free
+        taken = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        return taken
+
+    def give(self, rows: Sequence[int]) -> None:
+        """Rows that were taken and are not used."""
+        self._free.extend(reversed(rows))
+
+    def place(self, block_id: int, row: int, depth: int) -> None:
+        """A block that has no row gets one that was taken."""
+        assert self.row_of[block_id] == NO_ROW
+        self.row_of[block_id], self.depths[block_id] = row, depth
+        self._order[block_id] = None
+
+    def open(self, block_id: int) -> None:
+        """A step may write the block: what host memory has of it is void."""
+        self.in_host[block_id] = False
+        self.versions[block_id] += 1
+
+    def arrive(self, block_id: int, version: int) -> bool:
+        """A copy of this version is in host memory. Returns whether it is still the block's."""
+        if self.versions[block_id] != version:
+            return False
+        self.in_host[block_id] = True
+        return True
+
+    def leave(self, block_id: int) -> None:
+        """The block has no row any more."""
+        del self._order[block_id]
+        row = int(self.row_of[block_id])
+        self.row_of[block_id] = NO_ROW
+        self._free.append(row)
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """These blocks are free, or nothing of them is needed."""
+        for block_id in block_ids:
+            if self.row_of[block_id] != NO_ROW:
+                self.leave(block_id)
+            self.open(block_id)
+
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """A request begins with these blocks: those on the device leave it later."""
+        order = self._order
+        for block_id in block_ids:
+            if block_id in order:
+                order.move_to_end(block_id)
+
+    def choose(
+        self,
+        count: int,
+        *,
+        may_leave: Callable[[int], bool],
+        is_used: Callable[[int], bool],
+    ) -> list[int]:
+        """Up to `count` blocks that leave the device first: of those whose entries are in host
+        memory too, and that may, the ones in no use, then the least recently used."""
+        chosen: list[int] = []
+        passed: list[int] = []
+        candidates = (b for b in self._order if self.in_host[b] and may_leave(b))
+        for block_id in candidates:
+            (passed if is_used(block_id) else chosen).append(block_id)
+            if len(chosen) == count or len(passed) == PASSED_OVER:
+                break
+        chosen += passed[: count - len(chosen)]
+        return chosen + list(islice(candidates, count - len(chosen)))
+
+    def with_rows(self) -> Iterator[int]:
+        """Blocks with a row, the least recently used first."""
+        return iter(self._order)
+
+    def rebuild(self, kept: Collection[int]) -> None:
+        """After an interrupt: only these blocks have rows and copies, others are forgotten, and
+        every other row is free."""
+        order = [block_id for block_id in self._order if self.row_of[block_id] != NO_ROW]
+        known = set(order)
+        order += [int(b) for b in (self.row_of != NO_ROW).nonzero()[0] if int(b) not in known]
+        self._order = OrderedDict.fromkeys(order)
+        seen: set[int] = set()
+        for block_id in order:
+            row = int(self.row_of[block_id])
+            if block_id not in kept or row in seen:
+                self.row_of[block_id] = NO_ROW
+                del self._order[block_id]
+            seen.add(row)
+        others = np.ones(len(self.row_of), dtype=np.bool_)
+        others[list(kept)] = False
+        self.in_host[others] = False
+        self.versions[others] += 1
+        taken = {int(self.row_of[block_id]) for block_id in self._order}
+        self._free = sorted(set(range(self.rows)).difference(taken), reverse=True)
+
+    def check_invariants(self, held: Collection[int]) -> None:
+        """Every row has one block or is free; only blocks that something holds have one, or are in
+        host memory. Raises Dsv4Error otherwise."""
+        taken = [int(self.row_of[block_id]) for block_id in self._order]
+        if sorted(taken + self._free) != list(range(self.rows)):
+            raise Dsv4Error("rows of entries are lost or doubled: free and taken do not add up")
+        if set(self._order) != set((self.row_of != NO_ROW).nonzero()[0].tolist()):
+            raise Dsv4Error("a block has a row of entries that is not in the order of leaving")
+        known = {*self._order, *self.in_host.nonzero()[0].tolist()}
+        if strays := known.difference(held):
+            raise Dsv4Error(f"blocks {sorted(strays)[:8]} are free, but have entries somewhere")
+
+
+class ResidentAllocator(BlockAllocator):
+    """The allocator of blocks whose entries have places of their own: a block that is free has none
+    any more."""
+
+    def __init__(self, total: int, places: EntryPlaces) -> None:
+        super().__init__(total)
+        self._places = places
+
+    def _free_again(self, block_ids: Sequence[int]) -> None:
+        super()._free_again(block_ids)
+        self._places.forget(block_ids)

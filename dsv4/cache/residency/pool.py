@@ -1,0 +1,49 @@
+"""Entries of all blocks in host memory: one row each, in the form of the device's rows."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+
+import torch
+
+from dsv4.errors import InvalidInput
+from dsv4.units import format_bytes
+
+
+class HostPool:
+    """uint8 [blocks, row_bytes] in host memory; row b belongs to block b. Where the device is a GPU
+    it is pinned: kernels read it, and copies run in the background.
+
+    Raises InvalidInput if the system does not give or pin this much memory.
+    """
+
+    def __init__(self, blocks: int, row_bytes: int, device: torch.device) -> None:
+        size_bytes = blocks * row_bytes
+        try:
+            self.memory = memoryview(mmap.mmap(-1, size_bytes))
+        except (OSError, OverflowError, ValueError) as error:
+            has_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            raise InvalidInput(
+                f"host_memory: the system gives no piece of {format_bytes(size_bytes)} for the "
+                f"entries of {blocks:,} blocks ({error}); the machine has {has_bytes:,} bytes: "
+                f"ask for less"
+            ) from error
+        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8).view(blocks, row_bytes)
+        if device.type == "cuda":
+            from dsv4.tiers.pin import pin  # needs the extra dsv4[tiers]
+
+            try:
+                unpin = pin(self.memory)
+            except InvalidInput as error:
+                raise InvalidInput(
+                    f"host_memory: {format_bytes(size_bytes)} for the entries of {blocks:,} blocks "
+                    f"cannot be pinned ({error}): ask for less, raise the limit of locked memory "
+                    f"(ulimit -l), or build the manager without host_memory"
+                ) from error
+            # the driver must forget the memory before the system does, when the process ends too
+            weakref.finalize(self, unpin)
+
+    def memory_bytes(self) -> int:
+        return self.bytes.numel()

@@ -1,0 +1,512 @@
+"""Entries in host memory: what comes to the device, what leaves it, and when.
+
+A step writes only open blocks: those from a request's length on, and the one that the length is in.
+They have rows on the device. When a commit has completed a block, its entries are copied to host
+memory in the background, once, and from then on its row is only a copy, which leaves when memory is
+short. What a step reads of entries that have left, it fetches itself (`Backend.resolve`, `stage`).
+
+Calls come from the call that is inside the manager. What may fail on the device comes before the
+books change, except that a block has left: that loses nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsv4.cache.batch import Batch
+from dsv4.cache.changes import LOGGER
+from dsv4.cache.memory import CacheMemory, Lane
+from dsv4.cache.prefix.node import PrefixNode
+from dsv4.cache.prepare_forward import ForwardPlan
+from dsv4.cache.requests import LENGTH, PUBLISHED, REUSED, Request, RequestTable
+from dsv4.cache.residency.places import NO_ROW, EntryPlaces
+from dsv4.cache.residency.pool import HostPool
+from dsv4.cache.stats import LayerFetches, ResidencyStats
+from dsv4.cache.step.shape import StepTokens
+from dsv4.cache.transfers.copies import Copies, Mark, Row
+from dsv4.errors import Dsv4Error, OutOfBlocks
+
+MOST_COPYING = 256  # blocks on the way to host memory: a full stream would block launches
+
+
+@dataclass(slots=True)
+class StepEntries:
+    """What a step that is being planned takes: `rows` for the blocks in `needing` (a request, the
+    number of the block in it, and whether a part of it is written). The blocks in `spans` of
+    requests may be written."""
+
+    requests: Sequence[Request]
+    published: NDArray[np.int64]  # blocks of each that the device's tables had before
+    held: list[int] = field(init=False)
+    needing: list[tuple[Request, int, bool]] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)  # their places in the device's table
+    spans: list[tuple[Request, int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.held = [len(request.block_ids) for request in self.requests]
+
+
+class Residency:
+    """Which entries are on the device, and the copies in host memory of all that are complete."""
+
+    def __init__(
+        self,
+        table: RequestTable,
+        memory: CacheMemory,
+        places: EntryPlaces,
+        pool: HostPool,
+        *,
+        open_plans: Callable[[], Sequence[ForwardPlan]],
+    ) -> None:
+        schema, entries = table.schema, memory.entries
+        assert entries is not None
+        self._table, self._memory, self._entries, self._pool = table, memory, entries, pool
+        self._open_plans = open_plans
+        self._block_tokens = schema.block_tokens
+        self.places = places
+        self._copies = Copies(memory.device, pool.memory)
+        self._flat_table = entries.table.view(-1)
+        self._unsent: dict[int, int] = {}  # rows that the device's table does not have yet
+        # tokens of each slot's request between which its blocks are open
+        self._open_from = np.zeros(table.max_requests, dtype=np.int64)
+        self._open_until = np.zeros(table.max_requests, dtype=np.int64)
+        self._queue: deque[tuple[int, int]] = deque()  # complete blocks to copy, with versions
+        self._copying: deque[tuple[Mark, list[tuple[int, int]]]] = deque()
+        self._copied = self._failed = 0
+        lanes = len(memory.lanes)
+        step_rows = -(-memory.buffers.max_tokens // schema.block_tokens)
+        # rows that a step leaves to steps of other lanes, whose requests' blocks it cannot move
+        self._spared_rows = (lanes - 1) * step_rows + table.max_requests if lanes > 1 else 0
+
+    # ---- rows --------------------------------------------------------------------------------
+
+    @contextmanager
+    def lending(self, count: int, keep: Collection[int] = ()) -> Iterator[list[int]]:
+        """Rows for the code inside, which gives them to blocks with `settle` afterwards; given back
+        if it raises. The blocks in `keep` do not leave. Raises OutOfBlocks."""
+        self._make_room(count, keep=keep, before=None)
+        self._send()
+        rows = self.places.take(count)
+        try:
+            yield rows
+        except BaseException:
+            self.places.give(rows)
+            raise
+
+    def settle(self, block_ids: Sequence[int], rows: Sequence[int], depth: int) -> None:
+        """New blocks, the request's number `depth`, have rows that were lent."""
+        for block_id, row in zip(block_ids, rows, strict=True):
+            self.places.place(block_id, row, depth)
+
+    def _make_room(
+        self,
+        count: int,
+        *,
+        keep: Collection[int],
+        before: ForwardPlan | None,
+        spared: int = 0,
+    ) -> None:
+        """Free rows, by letting blocks leave, or OutOfBlocks. With as many as are `spared` more, if
+        possible. Blocks that leave have left, whatever comes after."""
+        places = self.places
+        short = count + spared - places.free
+        if short <= 0:
+            return
+        self._pump()
+        guarding = self._guarding(before)
+        references = self._table.allocator.references
+
+        def may_leave(block_id: int) -> bool:
+            return block_id not in keep and not self._is_among(block_id, guarding)
+
+        def choose() -> list[int]:
+            return places.choose(
+                count + spared - places.free,
+                may_leave=may_leave,
+                is_used=lambda block_id: references(block_id) > 0,
+            )
+
+        victims = choose()
+        if len(victims) < short and (self._queue or self._copying):
+            self._finish_copies()
+            victims = choose()
+        for block_id in victims:
+            self._leave(block_id)
+        if places.free < count:
+            raise OutOfBlocks(
+                needed=count,
+                free=places.free,
+                total=places.rows,
+                asker_blocks=count,
+                memory="entries",
+            )
+
+    def _guarding(self, before: ForwardPlan | None) -> list[Request]:
+        """Requests of open plans whose blocks stay where they are. Of plans on the stream of the
+        one that is prepared, `before` and those before it, these are only chunks: what a chunk
+        reads was decided when it was planned."""
+        chain, found = set(), list[Request]()
+        while before is not None:
+            chain.add(id(before))
+            before = before.after
+        for plan in self._open_plans():
+            if id(plan) not in chain:
+                found += plan.requests
+            elif plan.prefill is not None:
+                found += plan.prefill.requests
+        return found
+
+    def _is_among(self, block_id: int, requests: Sequence[Request]) -> bool:
+        depth = int(self.places.depths[block_id])
+        return any(request.block_ids[depth : depth + 1] == [block_id] for request in requests)
+
+    def _leave(self, block_id: int) -> None:
+        """The device gives up a row, and the tables of all requests that have the block say so."""
+        depth = int(self.places.depths[block_id])
+        most = self._table.schema.max_blocks_per_request
+        if self._table.allocator.references(block_id):
+            for request in self._table.live.values():
+                if request.block_ids[depth : depth + 1] == [block_id]:
+                    self._unsent[request.slot * most + depth] = NO_ROW
+        self.places.leave(block_id)
+        self.places.left += 1
+
+    # ---- the device's table --------------------------------------------------------------------
+
+    def publish(
+        self, slot: int, first: int, block_ids: Sequence[int], rows: Sequence[int] = ()
+    ) -> None:
+        """Writes where these blocks are into the slot's row of the device's table, from its block
+        `first` on. The last of them have `rows` that were lent; where the others are, is known."""
+        known = self.places.row_of[list(block_ids)].astype(np.int32)
+        if rows:
+            known[-len(rows) :] = rows
+        host = torch.from_numpy(known)
+        if self._memory.device.type == "cuda":
+            host = host.pin_memory()
+        row = self._entries.table[slot, first : first + len(block_ids)]
+        row.copy_(host, non_blocking=True)
+        most = self._table.schema.max_blocks_per_request
+        for at in [*self._unsent]:
+            if slot * most + first <= at < slot * most + first + len(block_ids):
+                del self._unsent[at]
+
+    def _send(self) -> None:
+        """Brings the device's table up to date."""
+        if not self._unsent:
+            return
+        pinned = self._memory.device.type == "cuda"
+        at = torch.tensor([*self._unsent], dtype=torch.int64, pin_memory=pinned)
+        rows = torch.tensor([*self._unsent.values()], dtype=torch.int32, pin_memory=pinned)
+        device = self._memory.device
+        self._flat_table.index_copy_(
+            0, at.to(device, non_blocking=True), rows.to(device, non_blocking=True)
+        )
+        self._unsent.clear()
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def forget_hot(self, slot: int) -> None:
+        """What a slot has fetched may be of other tokens from now on."""
+        self._entries.forget_hot(slot)
+
+    def begin(self, request: Request) -> None:
+        """A request begins in its slot."""
+        self._close(request)
+        most = self._table.schema.max_blocks_per_request
+        for at in [*self._unsent]:  # of another one
+            if at // most == request.slot:
+                del self._unsent[at]
+
+    def use(self, block_ids: Sequence[int]) -> None:
+        """A request begins with these blocks, wherever their entries are."""
+        self.places.touch(block_ids)
+
+    def go_back(self, request: Request) -> None:
+        """The request has fewer tokens now, or other ones will follow them."""
+        self._trim(request)
+        self._close(request)
+
+    def start_over(self, request: Request) -> None:
+        """The request has no tokens; nothing of its blocks is needed."""
+        self.places.forget(request.block_ids)
+        self._close(request)
+
+    def _close(self, request: Request) -> None:
+        """No block of the request is open, as far as is known."""
+        self._open_from[request.slot] = self._open_until[request.slot] = 0
+
+    def restore(self, request: Request, first: int, count: int) -> None:
+        """The device's table of a request may have been changed: it has its own blocks again."""
+        most = self._table.schema.max_blocks_per_request
+        for depth, block_id in enumerate(request.block_ids[first : first + count], first):
+            self._unsent[request.slot * most + depth] = int(self.places.row_of[block_id])
+
+    def copy_block(self, source: int, rows: Sequence[int]) -> None:
+        """Copies the entries of a block into rows that were lent."""
+        found, arena = self.entries_of(source), self._entries.arena.bytes
+        for row in rows:
+            arena[row].copy_(found, non_blocking=True)
+
+    def put_block(self, row: int, entries: Tensor) -> None:
+        """Copies entries from the host into a row that was lent."""
+        self._entries.arena.bytes[row].copy_(entries)
+
+    def entries_of(self, block_id: int) -> Tensor:
+        """The entries of a block, on the device or in host memory."""
+        row = int(self.places.row_of[block_id])
+        if row != NO_ROW:
+            return self._entries.arena.bytes[row]
+        self._hold_back()
+        return self._pool.bytes[block_id]
+
+    # ---- a step ----------------------------------------------------------------------------------
+
+    def take_step(self, step: StepTokens, before: ForwardPlan | None) -> StepEntries:
+        """Rows for all blocks that a step may write and that have none, for `place_step` or
+        `cancel_step`. Raises OutOfBlocks."""
+        slots, block_tokens = step.shape.slots, self._block_tokens
+        lengths, reused, published = self._table.numbers[[LENGTH, REUSED, PUBLISHED]].take(
+            slots, axis=1
+        )
+        found = StepEntries(requests=step.shape.requests, published=published)
+        written = np.maximum(lengths, reused)
+        firsts, lasts = written // block_tokens, -(-step.ends // block_tokens)
+        is_open = (firsts * block_tokens >= self._open_from.take(slots)) & (
+            step.ends <= self._open_until.take(slots)
+        )
+        keep: set[int] = set()
+        for nth in (~is_open & (step.ends > written)).nonzero()[0].tolist():
+            request = step.shape.requests[nth]
+            held, first, last = request.block_ids, int(firsts[nth]), int(lasts[nth])
+            found.spans.append((request, first, last))
+            keep.update(held[first:last])
+            for depth in range(first, last):
+                if depth >= len(held) or self.places.row_of[held[depth]] == NO_ROW:
+                    is_begun = bool(written[nth] > depth * block_tokens)
+                    found.needing.append((request, depth, is_begun))
+        count = len(found.needing)
+        spared = self._spared_rows if count else 0
+        self._make_room(count, keep=keep, before=before, spared=spared)
+        found.rows = self.places.take(count)
+        return found
+
+    def place_step(self, taken: StepEntries) -> None:
+        """The step is planned, and its requests have all their blocks: these get the rows, on the
+        device first."""
+        most, updates = self._table.schema.max_blocks_per_request, dict[int, int]()
+        for request, first in zip(taken.requests, taken.published.tolist(), strict=True):
+            if request.published_blocks > first:
+                for depth, block_id in enumerate(request.block_ids[first:], first):
+                    updates[request.slot * most + depth] = int(self.places.row_of[block_id])
+        for (request, depth, is_begun), row in zip(taken.needing, taken.rows, strict=True):
+            taken.at.append(request.slot * most + depth)
+            updates[taken.at[-1]] = row
+            if is_begun:  # what is written of it has left the device
+                block_id = request.block_ids[depth]
+                assert self.places.in_host[block_id], "written entries are nowhere"
+                self._hold_back()
+                target = self._entries.arena.bytes[row]
+                target.copy_(self._pool.bytes[block_id], non_blocking=True)
+        self._unsent |= updates
+        self._send()
+        for (request, depth, _), row in zip(taken.needing, taken.rows, strict=True):
+            self.places.place(request.block_ids[depth], row, depth)
+        for request, first, last in taken.spans:
+            for block_id in request.block_ids[first:last]:
+                self.places.open(block_id)
+            self._open_from[request.slot] = first * self._block_tokens
+            self._open_until[request.slot] = last * self._block_tokens
+
+    def cancel_step(self, taken: StepEntries) -> None:
+        """Nothing of it is taken."""
+        self._unsent |= dict.fromkeys(taken.at, NO_ROW)
+        self.places.give(taken.rows)
+
+    def stage(self, batch: Batch, lane: Lane) -> None:
+        """Plans the staging of a prefill batch that reads entries which are not on the device."""
+        assert lane.entries is not None
+        lane.entries.forget()
+        lengths, reused = self._table.numbers[[LENGTH, REUSED]].take(batch.shape.slots, axis=1)
+        whole = np.minimum(np.maximum(lengths, reused), batch.ends) // self._block_tokens
+        row_of = self.places.row_of
+        is_away = any(
+            bool((row_of[request.block_ids[:blocks]] == NO_ROW).any())
+            for request, blocks in zip(batch.requests, whole.tolist(), strict=True)
+        )
+        if is_away:
+            self._hold_back()
+            lane.entries.stage_batch(batch, (-(-batch.ends // self._block_tokens)).tolist())
+
+    def note_commit(self, plan: ForwardPlan) -> None:
+        """Blocks that the step has completed are copied to host memory; rows that rejected tokens
+        have left unused are free."""
+        block_tokens, places = self._block_tokens, self.places
+        for request in plan.requests:
+            first = int(self._open_from[request.slot]) // block_tokens
+            last = max(request.length, request.reused_tokens) // block_tokens
+            for block_id in request.block_ids[first:last]:
+                if not places.in_host[block_id] and places.row_of[block_id] != NO_ROW:
+                    self._queue.append((block_id, int(places.versions[block_id])))
+            if last > first and self._open_until[request.slot]:
+                self._open_from[request.slot] = last * block_tokens
+        self._pump()
+        self.note_end(plan)
+
+    def note_end(self, plan: ForwardPlan) -> None:
+        """A plan is over: rows for tokens that did not come are free."""
+        for request in plan.requests:
+            if not request.released:
+                self._trim(request)
+
+    def _trim(self, request: Request) -> None:
+        """Blocks past the request's tokens need no row, unless an open plan writes them."""
+        written = max(request.length, request.reused_tokens)
+        first = -(-written // self._block_tokens)
+        last = int(self._open_until[request.slot]) // self._block_tokens
+        if last <= first or any(request in plan.requests for plan in self._open_plans()):
+            return
+        for block_id in request.block_ids[first:last]:
+            if self.places.row_of[block_id] != NO_ROW:
+                self.places.forget([block_id])
+        self._open_until[request.slot] = first * self._block_tokens
+
+    # ---- copies to host memory -------------------------------------------------------------------
+
+    def _pump(self, most: int = MOST_COPYING) -> None:
+        """Notes copies that have arrived, and begins others."""
+        while self._copying and self._copying[0][0].passed:
+            for block_id, version in self._copying.popleft()[1]:
+                self._copied += self.places.arrive(block_id, version)
+        room = most - sum(len(blocks) for _, blocks in self._copying)
+        batch: list[tuple[int, int]] = []
+        while self._queue and len(batch) < room:
+            block_id, version = self._queue.popleft()
+            if self.places.versions[block_id] == version:
+                batch.append((block_id, version))
+        if batch:
+            self._copy_down(batch)
+
+    def _copy_down(self, blocks: list[tuple[int, int]]) -> None:
+        arena, row_of = self._entries.arena.bytes, self.places.row_of
+        try:
+            mark = self._copies.down(
+                [(arena[int(row_of[b])], Row((self._host_row(b),))) for b, _ in blocks]
+            )
+        except RuntimeError as error:
+            LOGGER.warning("%d blocks are not in host memory yet: %s", len(blocks), error)
+            self._failed += len(blocks)
+            self._queue.extendleft(reversed(blocks))  # with the next commit, or when rows are short
+            self._copies.finish()  # some may be running
+            return
+        if mark.passed and not self._copying:
+            for block_id, version in blocks:
+                self._copied += self.places.arrive(block_id, version)
+        else:
+            self._copying.append((mark, blocks))
+
+    def _host_row(self, block_id: int) -> memoryview:
+        width = self._pool.bytes.shape[1]
+        return self._pool.memory[block_id * width : (block_id + 1) * width]
+
+    def _finish_copies(self) -> None:
+        """Begins all copies, and makes what comes next on the current stream wait for them; the
+        host does not wait. Then their blocks may leave."""
+        self._pump(most=len(self._queue) + MOST_COPYING)
+        self._hold_back()
+        while self._copying:
+            for block_id, version in self._copying.popleft()[1]:
+                self._copied += self.places.arrive(block_id, version)
+
+    def _hold_back(self) -> None:
+        """What comes next on the current stream waits for the copies that are running."""
+        if self._copying:
+            self._copying[-1][0].hold_back()
+
+    # ---- looking ---------------------------------------------------------------------------------
+
+    def memory_bytes(self) -> int:
+        """In host memory."""
+        return self._pool.memory_bytes()
+
+    def stats(self) -> ResidencyStats:
+        places = self.places
+        in_host = int(np.count_nonzero(places.in_host))
+        only_host = int(np.count_nonzero(places.in_host & (places.row_of == NO_ROW)))
+        fetched = [
+            LayerFetches(layer=layer, hits=hits, misses=misses, bytes_fetched=count)
+            for layer, (hits, misses, count) in zip(
+                self._entries.hot, self._entries.read_counts(), strict=True
+            )
+        ]
+        return ResidencyStats(
+            host_bytes=self._pool.memory_bytes(),
+            rows_total=places.rows,
+            rows_free=places.free,
+            blocks_on_device=places.on_device,
+            blocks_in_host=in_host,
+            blocks_only_in_host=only_host,
+            blocks_copied=self._copied,
+            blocks_left=places.left,
+            copies_failed=self._failed,
+            hits=sum(layer.hits for layer in fetched),
+            misses=sum(layer.misses for layer in fetched),
+            bytes_fetched=sum(layer.bytes_fetched for layer in fetched),
+            layers=tuple(fetched),
+        )
+
+    # ---- after an interrupt ----------------------------------------------------------------------
+
+    def recover(self, nodes: Iterable[PrefixNode], open_plans: Sequence[ForwardPlan]) -> None:
+        """Derives rows and copies anew from live requests, open plans and cached blocks. Hot
+        records are forgotten; copies begin again."""
+        self._copies.finish()
+        self._copying.clear()
+        self._queue.clear()
+        self._unsent.clear()
+        cached = [node.block_id for node in nodes]
+        ends: dict[Request, int] = {}
+        for plan in open_plans:
+            for request, end in zip(plan.requests, plan.latest_ends.tolist(), strict=True):
+                ends[request] = max(end, ends.get(request, 0))
+        kept, complete = set(cached), set(cached)
+        for request in self._table.live.values():
+            written = max(request.length, request.reused_tokens)
+            whole = written // self._block_tokens
+            last = -(-max(written, ends.get(request, 0)) // self._block_tokens)
+            kept.update(request.block_ids[:last])
+            complete.update(request.block_ids[:whole])
+            self._close(request)
+            if request in ends:
+                self._open_from[request.slot] = whole * self._block_tokens
+                self._open_until[request.slot] = last * self._block_tokens
+        self.places.rebuild(kept)
+        for block_id in self.places.with_rows():
+            if block_id in complete and not self.places.in_host[block_id]:
+                self._queue.append((block_id, int(self.places.versions[block_id])))
+        for slot in range(self._table.max_requests):
+            self._entries.forget_hot(slot)
+        for request in self._table.live.values():
+            if request.published_blocks:
+                self.publish(request.slot, 0, request.block_ids[: request.published_blocks])
+        self._pump()
+
+    def check_invariants(self) -> None:
+        """Every row has one owner, and every block whose entries are written has them somewhere.
+        Raises Dsv4Error otherwise."""
+        allocator, places = self._table.allocator, self.places
+        places.check_invariants([b for b in range(allocator.total) if allocator.is_taken(b)])
+        for request in self._table.live.values():
+            written = max(request.length, request.reused_tokens)
+            for block_id in request.block_ids[: -(-written // self._block_tokens)]:
+                if places.row_of[block_id] == NO_ROW and not places.in_host[block_id]:
+                    raise Dsv4Error(f"entries of block {block_id} are lost")

@@ -1,0 +1,248 @@
+"""The cache as a page shows it: a snapshot, and changes of it as events.
+
+    /cache/state     everything, taken between two steps
+    /cache/events    first the same; then at most `RATE_HZ` times a second the counters, and every
+                     request that runs; turns as they end; blocks as they are cached and evicted
+
+With no watcher a step costs nothing here. With one it costs a copy of counters, `RATE_HZ` times a
+second at most; what changed in the tree is read from the cache's own list of events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+from dsv4.cache.prefix.node import PrefixNode
+from dsv4.engine import Job
+from dsv4.serve.generation import Generation
+from dsv4.serve.runner import Runner
+
+RATE_HZ = 10.0
+MOST_NODES = 512  # of the tree in a snapshot, the newest
+MOST_TURNS = 64
+MOST_BEHIND = 32  # events that wait for a slow watcher; then it gets a whole snapshot instead
+MOST_WATCHERS = 16
+
+
+class Live:
+    """`state` and what it calls run in the thread that steps."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._turns: deque[dict[str, Any]] = deque(maxlen=MOST_TURNS)
+        self._watchers: set[Watcher] = set()
+        self._last_s = 0.0
+        self._key = secrets.token_bytes(16)
+        self._new_turns: list[dict[str, Any]] = []
+        runner.after_step.append(self._after_step)
+        runner.after_turn.append(self._note_turn)
+
+    # ---- in the thread that steps
+
+    def state(self) -> dict[str, Any]:
+        """Everything, with the newest `MOST_NODES` blocks of the tree."""
+        return {
+            **self.counters(),
+            "model": self._shape(),
+            "tree": self.tree(),
+            "turns": [*self._turns],
+        }
+
+    def counters(self) -> dict[str, Any]:
+        """What changes with each step."""
+        runner, manager = self._runner, self._runner.manager
+        stats = manager.stats()
+        jobs = tuple(runner.engine.jobs)
+        found: dict[str, Any] = {
+            "time": time.time(),
+            "step": runner.engine.steps,
+            "tokens_per_s": round(runner.tokens_per_s, 3),
+            "blocks": {
+                "total": stats.blocks_total,
+                "free": stats.blocks_free,
+                "live": stats.blocks_live,
+                "cached": stats.blocks_cached,
+                "in_flight": stats.blocks_in_flight,
+                "pinned": stats.blocks_pinned,
+            },
+            "slots": {"total": stats.slots_total, "free": stats.slots_free},
+            "requests": [self._request(job) for job in jobs if job.request is not None],
+            "waiting": sum(job.request is None for job in jobs),
+            "tiers": [
+                {
+                    "name": tier.name,
+                    "held_bytes": tier.held_bytes,
+                    "capacity_bytes": tier.capacity_bytes,
+                    "hits": tier.hits,
+                    "misses": tier.misses,
+                    "stored": tier.stored,
+                }
+                for tier in stats.tiers
+            ],
+        }
+        if stats.prefix is not None:
+            prefix = stats.prefix
+            found["prefix"] = {
+                "hits": dict(prefix.hits),
+                "misses": dict(prefix.misses),
+                "tokens_asked": prefix.tokens_asked,
+                "tokens_skipped": prefix.tokens_skipped,
+                "snapshots": prefix.snapshots_used,
+                "evictions": prefix.block_evictions,
+            }
+        return found
+
+    def _request(self, job: Job) -> dict[str, Any]:
+        """What a request holds: its window, the tokens of groups that have not closed yet, and its
+        entries, of each ratio."""
+        request, schema = job.request, self._runner.manager.schema
+        assert request is not None
+        length, data = request.length, job.data
+        ratios = sorted({layer.spec.ratio for layer in schema.layers if layer.spec.ratio})
+        return {
+            "number": data.number,
+            "session": self._alias(data.hints.session),
+            "prompt_tokens": job.prompt_tokens,
+            "cached_tokens": job.tokens_skipped,
+            "generated_tokens": len(job.generated),
+            "length": length,
+            "preemptions": job.preemptions,
+            "window": [max(0, length - schema.model.window), length],
+            "groups": [
+                {"ratio": ratio, "entries": length // ratio, "unfinished_tokens": length % ratio}
+                for ratio in ratios
+            ],
+            "blocks": list(request.block_ids),
+        }
+
+    def tree(self) -> dict[str, Any]:
+        """Cached blocks and what comes before each, parents first."""
+        prefix = self._runner.manager.prefix
+        if not prefix:
+            return {"blocks": 0, "nodes": []}
+        nodes = prefix.index.newest(MOST_NODES)
+        return {"blocks": len(prefix.index), "nodes": [_node(node) for node in nodes]}
+
+    def _shape(self) -> dict[str, Any]:
+        schema = self._runner.manager.schema
+        return {
+            "block_tokens": schema.block_tokens,
+            "block_bytes": schema.block_bytes,
+            "slot_bytes": schema.slot_bytes,
+            "max_context": schema.max_context,
+            "window": schema.model.window,
+        }
+
+    def _alias(self, session: str) -> str:
+        """A name that says which turns belong together, and nothing else: sessions contain salts,
+        which are for their tenants alone."""
+        named = hashlib.blake2b(session.encode(errors="surrogatepass"), key=self._key)
+        return named.hexdigest()[:8]
+
+    def _note_turn(self, job: Job) -> None:
+        data: Generation = job.data
+        turn = {
+            "number": data.number,
+            "session": self._alias(data.hints.session),
+            "prompt_tokens": job.prompt_tokens,
+            "hit_tokens": job.tokens_skipped,
+            "missed_tokens": job.prompt_tokens - job.tokens_skipped,
+            "host_tokens": data.host_tokens,
+            "storage_tokens": data.storage_tokens,
+            "generated_tokens": len(job.generated),
+        }
+        self._turns.append(turn)
+        if self._watchers:
+            self._new_turns.append(turn)
+
+    def _after_step(self) -> None:
+        if not self._watchers:
+            return
+        now = time.monotonic()
+        is_idle = not self._runner.engine.jobs
+        if now - self._last_s < 1 / RATE_HZ and not is_idle and not self._new_turns:
+            return
+        self._last_s = now
+        turns, self._new_turns = self._new_turns, []
+        event = {**self.counters(), "turns": turns}
+        if turns or is_idle:
+            event["tree"] = self.tree()
+        self._send(event)
+
+    def _send(self, event: dict[str, Any]) -> None:
+        text = json.dumps(event)
+        loop = self._runner.loop
+        if loop is None:
+            return
+        for watcher in tuple(self._watchers):
+            with suppress(RuntimeError):  # the loop has closed
+                loop.call_soon_threadsafe(watcher.put, text)
+
+    # ---- in the event loop
+
+    async def watch(self) -> AsyncIterator[str]:
+        """Server-sent events, until the client goes or the server drains."""
+        watcher = Watcher()
+        self._watchers.add(watcher)
+        try:
+            first = await asyncio.wrap_future(self._runner.call(self.state))
+            yield f"event: state\ndata: {json.dumps(first)}\n\n"
+            while not self._runner.is_draining:
+                try:
+                    async with asyncio.timeout(1.0):
+                        text = await watcher.queue.get()
+                except TimeoutError:
+                    yield ": nothing new\n\n"
+                    continue
+                if watcher.lost:
+                    watcher.clear()
+                    whole = await asyncio.wrap_future(self._runner.call(self.state))
+                    yield f"event: state\ndata: {json.dumps(whole)}\n\n"
+                    continue
+                yield f"event: step\ndata: {text}\n\n"
+        finally:
+            self._watchers.discard(watcher)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._watchers) >= MOST_WATCHERS
+
+
+class Watcher:
+    """What one client has yet to read: a few events, or the fact that some were lost."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[str] = asyncio.Queue(MOST_BEHIND)
+        self.lost = 0
+
+    def put(self, text: str) -> None:
+        try:
+            self.queue.put_nowait(text)
+        except asyncio.QueueFull:
+            self.lost += 1
+
+    def clear(self) -> None:
+        self.lost = 0
+        while not self.queue.empty():
+            self.queue.get_nowait()
+
+
+def _node(node: PrefixNode) -> dict[str, Any]:
+    return {
+        "id": node.digest.hex()[:16],
+        "parent": None if node.parent is None else node.parent.digest.hex()[:16],
+        "block_id": node.block_id,
+        "depth": node.depth,
+        "children": node.children,
+        "snapshot": node.snapshot is not None,
+        "pinned": node.pins > 0,
+        "stored": node.stored,
+    }

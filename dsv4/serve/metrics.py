@@ -1,0 +1,73 @@
+"""The server's own Prometheus metrics, with the names that engines share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from dsv4.metrics import ManagerCollector
+
+if TYPE_CHECKING:
+    from dsv4.serve.runner import Runner
+
+SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class Metrics:
+    """Counts of one server. Reading them costs a step nothing."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner, self._registry = runner, CollectorRegistry()
+        self.first = self._histogram(
+            "dsv4_time_to_first_token_seconds", "From a request's arrival to its first token."
+        )
+        self.later = self._histogram(
+            "dsv4_inter_token_latency_seconds", "Between two tokens of an answer."
+        )
+        self.whole = self._histogram(
+            "dsv4_e2e_request_latency_seconds", "From a request's arrival to its end."
+        )
+        for collector in (self, ManagerCollector(runner.manager)):
+            self._registry.register(collector)
+
+    def text(self) -> bytes:
+        """In Prometheus' exposition format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Any]:
+        runner, counters = self._runner, self._runner.counters
+        jobs = tuple(runner.engine.jobs)
+        running = sum(job.request is not None for job in jobs)
+        stats = runner.manager.stats()
+        for name, text, value in (
+            ("num_requests_running", "Requests that run.", running),
+            ("num_requests_waiting", "Requests that wait.", len(jobs) - running),
+            (
+                "kv_cache_usage_perc",
+                "Share of the blocks that requests hold, from 0 to 1.",
+                stats.blocks_live / stats.blocks_total,
+            ),
+            ("tokens_per_second", "Generated, over the last steps.", runner.tokens_per_s),
+        ):
+            yield GaugeMetricFamily(f"dsv4_{name}", text, value=value)
+        for name, text, value in (
+            ("prompt_tokens", "Tokens of prompts.", counters.prompt_tokens),
+            ("generation_tokens", "Generated tokens.", counters.generated_tokens),
+            ("prefix_cache_queries", "Tokens of prompts, looked up.", counters.prompt_tokens),
+            ("prefix_cache_hits", "Of them, those that were cached.", counters.cached_tokens),
+            ("num_preemptions", "Requests that gave their memory back.", counters.preemptions),
+            ("step_failures", "Steps that failed again and again.", counters.failures),
+        ):
+            yield CounterMetricFamily(f"dsv4_{name}", text, value=value)
+        ended = CounterMetricFamily(
+            "dsv4_request_success", "Requests that ended, by reason.", labels=["finished_reason"]
+        )
+        for reason, count in tuple(counters.finished.items()):
+            ended.add_metric([reason], count)
+        yield ended
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(name, text, buckets=SECONDS, registry=self._registry)

@@ -1,0 +1,100 @@
+"""/cache/state and /cache/events: the picture of the cache."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.serve.serving import Running
+
+ASK = {"model": "stand-in", "temperature": 0, "ignore_eos": True}
+
+
+def lines(stream: Any) -> Any:
+    """(event, data) of server-sent events."""
+    name = ""
+    for line in stream.iter_lines():
+        if line.startswith("event: "):
+            name = line[7:]
+        elif line.startswith("data: "):
+            yield name, json.loads(line[6:])
+
+
+def test_the_state_is_what_the_manager_says(server: Running) -> None:
+    with server.http() as client:
+        for salt in ("one", "one", "two"):
+            client.post(
+                "/v1/completions",
+                json={**ASK, "prompt": "q" * 300, "max_tokens": 3, "cache_salt": salt},
+            )
+        found = client.get("/cache/state").json()
+    stats = server.engine.manager.stats()
+    blocks = found["blocks"]
+    assert blocks["total"] == stats.blocks_total
+    assert sum(blocks[name] for name in ("free", "live", "cached", "in_flight")) == blocks["total"]
+    assert [turn["hit_tokens"] for turn in found["turns"][-3:]] == [0, 256, 0]
+    assert [turn["missed_tokens"] for turn in found["turns"][-3:]] == [300, 44, 300]
+    tree = found["tree"]
+    assert tree["blocks"] == len(tree["nodes"]) == 4
+    seen: set[str] = set()
+    for node in tree["nodes"]:
+        assert node["parent"] is None or node["parent"] in seen
+        seen.add(node["id"])
+    assert found["requests"] == []
+    sessions = [turn["session"] for turn in found["turns"][-3:]]
+    assert sessions[0] == sessions[1] != sessions[2]
+    assert "one" not in json.dumps(found)  # a salt is for its tenant alone
+
+
+def test_events_follow_a_request(server: Running) -> None:
+    body = {**ASK, "prompt": "w" * 150, "max_tokens": 400, "stream": True}
+    with server.http() as client, client.stream("GET", "/cache/events") as watched:
+        events = lines(watched)
+        assert next(events)[0] == "state"
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+            while True:
+                name, event = next(events)
+                assert name == "step"
+                if event["requests"]:
+                    break
+            (request,) = event["requests"]
+            length = request["length"]
+            assert request["prompt_tokens"] == 150
+            assert length >= 150
+            assert request["window"] == [max(0, length - 128), length]
+            assert {"ratio": 4, "entries": length // 4, "unfinished_tokens": length % 4} in request[
+                "groups"
+            ]
+            assert len(request["blocks"]) >= length // 128
+            assert event["blocks"]["live"] >= len(request["blocks"])
+        while not event["turns"]:
+            name, event = next(events)
+        assert event["turns"][0]["prompt_tokens"] == 150
+        assert len(event["tree"]["nodes"]) > 0
+
+
+def test_without_a_watcher_a_step_does_nothing_for_it(server: Running) -> None:
+    live, counted = server.state.live, []
+    counters = live.counters
+    live.counters = lambda: counted.append(1) or counters()  # type: ignore[method-assign]
+    try:
+        with server.http() as client:
+            client.post("/v1/completions", json={**ASK, "prompt": "x", "max_tokens": 20})
+        assert not counted
+    finally:
+        live.counters = counters  # type: ignore[method-assign]
+
+
+def test_a_watcher_that_does_not_read_costs_bounded_memory(server: Running) -> None:
+    """It is given a whole state instead of what it has missed."""
+    from dsv4.serve.live import MOST_BEHIND, Watcher
+
+    watcher = Watcher()
+    for nth in range(10 * MOST_BEHIND):
+        watcher.put(str(nth))
+    assert watcher.queue.qsize() == MOST_BEHIND
+    assert watcher.lost == 9 * MOST_BEHIND
+    watcher.clear()
+    assert not watcher.lost
+    assert watcher.queue.empty()
