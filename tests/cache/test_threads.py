@@ -27,7 +27,7 @@ from tests.support.faults import Interrupts
 from tests.support.lives import Text, tiny_stack
 
 SCHEMA = CacheSchema.build(ModelSpec.preset("tiny"), max_context=2048)
-PATIENT_S = 30.0
+PATIENT_S = 120.0
 
 
 def build(num_blocks: int = 16, **options: Any) -> KVCacheManager:

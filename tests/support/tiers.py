@@ -177,6 +177,13 @@ def wait(tier: Tier, ticket: Ticket, *, timeout_s: float = 180.0, settled: bool 
         time.sleep(0.001)
 
 
+def stop(child: subprocess.Popen[Any]) -> None:
+    """It stands still, all its threads, when this returns."""
+    os.kill(child.pid, signal.SIGSTOP)
+    _, status = os.waitpid(child.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+
+
 def until(condition: Callable[[], bool], *, timeout_s: float = 180.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
