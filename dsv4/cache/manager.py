@@ -761,6 +761,7 @@ class KVCacheManager(Uncopied):
             inverse_rope=inverse_rope,
             round_bf16=round_bf16,
             window_cut=bool(self.prefix) and self._prefix_cache().options.replay == "cut",
+            make_handle=type(self._handles[0][0][0]),
         )
         with progress_bar(progress) as report:
             return self.backend.warm_up(calls, workers=most, progress=report)
