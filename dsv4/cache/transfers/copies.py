@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +15,9 @@ from dsv4.tiers.record import Parts, address
 # copies that are begun together, and the driver's call for it
 AT_ONCE = 32
 _BATCH = "cuMemcpyBatchAsync_v2"
+# what a record is of: a row, or what follows each other in several of them, of which one may be in
+# host memory
+Rows = Tensor | tuple[Tensor, ...]
 # torch leaves these types untyped; None stands for a copy that is finished when the call returns
 _Event = Any
 
@@ -72,7 +75,7 @@ class Copies:
         self._down: Any = torch.cuda.Stream(device) if on_gpu else None
         self._up: Any = torch.cuda.Stream(device) if on_gpu else None
 
-    def down(self, rows: Iterable[tuple[Tensor, HasPayload]]) -> Mark:
+    def down(self, rows: Iterable[tuple[Rows, HasPayload]]) -> Mark:
         """Copies rows of the device into the payloads of records, or into rows."""
         return self._copy(self._down, [(pieces, row, True) for row, pieces in rows])
 
@@ -94,11 +97,11 @@ class Copies:
         """Host memory that a GPU can copy to directly."""
         return torch.empty(count, dtype=torch.uint8, pin_memory=self._down is not None)
 
-    def up(self, rows: Iterable[tuple[Tensor, Parts]]) -> Mark:
+    def up(self, rows: Iterable[tuple[Rows, Parts]]) -> Mark:
         """Copies payloads of records into rows of the device."""
         return self._copy(self._up, [(pieces, row, False) for row, pieces in rows])
 
-    def _copy(self, stream: Any, rows: list[tuple[HasPayload, Tensor, bool]]) -> Mark:
+    def _copy(self, stream: Any, rows: list[tuple[HasPayload, Rows, bool]]) -> Mark:
         if stream is None:
             self._launch(rows)
             return Mark()
@@ -112,18 +115,13 @@ class Copies:
             event.record(stream)
         return Mark(event)
 
-    def _launch(self, rows: list[tuple[HasPayload, Tensor, bool]]) -> None:
+    def _launch(self, rows: list[tuple[HasPayload, Rows, bool]]) -> None:
         for parts, row, down in rows:
-            at = 0
-            for piece in parts.payload:
-                if not piece.nbytes:
-                    continue
+            for piece, device in _pairs(parts, row):
                 start = address(piece) - self._start
                 host = self._host[start : start + piece.nbytes]
-                device = row[at : at + piece.nbytes]
                 target, source = (host, device) if down else (device, host)
                 target.copy_(source, non_blocking=True)
-                at += piece.nbytes
 
     def mark(self) -> Mark:
         """A mark at the current position of the current stream."""
@@ -153,24 +151,33 @@ def _driver() -> Any:
     return driver
 
 
-def _launch_by_driver(
-    driver: Any, stream: int, rows: list[tuple[HasPayload, Tensor, bool]]
-) -> None:
+def _launch_by_driver(driver: Any, stream: int, rows: list[tuple[HasPayload, Rows, bool]]) -> None:
     """A copy of a block takes 8 µs, and torch's call that begins one takes as long. So one call of
     the driver begins AT_ONCE of them, and these are copied while the next ones are prepared."""
     copies: list[tuple[int, int, int]] = []
     for parts, row, down in rows:
-        device = row.data_ptr()
-        for piece in parts.payload:
-            if count := piece.nbytes:
-                host = ctypes.addressof(ctypes.c_char.from_buffer(piece))
-                copies.append((host, device, count) if down else (device, host, count))
-                device += count
+        for piece, tensor in _pairs(parts, row):
+            host = ctypes.addressof(ctypes.c_char.from_buffer(piece))
+            device, count = tensor.data_ptr(), piece.nbytes
+            copies.append((host, device, count) if down else (device, host, count))
         if len(copies) >= AT_ONCE:
             _begin(driver, stream, copies)
             copies.clear()
     if copies:
         _begin(driver, stream, copies)
+
+
+def _pairs(parts: HasPayload, row: Rows) -> Iterator[tuple[memoryview, Tensor]]:
+    """Pieces of host memory and the bytes of the rows that belong to them."""
+    tensors, nth, at = (row if isinstance(row, tuple) else (row,)), 0, 0
+    for piece in parts.payload:
+        done = 0
+        while done < piece.nbytes:
+            if at == tensors[nth].numel():
+                nth, at = nth + 1, 0
+            count = min(piece.nbytes - done, tensors[nth].numel() - at)
+            yield piece[done : done + count], tensors[nth][at : at + count]
+            done, at = done + count, at + count
 
 
 def _begin(driver: Any, stream: int, copies: list[tuple[int, int, int]]) -> None:

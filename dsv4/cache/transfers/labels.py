@@ -21,7 +21,7 @@ class Labels:
     def __init__(self, schema: CacheSchema) -> None:
         self.block_tokens, self.state = schema.block_tokens, StateLayout(schema)
         self._bytes = {
-            Kind.BLOCK: schema.block_bytes,
+            Kind.BLOCK: schema.block_bytes + schema.entries_bytes,
             Kind.SNAPSHOT: SnapshotLayout(schema).row_bytes,
             Kind.STATE: self.state.payload_bytes,
         }
