@@ -120,7 +120,6 @@ def test_entries_may_be_in_host_memory(ahead: int, drafts: int) -> None:
     stats = engine.manager.stats().residency
     assert stats is not None
     assert stats.blocks_left > 3
-    assert stats.misses > 0
 
 
 def test_a_decode_waits_for_no_more_than_a_step_s_tokens() -> None:
