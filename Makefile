@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP)            ## a tiny V4 on transformers' cache and on this one, then V4-Flash's bill
+demo: $(STAMP)            ## a tiny trained V4 answers on this cache and on transformers', then V4-Flash's bill
 	$(BIN)/dsv4 demo
 
 lint: $(STAMP)            ## ruff and mypy --strict
@@ -83,7 +83,7 @@ test-tritons: $(TRITONS:%=.venv-triton-%) ## kernels for sm_90 and sm_100 with e
 test-oldest:              ## every test on the oldest versions that pyproject.toml allows
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -e '.[dev]' \
-		torch==2.11.0 triton==3.6.0 numpy==2.2.0 transformers==5.17.0 typer==0.16.0 rich==13.0.0 \
+		torch==2.11.0 triton==3.6.0 numpy==2.2.0 transformers==5.17.0 typer==0.16.0 rich==13.0.0 safetensors==0.5.0 \
 		matplotlib==3.9.0 prometheus-client==0.21.0 xxhash==3.5.0 obstore==0.12.0 pyzmq==27.0.0 msgspec==0.20.0
 	$(OLDEST)/bin/pytest -n 2 --dist worksteal --ignore-glob='*_sm90.py' --ignore-glob='*_every_target.py'
 

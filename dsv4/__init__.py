@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from dsv4.tiers.host import HostTier
     from dsv4.tiers.mooncake import MooncakeTier
     from dsv4.tiers.object import ObjectTier
+    from dsv4.tiers.secret import read_key
     from dsv4.tiers.tier import Limits
 
 __version__ = "0.2.0.dev0"
@@ -112,6 +113,7 @@ __all__ = [
     "full",
     "periodic",
     "prometheus_text",
+    "read_key",
     "rope_table",
     "zero",
 ]
@@ -161,6 +163,7 @@ _HOMES = {
     "dsv4.tiers.host": ("HostTier",),
     "dsv4.tiers.mooncake": ("MooncakeTier",),
     "dsv4.tiers.object": ("ObjectTier",),
+    "dsv4.tiers.secret": ("read_key",),
     "dsv4.tiers.tier": ("Limits",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

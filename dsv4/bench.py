@@ -172,8 +172,8 @@ def _parsed(line: str, *, where: str) -> BenchResult:
         raise InvalidInput(f"{where} is not JSON ({error}): it was cut short or edited") from error
     if not isinstance(found, dict):
         raise InvalidInput(f"{where} is a JSON {type(found).__name__}, expected an object")
-    run = Run(**_values(Run, found, where))
     values = _values(BenchResult, found, where)
+    run = Run(**_values(Run, found, where))
     if not LEAST_US <= values["microseconds"] <= MOST_US:
         raise InvalidInput(f"{where} has microseconds={values['microseconds']}: no time is that")
     return BenchResult(**values, run=run)

@@ -96,7 +96,6 @@ class CacheMemory:
         self.block_table = torch.full(
             (max_requests, schema.max_blocks_per_request), -1, dtype=torch.int32, device=device
         )
-        self._flat_table = self.block_table.view(-1)
         self.lanes = tuple(
             Lane(
                 number,
@@ -135,24 +134,11 @@ class CacheMemory:
 
     def publish(self, slot: int, first: int, block_ids: Sequence[int]) -> None:
         """Writes block ids directly into the slot's row of the table, from its block `first` on.
-        Use this when there are more ids than a step buffer holds; `send` publishes the ids of a
-        step."""
+        Use this when there are more ids than a step buffer holds; `StepBuffers.send` publishes the
+        ids of a step."""
         host = torch.tensor(block_ids, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         row = self.block_table[slot, first : first + len(block_ids)]
         row.copy_(host, non_blocking=True)
-
-    def send(self, new_blocks: int, buffers: StepBuffers, *others: StepBuffers) -> None:
-        """Copies a step's index tensors to the device, and from there its new block ids to the
-        table."""
-        buffers.send()
-        if new_blocks:
-            self._flat_table.index_copy_(
-                0,
-                buffers.cut("new_block_at", new_blocks),
-                buffers.cut("new_block_id", new_blocks),
-            )
-        for each in others:
-            each.send()
 
     def memory_bytes(self, *, snapshots: int = 0) -> MemoryBytes:
         """Bytes allocated here, together with those of the prefix cache."""

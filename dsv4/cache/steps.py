@@ -122,7 +122,9 @@ class Steps:
                 captures = self._prefix.captures.plan(
                     plan.prefill, self._memory.slot_arena.bytes, lane.workspace
                 )
-            self._memory.send(new_blocks, *lane.both_buffers[: len(plan.batches)])
+            lane.buffers.send(self._memory.block_table, new_blocks)
+            if len(plan.batches) > 1:
+                lane.chunk_buffers.send(self._memory.block_table)
             if plan.unknown_starts is not None:
                 self._backend.follow(following(lane.buffers, plan, accepted))
         except BaseException:  # an error of the device, out of memory, or Ctrl-C

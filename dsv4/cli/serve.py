@@ -102,9 +102,9 @@ def serve_command(
 
 
 def _model(path: str | None) -> ServedModel:
-    from dsv4.serve.models import demo_model
+    from dsv4.serve.demo import ServedDemo
 
-    return demo_model()
+    return ServedDemo()
 
 
 def _announce(url: str, name: str, *, key: bool) -> None:

@@ -4,6 +4,7 @@ Torch-free."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections import Counter
@@ -26,6 +27,7 @@ from dsv4.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from dsv4.tiers.audit import Audit, Audited
     from dsv4.tiers.record import Label
+    from dsv4.tiers.secret import Secret
     from dsv4.tiers.shelves import Found, Other
 
 T = TypeVar("T")
@@ -34,6 +36,7 @@ store_app = typer.Typer(
 )
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of a disk tier.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+KEY = "DSV4_KEY"  # the environment variable
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -84,10 +87,14 @@ def check_command(
     directory: Directory,
     as_json: AsJson = False,
     remove: Annotated[bool, typer.Option("--remove", help="Remove refused records.")] = False,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(help="Check the MACs of records with a key too. DSV4_KEY does the same."),
+    ] = None,
 ) -> None:
-    """Read every record and compare its sums. Exit code 1 if one is not what it says, or cannot be
-    read."""
-    with reported_errors(as_json=as_json), _audit(directory) as audit:
+    """Read every record and compare its sums; with the key also its MAC. Exit code 1 if one is not
+    what it says, or cannot be read."""
+    with reported_errors(as_json=as_json), _audit(directory, _secret(key_file)) as audit:
         good, refused = 0, []
         for found in _shown(audit.checked(), len(audit.files), "checking", as_json):
             if found.refusal is None:
@@ -232,11 +239,20 @@ def _parse_age(text: str) -> int:
     return int(found[1]) * _SECONDS[found[2]]
 
 
+def _secret(key_file: Path | None) -> Secret | None:
+    """Of the key in a file, or in DSV4_KEY; None without either. Raises InvalidInput."""
+    from dsv4.tiers.secret import Secret, read_key
+
+    if key_file is not None:
+        return Secret(read_key(file=key_file))
+    return Secret(read_key(environment=KEY)) if KEY in os.environ else None
+
+
 @contextmanager
-def _audit(directory: Path) -> Iterator[Audit]:
+def _audit(directory: Path, secret: Secret | None = None) -> Iterator[Audit]:
     from dsv4.tiers.audit import Audit
 
-    audit = Audit(directory)
+    audit = Audit(directory, secret)
     try:
         yield audit
     finally:

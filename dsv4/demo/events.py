@@ -3,7 +3,8 @@ and JSON. Torch-free."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Verdict = Literal["agrees", "differs", "not compared"]
@@ -29,15 +30,17 @@ class CacheState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvent:
-    """A forward that is over. `step` 0 ran the prompts. `lengths` are tokens in the cache and
-    `chosen` all tokens generated so far, by request. `transformers_bytes` is what transformers' own
-    caches have after this step, one cache per request. Where theirs is used, `cache` is None."""
+    """A forward that is over. `step` 0 ran the prompts. `lengths` are tokens in the cache, `chosen`
+    all tokens generated so far and `said` their text, up to its end, by request.
+    `transformers_bytes` is what transformers' own caches have after this step, one cache per
+    request; None without transformers. Where theirs is used, `cache` is None."""
 
     part: str
     step: int
     lengths: dict[str, int]
     chosen: dict[str, list[int]]
-    transformers_bytes: int
+    said: dict[str, str]
+    transformers_bytes: int | None
     cache: CacheState | None = None
 
 
@@ -49,7 +52,8 @@ class PartBegins:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartResult:
-    """`note` says what was found; only a part that `differs` fails the demo."""
+    """`note` says what was found; only a part that `differs` fails the demo. `said` are questions
+    and answers that no step has reported."""
 
     part: str
     title: str
@@ -57,6 +61,7 @@ class PartResult:
     verdict: Verdict
     seconds: float
     tokens: int
+    said: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +81,15 @@ class PrefixResult:
 
 
 DemoEvent = PartBegins | StepEvent | PartResult
+Emit = Callable[[DemoEvent], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoReport:
+    """Without transformers there is only the first part and no `prefix`."""
+
     parts: list[PartResult]
-    prefix: PrefixResult
+    prefix: PrefixResult | None
 
     @property
     def passed(self) -> bool:

@@ -1,4 +1,5 @@
-"""The model of the demo: a V4 of transformers with every layer kind and random weights."""
+"""The models of the demo: V4s of transformers with every layer kind, one that was trained to speak
+and one of random weights."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.demo_model.checkpoint import Checkpoint
 from dsv4.errors import MissingExtra
 
 VOCABULARY = 128
@@ -48,17 +50,33 @@ CONFIG: dict[str, Any] = {
 
 
 def tiny_v4() -> Any:
-    """A DeepseekV4ForCausalLM in fp32 with the same weights every time. Raises MissingExtra."""
+    """A DeepseekV4ForCausalLM in fp32 with the same random weights every time. MissingExtra."""
+    v4 = _transformers()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        return v4.DeepseekV4ForCausalLM(v4.DeepseekV4Config(**CONFIG)).eval()
+
+
+def speaking_v4(checkpoint: Checkpoint) -> Any:
+    """The trained demo model (dsv4/demo_model) as a DeepseekV4ForCausalLM in fp32. It does not stop
+    by itself: the demo compares as many tokens of each row. Raises MissingExtra."""
+    v4 = _transformers()
+    network = checkpoint.network
+    ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+    model = v4.DeepseekV4ForCausalLM(v4.DeepseekV4Config(**{**network.config, **ends}))
+    model.load_state_dict(dict(network.weights))
+    return model.eval()
+
+
+def _transformers() -> Any:
     try:
-        from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+        import transformers.models.deepseek_v4 as v4
     except ImportError as error:
         raise MissingExtra(
             f"the demo runs a model of transformers 5.17 or newer ({error}): install it with "
             f"pip install 'dsv4[transformers]'"
         ) from error
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        return DeepseekV4ForCausalLM(DeepseekV4Config(**CONFIG)).eval()
+    return v4
 
 
 def random_prompt(tokens: int, *, seed: int) -> Tensor:

@@ -11,8 +11,11 @@ from dsv4.plots.style import INK, MUTED, dress_axes
 _OURS, _TRAINED, _THEIRS = "#0b5cad", "#15803d", "#c2410c"
 
 
-def draw_demo(figure: Any, steps: Sequence[StepEvent], prefix: PrefixResult) -> None:
+def draw_demo(figure: Any, steps: Sequence[StepEvent], prefix: PrefixResult | None) -> None:
     """Into an empty figure; `steps` are those of one part with this cache."""
+    if prefix is None:
+        _draw_bytes(figure.subplots(), steps)
+        return
     bytes_axes, prefix_axes = figure.subplots(1, 2, width_ratios=(3, 2))
     _draw_bytes(bytes_axes, steps)
     _draw_prefix(prefix_axes, prefix)
@@ -23,9 +26,11 @@ def _draw_bytes(axes: Any, steps: Sequence[StepEvent]) -> None:
     at = [event.step for event, _ in states]
     series = {
         "dsv4, fp32": (_OURS, [cache.block_bytes + cache.slot_bytes for _, cache in states]),
-        "transformers, fp32": (_THEIRS, [event.transformers_bytes for event, _ in states]),
         "dsv4, fp8 and fp4": (_TRAINED, [cache.trained_bytes for _, cache in states]),
     }
+    theirs = [event.transformers_bytes for event, _ in states]
+    if None not in theirs:
+        series["transformers, fp32"] = (_THEIRS, [held or 0 for held in theirs])
     for name, (color, held) in series.items():
         axes.step(at, held, where="post", color=color, linewidth=2)
         axes.annotate(

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.prefix.options import PrefixOptions
-from dsv4.demo.model import SEED, tiny_v4
+from dsv4.demo.model import speaking_v4
+from dsv4.demo_model.checkpoint import Checkpoint
 from dsv4.errors import Dsv4Error
 from dsv4.integrations.transformers import accelerate, restore
 from dsv4.tiers.disk import DiskTier
 
-OPTIONS = PrefixOptions(model_id=f"the model of the demo, seed {SEED}")
+OPTIONS = PrefixOptions(model_id="the trained model of the demo")
 CAPACITY_BYTES = 1 << 30
 CLOSE_S = 10.0
 
@@ -86,12 +87,19 @@ def go_on(model: Any, root: Path, prompt: Tensor, *, new_tokens: int, records: s
 def main() -> None:
     root, new_tokens, prompt = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
     torch.set_num_threads(1)
-    model, tier = tiny_v4(), DiskTier(root, CAPACITY_BYTES)
+    checkpoint, tier = Checkpoint.load(), DiskTier(root, CAPACITY_BYTES)
+    model = speaking_v4(checkpoint)
     longest = len(prompt) + new_tokens
     accelerate(
         model, max_batch=1, max_context=longest, records="bf16", prefix=OPTIONS, tiers=[tier]
     )
-    answer = model.generate(torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False)
+    answer = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        eos_token_id=checkpoint.tokenizer.end,
+        pad_token_id=checkpoint.tokenizer.end,
+    )
     restore(model)  # what the rows hold is on disk now
     tier.close(CLOSE_S)
     print(json.dumps(answer[0].tolist()), flush=True)

@@ -27,7 +27,7 @@ _MARKS: dict[Verdict, tuple[str, str]] = {
     "differs": ("✗ ", "bold red"),
     "not compared": ("· ", ""),
 }
-_TOKENS_SHOWN = 12
+_LETTERS_SHOWN = 60
 
 
 class DemoView:
@@ -56,10 +56,12 @@ class DemoView:
     def _end(self, result: PartResult) -> None:
         self._show(Group())
         if self._last is not None and self._last.cache is not None:
-            for name, chosen in self._last.chosen.items():
-                self._line(Text(f"   {name}: {' '.join(map(str, chosen))}"))
+            for name, said in self._last.said.items():
+                self._line(Text(f"   {name}: {said}"))
             for line in bytes_lines(self._last, self._last.cache):
                 self._line(Text(f"   {line}"))
+        for question, answer in result.said.items():
+            self._line(Text(f"   {question} {answer}"))
         mark, style = _MARKS[result.verdict]
         text = Text.assemble("   ", (mark + result.note, style), f"  [{result.seconds:.1f} s]")
         self._line(text)
@@ -100,11 +102,12 @@ def step_line(event: StepEvent, cache: CacheState) -> str:
 
 def bytes_lines(event: StepEvent, cache: CacheState) -> list[str]:
     """Bytes here and in transformers' own caches; if there are more here, the reason."""
+    theirs = event.transformers_bytes
     lines = [
         f"fp32: {format_bytes(cache.block_bytes)} in blocks, {format_bytes(cache.slot_bytes)} in "
-        f"slots; transformers: {format_bytes(event.transformers_bytes)}"
+        f"slots" + ("" if theirs is None else f"; transformers: {format_bytes(theirs)}")
     ]
-    if cache.block_bytes + cache.slot_bytes > event.transformers_bytes:
+    if theirs is not None and cache.block_bytes + cache.slot_bytes > theirs:
         lines.append(
             "larger here: a slot reserves a full window and full groups from the start, "
             "transformers grows them token by token"
@@ -118,12 +121,11 @@ def step_view(event: StepEvent) -> Group:
     table.add_column("request")
     table.add_column("in cache", justify="right")
     table.add_column("generated")
-    for name, chosen in event.chosen.items():
-        newest = " ".join(str(token) for token in chosen[-_TOKENS_SHOWN:])
-        more = "… " if len(chosen) > _TOKENS_SHOWN else ""
-        table.add_row(name, f"{event.lengths[name]:,}", more + newest)
+    for name, text in event.said.items():
+        more = "… " if len(text) > _LETTERS_SHOWN else ""
+        table.add_row(name, f"{event.lengths[name]:,}", Text(more + text[-_LETTERS_SHOWN:]))
     if event.cache is None:
-        held = Text(f"  transformers' cache: {format_bytes(event.transformers_bytes)}")
+        held = Text(f"  transformers' cache: {format_bytes(event.transformers_bytes or 0)}")
         return Group(table, held)
     return Group(table, Text(), _cache_table(event, event.cache))
 
@@ -138,7 +140,8 @@ def _cache_table(event: StepEvent, cache: CacheState) -> Table:
         table.add_row(f"  {kind.upper()} entries", Text.assemble(f"{total:,} ", (new, "green")))
     held = cache.block_bytes + cache.slot_bytes
     table.add_row("  bytes", f"{held:,} in fp32; {cache.trained_bytes:,} in fp8 and fp4")
-    table.add_row("  transformers", f"{event.transformers_bytes:,}")
+    if event.transformers_bytes is not None:
+        table.add_row("  transformers", f"{event.transformers_bytes:,}")
     return table
 
 
@@ -158,7 +161,10 @@ def print_report(console: Console, report: DemoReport, bill: FlashBill) -> None:
         console.print(text, soft_wrap=True)
     if not wrong:
         compared = sum(part.tokens for part in report.parts if part.verdict == "agrees")
-        text = Text(f"Passed: {compared} tokens compared with transformers' own.", "bold green")
+        found = f"Passed: {compared} tokens compared."
+        if report.prefix is None:
+            found += " For the rest of the demo: pip install 'dsv4[transformers]'"
+        text = Text(found, "bold green")
         console.print(text, soft_wrap=True)
 
 

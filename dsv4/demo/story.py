@@ -1,4 +1,5 @@
-"""What the demo does, part by part: a tiny V4 generates with transformers' cache and with this one.
+"""What the demo does with transformers, part by part: the trained model answers on transformers'
+cache and on this one.
 
 transformers  each prompt alone, on transformers' own cache: the others are compared with this
 paged         the same model with a PagedCache: logits must be equal bit for bit
@@ -10,8 +11,7 @@ restart       a process that answered is killed, this one continues from disk: t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,19 +20,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.demo.events import DemoReport, PartBegins, PartResult, PrefixResult, Verdict
-from dsv4.demo.model import random_prompt
+from dsv4.demo.events import Emit, PartBegins, PartResult, PrefixResult, Verdict
 from dsv4.demo.prefix import run_twice
-from dsv4.demo.watch import Emit, Watcher
+from dsv4.demo.prompts import (
+    AFTER_RESTART,
+    BEFORE_RESTART,
+    FIRST,
+    NEW_TOKENS,
+    QUESTIONS,
+    SECOND,
+    SHARED,
+    Prompts,
+)
+from dsv4.demo.watch import Watcher
 from dsv4.errors import MissingExtra
 from dsv4.integrations.transformers import PagedCache, accelerate, restore
 from dsv4.units import format_bytes
 
-# while they decode, A and C each close an HCA group and take a block
-PROMPT_TOKENS = {"A": 250, "B": 5, "C": 118, "D": 64}
-NEW_TOKENS = 16
-SHARED_TOKENS, QUESTION_TOKENS = 384, 24
-RESTART_TOKENS = 150
 RECORDS = "bf16"  # unquantised
 # transformers adds in a different order, so where its own two best logits are this close, either
 # token is right, and so is what follows
@@ -49,27 +53,25 @@ class Generated:
 
 
 class Story:
-    """Runs the parts on one model and reports through `emit`. The model is unchanged afterwards."""
+    """Runs the parts on the model of `speaking_v4()` and reports through `emit`. The model is
+    unchanged afterwards."""
 
-    def __init__(self, model: Any, emit: Emit) -> None:
-        self.model, self._emit = model, emit
-        self.prompts = {
-            name: random_prompt(count, seed=nth)
-            for nth, (name, count) in enumerate(PROMPT_TOKENS.items())
-        }
-        self.max_context = max(PROMPT_TOKENS.values()) + NEW_TOKENS
+    def __init__(self, model: Any, texts: Prompts, emit: Emit) -> None:
+        self.model, self.texts, self._emit = model, texts, emit
+        self.prompts = {name: texts.asking(asked) for name, asked in QUESTIONS.items()}
+        self.max_context = max(map(len, self.prompts.values())) + NEW_TOKENS
         self.alone: dict[str, Generated] = {}
         self.alone_bytes: dict[str, list[int]] = {}
         self.parts: list[PartResult] = []
 
     def transformers(self) -> None:
-        *others, last = map(str, PROMPT_TOKENS.values())
+        *others, last = (str(len(prompt)) for prompt in self.prompts.values())
         lengths = f"{', '.join(others)} and {last} tokens"
         clock = self._begin(
             "transformers", f"transformers' own cache, prompts of {lengths}, each alone"
         )
         for name, prompt in self.prompts.items():
-            watcher = Watcher("transformers", [name], self._emit)
+            watcher = Watcher("transformers", [name], self._emit, self.texts.said)
             self.alone[name] = self._generate(watcher, prompt[None])
             self.alone_bytes[name] = watcher.transformers_bytes
         total = sum(in_use[-1] for in_use in self.alone_bytes.values())
@@ -79,7 +81,7 @@ class Story:
         name = next(iter(self.prompts))
         clock = self._begin("paged", f"model untouched, PagedCache instead, prompt {name}")
         cache = PagedCache.for_model(self.model, max_batch=1, max_context=self.max_context)
-        watcher = Watcher("paged", [name], self._emit, self.alone_bytes[name])
+        watcher = Watcher("paged", [name], self._emit, self.texts.said, self.alone_bytes[name])
         ours = self._generate(watcher, self.prompts[name][None], past_key_values=cache)
         equal = torch.equal(ours.logits, self.alone[name].logits)
         found = "equal bit for bit" if equal else "NOT equal bit for bit"
@@ -92,10 +94,7 @@ class Story:
 
     def prefix(self) -> PrefixResult:
         clock = self._begin("prefix", "a second prompt with the same beginning")
-        shared = random_prompt(SHARED_TOKENS, seed=100)
-        first, second = (
-            torch.cat((shared, random_prompt(QUESTION_TOKENS, seed=seed))) for seed in (101, 102)
-        )
+        first, second = (self.texts.asking([*SHARED, last]) for last in (FIRST, SECOND))
         result, tokens = run_twice(
             self.model, first, second, new_tokens=NEW_TOKENS, records=RECORDS
         )
@@ -103,7 +102,8 @@ class Story:
         verdict, note = compare_tokens("the second prompt", tokens, theirs)
         if result.second_run_tokens == result.second_prompt_tokens:
             verdict, note = "differs", "nothing was reused"
-        self._end(clock, verdict, f"{_saving(result)}; {note}", ["second"])
+        said = {SECOND: self.texts.said(tokens)}
+        self._end(clock, verdict, f"{_saving(result)}; {note}", ["second"], said)
         return result
 
     def restart(self) -> None:
@@ -116,24 +116,30 @@ class Story:
             self._end(clock, "not compared", str(error), [])
             return
         with TemporaryDirectory(prefix="dsv4-demo-") as root:
-            prompt = random_prompt(RESTART_TOKENS, seed=200)
-            said = answer_and_die(Path(root), prompt, new_tokens=NEW_TOKENS)
-            question = torch.cat((said, random_prompt(QUESTION_TOKENS, seed=201)))
+            prompt = self.texts.asking(BEFORE_RESTART)
+            before = answer_and_die(Path(root), prompt, new_tokens=NEW_TOKENS)
+            after = self.texts.following(AFTER_RESTART)
+            question = torch.cat((before, after))
             found = go_on(self.model, Path(root), question, new_tokens=NEW_TOKENS, records=RECORDS)
         theirs = _generate(self.model, question[None])
         verdict, note = compare_tokens("the question", found.tokens, theirs)
-        if found.run_tokens > QUESTION_TOKENS + 1:
+        if found.run_tokens > len(after) + 1:
             verdict, note = "differs", "the conversation was computed again"
         saved = (
             f"{found.run_tokens} of {found.prompt_tokens} prompt tokens computed, "
             f"{format_bytes(found.loaded_bytes)} loaded from disk"
         )
-        self._end(clock, verdict, f"{saved}; {note}", ["question"])
+        said = {
+            BEFORE_RESTART[-1]: self.texts.said(before[len(prompt) :].tolist()),
+            AFTER_RESTART: self.texts.said(found.tokens),
+        }
+        self._end(clock, verdict, f"{saved}; {note}", ["question"], said)
 
     def _generate_batch(self) -> Generated:
         """All prompts, padded on the left, through the accelerated model."""
         steps = zip(*self.alone_bytes.values(), strict=True)
-        watcher = Watcher("batch", list(self.prompts), self._emit, [sum(step) for step in steps])
+        in_use = [sum(step) for step in steps]
+        watcher = Watcher("batch", list(self.prompts), self._emit, self.texts.said, in_use)
         accelerate(
             self.model,
             max_batch=len(self.prompts),
@@ -171,6 +177,7 @@ class Story:
         verdict: Verdict,
         note: str,
         prompts: Sequence[str] | dict[str, Any],
+        said: dict[str, str] | None = None,
     ) -> None:
         part, title, begin = begun
         result = PartResult(
@@ -180,21 +187,10 @@ class Story:
             verdict=verdict,
             seconds=time.perf_counter() - begin,
             tokens=len(prompts) * NEW_TOKENS,
+            said=said or {},
         )
         self.parts.append(result)
         self._emit(result)
-
-
-def run_demo(model: Any, emit: Emit) -> DemoReport:
-    """Runs the whole story on a model of `tiny_v4()` and reports each step."""
-    story = Story(model, emit)
-    with _one_thread():
-        story.transformers()
-        story.paged()
-        story.batch()
-        prefix = story.prefix()
-        story.restart()
-    return DemoReport(parts=story.parts, prefix=prefix)
 
 
 def compare_tokens(who: str, ours: Sequence[int], theirs: Generated) -> tuple[Verdict, str]:
@@ -228,17 +224,6 @@ def _saving(found: PrefixResult) -> str:
         f"token after {found.second_seconds:.2f} s instead of {found.first_seconds:.2f} s "
         f"({found.source})"
     )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The tensors are small: threads would wait for each other, for long on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _generate(model: Any, ids: Tensor, **options: Any) -> Generated:

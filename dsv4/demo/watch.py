@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
-from dsv4.demo.events import CacheState, DemoEvent, StepEvent
+from dsv4.demo.events import CacheState, Emit, StepEvent
+from dsv4.demo.state import cache_state
 from dsv4.integrations.transformers import PagedCache, transformers_cache_bytes
 from dsv4.integrations.transformers.model import cache_schema
 
 TRAINED_RECORDS = "fp8_ds"
 
-Emit = Callable[[DemoEvent], None]
+Decode = Callable[[Sequence[int]], str]
 
 
 class Watcher:
@@ -26,9 +25,14 @@ class Watcher:
     caches after each step: recorded where their cache is used, otherwise compared with."""
 
     def __init__(
-        self, part: str, names: Sequence[str], emit: Emit, transformers_bytes: Sequence[int] = ()
+        self,
+        part: str,
+        names: Sequence[str],
+        emit: Emit,
+        decode: Decode,
+        transformers_bytes: Sequence[int] = (),
     ) -> None:
-        self.part, self.names, self._emit = part, names, emit
+        self.part, self.names, self._emit, self._decode = part, names, emit, decode
         self.transformers_bytes = list(transformers_bytes)
         self.chosen: dict[str, list[int]] = {name: [] for name in names}
         self._records = not transformers_bytes
@@ -65,42 +69,9 @@ class Watcher:
                 step=self._step,
                 lengths=dict(zip(self.names, lengths, strict=True)),
                 chosen={name: list(tokens) for name, tokens in self.chosen.items()},
+                said={name: self._decode(tokens) for name, tokens in self.chosen.items()},
                 transformers_bytes=self.transformers_bytes[self._step],
                 cache=self._state,
             )
         )
         self._step += 1
-
-
-def cache_state(
-    manager: KVCacheManager,
-    requests: Sequence[Request],
-    before: CacheState | None,
-    trained: CacheSchema,
-) -> CacheState:
-    stats = manager.stats()
-    entries = entries_by_kind(manager.schema, [request.length for request in requests])
-    return CacheState(
-        blocks_live=stats.blocks_live,
-        blocks_total=stats.blocks_total,
-        slots_live=stats.requests_live,
-        slots_total=stats.slots_total,
-        blocks_taken=stats.blocks_live - (before.blocks_live if before else 0),
-        closed={kind: n - (before.entries[kind] if before else 0) for kind, n in entries.items()},
-        entries=entries,
-        block_bytes=stats.block_bytes_live,
-        slot_bytes=stats.slot_bytes_live,
-        trained_bytes=stats.blocks_live * trained.block_bytes
-        + stats.requests_live * trained.slot_bytes,
-    )
-
-
-def entries_by_kind(schema: CacheSchema, lengths: Sequence[int]) -> dict[str, int]:
-    """Entries that requests of these lengths have, over all layers of a kind."""
-    entries: dict[str, int] = {}
-    for layer in schema.layers:
-        if layer.spec.owns_entries:
-            kind = layer.spec.attention.value
-            count = sum(length // layer.spec.ratio for length in lengths)
-            entries[kind] = entries.get(kind, 0) + count
-    return entries

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from dsv4.cache.prefix.observer import NewlyCached, Observer
-from dsv4.cache.prefix.trail import TokenTrail, chain_root
+from dsv4.cache.prefix.trail import TokenTrail, token_ids
 from dsv4.errors import InvalidInput, require_count, require_timeout, require_type
 from dsv4.events.ledger import Cached, Kept, Only
 from dsv4.events.sender import EventStats, Sender
@@ -118,11 +118,7 @@ class _Listener(Observer):
     def __init__(self, prefix: PrefixCache, sender: Sender) -> None:
         self._sender, self._block_tokens = sender, prefix.schema.block_tokens
         self._came_late = len(prefix.index) > 0
-        self._unsalted = chain_root(
-            fingerprint=prefix.schema.content_fingerprint,
-            model_id=prefix.options.model_id,
-            salt=None,
-        )
+        self._unsalted = prefix.trail(token_ids([]), None).root
         self.end = weakref.finalize(self, sender.stop)
 
     def cached(self, new: NewlyCached, trail: TokenTrail) -> None:
@@ -148,14 +144,14 @@ class _Listener(Observer):
     def _name(self, trail: TokenTrail, first: int, end: int) -> None:
         """Blocks of a prompt are cached. Not those of a prompt from another machine with a salt
         that is not known here: consumers would take them for blocks of prompts without one."""
-        if trail.salt is None and trail.root != self._unsalted:
+        if trail.tenant.salt is None and trail.root != self._unsalted:
             return
         run = Cached(
             digests=trail.chain[first:end],
             parent=trail.chain[first - 1] if first else None,
             depth=first,
             ids=trail.ids[first * self._block_tokens : end * self._block_tokens].tobytes(),
-            salt=trail.salt,
+            salt=trail.tenant.salt,
             session=None,
         )
         self._sender.put([run])

@@ -161,11 +161,6 @@ class ByteTokenizer:
         return self.END + 1 + self.ROLES.index(role)
 
 
-def demo_model() -> ServedModel:
-    """What `dsv4 serve` serves if it is given no checkpoint."""
-    return StandIn()
-
-
 # ---- the stand-in --------------------------------------------------------------------------------
 
 

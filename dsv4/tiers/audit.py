@@ -9,7 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4.tiers.index import forget
-from dsv4.tiers.record import Kind, Label, Reason, Refusal, payload_refusal, read_header, sum_of
+from dsv4.tiers.record import (
+    Kind,
+    Label,
+    Reason,
+    Refusal,
+    is_keyed,
+    mac_refusal,
+    payload_refusal,
+    read_header,
+    sum_of,
+)
+from dsv4.tiers.secret import Secret
 from dsv4.tiers.shelves import Found, Other, Shelves
 from dsv4.tiers.sizes import HEADER_BYTES
 
@@ -30,9 +41,11 @@ class Audit:
     it: what they remove meanwhile is left out. Raises InvalidInput if there is none.
 
     `others` are files of other record versions, `unreadable` the shelves that cannot be opened or
-    read, and why."""
+    read, and why. With a secret, records with a key are checked with it: those of another one are
+    refused. Without, only their sums are."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, secret: Secret | None = None) -> None:
+        self._secret = secret
         self._shelves = Shelves(root, create=False)
         self.files = sorted(self._shelves.scan(), key=lambda file: file.used_ns)
         self.others = sorted(self._shelves.others(), key=lambda file: file.used_ns)
@@ -105,7 +118,7 @@ class Audit:
                     continue
                 fd = self._shelves.open(file.key)
                 try:
-                    audited = _audited(fd, file, whole)
+                    audited = _audited(fd, file, whole, self._secret)
                 finally:
                     os.close(fd)
             except FileNotFoundError:
@@ -120,7 +133,7 @@ def said(error: OSError) -> str:
     return f"{errno.errorcode.get(error.errno or 0, '?')}: {error.strerror}"
 
 
-def _audited(fd: int, file: Found, whole: bool) -> Audited:
+def _audited(fd: int, file: Found, whole: bool, secret: Secret | None) -> Audited:
     header = os.pread(fd, HEADER_BYTES, 0)
     found = read_header(header)
     if isinstance(found, Refusal):
@@ -139,6 +152,8 @@ def _audited(fd: int, file: Found, whole: bool) -> Audited:
         )
     elif whole:
         refusal = payload_refusal(sum_of(_payload(fd, label)), total)
+        if refusal is None and secret is not None and is_keyed(header):
+            refusal = mac_refusal(header, _payload(fd, label), secret)
     return Audited(file=file, label=label, refusal=refusal)
 
 

@@ -5,7 +5,7 @@
          8      2  version                       64     32  parent
         10      2  kind                          96     32  content fingerprint
         12      4  bytes of the header          128     16  xxh3-128 of the payload
-        16      8  bytes of the payload         144    104  zeros
+        16      8  bytes of the payload         144    104  zeros; with a key 32 of a MAC first
         24      8  tokens                       248      8  xxh3-64 of the 248 bytes before
 
 Numbers are little-endian. The payload follows. On disk and in host memory a record fills whole
@@ -18,13 +18,14 @@ import mmap
 import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 import numpy as np
 
 from dsv4.errors import InvalidInput, MissingExtra, require_count
+from dsv4.tiers.secret import MAC_BYTES, Secret, same
 from dsv4.tiers.sizes import HEADER_BYTES, UNIT_BYTES, padded
 
 try:
@@ -34,7 +35,8 @@ except ImportError as error:
         f"tiers need xxhash ({error}): install it with pip install 'dsv4[tiers]'"
     ) from error
 
-RECORD_VERSION = 1
+RECORD_VERSION = 1  # of names, and of records without a key
+KEYED_VERSION = 0x8001  # of records with a MAC: the top bit
 DIGEST_BYTES = 32
 MAGIC = b"\x89DSV4\r\n\0"  # a text-mode copy, a lost high bit or a lost zero breaks it
 _FIELDS = struct.Struct("<8sHHIQQ32s32s32s16s")
@@ -83,7 +85,8 @@ class Label:
 
     `tokens` counts from the start of the prompt to the end of the record. `parent` is the chain
     digest of the block before it (the chain's root before the first); that of a state is the last
-    whole block's. `fingerprint` is the schema's content fingerprint.
+    whole block's. `fingerprint` is the schema's content fingerprint. With a `secret` the record is
+    sealed with it, and refused if what is loaded is not.
     """
 
     kind: Kind
@@ -92,6 +95,7 @@ class Label:
     fingerprint: bytes
     tokens: int
     payload_bytes: int
+    secret: Secret | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("digest", "parent", "fingerprint"):
@@ -235,6 +239,7 @@ class Reason(StrEnum):
     TOKENS = "tokens"
     PAYLOAD_BYTES = "payload_bytes"
     PAYLOAD_SUM = "payload_sum"
+    MAC = "mac"  # of another key, or changed, or with a key where there should be none
     FOREIGN = "foreign"  # something else is where a record should be
     UNREADABLE = "unreadable"  # the system reports an error for it
 
@@ -264,11 +269,11 @@ def sum_of(pieces: Iterable[memoryview | bytes]) -> bytes:
     return running.digest()
 
 
-def pack_header(label: Label, payload_digest: bytes) -> bytes:
-    """The 256 bytes before a payload with this sum."""
+def pack_header(label: Label, payload_digest: bytes, payload: Sequence[memoryview] = ()) -> bytes:
+    """The 256 bytes before a payload with this sum. The payload itself is needed with a key."""
     fields = _FIELDS.pack(
         MAGIC,
-        RECORD_VERSION,
+        RECORD_VERSION if label.secret is None else KEYED_VERSION,
         label.kind,
         HEADER_BYTES,
         label.payload_bytes,
@@ -278,14 +283,17 @@ def pack_header(label: Label, payload_digest: bytes) -> bytes:
         label.fingerprint,
         payload_digest,
     )
-    summed = fields + _ZEROS
+    rest = _ZEROS
+    if label.secret is not None:
+        rest = label.secret.record_mac([fields, *payload]) + _ZEROS[MAC_BYTES:]
+    summed = fields + rest
     return summed + _HEADER_SUM.pack(xxhash.xxh3_64_intdigest(summed))
 
 
 def seal(record: Record) -> None:
     """Sums the payload and writes the header into the record's memory."""
     parts = record.parts
-    parts.header[:] = pack_header(record.label, payload_sum(parts.payload))
+    parts.header[:] = pack_header(record.label, payload_sum(parts.payload), parts.payload)
 
 
 def read_header(header: bytes | memoryview) -> tuple[Label, bytes] | Refusal:
@@ -297,13 +305,14 @@ def read_header(header: bytes | memoryview) -> tuple[Label, bytes] | Refusal:
     magic, version, kind, header_bytes, *rest = _FIELDS.unpack_from(header)
     payload_bytes, tokens, digest, parent, fingerprint, total = rest
     own_sum = xxhash.xxh3_64_intdigest(header[:_SUMMED])
-    zeros = bytes(header[_FIELDS.size : _SUMMED])
+    keyed = version == KEYED_VERSION
+    zeros = bytes(header[_FIELDS.size + MAC_BYTES * keyed : _SUMMED])
     for reason, found, asked in (
         (Reason.MAGIC, magic, MAGIC),
-        (Reason.VERSION, version, RECORD_VERSION),
+        (Reason.VERSION, version, KEYED_VERSION if keyed else RECORD_VERSION),
         (Reason.HEADER_SUM, _HEADER_SUM.unpack_from(header, _SUMMED)[0], own_sum),
         (Reason.HEADER_BYTES, header_bytes, HEADER_BYTES),
-        (Reason.ZEROS, zeros, _ZEROS),
+        (Reason.ZEROS, zeros, bytes(len(zeros))),
     ):
         if found != asked:
             return _refusal(reason, found, asked)
@@ -330,7 +339,34 @@ def check(record: Record) -> Refusal | None:
     label, total = found
     for reason, got, asked in _differences(label, record.label):
         return _refusal(reason, got, asked)
-    return payload_refusal(payload_sum(record.parts.payload), total)
+    refusal = payload_refusal(payload_sum(record.parts.payload), total)
+    return refusal or mac_refusal(record.parts.header, record.parts.payload, record.label.secret)
+
+
+def mac_refusal(
+    header: bytes | memoryview, payload: Iterable[memoryview | bytes], secret: Secret | None
+) -> Refusal | None:
+    """Why a whole record is refused if it is asked for with this key, or without one. It shows no
+    MAC: a reader could use the right one."""
+    keyed = is_keyed(header)
+    if secret is None:
+        if not keyed:
+            return None
+        found, asked = "a record with a key", "one without"
+    elif not keyed:
+        found, asked = "a record without a key", "one with it"
+    else:
+        found, asked = "another MAC", "that of this key"
+        mac = secret.record_mac([bytes(header[: _FIELDS.size]), *payload])
+        if same(mac, bytes(header[_FIELDS.size : _FIELDS.size + MAC_BYTES])):
+            return None
+    return Refusal(reason=Reason.MAC, found=found, asked=asked)
+
+
+def is_keyed(header: bytes | memoryview) -> bool:
+    """Whether a header that `read_header` accepts has a MAC."""
+    version: int = _FIELDS.unpack_from(header)[1]
+    return version == KEYED_VERSION
 
 
 def payload_refusal(actual: bytes, total: bytes) -> Refusal | None:

@@ -108,12 +108,17 @@ def test_a_long_prompt_is_asked_about_in_a_few_looks():
             return super().__contains__(key)
 
     index._nodes = Counting(index._nodes)
-    begin = time.thread_time()
-    assert manager.look_up(prompt) == Resume(
-        start=0, reused_tokens=0, end=schema.max_context, source="nothing"
-    )
-    assert time.thread_time() - begin < 0.02
-    assert 0 < looks <= 12
+
+    def took() -> float:
+        nonlocal looks
+        looks, begin = 0, time.thread_time()
+        assert manager.look_up(prompt) == Resume(
+            start=0, reused_tokens=0, end=schema.max_context, source="nothing"
+        )
+        assert 0 < looks <= 12
+        return time.thread_time() - begin
+
+    assert min(took() for _ in range(3)) < 0.02  # a garbage collection may fall into one of them
 
 
 def test_a_prompt_stays_what_it_was():

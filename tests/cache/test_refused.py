@@ -173,7 +173,7 @@ def test_a_call_while_another_thread_is_inside_one_is_refused(monkeypatch: pytes
     manager = build(prefix=PrefixOptions(events=True))
     a, b = manager.admit_request(10), manager.admit_request(10)
     found: list[BaseException | None] = []
-    send = manager.memory.send
+    send = manager.memory.buffers.send
 
     def slow(*given: Any) -> None:
         calls: tuple[Callable[[], object], ...] = (
@@ -190,7 +190,7 @@ def test_a_call_while_another_thread_is_inside_one_is_refused(monkeypatch: pytes
         found.append(in_thread(lambda: manager.memory_bytes()))
         send(*given)
 
-    monkeypatch.setattr(manager.memory, "send", slow)
+    monkeypatch.setattr(manager.memory.buffers, "send", slow)
     plan = manager.prepare_forward([(a, 1)])
     assert [type(error) for error in found[:7]] == [ThreadError] * 7
     assert found[7:] == [None, None]
@@ -303,7 +303,7 @@ def test_statistics_are_safe_while_requests_come_and_go():
 def test_a_finalizer_in_the_middle_of_a_call_releases_later(monkeypatch: pytest.MonkeyPatch):
     manager = build()
     gone, going, busy = (manager.admit_request(10) for _ in range(3))
-    send = manager.memory.send
+    send = manager.memory.buffers.send
 
     def collecting(*given: Any) -> None:
         manager.release_later(going)
@@ -312,7 +312,7 @@ def test_a_finalizer_in_the_middle_of_a_call_releases_later(monkeypatch: pytest.
 
     manager.release_later(gone)
     assert (gone.released, manager.requests) == (False, (going, busy))
-    monkeypatch.setattr(manager.memory, "send", collecting)
+    monkeypatch.setattr(manager.memory.buffers, "send", collecting)
     plan = manager.prepare_forward([(busy, 1)])
     assert (gone.released, going.released, manager.requests) == (True, False, (busy,))
     manager.commit(plan, partial=True)

@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from dsv4.cli import app
 from dsv4.tiers.disk import DiskTier
 from dsv4.tiers.record import Kind, pack_header
+from dsv4.tiers.secret import Secret
 from tests.support.tiers import chain, digest, file_bytes, file_of, label, put_file, until
 
 BLOCKS = chain("a", 3)
@@ -313,3 +314,34 @@ def test_without_xxhash_plan_works_and_store_names_the_extra(root: Path) -> None
         )
         assert ran.returncode == status, ran.stderr
     assert "dsv4[tiers]" in ran.stderr
+
+
+def test_check_with_the_key_finds_what_sums_do_not(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record of another key, with right sums. Records without a key are as they were."""
+    mine, theirs = bytes(range(32)), bytes(range(1, 33))
+    keyed = [replace(each, secret=Secret(mine)) for each in chain("k", 2)]
+    for each in keyed:
+        put_file(root, each, file_bytes(each))
+    key = tmp_path / "key"
+    key.write_text(mine.hex())
+    key.chmod(0o600)
+    assert answer("check", root)["good"] == 6
+    assert answer("check", root, "--key-file", key)["good"] == 6
+    foreign = replace(keyed[1], secret=Secret(theirs))
+    put_file(root, foreign, file_bytes(foreign))
+    assert answer("check", root)["good"] == 6
+    found = answer("check", root, "--key-file", key, code=1)
+    assert (found["good"], [each["reason"] for each in found["refused"]]) == (5, ["mac"])
+    assert found["refused"][0]["key"] == str(foreign.key)
+    key.write_text(theirs.hex())
+    assert answer("check", root, "--key-file", key, code=1)["good"] == 5
+    monkeypatch.setenv("DSV4_KEY", mine.hex())
+    assert answer("check", root, "--remove", code=1)["removed"] == 1
+    assert answer("check", root)["good"] == 5
+    monkeypatch.setenv("DSV4_KEY", "not a key")
+    result = run("check", root)
+    assert result.exit_code == 2
+    assert "hexadecimal digits" in result.output
+    assert "not a key" not in result.output.replace("that are not a key", "")

@@ -26,7 +26,7 @@ from tests.support.handoff import PATIENT_S, assert_nothing_left, close, handing
 from tests.support.lives import ColdRun, Text, assert_cold, run_to
 from tests.support.stack import Stack
 from tests.support.tiered import BLOCK, disk
-from tests.support.tiers import PROJECT, process
+from tests.support.tiers import PROJECT, process, stop
 
 
 class Remote:
@@ -60,10 +60,7 @@ class Remote:
         os.kill(self.child.pid, number)
 
     def stop(self) -> None:
-        """It stands still, all its threads, when this returns."""
-        self.signal(signal.SIGSTOP)
-        _, status = os.waitpid(self.child.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
+        stop(self.child)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:

@@ -32,7 +32,7 @@ TOKENS, NEW_TOKENS = 136, 4
 OTHER_PLAN = {"model.layers.*.self_attn.q_b_proj": "colwise"}
 INDEXER = "model.layers.*.self_attn.compressor.indexer."
 BY_HEADS = {f"{INDEXER}q_b_proj": "colwise", f"{INDEXER}scorer.weights_proj": "colwise"}
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=240)  # ranks that a busy machine holds up
 # from transformers 5.20 on the experts are split over a mesh of their own
 HAS_EP_SIZE = "ep_size" in {field.name for field in fields(DistributedConfig)}
 if HAS_EP_SIZE:

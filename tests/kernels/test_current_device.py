@@ -104,7 +104,7 @@ def test_events_are_of_the_stream_of_their_device(monkeypatch: pytest.MonkeyPatc
     buffers = StepBuffers(schema, max_requests=1, max_tokens=1, device=torch.device("cpu"))
     recorded: list[Stream] = []
     buffers._copied = SimpleNamespace(record=recorded.append)  # type: ignore[assignment]
-    buffers.send()
+    buffers.send(torch.empty(0, dtype=torch.int32))
     assert [stream.device for stream in recorded] == [buffers.device_buffer.device]
     event = SimpleNamespace(query=lambda: False, device=HOME)
     Mark(event).hold_back()

@@ -49,7 +49,7 @@ def until_it_answers(url: str) -> None:
 def test_ctrl_c_drains_and_a_second_one_ends_at_once() -> None:
     """A stream that runs goes on to its end after the first. In the second life one that would run
     for minutes is cut."""
-    ask = {"model": "stand-in", "prompt": "x", "stream": True, "ignore_eos": True}
+    ask = {"model": "dsv4-demo", "prompt": "x", "stream": True, "ignore_eos": True}
     with command("--json-logs") as (process, url), httpx.Client(timeout=WAIT_S) as client:
         until_it_answers(url)
         body = {**ask, "max_tokens": 30}
@@ -67,7 +67,7 @@ def test_ctrl_c_drains_and_a_second_one_ends_at_once() -> None:
         }
     with command("--drain", "600") as (process, url), httpx.Client(timeout=WAIT_S) as client:
         until_it_answers(url)
-        body = {**ask, "max_tokens": 2000}
+        body = {**ask, "max_tokens": 3900}
         with client.stream("POST", f"{url}/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             next(lines)
@@ -85,7 +85,7 @@ def test_ctrl_c_drains_and_a_second_one_ends_at_once() -> None:
     [
         (("--memory", "1MiB"), "PoolTooSmall"),
         (("--memory", "lots"), "InvalidInput: 'lots'"),
-        (("--context", "1M"), "has 2048 positions"),
+        (("--context", "1M"), "has 4096 positions"),
         (("--host", "203.0.113.1"), "cannot be listened on"),
         (("--api-key", " "), "the API key is empty"),
     ],

@@ -147,6 +147,16 @@ def put_file(root: Path, wanted: Label, data: bytes | bytearray) -> Path:
     return path
 
 
+def open_below(root: Path) -> list[str]:
+    """What this process has open in a directory, the directory itself too. Their number alone says
+    nothing: what other tests left is closed at any time."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [each for each in found if Path(each).is_relative_to(root)]
+
+
 def record_files(root: Path) -> list[Path]:
     """What lies in a disk tier's directory, but for its index."""
     files = [path for path in root.rglob("*") if path.is_file()]
@@ -165,6 +175,13 @@ def wait(tier: Tier, ticket: Ticket, *, timeout_s: float = 180.0, settled: bool 
             return progress
         assert time.monotonic() < until, f"{tier.name}: {progress}"
         time.sleep(0.001)
+
+
+def stop(child: subprocess.Popen[Any]) -> None:
+    """It stands still, all its threads, when this returns."""
+    os.kill(child.pid, signal.SIGSTOP)
+    _, status = os.waitpid(child.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
 
 
 def until(condition: Callable[[], bool], *, timeout_s: float = 180.0) -> None:

@@ -15,6 +15,7 @@ from dsv4.tiers.host import HostTier
 from dsv4.tiers.mooncake import MooncakeTier
 from dsv4.tiers.object import ObjectTier
 from dsv4.tiers.record import Kind, Reason
+from dsv4.tiers.secret import Secret
 from dsv4.tiers.tier import State, Tier
 from tests.support.tiers import (
     PATIENT,
@@ -215,3 +216,33 @@ def test_a_thread_that_an_interrupt_kept_from_starting_starts_with_the_next_call
             tier.store([first])
     assert store(tier, [second]) == [State.DONE]
     tier.close(30.0)
+
+
+@pytest.mark.parametrize("asked", ["another key", "no key"])
+def test_a_record_of_a_key_is_refused_without_it(
+    tier: Tier, memory: Memory, name: str, asked: str
+) -> None:
+    """By whoever asks for its name: he has it from a listing."""
+    mine = replace(label(name), secret=Secret(b"m" * 32))
+    theirs = replace(mine, secret=Secret(b"t" * 32) if asked == "another key" else None)
+    before = tier.stats().refused.get(Reason.MAC, 0)
+    assert store(tier, [memory.filled(mine)]) == [State.DONE]
+    record = memory.blank(mine)
+    assert load(tier, [record]) == [State.DONE]
+    assert payload_in(record) == payload_of(mine)
+    assert load(tier, [memory.blank(theirs)]) == [State.REFUSED]
+    assert tier.stats().refused[Reason.MAC] == before + 1
+
+
+def test_a_record_that_another_writer_put_under_a_name_is_refused_with_a_key(
+    tier: Tier, memory: Memory, name: str
+) -> None:
+    """All its sums are right."""
+    mine = replace(label(name), secret=Secret(b"m" * 32))
+    forged = memory.filled(replace(mine, secret=None))
+    forged.parts.payload[0][:4] = b"\0\1\2\3"
+    assert store(tier, [forged]) == [State.DONE]
+    assert load(tier, [memory.blank(mine)]) == [State.REFUSED]
+    until(lambda: found(tier, [mine]) == [False])
+    assert store(tier, [memory.filled(mine)]) == [State.DONE]
+    assert load(tier, [memory.blank(mine)]) == [State.DONE]

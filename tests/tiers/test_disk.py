@@ -31,6 +31,7 @@ from tests.support.tiers import (
     found,
     label,
     load,
+    open_below,
     payload_in,
     payload_of,
     put_file,
@@ -119,13 +120,12 @@ def test_everything_is_private(root: Path, memory: Memory) -> None:
 def test_a_directory_that_others_can_read_is_refused(root: Path, mode: int) -> None:
     """The root as well as what is in it; nothing of either is opened for good."""
     (root / "1").mkdir(parents=True)
-    before = len(os.listdir("/proc/self/fd"))
     for open_, private in ((root / "1", root), (root, root / "1")):
         private.chmod(0o700)
         open_.chmod(mode)
         with pytest.raises(InvalidInput, match=f"mode {mode:o}: records are private"):
             DiskTier(root, ROOMY)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_below(root) == []
 
 
 def test_a_place_that_is_no_directory_is_refused(root: Path, tmp_path: Path) -> None:

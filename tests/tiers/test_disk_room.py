@@ -38,6 +38,7 @@ from tests.support.tiers import (
     found,
     label,
     load,
+    open_below,
     put_file,
     python,
     record_files,
@@ -788,25 +789,25 @@ def test_a_root_that_is_no_path_is_refused(
 
 def test_a_tier_that_raises_keeps_nothing_open(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shelves, "takes_direct", lambda self: False)
-    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    threads = set(threading.enumerate())
     for _ in range(3):
         with pytest.raises(InvalidInput, match="takes no O_DIRECT"):
             DiskTier(root, ROOMY, direct=True)
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert threading.active_count() == threads
+    assert open_below(root) == []
+    assert set(threading.enumerate()) <= threads
 
 
 def test_the_index_is_private_and_closed_with_the_tier(root: Path, memory: Memory) -> None:
-    before = len(os.listdir("/proc/self/fd"))
     old = os.umask(0)
     try:
         with opened(root) as tier:
             assert store(tier, [memory.filled(label("a"))]) == [State.DONE]
             modes = {path.stat().st_mode & 0o777 for path in (root / "1").glob("index-*")}
             assert modes == {0o600}
+            assert open_below(root)
     finally:
         os.umask(old)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_below(root) == []
     assert {path.name for path in (root / "1").glob("index-*")} == {
         "index-lock", index_of(root).name,
     }  # fmt: skip
@@ -815,8 +816,7 @@ def test_the_index_is_private_and_closed_with_the_tier(root: Path, memory: Memor
 @pytest.mark.parametrize("works", [False, True])
 def test_a_tier_that_is_dropped_keeps_nothing_open(root: Path, memory: Memory, works: bool) -> None:
     """Without `close`: its files, its index and its threads go when it is collected."""
-    gc.collect()
-    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    threads = set(threading.enumerate())
     labels = rows("a", 12)
     for _ in range(3):
         tier: DiskTier | None = DiskTier(root, 8 * UNIT, limits=PATIENT)
@@ -827,9 +827,7 @@ def test_a_tier_that_is_dropped_keeps_nothing_open(root: Path, memory: Memory, w
         tier = None
     until(
         lambda: (
-            gc.collect() >= 0
-            and len(os.listdir("/proc/self/fd")) == before
-            and threading.active_count() == threads
+            gc.collect() >= 0 and open_below(root) == [] and set(threading.enumerate()) <= threads
         )
     )
     with opened(root, 8 * UNIT) as tier:

@@ -33,6 +33,7 @@ from tests.support.tiers import (
     mooncake_master,
     python,
     states,
+    stop,
     store,
     until,
     wait,
@@ -145,7 +146,7 @@ def test_a_master_that_is_stopped_meets_the_deadline(memory: Memory) -> None:
     ):
         until(lambda: stored(tier, memory, labels))
         late = tier.stats().late
-        os.kill(master.pid, signal.SIGSTOP)
+        stop(master)
         try:
             ticket = tier.load([memory.blank(each) for each in labels])
             progress = wait(tier, ticket, settled=False)
@@ -183,7 +184,7 @@ def test_a_peer_that_is_stopped_meets_the_deadline(memory: Memory, port: int) ->
             return found(tier, labels) == [True] * 2
 
         until(is_found)
-        os.kill(child.pid, signal.SIGSTOP)
+        stop(child)
         ticket = tier.load([memory.blank(each) for each in labels])
         progress = wait(tier, ticket, settled=False)
         assert states(progress) == [State.MISSING] * 2

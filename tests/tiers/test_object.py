@@ -32,6 +32,7 @@ from tests.support.tiers import (
     s3_config,
     s3_server,
     states,
+    stop,
     store,
     until,
     wait,
@@ -155,7 +156,7 @@ def test_a_server_that_is_killed_stopped_and_comes_back(memory: Memory) -> None:
             assert store(tier, [memory.filled(each) for each in labels]) == [State.DONE] * 3
             assert assert_never_wrong(tier, memory, labels) == [State.DONE] * 3
 
-            os.kill(server.pid, signal.SIGSTOP)
+            stop(server)
             ticket = quick.load([memory.blank(each) for each in labels])
             assert states(wait(quick, ticket, settled=False)) == [State.MISSING] * 3
             until(lambda: quick.poll(ticket).settled)  # requests end with the deadline

@@ -244,21 +244,26 @@ def test_what_another_thread_keeps_from_being_admitted_does_not_stay_in_flight(
     tier.close(TIMEOUT_S)
 
 
+class Panic(BaseException):
+    """What a library in Rust throws is no Exception."""
+
+
 class Broken:
     """A tier that does not keep the promise that no call raises."""
 
-    def __init__(self, tier: HostTier) -> None:
-        self._tier, self.raises, self.name = tier, "", "broken"
+    def __init__(self, tier: HostTier, error: type[BaseException]) -> None:
+        self._tier, self._error, self.raises, self.name = tier, error, "", "broken"
 
     def __getattr__(self, call: str) -> Any:
         if call == self.raises:
-            raise RuntimeError(f"no {call} today")
+            raise self._error(f"no {call} today")
         return getattr(self._tier, call)
 
 
+@pytest.mark.parametrize("error", [RuntimeError, Panic])
 @pytest.mark.parametrize("call", ["lookup", "load", "poll", "cancel", "store"])
-def test_a_tier_that_raises_is_a_miss(call: str):
-    tier = Broken(HostTier(8 << 20))
+def test_a_tier_that_raises_is_a_miss(call: str, error: type[BaseException]):
+    tier = Broken(HostTier(8 << 20), error)
     stack = stack_with([tier])
     manager, text = stack.manager, Text.random(stack, 3, 300)
     keep(stack, text, 200)

@@ -31,6 +31,7 @@ from tests.support.tiers import (
     mooncake_master,
     python,
     s3_config,
+    stop,
     until,
 )
 
@@ -97,7 +98,7 @@ def test_another_machine_goes_on_where_one_was(port: int):
         assert tier.stats().loaded_bytes > BLOCKS * SCHEMA.block_bytes
         run_to(stack, request, text, TOKENS + 50)
         assert_like_cold(stack, request, text)
-        os.kill(peer.pid, signal.SIGSTOP)  # who has the bytes does not answer any more
+        stop(peer)  # who has the bytes does not answer any more
         check_miss(quick)
         peer.kill()
         check_miss(quick)
@@ -114,7 +115,7 @@ def test_a_master_that_is_stopped_or_killed_is_a_miss(mooncake: None):
         stack = stack_with([tier])
         keep(stack, Text.random(stack, 1, 900), TOKENS)
         assert tier.stats().stored >= BLOCKS
-        os.kill(master.pid, signal.SIGSTOP)
+        stop(master)
         check_miss(quick)
         os.kill(master.pid, signal.SIGCONT)
         master.kill()

@@ -16,9 +16,10 @@ from dsv4.cache.handoff.lease import taken_note
 from dsv4.cache.handoff.link import Read, Spans
 from dsv4.cache.handoff.offer import PLEDGE_BYTES, Offer
 from dsv4.cache.handoff.side import Side, words
-from dsv4.cache.prefix.trail import TokenTrail
+from dsv4.cache.prefix.trail import Tenant, TokenTrail
 from dsv4.errors import OfferError
-from dsv4.tiers.record import Kind, Parts, Record, address, check, payload_sum
+from dsv4.tiers.record import Kind, Parts, Record, address, check
+from dsv4.tiers.secret import same
 from dsv4.tiers.sizes import HEADER_BYTES
 
 _ADDRESSES = 1 << 63  # with more, the sums of NIXL's own check overflow, and it reads there
@@ -35,8 +36,15 @@ class Arrivals:
         self.errors: dict[str, int] = {}
 
     def read_offer(self, packed: bytes) -> Offer:
-        """The offer, if this manager can take it. Raises OfferError."""
-        offer, schema = Offer.unpack(packed, self._side.options.verify), self._side.schema
+        """The offer, if this manager can take it. Raises OfferError; with a key, offers that are
+        not trusted are counted."""
+        schema = self._side.schema
+        try:
+            offer = Offer.unpack(packed, self._side.verify)
+        except OfferError as error:
+            if error.reason == "untrusted" and self._side.secret is not None:
+                self.errors[error.reason] = self.errors.get(error.reason, 0) + 1
+            raise
         label = self._side.labels.make(Kind.STATE, offer.state_digest, offer.state_parent, 1)
         whole = offer.tokens // schema.block_tokens if schema.block_bytes else 0
         if offer.fingerprint != label.fingerprint:
@@ -66,7 +74,9 @@ class Arrivals:
             return None
         if offer.ids.min(initial=0) < 0:
             raise OfferError("damaged", "the offer has token ids below 0")
-        trail = TokenTrail(offer.root, self._side.schema.block_tokens, offer.ids)
+        secret = self._side.secret
+        tenant = Tenant() if secret is None else Tenant(None, secret, secret.link)
+        trail = TokenTrail(offer.root, self._side.schema.block_tokens, offer.ids, tenant)
         label = self._side.labels.of_state(trail, offer.tokens)
         if (label.digest, label.parent) != (offer.state_digest, offer.state_parent):
             raise OfferError("damaged", "the ids of the offer are not those that were hashed")
@@ -116,7 +126,7 @@ class Arrivals:
             if refusal is not None:
                 return f"state, {refusal}"
             for nth, total in enumerate(sums or ()):
-                if payload_sum([side.block_bytes(landing.block_ids[nth])]) != total:
+                if not same(side.sum_of(landing.block_ids[nth]), total):
                     return f"block {skipped + nth}, its sum is wrong"
             return None
 

@@ -27,7 +27,7 @@ from dsv4.cache.step import checks as step_checks
 from dsv4.cache.transfers.copies import Copies
 from dsv4.cache.transfers.labels import Labels
 from dsv4.errors import InvalidInput, RequestError, require_count
-from dsv4.tiers.record import DIGEST_BYTES, Kind, Label, Record, address, payload_sum, seal
+from dsv4.tiers.record import DIGEST_BYTES, Kind, Label, Record, address, seal
 from dsv4.tiers.sizes import HEADER_BYTES, padded
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ class Handoff:
         self._manager, self.guard = manager, manager.guard
         prefix, device = manager.prefix, manager.device
         model = _model_of(options, prefix.options.model_id if prefix else None)
-        labels = Labels(manager.schema)
+        secret = prefix.options.secret() if prefix else None
+        labels = Labels(manager.schema, secret)
         rows = StateRows(options.states, padded(HEADER_BYTES + labels.state.payload_bytes))
         pledges = Pledges(options.offers)
         gpu = (device.index or 0) if device.type == "cuda" else None
@@ -70,6 +71,7 @@ class Handoff:
             slot_arena=manager.slot_arena.bytes,
             model=model,
             labels=labels,
+            secret=secret,
             rows=rows,
             pledges=pledges,
             copies=Copies(device, rows.memory),
@@ -226,7 +228,7 @@ class Handoff:
             block_ids = request.block_ids[:whole]
             sums = None
             if side.options.sums and side.can_sum:
-                sums = tuple(payload_sum([side.block_bytes(b)]) for b in block_ids)
+                sums = tuple(map(side.sum_of, block_ids))
             generations = tuple(map(side.table.allocator.generation, block_ids))
             lease = Lease(
                 name=name,
@@ -260,7 +262,7 @@ class Handoff:
                 metadata=side.link.metadata,
                 words=words(side.schema),
                 ids=ids,
-            ).pack(side.options.sign)
+            ).pack(side.sign)
             side.link.begin_serving()
             self.leases.held[name] = lease
         except BaseException:

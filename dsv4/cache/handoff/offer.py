@@ -21,7 +21,8 @@ Numbers are little-endian.
 
 The name is a secret: anyone who knows it may report that the offer was taken. Version 1 had an
 epoch and a count there, which could be guessed, and no signature. The checksum detects accidents; a
-signature (`HandoffOptions.sign`), over everything before it, proves who made an offer.
+signature (`HandoffOptions.sign`), over everything before it, proves who made an offer. With a key
+(`PrefixOptions.key`) its last 32 bytes are a MAC, and the sums of blocks are MACs too.
 """
 
 from __future__ import annotations
@@ -138,8 +139,8 @@ class Offer:
         if verify is not None and not verify(packed[:signed], packed[signed:-SUM_BYTES]):
             raise OfferError(
                 "untrusted",
-                f"HandoffOptions.verify does not accept the offer's signature of "
-                f"{signature_bytes} bytes: its owner must sign with the key that this side knows",
+                f"the offer's signature of {signature_bytes} bytes is not accepted: its owner must "
+                f"have the key that this side has (PrefixOptions.key, HandoffOptions.verify)",
             )
         fields = _FIELDS.unpack_from(packed)
         name, tokens, prompt_tokens, fingerprint, model, root = fields[5:11]

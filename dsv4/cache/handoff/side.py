@@ -16,6 +16,8 @@ from dsv4.cache.requests import RequestTable
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.transfers.copies import Copies
 from dsv4.cache.transfers.labels import Labels
+from dsv4.tiers.record import payload_sum
+from dsv4.tiers.secret import MAC_BYTES, Secret, same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,6 +31,7 @@ class Side:
     slot_arena: Tensor
     model: bytes  # hash of what names the weights
     labels: Labels
+    secret: Secret | None
     rows: StateRows
     pledges: Pledges
     copies: Copies
@@ -44,6 +47,26 @@ class Side:
     def block_at(self, block_id: int) -> int:
         """The address of a block."""
         return self.block_arena.data_ptr() + block_id * self.schema.block_bytes
+
+    def sum_of(self, block_id: int) -> bytes:
+        """Of a block in host memory: a checksum, or with a key a MAC."""
+        block = self.block_bytes(block_id)
+        return payload_sum([block]) if self.secret is None else self.secret.sum(block)
+
+    def sign(self, packed: bytes) -> bytes:
+        """The signature of an offer: what `HandoffOptions.sign` makes, then the MAC of the key."""
+        own = b"" if self.options.sign is None else self.options.sign(packed)
+        return own if self.secret is None else own + self.secret.offer_mac(packed + own)
+
+    def verify(self, packed: bytes, signature: bytes) -> bool:
+        """Whether an offer has the MAC of the key, and a signature that `HandoffOptions.verify`
+        accepts."""
+        if self.secret is not None:
+            signature, mac = signature[:-MAC_BYTES], signature[-MAC_BYTES:]
+            if not same(self.secret.offer_mac(packed + signature), mac):
+                return False
+        verify = self.options.verify
+        return verify is None or verify(packed, signature)
 
     def block_bytes(self, block_id: int) -> memoryview:
         """A block in host memory."""

@@ -26,6 +26,7 @@ from dsv4.cache.prefix.trail import (
     Ids,
     RecentIds,
     StepIds,
+    Tenant,
     TokenIds,
     TokenTrail,
     chain_root,
@@ -235,6 +236,9 @@ class PrefixCache:
         if options.replay == "cut":
             _check_cut(schema)
         self.schema, self.options = schema, options
+        secret = self._secret = options.secret()
+        self._key = "" if secret is None else secret.identity
+        self._keyed = () if secret is None else (secret, secret.link)
         policy = options.eviction()
         self.index = PrefixIndex(allocator, policy)
         if options.events:
@@ -263,7 +267,9 @@ class PrefixCache:
             model_id=self.options.model_id,
             salt=salt,
         )
-        return TokenTrail(root, self.schema.block_tokens, ids, salt=salt)
+        if self._secret is not None:
+            root = self._secret.root(root)
+        return TokenTrail(root, self.schema.block_tokens, ids, Tenant(salt, *self._keyed))
 
     def prompt(self, ids: Ids, salt: str | None) -> Prompt:
         """A prompt with all its digests computed."""
@@ -272,8 +278,8 @@ class PrefixCache:
         return Prompt(len(ids), trail, self._family)
 
     @property
-    def _family(self) -> tuple[str, str]:
-        return self.schema.content_fingerprint, self.options.model_id
+    def _family(self) -> tuple[str, ...]:
+        return self.schema.content_fingerprint, self.options.model_id, self._key
 
     def trail_of(self, prompt: Prompt) -> TokenTrail:
         """Raises InvalidInput for a prompt of another schema or model, or without a trail."""
@@ -282,7 +288,9 @@ class PrefixCache:
                 "this prompt was made by a manager without a prefix cache: make it with this one"
             )
         if prompt.family != self._family:
-            raise InvalidInput("this prompt was made for another schema or model")
+            raise InvalidInput(
+                "this prompt was made for another schema or model, or with another key"
+            )
         return prompt.trail
 
     def cached_blocks(self, trail: TokenTrail) -> int:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from dsv4.cache.prefix.eviction import EvictionPolicy, LeastRecentlyUsed
 from dsv4.errors import InvalidInput, require_count
+from dsv4.tiers.secret import Secret, require_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,11 @@ class PrefixOptions:
     and nothing that such a request computes is cached, kept by tiers, suspended or handed over
     (docs/v41.md).
 
+    With a `key` (16 to 64 random bytes; `dsv4.read_key`) no name can be computed without it: no
+    other tenant learns from names which prompts are kept. Records and offers carry proofs that are
+    checked before anything in them is used; those with a wrong one, or without, are refused
+    (docs/security.md). Managers that share a store or hand requests over have the same key.
+
     `eviction` makes the policy that chooses what is evicted first when memory is short, one object
     for each manager (`dsv4.cache.prefix.eviction`).
     """
@@ -75,6 +81,7 @@ class PrefixOptions:
     model_id: str = ""
     events: bool = False
     replay: ReplayPolicy = "exact"
+    key: bytes | None = field(default=None, repr=False)
     eviction: Callable[[], EvictionPolicy] = LeastRecentlyUsed
 
     @property
@@ -82,7 +89,13 @@ class PrefixOptions:
         """The most snapshots that are kept."""
         return 0 if self.policy.kind == "zero" else self.snapshots
 
+    def secret(self) -> Secret | None:
+        """What the key makes, if there is one."""
+        return None if self.key is None else Secret(self.key)
+
     def __post_init__(self) -> None:
+        if self.key is not None:
+            require_key(self.key)
         if not isinstance(self.policy, SnapshotPolicy):
             raise InvalidInput(
                 f"policy={self.policy!r}: must be full(), periodic(tokens) or zero() of dsv4"

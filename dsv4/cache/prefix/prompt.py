@@ -12,7 +12,7 @@ class Prompt:
 
     __slots__ = ("family", "tokens", "trail")
 
-    def __init__(self, tokens: int, trail: TokenTrail | None, family: tuple[str, str]) -> None:
+    def __init__(self, tokens: int, trail: TokenTrail | None, family: tuple[str, ...]) -> None:
         self.tokens, self.trail, self.family = tokens, trail, family
 
     def __len__(self) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dsv4.cache.prepare_forward import ForwardPlan
+    from dsv4.tiers.secret import Secret
 
 Ids = NDArray[np.int32]
 Positions = NDArray[np.int64]
@@ -104,14 +105,30 @@ class RecentIds:
         self.known[slots] = known
 
 
+def next_digest(digest: bytes, span: memoryview) -> bytes:
+    return hashlib.blake2b(span, digest_size=DIGEST_BYTES, key=digest).digest()
+
+
+class Tenant(NamedTuple):
+    """Whose tokens these are: the salt that the root was made with, where it is known (a trail that
+    came from another machine has only the root), and how the next digest is made: with a key its
+    own way."""
+
+    salt: str | None = None
+    secret: Secret | None = None
+    link: Callable[[bytes, memoryview], bytes] = next_digest
+
+
+ANYONE = Tenant()
+
+
 class TokenTrail:
     """Ids of a request's tokens from 0 on, and the chain digests made from them so far.
 
     The digest of a block is a keyed hash over all tokens up to its end, so equal digests mean equal
     prefixes under an equal root: nothing needs to be compared on a hit. The trail of a live request
     takes what `RecentIds` has for its slot. A `sealed` trail learns nothing more: what its request
-    computes from there on is never found again. `salt` is what the root was made with, where that
-    is known; a trail that came from another machine has only the root.
+    computes from there on is never found again.
     """
 
     __slots__ = (
@@ -123,14 +140,12 @@ class TokenTrail:
         "chain",
         "prompt_tokens",
         "root",
-        "salt",
         "sealed",
+        "tenant",
     )
 
-    def __init__(
-        self, root: bytes, block_tokens: int, ids: Ids, *, salt: str | None = None
-    ) -> None:
-        self.root, self.block_tokens, self.salt = root, block_tokens, salt
+    def __init__(self, root: bytes, block_tokens: int, ids: Ids, tenant: Tenant = ANYONE) -> None:
+        self.root, self.block_tokens, self.tenant = root, block_tokens, tenant
         self.prompt_tokens = len(ids)
         self.chain: list[bytes] = []
         self._ids, self._known = ids, len(ids)
@@ -200,11 +215,18 @@ class TokenTrail:
             known = self.take_recent()
             assert blocks * self.block_tokens <= known, "a digest of tokens that are not known"
         chain, ids, block_tokens = self.chain, self._ids.data, self.block_tokens
-        digest, blake2b = chain[-1] if chain else self.root, hashlib.blake2b
+        digest, link = chain[-1] if chain else self.root, self.tenant.link
         for at in range(len(chain) * block_tokens, blocks * block_tokens, block_tokens):
-            span = ids[at : at + block_tokens]
-            digest = blake2b(span, digest_size=DIGEST_BYTES, key=digest).digest()
+            digest = link(digest, ids[at : at + block_tokens])
             chain.append(digest)
+
+    def state_digests(self, tokens: int) -> tuple[bytes, bytes]:
+        """Of the first `tokens` tokens, never equal to a block's; and that of their last block."""
+        whole = tokens // self.block_tokens
+        parent = self.digest(whole - 1) if whole else self.root
+        rest, secret = self.ids[whole * self.block_tokens : tokens].tobytes(), self.tenant.secret
+        digest = hashlib.blake2b(rest, digest_size=32, key=parent, person=b"dsv4 state").digest()
+        return digest if secret is None else secret.link(digest, b"state"), parent
 
     def check(self, start: int, ids: Ids) -> None:
         """Raises InvalidInput if `ids`, the tokens from `start` on, contradict what is known."""
@@ -248,7 +270,7 @@ class TokenTrail:
         self.chain = chain
 
     def copy(self) -> TokenTrail:
-        twin = TokenTrail(self.root, self.block_tokens, self.ids.copy(), salt=self.salt)
+        twin = TokenTrail(self.root, self.block_tokens, self.ids.copy(), self.tenant)
         twin.chain, twin.prompt_tokens = list(self.chain), self.prompt_tokens
         twin.sealed = self.sealed
         return twin
@@ -303,7 +325,7 @@ def _of_row(plan: ForwardPlan, kept: Positions, ids: Ids, row: int) -> tuple[Tok
 
 def chain_root(*, fingerprint: str, model_id: str, salt: str | None) -> bytes:
     """Where chains start. Different layouts, models or salts share no digest; no salt differs from
-    the empty one."""
+    the empty one. With a key, `Secret.root` of this."""
     for name, value in (("salt", salt), ("model_id", model_id)):
         if value is not None and not isinstance(value, str):
             raise InvalidInput(f"{name}={value!r}: must be a string")

@@ -259,11 +259,14 @@ class StepBuffers:
         self._lists_blocks = bool(at)
         return len(ids)
 
-    def send(self) -> None:
-        """The one host-to-device copy of a step."""
+    def send(self, block_table: Tensor, new_blocks: int = 0) -> None:
+        """The one host-to-device copy of a step. From there its new block ids go to the table."""
         if self._copied is not None:
             self.device_buffer.copy_(self.host_buffer, non_blocking=True)
             self._copied.record(torch.cuda.current_stream(self.device_buffer.device))
+        if new_blocks:
+            at, ids = self.cut("new_block_at", new_blocks), self.cut("new_block_id", new_blocks)
+            block_table.view(-1).index_copy_(0, at, ids)
 
 
 def _named_rows(buffer: Tensor, sizes: Sequence[tuple[str, int, int]]) -> dict[str, Tensor]:

@@ -1,4 +1,7 @@
-"""Calls each tier from a thread of its own, so that no caller waits for a slow call. Torch-free."""
+"""Calls each tier from a thread of its own, so that no caller waits for a slow call. Torch-free.
+
+The thread survives whatever a tier raises: a library's panic need not be an Exception.
+"""
 
 from __future__ import annotations
 
@@ -89,10 +92,15 @@ def _begin(asked: Asked) -> Asked | None:
         return None
     try:
         asked.ticket = asked.call()
-    except Exception as error:
-        asked.error = error
+    except BaseException as error:
+        asked.error = _for_caller(error)
         return None
     return asked
+
+
+def _for_caller(error: BaseException) -> Exception:
+    """What may be raised in the thread that asks."""
+    return error if isinstance(error, Exception) else RuntimeError(repr(error))
 
 
 def _cancel(tier: Tier, asked: Asked) -> None:
@@ -110,7 +118,7 @@ def _work(tier: Tier, jobs: SimpleQueue[Callable[[], Asked | None] | None]) -> N
                 return
             try:
                 begun = job()
-            except Exception:
+            except BaseException:
                 LOGGER.exception("%s raised: a bug", tier.name)
             else:
                 under_way += [] if begun is None else [begun]
@@ -124,19 +132,21 @@ def _is_over(tier: Tier, asked: Asked) -> bool:
     try:
         asked.progress = progress = tier.poll(asked.ticket)
         return progress.finished and progress.settled
-    except Exception as error:
-        asked.error = error
+    except BaseException as error:
+        asked.error = _for_caller(error)
         return True
 
 
-def progress_of(tier: Any, ticket: Any, count: int) -> Progress | None:
+def progress_of(
+    tier: Any, ticket: Any, count: int, *, survives: type[BaseException] = Exception
+) -> Progress | None:
     """The progress of a ticket for `count` records; None, and a line in the log, from a tier that
     breaks its contract: it raises, or answers for other records."""
     try:
         progress: Progress = tier.poll(ticket)
         if len(progress.outcomes) == count:
             return progress
-    except Exception:
+    except survives:
         LOGGER.exception("%s raised: a bug", tier.name)
         return None
     LOGGER.error("%s has %d answers for %d: a bug", tier.name, len(progress.outcomes), count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, overload
 
@@ -13,12 +12,15 @@ from dsv4.tiers.record import Kind, Label
 
 if TYPE_CHECKING:
     from dsv4.cache.prefix.observer import NewlyCached
+    from dsv4.tiers.secret import Secret
 
 
 class Labels:
-    """The labels of one schema's records. Model and salt are in the digests of a trail."""
+    """The labels of one schema's records. Model and salt are in the digests of a trail. With a
+    secret, records are sealed with it, and those that are not are refused."""
 
-    def __init__(self, schema: CacheSchema) -> None:
+    def __init__(self, schema: CacheSchema, secret: Secret | None = None) -> None:
+        self._secret = secret
         self.block_tokens, self.state = schema.block_tokens, StateLayout(schema)
         self._bytes = {
             Kind.BLOCK: schema.block_bytes + schema.entries_bytes,
@@ -39,6 +41,7 @@ class Labels:
             fingerprint=self._fingerprint,
             tokens=tokens,
             payload_bytes=self._bytes[kind],
+            secret=self._secret,
         )
 
     def of_cached(self, cached: NewlyCached) -> Label:
@@ -56,15 +59,8 @@ class Labels:
         return _Blocks(self, [trail.root, *trail.chain[:blocks]])
 
     def of_state(self, trail: TokenTrail, tokens: int) -> Label:
-        """The state of a request with the trail's first `tokens` tokens, at least one. Its digest
-        is a keyed hash over all of them, like a block's, but never equal to a block's."""
-        whole = tokens // self.block_tokens
-        parent = trail.digest(whole - 1) if whole else trail.root
-        rest = trail.ids[whole * self.block_tokens : tokens]
-        digest = hashlib.blake2b(
-            rest.tobytes(), digest_size=DIGEST_BYTES, key=parent, person=b"dsv4 state"
-        ).digest()
-        return self.make(Kind.STATE, digest, parent, tokens)
+        """The state of a request with the trail's first `tokens` tokens, at least one."""
+        return self.make(Kind.STATE, *trail.state_digests(tokens), tokens)
 
 
 class _Blocks(Sequence[Label]):

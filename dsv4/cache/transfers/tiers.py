@@ -55,7 +55,7 @@ class Tiers:
         _require_tiers(tiers, prefix.options.model_id)
         self._manager, self.guard = manager, manager.guard
         self._tiers, self._prefix = tuple(tiers), prefix
-        self.labels = Labels(prefix.schema)
+        self.labels = Labels(prefix.schema, prefix.options.secret())
         hosts = [tier for tier in tiers if isinstance(tier, HostTier)]
         self.host = hosts[0] if hosts else _staging(self.labels)
         if manager.device.type == "cuda":

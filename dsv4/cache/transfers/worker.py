@@ -68,7 +68,8 @@ class Worker:
     checks rows. Calls return at once.
 
     The thread ends with `close`, or when the worker is collected: while it waits for work it has
-    only a weak reference to the worker. It finishes what it has begun first.
+    only a weak reference to the worker. It finishes what it has begun first, and survives whatever
+    a tier raises: a library's panic need not be an Exception.
     """
 
     def __init__(self, host: HostTier, below: Sequence[Tier], *, host_is_tier: bool) -> None:
@@ -208,7 +209,7 @@ class Worker:
                 if each.fill is not None:
                     each.fill()
                 seal(Record(label=each.row.label, parts=each.row.parts))
-            except Exception:
+            except BaseException:
                 LOGGER.exception("%s is not kept: a bug", each.row.label.key)
                 self._end([each], [False])
                 continue
@@ -222,7 +223,7 @@ class Worker:
         batch = [_record(each.row) for each in sealed]
         try:
             tickets = [(tier, tier.store(batch)) for tier in self._below]
-        except Exception:
+        except BaseException:
             LOGGER.exception("%d records are not kept: a bug", len(sealed))
             self._give_up(sealed)
             return
@@ -232,7 +233,10 @@ class Worker:
     def _poll(self) -> None:
         for batch in tuple(self._sent):
             count = len(batch.records)
-            asked = [progress_of(tier, ticket, count) for tier, ticket in batch.tickets]
+            asked = [
+                progress_of(tier, ticket, count, survives=BaseException)
+                for tier, ticket in batch.tickets
+            ]
             progress = [each for each in asked if each is not None]
             if len(progress) < len(asked):
                 self._give_up(batch.records)
