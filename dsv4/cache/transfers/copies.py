@@ -101,7 +101,9 @@ class Copies:
         """Copies payloads of records into rows of the device."""
         return self._copy(self._up, [(pieces, row, False) for row, pieces in rows])
 
-    def _copy(self, stream: Any, rows: list[tuple[HasPayload, Rows, bool]]) -> Mark:
+    def _copy(self, stream: Any, rows: list[tuple[HasPayload, Any, bool]]) -> Mark:
+        if any(isinstance(row, tuple) for _, row, _ in rows):
+            rows = list(_split(rows))
         if stream is None:
             self._launch(rows)
             return Mark()
@@ -115,13 +117,16 @@ class Copies:
             event.record(stream)
         return Mark(event)
 
-    def _launch(self, rows: list[tuple[HasPayload, Rows, bool]]) -> None:
+    def _launch(self, rows: list[tuple[HasPayload, Tensor, bool]]) -> None:
         for parts, row, down in rows:
-            for piece, device in _pairs(parts, row):
+            at = 0
+            for piece in filter(len, parts.payload):
                 start = address(piece) - self._start
                 host = self._host[start : start + piece.nbytes]
+                device = row[at : at + piece.nbytes]
                 target, source = (host, device) if down else (device, host)
                 target.copy_(source, non_blocking=True)
+                at += piece.nbytes
 
     def mark(self) -> Mark:
         """A mark at the current position of the current stream."""
@@ -156,10 +161,12 @@ def _launch_by_driver(driver: Any, stream: int, rows: list[tuple[HasPayload, Row
     the driver begins AT_ONCE of them, and these are copied while the next ones are prepared."""
     copies: list[tuple[int, int, int]] = []
     for parts, row, down in rows:
-        for piece, tensor in _pairs(parts, row):
-            host = ctypes.addressof(ctypes.c_char.from_buffer(piece))
-            device, count = tensor.data_ptr(), piece.nbytes
-            copies.append((host, device, count) if down else (device, host, count))
+        device = row.data_ptr()
+        for piece in parts.payload:
+            if count := piece.nbytes:
+                host = ctypes.addressof(ctypes.c_char.from_buffer(piece))
+                copies.append((host, device, count) if down else (device, host, count))
+                device += count
         if len(copies) >= AT_ONCE:
             _begin(driver, stream, copies)
             copies.clear()
@@ -167,17 +174,21 @@ def _launch_by_driver(driver: Any, stream: int, rows: list[tuple[HasPayload, Row
         _begin(driver, stream, copies)
 
 
-def _pairs(parts: HasPayload, row: Rows) -> Iterator[tuple[memoryview, Tensor]]:
-    """Pieces of host memory and the bytes of the rows that belong to them."""
-    tensors, nth, at = (row if isinstance(row, tuple) else (row,)), 0, 0
-    for piece in parts.payload:
-        done = 0
-        while done < piece.nbytes:
-            if at == tensors[nth].numel():
-                nth, at = nth + 1, 0
-            count = min(piece.nbytes - done, tensors[nth].numel() - at)
-            yield piece[done : done + count], tensors[nth][at : at + count]
-            done, at = done + count, at + count
+def _split(
+    rows: list[tuple[HasPayload, Rows, bool]],
+) -> Iterator[tuple[HasPayload, Tensor, bool]]:
+    """The same with one row each: the pieces that belong to it."""
+    for parts, row, down in rows:
+        pieces = [*reversed(parts.payload)]
+        for tensor in row if isinstance(row, tuple) else (row,):
+            found, left = list[memoryview](), tensor.numel()
+            while left and pieces:
+                piece = pieces.pop()
+                found.append(piece[:left])
+                if piece.nbytes > left:
+                    pieces.append(piece[left:])
+                left -= found[-1].nbytes
+            yield Row(tuple(found)), tensor, down
 
 
 def _begin(driver: Any, stream: int, copies: list[tuple[int, int, int]]) -> None:
