@@ -156,7 +156,9 @@ def _driver() -> Any:
     return driver
 
 
-def _launch_by_driver(driver: Any, stream: int, rows: list[tuple[HasPayload, Rows, bool]]) -> None:
+def _launch_by_driver(
+    driver: Any, stream: int, rows: list[tuple[HasPayload, Tensor, bool]]
+) -> None:
     """A copy of a block takes 8 µs, and torch's call that begins one takes as long. So one call of
     the driver begins AT_ONCE of them, and these are copied while the next ones are prepared."""
     copies: list[tuple[int, int, int]] = []
