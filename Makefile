@@ -84,7 +84,7 @@ test-oldest:              ## every test on the oldest versions that pyproject.to
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -e '.[dev]' \
 		torch==2.11.0 triton==3.6.0 numpy==2.2.0 transformers==5.17.0 typer==0.16.0 rich==13.0.0 safetensors==0.5.0 \
-		matplotlib==3.9.0 prometheus-client==0.21.0 xxhash==3.5.0 obstore==0.12.0 pyzmq==27.0.0 msgspec==0.20.0
+		matplotlib==3.9.0 prometheus-client==0.21.0 xxhash==3.5.0 obstore==0.12.0 pyzmq==27.0.0 msgspec==0.20.0 cryptography==45.0.0
 	$(OLDEST)/bin/pytest -n 2 --dist worksteal --ignore-glob='*_sm90.py' --ignore-glob='*_every_target.py'
 
 test-newest:              ## every test on the newest versions that pyproject.toml allows

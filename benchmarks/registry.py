@@ -18,6 +18,7 @@ from benchmarks import (
     index_scores,
     prefill,
     prefix,
+    residency,
     top_k,
 )
 from benchmarks.case import Case
@@ -62,6 +63,7 @@ SUITES: dict[str, Callable[[], Iterable[Case]]] = {
     "ranks": attend.rank_cases,
     "prefill": prefill.cases,
     "decode_step": decode_step.cases,
+    "residency": residency.cases,
     "v41": _v41,
     "transformers": _transformers,
 }

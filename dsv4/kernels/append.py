@@ -65,7 +65,8 @@ class WindowConstants:
 
 
 class Step(NamedTuple):
-    """What every program of a launch receives: pointers, strides in bytes, the norm's epsilon."""
+    """What every program of a launch receives: pointers, strides in bytes, the norm's epsilon, and
+    where entries that are kept apart go."""
 
     block_arena: Any
     slot_arena: Any
@@ -77,6 +78,10 @@ class Step(NamedTuple):
     slot_bytes: Any
     table_stride: Any
     eps: Any
+    entries_arena: Any
+    entry_table: Any
+    entries_bytes: Any
+    entry_table_stride: Any
 
 
 class Window(NamedTuple):
@@ -129,6 +134,7 @@ def append_launch(
         window_programs = step.batch.shape[0] * (window.window - 1)
     elif window is not None or with_tails:
         window_programs = step.tokens.shape[0]
+    apart, apart_table = step.entries_arena, step.entry_table
     step_arguments = Step(
         block_arena=step.block_arena,
         slot_arena=step.slot_arena,
@@ -140,6 +146,10 @@ def append_launch(
         slot_bytes=step.slot_arena.stride(0),
         table_stride=step.block_table.stride(0),
         eps=step.rms_eps,
+        entries_arena=step.block_arena if apart is None else apart,
+        entry_table=step.block_table if apart_table is None else apart_table,
+        entries_bytes=0 if apart is None else apart.stride(0),
+        entry_table_stride=0 if apart_table is None else apart_table.stride(0),
     )
     return Launch(
         _append_kernel,
@@ -220,7 +230,7 @@ _COUNTS = [
 @triton.jit(do_not_specialize=_COUNTS)
 def _append_kernel(
     block_arena, slot_arena, block_table, batch, tokens, rope, block_bytes, slot_bytes,
-    table_stride, eps,
+    table_stride, eps, entries_arena, entry_table, entries_bytes, entry_table_stride,
     main_programs, index_programs,
     kv, kv_norm, staging, kv_stride, data_offset, scale_offset, staging_scale_offset,
     m_items, m_c, m_z, m_ape, m_norm, m_dense, m_scratch, m_arrived, m_item_rows,
@@ -237,7 +247,7 @@ def _append_kernel(
     begin_program()
     step = Step(
         block_arena, slot_arena, block_table, batch, tokens, rope, block_bytes, slot_bytes,
-        table_stride, eps,
+        table_stride, eps, entries_arena, entry_table, entries_bytes, entry_table_stride,
     )  # fmt: skip
     window = Window(
         kv, kv_norm, staging, kv_stride, data_offset, scale_offset, staging_scale_offset

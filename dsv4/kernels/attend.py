@@ -54,8 +54,9 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 @dataclass(frozen=True, slots=True)
 class AttendConstants:
-    """A launch as compile-time constants. ALL: every visible entry, not a list. JOINT: the queries
-    of a request see the window of its last token. CUT: they see no row before its first one."""
+    """A launch as compile-time constants. ALL: every visible entry, not a list. RESOLVED: the list
+    says where entries are. JOINT: the queries of a request see the window of its last token. CUT:
+    they see no row before its first one."""
 
     HEADS: int
     BLOCK_H: int
@@ -81,6 +82,7 @@ class AttendConstants:
     COUNTERS: int
     WINDOW_STAGES: int
     ENTRY_STAGES: int
+    RESOLVED: bool
 
 
 class AttendArguments(NamedTuple):
@@ -195,6 +197,7 @@ def attend_launch(call: Attention) -> Launch:
         WINDOW_STAGES=1 + _buffers(window_record, tiles),
         # Triton prefetches block ids this many tiles before their keys, and indices before those.
         ENTRY_STAGES=1 + _buffers(entry_record, tiles) * (2 if call.indices is None else 3),
+        RESOLVED=source.resolved,
     )
     arguments = (*run_time_arguments(call), units, int(parallel))
     options = {"num_warps": tiles.warps, "num_stages": NUM_STAGES, "enable_fp_fusion": False}
@@ -509,9 +512,13 @@ def _attend_split(tile, end, query, window, entries, A: tl.constexpr):
             if not A.ALL:
                 listed = entry < entries.indices_count
                 entry = tl.load(entries.indices_row + entry, mask=listed, other=-1)
-            live = (entry >= 0) & (entry < query.visible)
-            block_at = entries.table_row + entry // A.ENTRY_ROWS
-            block_id = tl.load(block_at, mask=live, other=0).to(tl.int64)
+            if A.RESOLVED:
+                live = entry >= 0
+                block_id = tl.where(live, entry // A.ENTRY_ROWS, 0).to(tl.int64)
+            else:
+                live = (entry >= 0) & (entry < query.visible)
+                block_at = entries.table_row + entry // A.ENTRY_ROWS
+                block_id = tl.load(block_at, mask=live, other=0).to(tl.int64)
             row = entry % A.ENTRY_ROWS
             page = entries.arena + block_id * entries.block_bytes
             data = page + entries.data + row * ENTRY_RECORD.DATA_BYTES

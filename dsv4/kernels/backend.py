@@ -24,6 +24,7 @@ from dsv4.kernels import (
     attend,
     follow,
     gather,
+    host_entries,
     index_query,
     index_scores,
     select,
@@ -35,7 +36,7 @@ from dsv4.kernels.target import processors, target_of
 from dsv4.kernels.warmup import warm_up
 from dsv4.model import ModelSpec
 from dsv4.ops.backend import BackendName
-from dsv4.ops.calls import Attention, EntrySource, Resolving, Scoring, Selection, Staging
+from dsv4.ops.calls import Attention, EntrySource, Scoring, Selection
 
 LOGGER = logging.getLogger("dsv4")
 Call = TypeVar("Call", Attention, Scoring)
@@ -55,6 +56,8 @@ class TritonBackend:
     gather_all_entries = staticmethod(gather.gather_all_entries)
     gather_window = staticmethod(gather.gather_window)
     prepare_index_queries = staticmethod(index_query.prepare_index_queries)
+    resolve = staticmethod(host_entries.resolve)
+    stage = staticmethod(host_entries.stage)
 
     def __init__(self, device: torch.device, *, batch_invariant: bool = False) -> None:
         self._device, self._batch_invariant = device, batch_invariant
@@ -87,16 +90,7 @@ class TritonBackend:
             )
 
     def check_apart(self) -> None:
-        raise SchemaError(
-            "the Triton kernels do not read entries that are kept apart from their blocks yet: "
-            "use backend='reference', or a schema without entries_apart"
-        )
-
-    def resolve(self, call: Resolving) -> None:
-        self.check_apart()
-
-    def stage(self, call: Staging) -> None:
-        self.check_apart()
+        """They are written and read."""
 
     def repeatable(
         self, calls: Sequence[partial[None]], tensors: Sequence[Tensor], fixed: Sequence[Tensor]

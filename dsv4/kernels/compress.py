@@ -48,6 +48,7 @@ MOST_NARROW_PROGRAMS = 1320
 # How many tiles of a projection are loaded while the same number is added. A program that runs
 # alone waits for memory; in a chunk other programs fill the wait, and need the registers.
 KEY_TURNS, CHUNK_KEY_TURNS = 4, 2
+_SUM_LANES = tl.constexpr(SUM_LANES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ class CompressorConstants:
     to more of them. TAILS: which programs write the tails: "none", "token" (the program of each
     token), "apart" (programs of their own, one per request) or "after" (the program of an item,
     after its groups). BIAS: there is an ape. Without GATED a group is one token, stored as it is.
-    KEYS: how index keys come from the latent."""
+    KEYS: how index keys come from the latent. APART: entries have an arena of their own; those of
+    blocks that are not there are not stored."""
 
     RATIO: int
     OVERLAP: bool
@@ -86,7 +88,6 @@ class CompressorConstants:
     ITEMS_PER_PROGRAM: int
     SPLITS: int
     LOOP: bool
-    LANES: int
     WIDE: bool
     PLACE_FIRST: bool
     AHEAD: int
@@ -96,6 +97,7 @@ class CompressorConstants:
     DENSE: bool
     RECORD: RecordConstants
     KEYS: KeyConstants
+    APART: bool
 
 
 class Compressor(NamedTuple):
@@ -160,12 +162,15 @@ class Stored(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What storing entries needs: pages [items], norm weights and angles [items, WIDTH]."""
+    """What storing entries needs: pages [items], norm weights and angles [items, WIDTH], the pages
+    of index keys, and which entries are stored [items]."""
 
     page: Any
     norm: Any
     cos: Any
     sin: Any
+    key_page: Any
+    stored: Any
 
 
 def compressor_launch(step: StepTensors, write: CompressorWrite | None) -> CompressorLaunch:
@@ -209,7 +214,6 @@ def compressor_launch(step: StepTensors, write: CompressorWrite | None) -> Compr
         ITEMS_PER_PROGRAM=items_per_program,
         SPLITS=splits,
         LOOP=sets_at_once < sets,
-        LANES=SUM_LANES,
         WIDE=not step.narrow,
         # What storing needs is loaded together with the rows if there are registers to spare for
         # it.
@@ -226,6 +230,7 @@ def compressor_launch(step: StepTensors, write: CompressorWrite | None) -> Compr
             TURNS=KEY_TURNS if step.narrow else CHUNK_KEY_TURNS,
             RECORD=None if keys is None else record_constants(keys.format),
         ),
+        APART=layout.page.apart,
     )
     arguments = Compressor(
         items=write.items,
@@ -459,7 +464,14 @@ def _place(closes, groups, step, compressor, C: tl.constexpr):
     norm = tl.load(compressor.norm + (groups.entry * 0)[:, None] + tl.arange(0, WIDTH)[None, :])
     angles = tl.where(closes, groups.entry * C.RATIO, 0).to(tl.int64) * C.ROPE
     cos, sin = load_rope(step.rope + angles[:, None], WIDTH, C.ROPE)
-    return Place(step.block_arena + block_id * step.block_bytes, norm, cos, sin)
+    page = step.block_arena + block_id * step.block_bytes
+    if C.APART:
+        at = step.entry_table + groups.slot * step.entry_table_stride + groups.entry // C.PAGE_ROWS
+        row = tl.load(at, mask=closes, other=-1).to(tl.int64)
+        entries = step.entries_arena + row * step.entries_bytes
+        return Place(entries, norm, cos, sin, page, closes & (row >= 0))
+    else:
+        return Place(page, norm, cos, sin, page, closes)
 
 
 @triton.jit
@@ -502,7 +514,7 @@ def _store_entries(pooled, closes, groups, place, step, compressor, C: tl.conste
     else:
         page_row = groups.entry % C.PAGE_ROWS
         store_records(
-            x, closes,
+            x, place.stored,
             place.page + compressor.data_offset + page_row * RECORD.DATA_BYTES,
             place.page + compressor.scale_offset + page_row * RECORD.SCALE_BYTES,
             WIDTH, RECORD,
@@ -544,8 +556,8 @@ def _store_key(latent, closes, groups, place, step, compressor, C: tl.constexpr)
     page_row = groups.entry % C.PAGE_ROWS
     store_records(
         x, closes,
-        place.page + compressor.key_data_offset + page_row * RECORD.DATA_BYTES,
-        place.page + compressor.key_scale_offset + page_row * RECORD.SCALE_BYTES,
+        place.key_page + compressor.key_data_offset + page_row * RECORD.DATA_BYTES,
+        place.key_page + compressor.key_scale_offset + page_row * RECORD.SCALE_BYTES,
         KEY_WIDTH, RECORD,
     )  # fmt: skip
 
@@ -572,7 +584,7 @@ def _load_tiles(closes, groups, split, stored, ape, C: tl.constexpr):
     """Logits or values of all rows of groups, as a tuple of tiles [items, ROWS, PART]. Logits of
     the step's own tokens get their bias: `ape` is None for values."""
     RATIO: tl.constexpr = C.RATIO
-    ROWS: tl.constexpr = min(RATIO, C.LANES)
+    ROWS: tl.constexpr = min(RATIO, _SUM_LANES)
     # only the newest rows of a group that a decode step closes can come from the step itself
     ANY: tl.constexpr = C.WIDE or C.SKIPS_LAST
     NEWEST: tl.constexpr = 2 * RATIO if ANY else max(C.A_ROWS - RATIO + 1, 1)
@@ -601,7 +613,7 @@ def _load_tile(
     stream: from its ring and, where some may be NEW, from the step's projections."""
     WIDTH: tl.constexpr = C.WIDTH
     PART: tl.constexpr = WIDTH // C.SPLITS
-    ROWS: tl.constexpr = min(C.RATIO, C.LANES)
+    ROWS: tl.constexpr = min(C.RATIO, _SUM_LANES)
     COLUMNS: tl.constexpr = WIDTH * 2 if C.OVERLAP else WIDTH
     RING_ROWS: tl.constexpr = C.B_ROWS if PREVIOUS else max(C.A_ROWS, 1)
     HALF: tl.constexpr = WIDTH if C.OVERLAP and not PREVIOUS else 0
@@ -631,7 +643,7 @@ def _load_tile(
 def _pool(logits, values, closes, entry, C: tl.constexpr):
     """Gated softmax pooling of the rows of groups: fp32 [items, PART]. The first half of the tiles
     [items, ROWS, PART] is the previous stream's, where there is one; the first group has none."""
-    ROWS: tl.constexpr = min(C.RATIO, C.LANES)
+    ROWS: tl.constexpr = min(C.RATIO, _SUM_LANES)
     TILES: tl.constexpr = (2 * C.RATIO if C.OVERLAP else C.RATIO) // ROWS
     BEFORE: tl.constexpr = TILES // 2 if C.OVERLAP else 0
     before = (closes & (entry > 0))[:, None, None]  # [items, 1, 1]

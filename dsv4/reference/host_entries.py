@@ -93,7 +93,9 @@ def _replace(hot: HotRows, slot: int, now: int, entries: torch.Tensor) -> list[t
     victims = circle[used[circle] != now][: len(missed)]
     hot.hand[slot] = (int(victims[-1]) + 1) % hot.records
     former = hot.entry_of[slot, victims].long()
-    place[former[former >= 0]] = -1
+    # a record of an entry that was named twice is not where the entry is
+    had = (former >= 0) & (place[former.clamp(min=0)] == victims)
+    place[former[had]] = -1
     place[missed] = victims.to(place.dtype)
     hot.entry_of[slot, victims] = missed.to(hot.entry_of.dtype)
     used[victims] = now

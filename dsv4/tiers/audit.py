@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsv4.tiers.encryption import file_refusal
 from dsv4.tiers.index import forget
 from dsv4.tiers.record import (
     Kind,
@@ -15,7 +16,6 @@ from dsv4.tiers.record import (
     Reason,
     Refusal,
     is_keyed,
-    mac_refusal,
     payload_refusal,
     read_header,
     sum_of,
@@ -153,7 +153,7 @@ def _audited(fd: int, file: Found, whole: bool, secret: Secret | None) -> Audite
     elif whole:
         refusal = payload_refusal(sum_of(_payload(fd, label)), total)
         if refusal is None and secret is not None and is_keyed(header):
-            refusal = mac_refusal(header, _payload(fd, label), secret)
+            refusal = file_refusal(header, label.digest, _payload(fd, label), secret)
     return Audited(file=file, label=label, refusal=refusal)
 
 

@@ -53,6 +53,7 @@ class HostTier(QueuedTier):
     """
 
     chunk = 8
+    encrypts = False
 
     def __init__(
         self, capacity_bytes: int, *, name: str = "host", limits: Limits | None = None

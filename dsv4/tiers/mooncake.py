@@ -40,6 +40,7 @@ class MooncakeTier(QueuedTier):
     """
 
     chunk = 256
+    encrypts = False  # it sends what lies in registered memory
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dsv4.errors import InvalidInput, MissingExtra, require_count
-from dsv4.tiers.secret import MAC_BYTES, Secret, same
+from dsv4.tiers.secret import BOX_BYTES, MAC_BYTES, Secret, same
 from dsv4.tiers.sizes import HEADER_BYTES, UNIT_BYTES, padded
 
 try:
@@ -37,12 +37,17 @@ except ImportError as error:
 
 RECORD_VERSION = 1  # of names, and of records without a key
 KEYED_VERSION = 0x8001  # of records with a MAC: the top bit
+ENCRYPTED_VERSION = 0xC001  # of those that are encrypted: the next bit too
 DIGEST_BYTES = 32
 MAGIC = b"\x89DSV4\r\n\0"  # a text-mode copy, a lost high bit or a lost zero breaks it
 _FIELDS = struct.Struct("<8sHHIQQ32s32s32s16s")
 _HEADER_SUM = struct.Struct("<Q")
 _SUMMED = HEADER_BYTES - _HEADER_SUM.size
 _ZEROS = bytes(_SUMMED - _FIELDS.size)
+_MAC = slice(_FIELDS.size, _FIELDS.size + MAC_BYTES)
+_BOX = slice(_MAC.stop, _MAC.stop + BOX_BYTES)
+# how many bytes come after the fields, by version
+_EXTRA = {RECORD_VERSION: 0, KEYED_VERSION: MAC_BYTES, ENCRYPTED_VERSION: MAC_BYTES + BOX_BYTES}
 
 
 class Kind(IntEnum):
@@ -269,11 +274,15 @@ def sum_of(pieces: Iterable[memoryview | bytes]) -> bytes:
     return running.digest()
 
 
-def pack_header(label: Label, payload_digest: bytes, payload: Sequence[memoryview] = ()) -> bytes:
-    """The 256 bytes before a payload with this sum. The payload itself is needed with a key."""
+def pack_header(
+    label: Label, payload_digest: bytes, payload: Sequence[memoryview] = (), *, box: bytes = b""
+) -> bytes:
+    """The 256 bytes before a payload with this sum. With a key either the payload is needed, or the
+    `box` of an encrypted one, which has a tag of it."""
+    keyed_version = ENCRYPTED_VERSION if box else KEYED_VERSION
     fields = _FIELDS.pack(
         MAGIC,
-        RECORD_VERSION if label.secret is None else KEYED_VERSION,
+        RECORD_VERSION if label.secret is None else keyed_version,
         label.kind,
         HEADER_BYTES,
         label.payload_bytes,
@@ -285,7 +294,7 @@ def pack_header(label: Label, payload_digest: bytes, payload: Sequence[memoryvie
     )
     rest = _ZEROS
     if label.secret is not None:
-        rest = label.secret.record_mac([fields, *payload]) + _ZEROS[MAC_BYTES:]
+        rest = (label.secret.record_mac([fields, box, *payload]) + box).ljust(len(_ZEROS), b"\0")
     summed = fields + rest
     return summed + _HEADER_SUM.pack(xxhash.xxh3_64_intdigest(summed))
 
@@ -305,11 +314,10 @@ def read_header(header: bytes | memoryview) -> tuple[Label, bytes] | Refusal:
     magic, version, kind, header_bytes, *rest = _FIELDS.unpack_from(header)
     payload_bytes, tokens, digest, parent, fingerprint, total = rest
     own_sum = xxhash.xxh3_64_intdigest(header[:_SUMMED])
-    keyed = version == KEYED_VERSION
-    zeros = bytes(header[_FIELDS.size + MAC_BYTES * keyed : _SUMMED])
+    zeros = bytes(header[_FIELDS.size + _EXTRA.get(version, 0) : _SUMMED])
     for reason, found, asked in (
         (Reason.MAGIC, magic, MAGIC),
-        (Reason.VERSION, version, KEYED_VERSION if keyed else RECORD_VERSION),
+        (Reason.VERSION, version, version if version in _EXTRA else RECORD_VERSION),
         (Reason.HEADER_SUM, _HEADER_SUM.unpack_from(header, _SUMMED)[0], own_sum),
         (Reason.HEADER_BYTES, header_bytes, HEADER_BYTES),
         (Reason.ZEROS, zeros, bytes(len(zeros))),
@@ -337,16 +345,18 @@ def check(record: Record) -> Refusal | None:
     if isinstance(found, Refusal):
         return found
     label, total = found
-    for reason, got, asked in _differences(label, record.label):
-        return _refusal(reason, got, asked)
-    refusal = payload_refusal(payload_sum(record.parts.payload), total)
+    refusal = label_refusal(label, record.label)
+    refusal = refusal or payload_refusal(payload_sum(record.parts.payload), total)
+    if refusal is None and box_of(record.parts.header):
+        refusal = Refusal(reason=Reason.MAC, found="an encrypted record", asked="a plain one")
     return refusal or mac_refusal(record.parts.header, record.parts.payload, record.label.secret)
 
 
 def mac_refusal(
     header: bytes | memoryview, payload: Iterable[memoryview | bytes], secret: Secret | None
 ) -> Refusal | None:
-    """Why a whole record is refused if it is asked for with this key, or without one. It shows no
+    """Why a whole record is refused if it is asked for with this key, or without one. For an
+    encrypted one no payload is needed: then its tag must be checked too. The refusal shows no
     MAC: a reader could use the right one."""
     keyed = is_keyed(header)
     if secret is None:
@@ -357,8 +367,8 @@ def mac_refusal(
         found, asked = "a record without a key", "one with it"
     else:
         found, asked = "another MAC", "that of this key"
-        mac = secret.record_mac([bytes(header[: _FIELDS.size]), *payload])
-        if same(mac, bytes(header[_FIELDS.size : _FIELDS.size + MAC_BYTES])):
+        mac = secret.record_mac([bytes(header[: _FIELDS.size]), box_of(header), *payload])
+        if same(mac, bytes(header[_MAC])):
             return None
     return Refusal(reason=Reason.MAC, found=found, asked=asked)
 
@@ -366,7 +376,19 @@ def mac_refusal(
 def is_keyed(header: bytes | memoryview) -> bool:
     """Whether a header that `read_header` accepts has a MAC."""
     version: int = _FIELDS.unpack_from(header)[1]
-    return version == KEYED_VERSION
+    return version != RECORD_VERSION
+
+
+def box_of(header: bytes | memoryview) -> bytes:
+    """What decrypts the payload after such a header, with the key; empty if it is not encrypted."""
+    return bytes(header[_BOX]) if _FIELDS.unpack_from(header)[1] == ENCRYPTED_VERSION else b""
+
+
+def label_refusal(got: Label, asked: Label) -> Refusal | None:
+    """Why a record with this label is refused where another one is asked for."""
+    for difference in _differences(got, asked):
+        return _refusal(*difference)
+    return None
 
 
 def payload_refusal(actual: bytes, total: bytes) -> Refusal | None:

@@ -12,24 +12,43 @@ import hmac
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from dsv4.errors import CopyError, InvalidInput
+from dsv4.errors import CopyError, InvalidInput, MissingExtra
 
 LEAST_BYTES, MOST_BYTES = 16, 64  # of a key; BLAKE2b takes no longer one
 MAC_BYTES = 32
 SUM_BYTES = 16
+SALT_BYTES, TAG_BYTES = 24, 16
+BOX_BYTES = SALT_BYTES + TAG_BYTES  # what decryption needs in addition to the key
+_NONCE = bytes(12)
 
 
 class Secret:
     """What a manager with `PrefixOptions(key=...)` computes with. Two of the same key are equal in
     all that they make."""
 
-    __slots__ = ("_chain", "_offers", "_records", "_root", "_sums", "identity")
+    __slots__ = (
+        "_chain",
+        "_cipher",
+        "_offers",
+        "_records",
+        "_root",
+        "_sums",
+        "encrypts",
+        "identity",
+    )
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, *, encrypts: bool = False) -> None:
+        """With `encrypts` records are encrypted where they leave the process. Those that are
+        encrypted can be read without it. Raises InvalidInput, MissingExtra."""
         require_key(key)
+        self.encrypts, self._cipher = encrypts, _derived(key, b"cipher")
+        if encrypts:
+            _aes()
         # a copy of a running hash costs less than a new one with a key
         self._chain = hashlib.blake2b(key=_derived(key, b"chain"), digest_size=32)
         self._root, self._records = _derived(key, b"root"), _derived(key, b"records")
@@ -63,6 +82,46 @@ class Secret:
     def sum(self, block: memoryview) -> bytes:
         """Takes the place of a checksum of a block that another machine reads."""
         return _mac(self._sums, [block], SUM_BYTES)
+
+    def encrypt(self, digest: bytes, payload: memoryview | bytes) -> tuple[bytes, bytes]:
+        """The encrypted payload, and what `decrypt` needs. Each call has a key of its own, so its
+        nonce need not be kept."""
+        salt = os.urandom(SALT_BYTES)
+        sealed = _aes().AESGCM(self._key_of(digest, salt)).encrypt(_NONCE, payload, None)
+        return sealed[:-TAG_BYTES], salt + sealed[-TAG_BYTES:]
+
+    def decrypt(
+        self, digest: bytes, pieces: Iterable[memoryview | bytes], box: bytes
+    ) -> Iterator[bytes]:
+        """The payload, piece by piece. Raises ValueError after the last one if it was changed:
+        nothing of it may be used before."""
+        aes = _aes()
+        key, tag = self._key_of(digest, box[:SALT_BYTES]), box[SALT_BYTES:]
+        running = aes.Cipher(aes.AES(key), aes.GCM(_NONCE, tag)).decryptor()
+        for piece in pieces:
+            yield running.update(piece)
+        try:
+            running.finalize()
+        except aes.InvalidTag:
+            raise ValueError("changed") from None
+
+    def _key_of(self, digest: bytes, salt: bytes) -> bytes:
+        return _mac(self._cipher, [salt, digest], 32)
+
+
+def _aes() -> Any:
+    """What is used of cryptography. Raises MissingExtra."""
+    try:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers import Cipher
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        from cryptography.hazmat.primitives.ciphers.algorithms import AES
+        from cryptography.hazmat.primitives.ciphers.modes import GCM
+    except ImportError as error:
+        raise MissingExtra(
+            f"encryption needs cryptography ({error}): install it with pip install 'dsv4[encrypt]'"
+        ) from error
+    return SimpleNamespace(InvalidTag=InvalidTag, Cipher=Cipher, AESGCM=AESGCM, AES=AES, GCM=GCM)
 
 
 def _derived(key: bytes, use: bytes) -> bytes:

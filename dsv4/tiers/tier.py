@@ -27,6 +27,7 @@ from dsv4.errors import (
     require_timeout,
     require_type,
 )
+from dsv4.tiers.encryption import encrypted, opened
 from dsv4.tiers.fork import refuse_after_fork
 from dsv4.tiers.health import Health
 from dsv4.tiers.record import Key, Label, Reason, Record, Refusal, Region, check, seal
@@ -259,6 +260,7 @@ class QueuedTier(ABC):
     chunk = 1  # records per job
     look_chunk = 0  # labels per job of a lookup; 0: the same
     _where = ""  # for people: what an implementation keeps where, without locks and credentials
+    encrypts = True  # records of a secret that wants it; False where they stay in this process
     keeps_order = False  # whether `_use` is called for what was loaded and used
 
     def __init__(self, name: str, limits: Limits) -> None:
@@ -578,7 +580,7 @@ class QueuedTier(ABC):
         outcomes = []
         for record, found in zip(records, self._load(records), strict=True):
             if found is DONE:
-                refusal = check(record)
+                refusal = opened(record)
                 found = DONE if refusal is None else Outcome(State.REFUSED, refusal)
             if found.state is State.REFUSED:
                 self._discard(record.key)
@@ -595,10 +597,15 @@ class QueuedTier(ABC):
                 outcomes[nth] = Outcome(State.REFUSED, refusal)
                 continue
             good.append(nth)
-        stored = self._store([records[nth] for nth in good]) if good else ()
+        stored = self._store([self._outside(records[nth]) for nth in good]) if good else ()
         for nth, outcome in zip(good, stored, strict=True):
             outcomes[nth] = outcome
         return outcomes
+
+    def _outside(self, record: Record) -> Record:
+        secret = record.label.secret
+        encrypts = self.encrypts and secret is not None and secret.encrypts
+        return encrypted(record) if encrypts else record
 
     def _discard(self, key: Key) -> None:
         """Removes a refused record; a failure is only logged."""

@@ -52,3 +52,9 @@ def test_it_answered_its_questions_when_it_was_written():
     training = Checkpoint.load().training
     right, total = map(int, re.fullmatch(r"(\d+) of (\d+)", training["questions"]).groups())
     assert right == total > 60
+
+
+def test_the_page_about_it_runs():
+    text = (ROOT / "docs" / "demo_model.md").read_text("utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(block, "docs/demo_model.md", "exec"), {})

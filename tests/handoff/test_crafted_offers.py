@@ -101,7 +101,7 @@ def fates(changes: list[tuple[int, int]]) -> list[list[Any]]:
 def test_no_changed_byte_of_metadata_ends_a_taker():
     """The first three ended it: an assertion of UCX, and two readings past the end."""
     changes = [(109, 2), (144, 2), (288, 2)]
-    changes += [(at, 1 << at % 8) for at in range(23, 440, 70)]
+    changes += [(at, 1 << at % 8) for at in range(23, 440, 140)]
     found = fates(changes)
     assert [found[nth][:2] for nth in range(len(changes))] == [list(each) for each in changes]
     assert any("signal" in what for *_, what in found)
@@ -430,12 +430,11 @@ print("through", flush=True)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("", ""),
-        ("", "close(owner, taker)"),
-        ("import mooncake.store", ""),
-        ("", "import mooncake.store"),
+        pytest.param("", "", id="open"),
+        pytest.param("", "close(owner, taker)", id="closed", marks=pytest.mark.nightly),
+        pytest.param("import mooncake.store", "", id="after mooncake"),
+        pytest.param("", "import mooncake.store", id="before mooncake", marks=pytest.mark.nightly),
     ],
-    ids=["open", "closed", "after mooncake", "before mooncake"],
 )
 def test_a_process_with_a_handoff_exits_with_0(before: str, after: str):
     """With Debian's libibverbs1 installed it ended with SIGSEGV."""

@@ -36,6 +36,7 @@ from tests.kernels import (
     test_attend_wide_sm90,
     test_follow_sm90,
     test_gather_sm90,
+    test_host_entries_sm90,
     test_index_query_sm90,
     test_index_scores_hopper_sm90,
     test_index_scores_sm90,
@@ -135,6 +136,8 @@ def _makers(target: Target) -> dict[str, Callable[[], Launch]]:
         found[f"follow {case}"] = partial(test_follow_sm90.launch, narrow)
     for case in test_gather_sm90.CASES:
         found[f"gather {case}"] = partial(test_gather_sm90.launch, case)
+    for case in test_host_entries_sm90.CASES:
+        found[f"host entries {case}"] = partial(test_host_entries_sm90.launch, case)
     for record in BF16_INDEX_FORMATS:
         found[f"query {record}"] = partial(test_index_query_sm90.launch, record)
     for case, scored in test_index_scores_sm90.CASES.items():

@@ -13,7 +13,10 @@ from dsv4.cache.records import nvfp4
 from dsv4.errors import InvalidInput, SchemaError
 from dsv4.kernels import attend as kernel
 from dsv4.kernels.target import TARGETS, AttentionTiles, Target, attention_tiles, compiling_for
+from dsv4.reference import attend as reference
+from dsv4.reference.pages import page_rows
 from tests.reference.test_attend import Step, check, make_step, with_nan
+from tests.support.numbers import Numbers
 
 
 def workspace_of(step: Step) -> Tensor | None:
@@ -220,3 +223,43 @@ def test_records_it_cannot_read_are_refused() -> None:
     step.entries = replace(step.entries, page=page)
     with pytest.raises(SchemaError, match="records of nvfp4 64"):
         step.run(kernel.attend)
+
+
+@pytest.mark.usefixtures("many_splits")
+@pytest.mark.parametrize(
+    "records", [{}, {"record": "v41_fp4", "window_record": "v41_fp8"}], ids=str
+)
+def test_resolved_entries_give_the_bits_of_those_in_blocks(records: dict[str, str]) -> None:
+    """Also where the table has nothing, and where the records are in no order."""
+    step = make_step([(90, 2), (2, 1), (131, 1)], kind="csa", window=40, padding=1, **records)
+    expected = run(step, turn=True)
+    resolved = resolve_at_random(step)
+    assert same(run(resolved, turn=True), expected)
+    reference_before, reference_after = (each.run(reference.attend) for each in (step, resolved))
+    assert same(reference_before, reference_after)
+
+
+def resolve_at_random(step: Step) -> Step:
+    """The same records in an arena of their own in any order, and indices that name their
+    places."""
+    source, indices = step.entries, step.indices
+    assert source is not None
+    assert indices is not None
+    visible = (step.tokens[:, 1] + 1) // source.ratio
+    named = (indices >= 0) & (indices < visible[:, None]) & (step.tokens[:, :1] >= 0)
+    rows = source.page.rows
+    most = -(-indices.numel() // rows) + 3
+    arena = torch.full((most, source.arena.shape[1]), 0xFF, dtype=torch.uint8)
+    places = Numbers(7).permutation(most * rows)[: indices.numel()].view(indices.shape)
+    from_pages, to_pages = page_rows(source.arena, source.page), page_rows(arena, source.page)
+    for token, nth in named.nonzero().tolist():
+        entry, (row, record) = int(indices[token, nth]), divmod(int(places[token, nth]), rows)
+        block = source.block_table[step.tokens[token, 0], entry // rows].long()
+        for source_part, target_part in zip(from_pages, to_pages, strict=True):
+            target_part[row, record] = source_part[block, entry % rows]
+    junk = torch.full_like(source.block_table, -1)
+    return replace(
+        step,
+        entries=replace(source, arena=arena, block_table=junk, resolved=True),
+        indices=torch.where(named, places, -1).int(),
+    )

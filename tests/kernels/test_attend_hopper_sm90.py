@@ -26,6 +26,8 @@ MAX_SHARED_BYTES = 232_448
 CASES: dict[str, tuple[str, int, int | None, int, bool]] = {
     "flash csa split": ("v4-flash", 64, CSA_LAYER, 16, False),
     "flash csa split and sliced": ("v4-flash", 64, CSA_LAYER, 1, False),
+    "flash csa resolved and split": ("v4-flash", 64, CSA_LAYER, 16, False),
+    "v41 resolved": ("v41-flash", 64, SINGLES_LAYER, 256, False),
     "flash hca whole": ("v4-flash", 64, HCA_LAYER, 256, False),
     "pro csa chunk": ("v4-pro", 128, CSA_LAYER, 1024, True),
     "pro window": ("v4-pro", 128, None, 1024, False),
@@ -44,7 +46,7 @@ CASES: dict[str, tuple[str, int, int | None, int, bool]] = {
 SPILL_LIMIT = {"96 heads, csa split": 16, "v41 split": 32, "v41, 8 heads split": 32}
 SPILL_LIMIT_OF_TRITON = {(3, 7, "v41 split"): 36}
 LOOP_SPILL_LIMIT = {"96 heads, csa split": 2}  # where parts are added
-NIGHTLY = {"8 heads, hca whole", "32 heads, csa chunk"}
+NIGHTLY = {"8 heads, hca whole", "32 heads, csa chunk", "flash csa resolved and split"}
 NIGHTLY |= {case for case in CASES if case.startswith("v41")} - {"v41 split"}
 
 
@@ -102,7 +104,8 @@ def test_each_role_sets_its_registers(attend: dict[str, Any]) -> None:
 def launch(case: str) -> Launch:
     from dsv4.kernels.hopper import attend as kernel
 
-    return kernel.attend_launch(call(*CASES[case]), programs=PROCESSORS)
+    made = call(*CASES[case], resolved="resolved" in case)
+    return kernel.attend_launch(made, programs=PROCESSORS)
 
 
 def call(
@@ -113,6 +116,7 @@ def call(
     chunk: bool,
     *,
     max_context: int | None = None,
+    resolved: bool = False,
 ) -> Attention:
     from dsv4.kernels.hopper import attend as kernel
 
@@ -129,6 +133,7 @@ def call(
             page=entry_page,
             block_table=empty(8, schema.max_blocks_per_request, dtype=torch.int32),
             ratio=schema.layers[layer].spec.ratio,
+            resolved=resolved,
         )
         if layer != HCA_LAYER:
             indices = empty(tokens, schema.model.index_topk, dtype=torch.int32)

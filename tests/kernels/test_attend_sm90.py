@@ -25,6 +25,7 @@ CASES: dict[str, tuple[str, int, int, int | None, bool]] = {
     "v41": ("v41-flash", 64, CSA_LAYER, 512, False),
     "v41 chunk": ("v41-flash", 64, CSA_LAYER, 512, True),
     "four heads": ("v4-flash", 4, CSA_LAYER, 32, False),
+    "flash csa resolved": ("v4-flash", 64, CSA_LAYER, 512, False),
 }
 # Local memory is used between the loops over tiles only: instructions × 4 bytes.
 SPILL_LIMIT = {"flash csa chunk": 384, "v41 chunk": 384}
@@ -65,6 +66,7 @@ def attend_launch(
     joint: bool = False,
     max_context: int | None = None,
     entry_format: str | None = None,
+    resolved: bool = False,
 ) -> Launch:
     """A layer without entries attends to its window."""
     from dsv4.kernels import attend as kernel
@@ -82,6 +84,7 @@ def attend_launch(
         page=entry_page,
         block_table=empty(8, blocks, dtype=torch.int32),
         ratio=schema.layers[layer].spec.ratio,
+        resolved=resolved,
     )
     window = WindowSource(
         arena=empty(8, schema.slot_bytes, dtype=torch.uint8),
@@ -113,7 +116,8 @@ def attend_launch(
 def _report() -> dict[str, dict[str, Any]]:
     result = {}
     for case in CASES:
-        made = sm90.compiled(attend_launch(*CASES[case]))
+        launch = attend_launch(*CASES[case], resolved="resolved" in case)
+        made = sm90.compiled(launch)
         result[case] = {
             "registers": made.registers,
             "spill_bytes": made.spill_bytes,

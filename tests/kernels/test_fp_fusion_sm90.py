@@ -35,7 +35,7 @@ def asked(target: Target) -> dict[str, tuple[bool, str]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("name", ["sm_90", pytest.param("gfx942", marks=pytest.mark.nightly)])
 def test_no_launch_depends_on_the_default(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for setting in ("0", "1"):

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,11 @@ import xxhash
 from dsv4 import CopyError, InvalidInput, PrefixOptions, read_key
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.trail import Tenant, TokenTrail
+from dsv4.cache.transfers.tiers import TIER_CALLS
+from dsv4.tiers.audit import Audit, Audited
+from dsv4.tiers.encryption import encrypted, opened
 from dsv4.tiers.host import HostTier
+from dsv4.tiers.mooncake import MooncakeTier
 from dsv4.tiers.record import (
     KEYED_VERSION,
     Label,
@@ -215,6 +220,41 @@ def test_damaged_and_forged_records_are_never_accepted(count: int) -> None:
     assert reasons >= {Reason.MAC, Reason.DIGEST, Reason.TOKENS}
 
 
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_encrypted_records_open_unchanged_or_not_at_all(count: int) -> None:
+    """All with right checksums, as above."""
+    wanted = replace(label("k", payload_bytes=700), secret=Secret(MINE, encrypts=True))
+    outside = encrypted(sealed(wanted))
+    original, draw = bytes(outside.parts.whole[0]), random.Random(count)
+    assert original[8:10] == b"\x01\xc0"
+    assert payload_of(wanted)[:16] not in original
+    assert bytes(encrypted(sealed(wanted)).parts.whole[0])[256:] != original[256:]
+    record = Record(label=wanted, parts=Parts.alone(wanted))
+    whole = record.parts.whole[0]
+    for asked, refused in ((wanted, False), (replace(wanted, secret=Secret(MINE)), False)):
+        whole[:] = original
+        assert (opened(replace(record, label=asked)) is not None) is refused
+        assert bytes(record.parts.payload[0]) == payload_of(wanted)
+        assert check(record) is None  # sealed as it is in host memory
+    for secret in (Secret(THEIRS), None):
+        whole[:] = original
+        refusal = opened(replace(record, label=replace(wanted, secret=secret)))
+        assert refusal is not None
+        assert refusal.reason is Reason.MAC
+    whole[:] = original
+    assert check(record) is not None  # where only plain ones belong
+    for nth in range(count):
+        data = bytearray(original)
+        for _ in range(draw.randrange(1, 4)):
+            at = draw.randrange(956) if nth % 2 else draw.randrange(256, 956)
+            data[at : at + 4] = draw.randbytes(len(data[at : at + 4]))
+        fixed(data)
+        if data[:956] == original[:956]:
+            continue
+        whole[:] = bytes(data)
+        assert opened(record) is not None, nth
+
+
 # ---- managers and their tiers --------------------------------------------------------------------
 
 
@@ -301,6 +341,65 @@ def test_without_a_key_old_records_stay_readable(tmp_path: Path) -> None:
     empty(stack)
     assert run(stack, text, 700).resume.reused_tokens == 5 * BLOCK
     places.close()
+
+
+def test_what_lies_on_disk_is_encrypted_and_comes_back(tmp_path: Path) -> None:
+    places = Places("host and disk", tmp_path)
+    stack = stack_with(places.tiers, prefix=options(key=MINE, encrypt=True))
+    text = Text.random(stack, 5, 900)
+    keep(stack, text, 700)
+    files = [path.read_bytes() for path in (tmp_path / "tier" / "1").glob("*/*/*")]
+    assert len(files) >= 5
+    assert all(data[8:10] == b"\x01\xc0" for data in files)
+    assert stack.manager.prefix
+    chain = stack.manager.prompt(text.ids[:700]).trail
+    assert chain is not None
+    for digest in chain.chain:
+        node = stack.manager.prefix.index.get(digest)
+        assert node is not None
+        block = bytes(stack.manager.block_arena.bytes[node.block_id].numpy())
+        pieces = [block[at : at + 16] for at in range(0, len(block) - 16, 4096)]
+        assert not any(len(set(piece)) > 8 and piece in data for piece in pieces for data in files)
+    stack.manager.tiers.close(TIMEOUT_S)
+    path = next((tmp_path / "tier" / "1").glob("s/*/*"))
+    data = bytearray(path.read_bytes())
+    for secret in (Secret(MINE), None):
+        assert [each.refusal for each in _audited(tmp_path, secret)] == [None] * len(files)
+    data[300] ^= 1
+    path.write_bytes(fixed(data))
+    assert [each.refusal for each in _audited(tmp_path, None)] == [None] * len(files)
+    (wrong,) = (each for each in _audited(tmp_path, Secret(MINE)) if each.refusal)
+    assert wrong.refusal is not None
+    assert wrong.refusal.reason is Reason.MAC
+    # another process, which has only the disk, and does not encrypt
+    other = stack_with([places.tiers[-1]], prefix=options(key=MINE))
+    other.weights = stack.weights
+    request = run(other, text, 700)
+    assert request.resume.reused_tokens == 5 * BLOCK
+    assert_like_cold(other, request, text)
+    places.close()
+
+
+def _audited(root: Path, secret: Secret | None) -> list[Audited]:
+    audit = Audit(root / "tier", secret)
+    try:
+        return list(audit.checked())
+    finally:
+        audit.close()
+
+
+def test_encryption_needs_a_key_and_a_tier_that_does_it() -> None:
+    with pytest.raises(InvalidInput, match="give key="):
+        PrefixOptions(encrypt=True)
+    with pytest.raises(InvalidInput, match="encrypt="):
+        PrefixOptions(key=MINE, encrypt=1)  # type: ignore[arg-type]
+    plain = HostTier(1 << 20, name="plain")
+    calls = {call: getattr(plain, call) for call in TIER_CALLS}
+    own = SimpleNamespace(name="own", **calls)
+    with pytest.raises(InvalidInput, match="would get records as they are"):
+        stack_with([own], prefix=options(key=MINE, encrypt=True))  # type: ignore[list-item]
+    assert not MooncakeTier.encrypts
+    plain.close(TIMEOUT_S)
 
 
 # ---- the key itself ------------------------------------------------------------------------------

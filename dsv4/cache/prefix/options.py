@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dsv4.cache.prefix.eviction import EvictionPolicy, LeastRecentlyUsed
-from dsv4.errors import InvalidInput, require_count
+from dsv4.errors import InvalidInput, require_count, require_flag
 from dsv4.tiers.secret import Secret, require_key
 
 
@@ -70,6 +70,8 @@ class PrefixOptions:
     other tenant learns from names which prompts are kept. Records and offers carry proofs that are
     checked before anything in them is used; those with a wrong one, or without, are refused
     (docs/security.md). Managers that share a store or hand requests over have the same key.
+    With `encrypt`, records are encrypted before a disk or an object store gets them (AES-256-GCM;
+    the extra `encrypt`).
 
     `eviction` makes the policy that chooses what is evicted first when memory is short, one object
     for each manager (`dsv4.cache.prefix.eviction`).
@@ -82,6 +84,7 @@ class PrefixOptions:
     events: bool = False
     replay: ReplayPolicy = "exact"
     key: bytes | None = field(default=None, repr=False)
+    encrypt: bool = False
     eviction: Callable[[], EvictionPolicy] = LeastRecentlyUsed
 
     @property
@@ -91,11 +94,14 @@ class PrefixOptions:
 
     def secret(self) -> Secret | None:
         """What the key makes, if there is one."""
-        return None if self.key is None else Secret(self.key)
+        return None if self.key is None else Secret(self.key, encrypts=self.encrypt)
 
     def __post_init__(self) -> None:
         if self.key is not None:
             require_key(self.key)
+        require_flag("encrypt", self.encrypt)
+        if self.encrypt and self.key is None:
+            raise InvalidInput("encrypt=True: records are encrypted with a key: give key=... too")
         if not isinstance(self.policy, SnapshotPolicy):
             raise InvalidInput(
                 f"policy={self.policy!r}: must be full(), periodic(tokens) or zero() of dsv4"

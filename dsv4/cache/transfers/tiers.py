@@ -52,7 +52,7 @@ class Tiers:
         prefix = manager.prefix
         if not prefix:
             raise InvalidInput("tiers keep prefixes: build the manager with prefix=PrefixOptions()")
-        _require_tiers(tiers, prefix.options.model_id)
+        _require_tiers(tiers, prefix.options.model_id, encrypt=prefix.options.encrypt)
         self._manager, self.guard = manager, manager.guard
         self._tiers, self._prefix = tuple(tiers), prefix
         self.labels = Labels(prefix.schema, prefix.options.secret())
@@ -329,7 +329,7 @@ class Tiers:
         return tuple(tier.stats() for tier in self._tiers)
 
 
-def _require_tiers(tiers: Sequence[Tier], model_id: str) -> None:
+def _require_tiers(tiers: Sequence[Tier], model_id: str, *, encrypt: bool) -> None:
     """InvalidInput."""
     if not model_id:
         raise InvalidInput(
@@ -341,6 +341,11 @@ def _require_tiers(tiers: Sequence[Tier], model_id: str) -> None:
             raise InvalidInput(
                 f"{tier!r} is not a tier: give HostTier(...), DiskTier(...) or what has the calls "
                 f"{', '.join(TIER_CALLS)}"
+            )
+        if encrypt and not (isinstance(tier, HostTier) or getattr(tier, "encrypts", False)):
+            raise InvalidInput(
+                f"encrypt=True: {tier!r} would get records as they are: encrypt where it keeps "
+                f"them, or leave it out"
             )
     if len({tier.name for tier in tiers}) != len(tiers):
         raise InvalidInput("two tiers have the same name: give each one its own")

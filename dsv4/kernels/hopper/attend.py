@@ -116,9 +116,10 @@ _WEIGHT = gl.constexpr(gl.NVMMASharedLayout(64, 16, rank=2))
 
 @dataclass(frozen=True, slots=True)
 class HopperConstants:
-    """A launch as compile-time constants. ALL: every visible entry, not a list. V41: the records
-    are V4.1's. KEY_UNIT: decoded keys times this are the numbers. WHOLE: the softmax of queries
-    that are never cut. PARTS and HEADS_PER_THREAD: see combine_shape."""
+    """A launch as compile-time constants. ALL: every visible entry, not a list. RESOLVED: the list
+    says where entries are. V41: the records are V4.1's. KEY_UNIT: decoded keys times this are the
+    numbers. WHOLE: the softmax of queries that are never cut. PARTS and HEADS_PER_THREAD: see
+    combine_shape."""
 
     HEADS: int
     WIDTH: int
@@ -141,6 +142,7 @@ class HopperConstants:
     SLICES: int
     PARTS: int
     HEADS_PER_THREAD: int
+    RESOLVED: bool
 
 
 def supports(call: Attention) -> bool:
@@ -245,6 +247,7 @@ def constants_of(call: Attention, *, splits: int = 1, slices: int = 1) -> Hopper
         SLICES=slices,
         PARTS=parts,
         HEADS_PER_THREAD=heads_per_thread,
+        RESOLVED=source.resolved,
     )
 
 

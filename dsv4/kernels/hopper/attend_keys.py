@@ -141,6 +141,8 @@ def extent_of(share, A: gl.constexpr):
     token = load_token(share.tokens_row)
     slot, position = token.slot.to(gl.int64), token.position
     tiles, visible = seen_tiles(position, share.indices_count, A)
+    if A.RESOLVED:  # whatever is listed is visible
+        visible = gl.to_tensor(0x7FFFFFFF)
     first = (tiles * share.split).to(gl.uint32) // share.splits.to(gl.uint32)
     last = (tiles * (share.split + 1)).to(gl.uint32) // share.splits.to(gl.uint32)
     return Extent(
@@ -239,15 +241,34 @@ def _block_at(entry, tile, source, A: gl.constexpr):
 
 @gluon.jit
 def block_of(entry, tile, source, A: gl.constexpr):
-    at, live = _block_at(entry, tile, source, A)
-    return gl.load(at, mask=live, other=0, volatile=True)
+    if A.RESOLVED:
+        return _row_of(entry, A)
+    else:
+        at, live = _block_at(entry, tile, source, A)
+        return gl.load(at, mask=live, other=0, volatile=True)
+
+
+@gluon.jit
+def later_block(ring, place, entry, A: gl.constexpr):
+    """As block_of, for ids that send_block has requested."""
+    if A.RESOLVED:
+        return _row_of(entry, A)
+    else:
+        return ring.index(place).load(RECORD_ROW)
 
 
 @gluon.jit
 def send_block(ring, place, entry, tile, source, A: gl.constexpr):
     """Starts loading the ids of the blocks with these entries."""
-    at, live = _block_at(entry, tile, source, A)
-    async_load(ring.index(place), at, mask=live)
+    if not A.RESOLVED:
+        at, live = _block_at(entry, tile, source, A)
+        async_load(ring.index(place), at, mask=live)
+
+
+@gluon.jit
+def _row_of(entry, A: gl.constexpr):
+    """The arena rows of resolved entries."""
+    return gl.where(entry >= 0, (entry.to(gl.uint32) // A.ENTRY_ROWS).to(gl.int32), 0)
 
 
 @gluon.jit

@@ -34,6 +34,7 @@ from dsv4.kernels.hopper.attend_keys import (
     block_of,
     entry_of,
     extent_of,
+    later_block,
     later_entry,
     next_stage,
     send_block,
@@ -92,7 +93,7 @@ def produce(keys, incoming, where, share, A: gl.constexpr):
         async_copy.wait_group(AHEAD - 1)
         taken = () if A.V41 else v4.take(records, stage)
         near_entry = later_entry(entries, near, tile + AHEAD, nth, source, A)
-        block_id = blocks.index(stage).load(RECORD_ROW)
+        block_id = later_block(blocks, stage, near_entry, A)
         far_entry = later_entry(entries, far, tile + 2 * AHEAD, nth, source, A)
         if A.V41:
             v41.hand_over(tile, keys, halves, records, stage, phase, A)

@@ -181,7 +181,7 @@ def supports(call: Attention) -> bool:
         or call.window.window % TILE_KEYS
         or not turns_back(call)
         or call.decoded is None
-        or (call.entries is not None and call.max_visible is None)
+        or (call.entries is not None and (call.max_visible is None or call.entries.resolved))
     ):
         return False
     rows = decoded_rows(call)

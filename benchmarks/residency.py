@@ -1,0 +1,388 @@
+"""Entries in host memory: `resolve` alone, and whole decode steps of V4-Flash whose CSA layers read
+entries that only the host has, at given shares of hits, in comparison with all on the device.
+
+Selections are synthetic. From one step to the next each keeps the given share of its entries; the
+others are ones that it has not named for a long time. An entry always comes from the same stretch
+of the context, so that the entries of a selection are different and in order. They change between
+replays of one captured graph, outside of the time that is measured; indexer and top-k run as usual,
+and their result is not used. Steps name few distinct blocks, as in decode_step.py, and the host has
+the same ones: a note says how many.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from benchmarks import timing
+from benchmarks.case import Case, Measurement
+from benchmarks.decode_step import PARTS, DecodeStep
+from dsv4.cache.pages import Page
+from dsv4.cache.schema import CacheSchema
+from dsv4.model import ModelSpec
+from dsv4.ops.backend import Backend
+from dsv4.ops.calls import Attention, EntrySource, HotRows, Resolving
+from dsv4.units import format_tokens
+
+MODEL = "v4-flash"
+CSA_LAYER, RATIO = 2, 4
+BATCHES = (1, 16, 64, 256)
+HITS = (1.0, 0.95, 0.9, 0.5, 0.0)
+STEP_BATCHES = {131_072: (1, 16, 64), 1_048_576: (1, 16, 64, 79)}  # 79: only with host memory
+HOT_ENTRIES = 2048
+ARENA_BYTES = 20_000_000_000
+CALLS = 20  # of `resolve` in one graph, each with its own tables
+WARM_STEPS, STEPS = 12, 20
+
+
+def cases() -> Iterator[Case]:
+    model = ModelSpec.preset(MODEL)
+    for hits in HITS:
+        for batch in BATCHES:
+            yield Case(
+                name=f"resolve {hits:.0%} hits batch {batch}",
+                suite="residency",
+                series=f"resolve {hits:.0%} hits",
+                model=MODEL,
+                batch=batch,
+                context=model.max_context,
+                measure=partial(_measure_resolve, model, batch, hits),
+            )
+    for context, batches in STEP_BATCHES.items():
+        for hits in (None, *HITS):
+            for batch in batches:
+                where = "on the device" if hits is None else f"{hits:.0%} hits"
+                yield Case(
+                    name=f"host step at {format_tokens(context)} {where} batch {batch}",
+                    suite="residency",
+                    series=f"host step at {format_tokens(context)} {where}",
+                    model=MODEL,
+                    batch=batch,
+                    context=context,
+                    measure=partial(_measure_step, model, batch, context, hits),
+                )
+
+
+# ---- selections ----------------------------------------------------------------------------------
+
+
+class Selections:
+    """The selection of each of `rows` tokens, int32 [rows, k] in `chosen`; `change` keeps a share
+    of it. Entry k comes from the kth of k equal stretches of `entries`."""
+
+    def __init__(self, rows: int, k: int, entries: int, hits: float, device: str) -> None:
+        self.stretch = entries // k
+        self.missed = k - round(hits * k)
+        self.first = torch.arange(k, dtype=torch.int32, device=device) * self.stretch
+        self.within = torch.randint(0, self.stretch, (rows, k), dtype=torch.int32, device=device)
+        # without a common divisor all entries of a stretch come before one comes again
+        self.stride = next(n for n in count(self.stretch // 3) if gcd(n, self.stretch) == 1)
+        self.chosen = self.within + self.first
+
+    def change(self) -> None:
+        rows, k = self.chosen.shape
+        order = torch.rand(rows, k, device=self.chosen.device).argsort(dim=1)
+        new = (self.within + self.stride) % self.stretch
+        self.within = torch.where(order < self.missed, new, self.within)
+        self.chosen.copy_(self.within + self.first)
+
+
+# ---- resolve alone -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLayer:
+    """What a layer resolves with, and the selections that change between its steps."""
+
+    call: Resolving
+    selections: Selections
+
+
+def hot_rows(slots: int, entries: int, records: int, device: str) -> HotRows:
+    """Nothing is hot."""
+
+    def filled(value: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.full(shape, value, dtype=dtype, device=device)
+
+    return HotRows(
+        first_row=0,
+        records=records,
+        place=filled(-1, slots, entries, dtype=torch.int16),
+        entry_of=filled(-1, slots, records),
+        used=filled(0, slots, records),
+        clock=filled(0, slots),
+        hand=filled(0, slots),
+        counted=filled(0, 3, dtype=torch.int64),
+    )
+
+
+def host_layer(
+    source: EntrySource,
+    *,
+    block_table: Tensor,
+    host: Tensor,
+    tokens: Tensor,
+    batch: Tensor,
+    k: int,
+    records: int,
+    entries: int,
+    hits: float,
+) -> HostLayer:
+    """One token of each request, which sees this many entries or more. The arena of `source` has
+    hot rows only."""
+    device, requests = str(source.arena.device), len(batch)
+    selections = Selections(requests, k, entries, hits, device)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    call = Resolving(
+        selected=selections.chosen,
+        tokens=tokens,
+        batch=batch,
+        entries=source,
+        block_table=block_table,
+        host=host,
+        hot=hot_rows(block_table.shape[0], source.capacity, records, device),
+        rows=numbers(requests, k),
+        misses=numbers(requests, k, 2),
+        miss_count=numbers(requests),
+        tokens_per_request=1,
+    )
+    return HostLayer(call=call, selections=selections)
+
+
+def resolving_layers(
+    schema: CacheSchema,
+    layer: int,
+    *,
+    batch: int,
+    hits: float,
+    records: int,
+    calls: int,
+    device: str,
+    arena_bytes: int = ARENA_BYTES,
+) -> list[HostLayer]:
+    """`calls` layers of `batch` requests of the schema's longest context, with entries apart; all
+    of them have the page of `layer`, and their records of one run of host memory."""
+    page, spec = schema.page("entries", layer), schema.layers[layer].spec
+    assert page is not None
+    width = schema.max_blocks_per_request
+    blocks = min(batch * width, arena_bytes // schema.entries_bytes)
+    host = host_bytes(blocks, schema.entries_bytes, device=device)
+    rows_each = -(-records // page.rows)
+    arena = torch.empty((batch * rows_each, schema.entries_bytes), dtype=torch.uint8, device=device)
+    slot = torch.arange(batch, dtype=torch.int32, device=device)
+    position = torch.full_like(slot, schema.max_context - 1)
+    one = torch.ones_like(slot)
+    named = torch.arange(batch * width, device=device) % blocks
+    table = named[torch.randperm(len(named), device=device)].view(batch, width).int()
+    return [
+        host_layer(
+            EntrySource(
+                arena=arena, page=page, block_table=torch.full_like(table, -1), ratio=spec.ratio
+            ),
+            block_table=table,
+            host=host,
+            tokens=torch.stack((slot, position, slot, one), dim=1),
+            batch=torch.stack((slot, position, one, slot), dim=1),
+            k=schema.model.index_topk,
+            records=rows_each * page.rows,
+            entries=schema.max_context // spec.ratio,
+            hits=hits,
+        )
+        for _ in range(calls)
+    ]
+
+
+def host_bytes(rows: int, row_bytes: int, *, device: str) -> Tensor:
+    """Host memory that kernels on `device` can read."""
+    host = torch.empty((rows, row_bytes), dtype=torch.uint8, pin_memory=device != "cpu")
+    host.view(torch.int64).fill_(0x3838383838383838)
+    return host
+
+
+def _measure_resolve(model: ModelSpec, batch: int, hits: float) -> Measurement:
+    from dsv4.backends import load_backend
+
+    schema = CacheSchema.build(model, entries_apart=True)
+    layers = resolving_layers(
+        schema, CSA_LAYER, batch=batch, hits=hits, records=HOT_ENTRIES, calls=CALLS, device="cuda"
+    )
+    backend = load_backend("triton", torch.device("cuda"))
+
+    def resolve_all() -> None:
+        for layer in layers:
+            backend.resolve(layer.call)
+
+    timed = time_changing(resolve_all, [layer.selections.change for layer in layers])
+    return Measurement(
+        microseconds=timed.microseconds / CALLS,
+        launches=timed.launches // CALLS,
+        must_move_bytes=fetched_bytes(layers) // CALLS,
+        note=f"{len(layers[0].call.host):,} blocks in host memory, {hit_note(layers)}",
+    )
+
+
+def fetched_bytes(layers: Sequence[HostLayer]) -> int:
+    """Of one step, as its selections are made."""
+    return sum(
+        len(layer.call.batch)
+        * layer.selections.missed
+        * layer.call.entries.page.format.record_bytes
+        for layer in layers
+    )
+
+
+def hit_note(layers: Sequence[HostLayer]) -> str:
+    """What was counted in all steps, the first ones included, in which nothing was hot."""
+    counted = sum(layer.call.hot.counted.cpu() for layer in layers)
+    hits, misses, _ = counted.tolist()  # type: ignore[union-attr]
+    return f"{hits / max(hits + misses, 1):.1%} hits counted, with the first steps"
+
+
+def time_changing(call: Callable[[], None], changes: Sequence[Callable[[], None]]) -> timing.Timed:
+    """The median of replays of one graph; the `changes` are made before each, and not timed."""
+
+    def change() -> None:
+        for each in changes:
+            each()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        call()
+    graph.instantiate()
+    times = []
+    for nth in range(WARM_STEPS + STEPS):
+        change()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if nth >= WARM_STEPS:
+            times.append(float(begin.elapsed_time(end)) * 1000)
+    return timing.Timed(microseconds=statistics.median(times), launches=timing.launches(graph))
+
+
+# ---- decode steps --------------------------------------------------------------------------------
+
+
+class HostStep(DecodeStep):
+    """A decode step in which CSA layers read synthetic selections: from blocks on the device
+    (`hits` None), or from host memory through hot rows.
+
+    Blocks keep their entries on the device too, where with host memory nothing reads them: the
+    table that `resolve` is given has no block, and its arena has hot rows only.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        *,
+        batch: int,
+        context: int,
+        device: str,
+        hits: float | None,
+        hot_entries: int = HOT_ENTRIES,
+        arena_bytes: int = ARENA_BYTES,
+    ) -> None:
+        super().__init__(
+            model, batch=batch, context=context, device=device, block_arena_bytes=arena_bytes
+        )
+        self.hits = hits
+        self.layers_of: dict[int, HostLayer] = {}
+        self._make_layers(model, hot_entries, device)
+        self.backend: Backend = self.manager.backend
+        for handle in self.handles.values():
+            handle.backend = _Reading(self)  # type: ignore[assignment]
+
+    def _make_layers(self, model: ModelSpec, hot_entries: int, device: str) -> None:
+        table = self.manager.block_table
+        pages = [page for layer in self.selecting_layers if (page := self._page(layer))]
+        rows_each = -(-hot_entries // min(page.rows for page in pages))
+        arena = self.manager.block_arena.bytes
+        self.hot_arena = torch.empty(
+            (self.batch * rows_each, self.schema.block_bytes), dtype=torch.uint8, device=device
+        )
+        host = arena
+        if self.hits is not None:
+            host = host_bytes(len(arena), self.schema.block_bytes, device=device)
+            host.copy_(arena)
+        nowhere = torch.full_like(table, -1)
+        for layer, page in zip(self.selecting_layers, pages, strict=True):
+            self.layers_of[layer] = host_layer(
+                EntrySource(
+                    arena=self.hot_arena,
+                    page=page,
+                    block_table=nowhere,
+                    ratio=model.layers[layer].ratio,
+                ),
+                block_table=table,
+                host=host,
+                tokens=self.plan.batch.tokens,
+                batch=self.plan.batch.request_rows,
+                k=model.index_topk,
+                records=rows_each * page.rows,
+                entries=int(self.plan.starts.min()) // model.layers[layer].ratio,
+                hits=1.0 if self.hits is None else self.hits,
+            )
+
+    def _page(self, layer: int) -> Page | None:
+        return self.schema.page("entries", layer)
+
+    def change(self) -> None:
+        for layer in self.layers_of.values():
+            layer.selections.change()
+
+    def attend(self, call: Attention) -> None:
+        """What a layer attends to, with its synthetic selection if it has one."""
+        if call.indices is None or call.entries is None:
+            self.backend.attend(call)
+            return
+        layer = self.layers_of[call.entries.page.layer]
+        if self.hits is None:
+            self.backend.attend(replace(call, indices=layer.selections.chosen))
+            return
+        self.backend.resolve(layer.call)
+        source = replace(layer.call.entries, resolved=True)
+        self.backend.attend(replace(call, entries=source, indices=layer.call.rows))
+
+
+class _Reading:
+    """The backend of a step's handles: all of it, but its own `attend`."""
+
+    def __init__(self, step: HostStep) -> None:
+        self._backend, self.attend = step.backend, step.attend
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._backend, name)
+
+
+def _measure_step(model: ModelSpec, batch: int, context: int, hits: float | None) -> Measurement:
+    step = HostStep(model, batch=batch, context=context, device="cuda", hits=hits)
+    step.compile()
+    step.run(PARTS)
+    timed = time_changing(partial(step.run, PARTS), [step.change])
+    layers = [*step.layers_of.values()]
+    note = step.note()
+    if hits is not None:
+        note += f"; {fetched_bytes(layers):,} bytes fetched, {hit_note(layers)}"
+    return Measurement(
+        microseconds=timed.microseconds,
+        launches=timed.launches,
+        must_move_bytes=step.must_move_bytes(),
+        note=note,
+    )

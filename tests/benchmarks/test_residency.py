@@ -1,0 +1,78 @@
+"""The benchmark of entries in host memory, in small and without a GPU: hits are counted as the case
+asks for them, and what is attended to does not depend on them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.decode_step import PARTS
+from benchmarks.residency import HostStep, Selections, fetched_bytes, resolving_layers
+from dsv4.cache.schema import CacheSchema
+from dsv4.model import ModelSpec
+from dsv4.reference.host_entries import resolve
+
+TINY = ModelSpec.preset("tiny")
+HOT = 4 * TINY.index_topk
+
+
+@pytest.mark.parametrize("hits", [1.0, 0.5, 0.0])
+def test_a_selection_keeps_its_share(hits: float):
+    selections = Selections(3, 8, 510, hits, "cpu")
+    before = selections.chosen.clone()
+    for _ in range(20):
+        selections.change()
+        kept = (selections.chosen == before).sum(dim=1)
+        assert (kept == round(8 * hits)).all()
+        assert (selections.chosen.diff(dim=1) > 0).all(), "different entries, in order"
+        assert (selections.chosen >= 0).all()
+        assert (selections.chosen < 510).all()
+        before = selections.chosen.clone()
+
+
+@pytest.mark.parametrize("hits", [1.0, 0.5, 0.0])
+def test_the_share_that_is_asked_for_is_counted(hits: float):
+    schema = CacheSchema.build(TINY, max_context=2048, entries_apart=True)
+    csa = next(spec.layer for spec in TINY.layers if spec.has_indexer)
+    layers = resolving_layers(
+        schema, csa, batch=2, hits=hits, records=HOT, calls=1, device="cpu", arena_bytes=1 << 20
+    )
+    (layer,) = layers
+    for _ in range(8):
+        layer.selections.change()
+        resolve(layer.call)
+    layer.call.hot.counted.zero_()
+    for _ in range(5):
+        layer.selections.change()
+        resolve(layer.call)
+    named = 5 * 2 * TINY.index_topk
+    missed = named - round(hits * named)
+    assert layer.call.hot.counted.tolist() == [named - missed, missed, 5 * fetched_bytes(layers)]
+
+
+def test_a_step_has_the_same_bits_wherever_entries_are():
+    found = []
+    for hits in (None, 0.5):
+        torch.manual_seed(3)
+        step = HostStep(
+            TINY,
+            batch=3,
+            context=512,
+            device="cpu",
+            hits=hits,
+            hot_entries=HOT,
+            arena_bytes=1 << 20,
+        )
+        for nth, layer in enumerate(step.layers_of.values()):
+            torch.manual_seed(nth)
+            layer.selections.within.random_(0, layer.selections.stretch)
+            layer.selections.missed = TINY.index_topk // 2
+        outs = []
+        for nth in range(3):
+            torch.manual_seed(nth)
+            step.change()
+            step.run(PARTS)
+            outs.append(step.out.clone())
+        found.append(torch.stack(outs))
+    assert torch.equal(*(out.view(torch.int16) for out in found))
+    assert not torch.equal(found[0][0], found[0][1]), "selections change what is read"
