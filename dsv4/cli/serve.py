@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,7 +25,8 @@ def serve_command(
     model: Annotated[
         Text,
         typer.Argument(
-            metavar="[PATH_OR_REPO]", help="A transformers checkpoint of DeepSeek-V4.", hidden=True
+            metavar="[PATH_OR_REPO]",
+            help="A transformers checkpoint of DeepSeek-V4. [default: the demo model]",
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -32,6 +34,14 @@ def serve_command(
     memory: Annotated[
         Text, typer.Option(help="For the cache on the device, like 40GiB. [default: as needed]")
     ] = None,
+    host_memory: Annotated[
+        Text, typer.Option(help="Host memory for what does not fit on the device, like 64GiB.")
+    ] = None,
+    disk: Annotated[
+        Path | None,
+        typer.Option(help="A directory that keeps conversations when the server ends."),
+    ] = None,
+    disk_size: Annotated[str, typer.Option(help="Most bytes of it.")] = "64GiB",
     context: Annotated[
         Text, typer.Option(help="Most tokens of a request. [default: the model's]")
     ] = None,
@@ -73,9 +83,11 @@ def serve_command(
                 f"the server needs packages that are not here ({error}): install them with "
                 f"pip install 'dsv4[serve]'"
             ) from error
-        process.set_up_logs(as_json=json_logs)
         options = ServerOptions(
             memory_bytes=None if memory is None else parse_bytes(memory),
+            host_memory_bytes=None if host_memory is None else parse_bytes(host_memory),
+            disk=disk,
+            disk_bytes=parse_bytes(disk_size),
             api_key=api_key,
             allow_origins=tuple(allow_origin or ()),
             # a page of another site must not reach a server on loopback by a name of its own
@@ -97,14 +109,19 @@ def serve_command(
         def announce(url: str) -> None:
             _announce(url, state.model.name, key=api_key is not None)
 
+        process.set_up_logs(as_json=json_logs)  # last: errors before leave them alone
         with suppress(KeyboardInterrupt):
             process.run(state, listener, announce)
 
 
 def _model(path: str | None) -> ServedModel:
-    from dsv4.serve.demo import ServedDemo
+    if path is None:
+        from dsv4.serve.demo import ServedDemo
 
-    return ServedDemo()
+        return ServedDemo()
+    from dsv4.serve.checkpoint import Checkpoint
+
+    return Checkpoint(path)
 
 
 def _announce(url: str, name: str, *, key: bool) -> None:

@@ -26,6 +26,9 @@ from dsv4.serve.models import Room, ServedModel
 from dsv4.serve.options import ServerOptions
 from dsv4.serve.runner import Runner
 from dsv4.serve.state import ServerState
+from dsv4.tiers.disk import DiskTier
+from dsv4.tiers.host import HostTier
+from dsv4.tiers.tier import Tier
 
 LOGGER = logging.getLogger("dsv4.serve")
 CLOSE_S = 10.0
@@ -51,15 +54,27 @@ def make_state(model: ServedModel, options: ServerOptions) -> ServerState:
             f"max_context={longest}: {model.name} has {model.max_context} positions: ask for at "
             f"most that"
         )
+    tiers = _tiers(options)
     room = Room(
         max_requests=options.max_requests,
         max_context=longest,
         max_step_tokens=options.max_step_tokens,
         memory_bytes=options.memory_bytes,
         prefix=PrefixOptions(model_id=model.weights_id),
+        tiers=tiers,
     )
-    runner = Runner(model.open(room), most_waiting=options.max_waiting)
+    runner = Runner(model.open(room), most_waiting=options.max_waiting, tiers=tiers)
     return ServerState(model=model, runner=runner, options=options)
+
+
+def _tiers(options: ServerOptions) -> list[Tier]:
+    tiers = list[Tier]()
+    if options.host_memory_bytes is not None:
+        tiers.append(HostTier(options.host_memory_bytes))
+    if options.disk is not None:
+        options.disk.parent.mkdir(parents=True, exist_ok=True)
+        tiers.append(DiskTier(options.disk, options.disk_bytes))
+    return tiers
 
 
 def make_app(state: ServerState) -> Any:

@@ -41,6 +41,10 @@ class Guard:
         except TimeoutError:
             message = f"not finished within {limit:g} s, which is this server's limit"
             await exchange.fail(ApiError(504, message, code="timeout"))
+        except Exception:
+            if exchange.refused is None:
+                raise
+            await exchange.fail(exchange.refused)
         finally:
             exchange.log()
 
@@ -64,6 +68,7 @@ class _Exchange:
         self._scope, self._receive, self._send = scope, receive, send
         self._most_bytes, self._bytes = most_bytes, 0
         self._status: int | None = None
+        self.refused: ApiError | None = None  # what was wrong with the body
         self._begun_s = time.monotonic()
 
     async def receive(self) -> Message:
@@ -71,16 +76,21 @@ class _Exchange:
         message = await self._receive()
         self._bytes += len(message.get("body", b""))
         if self._bytes > self._most_bytes:
-            raise _too_large(self._most_bytes)
+            self.refused = _too_large(self._most_bytes)
+            raise self.refused
         return message
 
     async def send(self, message: Message) -> None:
+        """Raises the error of `receive`, so that what was made of it is not sent."""
+        if self.refused is not None:
+            raise self.refused
         if message["type"] == "http.response.start":
             self._status = message["status"]
         await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
         """Answers with an error. A response that has begun just ends: the connection is cut."""
+        self.refused = None
         if self._status is None:
             response = error.response(self._scope["path"])
             response.headers["Connection"] = "close"

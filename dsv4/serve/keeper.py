@@ -29,12 +29,13 @@ class Keeper:
     def __init__(self, engine: Scheduler) -> None:
         self._engine = engine
         self._kept: dict[tuple[str | None, str], Kept] = {}
+        self.clock = time.monotonic
 
     @property
     def next_s(self) -> float | None:
         """Seconds until the first may go; None if there is none."""
         ends = [kept.until_s for kept in self._kept.values()]
-        return max(0.0, min(ends) - time.monotonic()) if ends else None
+        return max(0.0, min(ends) - self.clock()) if ends else None
 
     def keep(self, job: Job) -> None:
         """Keeps what an ended job has in the cache, if its client asked for that. Raises
@@ -55,13 +56,13 @@ class Keeper:
             return
         pin = manager.pin(job.tokens, job.salt)
         self._engine.pins.append(pin)
-        self._kept[job.salt, name] = Kept(pin=pin, until_s=time.monotonic() + data.hints.keep_s)
+        self._kept[job.salt, name] = Kept(pin=pin, until_s=self.clock() + data.hints.keep_s)
 
     def expire(self) -> None:
         """Lets go what has been kept long enough, and forgets what had to give way."""
         if not self._kept:
             return
-        now = time.monotonic()
+        now = self.clock()
         for name, kept in tuple(self._kept.items()):
             if kept.until_s <= now or kept.pin not in self._engine.pins:
                 del self._kept[name]

@@ -26,6 +26,7 @@ from dsv4.serve.generation import Generation, Piece, Usage
 from dsv4.serve.keeper import Keeper
 from dsv4.serve.models import Opened
 from dsv4.serve.scheduler import Scheduler
+from dsv4.tiers.tier import Tier
 
 LOGGER = logging.getLogger("dsv4.serve")
 MOST_WAIT_S = 60  # that a client is asked to wait before it tries again
@@ -75,7 +76,7 @@ class Timing:
 class Runner:
     """`submit`, `cancel` and `call` may come from any thread."""
 
-    def __init__(self, opened: Opened, *, most_waiting: int) -> None:
+    def __init__(self, opened: Opened, *, most_waiting: int, tiers: Sequence[Tier] = ()) -> None:
         self.manager = opened.manager
         self.engine = Scheduler(
             model=opened.model,
@@ -83,6 +84,7 @@ class Runner:
             padding=opened.padding,
             drafts=0,
             choose=_choose,
+            tiers=tiers,
         )
         self.keeper = Keeper(self.engine)
         self.counters = Counters()
@@ -118,12 +120,21 @@ class Runner:
         self._is_draining = True
 
     def close(self, timeout_s: float) -> None:
-        """Ends all that runs, and the thread."""
+        """Ends all that runs, and the thread. What is cached is stored in tiers as far as it can
+        be within this time; then they are closed."""
         self.drain()
+        until = time.monotonic() + timeout_s
         with self._wake:
             self._is_closing = True
             self._wake.notify_all()
         self._thread.join(timeout_s)
+        tiers = self.engine.tiers
+        if tiers and not self.is_alive:
+            if not self.manager.tiers.drain(max(0.0, until - time.monotonic())):
+                LOGGER.warning("not everything that is cached was stored in time")
+            self.manager.tiers.close(1.0)
+            for tier in tiers:
+                tier.close(1.0)
 
     def check_fits(self, tokens: int, count: int = 1) -> None:
         """Raises ContextOverflow or NeverFits for a request that can never run, QueueFull if

@@ -20,6 +20,8 @@ from dsv4.cache.requests import Request
 from dsv4.engine import LOOK_AHEAD, Engine, Job, Share
 from dsv4.errors import OutOfBlocks
 from dsv4.serve.generation import Generation
+from dsv4.tiers.host import HostTier
+from dsv4.tiers.tier import Tier
 
 PASSES = 8
 
@@ -31,6 +33,7 @@ class Scheduler(Engine):
 
     served: dict[str, int] = field(default_factory=dict, init=False)
     pins: list[PinnedPrefix] = field(default_factory=list, init=False)
+    tiers: Sequence[Tier] = ()  # of the manager
     newest: int = field(default=0, init=False)  # number of the job that came last
 
     def arrive(self, job: Job) -> None:
@@ -79,12 +82,32 @@ class Scheduler(Engine):
         super(Scheduler, self).admit()
         admitted = [job for job, _ in self.running if job not in before]
         for job in admitted:
+            self._note_sources(job)
             for each in self.jobs:
                 if each.request is None and each.data.number < job.data.number:
                     each.data.passed += 1
         waiting = None if self.flight is not None else self._next_waiting()
         if waiting is not None and not admitted:
             self.displace(waiting)
+
+    def _note_sources(self, job: Job) -> None:
+        """Which of a prompt's cached tokens tiers had. A state counts where its last block came
+        from."""
+        fetch, data = job.fetch, job.data
+        if fetch is None or len(job.tokens) > job.prompt_tokens:
+            return
+        size = self.manager.schema.block_tokens
+        left = job.tokens_skipped - fetch.cached_blocks * size
+        hosts = [tier.name for tier in self.tiers if isinstance(tier, HostTier)]
+        for nth, name in enumerate(fetch.sources):
+            tokens = min(left, size) if nth + 1 < len(fetch.sources) else left
+            if tokens <= 0:
+                return
+            if name in hosts:
+                data.host_tokens += tokens
+            else:
+                data.storage_tokens += tokens
+            left -= tokens
 
     def displace(self, waiting: Job) -> None:
         """One running job of lower priority gives its memory back."""

@@ -60,8 +60,8 @@ class Fetch(Polled):
         super().__init__(advance=poll, end=cancel)
         self.trail, self.tokens = trail, tokens  # of the prompt that may be reused
         self.with_state = with_state
-        self.cached_blocks = 0  # of them, on the device when it began
-        self.fetched_blocks = 0  # after those: arrived, and are indexed
+        self.cached_blocks = self.fetched_blocks = 0  # at the start; then arrived and indexed
+        self.sources: list[str] = []  # of each of these, the name of the tier that had it
         self.cancelled = self.is_over = False
         # ---- for its owner: where it is, and what has been taken for it
         self.steps: Iterator[None] = iter(())
@@ -121,8 +121,7 @@ class Fetches:
         """All of a fetch. It may stop at any yield: what it has taken is recorded in the fetch, and
         `_end` gives that back."""
         trail, labels, prefix = fetch.trail, self._labels, self._prefix
-        blocks = fetch.tokens // self._block_tokens
-        trail.hash_blocks(blocks)
+        trail.hash_blocks(blocks := fetch.tokens // self._block_tokens)
         cached = fetch.cached_blocks = len(prefix.index.match(trail, blocks))
         if cached:
             fetch.pin = prefix.pins.pin(trail, lasting=False)
@@ -130,6 +129,7 @@ class Fetches:
         items = self._take_blocks(fetch, (yield from self._look(fetch, wanted)))
         yield from fetch.loading.bring(items)
         here = len(list(takewhile(lambda item: item.stage is Stage.HERE, items)))
+        fetch.sources = [item.source.name for item in items[:here] if item.source is not None]
         wanted = [*self._states(fetch, cached + here), *self._snapshots(fetch, cached + here)]
         snapshot = None
         for item in (yield from self._look(fetch, wanted)):

@@ -34,13 +34,14 @@ class Stage(Enum):
 @dataclass(slots=True, eq=False)
 class Incoming:
     """One record on its way. `target` is a row on the device; a state has none, because it is
-    needed on the host. `sources` have yet to be tried."""
+    needed on the host. `sources` have yet to be tried; `source` is the last that was."""
 
     label: Label
     sources: list[Source]
     target: Rows | None = None
     stage: Stage = Stage.WAITING
     row: HostRow | None = None
+    source: Source | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +137,7 @@ class Loading:
                 if not (item.sources and waits):
                     item.stage = Stage.LOST
                 break
-            item.stage = Stage.LOADING
+            item.stage, item.source = Stage.LOADING, source
             begun.setdefault(source, []).append(item)
         for source, some in begun.items():
             if source is self._host:

@@ -1,0 +1,206 @@
+"""A checkpoint of DeepSeek-V4 in transformers' form, accelerated, as a served model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.errors import Dsv4Error, InvalidInput, PoolTooSmall
+from dsv4.integrations.transformers.accelerate import accelerate
+from dsv4.integrations.transformers.engine import _Model
+from dsv4.integrations.transformers.forward import FastForward
+from dsv4.integrations.transformers.model import cache_schema
+from dsv4.serve.models import Message, Opened, Room
+from dsv4.units import format_bytes
+
+
+class CheckpointTokenizer:
+    """A byte-level tokenizer of transformers, as DeepSeek's are. Raises InvalidInput for another
+    kind, whose tokens are not bytes."""
+
+    def __init__(self, tokenizer: Any, end_tokens: frozenset[int]) -> None:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        decoder = {} if backend is None else json.loads(backend.to_str()).get("decoder") or {}
+        if "ByteLevel" not in json.dumps(decoder):
+            raise InvalidInput(
+                f"the tokenizer is {type(tokenizer).__name__} with decoder "
+                f"{decoder.get('type')!r}: the server needs a byte-level one, as DeepSeek-V4 has"
+            )
+        self._tokenizer, self.end_tokens = tokenizer, end_tokens
+        self.vocabulary = len(tokenizer)
+        byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+        added = tokenizer.added_tokens_decoder
+        self._bytes: list[bytes] = []
+        for token, word in enumerate(tokenizer.convert_ids_to_tokens(range(self.vocabulary))):
+            if token in added:
+                self._bytes.append(b"" if added[token].special else added[token].content.encode())
+            else:
+                self._bytes.append(bytes(byte_of[letter] for letter in word or ""))
+
+    def encode(self, text: str) -> list[int]:
+        found: list[int] = self._tokenizer.encode(
+            text, add_special_tokens=False, split_special_tokens=True
+        )
+        return found
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._bytes[token] if token < len(self._bytes) else b""
+
+
+class _Padded:
+    """The model's words can be more than the tokenizer's: those are never chosen."""
+
+    def __init__(self, inner: Any, words: int) -> None:
+        self._inner, self.vocabulary = inner, words
+
+    def forward(self, plan: Any, ids: Tensor, rows: Tensor) -> Tensor:
+        logits: Tensor = self._inner.forward(plan, ids, rows)
+        return logits[:, : self.vocabulary]
+
+    def draft(self, plan: Any, newest: Tensor, count: int) -> Tensor:
+        raise AssertionError("the server asks for no drafts")
+
+
+class Checkpoint:
+    """Loads a model and its tokenizer from a directory or a repository. Raises InvalidInput,
+    ConfigError."""
+
+    def __init__(self, path: str) -> None:
+        config, tokenizer = _load_small(path)
+        self._model = _load_model(path)
+        self.name = Path(path).name if Path(path).is_dir() else path
+        self.max_context = int(config.max_position_embeddings)
+        self._template = tokenizer
+        self.tokenizer = CheckpointTokenizer(tokenizer, _end_tokens(self._model, tokenizer))
+        self.weights_id = _weights_id(path, self._model)
+
+    def chat_tokens(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """By the tokenizer's chat template, which may read special tokens from a message. Raises
+        InvalidInput."""
+        from jinja2.exceptions import TemplateError
+
+        if self._template.chat_template is None:
+            raise InvalidInput(
+                f"{self.name} has no chat template: use /v1/completions, or add one to its "
+                f"tokenizer"
+            )
+        try:
+            found = self._template.apply_chat_template(
+                [*messages],
+                tools=[*tools] or None,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                **(options or {}),
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise InvalidInput(f"the chat template cannot render this chat: {error}") from error
+        return [*found]
+
+    def open(self, room: Room) -> Opened:
+        """All requests fit at once. Raises PoolTooSmall if that is more than the memory given."""
+        model, needed = self._model, None
+        schema = cache_schema(model, max_context=room.max_context, records="fp8_ds")
+        blocks = room.max_requests * (schema.blocks_for(room.max_context) + 1)
+        needed = blocks * schema.block_bytes + room.max_requests * schema.slot_bytes
+        if room.memory_bytes is not None and needed > room.memory_bytes:
+            raise PoolTooSmall(
+                f"{room.max_requests} requests of {room.max_context:,} tokens need "
+                f"{format_bytes(needed)} of cache and {format_bytes(room.memory_bytes)} are given: "
+                f"give more, or ask for fewer requests or less context",
+                minimum_bytes=needed,
+            )
+        accelerate(
+            model,
+            max_batch=room.max_requests,
+            max_context=room.max_context,
+            max_step_tokens=room.max_step_tokens,
+            prefix=room.prefix,
+            tiers=room.tiers,
+        )
+        forward: FastForward = vars(model.model)["forward"]
+
+        @contextmanager
+        def stepping() -> Iterator[None]:
+            with torch.no_grad(), forward.computing():
+                yield
+
+        manager: Any = forward.step.manager
+        words = min(self.tokenizer.vocabulary, model.config.vocab_size)
+        return Opened(
+            model=_Padded(_Model(model, forward), words),
+            manager=manager,
+            padding=forward.padding,
+            stepping=stepping,
+        )
+
+
+def _load_small(path: str) -> tuple[Any, Any]:
+    """Config and tokenizer, before anything large is read."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+        if config.model_type != "deepseek_v4":
+            raise InvalidInput(
+                f"{path} is a {config.model_type!r}: the server runs checkpoints of DeepSeek-V4 "
+                f"(model_type 'deepseek_v4')"
+            )
+        return config, AutoTokenizer.from_pretrained(path)
+    except Dsv4Error:
+        raise
+    except Exception as error:  # whatever the loaders raise
+        raise InvalidInput(
+            f"{path} cannot be loaded as a checkpoint with a tokenizer: {error}"
+        ) from error
+
+
+def _load_model(path: str) -> Any:
+    from transformers import DeepseekV4ForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loader: Any = DeepseekV4ForCausalLM
+    try:
+        model = loader.from_pretrained(path, dtype="auto")
+    except Exception as error:  # whatever the loaders raise
+        raise InvalidInput(f"the weights of {path} cannot be loaded: {error}") from error
+    return model.to(device).eval()
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Of the generation config, or the tokenizer's."""
+    found = model.generation_config.eos_token_id
+    if found is None:
+        found = tokenizer.eos_token_id
+    if found is None:
+        raise InvalidInput("neither the model nor its tokenizer says which token ends an answer")
+    return frozenset(found if isinstance(found, list) else [found])
+
+
+def _weights_id(path: str, model: Any) -> str:
+    """Of a directory: names, sizes and times of its weight files; else the repository's commit."""
+    named = hashlib.blake2b(digest_size=16)
+    place = Path(path)
+    if place.is_dir():
+        for file in sorted(place.glob("*.safetensors")):
+            found = os.stat(file)
+            named.update(f"{file.name} {found.st_size} {found.st_mtime_ns}\n".encode())
+        named.update((place / "config.json").read_bytes())
+        return named.hexdigest()
+    return f"{path}@{getattr(model.config, '_commit_hash', None)}"

@@ -1,0 +1,124 @@
+"""A checkpoint of transformers, saved by itself: served texts are those of its own generate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from dsv4 import InvalidInput, PoolTooSmall
+from dsv4.serve.app import make_state
+from dsv4.serve.checkpoint import Checkpoint
+from dsv4.serve.options import ServerOptions
+from tests.integrations.tiny_v4 import draw_weights, tiny_config
+from tests.serve.serving import running
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}<|assistant|>"
+)
+ROLES = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes, and one merge."""
+    words = [*bytes_to_unicode().values()]
+    vocabulary = {word: nth for nth, word in enumerate([*words, "he"])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("h", "e")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    found = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    found.add_special_tokens({"additional_special_tokens": ROLES})
+    found.chat_template = TEMPLATE
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    from transformers import DeepseekV4ForCausalLM
+
+    place, words = tmp_path_factory.mktemp("tiny-v4"), tokenizer()
+    config = tiny_config(vocab_size=264, eos_token_id=words.eos_token_id)
+    model = draw_weights(DeepseekV4ForCausalLM(config), 0)
+    model.save_pretrained(place)
+    words.save_pretrained(place)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield place
+    torch.set_num_threads(threads)
+
+
+def test_a_checkpoint_is_served_as_its_own_generate_runs_it(checkpoint: Path) -> None:
+    from transformers import AutoTokenizer, DeepseekV4ForCausalLM
+
+    from dsv4.integrations.transformers import accelerate
+
+    model = DeepseekV4ForCausalLM.from_pretrained(checkpoint).eval()
+    words = AutoTokenizer.from_pretrained(checkpoint)
+    accelerate(model, max_batch=1, max_context=512)
+    asked = [{"role": "user", "content": "hello, where are the blocks?"}]
+    ids = words.apply_chat_template(
+        asked, add_generation_prompt=True, return_tensors="pt", return_dict=False
+    )
+    whole = model.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :].tolist()
+    served = Checkpoint(str(checkpoint))
+    raw = b"".join(map(served.tokenizer.token_bytes, whole)).decode(errors="replace")
+    with running(served, max_requests=2, max_context=512, max_step_tokens=128) as server:
+        client = server.openai()
+        found = client.chat.completions.create(
+            model=checkpoint.name, messages=asked, temperature=0, max_tokens=16
+        )
+        assert found.choices[0].message.content == raw
+        assert found.usage.prompt_tokens == ids.shape[1]
+        tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+        with_tool = client.chat.completions.create(
+            model=checkpoint.name, messages=asked, tools=[tool], max_tokens=1
+        )
+        assert with_tool.usage.prompt_tokens == ids.shape[1] + len("[look]")
+        server.engine.manager.check_invariants()
+
+
+def test_tokens_are_bytes_and_text_gives_no_special_token(checkpoint: Path) -> None:
+    words = Checkpoint(str(checkpoint)).tokenizer
+    for text in ("hehe", "Größe 🙂", "<|user|>", ""):
+        ids = words.encode(text)
+        assert b"".join(map(words.token_bytes, ids)).decode() == text
+        assert not {*ids} & {*range(257, words.vocabulary)}
+    assert words.end_tokens == {tokenizer().eos_token_id}
+    assert words.token_bytes(tokenizer().eos_token_id) == b""
+
+
+def changed(checkpoint: Path, place: Path, **changes: Any) -> str:
+    """A copy, with another config."""
+    for file in checkpoint.iterdir():
+        (place / file.name).write_bytes(file.read_bytes())
+    if changes:
+        (place / "config.json").write_text(json.dumps(changes))
+    return str(place)
+
+
+def test_what_cannot_be_served_says_why(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="'gpt2'"):
+        Checkpoint(changed(checkpoint, tmp_path, model_type="gpt2"))
+    with pytest.raises(InvalidInput, match="cannot be loaded"):
+        Checkpoint(str(tmp_path / "nowhere" / "at" / "all"))
+    place = changed(checkpoint, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(InvalidInput, match="weights of"):
+        Checkpoint(place)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(InvalidInput, match="tokenizer"):
+        Checkpoint(place)
+    with pytest.raises(PoolTooSmall, match="give more"):
+        make_state(Checkpoint(str(checkpoint)), ServerOptions(memory_bytes=1 << 16, max_requests=2))
+    bare = Checkpoint(str(checkpoint))
+    bare._template.chat_template = None
+    with pytest.raises(InvalidInput, match="no chat template"):
+        bare.chat_tokens([{"role": "user", "content": "x"}])

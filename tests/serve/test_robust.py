@@ -1,0 +1,270 @@
+"""Clients that misbehave, and what nobody may see. 4xx with a typed body, and the server lives."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from dsv4.serve.models import StandIn
+from tests.serve.serving import WAIT_S, Running, greedy_text, running
+
+ASK = {"model": "stand-in", "prompt": "robust", "max_tokens": 3, "temperature": 0}
+JSON = {"content-type": "application/json"}
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
+
+
+def lives(server: Running) -> None:
+    expected = greedy_text(StandIn().tokenizer.encode("robust"), 3)
+    with server.http() as client:
+        found = client.post("/v1/completions", json=ASK)
+    assert found.json()["choices"][0]["text"] == expected
+    server.wait_until(server.is_idle)
+    server.engine.manager.check_invariants()
+
+
+def raw(server: Running, data: bytes) -> bytes:
+    """Sends bytes, and reads what comes until the server closes."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        found = b""
+        while part := connection.recv(65536):
+            found += part
+    return found
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe{}",
+        b'{"model": "\xc3\x28"}',
+        b"[" * 100_000,
+        b'{"model": "stand-in", "prompt": ' + b'{"a":' * 5_000,
+        b'{"model": "stand-in", "max_tokens": 1' + b"0" * 5_000 + b"}",
+        b'{"model": "stand-in", "max_tokens": 1, "messages": [{"role": "\\ud800"}]}',
+    ],
+)
+def test_bad_bodies(server: Running, path: str, body: bytes) -> None:
+    with server.http() as client:
+        found = client.post(path, content=body, headers=JSON)
+    assert 400 <= found.status_code < 500
+    assert found.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_must_say_that_it_is_json(server: Running) -> None:
+    """Else a page of another site could send one without asking."""
+    with server.http() as client:
+        for kind in ({}, {"content-type": "text/plain"}):
+            found = client.post("/v1/completions", content=json.dumps(ASK), headers=kind)
+            assert found.status_code == 400
+
+
+def test_floods_of_headers_and_broken_requests(server: Running) -> None:
+    line = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    for data in (
+        line + b"".join(b"x-%d: y\r\n" % n for n in range(20_000)) + b"\r\n",
+        line + b"x: " + b"y" * 200_000 + b"\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"\x00" * 1000,
+        line + b"Content-Length: nonsense\r\n\r\n",
+        line + b"Content-Length: 10\r\n\r\nshort",
+    ):
+        try:
+            answer = raw(server, data)
+        except ConnectionError:
+            continue  # cut off while it was still sending
+        assert not answer or b" 4" in answer.split(b"\r\n")[0]
+    lives(server)
+
+
+def random_body(draw: random.Random) -> Any:
+    """Something like a request, with random parts in place of its own."""
+    odd: list[Any] = [None, True, -1, 0, 1e308, "", "x", [], {}, [[]], {"a": 1}, "\ud83d", 2**70]
+    body: dict[str, Any] = {
+        "model": "stand-in",
+        "prompt": "r",
+        "messages": [{"role": "user", "content": "r"}],
+        "max_tokens": 1,
+    }
+    names = ["temperature", "stop", "n", "logprobs", "stream", "tools", "response_format", "seed"]
+    names += ["logit_bias", "cache_salt", "session_id", "priority", "nvext", "system", *body]
+    for _ in range(draw.randrange(1, 4)):
+        body[draw.choice(names)] = draw.choice(odd)
+    return body
+
+
+@pytest.mark.parametrize(
+    "count", [200, pytest.param(10_000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])]
+)
+def test_random_bad_requests(server: Running, count: int) -> None:
+    draw = random.Random(count)
+    with server.http(headers=JSON) as client:
+        for _ in range(count):
+            body = random_body(draw)
+            found = client.post(draw.choice(PATHS), content=json.dumps(body))
+            assert found.status_code < 500, (body, found.text)
+            if found.status_code >= 400:
+                assert found.json()["error"]["message"]
+    lives(server)
+
+
+def test_limits_of_bytes_and_the_key() -> None:
+    with running(max_body_bytes=2000, api_key="right") as server:
+        good = {"authorization": "Bearer right", **JSON}
+        with server.http() as client:
+            assert client.get("/health").status_code == 200
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "right"}):
+                found = client.post("/v1/completions", json=ASK, headers=headers)
+                assert found.status_code == 401
+                assert "right" not in found.text
+                assert client.get("/cache/state", headers=headers).status_code == 401
+            assert client.post("/v1/completions", json=ASK, headers=good).status_code == 200
+            key = {"x-api-key": "right"}
+            assert client.post("/v1/completions", json=ASK, headers=key).status_code == 200
+            huge = json.dumps({**ASK, "prompt": "x" * 3000})
+            found = client.post("/v1/completions", content=huge, headers=good)
+            assert found.status_code == 413
+
+            def slices() -> Any:
+                for at in range(0, len(huge), 100):
+                    yield huge[at : at + 100].encode()
+
+            found = client.post("/v1/completions", content=slices(), headers=good)
+            assert found.status_code == 413
+            assert found.json()["error"]["code"] == "body_too_large"
+
+
+def test_a_reader_that_stops_reading_holds_nothing_up() -> None:
+    """Its request ends by itself, and its stream with the time limit."""
+    with running(request_timeout_s=5.0) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        body = json.dumps({**ASK, "max_tokens": 300, "stream": True, "logprobs": 20}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        head += b"Content-Type: application/json\r\n"
+        with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+            connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            assert connection.recv(20)
+            lives(server)
+
+
+def test_prompts_and_keys_are_never_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "dsv4")
+    caplog.set_level(logging.DEBUG, "uvicorn")
+    secret = "zanzibar"
+    with running(api_key=f"{secret}-key") as server:
+        forward = server.engine.model.forward
+
+        def fails(*_: Any) -> Any:
+            raise RuntimeError("the device")
+
+        headers = {"x-api-key": f"{secret}-key", "x-tenant-id": secret}
+        with server.http(headers=headers) as client:
+            for change in ({}, {"max_tokens": 9999}, {"stop": 7}, {secret: 1}):
+                client.post("/v1/completions", json={**ASK, "prompt": secret, **change})
+            server.engine.model.forward = fails
+            found = client.post(
+                "/v1/completions", json={**ASK, "prompt": secret, "cache_salt": secret}
+            )
+            assert found.status_code == 500
+            server.engine.model.forward = forward
+    assert "POST /v1/completions 200" in caplog.text
+    assert "the device" in caplog.text
+    ours = [record for record in caplog.records if record.name.startswith(("dsv4", "uvicorn"))]
+    text = "\n".join(logging.Formatter().format(record) for record in ours)
+    assert secret not in text
+
+
+def test_a_name_of_another_site_does_not_reach_loopback() -> None:
+    with running(allowed_hosts=("127.0.0.1",)) as server, server.http() as client:
+        assert client.get("/health").status_code == 200
+        assert client.get("/health", headers={"host": "evil.example"}).status_code == 400
+        preflight = {"origin": "http://evil.example", "access-control-request-method": "POST"}
+        found = client.options("/v1/completions", headers=preflight)
+        assert "access-control-allow-origin" not in found.headers
+
+
+def test_fifty_streams_with_disconnects(server: Running) -> None:
+    """Every second client goes in the middle; the others are given what the model says alone."""
+    words = ["a", "bb", "ccc", "dddd", "eeeee"]
+    expected = {word: greedy_text(StandIn().tokenizer.encode(word), 8) for word in words}
+
+    def one(nth: int) -> str | None:
+        word = words[nth % len(words)]
+        client = server.openai()
+        stream = client.completions.create(
+            model="stand-in", prompt=word, max_tokens=8, temperature=0, stream=True
+        )
+        text = ""
+        for count, chunk in enumerate(stream):
+            text += chunk.choices[0].text
+            if nth % 2 and count > 1:
+                stream.close()
+                client.close()
+                return None
+        client.close()
+        return text
+
+    with ThreadPoolExecutor(50) as threads:
+        found = [*threads.map(one, range(50))]
+    for nth, text in enumerate(found):
+        assert text is None if nth % 2 else text == expected[words[nth % len(words)]]
+    lives(server)
+    stats = server.engine.manager.stats()
+    assert stats.blocks_live == 0
+    assert stats.slots_free == stats.slots_total
+
+
+def test_the_description_of_the_api_holds() -> None:
+    """schemathesis makes requests from it, good ones and bad ones."""
+    from hypothesis import HealthCheck, Phase, settings
+    from schemathesis import openapi
+
+    with running() as server:
+        schema = openapi.from_url(f"{server.url}/openapi.json")
+        tried = []
+        for result in schema.get_all_operations():
+            operation = result.ok()
+            if operation.path in ("/cache/events", "/v1/completions"):
+                continue
+            tried.append(operation.path)
+            strategy = operation.as_strategy()
+
+            @settings(
+                max_examples=8,
+                deadline=None,
+                database=None,
+                derandomize=True,
+                phases=[Phase.generate],
+                suppress_health_check=[*HealthCheck],
+            )
+            def check(case: Any) -> None:
+                response = case.call(timeout=WAIT_S)
+                assert response.status_code < 500, response.text
+
+            from hypothesis import given
+
+            given(case=strategy)(check)()
+        assert {"/v1/chat/completions", "/v1/messages", "/v1/models", "/health"} <= {*tried}
+        lives(server)
+
+
+def test_an_unknown_path_is_a_typed_404(server: Running) -> None:
+    with server.http() as client:
+        for path in ("/nothing", "/v1/nothing", "/v1/messages/batches"):
+            found = client.get(path)
+            assert found.status_code in (404, 405)
+            assert found.json()["error"]["message"]
+        assert client.get("/v1/completions").status_code == 405
