@@ -53,6 +53,7 @@ class Warmup:
         inverse_rope: bool,
         round_bf16: bool,
         window_cut: bool = False,
+        make_handle: Callable[..., LayerCacheHandle] = LayerCacheHandle,
     ) -> None:
         self._memory, self._schema = memory, memory.schema
         self._backend = backend
@@ -61,7 +62,7 @@ class Warmup:
         self._kv_norm, self._inverse_rope = kv_norm, inverse_rope
         self._round_bf16, self._window_cut = round_bf16, window_cut
         self._handles = [
-            LayerCacheHandle(LayerMemory.of(memory, layer), backend, workspace)
+            make_handle(LayerMemory.of(memory, layer), backend, workspace)
             for layer in range(len(memory.schema.layers))
         ]
         rows = self._buffers.max_tokens
@@ -111,6 +112,19 @@ class Warmup:
                 for bound in all_position_bounds(self._schema):
                     self._select(layer, self._batch(tokens, tokens, bound=bound))
         self._draft()
+        self._stage()
+
+    def _stage(self) -> None:
+        """What a chunk brings up from host memory, for any number of requests."""
+        lane = self._memory.lanes[0].entries
+        if lane is None:
+            return
+        for handle in self._handles:
+            entries = handle.memory.entries
+            if entries is not None and entries.page.apart:
+                for requests in _around_powers(self._buffers.max_requests):
+                    batch = self._buffers.on_device["batch"][:requests]
+                    self._backend.stage(lane.staging_of(batch, entries.source))
 
     def _step(self, layer: int, *, tokens: int, most_tokens: int) -> None:
         batch = self._batch(tokens, most_tokens)

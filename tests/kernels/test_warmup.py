@@ -40,7 +40,10 @@ def new_manager(model: str, **options: Any) -> KVCacheManager:
     """With layers of every sort; the tiny model has few anyway."""
     spec = ModelSpec.preset(model)
     few = replace(spec, layers=spec.layers[:6]) if "tiny" not in model else spec
-    schema = CacheSchema.build(few, max_context=MODELS[model], max_draft_tokens=3)
+    apart = "host_memory" in options
+    schema = CacheSchema.build(
+        few, max_context=MODELS[model], max_draft_tokens=3, entries_apart=apart
+    )
     return KVCacheManager(
         schema, num_blocks=40, max_requests=REQUESTS, max_step_tokens=1000, **options
     )
@@ -159,10 +162,11 @@ def random_steps(manager: KVCacheManager, run: Callable[[ForwardPlan], None], se
         ("v4-flash", 64, {}),
         ("v4-flash", 64, {"batch_invariant": True}),
         ("v4-pro", 16, {}),
+        ("tiny", 4, {"host_memory": "10MB"}),
     ],
 )
 def test_no_step_compiles_anything_after_warmup(
-    model: str, heads: int, options: dict[str, bool]
+    model: str, heads: int, options: dict[str, Any]
 ) -> None:
     with no_gpu(hopper="tiny" not in model) as gpu:
         manager = new_manager(model, **options)
@@ -179,6 +183,7 @@ def test_no_step_compiles_anything_after_warmup(
     assert len(gpu.started) > 500
     names = {each.kernel for each in gpu.started}
     assert ({"_weigh_kernel", "_add_kernel"} <= names) == ("batch_invariant" in options)
+    assert ({"_resolve_kernel", "_fetch_kernel"} <= names) == ("host_memory" in options)
 
 
 def test_without_warmup_steps_do_compile() -> None:
