@@ -77,14 +77,14 @@ def test_floods_of_headers_and_broken_requests(server: Running) -> None:
     for data in (
         line + b"".join(b"x-%d: y\r\n" % n for n in range(20_000)) + b"\r\n",
         line + b"x: " + b"y" * 200_000 + b"\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /none HTTP/9.9\r\n\r\n",
         b"\x00" * 1000,
         line + b"Content-Length: nonsense\r\n\r\n",
         line + b"Content-Length: 10\r\n\r\nshort",
     ):
         try:
             answer = raw(server, data)
-        except ConnectionError:
+        except OSError:
             continue  # cut off while it was still sending
         assert not answer or b" 4" in answer.split(b"\r\n")[0]
     lives(server)
