@@ -149,8 +149,6 @@ class KVCacheManager(Uncopied):
         )
         self.table.supply.reclaimer = self.prefix.blocks
         self.guard = Guard()
-        self.tiers = self._make_tiers(settings.tiers)
-        self.handoff = self._make_handoff(settings.handoff)
         self._residency: Residency | None = None
         make_admission: Callable[..., Admission] = Admission
         make_steps: Callable[..., Steps] = Steps
@@ -160,11 +158,18 @@ class KVCacheManager(Uncopied):
 
             assert pool is not None
             self._residency = parts.Residency(
-                self.table, self.memory, places, pool, open_plans=lambda: self.open_plans
+                self.table,
+                self.memory,
+                places,
+                pool,
+                open_plans=lambda: self.open_plans,
+                before_reuse=self.prefix.notices.before_reuse if self.prefix else None,
             )
             make_admission = partial(parts.ResidentAdmission, residency=self._residency)
             make_steps = partial(parts.ResidentSteps, residency=self._residency)
             make_handle = parts.ResidentHandle
+        self.tiers = self._make_tiers(settings.tiers)
+        self.handoff = self._make_handoff(settings.handoff)
         self._admission = make_admission(self.table, self.memory, self.prefix, self.guard)
         self._steps = make_steps(
             self.table,
