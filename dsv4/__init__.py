@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dsv4.cache.handoff.arrival import Arrival
     from dsv4.cache.handoff.options import HandoffOptions
     from dsv4.cache.manager import KVCacheManager
+    from dsv4.cache.prefix.hints import Hints
     from dsv4.cache.prefix.index import BlockEvent
     from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
     from dsv4.cache.prefix.pins import PinnedPrefix
@@ -74,6 +75,7 @@ __all__ = [
     "EventPublisher",
     "ForwardPlan",
     "HandoffOptions",
+    "Hints",
     "HostTier",
     "InvalidInput",
     "KVCacheManager",
@@ -127,6 +129,7 @@ _HOMES = {
     "dsv4.cache.handoff.options": ("HandoffOptions",),
     "dsv4.cache.manager": ("KVCacheManager",),
     "dsv4.cache.prefix.index": ("BlockEvent",),
+    "dsv4.cache.prefix.hints": ("Hints",),
     "dsv4.cache.prefix.options": ("PrefixOptions", "SnapshotPolicy", "full", "periodic", "zero"),
     "dsv4.cache.prefix.pins": ("PinnedPrefix",),
     "dsv4.cache.prefix.prompt": ("Prompt",),

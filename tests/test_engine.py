@@ -35,13 +35,20 @@ def text(tokens: int, seed: int) -> list[int]:
 
 
 def made(
-    *, ahead: int = 0, drafts: int = 0, blocks: int = 16, tiers: Sequence[Any] = (), **options: Any
+    *,
+    ahead: int = 0,
+    drafts: int = 0,
+    blocks: int = 16,
+    tiers: Sequence[Any] = (),
+    host_memory: str | None = None,
+    **options: Any,
 ) -> Engine:
     schema = dsv4.CacheSchema.build(
         dsv4.ModelSpec.preset("tiny"),
         max_context=1024,
         max_draft_tokens=drafts,
         steps_ahead=ahead,
+        entries_apart=host_memory is not None,
     )
     cache = dsv4.KVCacheManager(
         schema,
@@ -51,6 +58,7 @@ def made(
         max_open_plans=1 + ahead,
         prefix=dsv4.PrefixOptions(snapshots=8, model_id="testing"),
         tiers=tiers,
+        host_memory=host_memory,
     )
     return Engine(model=EngineModel(cache), manager=cache, **options)
 
@@ -94,6 +102,24 @@ def test_every_job_is_given_what_it_is_given_alone(
     assert engine.manager.requests == ()
     assert unwanted.generated == expected(text(100, 5), len(unwanted.generated))
     engine.manager.check_invariants()
+
+
+@pytest.mark.parametrize(("ahead", "drafts"), [(0, 0), (1, 2)])
+def test_entries_may_be_in_host_memory(ahead: int, drafts: int) -> None:
+    """Every job is given what it is given with everything on the device."""
+    shared = text(300, 1)
+    prompts = [[*shared, *text(n, n)] for n in (200, 330, 90)] + [text(700, 4)]
+    given = []
+    for host_memory in (None, "16MB"):
+        engine = made(ahead=ahead, drafts=drafts, blocks=32, host_memory=host_memory)
+        jobs = [engine.submit(ids, NEW_TOKENS) for ids in prompts]
+        engine.run()
+        given.append([job.generated for job in jobs])
+        engine.manager.check_invariants()
+    assert given[0] == given[1]
+    stats = engine.manager.stats().residency
+    assert stats is not None
+    assert stats.blocks_left > 3
 
 
 def test_a_decode_waits_for_no_more_than_a_step_s_tokens() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import TYPE_CHECKING, ClassVar, NoReturn, Unpack
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
 from dsv4.cache.options import ManagerOptions, Settings
 from dsv4.cache.prefix.cache import PrefixCache
+from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.index import BlockEvent
 from dsv4.cache.prefix.none import NoPrefix
 from dsv4.cache.prefix.pins import PinnedPrefix
@@ -148,8 +149,6 @@ class KVCacheManager(Uncopied):
         )
         self.table.supply.reclaimer = self.prefix.blocks
         self.guard = Guard()
-        self.tiers = self._make_tiers(settings.tiers)
-        self.handoff = self._make_handoff(settings.handoff)
         self._residency: Residency | None = None
         make_admission: Callable[..., Admission] = Admission
         make_steps: Callable[..., Steps] = Steps
@@ -159,11 +158,18 @@ class KVCacheManager(Uncopied):
 
             assert pool is not None
             self._residency = parts.Residency(
-                self.table, self.memory, places, pool, open_plans=lambda: self.open_plans
+                self.table,
+                self.memory,
+                places,
+                pool,
+                open_plans=lambda: self.open_plans,
+                before_reuse=self.prefix.notices.before_reuse if self.prefix else None,
             )
             make_admission = partial(parts.ResidentAdmission, residency=self._residency)
             make_steps = partial(parts.ResidentSteps, residency=self._residency)
             make_handle = parts.ResidentHandle
+        self.tiers = self._make_tiers(settings.tiers)
+        self.handoff = self._make_handoff(settings.handoff)
         self._admission = make_admission(self.table, self.memory, self.prefix, self.guard)
         self._steps = make_steps(
             self.table,
@@ -328,12 +334,17 @@ class KVCacheManager(Uncopied):
 
     # ---- requests ------------------------------------------------------------------------------
 
-    def prompt(self, ids: TokenIds, salt: str | None = None) -> Prompt:
+    def prompt(
+        self, ids: TokenIds, salt: str | None = None, *, hints: Hints | None = None
+    ) -> Prompt:
         """Reads and hashes a prompt once, for questions about it while it waits, and for its
-        admission. Takes no memory of the cache. Raises InvalidInput, ContextOverflow."""
+        admission. `hints` are those of each request that is admitted with it, through tiers too.
+        Takes no memory of the cache. Raises InvalidInput, ContextOverflow."""
+        if hints is not None:
+            require_type("hints", hints, Hints)
         read = token_ids(ids)
         step_checks.context(self.schema, len(read))
-        return self.prefix.prompt(read, salt)
+        return self.prefix.prompt(read, salt, hints)
 
     def look_up(self, prompt: Prompt) -> Resume:
         """What `admit_request` would find cached of a prompt now, and where it would continue.
@@ -376,28 +387,34 @@ class KVCacheManager(Uncopied):
 
     @changes
     def admit_request(
-        self, prompt: int | TokenIds | Prompt = 0, salt: str | None = None, *, reuse: bool = True
+        self,
+        prompt: int | TokenIds | Prompt = 0,
+        salt: str | None = None,
+        *,
+        reuse: bool = True,
+        hints: Hints | None = None,
     ) -> Request:
         """A slot, and blocks for a prompt, all or nothing. A prompt is its token ids, a `Prompt`
         made of them, or a count.
 
         With ids and a prefix cache, what is cached of the prompt is reused and `request.resume`
         says what is left to run, at least its last token. Prompts with different `salt` share
-        nothing. Without `reuse` everything is computed, and still cached.
+        nothing. Without `reuse` everything is computed, and still cached. `hints` say what is worth
+        keeping (docs/retention.md); without ids or a prefix cache nothing is.
         Raises OutOfSlots, OutOfBlocks (`never` or wait), ContextOverflow, InvalidInput.
         """
-        table, allocator = self.table, self.table.allocator
         require_flag("reuse", reuse)
+        if hints is not None:
+            require_type("hints", hints, Hints)
         count, found = self._read_prompt(prompt, salt)
         blocks = self.schema.blocks_for(count)
-        if blocks > allocator.total:
-            raise OutOfBlocks(
-                needed=blocks, free=allocator.free, total=allocator.total, asker_blocks=blocks
-            )
-        table.require_slots()
+        if blocks > self.table.allocator.total:
+            self._refuse_size(blocks)
+        self.table.require_slots()
         if found is None:
             return self._admission.begin(count)
         trail = found.copy() if isinstance(prompt, Prompt) else found
+        trail.hints = hints or trail.hints
         prefix = self._prefix_cache()
         return self._admission.after(prefix, prefix.match(trail, reuse=reuse), trail)
 
@@ -476,7 +493,9 @@ class KVCacheManager(Uncopied):
                 f"{request.serial}: it must begin with them and be longer, all of them must be "
                 f"known (supply_ids), and the salt must be the same"
             )
-        resume = self._admission.go_on(request, trail.copy(), count)
+        trail = trail.copy()
+        trail.hints = trail.hints or known.hints
+        resume = self._admission.go_on(request, trail, count)
         prefix.use(PrefixMatch([], resume, None), trail)
         return resume
 
@@ -879,6 +898,12 @@ class KVCacheManager(Uncopied):
         return index.take_events()
 
     # ---- table and memory together -----------------------------------------------------------
+
+    def _refuse_size(self, blocks: int) -> NoReturn:
+        allocator = self.table.allocator
+        raise OutOfBlocks(
+            needed=blocks, free=allocator.free, total=allocator.total, asker_blocks=blocks
+        )
 
     def _require_unplanned(self, request: Request) -> None:
         self.table.require_live(request)

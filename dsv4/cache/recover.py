@@ -89,7 +89,7 @@ def recover_index(index: PrefixIndex) -> None:
     noted."""
     nodes = index.nodes()
     for node in nodes:
-        node.children = 0
+        node.children, node.is_cached = 0, True
     for node in nodes:
         if node.parent is not None:
             node.parent.children += 1

@@ -271,9 +271,10 @@ class StateLayout:
             if page.kind == "window":
                 continue
             ratio = self.schema.model.layers[page.layer].ratio
+            apart = self.schema.block_bytes if page.apart else 0  # what stays comes first
             for width, offset in (
-                (page.format.data_row_bytes, page.offset_bytes),
-                (page.format.scale_row_bytes, page.scale_offset_bytes),
+                (page.format.data_row_bytes, apart + page.offset_bytes),
+                (page.format.scale_row_bytes, apart + page.scale_offset_bytes),
             ):
                 if width:
                     found.append(
@@ -285,7 +286,7 @@ class StateLayout:
 
     @cached_property
     def payload_bytes(self) -> int:
-        return self.block_offset_bytes + self.schema.block_bytes
+        return self.block_offset_bytes + self.schema.block_bytes + self.schema.entries_bytes
 
     def gather(
         self, slot: Bytes, block: Bytes, length: int, payload: Bytes, *, written: int

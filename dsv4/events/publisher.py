@@ -152,7 +152,7 @@ class _Listener(Observer):
             depth=first,
             ids=trail.ids[first * self._block_tokens : end * self._block_tokens].tobytes(),
             salt=trail.tenant.salt,
-            session=None,
+            session=None if trail.hints is None else trail.hints.session,
         )
         self._sender.put([run])
 

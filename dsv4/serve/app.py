@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from dsv4 import __version__
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.errors import Dsv4Error, InvalidInput
-from dsv4.serve import anthropic, openai
+from dsv4.serve import anthropic, openai, page
 from dsv4.serve.failures import ApiError, handle
 from dsv4.serve.guard import Guard
 from dsv4.serve.models import Room, ServedModel
@@ -140,6 +140,7 @@ def make_app(state: ServerState) -> Any:
 
     app.include_router(openai.routes(state))
     app.include_router(anthropic.routes(state))
+    app.include_router(page.routes(state.model))
     if state.options.allow_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from dsv4.cache.schema import CacheSchema
+from dsv4.demo.prompts import SHARED
 from dsv4.demo_model.cached import CachedModel
 from dsv4.demo_model.checkpoint import Checkpoint
 from dsv4.demo_model.text import Tokenizer
@@ -34,6 +35,18 @@ class ServedDemo:
     @property
     def tokenizer(self) -> Tokenizer:
         return self._checkpoint.tokenizer
+
+    @property
+    def introduction(self) -> list[Message]:
+        """A few questions and the answers to them: blocks that conversations share."""
+        return [
+            {"role": role, "content": text}
+            for question in SHARED
+            for role, text in (
+                ("user", question),
+                ("assistant", self._checkpoint.answers[question]),
+            )
+        ]
 
     def chat_tokens(
         self,

@@ -15,7 +15,8 @@ from dsv4.serve.failures import ApiError
 from dsv4.serve.options import ServerOptions
 
 ACCESS = logging.getLogger("dsv4.serve.access")
-OPEN = ("/health", "/ready")  # without a key: probes have none
+OPEN = ("/health", "/ready", "/")  # without a key: probes and browsers have none
+OPEN_BELOW = "/static/"
 ENDLESS = ("/cache/events",)  # runs as long as a client watches
 
 
@@ -51,7 +52,7 @@ class Guard:
     def _check(self, scope: Scope) -> None:
         """Raises ApiError."""
         headers = Headers(scope=scope)
-        if self._key is not None and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
+        if self._key is not None and not _is_open(scope["path"]) and scope["method"] != "OPTIONS":
             kind, _, given = headers.get("authorization", "").partition(" ")
             key = given if kind.lower() == "bearer" else headers.get("x-api-key", "")
             if not hmac.compare_digest(_digest(key), self._key):
@@ -109,6 +110,10 @@ class _Exchange:
             seconds,
             extra={"method": self._scope["method"], "path": path, "status": status, "s": seconds},
         )
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN or path.startswith(OPEN_BELOW)
 
 
 def _too_large(most_bytes: int) -> ApiError:

@@ -183,6 +183,8 @@ class FirstCachedFirst:
     def used(self, node: PrefixNode) -> None:
         self.made.setdefault(node, len(self.made))
 
+    returned = used
+
     def offer(self, node: PrefixNode) -> None:
         heapq.heappush(self.leaves, (self.made[node], id(node), node))
 
@@ -202,6 +204,9 @@ class FirstCachedFirst:
                 self.offer(parent)
         for entry in kept:
             heapq.heappush(self.leaves, entry)
+
+    def superseded(self, node: PrefixNode) -> None:
+        pass
 
     def dropped(self, node: PrefixNode) -> None:
         del self.made[node]

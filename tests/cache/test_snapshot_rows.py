@@ -42,7 +42,7 @@ def test_free_rows_go_first_and_then_the_least_recently_used():
     blocks = Blocks(3)
     assert [blocks.keep(n) for n in range(3)] == [0, 1, 2]
     assert blocks.warnings == 0
-    blocks.rows.use(blocks.nodes[0])
+    blocks.policy.snapshot_used(blocks.nodes[0])
     assert blocks.keep(3) == 1
     assert blocks.kept() == [0, 2, 3]
     assert (blocks.warnings, blocks.rows.evictions, blocks.rows.used) == (1, 1, 3)
@@ -142,7 +142,8 @@ def test_a_random_life_against_a_list(seed: int):
             else:
                 blocks.rows.give_back(row)
         elif dice < 0.75 and node in order:
-            blocks.rows.use(node)
+            if node.snapshot is not None:
+                blocks.policy.snapshot_used(node)
             order.remove(node)
             order.append(node)
         elif dice < 0.8 and node in order:

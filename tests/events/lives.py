@@ -46,13 +46,13 @@ class Lives:
         fresh = [self.draw.randrange(1000) for _ in range(max(0, count - len(start)))]
         return [*start, *fresh], salt
 
-    def run(self, asked: Asked) -> None:
+    def run(self, asked: Asked, **more: Any) -> None:
         """A request with this prompt comes and ends."""
         ids, salt = asked
         if self.manager.tiers:
             request = self.manager.tiers.admit(ids, salt, timeout_s=TIMEOUT_S)
         else:
-            request = self.manager.admit_request(ids, salt)
+            request = self.manager.admit_request(ids, salt, **more)
         while request.length < len(ids):
             count = min(512, len(ids) - request.length)
             plan = self.manager.prepare_forward([(request, count)])

@@ -15,6 +15,9 @@ import pytest
 import zmq
 
 from dsv4 import EventPublisher, InvalidInput, KVCacheManager, OutOfBlocks
+from dsv4.cache.prefix.hints import Hints
+from dsv4.cache.prefix.node import PrefixNode
+from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.events import ledger, sender
 from dsv4.tiers.disk import DiskTier
 from dsv4.tiers.host import HostTier
@@ -413,6 +416,34 @@ def test_equal_prompts_with_different_salts_are_different(publish: Any, subscrib
     lives.run((IDS, None))
     known = reader.catch_up(publisher)
     assert [known.blocks(IDS, ["GPU"], salt) for salt in ("mine", None, "yours")] == [4, 4, 0]
+
+
+def test_a_session_is_named(publish: Any, subscribe: Any) -> None:
+    manager = make()
+    publisher = publish(manager)
+    reader = subscribe(publisher)
+    lives = Lives(manager, 18)
+    lives.run((IDS, None), hints=Hints(session="a conversation"))
+    lives.run((IDS[::-1], None))
+    known = reader.catch_up(publisher)
+    assert known.blocks(IDS, ["GPU"]) == known.blocks(IDS[::-1], ["GPU"]) == 4
+    assert sorted(map(str, known.sessions.values())) == 4 * ["None"] + 4 * ["a conversation"]
+
+
+def test_a_salt_that_is_not_known_here_is_not_taken_for_none(publish: Any, subscribe: Any) -> None:
+    """As of a prompt that came from another machine, with the root alone."""
+    manager = make()
+    publisher = publish(manager)
+    reader = subscribe(publisher)
+    trail = manager.prompt(IDS, "a salt").trail
+    assert trail is not None
+    assert manager.prefix
+    foreign = TokenTrail(trail.root, BLOCK, trail.ids)
+    foreign.hash_blocks(4)
+    manager.prefix.notices.landed(PrefixNode(foreign.digest(0), 0, None), foreign)
+    manager.prefix.notices.landed(PrefixNode(trail.digest(0), 0, None), trail)
+    known = reader.catch_up(publisher)
+    assert [known.blocks(IDS, ["GPU"], salt) for salt in (None, "a salt")] == [0, 1]
 
 
 def test_blocks_that_were_cached_before_are_announced_when_used(

@@ -77,14 +77,14 @@ def test_floods_of_headers_and_broken_requests(server: Running) -> None:
     for data in (
         line + b"".join(b"x-%d: y\r\n" % n for n in range(20_000)) + b"\r\n",
         line + b"x: " + b"y" * 200_000 + b"\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /none HTTP/9.9\r\n\r\n",
         b"\x00" * 1000,
         line + b"Content-Length: nonsense\r\n\r\n",
         line + b"Content-Length: 10\r\n\r\nshort",
     ):
         try:
             answer = raw(server, data)
-        except ConnectionError:
+        except OSError:
             continue  # cut off while it was still sending
         assert not answer or b" 4" in answer.split(b"\r\n")[0]
     lives(server)
@@ -148,8 +148,8 @@ def test_limits_of_bytes_and_the_key() -> None:
 
 
 def test_a_reader_that_stops_reading_holds_nothing_up() -> None:
-    """Its request ends by itself, and its stream with the time limit."""
-    with running(request_timeout_s=5.0) as server:
+    """Nor does it keep the server from ending."""
+    with running() as server:
         host, port = server.url.removeprefix("http://").split(":")
         body = json.dumps({**ASK, "max_tokens": 300, "stream": True, "logprobs": 20}).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"

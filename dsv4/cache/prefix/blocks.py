@@ -51,7 +51,11 @@ class CachedBlocks:
 
     def evict(self, most: int) -> int:
         """Evicts `count` blocks, or all that can be. Returns how many."""
-        victims = self.choose(most, or_fewer=True)
+        if most >= self._allocator.idle:
+            victims = self._index.choose_all()
+            self._notices.before_reuse()
+        else:
+            victims = self.choose(most, or_fewer=True)
         self.drop(victims)
         return len(victims)
 

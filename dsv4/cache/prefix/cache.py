@@ -13,6 +13,8 @@ from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.changes import LOGGER
 from dsv4.cache.prefix.blocks import CachedBlocks
 from dsv4.cache.prefix.captures import Captures
+from dsv4.cache.prefix.costs import Costs
+from dsv4.cache.prefix.hints import Hints, Sessions
 from dsv4.cache.prefix.index import PrefixIndex
 from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.observer import Notices
@@ -20,6 +22,7 @@ from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.pins import Pins
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume, StateSource, replay_start, resume_after
+from dsv4.cache.prefix.retention import Retention
 from dsv4.cache.prefix.rows import SnapshotRows
 from dsv4.cache.prefix.snapshots import SnapshotPool
 from dsv4.cache.prefix.trail import (
@@ -167,7 +170,7 @@ class Caching:
             return None
         if get(chain[block]) is not None:
             return None
-        node = self._index.add(chain[block], block_ids[block], before)
+        node = self._index.add(chain[block], block_ids[block], before, hints=trail.hints)
         self._notices.cached(node, trail)
         return node
 
@@ -208,7 +211,8 @@ class Caching:
         if node is not None and node.block_id != request.block_ids[first - 1]:
             return None  # another request was first; its blocks must not wait for this one's
         for nth in range(first, block + 1):
-            node = self._index.add(trail.chain[nth], request.block_ids[nth], node)
+            block_id = request.block_ids[nth]
+            node = self._index.add(trail.chain[nth], block_id, node, hints=trail.hints)
             self._notices.cached(node, trail)
         return node
 
@@ -240,6 +244,8 @@ class PrefixCache:
         self._key = "" if secret is None else secret.identity
         self._keyed = () if secret is None else (secret, secret.link)
         policy = options.eviction()
+        if isinstance(policy, Retention):
+            policy.costs = Costs.of(schema)
         self.index = PrefixIndex(allocator, policy)
         if options.events:
             self.index.events = []
@@ -247,6 +253,7 @@ class PrefixCache:
         self._bytes_by_kind = bytes_by_kind(schema)["block"]
         self.pool = SnapshotPool(schema, options.rows, where=options.where, device=device)
         self.notices = Notices(schema.block_tokens, has_state_bytes=self.pool.layout.row_bytes > 0)
+        self.sessions = Sessions(policy, self.notices)
         before_reuse = self.notices.before_reuse
         self.rows = SnapshotRows(options.rows, policy, before_reuse)
         self.pins = Pins(self.index, schema.block_tokens)
@@ -271,9 +278,10 @@ class PrefixCache:
             root = self._secret.root(root)
         return TokenTrail(root, self.schema.block_tokens, ids, Tenant(salt, *self._keyed))
 
-    def prompt(self, ids: Ids, salt: str | None) -> Prompt:
+    def prompt(self, ids: Ids, salt: str | None, hints: Hints | None) -> Prompt:
         """A prompt with all its digests computed."""
         trail = self.trail(ids, salt)
+        trail.hints = hints
         trail.hash_blocks(len(ids) // self.schema.block_tokens)
         return Prompt(len(ids), trail, self._family)
 
@@ -344,12 +352,11 @@ class PrefixCache:
         counted, resume = self._counters, match.resume
         has_state = resume.source in ("state", "rings")
         self._counters = counted = replace(counted, tokens_asked=counted.tokens_asked + resume.end)
+        if trail.hints is not None:
+            self._heed(match, trail, trail.hints)
         if match.nodes or has_state:
             if resume.source != "snapshot" and not has_state:
-                LOGGER.debug(
-                    "%d tokens are cached, but no snapshot near their end: %d of %d run again",
-                    *(resume.reused_tokens, len(resume.replay), resume.reused_tokens),
-                )
+                _log_replay(resume)
             self._counters = replace(
                 counted,
                 hits=_one_more(counted.hits, _HIT_KINDS[resume.source]),
@@ -357,18 +364,24 @@ class PrefixCache:
                 tokens_shared=counted.tokens_shared + resume.reused_tokens,
             )
             if match.nodes:
-                self.index.touch(match.nodes[-1])
-            if match.snapshot is not None:
-                self.rows.use(match.snapshot)
+                self.index.policy.returned(match.nodes[-1])
+            if match.snapshot is not None and match.snapshot.snapshot is not None:
+                self.index.policy.snapshot_used(match.snapshot)
             for observer in self.notices.observers:
                 observer.used(match, trail)
             return
-        reason: MissReason = "not_cached"
+        misses = _one_more(counted.misses, self._miss_reason(resume, trail))
+        self._counters = replace(counted, misses=misses)
+
+    def _heed(self, match: PrefixMatch, trail: TokenTrail, hints: Hints) -> None:
+        self.sessions.admitted(trail, hints)
+        if match.nodes:
+            match.nodes[-1].hints = hints
+
+    def _miss_reason(self, resume: Resume, trail: TokenTrail) -> MissReason:
         if resume.end <= self.schema.block_tokens:
-            reason = "too_short"
-        elif self.index.was_evicted(trail.digest(0)):
-            reason = "evicted"
-        self._counters = replace(counted, misses=_one_more(counted.misses, reason))
+            return "too_short"
+        return "evicted" if self.index.was_evicted(trail.digest(0)) else "not_cached"
 
     def put_state(self, match: PrefixMatch, slot: Tensor) -> None:
         """Copies the state at the start of `match.resume` into a slot. Before a replay the slot is
@@ -392,7 +405,8 @@ class PrefixCache:
         for nth, block_id in enumerate(block_ids, first):
             node = self.index.get(trail.digest(nth))
             if node is None:
-                node = self.index.add(trail.digest(nth), block_id, parent, landed=True)
+                hints = trail.hints
+                node = self.index.add(trail.digest(nth), block_id, parent, landed=True, hints=hints)
                 self.notices.landed(node, trail)
             else:
                 unused.append(block_id)
@@ -454,6 +468,13 @@ def _check_cut(schema: CacheSchema) -> None:
             f"replay='cut' runs {window} tokens as one chunk, but with "
             f"max_draft_tokens={schema.max_draft_tokens} that is not a chunk: use replay='exact'"
         )
+
+
+def _log_replay(resume: Resume) -> None:
+    LOGGER.debug(
+        "%d tokens are cached, but no snapshot near their end: %d of %d run again",
+        *(resume.reused_tokens, len(resume.replay), resume.reused_tokens),
+    )
 
 
 def _one_more(counts: dict[K, int], kind: K) -> dict[K, int]:

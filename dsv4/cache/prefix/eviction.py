@@ -31,8 +31,8 @@ class Eviction:
         return len(self.victims) >= self.wanted
 
     def is_leaf(self, node: PrefixNode) -> bool:
-        """Whether no cached block comes after this one except those chosen."""
-        return node.children <= self._chosen_children.get(node, 0)
+        """Whether the block is cached, and none comes after it except those chosen."""
+        return node.is_cached and node.children <= self._chosen_children.get(node, 0)
 
     def is_held(self, node: PrefixNode) -> bool:
         """Whether a request or a pin holds the block."""
@@ -60,7 +60,10 @@ class EvictionPolicy(Protocol):
     """
 
     def used(self, node: PrefixNode) -> None:
-        """The block was just cached, or a request uses it and all before it."""
+        """The block was just cached, or a request that used it, and all before it, has ended."""
+
+    def returned(self, node: PrefixNode) -> None:
+        """A request goes on after this block: it uses it and all before it."""
 
     def offer(self, node: PrefixNode) -> None:
         """No cached block comes after this one any more: it may be evicted. A second call for the
@@ -73,8 +76,12 @@ class EvictionPolicy(Protocol):
         """Takes (`eviction.take`) offered leaves that nothing holds, until `eviction.is_done` or
         none is left. What was taken is not offered any more: it is dropped, or offered again."""
 
+    def superseded(self, node: PrefixNode) -> None:
+        """A newer state of its session does not begin with this block, after which none is
+        cached."""
+
     def dropped(self, node: PrefixNode) -> None:
-        """The block has left the index."""
+        """The block has left the index, whether it was offered or not."""
 
     def snapshot_used(self, node: PrefixNode) -> None:
         """The state at the end of the block was just stored, or a request continues from it."""
@@ -105,14 +112,16 @@ class LeastRecentlyUsed:
         self._clock += 1
         node.last_use = self._clock
 
+    returned = used
+
     def offer(self, node: PrefixNode) -> None:
         if not node.queued:
-            node.queued = True
+            node.queued = 1
             self._pushes += 1
             heapq.heappush(self._leaves, (node.last_use, self._pushes, node))
 
     def is_offered(self, node: PrefixNode) -> bool:
-        return node.queued
+        return bool(node.queued)
 
     def choose(self, eviction: Eviction) -> None:
         in_use: list[PrefixNode] = []
@@ -124,7 +133,7 @@ class LeastRecentlyUsed:
                 self._offer_all(passed)
                 passed = []
             stamp, _, node = heapq.heappop(self._leaves)
-            node.queued = False
+            node.queued = 0
             if not eviction.is_leaf(node):
                 continue  # blocks come after it again: it is offered when they are gone
             if stamp < node.last_use:
@@ -152,8 +161,11 @@ class LeastRecentlyUsed:
         for node in nodes:
             self.offer(node)
 
+    def superseded(self, node: PrefixNode) -> None:
+        """It is old enough to go."""
+
     def dropped(self, node: PrefixNode) -> None:
-        """It left the heap when it was chosen."""
+        """`choose` passes over it where it is still in the heap."""
 
     def snapshot_used(self, node: PrefixNode) -> None:
         self._snapshots[node] = None
@@ -168,7 +180,7 @@ class LeastRecentlyUsed:
     def rebuild(self, nodes: Collection[PrefixNode]) -> None:
         self._leaves = []
         for node in nodes:
-            node.queued = False
+            node.queued = 0
         self._offer_all([node for node in nodes if not node.children])
         kept = [node for node in nodes if node.snapshot is not None]
         known = set(kept)

@@ -11,6 +11,7 @@ from typing import Literal
 
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.prefix.eviction import Eviction, EvictionPolicy, LeastRecentlyUsed
+from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.errors import Dsv4Error
@@ -82,10 +83,16 @@ class PrefixIndex:
         self.policy.used(node)
 
     def add(
-        self, digest: bytes, block_id: int, parent: PrefixNode | None, *, landed: bool = False
+        self,
+        digest: bytes,
+        block_id: int,
+        parent: PrefixNode | None,
+        *,
+        landed: bool = False,
+        hints: Hints | None = None,
     ) -> PrefixNode:
         """A block that a request has just completed, or one whose bytes a tier had."""
-        node = PrefixNode(digest, block_id, parent)
+        node = PrefixNode(digest, block_id, parent, hints)
         node.stored = landed
         if landed:
             self._allocator.land(block_id)
@@ -117,9 +124,20 @@ class PrefixIndex:
             return []
         return eviction.victims
 
+    def choose_all(self) -> list[PrefixNode]:
+        """All blocks that can be evicted, children before parents, whatever the policy says."""
+        victims, needed = [], set[PrefixNode | None]()
+        for node in sorted(self.nodes(), key=lambda node: -node.depth):
+            if node.pins or self._allocator.references(node.block_id) or node in needed:
+                needed.add(node.parent)
+            else:
+                victims.append(node)
+        return victims
+
     def drop(self, victims: Sequence[PrefixNode]) -> None:
         """Evicts what `choose` has chosen."""
         for node in victims:
+            node.is_cached = False  # first: after an interrupt, what is in the index is cached
             del self._nodes[node.digest]
             self._forgotten[node.digest] = None
             self._allocator.drop(node.block_id)

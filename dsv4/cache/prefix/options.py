@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dsv4.cache.prefix.eviction import EvictionPolicy, LeastRecentlyUsed
+from dsv4.cache.prefix.eviction import EvictionPolicy
+from dsv4.cache.prefix.retention import Retention
 from dsv4.errors import InvalidInput, require_count, require_flag
 from dsv4.tiers.secret import Secret, require_key
 
@@ -74,7 +75,8 @@ class PrefixOptions:
     the extra `encrypt`).
 
     `eviction` makes the policy that chooses what is evicted first when memory is short, one object
-    for each manager (`dsv4.cache.prefix.eviction`).
+    for each manager: `Retention` weighs what a block is worth (docs/retention.md),
+    `LeastRecentlyUsed` goes by the last use, others are in `dsv4.cache.prefix.eviction`.
     """
 
     policy: SnapshotPolicy = field(default_factory=lambda: periodic(1024))
@@ -85,7 +87,7 @@ class PrefixOptions:
     replay: ReplayPolicy = "exact"
     key: bytes | None = field(default=None, repr=False)
     encrypt: bool = False
-    eviction: Callable[[], EvictionPolicy] = LeastRecentlyUsed
+    eviction: Callable[[], EvictionPolicy] = Retention
 
     @property
     def rows(self) -> int:

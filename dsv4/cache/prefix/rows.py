@@ -81,11 +81,6 @@ class SnapshotRows:
         self._taken[row] = node
         self._policy.snapshot_used(node)
 
-    def use(self, node: PrefixNode) -> None:
-        """A request continues from the state at the end of this block."""
-        if node.snapshot is not None:
-            self._policy.snapshot_used(node)
-
     def evict(self, node: PrefixNode) -> None:
         """Drops the state at the end of this block because its row is needed."""
         LOGGER.debug("a snapshot evicted, of the block %d", node.block_id)

@@ -17,6 +17,7 @@ from dsv4.errors import InvalidInput
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dsv4.cache.prefix.hints import Hints
     from dsv4.cache.prepare_forward import ForwardPlan
     from dsv4.tiers.secret import Secret
 
@@ -138,6 +139,7 @@ class TokenTrail:
         "_slot",
         "block_tokens",
         "chain",
+        "hints",
         "prompt_tokens",
         "root",
         "sealed",
@@ -147,6 +149,7 @@ class TokenTrail:
     def __init__(self, root: bytes, block_tokens: int, ids: Ids, tenant: Tenant = ANYONE) -> None:
         self.root, self.block_tokens, self.tenant = root, block_tokens, tenant
         self.prompt_tokens = len(ids)
+        self.hints: Hints | None = None  # of the request that has it
         self.chain: list[bytes] = []
         self._ids, self._known = ids, len(ids)
         self._recent: RecentIds | None = None
@@ -272,7 +275,7 @@ class TokenTrail:
     def copy(self) -> TokenTrail:
         twin = TokenTrail(self.root, self.block_tokens, self.ids.copy(), self.tenant)
         twin.chain, twin.prompt_tokens = list(self.chain), self.prompt_tokens
-        twin.sealed = self.sealed
+        twin.sealed, twin.hints = self.sealed, self.hints
         return twin
 
 

@@ -66,11 +66,13 @@ class Residency:
         pool: HostPool,
         *,
         open_plans: Callable[[], Sequence[ForwardPlan]],
+        before_reuse: Callable[[], None] | None,
     ) -> None:
         schema, entries = table.schema, memory.entries
         assert entries is not None
         self._table, self._memory, self._entries, self._pool = table, memory, entries, pool
         self._open_plans = open_plans
+        self._before_reuse = before_reuse  # makes what comes next wait for copies to tiers
         self._block_tokens = schema.block_tokens
         self.places = places
         self._copies = Copies(memory.device, pool.memory)
@@ -139,6 +141,8 @@ class Residency:
         if len(victims) < short and (self._queue or self._copying):
             self._finish_copies()
             victims = choose()
+        if victims and self._before_reuse is not None:
+            self._before_reuse()
         for block_id in victims:
             self._leave(block_id)
         if places.free < count:
@@ -268,6 +272,18 @@ class Residency:
             return self._entries.arena.bytes[row]
         self._hold_back()
         return self._pool.bytes[block_id]
+
+    def block_of(self, block_id: int) -> tuple[Tensor, Tensor]:
+        """Where the bytes of a block are: what stays, and the entries."""
+        return self._memory.block_arena.bytes[block_id], self.entries_of(block_id)
+
+    def target_of(self, block_id: int) -> tuple[Tensor, Tensor]:
+        """Where the bytes of a block in flight arrive: what stays, and the entries, for which host
+        memory is enough. If they do not arrive, the block is free again, and all is forgotten."""
+        for mark, _ in self._copying:  # of what the block was before
+            mark.wait()
+        self.places.in_host[block_id] = True
+        return self._memory.block_arena.bytes[block_id], self._pool.bytes[block_id]
 
     # ---- a step ----------------------------------------------------------------------------------
 

@@ -55,10 +55,10 @@ def require_fits(schema: CacheSchema, settings: Settings, *, num_blocks: int) ->
             "a hand-off reads entries from the device, and with host_memory they may be elsewhere: "
             "leave one of them out (docs/residency.md)"
         )
-    if settings.tiers:
+    if any(each.__class__.__name__ == "HostTier" for each in settings.tiers):
         raise InvalidInput(
-            "tiers store blocks from the device, and with host_memory their entries may be "
-            "elsewhere: leave one of them out (docs/residency.md)"
+            "a host tier and host_memory would keep the same entries twice: leave the tier out, "
+            "or host_memory; tiers below, like a disk, go with both (docs/residency.md)"
         )
     needed = num_blocks * schema.entries_bytes
     if needed > host_bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +15,9 @@ from dsv4.tiers.record import Parts, address
 # copies that are begun together, and the driver's call for it
 AT_ONCE = 32
 _BATCH = "cuMemcpyBatchAsync_v2"
+# what a record is of: a row, or what follows each other in several of them, of which one may be in
+# host memory
+Rows = Tensor | tuple[Tensor, ...]
 # torch leaves these types untyped; None stands for a copy that is finished when the call returns
 _Event = Any
 
@@ -72,7 +75,7 @@ class Copies:
         self._down: Any = torch.cuda.Stream(device) if on_gpu else None
         self._up: Any = torch.cuda.Stream(device) if on_gpu else None
 
-    def down(self, rows: Iterable[tuple[Tensor, HasPayload]]) -> Mark:
+    def down(self, rows: Iterable[tuple[Rows, HasPayload]]) -> Mark:
         """Copies rows of the device into the payloads of records, or into rows."""
         return self._copy(self._down, [(pieces, row, True) for row, pieces in rows])
 
@@ -94,11 +97,13 @@ class Copies:
         """Host memory that a GPU can copy to directly."""
         return torch.empty(count, dtype=torch.uint8, pin_memory=self._down is not None)
 
-    def up(self, rows: Iterable[tuple[Tensor, Parts]]) -> Mark:
+    def up(self, rows: Iterable[tuple[Rows, Parts]]) -> Mark:
         """Copies payloads of records into rows of the device."""
         return self._copy(self._up, [(pieces, row, False) for row, pieces in rows])
 
-    def _copy(self, stream: Any, rows: list[tuple[HasPayload, Tensor, bool]]) -> Mark:
+    def _copy(self, stream: Any, rows: list[tuple[HasPayload, Any, bool]]) -> Mark:
+        if any(isinstance(row, tuple) for _, row, _ in rows):
+            rows = list(_split(rows))
         if stream is None:
             self._launch(rows)
             return Mark()
@@ -115,9 +120,7 @@ class Copies:
     def _launch(self, rows: list[tuple[HasPayload, Tensor, bool]]) -> None:
         for parts, row, down in rows:
             at = 0
-            for piece in parts.payload:
-                if not piece.nbytes:
-                    continue
+            for piece in filter(len, parts.payload):
                 start = address(piece) - self._start
                 host = self._host[start : start + piece.nbytes]
                 device = row[at : at + piece.nbytes]
@@ -171,6 +174,23 @@ def _launch_by_driver(
             copies.clear()
     if copies:
         _begin(driver, stream, copies)
+
+
+def _split(
+    rows: list[tuple[HasPayload, Rows, bool]],
+) -> Iterator[tuple[HasPayload, Tensor, bool]]:
+    """The same with one row each: the pieces that belong to it."""
+    for parts, row, down in rows:
+        pieces = [*reversed(parts.payload)]
+        for tensor in row if isinstance(row, tuple) else (row,):
+            found, left = list[memoryview](), tensor.numel()
+            while left and pieces:
+                piece = pieces.pop()
+                found.append(piece[:left])
+                if piece.nbytes > left:
+                    pieces.append(piece[left:])
+                left -= found[-1].nbytes
+            yield Row(tuple(found)), tensor, down
 
 
 def _begin(driver: Any, stream: int, copies: list[tuple[int, int, int]]) -> None:

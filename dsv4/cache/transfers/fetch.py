@@ -36,7 +36,7 @@ from dsv4.tiers.record import Kind, Label
 from dsv4.tiers.tier import DONE, Ticket
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from dsv4.cache.transfers.copies import Rows
 
 LOGGER = logging.getLogger("dsv4.tiers")
 
@@ -91,11 +91,11 @@ class Fetches:
         prefix: PrefixCache,
         table: RequestTable,
         labels: Labels,
-        block_arena: Tensor,
+        target_of: Callable[[int], Rows],
     ) -> None:
         self.route, self.open = route, route.open
         self._prefix, self._table, self._labels = prefix, table, labels
-        self._block_arena = block_arena
+        self._target_of = target_of  # of a block: where its bytes arrive
         self._block_tokens = prefix.schema.block_tokens
         self.tokens = self.started = self.cancelled = 0
 
@@ -175,7 +175,7 @@ class Fetches:
             fetch.block_ids = reserved.block_ids
             fetch.block_ids = self._table.supply.settle_in_flight(reserved)
         for item, block_id in zip(found, fetch.block_ids, strict=False):
-            item.target = self._block_arena[block_id]
+            item.target = self._target_of(block_id)
         return found[:count]
 
     def _take_row(self, fetch: Fetch, item: Incoming) -> bool:

@@ -8,18 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from dsv4.cache.transfers.aside import Aside, Asked, cancel, progress_of
-from dsv4.cache.transfers.copies import Mark
+from dsv4.cache.transfers.copies import Mark, Rows
 from dsv4.cache.transfers.offload import Route
 from dsv4.cache.transfers.worker import Checked
 from dsv4.tiers.host import HostRow, HostTier
 from dsv4.tiers.record import Label, Record
 from dsv4.tiers.tier import DONE, State, Ticket
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LOGGER = logging.getLogger("dsv4.tiers")
 Source = HostTier | Aside
@@ -42,7 +38,7 @@ class Incoming:
 
     label: Label
     sources: list[Source]
-    target: Tensor | None = None
+    target: Rows | None = None
     stage: Stage = Stage.WAITING
     row: HostRow | None = None
     source: Source | None = None

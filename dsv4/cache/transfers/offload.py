@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request
 from dsv4.cache.state import copy_payload
 from dsv4.cache.transfers.aside import Aside
-from dsv4.cache.transfers.copies import Copies, Mark
+from dsv4.cache.transfers.copies import Copies, Mark, Rows
 from dsv4.cache.transfers.labels import Labels
 from dsv4.cache.transfers.worker import CopyBatch, Outgoing, Worker
 from dsv4.tiers.host import HostRow, HostTier
@@ -64,12 +64,12 @@ class Offload(Observer):
         *,
         prefix: PrefixCache,
         labels: Labels,
-        block_arena: Tensor,
+        block_of: Callable[[int], Rows],
         slot_arena: Tensor,
     ) -> None:
         self._route, self._host, self._worker = route, route.host, route.worker
         self._prefix, self._labels = prefix, labels
-        self._block_arena, self._slot_arena = block_arena, slot_arena
+        self._block_of, self._slot_arena = block_of, slot_arena  # where a block's bytes are
         self.outbox: deque[NewlyCached] = deque()
         self._begun: list[Outgoing] = []  # host rows that no batch has yet
         self._batches: list[CopyBatch] = []  # the oldest first
@@ -105,7 +105,7 @@ class Offload(Observer):
 
     def _copy_down(self) -> None:
         """Begins to copy what is in the outbox, as long as there is host memory."""
-        rows: list[tuple[Tensor, Outgoing]] = []
+        rows: list[tuple[Rows, Outgoing]] = []
         self._begun = []
         while self.outbox and self._copying + len(rows) < MOST_COPYING:
             source = self._source(self.outbox[0])
@@ -141,7 +141,7 @@ class Offload(Observer):
         self._dropped += 1
         return False
 
-    def copy(self, rows: Sequence[tuple[Tensor, Outgoing]]) -> None:
+    def copy(self, rows: Sequence[tuple[Rows, Outgoing]]) -> None:
         """Starts to copy rows of the device into host rows, which the worker gets afterwards."""
         records = [record for _, record in rows]
         try:
@@ -178,13 +178,13 @@ class Offload(Observer):
         self._copying -= len(batch.records)
         self._worker.send(batch.records)
 
-    def _source(self, new: NewlyCached) -> Tensor | None:
+    def _source(self, new: NewlyCached) -> Rows | None:
         """Where a record's bytes are on the device, if they still are."""
         node = new.node
         if self._prefix.index.get(node.digest) is not node:
             return None
         if not new.is_snapshot:
-            return self._block_arena[node.block_id]
+            return self._block_of(node.block_id)
         return None if node.snapshot is None else self._prefix.pool.bytes[node.snapshot]
 
     def _note_stored(self) -> None:
@@ -267,11 +267,14 @@ class Offload(Observer):
         self._begun = [record]
         try:
             slot = copies.host_bytes(schema.slot_bytes)
-            block = copies.host_bytes(schema.block_bytes)
+            block = copies.host_bytes(schema.block_bytes + schema.entries_bytes)
             rows = [(self._slot_arena[request.slot], slot)]
             if length % schema.block_tokens:
                 block_id = request.block_ids[length // schema.block_tokens]
-                rows.append((self._block_arena[block_id], block))
+                found, at = self._block_of(block_id), 0
+                for part in found if isinstance(found, tuple) else (found,):
+                    rows.append((part, block[at : at + part.numel()]))
+                    at += part.numel()
             mark = copies.down_into(rows)
         except RuntimeError as error:
             LOGGER.warning("a state of %d tokens is not kept: %s", length, error)

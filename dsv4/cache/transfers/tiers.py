@@ -72,12 +72,13 @@ class Tiers:
             copies=Copies(manager.device, self.host.region.memory),
             worker=Worker(self.host, below, host_is_tier=bool(hosts)),
         )
+        residency = manager._residency
         block_arena, slot_arena = manager.block_arena.bytes, manager.slot_arena.bytes
         self.offload = Offload(
             self.route,
             prefix=prefix,
             labels=self.labels,
-            block_arena=block_arena,
+            block_of=block_arena.__getitem__ if residency is None else residency.block_of,
             slot_arena=slot_arena,
         )
         self.fetches = Fetches(
@@ -85,7 +86,7 @@ class Tiers:
             prefix=prefix,
             table=manager.table,
             labels=self.labels,
-            block_arena=block_arena,
+            target_of=block_arena.__getitem__ if residency is None else residency.target_of,
         )
         self._suspended = self._resumed = 0
         prefix.notices.observe(self.offload)

@@ -55,6 +55,8 @@ def accelerate(
     tiers: Sequence[Tier] = (),
     fetch_timeout_s: float = FETCH_TIMEOUT_S,
     backend: BackendName | None = None,
+    host_memory: int | str | None = None,
+    hot_rows: int | None = None,
 ) -> None:
     """Replaces the attention of every layer of a DeepseekV4ForCausalLM, in place, for inference.
 
@@ -87,6 +89,10 @@ def accelerate(
     are given back store their state in the tiers; `restore` and the end of the process wait for
     that.
 
+    With `host_memory`, in bytes or as "256GB", most entries of long prompts lie in host memory
+    and are fetched when they are selected, bit for bit (docs/residency.md); `hot_rows` is how many
+    of a layer each row keeps on the device. All rows at `max_context` must fit into it.
+
     `backend` computes the cache's part: "triton" (default on a GPU) or "reference" (default
     elsewhere), which runs on GPUs without kernels and is never captured.
 
@@ -100,8 +106,8 @@ def accelerate(
     ranks = read_ranks(model)
     require_names(model)
     found = places(model)
-    if len(found) > 1 and (tiers or ranks is not None):
-        what = "tiers" if tiers else "several processes"
+    if len(found) > 1 and (tiers or ranks is not None or host_memory is not None):
+        what = "tiers" if tiers else "several processes" if ranks is not None else "host_memory"
         raise InvalidInput(
             f"the layers of the model are on {len(found)} devices, which does not go together with "
             f"{what} yet: put them on one device"
@@ -113,6 +119,7 @@ def accelerate(
             records=records,
             index=index,
             max_draft_tokens=max_draft_tokens,
+            entries_apart=host_memory is not None,
         )
         sizes: dict[str, Any] = {
             # with prompts cached, one more per row: a rewind into a cached block copies it
@@ -126,7 +133,14 @@ def accelerate(
         if len(found) > 1:
             manager = Lockstep(schema, found, **sizes)
         else:
-            manager = KVCacheManager(schema, device=found[0][0], tiers=tiers, **sizes)
+            manager = KVCacheManager(
+                schema,
+                device=found[0][0],
+                tiers=tiers,
+                host_memory=host_memory,
+                hot_rows=hot_rows,
+                **sizes,
+            )
             if tiers:
                 weakref.finalize(model, _keep_all, manager)
         tables = {}

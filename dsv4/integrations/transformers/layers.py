@@ -41,7 +41,9 @@ class PagedLayer(CacheLayerMixin):
         self._window_page = handle.read_swa_view().page
         self._window = handle.schema.window
         self.compressors: dict[str, _Compressor] = {}
-        if handle.memory.compressor is not None:
+        entries = handle.memory.entries
+        # of entries that may be in host memory only the fast path knows where they are
+        if handle.memory.compressor is not None and entries is not None and not entries.page.apart:
             page = handle.read_classical_view().page
             self.compressors["compressor"] = _Compressor(rows, handle, "compressor", page)
         if handle.memory.index_compressor is not None:
@@ -127,6 +129,11 @@ class PagedLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor, int]:
         """Stores projections [rows, n, columns] of the step's tokens; returns those of all groups
         that are complete now, and the position of the first."""
+        if name not in self.compressors:
+            raise InvalidInput(
+                "entries of this layer may be in host memory, where only the accelerated forward "
+                "finds them: run the model with it, or accelerate it without host_memory"
+            )
         return self.compressors[name].store_projections(kv, gate)
 
     @uncompiled

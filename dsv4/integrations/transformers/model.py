@@ -91,6 +91,7 @@ def cache_schema(
     records: str = "bf16",
     index: str | None = None,
     max_draft_tokens: int = 0,
+    entries_apart: bool = False,
 ) -> CacheSchema:
     """The layout for a model. "bf16" means unquantised and keeps an fp32 model in fp32; unless
     `index` is given, keys are unquantised with unquantised records and "mxfp4" with others. Raises
@@ -109,6 +110,7 @@ def cache_schema(
         max_draft_tokens=max_draft_tokens,
         entry_format=unquantised if records == "bf16" else records,
         index_format=unquantised if index == "bf16" else index,
+        entries_apart=entries_apart,
     )
 
 
