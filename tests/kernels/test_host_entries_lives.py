@@ -64,7 +64,7 @@ class Checked:
     [
         ("tiny", 1, 10),
         pytest.param("v41-tiny", 0, 40, marks=pytest.mark.nightly),
-        pytest.param("tiny", 3, 150, marks=pytest.mark.nightly),
+        pytest.param("tiny", 3, 30, marks=pytest.mark.nightly),
     ],
 )
 def test_lives_of_a_manager_equal_the_reference(
