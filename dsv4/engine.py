@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.trail import TokenIds, token_ids
 from dsv4.cache.prepare_forward import ForwardPlan, PlanOptions
@@ -65,6 +66,7 @@ class Job:
     new_tokens: int
     prompt_tokens: int
     salt: str | None = None
+    hints: Hints | None = None
     stop_tokens: frozenset[int] = frozenset()
     on_tokens: Callable[[Job, list[int]], None] | None = None
     data: Any = None
@@ -238,13 +240,14 @@ class Engine:
         new_tokens: int,
         salt: str | None = None,
         *,
+        hints: Hints | None = None,
         stop_tokens: TokenIds | Set[int] = (),
         on_tokens: Callable[[Job, list[int]], None] | None = None,
         data: Any = None,
     ) -> Job:
         """A job for these tokens. It ends after `new_tokens` tokens or the first of `stop_tokens`.
-        Jobs of different `salt` share nothing. Runs nothing. Raises InvalidInput,
-        ContextOverflow."""
+        Jobs of different `salt` share nothing; `hints` say what is kept longer. Runs nothing.
+        Raises InvalidInput, ContextOverflow."""
         read, words = token_ids(ids), self.model.vocabulary
         require_count("new_tokens", new_tokens)
         if not len(read) or int(read.max()) >= words:
@@ -261,10 +264,11 @@ class Engine:
             new_tokens=new_tokens,
             prompt_tokens=len(read),
             salt=salt,
+            hints=hints,
             stop_tokens=frozenset(token_ids(stops).tolist()),
             on_tokens=on_tokens,
             data=data,
-            prompt=self.manager.prompt(read, salt),
+            prompt=self.manager.prompt(read, salt, hints=hints),
         )
         self.jobs.append(job)
         return job
@@ -335,7 +339,7 @@ class Engine:
         if fetch is not None:
             fetch.cancel()
         if not job.is_over:
-            job.prompt = self.manager.prompt(job.tokens, job.salt)
+            job.prompt = self.manager.prompt(job.tokens, job.salt, hints=job.hints)
 
     def _give_back(self, request: Request) -> None:
         if self.manager.tiers:

@@ -13,6 +13,8 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from dsv4.cache.prefix.hints import MOST_PRIORITY
+from dsv4.cache.prefix.hints import Hints as CacheHints
 from dsv4.engine import Job
 from dsv4.errors import InvalidInput
 from dsv4.serve.failures import ApiError
@@ -56,6 +58,17 @@ def read_hints(request: Request, body: CacheFields, keep_s: float | None = None)
         session=_session(tenant, body, session),
         priority=max(-1000, min(1000, priority)),
         keep_s=longest,
+        kept=_for_cache(session, priority, is_final=longest == 0.0),
+    )
+
+
+def _for_cache(name: str | None, priority: int, *, is_final: bool) -> CacheHints:
+    """For the prefix cache, which has fewer priorities. Not of `prompt_cache_key`: that may be the
+    same for conversations that differ, and a session has one newest state."""
+    return CacheHints(
+        session=name or None,
+        priority=max(-MOST_PRIORITY, min(MOST_PRIORITY, priority)),
+        final=is_final and bool(name),
     )
 
 

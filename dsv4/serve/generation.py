@@ -12,6 +12,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from dsv4.cache.prefix.hints import Hints as CacheHints
 from dsv4.engine import Job
 from dsv4.serve.grammar import Grammar
 from dsv4.serve.models import TextStream
@@ -58,6 +59,7 @@ class Hints:
     session: str = ""
     priority: int = 0  # higher is sooner
     keep_s: float | None = None
+    kept: CacheHints | None = None  # for the prefix cache
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

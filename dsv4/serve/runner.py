@@ -174,6 +174,7 @@ class Runner:
                 ids,
                 new_tokens,
                 generation.hints.salt,
+                hints=generation.hints.kept,
                 stop_tokens=stop_tokens,
                 on_tokens=self._heard,
                 data=generation,

@@ -14,6 +14,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
+from dsv4.cache.step.buffers import StepBuffers
 from dsv4.errors import ContextOverflow, OutOfBlocks, PlanError, RequestError
 from dsv4.model import AttentionType, LayerSpec, ModelSpec
 from dsv4.ops.columns import token_columns
@@ -334,7 +335,7 @@ def test_a_device_error_takes_no_blocks_and_publishes_none(monkeypatch: pytest.M
     a, b = manager.admit_request(), manager.admit_request(10)
     before = snapshot(manager)
     with monkeypatch.context() as patch:
-        patch.setattr(manager.memory, "send", no_device)
+        patch.setattr(StepBuffers, "send", no_device)
         with pytest.raises(RuntimeError, match="CUDA error"):
             manager.prepare_forward([(a, 200), (b, 10)])
     assert snapshot(manager) | {"step": None} == before | {"step": None}

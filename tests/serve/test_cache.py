@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from dsv4.cache.prefix.hints import Hints as CacheHints
 from tests.serve.serving import Running, chat_ids, greedy_text, running
 
 ASK = {"model": "stand-in", "temperature": 0, "max_tokens": 2}
@@ -152,3 +153,23 @@ def test_usage_says_which_tier_had_it() -> None:
         }
         again = usage(server, "u" * 300)["prompt_tokens_details"]
         assert again["cached_tokens_details"]["device"] >= 256
+
+
+def test_sessions_and_priorities_reach_the_prefix_cache(server: Running) -> None:
+    """As hints of its own kind: fewer priorities, and a key that conversations share is none."""
+    seen = []
+    listen = server.state.runner.after_turn
+    listen.append(lambda job: seen.append(job.hints))
+    try:
+        cached(server, "a", session_id="talk", priority=-500)
+        cached(server, "a", prompt_cache_key="many")
+        cached(server, "a", {"X-Dynamo-Session-Final": "true"}, session_id="talk")
+        cached(server, "a", {"X-Dynamo-Session-Final": "true"})
+    finally:
+        listen.pop()
+    assert seen == [
+        CacheHints(session="talk", priority=8),
+        CacheHints(),
+        CacheHints(session="talk", final=True),
+        CacheHints(),
+    ]

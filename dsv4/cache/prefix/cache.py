@@ -278,7 +278,7 @@ class PrefixCache:
             root = self._secret.root(root)
         return TokenTrail(root, self.schema.block_tokens, ids, Tenant(salt, *self._keyed))
 
-    def prompt(self, ids: Ids, salt: str | None, hints: Hints | None) -> Prompt:
+    def prompt(self, ids: Ids, salt: str | None, hints: Hints | None = None) -> Prompt:
         """A prompt with all its digests computed."""
         trail = self.trail(ids, salt)
         trail.hints = hints

@@ -74,7 +74,7 @@ class NoPrefix:
     def trail(self, ids: Ids, salt: str | None) -> None:
         """Of no prompt."""
 
-    def prompt(self, ids: Ids, salt: str | None, hints: object) -> Prompt:
+    def prompt(self, ids: Ids, salt: str | None, hints: object = None) -> Prompt:
         return Prompt(len(ids), None, (self._schema.content_fingerprint, ""))
 
     def trail_of(self, prompt: Prompt) -> None:
