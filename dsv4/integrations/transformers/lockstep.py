@@ -17,6 +17,7 @@ from dsv4.cache.absent import NoTiers
 from dsv4.cache.batch import Batch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import Resume
@@ -156,8 +157,10 @@ class Lockstep:
 
     # ---- requests --------------------------------------------------------------------------
 
-    def prompt(self, ids: Any, salt: str | None = None) -> Prompts:
-        return Prompts(parts=tuple(manager.prompt(ids, salt) for manager in self.managers))
+    def prompt(self, ids: Any, salt: str | None = None, *, hints: Hints | None = None) -> Prompts:
+        return Prompts(
+            parts=tuple(manager.prompt(ids, salt, hints=hints) for manager in self.managers)
+        )
 
     def look_up(self, prompt: Prompts) -> Resume:
         return self._first.look_up(prompt.parts[0])
