@@ -274,9 +274,8 @@ class BlockSupply:
         """The blocks that `settle` will take, or OutOfBlocks. Until `settle` or `cancel` they are
         free or cached, and no block may be taken or released.
 
-        `asker_blocks` is what the largest of the `askers` would hold in all, `shared` those of them
-        that exist. The `count` blocks are for them, in this order.
-        """
+        `askers` get the blocks, in this order. `asker_blocks` is what the largest of them would
+        hold in all, `shared` those of these blocks that exist."""
         allocator = self.allocator
         short = count - allocator.free
         if short <= 0:
