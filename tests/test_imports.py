@@ -72,6 +72,9 @@ TORCH_FREE = {
     "dsv4.cache.transfers.labels",
     "dsv4.planner",
     "dsv4.residency_planner",
+    "dsv4.routing.names",
+    "dsv4.routing.router",
+    "dsv4.routing.where",
 }
 # lower to higher; a module imports its own group and lower ones, but for what SEPARATE says
 ORDER = ("layout", "ops", "reference", "kernels", "backends", "tiers", "cache", "above")

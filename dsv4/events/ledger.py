@@ -16,8 +16,8 @@ from dsv4.events.wire import (
     BlockRemoved,
     BlockStored,
     Event,
-    block_hash,
 )
+from dsv4.routing.names import block_hash
 
 MOST_GONE = 4_096  # blocks that are nowhere, and whose tokens are remembered
 

@@ -53,11 +53,6 @@ def pack(events: Sequence[Event], rank: int | None) -> bytes:
     return _encode([time.time(), events, rank])
 
 
-def block_hash(digest: bytes) -> int:
-    """A chain digest as consumers want it: a number that fits signed and unsigned 64 bits."""
-    return int.from_bytes(digest[:8], "big") >> 1
-
-
 def number(seq: int) -> bytes:
     """The sequence number of a message."""
     return seq.to_bytes(8, "big")

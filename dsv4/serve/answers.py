@@ -13,12 +13,11 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from dsv4.cache.prefix.hints import MOST_PRIORITY
-from dsv4.cache.prefix.hints import Hints as CacheHints
+from dsv4.cache.prefix.hints import MOST_PRIORITY, Hints
 from dsv4.engine import Job
 from dsv4.errors import InvalidInput
 from dsv4.serve.failures import ApiError
-from dsv4.serve.generation import Generation, Hints, Piece, Usage
+from dsv4.serve.generation import Generation, Piece, Terms, Usage
 from dsv4.serve.grammar import Grammar
 from dsv4.serve.models import ServedModel, TextStream
 from dsv4.serve.runner import Runner
@@ -31,7 +30,7 @@ SESSION_HEADERS = (
 LONGEST_ID = 128
 
 
-def read_hints(request: Request, body: CacheFields, keep_s: float | None = None) -> Hints:
+def read_terms(request: Request, body: CacheFields, keep_s: float | None = None) -> Terms:
     """Of headers and body. Raises ApiError."""
     headers, ext = request.headers, body.nvext
     tenant = headers.get("x-tenant-id")
@@ -53,19 +52,19 @@ def read_hints(request: Request, body: CacheFields, keep_s: float | None = None)
     longest = max(kept) or None
     if headers.get("x-dynamo-session-final", "").lower() in ("1", "true"):
         longest = 0.0
-    return Hints(
+    return Terms(
         salt=_salt(tenant, body.cache_salt),
         session=_session(tenant, body, session),
         priority=max(-1000, min(1000, priority)),
         keep_s=longest,
-        kept=_for_cache(session, priority, is_final=longest == 0.0),
+        hints=_for_cache(session, priority, is_final=longest == 0.0),
     )
 
 
-def _for_cache(name: str | None, priority: int, *, is_final: bool) -> CacheHints:
+def _for_cache(name: str | None, priority: int, *, is_final: bool) -> Hints:
     """For the prefix cache, which has fewer priorities. Not of `prompt_cache_key`: that may be the
     same for conversations that differ, and a session has one newest state."""
-    return CacheHints(
+    return Hints(
         session=name or None,
         priority=max(-MOST_PRIORITY, min(MOST_PRIORITY, priority)),
         final=is_final and bool(name),
@@ -121,15 +120,15 @@ class Answer:
     jobs: list[Job] = field(default_factory=list)
     heard: asyncio.Queue[tuple[int, Piece]] = field(default_factory=asyncio.Queue)
 
-    async def ask(self, questions: Sequence[Question], hints: Hints) -> None:
+    async def ask(self, questions: Sequence[Question], terms: Terms) -> None:
         """Submits all, or none. Raises what `Runner.submit` raises, and ApiError."""
         try:
-            await run_in_threadpool(self._submit, questions, hints)
+            await run_in_threadpool(self._submit, questions, terms)
         except BaseException:
             self.cancel()
             raise
 
-    def _submit(self, questions: Sequence[Question], hints: Hints) -> None:
+    def _submit(self, questions: Sequence[Question], terms: Terms) -> None:
         words, longest = self.model.tokenizer.vocabulary, self.model.max_context
         longest = min(longest, self.runner.manager.schema.max_context)
         jobs = list[tuple[Question, int]]()
@@ -147,9 +146,9 @@ class Answer:
         for question, new in jobs:
             self.runner.check_fits(len(question.ids) + new, len(jobs))
         for nth, (question, new) in enumerate(jobs):
-            self.jobs.append(self._job(nth, question, new, hints))
+            self.jobs.append(self._job(nth, question, new, terms))
 
-    def _job(self, nth: int, question: Question, new_tokens: int, hints: Hints) -> Job:
+    def _job(self, nth: int, question: Question, new_tokens: int, terms: Terms) -> Job:
         def emit(piece: Piece) -> None:
             self.heard.put_nowait((nth, piece))
 
@@ -161,7 +160,7 @@ class Answer:
             stops=question.stops,
             logprobs=question.logprobs,
             grammar=None if question.grammar is None else question.grammar(),
-            hints=hints,
+            terms=terms,
         )
         return self.runner.submit(
             question.ids,

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from dsv4.errors import InvalidInput
-from dsv4.serve.answers import Answer, EventStream, Question, read_hints, require_model, sampling
+from dsv4.serve.answers import Answer, EventStream, Question, read_terms, require_model, sampling
 from dsv4.serve.failures import as_api_error
 from dsv4.serve.generation import Piece, Usage
 from dsv4.serve.models import Message
@@ -28,7 +28,7 @@ def routes(state: ServerState) -> APIRouter:
     async def messages(request: Request, body: MessagesRequest) -> Response:
         """The answer to a chat."""
         require_model(body.model, state.model)
-        hints = read_hints(request, body, max(_kept(body), default=None))
+        terms = read_terms(request, body, max(_kept(body), default=None))
 
         def render() -> list[int]:
             chat = _messages(body)
@@ -43,7 +43,7 @@ def routes(state: ServerState) -> APIRouter:
             stop_tokens=state.model.tokenizer.end_tokens,
         )
         answer = Answer(runner=state.runner, model=state.model)
-        await answer.ask([question], hints)
+        await answer.ask([question], terms)
         head = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",

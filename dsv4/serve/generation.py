@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from dsv4.cache.prefix.hints import Hints as CacheHints
+from dsv4.cache.prefix.hints import Hints
 from dsv4.engine import Job
 from dsv4.serve.grammar import Grammar
 from dsv4.serve.models import TextStream
@@ -51,15 +51,15 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hints:
-    """What a request says about itself that reaches the cache and the order of requests. `keep_s`:
+class Terms:
+    """On what terms a request is served: its place in the order and in the cache. `keep_s`:
     how long its prefix shall stay cached; 0 ends that for its session."""
 
     salt: str | None = None
     session: str = ""
     priority: int = 0  # higher is sooner
     keep_s: float | None = None
-    kept: CacheHints | None = None  # for the prefix cache
+    hints: Hints | None = None  # for the prefix cache
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -73,7 +73,7 @@ class Generation:
     stops: tuple[str, ...] = ()
     logprobs: int | None = None  # how many of the most likely tokens; None: not wanted
     grammar: Grammar | None = None
-    hints: Hints
+    terms: Terms
     # ---- where it is
     number: int = 0  # in the order of arrival
     passed: int = 0  # jobs that came later and were admitted sooner
@@ -87,7 +87,7 @@ class Generation:
     newest: TokenLogprob | None = None  # of the token that this step chose
 
     def rank(self, passes: int) -> int:
-        return self.hints.priority + self.passed // passes
+        return self.terms.priority + self.passed // passes
 
     def choose(self, row: Tensor) -> int:
         """The next token of its logits. Raises InvalidInput."""

@@ -41,14 +41,14 @@ class Keeper:
         """Keeps what an ended job has in the cache, if its client asked for that. Raises
         InvalidInput if nothing of it is cached."""
         data = job.data
-        if data.hints.keep_s is None:
+        if data.terms.keep_s is None:
             return
         manager = self._engine.manager
-        name = data.hints.session or str(hash(tuple(job.tokens[: manager.schema.block_tokens])))
+        name = data.terms.session or str(hash(tuple(job.tokens[: manager.schema.block_tokens])))
         old = self._kept.pop((job.salt, name), None)
         if old is not None:
             self._drop(old.pin)
-        if data.hints.keep_s <= 0:
+        if data.terms.keep_s <= 0:
             return
         blocks = len(job.tokens) // manager.schema.block_tokens
         stats = manager.stats()
@@ -56,7 +56,7 @@ class Keeper:
             return
         pin = manager.pin(job.tokens, job.salt)
         self._engine.pins.append(pin)
-        self._kept[job.salt, name] = Kept(pin=pin, until_s=self.clock() + data.hints.keep_s)
+        self._kept[job.salt, name] = Kept(pin=pin, until_s=self.clock() + data.terms.keep_s)
 
     def expire(self) -> None:
         """Lets go what has been kept long enough, and forgets what had to give way."""

@@ -109,7 +109,7 @@ class Live:
         ratios = sorted({layer.spec.ratio for layer in schema.layers if layer.spec.ratio})
         return {
             "number": data.number,
-            "session": self._alias(data.hints.session),
+            "session": self._alias(data.terms.session),
             "prompt_tokens": job.prompt_tokens,
             "cached_tokens": job.tokens_skipped,
             "generated_tokens": len(job.generated),
@@ -151,7 +151,7 @@ class Live:
         data: Generation = job.data
         turn = {
             "number": data.number,
-            "session": self._alias(data.hints.session),
+            "session": self._alias(data.terms.session),
             "prompt_tokens": job.prompt_tokens,
             "hit_tokens": job.tokens_skipped,
             "missed_tokens": job.prompt_tokens - job.tokens_skipped,

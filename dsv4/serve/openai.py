@@ -19,13 +19,13 @@ from dsv4.serve.answers import (
     Question,
     Whole,
     flat_content,
-    read_hints,
+    read_terms,
     require_model,
     sampling,
     total,
 )
 from dsv4.serve.failures import ApiError, as_api_error
-from dsv4.serve.generation import Hints, Piece, Usage
+from dsv4.serve.generation import Piece, Terms, Usage
 from dsv4.serve.grammar import Grammar
 from dsv4.serve.models import Message, Tokenizer
 from dsv4.serve.sampling import TokenLogprob
@@ -54,7 +54,7 @@ def routes(state: ServerState) -> APIRouter:
     async def chat(request: Request, body: ChatRequest) -> Response:
         """The answer to a chat."""
         require_model(body.model, state.model)
-        hints = read_hints(request, body)
+        terms = read_terms(request, body)
         tools = () if body.tool_choice == "none" else [t.model_dump() for t in body.tools or ()]
 
         def render() -> list[int]:
@@ -72,20 +72,20 @@ def routes(state: ServerState) -> APIRouter:
         ids = await run_in_threadpool(render)
         asked = body.max_completion_tokens or body.max_tokens or state.new_tokens
         question = _question(state, body, ids, asked, top)
-        return await _answer(state, request, body, [question], hints, _Chat(state.model.tokenizer))
+        return await _answer(state, request, body, [question], terms, _Chat(state.model.tokenizer))
 
     @router.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """What follows a text, or each of several."""
         require_model(body.model, state.model)
-        hints = read_hints(request, body)
+        terms = read_terms(request, body)
         prompts = await run_in_threadpool(_prompts, state, body.prompt)
         if len(prompts) * (body.n or 1) > CHOICES:
             raise ApiError(400, f"{len(prompts)} prompts: at most {CHOICES} choices in all")
         asked = body.max_tokens or COMPLETION_TOKENS
         questions = [_question(state, body, ids, asked, body.logprobs) for ids in prompts]
         shape = _Text(state.model.tokenizer)
-        return await _answer(state, request, body, questions, hints, shape)
+        return await _answer(state, request, body, questions, terms, shape)
 
     return router
 
@@ -155,11 +155,11 @@ async def _answer(
     request: Request,
     body: OpenAIFields,
     questions: Sequence[Question],
-    hints: Hints,
+    terms: Terms,
     shape: _Chat | _Text,
 ) -> Response:
     answer = Answer(runner=state.runner, model=state.model)
-    await answer.ask(questions, hints)
+    await answer.ask(questions, terms)
     head = {
         "id": f"{shape.prefix}-{secrets.token_hex(12)}",
         "created": int(time.time()),

@@ -173,8 +173,8 @@ class Runner:
             job = ready(
                 ids,
                 new_tokens,
-                generation.hints.salt,
-                hints=generation.hints.kept,
+                generation.terms.salt,
+                hints=generation.terms.hints,
                 stop_tokens=stop_tokens,
                 on_tokens=self._heard,
                 data=generation,

@@ -39,7 +39,7 @@ class Scheduler(Engine):
     def arrive(self, job: Job) -> None:
         """A session that has nothing to do saves nothing up: it begins where the least served of
         the others is."""
-        session = job.data.hints.session
+        session = job.data.terms.session
         if session not in self.served:
             self.served[session] = min(self.served.values(), default=0)
         self.newest += 1
@@ -48,14 +48,14 @@ class Scheduler(Engine):
     def end_jobs(self) -> bool:
         has_ended = super(Scheduler, self).end_jobs()
         if has_ended:
-            left = {job.data.hints.session for job in self.jobs}
+            left = {job.data.terms.session for job in self.jobs}
             self.served = {name: count for name, count in self.served.items() if name in left}
         return has_ended
 
     def rank(self, job: Job) -> tuple[int, int, int]:
         """Lower is sooner."""
         data: Generation = job.data
-        return -data.rank(PASSES), self.served.get(data.hints.session, 0), data.number
+        return -data.rank(PASSES), self.served.get(data.terms.session, 0), data.number
 
     @property
     def running(self) -> list[tuple[Job, Request]]:
@@ -73,7 +73,7 @@ class Scheduler(Engine):
     def schedule(self) -> list[Share]:
         shares = super(Scheduler, self).schedule()
         for share in shares:
-            session = share.job.data.hints.session
+            session = share.job.data.terms.session
             self.served[session] = self.served.get(session, 0) + share.count
         return shares
 

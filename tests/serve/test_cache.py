@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dsv4.cache.prefix.hints import Hints as CacheHints
+from dsv4.cache.prefix.hints import Hints
 from tests.serve.serving import Running, chat_ids, greedy_text, running
 
 ASK = {"model": "stand-in", "temperature": 0, "max_tokens": 2}
@@ -45,7 +45,7 @@ def test_salts_and_tenants_share_nothing(server: Running) -> None:
 def test_priorities_and_sessions_reach_the_queue(server: Running) -> None:
     seen = []
     listen = server.state.runner.after_turn
-    listen.append(lambda job: seen.append(job.data.hints))
+    listen.append(lambda job: seen.append(job.data.terms))
     try:
         cached(server, "a", priority=3)
         cached(server, "a", {"X-Vllm-Priority": "-4"})
@@ -57,9 +57,9 @@ def test_priorities_and_sessions_reach_the_queue(server: Running) -> None:
         cached(server, "a", {"x-tenant-id": "t"}, prompt_cache_key="talk")
     finally:
         listen.pop()
-    assert [hints.priority for hints in seen[:3]] == [-3, 4, 7]
-    assert len({hints.session for hints in (*seen[3:6], seen[7])}) == 1
-    assert len({hints.session for hints in (seen[0], seen[3], seen[6], seen[8])}) == 4
+    assert [terms.priority for terms in seen[:3]] == [-3, 4, 7]
+    assert len({terms.session for terms in (*seen[3:6], seen[7])}) == 1
+    assert len({terms.session for terms in (seen[0], seen[3], seen[6], seen[8])}) == 4
     with server.http(headers={"X-Vllm-Priority": "high"}) as client:
         assert client.post("/v1/completions", json={**ASK, "prompt": "a"}).status_code == 400
 
@@ -156,7 +156,7 @@ def test_usage_says_which_tier_had_it() -> None:
 
 
 def test_sessions_and_priorities_reach_the_prefix_cache(server: Running) -> None:
-    """As hints of its own kind: fewer priorities, and a key that conversations share is none."""
+    """As hints: fewer priorities, and a key that conversations share is none."""
     seen = []
     listen = server.state.runner.after_turn
     listen.append(lambda job: seen.append(job.hints))
@@ -168,8 +168,8 @@ def test_sessions_and_priorities_reach_the_prefix_cache(server: Running) -> None
     finally:
         listen.pop()
     assert seen == [
-        CacheHints(session="talk", priority=8),
-        CacheHints(),
-        CacheHints(session="talk", final=True),
-        CacheHints(),
+        Hints(session="talk", priority=8),
+        Hints(),
+        Hints(session="talk", final=True),
+        Hints(),
     ]

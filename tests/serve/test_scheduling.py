@@ -18,7 +18,7 @@ from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.schema import CacheSchema
 from dsv4.engine import Job
 from dsv4.model import ModelSpec
-from dsv4.serve.generation import Generation, Hints
+from dsv4.serve.generation import Generation, Terms
 from dsv4.serve.models import Opened, Room, StandIn, TextStream
 from dsv4.serve.runner import _choose
 from dsv4.serve.sampling import Sampling
@@ -74,7 +74,7 @@ class Stepped:
             sampling=Sampling(seed=0, temperature=0),
             stream=TextStream(TOKENIZER),
             emit=lambda piece: None,
-            hints=Hints(session=session, priority=priority),
+            terms=Terms(session=session, priority=priority),
         )
         job = self.engine.submit(ids, new, data=generation, on_tokens=self.heard)
         self.engine.arrive(job)
