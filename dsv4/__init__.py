@@ -184,7 +184,10 @@ if not TYPE_CHECKING:
             raise AttributeError(f"module 'dsv4' has no attribute {name!r}")
         from importlib import import_module
 
-        value = getattr(import_module(_HOME_OF[name]), name)
+        from dsv4.extras import needed_by
+
+        with needed_by(f"dsv4.{name}"):
+            value = getattr(import_module(_HOME_OF[name]), name)
         globals()[name] = value  # from now on found without this function
         return value
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-import torch
+from dsv4.extras import needed_by
+
+with needed_by("dsv4.backends"):
+    import torch
 
 from dsv4.errors import InvalidInput, MissingExtra
 from dsv4.ops.backend import Backend, BackendName
@@ -26,8 +29,8 @@ def load_backend(
         raise InvalidInput(f"unknown backend {chosen!r}: choose 'reference' or 'triton'")
     if find_spec("triton") is None:
         raise MissingExtra(
-            "the Triton backend needs the package triton, which is not installed: install it, or "
-            "use backend='reference'"
+            "the Triton backend needs the package triton, which is not installed: pip install "
+            "'dsv4[torch]' brings it on Linux; elsewhere use backend='reference'"
         )
     from dsv4.kernels.backend import TritonBackend
     from dsv4.kernels.numerics import INTERPRETED

@@ -20,8 +20,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import Tensor
+from dsv4.extras import needed_by
+
+with needed_by("dsv4.engine"):
+    import torch
+    from torch import Tensor
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.hints import Hints

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.stats import HandoffStats, PrefixStats, TransferStats
-from dsv4.errors import MissingExtra
+from dsv4.extras import needed_by
 
 if TYPE_CHECKING:
+    from dsv4.cache.manager import KVCacheManager
+    from dsv4.cache.stats import HandoffStats, PrefixStats, TransferStats
     from dsv4.tiers.tier import TierStats
 
 
@@ -18,12 +18,8 @@ def prometheus_text(manager: KVCacheManager) -> str:
 
     Raises MissingExtra without prometheus_client.
     """
-    try:
+    with needed_by("a manager's metrics"):
         from prometheus_client import generate_latest
-    except ImportError as error:
-        raise MissingExtra(
-            f"metrics need prometheus_client ({error}): install it with pip install 'dsv4[metrics]'"
-        ) from error
     text: bytes = generate_latest(ManagerCollector(manager))
     return text.decode()
 

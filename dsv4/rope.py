@@ -10,8 +10,11 @@ from __future__ import annotations
 import math
 from decimal import Decimal, localcontext
 
-import torch
-from torch import Tensor
+from dsv4.extras import needed_by
+
+with needed_by("dsv4.rope"):
+    import torch
+    from torch import Tensor
 
 from dsv4.errors import InvalidInput
 from dsv4.model import ModelSpec

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+from dsv4.extras import needed_by
+
+with needed_by("dsv4.testing"):
+    import torch
+    from torch import Tensor
 
 from dsv4.cache.batch import Batch
 from dsv4.cache.handle import LayerCacheHandle

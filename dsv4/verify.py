@@ -15,8 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+
+from dsv4.extras import needed_by
+
+with needed_by("dsv4.verify"):
+    import torch
+    from torch import Tensor
 
 from dsv4.cache.batch import Batch
 from dsv4.cache.handle import LayerCacheHandle

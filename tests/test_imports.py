@@ -1,7 +1,7 @@
 """Who may import whom, read from the sources.
 
-    layout      errors, model, units, cache.records, cache.pages, cache.schema and cache.state:
-                which byte is where; without torch
+    layout      errors, extras, model, units, cache.records, cache.pages, cache.schema and
+                cache.state: which byte is where; without torch
       ↑
     ops         what a layer asks of a backend; imports the layout
       ↑
@@ -32,6 +32,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYOUT = {
     "dsv4.errors",
+    "dsv4.extras",
     "dsv4.model",
     "dsv4.units",
     "dsv4.cache.records",

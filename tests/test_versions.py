@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 Version = tuple[int, ...]
-EXTRAS = ("transformers", "plot", "metrics", "tiers", "object")
+EXTRAS = ("torch", "transformers", "plot", "metrics", "tiers", "object")
 NAMES = ["torch", "triton", "numpy", "transformers", "typer", "rich", "safetensors", "matplotlib"]
 NAMES += ["prometheus-client", "xxhash", "obstore"]
 

@@ -17,7 +17,6 @@ from dsv4.cli.verify import verify_command
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )

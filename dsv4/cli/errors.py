@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import typer
 
 from dsv4.errors import Dsv4Error, PoolTooSmall
+from dsv4.extras import needed_by
 
 EXIT_CODE = 2
 
@@ -17,10 +18,12 @@ EXIT_CODE = 2
 def reported_errors(*, as_json: bool) -> Iterator[None]:
     """Turns a Dsv4Error into a line on stderr (or a JSON object on stdout) and exit code 2.
 
-    Any other exception is a bug and passes through with its traceback.
+    An import that an extra would satisfy is a MissingExtra. Any other exception is a bug and passes
+    through with its traceback.
     """
     try:
-        yield
+        with needed_by("this command"):
+            yield
     except Dsv4Error as error:
         kind = type(error).__name__
         if as_json:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dsv4.cli.errors import reported_errors
-from dsv4.errors import MissingExtra
 from dsv4.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
@@ -74,15 +73,10 @@ def serve_command(
 ) -> None:
     """Serve a model: OpenAI's and Anthropic's API over the cache."""
     with reported_errors(as_json=False):
-        try:
-            from dsv4.serve import process
-            from dsv4.serve.app import make_state
-            from dsv4.serve.options import ServerOptions
-        except ImportError as error:
-            raise MissingExtra(
-                f"the server needs packages that are not here ({error}): install them with "
-                f"pip install 'dsv4[serve]'"
-            ) from error
+        from dsv4.serve import process
+        from dsv4.serve.app import make_state
+        from dsv4.serve.options import ServerOptions
+
         options = ServerOptions(
             memory_bytes=None if memory is None else parse_bytes(memory),
             host_memory_bytes=None if host_memory is None else parse_bytes(host_memory),

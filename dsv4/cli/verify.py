@@ -31,13 +31,13 @@ def verify_command(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Run a golden file through the cache and compare array by array. Exit code 1 on a miss."""
-    device = _device(backend)
     from rich.console import Console
     from rich.table import Table
 
-    from dsv4.verify import verify
-
     with reported_errors(as_json=as_json):
+        device = _device(backend)
+        from dsv4.verify import verify
+
         reports = verify(golden, backend=backend.value, device=device)
     passed = all(report.passed for report in reports)
     if as_json:

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
+from dsv4.extras import needed_by
+
+with needed_by("dsv4.demo.model"):
+    import torch
+    from torch import Tensor
 
 from dsv4.demo_model.checkpoint import Checkpoint
 from dsv4.errors import MissingExtra

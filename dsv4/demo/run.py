@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
+from dsv4.extras import needed_by
+
+with needed_by("the demo"):
+    import torch
 
 from dsv4.demo.alone import answer_alone
 from dsv4.demo.events import DemoReport, Emit, PartResult, PrefixResult

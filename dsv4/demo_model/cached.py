@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dsv4.extras import needed_by
+
+with needed_by("the demo model"):
+    import torch
+    from torch import Tensor
 
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager

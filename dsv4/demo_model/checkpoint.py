@@ -9,8 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
+from dsv4.extras import needed_by
+
+with needed_by("the demo model"):
+    import torch
+    from safetensors.torch import load_file
 
 from dsv4.demo_model.network import Network
 from dsv4.demo_model.text import Tokenizer

@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn.functional import linear, silu
+from dsv4.extras import needed_by
+
+with needed_by("the demo model"):
+    import torch
+    from torch import Tensor
+    from torch.nn.functional import linear, silu
 
 from dsv4.errors import ConfigError
 from dsv4.model import LayerSpec, ModelSpec

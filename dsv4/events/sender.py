@@ -11,16 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from dsv4.errors import InvalidInput, MissingExtra
+from dsv4.errors import InvalidInput
 from dsv4.events.ledger import Ledger, Note, batches
 from dsv4.events.wire import END, MOST_TOKENS, Event, number, pack
+from dsv4.extras import needed_by
 
-try:
+with needed_by("a publisher of events"):
     import zmq
-except ImportError as error:
-    raise MissingExtra(
-        f"events need pyzmq ({error}): install it with pip install 'dsv4[events]'"
-    ) from error
 
 LOGGER = logging.getLogger("dsv4.events")
 MOST_REQUEST_BYTES = 1_024  # of a frame from a consumer: a longer one ends the connection

@@ -6,14 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from dsv4.errors import MissingExtra
+from dsv4.extras import needed_by
 
-try:
+with needed_by("a publisher of events"):
     import msgspec
-except ImportError as error:
-    raise MissingExtra(
-        f"events need msgspec ({error}): install it with pip install 'dsv4[events]'"
-    ) from error
 
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
 MOST_BLOCKS = 65_536  # of one event: consumers take no more

@@ -6,21 +6,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dsv4.errors import InvalidInput, MissingExtra
+from dsv4.errors import InvalidInput
+from dsv4.extras import needed_by
 
 INK, MUTED, _GRID = "#1f2430", "#6b7280", "#e5e7eb"
 
 
 def new_figure(width_inches: float, height_inches: float) -> Any:
     """An empty figure that no window shows. Raises MissingExtra without matplotlib."""
-    try:
+    with needed_by("a plot"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as error:
-        raise MissingExtra(
-            f"plots need matplotlib ({error}): install it with pip install 'dsv4[plot]'"
-        ) from error
     layout = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.14)
     figure = Figure(figsize=(width_inches, height_inches), dpi=150, layout=layout)
     FigureCanvasAgg(figure)

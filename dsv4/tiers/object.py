@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from dsv4.errors import InvalidInput, MissingExtra
+from dsv4.errors import InvalidInput
+from dsv4.extras import needed_by
 from dsv4.tiers.record import RECORD_VERSION, Key, Kind, Label, Record
 from dsv4.tiers.tier import DONE, DROPPED, MISSING, Limits, Outcome, QueuedTier, wrong_size
 
@@ -213,12 +214,8 @@ def _behind(parent: bytes) -> str:
 
 
 def _obstore() -> Any:
-    try:
+    with needed_by("the object tier"):
         import obstore
         import obstore.exceptions
         import obstore.store
-    except ImportError as error:
-        raise MissingExtra(
-            f"the object tier needs obstore ({error}): install it with pip install 'dsv4[object]'"
-        ) from error
     return obstore

@@ -24,16 +24,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dsv4.errors import InvalidInput, MissingExtra, require_count
+from dsv4.errors import InvalidInput, require_count
+from dsv4.extras import needed_by
 from dsv4.tiers.secret import BOX_BYTES, MAC_BYTES, Secret, same
 from dsv4.tiers.sizes import HEADER_BYTES, UNIT_BYTES, padded
 
-try:
+with needed_by("a tier"):
     import xxhash
-except ImportError as error:
-    raise MissingExtra(
-        f"tiers need xxhash ({error}): install it with pip install 'dsv4[tiers]'"
-    ) from error
 
 RECORD_VERSION = 1  # of names, and of records without a key
 KEYED_VERSION = 0x8001  # of records with a MAC: the top bit

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dsv4.errors import CopyError, InvalidInput, MissingExtra
+from dsv4.errors import CopyError, InvalidInput
+from dsv4.extras import needed_by
 
 LEAST_BYTES, MOST_BYTES = 16, 64  # of a key; BLAKE2b takes no longer one
 MAC_BYTES = 32
@@ -111,16 +112,12 @@ class Secret:
 
 def _aes() -> Any:
     """What is used of cryptography. Raises MissingExtra."""
-    try:
+    with needed_by("encryption"):
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers import Cipher
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         from cryptography.hazmat.primitives.ciphers.algorithms import AES
         from cryptography.hazmat.primitives.ciphers.modes import GCM
-    except ImportError as error:
-        raise MissingExtra(
-            f"encryption needs cryptography ({error}): install it with pip install 'dsv4[encrypt]'"
-        ) from error
     return SimpleNamespace(InvalidTag=InvalidTag, Cipher=Cipher, AESGCM=AESGCM, AES=AES, GCM=GCM)
 
 

@@ -53,7 +53,7 @@ def test_suites_whose_packages_are_missing_are_left_out(
     for module in ("tiers", "transformers_decode"):
         monkeypatch.delattr(benchmarks, module, raising=False)
     assert [suite for suite in SUITES if not run.can_run(suite)] == ["tiers", "transformers"]
-    assert "left out: suite tiers (tiers need xxhash" in capsys.readouterr().out
+    assert "left out: suite tiers (a tier needs xxhash" in capsys.readouterr().out
 
 
 def test_the_cases_span_what_the_models_do() -> None:

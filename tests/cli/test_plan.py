@@ -379,7 +379,7 @@ def in_process_without(module: str, *arguments: str) -> subprocess.CompletedProc
         "class Blocker:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         f"        if name.split('.')[0] == {module!r}:\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}')\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
         "sys.meta_path.insert(0, Blocker())\n"
         "try:\n"
         f"    import {module}\n"
