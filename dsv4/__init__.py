@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dsv4.cache.handoff.arrival import Arrival
     from dsv4.cache.handoff.options import HandoffOptions
     from dsv4.cache.manager import KVCacheManager
+    from dsv4.cache.prefix.explain import Explainer, Explanation
     from dsv4.cache.prefix.hints import Hints
     from dsv4.cache.prefix.index import BlockEvent
     from dsv4.cache.prefix.options import PrefixOptions, SnapshotPolicy, full, periodic, zero
@@ -73,6 +74,8 @@ __all__ = [
     "DiskTier",
     "Dsv4Error",
     "EventPublisher",
+    "Explainer",
+    "Explanation",
     "ForwardPlan",
     "HandoffOptions",
     "Hints",
@@ -128,6 +131,7 @@ _HOMES = {
     "dsv4.cache.handoff.arrival": ("Arrival",),
     "dsv4.cache.handoff.options": ("HandoffOptions",),
     "dsv4.cache.manager": ("KVCacheManager",),
+    "dsv4.cache.prefix.explain": ("Explainer", "Explanation"),
     "dsv4.cache.prefix.index": ("BlockEvent",),
     "dsv4.cache.prefix.hints": ("Hints",),
     "dsv4.cache.prefix.options": ("PrefixOptions", "SnapshotPolicy", "full", "periodic", "zero"),

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from dsv4.cache.allocator import Asker
 from dsv4.cache.changes import LOGGER, Guard
 from dsv4.cache.memory import CacheMemory
 from dsv4.cache.prefix.cache import PrefixCache
@@ -90,9 +91,10 @@ class Admission:
         table, resume, block_tokens = self._table, match.resume, self._schema.block_tokens
         slot, shared = table.free_slots[-1], [node.block_id for node in match.nodes]
         blocks = self._schema.blocks_for(resume.end)
+        asker = Asker(trail, blocks - len(shared))
         with (
             table.supply.sharing(shared),
-            table.supply.reserving(blocks - len(shared), asker_blocks=blocks, shared=shared) as new,
+            table.supply.reserving(asker, asker_blocks=blocks, shared=shared) as new,
         ):
             is_inside = resume.source == "state" and resume.start % block_tokens > 0
             begun = new.block_ids[:is_inside]
@@ -132,8 +134,9 @@ class Admission:
         whole = max(request.length, request.reused_tokens) // schema.block_tokens
         shared = request.block_ids[:whole] if schema.block_bytes else []
         slots = table.free_slots[: -count - 1 : -1] if count else []
+        asker = Asker(request.trail, count * max(0, held - len(shared)))
         with table.supply.reserving(
-            count * max(0, held - len(shared)), asker_blocks=held + count, shared=request.block_ids
+            asker, asker_blocks=held + count, shared=request.block_ids
         ) as new:
             copies = new.block_ids
             owned = [[*shared, *copies[nth : nth + 1]] for nth in range(len(slots))]
@@ -245,7 +248,7 @@ class Admission:
         if not self._table.allocator.is_shared(request.block_ids[block]):
             return
         with self._table.supply.reserving(
-            1, asker_blocks=block + 1, shared=request.block_ids
+            Asker(request.trail, 1), asker_blocks=block + 1, shared=request.block_ids
         ) as new:
             self._memory.copy_block(request.block_ids[block], new.block_ids)
         (copy,) = new.block_ids

@@ -17,6 +17,7 @@ from dsv4.errors import Dsv4Error, InvalidInput, OutOfBlocks, require_count
 
 if TYPE_CHECKING:
     from dsv4.cache.prefix.node import PrefixNode
+    from dsv4.cache.prefix.trail import TokenTrail
 
 
 class BlockAllocator:
@@ -221,13 +222,24 @@ class BlockAllocator:
         return block_id
 
 
+class Asker(NamedTuple):
+    """Who needs blocks: the trail of a request (None without token ids), and how many."""
+
+    trail: TokenTrail | None
+    blocks: int
+
+
+Askers = Sequence[Asker]
+Ids = Collection[int]
+
+
 class Reclaimer(Protocol):
     """Keeps blocks that no request holds, and gives them up when memory is short."""
 
     def choose(self, blocks: int, *, or_fewer: bool = False) -> list[PrefixNode]:
         """Chooses `blocks` blocks to give up, or none; then they are dropped or spared."""
 
-    def drop(self, victims: Sequence[PrefixNode]) -> None: ...
+    def drop_for(self, victims: Sequence[PrefixNode], askers: Askers) -> None: ...
 
     def spare(self, victims: Sequence[PrefixNode]) -> None: ...
 
@@ -240,6 +252,7 @@ class Reserved(NamedTuple):
 
     block_ids: list[int]
     victims: Sequence[PrefixNode]
+    askers: Askers = ()
 
 
 class BlockSupply:
@@ -256,17 +269,17 @@ class BlockSupply:
         return self.settle(self.reserve(count, asker_blocks=asker_blocks))
 
     def reserve(
-        self, count: int, *, asker_blocks: int | None = None, shared: Collection[int] = ()
+        self, count: int, askers: Askers = (), *, asker_blocks: int | None = None, shared: Ids = ()
     ) -> Reserved:
         """The blocks that `settle` will take, or OutOfBlocks. Until `settle` or `cancel` they are
         free or cached, and no block may be taken or released.
 
-        `asker_blocks` is what the asker would hold in all, `shared` those of them that exist.
-        """
+        `askers` get the blocks, in this order. `asker_blocks` is what the largest of them would
+        hold in all, `shared` those of these blocks that exist."""
         allocator = self.allocator
         short = count - allocator.free
         if short <= 0:
-            return Reserved(allocator.next_ids(count), ())
+            return Reserved(allocator.next_ids(count), (), askers)
         victims = [] if self.reclaimer is None else self.reclaimer.choose(short)
         if len(victims) < short:
             raise OutOfBlocks(
@@ -277,7 +290,8 @@ class BlockSupply:
                 cached=allocator.idle,
                 pinned=0 if self.reclaimer is None else self.reclaimer.pinned_blocks(shared),
             )
-        return Reserved(allocator.next_ids(count, [node.block_id for node in victims]), victims)
+        freed = [node.block_id for node in victims]
+        return Reserved(allocator.next_ids(count, freed), victims, askers)
 
     def settle(self, reserved: Reserved) -> list[int]:
         """Takes what was reserved; what was cached there is evicted."""
@@ -292,7 +306,7 @@ class BlockSupply:
     def _drop(self, reserved: Reserved) -> None:
         if reserved.victims:
             assert self.reclaimer is not None
-            self.reclaimer.drop(reserved.victims)
+            self.reclaimer.drop_for(reserved.victims, reserved.askers)
 
     def cancel(self, reserved: Reserved) -> None:
         """Nothing of it is taken."""
@@ -302,10 +316,10 @@ class BlockSupply:
 
     @contextmanager
     def reserving(
-        self, count: int, *, asker_blocks: int | None = None, shared: Collection[int] = ()
+        self, asker: Asker, *, asker_blocks: int | None = None, shared: Ids = ()
     ) -> Iterator[Reserved]:
         """Blocks for the code inside: taken at its end, unchanged if it raises."""
-        reserved = self.reserve(count, asker_blocks=asker_blocks, shared=shared)
+        reserved = self.reserve(asker.blocks, [asker], asker_blocks=asker_blocks, shared=shared)
         try:
             yield reserved
         except BaseException:

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dsv4.cache.allocator import BlockAllocator, BlockSupply, Holdings, Reserved
+from dsv4.cache.allocator import Asker, BlockAllocator, BlockSupply, Holdings, Reserved
 from dsv4.cache.changes import Uncopied
 from dsv4.cache.prefix.resume import Resume
 from dsv4.cache.prefix.trail import RecentIds, TokenTrail
@@ -440,7 +440,8 @@ class RequestTable:
             return Growth(requests, blocks, missing, Reserved(self.allocator.next_ids(needed), ()))
         most = max(range(len(blocks)), key=blocks.__getitem__)
         held = requests[most].block_ids
-        reserved = self.supply.reserve(needed, asker_blocks=blocks[most], shared=held)
+        askers = [Asker(r.trail, n) for r, n in zip(requests, missing, strict=True) if n]
+        reserved = self.supply.reserve(needed, askers, asker_blocks=blocks[most], shared=held)
         return Growth(requests, blocks, missing, reserved)
 
     def _settle_growth(self, growth: Growth) -> None:

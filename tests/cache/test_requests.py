@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dsv4.cache.prefix.index import PrefixIndex
+from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.resume import Resume
 from dsv4.cache.requests import LENGTH, WRITTEN, Request, RequestTable
 from dsv4.cache.schema import CacheSchema
@@ -28,6 +30,9 @@ def table(num_blocks: int = 8, max_requests: int = 3) -> RequestTable:
 class Reclaiming(PrefixIndex):
     def pinned_blocks(self, excluding: object = ()) -> int:
         return 0
+
+    def drop_for(self, victims: Sequence[PrefixNode], askers: object) -> None:
+        self.drop(victims)
 
 
 def opened(made: RequestTable, blocks: int = 0) -> Request:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dsv4.cache.allocator import Asker
 from dsv4.cache.changes import changes
 from dsv4.cache.handoff.arrival import Arrival, Landing
 from dsv4.cache.handoff.arrivals import Arrivals
@@ -159,8 +160,9 @@ class Handoff:
         blocks = self.side.schema.blocks_for(read.tokens)
         try:
             table.holdings.hold(arrival, shared)
+            asker = Asker(arrival.trail, blocks - len(shared))
             reserved = table.supply.reserve(
-                blocks - len(shared), asker_blocks=blocks, shared=shared
+                asker.blocks, [asker], asker_blocks=blocks, shared=shared
             )
             arrival.landing.block_ids = table.holdings.promise(arrival, reserved)
             arrivals.start(arrival)

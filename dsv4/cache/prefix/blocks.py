@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from dsv4.cache.allocator import BlockAllocator
+from dsv4.cache.allocator import Asker, BlockAllocator
 from dsv4.cache.changes import LOGGER
 from dsv4.cache.prefix.index import PrefixIndex
 from dsv4.cache.prefix.node import PrefixNode
-from dsv4.cache.prefix.observer import Notices
+from dsv4.cache.prefix.observer import UNKNOWN_CAUSE, Cause, Notices
 from dsv4.cache.prefix.pins import Pins
 from dsv4.cache.prefix.rows import SnapshotRows
 
@@ -39,15 +39,19 @@ class CachedBlocks:
     def spare(self, victims: Sequence[PrefixNode]) -> None:
         self._index.spare(victims)
 
-    def drop(self, victims: Sequence[PrefixNode]) -> None:
+    def drop(self, victims: Sequence[PrefixNode], cause: Cause = UNKNOWN_CAUSE) -> None:
         """Evicts what was chosen, with its snapshots."""
         self._index.drop(victims)
         if victims:
             LOGGER.debug("%d cached blocks evicted", len(victims))
-            self._notices.evicted(victims)
+            self._notices.evicted(victims, cause)
         for node in victims:
             if node.snapshot is not None:
                 self._rows.drop(node)
+
+    def drop_for(self, victims: Sequence[PrefixNode], askers: Sequence[Asker]) -> None:
+        """Evicts what was chosen because others need its memory."""
+        self.drop(victims, Cause(tuple(asker.trail for asker in askers)))
 
     def evict(self, most: int) -> int:
         """Evicts `count` blocks, or all that can be. Returns how many."""
@@ -56,7 +60,7 @@ class CachedBlocks:
             self._notices.before_reuse()
         else:
             victims = self.choose(most, or_fewer=True)
-        self.drop(victims)
+        self.drop(victims, Cause(reason="asked"))
         return len(victims)
 
     def evictable(self, excluding: Collection[int] = ()) -> int:

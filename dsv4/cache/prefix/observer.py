@@ -4,11 +4,24 @@ publishers of events. Torch-free."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.resume import PrefixMatch
 from dsv4.cache.prefix.trail import TokenTrail
+
+
+class Cause(NamedTuple):
+    """Why blocks are evicted: requests with these trails need memory (None for one without token
+    ids), or `evict` was called ("asked"). The first `over_quota` of them go because the quota of
+    their salt is full."""
+
+    askers: tuple[TokenTrail | None, ...] = ()
+    reason: Literal["memory", "asked"] = "memory"
+    over_quota: int = 0
+
+
+UNKNOWN_CAUSE = Cause()
 
 
 class NewlyCached(NamedTuple):
@@ -43,6 +56,12 @@ class Observer:
     def evicted(self, victims: Sequence[PrefixNode]) -> None:
         """These blocks left the cache."""
 
+    def left(self, victims: Sequence[PrefixNode], cause: Cause) -> None:
+        """The same, and why."""
+
+    def refused(self, digest: bytes, tier: str) -> None:
+        """A tier had a block with this digest, but its bytes are not what they should be."""
+
     def recovered(self, nodes: Collection[PrefixNode]) -> None:
         """After an interrupt: these blocks are cached and no others, whatever was reported."""
 
@@ -76,9 +95,14 @@ class Notices:
         for observer in self.observers:
             observer.before_reuse()
 
-    def evicted(self, victims: Sequence[PrefixNode]) -> None:
+    def evicted(self, victims: Sequence[PrefixNode], cause: Cause) -> None:
         for observer in self.observers:
             observer.evicted(victims)
+            observer.left(victims, cause)
+
+    def refused(self, digest: bytes, tier: str) -> None:
+        for observer in self.observers:
+            observer.refused(digest, tier)
 
     def recovered(self, nodes: Collection[PrefixNode]) -> None:
         for observer in self.observers:

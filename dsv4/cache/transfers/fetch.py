@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from dsv4.cache.allocator import Asker
 from dsv4.cache.polled import Polled
 from dsv4.cache.prefix.cache import PrefixCache
 from dsv4.cache.prefix.pins import PinnedPrefix
@@ -171,7 +172,7 @@ class Fetches:
         found = list(takewhile(lambda item: item.sources, items))
         count = min(len(found), self._table.allocator.free + self._prefix.blocks.evictable())
         if count:
-            reserved = self._table.supply.reserve(count)
+            reserved = self._table.supply.reserve(count, [Asker(fetch.trail, count)])
             fetch.block_ids = reserved.block_ids
             fetch.block_ids = self._table.supply.settle_in_flight(reserved)
         for item, block_id in zip(found, fetch.block_ids, strict=False):

@@ -181,7 +181,7 @@ class Loading:
             load.rows.append(item.row)
             item.row = None
             if outcome.state is State.REFUSED:
-                self._route.refused += 1
+                self._route.note_refusal(item.label.key, load.tier.name)
                 item.sources = []
             item.stage = Stage.WAITING if item.sources else Stage.LOST
         if progress.finished and progress.settled:
@@ -215,7 +215,7 @@ class Loading:
             if refusal is None:
                 self._note_checked(item)
             else:
-                self._route.refused += 1
+                self._route.note_refusal(item.label.key, self._host.name)
                 self._lose(item)
 
     def _note_checked(self, item: Incoming) -> None:

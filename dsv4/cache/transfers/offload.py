@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4.cache.changes import LOGGER
 from dsv4.cache.prefix.cache import PrefixCache
-from dsv4.cache.prefix.observer import NewlyCached, Observer
+from dsv4.cache.prefix.observer import NewlyCached, Notices, Observer
 from dsv4.cache.prefix.resume import PrefixMatch
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.requests import Request
@@ -24,7 +24,7 @@ from dsv4.cache.transfers.copies import Copies, Mark, Rows
 from dsv4.cache.transfers.labels import Labels
 from dsv4.cache.transfers.worker import CopyBatch, Outgoing, Worker
 from dsv4.tiers.host import HostRow, HostTier
-from dsv4.tiers.record import Kind
+from dsv4.tiers.record import Key, Kind
 
 if TYPE_CHECKING:
     from dsv4.cache.transfers.fetch import Fetch
@@ -43,6 +43,7 @@ class Route:
     has_below: bool  # whether there are other tiers
     copies: Copies
     worker: Worker
+    notices: Notices
     open: list[Fetch] = field(default_factory=list)  # whose memory is not released yet
     refused: int = 0
     records: int = 0
@@ -52,6 +53,12 @@ class Route:
     def is_shared(self) -> bool:
         """Whether anything other than the asking fetch may release host memory."""
         return len(self.open) > 1 or not self.worker.idle
+
+    def note_refusal(self, key: Key, tier: str) -> None:
+        """A tier had a record, but its bytes are not what it says."""
+        self.refused += 1
+        if key.kind is Kind.BLOCK:
+            self.notices.refused(key.digest, tier)
 
 
 class Offload(Observer):

@@ -71,6 +71,7 @@ class Tiers:
             has_below=bool(below),
             copies=Copies(manager.device, self.host.region.memory),
             worker=Worker(self.host, below, host_is_tier=bool(hosts)),
+            notices=prefix.notices,
         )
         residency = manager._residency
         block_arena, slot_arena = manager.block_arena.bytes, manager.slot_arena.bytes
