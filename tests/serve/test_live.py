@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
-from tests.serve.serving import Running
+from dsv4.serve.live import MOST_BEHIND, RATE_HZ, Watcher
+from tests.serve.serving import WAIT_S, Running
 
 ASK = {"model": "stand-in", "temperature": 0, "ignore_eos": True}
 
@@ -88,8 +90,6 @@ def test_without_a_watcher_a_step_does_nothing_for_it(server: Running) -> None:
 
 def test_a_watcher_that_does_not_read_costs_bounded_memory(server: Running) -> None:
     """It is given a whole state instead of what it has missed."""
-    from dsv4.serve.live import MOST_BEHIND, Watcher
-
     watcher = Watcher()
     for nth in range(10 * MOST_BEHIND):
         watcher.put(str(nth))
@@ -98,3 +98,49 @@ def test_a_watcher_that_does_not_read_costs_bounded_memory(server: Running) -> N
     watcher.clear()
     assert not watcher.lost
     assert watcher.queue.empty()
+
+
+def test_events_are_bounded_however_fast_turns_end(server: Running) -> None:
+    """And none is lost: each turn is in some event, the last one too."""
+    with server.http() as client, client.stream("GET", "/cache/events") as watched:
+        events = lines(watched)
+        _, state = next(events)
+        last = state["turns"][-1]["number"] if state["turns"] else 0
+        begun = time.monotonic()
+        for _ in range(30):
+            client.post("/v1/completions", json={**ASK, "prompt": "x", "max_tokens": 1})
+        numbers, count = list[int](), 0
+        while len(numbers) < 30:
+            _, event = next(events)
+            count += 1
+            numbers += [turn["number"] for turn in event["turns"]]
+        seconds = time.monotonic() - begun
+    assert numbers == [*range(last + 1, last + 31)]
+    assert count <= RATE_HZ * seconds + 2
+
+
+def test_a_page_that_watches_costs_a_fiftieth_of_the_processor_at_most(server: Running) -> None:
+    """Of the thread that steps: as large a picture as there is, as often as one is sent. Measured
+    in processor time, of which a busy machine takes none away."""
+    live, runner = server.state.live, server.state.runner
+    runner.call(lambda: server.engine.manager.evict()).result(WAIT_S)
+    with server.http() as client:
+        for nth in range(8):
+            client.post(
+                "/v1/completions",
+                json={**ASK, "prompt": f"{nth}" * 1900, "max_tokens": 1, "cache_salt": f"{nth}"},
+            )
+    watcher = Watcher()
+    live._watchers.add(watcher)
+    try:
+
+        def cost() -> float:
+            begun = time.thread_time()
+            live._send_changes()
+            return time.thread_time() - begun
+
+        assert len(live.tree()["nodes"]) > 100
+        found = sorted(runner.call(cost).result(WAIT_S) for _ in range(21))
+    finally:
+        live._watchers.discard(watcher)
+    assert found[10] * RATE_HZ <= 0.02

@@ -161,31 +161,37 @@ function draw() {
     known.add(request.number);
   }
   const cached = new Set(state.tree.nodes.map((node) => node.block_id));
+  const away = new Set(state.entries?.in_host_memory ?? []);
   const look = (block) => {
     if ((litUntil.get(block) ?? 0) > now) return "lit";
     if ((users.get(block) ?? 0) > 1) return "shared";
     if (users.has(block)) return "live";
     return cached.has(block) ? "cached" : "free";
   };
+  const lookWithPlace = (block) => look(block) + (away.has(block) ? " away" : "");
   const field = $("blocks");
   const drawn = Math.min(blocks.total, MOST_DRAWN);
   while (field.childElementCount < drawn) field.append(make("i", "", "block free"));
   for (let block = 0; block < drawn; block++) {
-    const name = `block ${look(block)}`, cell = field.children[block];
-    if (cell.className !== name) { cell.className = name; cell.title = `block ${block}: ${name.slice(6)}`; }
+    const name = `block ${lookWithPlace(block)}`, cell = field.children[block];
+    if (cell.className !== name) { cell.className = name; cell.title = `block ${block}: ${look(block)}${away.has(block) ? ", entries in host memory" : ""}`; }
   }
-  field.setAttribute("aria-label", `${blocks.total} blocks: ${blocks.free} free, ${blocks.live} live, ${blocks.cached} cached, ${[...users.values()].filter((n) => n > 1).length} of several requests`);
+  field.setAttribute("aria-label", `${blocks.total} blocks: ${blocks.free} free, ${blocks.live} live, ${blocks.cached} cached, ${[...users.values()].filter((n) => n > 1).length} of several requests${state.entries ? `, ${away.size} with entries in host memory` : ""}`);
+  $("away-legend").hidden = !state.entries;
 
   $("requests").replaceChildren(...(requests.length ? requests.map(drawRequest) : [make("p", "Nobody asks at the moment.")]));
   $("turns").tBodies[0].replaceChildren(...state.turns.slice(-MOST_TURNS).reverse().map((turn) => {
     const row = make("tr");
     const where = [[turn.host_tokens, "host memory"], [turn.storage_tokens, "storage"]].filter(([n]) => n).map(([n, name]) => `${count(n)} ${name}`).join(", ");
-    row.append(...[turn.number, turn.session, count(turn.prompt_tokens), count(turn.hit_tokens) + (where ? ` (${where})` : ""), count(turn.missed_tokens), count(turn.generated_tokens)].map((value) => make("td", `${value}`)));
+    row.append(...[turn.number, turn.session, count(turn.prompt_tokens), count(turn.hit_tokens) + (where ? ` (${where})` : ""), count(turn.missed_tokens) + (turn.missed_because ? ` (${turn.missed_because.replaceAll("_", " ")})` : ""), count(turn.generated_tokens)].map((value) => make("td", `${value}`)));
     return row;
   }));
-  $("tree").replaceChildren(drawTree(look));
-  $("tiers").replaceChildren(...(state.tiers.length ? state.tiers.map((tier) =>
-    make("p", `${tier.name}: ${bytes(tier.held_bytes)}${tier.capacity_bytes ? ` of ${bytes(tier.capacity_bytes)}` : ""}, ${count(tier.hits)} hits, ${count(tier.misses)} misses, ${count(tier.stored)} stored`)) : [make("p", "None: what is evicted is computed again.")]));
+  $("tree").replaceChildren(drawTree(lookWithPlace));
+  const places = state.tiers.map((tier) =>
+    make("p", `${tier.name}: ${bytes(tier.held_bytes)}${tier.capacity_bytes ? ` of ${bytes(tier.capacity_bytes)}` : ""}, ${count(tier.hits)} hits, ${count(tier.misses)} misses, ${count(tier.stored)} stored`));
+  if (!places.length) places.push(make("p", "None: what is evicted is computed again."));
+  if (state.entries) places.unshift(make("p", `entries in host memory: ${bytes(state.entries.host_bytes)}; on the device room for those of ${count(state.entries.rows_total)} blocks, ${count(state.entries.hits)} selected ones found there, ${count(state.entries.misses)} fetched (${bytes(state.entries.bytes_fetched)})`));
+  $("tiers").replaceChildren(...places);
 }
 
 function drawRequest(request) {
