@@ -34,7 +34,7 @@ def ask(tab: Any, text: str) -> None:
 
 
 def settled(tab: Any) -> None:
-    tab.wait_for_function("!document.querySelector('#send').disabled", timeout=MOST_MS)
+    tab.wait_for_selector("#send:not([disabled])", timeout=MOST_MS)
 
 
 def draw(url: str, out: Path, *, dark: bool, phone: bool) -> None:

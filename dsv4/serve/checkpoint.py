@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.cache.options import Settings
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.options import ManagerOptions
 from dsv4.cache.residency.sizes import needed_entry_rows
 from dsv4.errors import Dsv4Error, InvalidInput, PoolTooSmall
 from dsv4.integrations.transformers.accelerate import accelerate
@@ -126,9 +127,16 @@ class Checkpoint:
         )
         blocks = room.max_requests * (schema.blocks_for(room.max_context) + 1)
         needed = blocks * schema.block_bytes + room.max_requests * schema.slot_bytes
+        options: ManagerOptions = {
+            "max_step_tokens": room.max_step_tokens,
+            "max_open_plans": 1,
+            "prefix": room.prefix,
+            "host_memory": room.host_memory_bytes,
+            "device": model.device,
+        }
+        needed += KVCacheManager.other_bytes(schema, max_requests=room.max_requests, **options)
         if room.entries_apart:
-            sizes = Settings(max_step_tokens=room.max_step_tokens)
-            rows = needed_entry_rows(schema, sizes, max_requests=room.max_requests)
+            rows = needed_entry_rows(schema, options, max_requests=room.max_requests)
             needed += min(blocks, rows) * schema.entries_bytes
         if room.memory_bytes is not None and needed > room.memory_bytes:
             raise PoolTooSmall(
