@@ -55,8 +55,8 @@ class Load:
     """Threads that do random things until the time is over. `found` counts what came back; what
     must not be is in `wrong`."""
 
-    def __init__(self, server: Running, seed: int) -> None:
-        self.server, self.seed = server, seed
+    def __init__(self, server: Running, seed: int, *, long: bool) -> None:
+        self.server, self.seed, self.lengths = server, seed, [1, 7, 40, 300][: 4 if long else 3]
         self.found: Counter[str] = Counter()
         self.wrong: list[str] = []
         self._lock = threading.Lock()
@@ -93,6 +93,8 @@ class Load:
             with self.server.http() as client:
                 client.timeout = httpx.Timeout(STUCK_S)
                 for _ in range(draw.randrange(1, 6)):
+                    if time.monotonic() > until:
+                        return
                     way = draw.choice(ways)
                     try:
                         kind = way(client, draw)
@@ -108,7 +110,7 @@ class Load:
     def _body(self, draw: random.Random) -> tuple[str, dict[str, Any]]:
         text = "".join(draw.choices(WORDS, k=draw.choice([1, 8, 60, 150])))
         path = draw.choice(["/v1/completions", "/v1/chat/completions", "/v1/messages"])
-        body: dict[str, Any] = {"model": "stand-in", "max_tokens": draw.choice([1, 7, 40, 300])}
+        body: dict[str, Any] = {"model": "stand-in", "max_tokens": draw.choice(self.lengths)}
         body["stream"] = draw.random() < 0.6
         if path == "/v1/completions":
             body["prompt"] = text
@@ -237,7 +239,7 @@ def play(seconds: float, seed: int, way: str) -> tuple[Counter[str], dict[str, i
         with running(Tight(), **options, **more) as server:
             done, before = Counter[str](), dict[str, int]()
             for part, part_seed in ((seconds / 5, seed), (4 * seconds / 5, seed + 100)):
-                load = Load(server, part_seed)
+                load = Load(server, part_seed, long=seconds > 30)
                 load.run(part)
                 assert not load.wrong, load.wrong[:3]
                 after = settled(server)

@@ -125,8 +125,8 @@ def test_what_cannot_be_served_says_why(checkpoint: Path, tmp_path: Path) -> Non
         Checkpoint(place)
     with pytest.raises(PoolTooSmall, match="give more"):
         make_state(Checkpoint(str(checkpoint)), ServerOptions(memory_bytes=1 << 16, max_requests=2))
+    options = ServerOptions(memory_bytes=1 << 16, max_requests=2, host_memory_bytes=64 << 20)
     with pytest.raises(PoolTooSmall, match="give more"):
-        options = ServerOptions(memory_bytes=1 << 16, max_requests=2, host_memory_bytes=64 << 20)
         make_state(Checkpoint(str(checkpoint)), options)
     bare = Checkpoint(str(checkpoint))
     bare._template.chat_template = None
