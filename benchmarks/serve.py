@@ -25,10 +25,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
 from itertools import pairwise
@@ -54,6 +55,7 @@ MOST_TOKENS = 96
 ALONE = 16  # questions of a run without clients, and the fewest of one with them
 IDLE_LOAD = 0.3  # of other processes, above which a machine is called busy
 START_S = 300.0
+ROUNDS = 3
 PACKAGES: list[str] = []  # a directory with what transformers' server needs besides
 
 
@@ -146,7 +148,6 @@ def served(url: str, model: str, clients: int, demo: Checkpoint) -> dict[str, An
     firsts = [times[0] for times, _ in found if times]
     gaps = [b - a for times, _ in found for a, b in pairwise(times)]
     return {
-        "clients": clients,
         **totals(demo, questions, [text for _, text in found], seconds),
         **{f"first_ms_p{p}": round(1e3 * percentile(firsts, p), 2) for p in (50, 90, 99)},
         **{f"between_ms_p{p}": round(1e3 * percentile(gaps, p), 2) for p in (50, 90, 99)},
@@ -206,7 +207,7 @@ def with_generate(demo: Checkpoint) -> dict[str, Any]:
     return totals(demo, questions, texts, time.perf_counter() - begun)
 
 
-def watching(rounds: int = 40, steps_s: float = 1.2) -> dict[str, Any]:
+def watching(rounds: int = 25, steps_s: float = 1.0) -> dict[str, Any]:
     """Processor time of the server a step, while eight requests decode: with one page that watches
     and without, in turns, so that both see the same machine."""
     with dsv4_server(8) as (url, model, pid), httpx.Client(base_url=url, timeout=600) as client:
@@ -278,19 +279,33 @@ def a_step(client: httpx.Client, pid: int, seconds: float) -> float:
 
 
 def measured(clients: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """All take turns, `ROUNDS` times, so that other work of the machine disturbs each as much; of
+    each the round with the median rate counts."""
     demo, most = Checkpoint.load(), max(clients)
-    yield {"system": ENGINE, "clients": 1, **with_engine(demo)}
-    yield {"system": GENERATE, "clients": 1, **with_generate(demo)}
-    servers: dict[str, Callable[[int], Any]] = {
-        DSV4: dsv4_server,
-        TRANSFORMERS: transformers_server,
-    }
-    for name, server in servers.items():
-        with server(most) as (url, model, _):
+    with dsv4_server(most) as (ours, our_name, _), transformers_server(most) as (their, name, _):
+        servers = {DSV4: (ours, our_name), TRANSFORMERS: (their, name)}
+        for url, model in servers.values():
             ask(url, model, "What is dsv4?")
-            for count in clients:
-                yield {"system": name, **served(url, model, count, demo)}
+        alone: dict[str, Callable[[], dict[str, Any]]] = {
+            ENGINE: lambda: with_engine(demo),
+            GENERATE: lambda: with_generate(demo),
+        }
+        yield from in_turns({(system, 1): run for system, run in alone.items()})
+        for count in clients:
+            yield from in_turns(
+                {
+                    (system, count): partial(served, url, model, count, demo)
+                    for system, (url, model) in servers.items()
+                }
+            )
     yield {"system": WATCHED, **watching()}
+
+
+def in_turns(runs: Mapping[tuple[str, int], Callable[[], dict[str, Any]]]) -> Iterator[Any]:
+    found = [[(key, run()) for key, run in runs.items()] for _ in range(ROUNDS)]
+    for nth, (system, clients) in enumerate(runs):
+        rounds = sorted((each[nth][1] for each in found), key=lambda row: row["tokens_per_s"])
+        yield {"system": system, "clients": clients, **rounds[ROUNDS // 2]}
 
 
 def machine() -> dict[str, Any]:

@@ -183,18 +183,28 @@ class Live:
         that one comes by itself."""
         if not self._watchers:
             return
-        early_s = self._last_s + 1 / RATE_HZ - time.monotonic()
-        if early_s <= 0:
+        if self._early_s <= 0:
             self._send_changes()
         elif not self._runner.engine.jobs and not self._is_due:
             self._is_due = True
-            self._later(early_s)
+            self._send_later()
 
-    def _later(self, seconds: float) -> None:
+    @property
+    def _early_s(self) -> float:
+        return self._last_s + 1 / RATE_HZ - time.monotonic()
+
+    def _send_later(self) -> None:
         loop, call = self._runner.loop, self._runner.call
         if loop is not None:
             with suppress(RuntimeError):  # the loop has closed
-                loop.call_soon_threadsafe(loop.call_later, seconds, call, self._send_changes)
+                loop.call_soon_threadsafe(loop.call_later, self._early_s, call, self._send_due)
+
+    def _send_due(self) -> None:
+        """Unless a step has sent it meanwhile."""
+        if self._is_due and self._early_s > 0:
+            self._send_later()
+        elif self._is_due:
+            self._send_changes()
 
     def _send_changes(self) -> None:
         self._is_due, self._last_s = False, time.monotonic()

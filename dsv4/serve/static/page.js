@@ -5,8 +5,12 @@ const LIT_MS = 2500; // how long a reused block stays lit
 const MOST_DRAWN = 2048; // blocks; more are counted, not drawn
 const MOST_TURNS = 12;
 const conversation = [];
+let session = newSession();
 let introduction = [], key = "", model = "", state = null, running = null, litUntil = new Map(), known = new Set();
 
+function newSession() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
 function make(kind, text = "", className = "") {
   const made = document.createElement(kind);
   if (text) made.textContent = text;
@@ -79,7 +83,7 @@ async function send(text) {
     const answer = await ask("/v1/chat/completions", {
       method: "POST", signal: running.signal, headers: { "Content-Type": "application/json" },
       body: JSON.stringify({
-        model, messages: [...($("introduction").checked ? introduction : []), ...conversation], stream: true, temperature: 0,
+        model, session_id: session, messages: [...($("introduction").checked ? introduction : []), ...conversation], stream: true, temperature: 0,
         stream_options: { include_usage: true },
       }),
     });
@@ -119,6 +123,7 @@ $("stop").addEventListener("click", () => running?.abort());
 $("anew").addEventListener("click", () => {
   running?.abort();
   conversation.length = 0;
+  session = newSession();
   $("messages").replaceChildren();
   $("prompt").focus();
 });
@@ -189,8 +194,8 @@ function draw() {
   $("tree").replaceChildren(drawTree(lookWithPlace));
   const places = state.tiers.map((tier) =>
     make("p", `${tier.name}: ${bytes(tier.held_bytes)}${tier.capacity_bytes ? ` of ${bytes(tier.capacity_bytes)}` : ""}, ${count(tier.hits)} hits, ${count(tier.misses)} misses, ${count(tier.stored)} stored`));
-  if (!places.length) places.push(make("p", "None: what is evicted is computed again."));
-  if (state.entries) places.unshift(make("p", `entries in host memory: ${bytes(state.entries.host_bytes)}; on the device room for those of ${count(state.entries.rows_total)} blocks, ${count(state.entries.hits)} selected ones found there, ${count(state.entries.misses)} fetched (${bytes(state.entries.bytes_fetched)})`));
+  if (!places.length) places.push(make("p", "No tier: what is evicted is computed again."));
+  if (state.entries) places.unshift(make("p", `Host memory for entries: ${bytes(state.entries.host_bytes)}; the device has room for those of ${count(state.entries.rows_total)} blocks. Of entries that were selected elsewhere ${count(state.entries.hits)} had been fetched before, and ${count(state.entries.misses)} were fetched (${bytes(state.entries.bytes_fetched)}).`));
   $("tiers").replaceChildren(...places);
 }
 
