@@ -266,6 +266,10 @@ class PrefixCache:
         """Whether the manager has a prefix cache."""
         return True
 
+    def required(self) -> PrefixCache:
+        """Itself: a manager that has none refuses."""
+        return self
+
     # ---- a request begins --------------------------------------------------------------------
 
     def trail(self, ids: Ids, salt: str | None) -> TokenTrail:
