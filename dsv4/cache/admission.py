@@ -37,6 +37,7 @@ from dsv4.errors import (
     ContextOverflow,
     InvalidInput,
     OutOfBlocks,
+    is_whole,
     require_count,
     require_flag,
     require_type,
@@ -356,6 +357,37 @@ class Admission:
         slot = self._memory.slot_arena.bytes[request.slot]
         self._prefix.required().caching.supply_ids(request, read, slot, self.exchange)
         return True
+
+    def extend(self, request: Request, tokens: int) -> list[int]:
+        """Blocks for this many tokens after the request's length; the ids of the new ones."""
+        self._table.require_live(request)
+        end = request.length + require_count("tokens", tokens, at_least=0)
+        require_context(self._schema, end)
+        held = len(request.block_ids)
+        self._table.grow([(request, self._schema.blocks_for(end))])
+        return request.block_ids[held:]
+
+    def add_block(self, request: Request) -> int:
+        """One more block; its id."""
+        self._table.require_live(request)
+        held = len(request.block_ids)
+        if held == self._schema.max_blocks_per_request:
+            raise ContextOverflow(
+                asked_tokens=(held + 1) * self._schema.block_tokens,
+                max_context_tokens=self._schema.max_context,
+            )
+        self._table.grow([(request, held + 1)])
+        return request.block_ids[held]
+
+    def block_id(self, request: Request, block: int) -> int:
+        """The id of the request's block number `block`."""
+        self._table.require_live(request)
+        if not is_whole(block) or not 0 <= block < len(request.block_ids):
+            raise InvalidInput(
+                f"block {block} is past the table of this request, which holds "
+                f"{len(request.block_ids)} blocks: extend it first"
+            )
+        return request.block_ids[block]
 
     def exchange(self, request: Request, first: int, block_ids: Sequence[int]) -> None:
         """From its block `first` on the request holds these blocks, of the same bytes, in place of

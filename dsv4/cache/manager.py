@@ -306,16 +306,16 @@ class KVCacheManager(Uncopied):
     def extend(self, request: Request, tokens: int) -> list[int]:
         """Reserves blocks so that `tokens` more tokens fit after the request's length; returns the
         new ids."""
-        return self.table.extend(request, tokens)
+        return self._admission.extend(request, tokens)
 
     @changes
     def allocate_block(self, request: Request) -> int:
         """One more block at the end of the request's table; its id."""
-        return self.table.add_block(request)
+        return self._admission.add_block(request)
 
     def block_id(self, request: Request, block: int) -> int:
         """The id of the physical block that is the request's block number `block`."""
-        return self.table.block_id(request, block)
+        return self._admission.block_id(request, block)
 
     @changes
     def reset_slot(self, request: Request) -> None:

@@ -18,10 +18,8 @@ from dsv4.cache.schema import CacheSchema
 from dsv4.errors import (
     ContextOverflow,
     Dsv4Error,
-    InvalidInput,
     OutOfSlots,
     RequestError,
-    is_whole,
     require_count,
 )
 
@@ -469,37 +467,6 @@ class RequestTable:
         """Gives each request this many blocks in all, or none of them any."""
         requests, blocks = zip(*growing, strict=True)
         self._settle_growth(self._reserve_growth(requests, blocks))
-
-    def extend(self, request: Request, tokens: int) -> list[int]:
-        """Blocks for this many tokens after the request's length; the ids of the new ones."""
-        self.require_live(request)
-        end = request.length + require_count("tokens", tokens, at_least=0)
-        require_context(self.schema, end)
-        held = len(request.block_ids)
-        self.grow([(request, self.schema.blocks_for(end))])
-        return request.block_ids[held:]
-
-    def add_block(self, request: Request) -> int:
-        """One more block; its id."""
-        self.require_live(request)
-        held = len(request.block_ids)
-        if held == self.schema.max_blocks_per_request:
-            raise ContextOverflow(
-                asked_tokens=(held + 1) * self.schema.block_tokens,
-                max_context_tokens=self.schema.max_context,
-            )
-        self.grow([(request, held + 1)])
-        return request.block_ids[held]
-
-    def block_id(self, request: Request, block: int) -> int:
-        """The id of the request's block number `block`."""
-        self.require_live(request)
-        if not is_whole(block) or not 0 <= block < len(request.block_ids):
-            raise InvalidInput(
-                f"block {block} is past the table of this request, which holds "
-                f"{len(request.block_ids)} blocks: extend it first"
-            )
-        return request.block_ids[block]
 
     def cut(self, request: Request, kept: int) -> None:
         """Releases all blocks except the first `kept`."""
