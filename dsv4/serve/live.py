@@ -26,9 +26,10 @@ from dsv4.serve.generation import Generation
 from dsv4.serve.runner import Runner
 
 RATE_HZ = 10.0
+MOST_SHARE = 0.01  # of the time of the thread that steps; events of a large cache come less often
 MOST_NODES = 512  # of the tree in a snapshot, the newest
 MOST_TURNS = 64
-MOST_BLOCKS = 2048  # of those whose entries are in host memory, as many as the page draws
+MOST_BLOCKS = 2048  # of a request, and of those with entries in host memory: as the page draws
 MOST_BEHIND = 32  # events that wait for a slow watcher; then it gets a whole snapshot instead
 MOST_WATCHERS = 16
 
@@ -40,7 +41,7 @@ class Live:
         self._runner = runner
         self._turns: deque[dict[str, Any]] = deque(maxlen=MOST_TURNS)
         self._watchers: set[Watcher] = set()
-        self._last_s, self._is_due = 0.0, False
+        self._last_s, self._interval_s, self._is_due = 0.0, 1 / RATE_HZ, False
         self._key = secrets.token_bytes(16)
         self._new_turns: list[dict[str, Any]] = []
         runner.after_step.append(self._after_step)
@@ -133,7 +134,7 @@ class Live:
                 {"ratio": ratio, "entries": length // ratio, "unfinished_tokens": length % ratio}
                 for ratio in ratios
             ],
-            "blocks": list(request.block_ids),
+            "blocks": list(request.block_ids[:MOST_BLOCKS]),
         }
 
     def tree(self) -> dict[str, Any]:
@@ -191,7 +192,7 @@ class Live:
 
     @property
     def _early_s(self) -> float:
-        return self._last_s + 1 / RATE_HZ - time.monotonic()
+        return self._last_s + self._interval_s - time.monotonic()
 
     def _send_later(self) -> None:
         loop, call = self._runner.loop, self._runner.call
@@ -207,12 +208,14 @@ class Live:
             self._send_changes()
 
     def _send_changes(self) -> None:
+        begun_s = time.thread_time()
         self._is_due, self._last_s = False, time.monotonic()
         turns, self._new_turns = self._new_turns, []
         event = {**self.counters(), "turns": turns}
         if turns or not self._runner.engine.jobs:
             event["tree"] = self.tree()
         self._send(event)
+        self._interval_s = max(1 / RATE_HZ, (time.thread_time() - begun_s) / MOST_SHARE)
 
     def _send(self, event: dict[str, Any]) -> None:
         text = json.dumps(event)
@@ -247,6 +250,8 @@ class Live:
                 yield f"event: step\ndata: {text}\n\n"
         finally:
             self._watchers.discard(watcher)
+            if not self._watchers:
+                self._new_turns.clear()
 
     @property
     def is_full(self) -> bool:

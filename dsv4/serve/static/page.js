@@ -261,7 +261,7 @@ async function watch() {
       for await (const { kind, data } of events(answer)) {
         const found = JSON.parse(data);
         if (kind === "state") { state = found; known = new Set(); }
-        else if (state) state = { ...state, ...found, turns: [...state.turns, ...found.turns].slice(-64), tree: found.tree ?? state.tree };
+        else if (state) state = { ...state, ...found, turns: [...state.turns, ...found.turns.filter((turn) => turn.number > (state.turns.at(-1)?.number ?? 0) || !state.turns.some((old) => old.number === turn.number))].slice(-64), tree: found.tree ?? state.tree };
         $("connection").textContent = "live";
         if (state) { drawSoon(); setTimeout(drawSoon, LIT_MS + 50); }
       }
