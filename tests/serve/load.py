@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,14 @@ class Tight(StandIn):
         return super().open(Room(**{**tight, "memory_bytes": memory - arena // 2}))
 
 
+@cache
+def known_texts() -> dict[str, str]:
+    """Prompts, the longest of several blocks, and what the model says to them alone."""
+    draw = random.Random(0)
+    prompts = ["".join(draw.choices(WORDS, k=count)) for count in (1, 5, 40, 90)]
+    return {text: greedy_text(StandIn().tokenizer.encode(text), 10) for text in prompts}
+
+
 class Load:
     """Threads that do random things until the time is over. `found` counts what came back; what
     must not be is in `wrong`."""
@@ -60,17 +69,13 @@ class Load:
         self.found: Counter[str] = Counter()
         self.wrong: list[str] = []
         self._lock = threading.Lock()
-        draw = random.Random(seed)
-        self.known = {
-            text: greedy_text(StandIn().tokenizer.encode(text), 10)
-            for text in ("".join(draw.choices(WORDS, k=count)) for count in (1, 5, 40, 90))
-        }
+        self.clients, self.known = CLIENTS if long else CLIENTS // 2, known_texts()
 
     def run(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         threads = [
             threading.Thread(target=self._client, args=(random.Random(self.seed + n), until))
-            for n in range(1, CLIENTS + 1)
+            for n in range(1, self.clients + 1)
         ]
         for thread in threads:
             thread.start()

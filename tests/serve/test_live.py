@@ -124,7 +124,7 @@ def test_a_page_that_watches_costs_a_fiftieth_of_a_step_at_most(server: Running)
     Measured in processor time, of which a busy machine takes none away."""
     live, runner = server.state.live, server.state.runner
     with server.http() as client:
-        for nth in range(8):
+        for nth in range(3):
             client.post(
                 "/v1/completions",
                 json={**ASK, "prompt": f"{nth}" * 1900, "max_tokens": 1, "cache_salt": f"{nth}"},
@@ -138,7 +138,7 @@ def test_a_page_that_watches_costs_a_fiftieth_of_a_step_at_most(server: Running)
         return time.thread_time() - begun, live._interval_s
 
     try:
-        assert len(tree()["nodes"]) > 100
+        assert len(tree()["nodes"]) >= 3 * 14
         for more in (0, 100):
 
             def slow(more: int = more) -> Any:
