@@ -215,7 +215,7 @@ function drawRequest(request) {
   part("window", ...request.window);
   strip.setAttribute("role", "img");
   strip.setAttribute("aria-label", `window of positions ${request.window.join(" to ")}`);
-  const groups = request.groups.map((group) => `ratio ${group.ratio}: ${count(group.entries)} entries, ${group.unfinished_tokens} tokens of an unfinished group`);
+  const groups = request.groups.map((group) => `ratio ${group.ratio}: ${count(group.entries)} entries, ${group.unfinished_tokens} token${group.unfinished_tokens === 1 ? "" : "s"} of an unfinished group`);
   made.append(strip, make("p", `window ${request.window.join(" to ")}; ${groups.join("; ")}`));
   return made;
 }
