@@ -19,7 +19,7 @@ from dsv4.cache.batch import Batch
 from dsv4.cache.changes import LOGGER, Guard, Turn, Uncopied, changes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
-from dsv4.cache.options import ManagerOptions, Settings
+from dsv4.cache.options import ManagerOptions, complete, host_bytes, place
 from dsv4.cache.prefix.cache import PrefixCache
 from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.index import BlockEvent
@@ -102,17 +102,17 @@ class KVCacheManager(Uncopied):
         **options: Unpack[ManagerOptions],
     ) -> None:
         require_type("schema", schema, CacheSchema)
-        settings = Settings.of(options)
-        prefix, max_step_tokens = settings.prefix, settings.max_step_tokens
+        settings = complete(options)
+        prefix, max_step_tokens = settings["prefix"], settings["max_step_tokens"]
         least_blocks = 1 if schema.block_bytes else 0
         num_blocks = require_count("num_blocks", num_blocks, at_least=least_blocks)
         max_requests = require_count("max_requests", max_requests)
-        place = settings.place
+        device = place(settings)
         self.schema = schema
         if prefix is not None and prefix.replay == "cut":
             require_count("max_step_tokens", max_step_tokens, at_least=schema.model.window)
         self.backend = load_backend(
-            settings.backend, place, batch_invariant=settings.batch_invariant
+            settings["backend"], device, batch_invariant=settings["batch_invariant"]
         )
         for record in (schema.entry_format, schema.window_format, schema.index_format):
             self.backend.check_format(record)
@@ -123,7 +123,7 @@ class KVCacheManager(Uncopied):
         pool = places = None
         if sizes is not None:
             self.backend.check_apart()
-            pool = HostPool(num_blocks, schema.entries_bytes, place)
+            pool = HostPool(num_blocks, schema.entries_bytes, device)
             places = EntryPlaces(num_blocks, sizes.rows)
         self.table = RequestTable(
             schema,
@@ -137,15 +137,15 @@ class KVCacheManager(Uncopied):
             num_blocks=num_blocks,
             max_requests=max_requests,
             max_step_tokens=max_step_tokens,
-            device=place,
-            max_open_plans=settings.max_open_plans,
+            device=device,
+            max_open_plans=settings["max_open_plans"],
             entry_sizes=sizes,
             pool=pool,
         )
         self.prefix: PrefixCache | NoPrefix = (
             NoPrefix(schema)
             if prefix is None
-            else PrefixCache(schema, self.table.allocator, prefix, place)
+            else PrefixCache(schema, self.table.allocator, prefix, device)
         )
         self.table.supply.reclaimer = self.prefix.blocks
         self.guard = Guard()
@@ -168,8 +168,8 @@ class KVCacheManager(Uncopied):
             make_admission = partial(parts.ResidentAdmission, residency=self._residency)
             make_steps = partial(parts.ResidentSteps, residency=self._residency)
             make_handle = parts.ResidentHandle
-        self.tiers = self._make_tiers(settings.tiers)
-        self.handoff = self._make_handoff(settings.handoff)
+        self.tiers = self._make_tiers(settings["tiers"])
+        self.handoff = self._make_handoff(settings["handoff"])
         self._admission = make_admission(self.table, self.memory, self.prefix, self.guard)
         self._steps = make_steps(
             self.table,
@@ -243,14 +243,14 @@ class KVCacheManager(Uncopied):
         Raises PoolTooSmall, with the minimum, if one request of `context` tokens would not fit.
         """
         other_bytes = cls.other_bytes(schema, max_requests=max_requests, **options)
-        settings = Settings.of(options)
+        settings = complete(options)
         budget = compute_block_budget(
             schema,
             memory_bytes=memory_bytes,
             max_requests=max_requests,
             context=context,
             other_bytes=other_bytes,
-            host_bytes=settings.host_bytes,
+            host_bytes=host_bytes(settings),
             needed_entry_rows=needed_entry_rows(schema, settings, max_requests=max_requests),
         )
         return cls.from_budget(schema, budget, **options)
@@ -263,21 +263,21 @@ class KVCacheManager(Uncopied):
         table: step buffers, workspace, snapshots. Allocates nothing on the device. Raises
         InvalidInput."""
         require_type("schema", schema, CacheSchema)
-        settings = Settings.of(options)
-        place, nowhere = settings.place, torch.device("meta")
+        settings = complete(options)
+        device, nowhere = place(settings), torch.device("meta")
         memory = CacheMemory(
             schema,
-            load_backend(settings.backend, place, batch_invariant=settings.batch_invariant),
+            load_backend(settings["backend"], device, batch_invariant=settings["batch_invariant"]),
             num_blocks=0,
             max_requests=require_count("max_requests", max_requests),
-            max_step_tokens=settings.max_step_tokens,
+            max_step_tokens=settings["max_step_tokens"],
             device=nowhere,
-            max_open_plans=settings.max_open_plans,
+            max_open_plans=settings["max_open_plans"],
             entry_sizes=entry_sizes(schema, settings, num_blocks=0, max_requests=max_requests),
         ).memory_bytes()
         snapshots = 0
-        if settings.prefix is not None:
-            snapshots = SnapshotPool.bytes_on_device(schema, settings.prefix, place)
+        if settings["prefix"] is not None:
+            snapshots = SnapshotPool.bytes_on_device(schema, settings["prefix"], device)
         return memory.step_buffers + memory.workspace + snapshots + memory.entries
 
     def _make_tiers(self, tiers: Sequence[Tier]) -> Tiers | NoTiers:

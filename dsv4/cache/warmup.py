@@ -90,12 +90,15 @@ class Warmup:
 
     def __call__(self) -> None:
         """One batch of each kind in every layer, and every batch in one layer of each kind."""
-        most, chunk = self._buffers.max_tokens, self._schema.max_decode_tokens + 1
+        most, decode = self._buffers.max_tokens, self._schema.max_decode_tokens
+        chunk = decode + 1
         self._follow()
         sorts: dict[object, int] = {}
         for layer, handle in enumerate(self._handles):
             sorts.setdefault(_sort(handle), layer)
             self._step(layer, tokens=1, most_tokens=1)
+            if 1 < decode <= most and self._memory.lanes[0].entries is not None:
+                self._step(layer, tokens=decode, most_tokens=decode)  # several of one request
             if chunk <= most:
                 self._step(layer, tokens=chunk, most_tokens=chunk)
         for layer in sorts.values():
