@@ -252,7 +252,7 @@ class Runner:
             return self._is_over
 
     def _guarded(self, call: Callable[[], object]) -> None:
-        """The thread survives what goes wrong beside a step: the device may be broken, and then
+        """The thread survives what goes wrong between steps: the device may be broken, and then
         every call of the manager may raise until the next step has mended it."""
         try:
             call()
@@ -279,7 +279,7 @@ class Runner:
 
     def _end_with(self, error: Exception) -> None:
         """Ends what runs, or, if nothing does, all that waits: it could not be admitted. Their
-        clients are told at once, because the next step may fail before it comes to that; their
+        clients get it at once, because the next step may fail before it comes to that; their
         memory is given back by the first step that can."""
         engine = self.engine
         for job in [job for job, _ in engine.running] or [*engine.jobs]:
