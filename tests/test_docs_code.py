@@ -113,8 +113,8 @@ def assert_exists(line: str) -> None:
                 group, arguments = group.commands[arguments[0]], arguments[1:]
             try:
                 group.make_context("dsv4", arguments)  # raises for what it does not know
-            except typer.Exit as done:  # --help
-                assert not done.exit_code, line
+            except typer.Exit:
+                assert "--help" in arguments, line
         case "make", [target, *_]:
             assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.M), line
         case "python" | "python3", ["-m", "pip" | "venv", *_]:

@@ -321,7 +321,7 @@ def rings(spec: ModelSpec) -> Drawing:
     at.text(
         20,
         193,
-        "follows from the length. Drafts take more rows: a rejected token overwrites none of these.",
+        "follows from the length. Drafts take more rows: a rejected token overwrites none.",
         colour=PALE,
     )
     return at
