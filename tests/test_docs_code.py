@@ -114,7 +114,7 @@ def assert_exists(line: str) -> None:
             try:
                 group.make_context("dsv4", arguments)  # raises for what it does not know
             except typer.Exit:
-                assert "--help" in arguments, line
+                assert "--help" in rest, line
         case "make", [target, *_]:
             assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.M), line
         case "python" | "python3", ["-m", "pip" | "venv", *_]:

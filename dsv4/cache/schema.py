@@ -453,7 +453,7 @@ class CacheSchema:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot: what a request has besides its blocks, all layers."""
+        """Bytes of a slot: what a request has outside of its blocks, all layers."""
         return self._layout.slot_bytes
 
     @property
