@@ -357,8 +357,8 @@ def paragraph(rows: Sequence[dict[str, Any]]) -> str:
     return (
         f"Measured {run['date']} at commit {run['commit']} on {run['cores']} cores "
         f"({run['processor']}), {busy}; {versions}. A step of eight requests took "
-        f"{watched['step_us']:.0f} µs of processor time, and with a page that watched "
-        f"{watched['watched_step_us']:.0f} µs ({watched['longer_percent']:+.1f} %, "
+        f"{watched['step_us']:,.0f} µs of processor time, and with a page that watched "
+        f"{watched['watched_step_us']:,.0f} µs ({watched['longer_percent']:+.1f} %, "
         f"with a standard error of {watched['error_percent']:.1f}).\n"
     )
 
