@@ -22,6 +22,7 @@ from dsv4.cache.requests import Request
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import OutOfBlocks, OutOfSlots
 from dsv4.model import ModelSpec
+from dsv4.reference.pages import page_rows
 from tests.support.attending_model import AttendingModel
 
 POISON = 0xEE
@@ -256,10 +257,8 @@ class Worlds:
             at = (hot.entry_of < 0).nonzero()
             record = at[:, 0] * hot.records + at[:, 1]
             rows = hot.first_row + record // page.rows
-            whole = entries.arena.bytes[:, page.offset_bytes :][
-                :, : page.rows * page.format.data_row_bytes
-            ]
-            whole.unflatten(1, (page.rows, -1))[rows, record % page.rows] = POISON
+            for part in page_rows(entries.arena.bytes, page):
+                part[rows, record % page.rows] = POISON
         for lane in manager.memory.lanes:
             assert lane.entries is not None
             lane.entries.staging.fill_(POISON)
