@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -270,9 +271,13 @@ class Steps:
         for lane in self._memory.lanes:
             if lane.number not in taken:
                 return lane
-        if len(taken) == 1:
-            raise PlanError(
-                "the previous plan is still open: commit or abandon it first, or build the manager "
-                "with max_open_plans=2"
-            )
-        raise PlanError(f"{len(taken)} plans are still open: commit or abandon one first")
+        _refuse_plan(len(taken))
+
+
+def _refuse_plan(taken: int) -> NoReturn:
+    if taken == 1:
+        raise PlanError(
+            "the previous plan is still open: commit or abandon it first, or build the manager "
+            "with max_open_plans=2"
+        )
+    raise PlanError(f"{taken} plans are still open: commit or abandon one first")
