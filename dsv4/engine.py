@@ -80,6 +80,7 @@ class Job:
     error: Exception | None = None
     tokens_skipped: int = 0
     preemptions: int = 0  # how often it gave its memory to older jobs
+    reported: int = 0  # of the generated tokens, those that `on_tokens` was given
     drafts_kept: int = 0
     last_step: int = 0  # the last in which it had a share
 
@@ -306,6 +307,8 @@ class Engine:
         try:
             if not self.is_whole:
                 self.mend()
+                for job in self.jobs:  # of a step that ended between its tokens and its report
+                    self._report(job)
             self.is_whole = False
             self.end_jobs()
             self.admit()
@@ -328,8 +331,9 @@ class Engine:
         over = [job for job in self.jobs if job.is_over and not self._in_flight(job)]
         for job in over:
             self.leave(job)
+            self._report(job)
             self.jobs.remove(job)
-            self._report(job, [])
+            self._tell(job, [])
         return bool(over)
 
     def leave(self, job: Job) -> None:
@@ -554,7 +558,8 @@ class Engine:
         """The results of a step, on the host: listeners receive them, jobs take what was chosen,
         and the cache keeps what was right. In this order, because after an interrupt in between the
         step is run again (except for a job that has all its tokens), while tokens that were
-        committed first would be lost."""
+        committed first would be lost. What an interrupt keeps from being reported the next step
+        reports first."""
         counts, tokens, end = [share.count for share in flight.shares], len(flight.ids), 0
         results = [flight.ids, flight.chosen]
         if flight.accepted is not None:
@@ -563,7 +568,6 @@ class Engine:
         ids, chosen, accepted = found[:tokens], found[tokens : 2 * tokens], found[2 * tokens :]
         accepted = accepted or [*counts]
         self._check_range(chosen)
-        taken = []
         for nth, share in enumerate(flight.shares):
             job, first = share.job, end
             end += share.count
@@ -577,12 +581,10 @@ class Engine:
                 self._listen(share, flight.logits[first:end], accepted[nth], len(new))
             job.drafts_kept += max(len(new) - 1, 0)
             job.tokens.extend(new)
-            taken.append((job, new))
         kept = None if accepted == counts else accepted
         self.manager.commit(flight.plan, accepted=kept, ids=ids)
-        for job, new in taken:
-            if new:
-                self._report(job, new)
+        for share in flight.shares:
+            self._report(share.job)
 
     def _listen(self, share: Share, logits: Tensor, accepted: int, new: int) -> None:
         """Calls the listener. Outputs of a replay are not used."""
@@ -592,7 +594,13 @@ class Engine:
         for position in range(max(start, reused), end):
             self.listener(share.job, position, logits[position - start])
 
-    def _report(self, job: Job, new: list[int]) -> None:
+    def _report(self, job: Job) -> None:
+        """Calls the job's `on_tokens` with what it was not given yet, if there is something."""
+        if new := job.tokens[job.prompt_tokens + job.reported :]:
+            job.reported += len(new)
+            self._tell(job, new)
+
+    def _tell(self, job: Job, new: list[int]) -> None:
         if job.on_tokens is None:
             return
         try:

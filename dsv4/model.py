@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -17,6 +18,10 @@ from typing import Any, Literal
 from dsv4.errors import ConfigError, is_number, is_whole
 
 IndexKeySource = Literal["none", "compressor", "latent"]
+
+# What a config may ask for at most: positions and ids are kept in 32 bits, and the schema of a
+# thousand layers already takes a tenth of a second.
+_MOST, _MOST_LAYERS = 2**31 - 1, 4096
 
 
 class AttentionType(StrEnum):
@@ -123,8 +128,10 @@ class ModelSpec:
         positive = ("hidden", "heads", "head_dim", "index_heads", "index_dim", "index_topk")
         for field in (*positive, "window", "max_context"):
             value = getattr(self, field)
-            if not is_whole(value) or value < 1:
-                raise ConfigError(f"{self.name}: {field}={value!r}, must be a positive integer")
+            if not is_whole(value) or not 1 <= value <= _MOST:
+                raise ConfigError(
+                    f"{self.name}: {field}={value!r}, must be a positive integer of at most {_MOST}"
+                )
             # a numpy integer would spread to every offset
             object.__setattr__(self, field, int(value))
         if not is_number(self.rms_eps) or not 0 <= self.rms_eps < math.inf:
@@ -136,10 +143,12 @@ class ModelSpec:
             )
         if not self.layers:
             raise ConfigError(f"{self.name}: a model without layers keeps nothing")
+        if len(self.layers) > _MOST_LAYERS:
+            raise ConfigError(f"{self.name}: {len(self.layers)} layers, at most {_MOST_LAYERS}")
         if [spec.layer for spec in self.layers] != list(range(len(self.layers))):
             raise ConfigError(f"{self.name}: layers must be numbered 0..{len(self.layers) - 1}")
         for spec in self.layers:
-            if not is_whole(spec.ratio) or spec.ratio < 0:
+            if not is_whole(spec.ratio) or not 0 <= spec.ratio <= _MOST:
                 raise ConfigError(f"{self.name}: layer {spec.layer} has ratio {spec.ratio!r}")
             if spec.ratio > 1 and not spec.gated:
                 raise ConfigError(
@@ -186,9 +195,9 @@ class ModelSpec:
             ("draft_block", 0),
         ):
             value = getattr(self, field)
-            if not is_whole(value) or value < least:
+            if not is_whole(value) or not least <= value <= _MOST:
                 raise ConfigError(
-                    f"{self.name}: {field}={value!r}, must be an integer of at least {least}"
+                    f"{self.name}: {field}={value!r}, must be an integer from {least} to {_MOST}"
                 )
             object.__setattr__(self, field, int(value))
         if not any(spec.candidates_of is not None for spec in self.layers):
@@ -332,8 +341,11 @@ def _last_source(layer: int, sources: Sequence[int], name: str) -> int:
 
 
 def _check_ratio(layer: int, ratio: object, draft: bool) -> None:
-    if not is_whole(ratio) or ratio < 0:
-        raise ConfigError(f"compress ratio of layer {layer} is {ratio!r}, must be 0 or more")
+    if not is_whole(ratio) or not 0 <= ratio <= _MOST:
+        raise ConfigError(
+            f"compress ratio of layer {layer} is {_shown(ratio)}, must be 0 or more, and at most "
+            f"{_MOST}"
+        )
     if draft and ratio:
         raise ConfigError(
             f"draft layer {layer} has compress ratio {ratio}: MTP and DSpark layers are "
@@ -390,16 +402,16 @@ def _from_mapping(config: Mapping[str, Any]) -> ModelSpec:
 def _from_transformers(config: Mapping[str, Any]) -> ModelSpec:
     source_names = _source_names(config, "kv_source_layer_ids", "index_source_layer_ids")
     _need(config, *_TRANSFORMERS_KEYS, *source_names, one_of=("compress_ratios", "layer_types"))
-    backbone = _whole(config, "num_hidden_layers")
+    backbone = _whole(config, "num_hidden_layers", most=_MOST_LAYERS)
     sources = _sources(config, source_names)
     if config.get("compress_ratios") is not None:
         ratios = list(_list(config, "compress_ratios"))
         if sources is not None and len(ratios) == backbone:  # copies without the draft layers'
-            ratios += [0] * _whole(config, "num_nextn_predict_layers", 0, least=0)
+            ratios += [0] * _draft_layers(config, "num_nextn_predict_layers")
     elif config.get("layer_types") is not None:
         ratios = _checked_length(_ratios_of_layer_types(config), backbone)
         drafts = "n_mtp_layers" if "n_mtp_layers" in config else "num_nextn_predict_layers"
-        ratios += [0] * _whole(config, drafts, 0, least=0)
+        ratios += [0] * _draft_layers(config, drafts)
     else:
         raise ConfigError(
             "the config has neither compress_ratios nor layer_types: without them it is unknown "
@@ -509,19 +521,26 @@ def _whole(
     default: int | None = None,
     *,
     least: int = 1,
+    most: int = _MOST,
     null: bool = False,
 ) -> int:
     """A whole number of a config; 8.0 counts as one. With `null`, null gives the default too.
     Raises ConfigError."""
     value = config.get(name, default)
-    return _as_whole(name, default if null and value is None else value, least=least)
+    return _as_whole(name, default if null and value is None else value, least=least, most=most)
 
 
-def _as_whole(name: str, value: object, *, least: int) -> int:
-    if is_number(value) and math.isfinite(value) and int(value) == value and value >= least:
+def _draft_layers(config: Mapping[str, Any], name: str) -> int:
+    return _whole(config, name, 0, least=0, most=_MOST_LAYERS)
+
+
+def _as_whole(name: str, value: object, *, least: int, most: int = _MOST) -> int:
+    # comparisons first: an int may be larger than any float, and int() knows no infinity
+    if is_number(value) and least <= value <= most and int(value) == value:
         return int(value)
     raise ConfigError(
-        f"the config has {name}={_shown(value)} where a whole number of at least {least} is needed"
+        f"the config has {name}={_shown(value)} where a whole number from {least} to {most} is "
+        f"needed"
     )
 
 
@@ -530,7 +549,8 @@ def _number(config: Mapping[str, Any], name: str, default: float | None) -> floa
     value = config.get(name)
     if name not in config or (value is None and default is None):
         return 0.0 if default is None else float(default)
-    if not is_number(value):
+    # an int may be larger than any float
+    if not is_number(value) or (is_whole(value) and abs(value) > sys.float_info.max):
         raise ConfigError(f"the config has {name}={_shown(value)} where a number is needed")
     return float(value)
 
@@ -551,8 +571,12 @@ def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _shown(value: object) -> str:
-    """A value as JSON writes it."""
-    return "null" if value is None else repr(value)
+    """A value as JSON writes it, cut where it is long. Python does not write ints of more than
+    4,300 digits."""
+    if is_whole(value) and abs(value) >= 10**40:
+        return f"a number of {value.bit_length()} bits"
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _rms_eps(sources: object) -> float:
@@ -604,7 +628,7 @@ def _rope_of_transformers(config: Mapping[str, Any]) -> RopeSpec:
 def _from_inference(config: Mapping[str, Any]) -> ModelSpec:
     source_names = _source_names(config, "kv_source_layers", "index_source_layers")
     _need(config, "n_layers", "dim", "n_heads", *source_names, one_of=("compress_ratios",))
-    backbone = _whole(config, "n_layers")
+    backbone = _whole(config, "n_layers", most=_MOST_LAYERS)
     if config.get("compress_ratios") is None:
         raise ConfigError(
             "the config has no compress_ratios: take DeepSeek's inference/config.json"
@@ -612,7 +636,7 @@ def _from_inference(config: Mapping[str, Any]) -> ModelSpec:
     sources = _sources(config, source_names)
     ratios = list(_list(config, "compress_ratios"))
     if len(ratios) == backbone:
-        ratios += [0] * _whole(config, "n_mtp_layers", 0, least=0)
+        ratios += [0] * _draft_layers(config, "n_mtp_layers")
     base = RopeSpec()
     original_tokens = _whole(config, "original_seq_len", base.yarn_original_tokens, least=0)
     return ModelSpec(

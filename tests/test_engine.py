@@ -205,6 +205,44 @@ def test_tokens_are_reported_as_they_come(ahead: int) -> None:
     assert heard[gone] == [[]]
 
 
+@pytest.mark.parametrize("error", [RuntimeError("the device"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_each_token_is_reported_once_though_commits_fail(
+    ahead: int, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step ends with its commit, after jobs have taken its tokens; so its report is late."""
+    heard: dict[Job, list[int]] = {}
+    commits, commit = [0], dsv4.KVCacheManager.commit
+
+    def fails(*given: Any, **options: Any) -> None:
+        commits[0] += 1
+        if commits[0] % 3 == 0:
+            raise error
+        commit(*given, **options)
+
+    def hear(job: Job, new: list[int]) -> None:
+        heard.setdefault(job, []).extend(new)
+        assert job.generated == heard[job]
+
+    def choose(logits: Tensor, jobs: Sequence[Job]) -> Tensor:
+        """As one who samples by what was reported: seeds, penalties, a grammar."""
+        assert ahead or all(job.generated == heard.get(job, []) for job in jobs)
+        return greedy(logits, jobs)
+
+    monkeypatch.setattr(dsv4.KVCacheManager, "commit", fails)
+    engine = made(ahead=ahead, choose=choose)
+    jobs = [engine.submit(text(n, n), NEW_TOKENS, on_tokens=hear) for n in (9, 150, 30)]
+    left = True
+    while left:
+        try:
+            left = engine.step()
+        except KeyboardInterrupt:
+            continue
+    monkeypatch.undo()
+    check(*jobs)
+    assert [heard[job] for job in jobs] == [job.generated for job in jobs]
+
+
 def test_others_may_submit_and_cancel_while_one_thread_steps() -> None:
     engine, done = made(ahead=1, drafts=3), threading.Event()
     jobs: list[Job] = []

@@ -335,6 +335,33 @@ def test_a_size_of_the_wrong_kind_is_named(wrong: Any) -> None:
             assert f"the config has {name}={shown} where a whole number" in str(caught.value)
 
 
+@pytest.mark.parametrize("wrong", [2**31, 10**12, 10**400, 10**5000, 1e300], ids=range(5))
+def test_a_size_that_nothing_can_hold_is_named(wrong: Any) -> None:
+    drafts = {"layer_types": ["compressed_sparse_attention"] * 43, "compress_ratios": ...}
+    cases = [(transformers_config, name, {}) for name in COUNTS]
+    cases += [(inference_config, name, {}) for name in INFERENCE_COUNTS]
+    cases.append((transformers_config, "num_nextn_predict_layers", drafts))
+    cases.append((inference_config, "n_mtp_layers", {"compress_ratios": FLASH_RATIOS[:43]}))
+    for make, name, more in cases:
+        with pytest.raises(ConfigError, match=f"the config has {name}=.* where a whole number"):
+            ModelSpec.from_config(make(**{**more, name: wrong}))
+
+
+def test_as_many_layers_as_are_allowed() -> None:
+    config = inference_config(compress_ratios=FLASH_RATIOS[:43], n_mtp_layers=4096 - 43)
+    assert len(ModelSpec.from_config(config).layers) == 4096
+    with pytest.raises(ConfigError, match="4097 layers"):
+        ModelSpec.from_config({**config, "n_mtp_layers": 4096 - 42})
+
+
+def test_ratios_and_numbers_that_nothing_can_hold_are_refused() -> None:
+    for name in ("rms_norm_eps", "rope_theta", "compress_rope_theta"):
+        with pytest.raises(ConfigError, match=f"{name}=a number of 1329 bits where a number"):
+            ModelSpec.from_config(transformers_config(**{name: 10**400}))
+    with pytest.raises(ConfigError, match="compress ratio of layer 2 is 1000000000000"):
+        ModelSpec.from_config(transformers_config(compress_ratios=[0, 0, 10**12, *[4] * 40]))
+
+
 @pytest.mark.parametrize("wrong", ["1e-6", None, [1.0], True])
 @pytest.mark.parametrize("name", ["rms_norm_eps", "rope_theta", "compress_rope_theta"])
 def test_a_number_of_the_wrong_kind_is_named(name: str, wrong: Any) -> None:
@@ -386,7 +413,9 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
             ModelSpec.from_config(path)
 
 
-@pytest.mark.parametrize("value", [0, -1, 128.0, float("nan"), float("inf"), True, "128"])
+@pytest.mark.parametrize(
+    "value", [0, -1, 128.0, float("nan"), float("inf"), True, "128", 2**31, 10**12]
+)
 @pytest.mark.parametrize("field", ["hidden", "window", "max_context", "index_topk"])
 def test_sizes_are_positive_integers(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=field):

@@ -1,5 +1,6 @@
 """The one place where requests begin, go back and continue. Nothing else makes a `Request`.
 
+    admit       for a prompt: one of the next two
     begin       from nothing
     after       after cached blocks, with a snapshot or a replay
     from_state  after cached blocks, with the state of a request that was suspended
@@ -9,25 +10,38 @@
     reset       a live request, to length 0
     go_on       a live request, to the end of a longer prompt
 
-All of them first write to the device, to a slot and blocks that no request has, and then change the
-bookkeeping, so an error leaves everything unchanged. The manager checks what a caller passed.
+`look_up`, `needed_blocks`, `released_blocks` and `can_admit` only answer. All others first write to
+the device, to a slot and blocks that no request has, and then change the bookkeeping, so an error
+leaves everything unchanged. What the calls promise is written at the manager's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
+import numpy as np
 from torch import Tensor
 
 from dsv4.cache.allocator import Asker
 from dsv4.cache.changes import LOGGER, Guard
 from dsv4.cache.memory import CacheMemory
 from dsv4.cache.prefix.cache import PrefixCache
+from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.none import NoPrefix
+from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.prefix.resume import PrefixMatch, Resume
-from dsv4.cache.prefix.trail import TokenTrail
-from dsv4.cache.requests import Request, RequestTable
+from dsv4.cache.prefix.trail import TokenIds, TokenTrail, token_ids
+from dsv4.cache.requests import Condition, Request, RequestTable, require_context
+from dsv4.errors import (
+    ContextOverflow,
+    InvalidInput,
+    OutOfBlocks,
+    is_whole,
+    require_count,
+    require_flag,
+    require_type,
+)
 
 if TYPE_CHECKING:
     from dsv4.cache.handoff.arrival import Arrival
@@ -48,7 +62,88 @@ class Admission:
         self._table, self._memory, self._prefix, self._guard = table, memory, prefix, guard
         self._schema = table.schema
 
+    # ---- what a prompt is, and what it would need --------------------------------------------
+
+    def prompt(self, ids: TokenIds, salt: str | None, hints: Hints | None) -> Prompt:
+        if hints is not None:
+            require_type("hints", hints, Hints)
+        read = token_ids(ids)
+        require_context(self._schema, len(read))
+        return self._prefix.prompt(read, salt, hints)
+
+    def read(
+        self, prompt: int | TokenIds | Prompt, salt: str | None
+    ) -> tuple[int, TokenTrail | None]:
+        """How many tokens, and their trail where ids are known and may be cached."""
+        if isinstance(prompt, Prompt):
+            if salt is not None:
+                raise InvalidInput("a prompt has its salt already: give it to manager.prompt")
+            return require_context(self._schema, prompt.tokens), self._prefix.trail_of(prompt)
+        if isinstance(prompt, int | np.integer):
+            return require_context(self._schema, prompt), None
+        ids = token_ids(prompt)
+        count = require_context(self._schema, len(ids))
+        return count, self._prefix.trail(ids, salt)
+
+    def look_up(self, prompt: Prompt) -> Resume:
+        count, trail = self.read(prompt, None)
+        if trail is None:
+            return Resume(start=0, reused_tokens=0, end=count, source="nothing")
+        return self._prefix.required().look_up(trail)
+
+    def needed_blocks(self, prompt: int | TokenIds | Prompt, salt: str | None) -> int:
+        count, trail = self.read(prompt, salt)
+        cached = 0 if trail is None else self._prefix.required().cached_blocks(trail)
+        return self._schema.blocks_for(count) - cached
+
+    def released_blocks(self, request: Request) -> int:
+        self._table.require_live(request)
+        pinned = self._prefix.pins.block_ids()
+        references = self._table.allocator.references
+        return sum(references(b) == 1 and b not in pinned for b in request.block_ids)
+
+    def can_admit(self, prompt: int | TokenIds | Prompt, salt: str | None) -> bool:
+        shared: list[int] = []
+        try:
+            count, trail = self.read(prompt, salt)
+        except (InvalidInput, ContextOverflow):
+            return False
+        if trail is not None:
+            shared = [node.block_id for node in self._prefix.required().match(trail).nodes]
+        short = self._schema.blocks_for(count) - len(shared) - self._table.allocator.free
+        fits = short <= 0 or self._prefix.blocks.evictable(excluding=shared) >= short
+        return fits and bool(self._table.free_slots)
+
     # ---- a request begins --------------------------------------------------------------------
+
+    def admit(
+        self,
+        prompt: int | TokenIds | Prompt,
+        salt: str | None,
+        *,
+        reuse: bool,
+        hints: Hints | None,
+    ) -> Request:
+        require_flag("reuse", reuse)
+        if hints is not None:
+            require_type("hints", hints, Hints)
+        count, found = self.read(prompt, salt)
+        blocks = self._schema.blocks_for(count)
+        if blocks > self._table.allocator.total:
+            self._refuse_size(blocks)
+        self._table.require_slots()
+        if found is None:
+            return self.begin(count)
+        trail = found.copy() if isinstance(prompt, Prompt) else found
+        trail.hints = hints or trail.hints
+        prefix = self._prefix.required()
+        return self.after(prefix, prefix.match(trail, reuse=reuse), trail)
+
+    def _refuse_size(self, blocks: int) -> NoReturn:
+        allocator = self._table.allocator
+        raise OutOfBlocks(
+            needed=blocks, free=allocator.free, total=allocator.total, asker_blocks=blocks
+        )
 
     def begin(self, count: int) -> Request:
         """A request that starts from nothing, with blocks for `count` tokens."""
@@ -127,8 +222,14 @@ class Admission:
         return request
 
     def fork(self, request: Request, count: int) -> list[Request]:
-        """Requests that continue from where this one is. They share its whole blocks, and get
-        copies of its slot and of its unfinished block."""
+        """Requests that continue from where this one is."""
+        request.require("fork")
+        count = require_count("count", count, at_least=0)
+        self._table.require_slots(count)
+        return self._fork(request, count)
+
+    def _fork(self, request: Request, count: int) -> list[Request]:
+        """They share its whole blocks, and get copies of its slot and of its unfinished block."""
         table, schema = self._table, self._schema
         held = schema.blocks_for(request.length)
         whole = max(request.length, request.reused_tokens) // schema.block_tokens
@@ -177,8 +278,18 @@ class Admission:
     # ---- a live request goes elsewhere -------------------------------------------------------
 
     def rewind(self, request: Request, length: int) -> Resume:
-        """Goes back to `length` tokens: directly where the rings still hold the state there,
-        otherwise to the nearest point that can be resumed."""
+        """Goes back to a length that the request has had."""
+        tokens = require_count("length", length, at_least=0)
+        if tokens > request.length:
+            raise InvalidInput(
+                f"cannot rewind to {length} tokens: request {request.serial} has {request.length}, "
+                f"and a rewind only goes back"
+            )
+        return self._rewind(request, tokens)
+
+    def _rewind(self, request: Request, length: int) -> Resume:
+        """Directly where the rings still hold the state there, otherwise to the nearest point that
+        can be resumed."""
         reach = request.written_tokens - self._schema.max_rollback_tokens
         if length >= max(reach, request.reused_tokens):
             self._own_unfinished_block(request, length)
@@ -204,15 +315,79 @@ class Admission:
             self._table.cut_shared(request)
         request.mend()
 
-    def go_on(self, request: Request, trail: TokenTrail, count: int) -> Resume:
-        """Continues to the end of a prompt of `count` tokens that begins with the request's own."""
+    def go_on(self, request: Request, prompt: TokenIds | Prompt) -> Resume:
+        """Continues to the end of a prompt that begins with the request's own tokens."""
+        if request.condition is not Condition.INCOMPLETE:  # not all of whose tokens are known
+            request.require("continue")
+        count, trail = self.read(prompt, None)
+        known = request.trail
+        if trail is None or known is None or not request.condition.allows("continue"):
+            raise InvalidInput(
+                f"the tokens of request {request.serial} are not known to be the prompt's: both "
+                f"must be given as ids"
+            )
+        fixed = max(request.length, request.reused_tokens)  # entries to replay belong to its tokens
+        is_same = len(known.ids) >= fixed and known.root == trail.root and count > fixed
+        if not is_same or not np.array_equal(trail.ids[:fixed], known.ids[:fixed]):
+            raise InvalidInput(
+                f"a prompt of {count} tokens does not go on from the {fixed} of request "
+                f"{request.serial}: it must begin with them and be longer, all of them must be "
+                f"known (supply_ids), and the salt must be the same"
+            )
+        trail = trail.copy()
+        trail.hints = trail.hints or known.hints
         self._table.grow([(request, self._schema.blocks_for(count))])
-        fixed = max(request.length, request.reused_tokens)
         request.trail = trail
-        request.resume = Resume(
-            start=request.length, reused_tokens=fixed, end=count, source="rings"
-        )
-        return request.resume
+        resume = Resume(start=request.length, reused_tokens=fixed, end=count, source="rings")
+        request.resume = resume
+        self._prefix.required().use(PrefixMatch([], resume, None), trail)
+        return resume
+
+    def supply_ids(self, request: Request, ids: TokenIds) -> bool:
+        """Ids of tokens that were committed without them. Returns whether they are of use."""
+        read = token_ids(ids)
+        if request.trail is None:
+            return False
+        known = len(request.trail.ids)
+        if known + len(read) > request.length:
+            raise InvalidInput(
+                f"{len(read)} ids after the {known} that are known of request {request.serial}, "
+                f"but it has {request.length} tokens: supply those that were committed"
+            )
+        slot = self._memory.slot_arena.bytes[request.slot]
+        self._prefix.required().caching.supply_ids(request, read, slot, self.exchange)
+        return True
+
+    def extend(self, request: Request, tokens: int) -> list[int]:
+        """Blocks for this many tokens after the request's length; the ids of the new ones."""
+        self._table.require_live(request)
+        end = request.length + require_count("tokens", tokens, at_least=0)
+        require_context(self._schema, end)
+        held = len(request.block_ids)
+        self._table.grow([(request, self._schema.blocks_for(end))])
+        return request.block_ids[held:]
+
+    def add_block(self, request: Request) -> int:
+        """One more block; its id."""
+        self._table.require_live(request)
+        held = len(request.block_ids)
+        if held == self._schema.max_blocks_per_request:
+            raise ContextOverflow(
+                asked_tokens=(held + 1) * self._schema.block_tokens,
+                max_context_tokens=self._schema.max_context,
+            )
+        self._table.grow([(request, held + 1)])
+        return request.block_ids[held]
+
+    def block_id(self, request: Request, block: int) -> int:
+        """The id of the request's block number `block`."""
+        self._table.require_live(request)
+        if not is_whole(block) or not 0 <= block < len(request.block_ids):
+            raise InvalidInput(
+                f"block {block} is past the table of this request, which holds "
+                f"{len(request.block_ids)} blocks: extend it first"
+            )
+        return request.block_ids[block]
 
     def exchange(self, request: Request, first: int, block_ids: Sequence[int]) -> None:
         """From its block `first` on the request holds these blocks, of the same bytes, in place of

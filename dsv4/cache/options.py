@@ -1,12 +1,9 @@
-"""What a `KVCacheManager` is built with, listed once: names and types for callers, and the checked
-values with their defaults for the manager."""
+"""What a `KVCacheManager` is built with: name, type, default and check of each option, once."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+# annotations are evaluated here: the defaults and checks are in them
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar, cast
 
 import torch
 
@@ -19,26 +16,42 @@ if TYPE_CHECKING:
     from dsv4.cache.handoff.options import HandoffOptions
     from dsv4.tiers.tier import Tier
 
+T = TypeVar("T")
+
+
+def _any(name: str, value: T) -> T:
+    """What is checked where it is used."""
+    return value
+
+
+def _flag(name: str, value: bool) -> bool:
+    require_flag(name, value)
+    return value
+
+
+def _count(name: str, value: int | None) -> int | None:
+    return None if value is None else require_count(name, value)
+
+
+def _bytes(name: str, value: int | str | None) -> int | None:
+    return None if value is None else parse_bytes(value)
+
+
+def _prefix(name: str, value: PrefixOptions | None) -> PrefixOptions | None:
+    if value is not None:
+        require_type(name, value, PrefixOptions)
+    return value
+
+
+def _list(name: str, value: object) -> object:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise InvalidInput(f"{name} are {type(value).__name__}: give a list, the fastest first")
+    return value
+
 
 class ManagerOptions(TypedDict, total=False):
-    """Options of `KVCacheManager` and of what builds one. Defaults are those of `Settings`."""
-
-    max_step_tokens: int
-    device: torch.device | str
-    backend: BackendName | None
-    prefix: PrefixOptions | None
-    max_open_plans: int
-    tiers: Sequence[Tier]
-    handoff: HandoffOptions | None
-    batch_invariant: bool
-    host_memory: int | str | None
-    hot_rows: int | None
-    entry_rows: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Options that were checked.
+    """Options of `KVCacheManager` and of what builds one: type, default, and the check that returns
+    a value as it is kept.
 
     `max_step_tokens` and `max_open_plans` size the step buffers. `prefix` keeps prompts after their
     requests are released, `tiers` keep them below the device, the fastest first, `handoff` sends
@@ -50,60 +63,52 @@ class Settings:
     entries_apart=True.
     """
 
-    max_step_tokens: int = 8192
-    device: torch.device | str = "cpu"
-    backend: BackendName | None = None
-    prefix: PrefixOptions | None = None
-    max_open_plans: int = 1
-    tiers: Sequence[Tier] = ()
-    handoff: HandoffOptions | None = None
-    batch_invariant: bool = False
-    host_memory: int | str | None = None
-    hot_rows: int | None = None
-    entry_rows: int | None = None
+    max_step_tokens: Annotated[int, 8192, require_count]
+    device: Annotated[torch.device | str, "cpu", _any]
+    backend: Annotated[BackendName | None, None, _any]
+    prefix: Annotated[PrefixOptions | None, None, _prefix]
+    max_open_plans: Annotated[int, 1, require_count]
+    tiers: Annotated[Sequence["Tier"], (), _list]
+    handoff: Annotated["HandoffOptions | None", None, _any]
+    batch_invariant: Annotated[bool, False, _flag]
+    host_memory: Annotated[int | str | None, None, _bytes]
+    hot_rows: Annotated[int | None, None, _count]
+    entry_rows: Annotated[int | None, None, _count]
 
-    def __post_init__(self) -> None:
-        if self.prefix is not None:
-            require_type("prefix", self.prefix, PrefixOptions)
-        for name in ("max_step_tokens", "max_open_plans"):  # ints, whatever type they were given as
-            object.__setattr__(self, name, require_count(name, getattr(self, name)))
-        require_flag("batch_invariant", self.batch_invariant)
-        if self.host_memory is not None:
-            object.__setattr__(self, "host_memory", parse_bytes(self.host_memory))
-        for name in ("hot_rows", "entry_rows"):
-            if getattr(self, name) is not None:
-                if self.host_memory is None:
-                    raise InvalidInput(
-                        f"{name} is for entries in host memory: give host_memory=... too"
-                    )
-                object.__setattr__(self, name, require_count(name, getattr(self, name)))
-        if not isinstance(self.tiers, Sequence) or isinstance(self.tiers, str | bytes):
-            raise InvalidInput(
-                f"tiers are {type(self.tiers).__name__}: give a list, the fastest first"
-            )
 
-    @classmethod
-    def of(cls, options: ManagerOptions) -> Settings:
-        """Raises InvalidInput for options that do not exist and for values that cannot be."""
-        refuse_unknown("KVCacheManager", options, ManagerOptions.__annotations__)
-        return cls(**options)
+def complete(options: ManagerOptions) -> ManagerOptions:
+    """All options, checked, with defaults for what is left out. Raises InvalidInput for options
+    that do not exist and for values that cannot be."""
+    known = ManagerOptions.__annotations__
+    refuse_unknown("KVCacheManager", options, known)
+    found: dict[str, Any] = {}
+    for name, annotation in known.items():
+        check: Callable[[str, Any], Any]
+        default, check = annotation.__metadata__
+        found[name] = check(name, options.get(name, default))
+    for name in ("hot_rows", "entry_rows"):
+        if found[name] is not None and found["host_memory"] is None:
+            raise InvalidInput(f"{name} is for entries in host memory: give host_memory=... too")
+    return cast(ManagerOptions, found)
 
-    @property
-    def host_bytes(self) -> int | None:
-        assert not isinstance(self.host_memory, str)
-        return self.host_memory
 
-    @property
-    def place(self) -> torch.device:
-        """A device that memory can be taken on, with its number: the current one where "cuda" is
-        named. InvalidInput."""
-        named: object = self.device
-        if not isinstance(named, str | int | torch.device) or isinstance(named, bool):
-            raise InvalidInput(f"device={named!r}: must be a torch.device or its name")
-        try:
-            return torch.empty(0, device=torch.device(named)).device
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            raise InvalidInput(f"device={named!r} cannot be used: {error}") from error
+def host_bytes(options: ManagerOptions) -> int | None:
+    """The host memory of options that are complete."""
+    memory = options["host_memory"]
+    assert not isinstance(memory, str)
+    return memory
+
+
+def place(options: ManagerOptions) -> torch.device:
+    """A device that memory can be taken on, with its number: the current one where "cuda" is named.
+    Raises InvalidInput."""
+    named: object = options["device"]
+    if not isinstance(named, str | int | torch.device) or isinstance(named, bool):
+        raise InvalidInput(f"device={named!r}: must be a torch.device or its name")
+    try:
+        return torch.empty(0, device=torch.device(named)).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InvalidInput(f"device={named!r} cannot be used: {error}") from error
 
 
 def refuse_unknown(what: str, options: Mapping[str, object], known: Iterable[str]) -> None:

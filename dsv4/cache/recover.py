@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from dsv4.cache.absent import NoHandoff, NoTiers
 from dsv4.cache.allocator import BlockAllocator
-from dsv4.cache.changes import Change
+from dsv4.cache.changes import LOGGER, Change, Guard, Turn
+from dsv4.cache.leaving import Leaving
 from dsv4.cache.memory import CacheMemory
 from dsv4.cache.prefix.cache import PrefixCache
 from dsv4.cache.prefix.index import PrefixIndex, follow_events
@@ -30,10 +31,63 @@ from dsv4.cache.prefix.rows import SnapshotRows
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import LENGTH, Request, RequestTable
 from dsv4.cache.step import overlap
+from dsv4.cache.steps import Steps
+from dsv4.errors import ThreadError
 
 if TYPE_CHECKING:
     from dsv4.cache.handoff.handoff import Handoff
+    from dsv4.cache.residency.residency import Residency
     from dsv4.cache.transfers.tiers import Tiers
+
+
+def recover(
+    guard: Guard,
+    steps: Steps,
+    leaving: Leaving,
+    *,
+    table: RequestTable,
+    memory: CacheMemory,
+    prefix: PrefixCache | NoPrefix,
+    tiers: Tiers | NoTiers,
+    handoff: Handoff | NoHandoff,
+    residency: Residency | None,
+) -> None:
+    """`manager.recover`, of a manager with these parts. ThreadError while a call runs, one of a
+    handle too."""
+    number, interrupted = guard.take_over()
+    turns = [lane.workspace.turn for lane in memory.lanes]
+    entered: list[Turn] = []
+    try:
+        for turn in turns:
+            turn.enter("recover")
+            entered.append(turn)
+    except ThreadError:
+        for turn in entered:
+            turn.leave()
+        guard.step_back(number)
+        raise
+    steps.open = recover_books(
+        [change for *_, change in interrupted],
+        open_plans=steps.open,
+        table=table,
+        memory=memory,
+        prefix=prefix,
+        tiers=tiers,
+        handoff=handoff,
+    )
+    if residency is not None:
+        residency.recover(prefix.index.nodes(), steps.open)
+    steps.forget()
+    for turn in turns:
+        turn.leave()
+    guard.give_way(number)
+    if interrupted:
+        live = leaving.staying()
+        torn = sum(request.is_torn for request in live)
+        LOGGER.warning(
+            "recovered from an interrupted %s: %d requests live, %d of them torn",
+            *(interrupted[0][1], len(live), torn),
+        )
 
 
 def recover_books(

@@ -15,7 +15,13 @@ from dsv4.cache.changes import Uncopied
 from dsv4.cache.prefix.resume import Resume
 from dsv4.cache.prefix.trail import RecentIds, TokenTrail
 from dsv4.cache.schema import CacheSchema
-from dsv4.errors import Dsv4Error, OutOfSlots, RequestError
+from dsv4.errors import (
+    ContextOverflow,
+    Dsv4Error,
+    OutOfSlots,
+    RequestError,
+    require_count,
+)
 
 # rows of RequestTable.numbers, one column per slot; a step reads those of its requests at once
 LENGTH, PUBLISHED, REUSED, WRITTEN = range(4)
@@ -318,6 +324,13 @@ class Request(Uncopied):
     def __repr__(self) -> str:
         state = "released" if self.released else f"slot {self.slot}"
         return f"Request({self.serial}: {state}, {self.length} tokens)"
+
+
+def require_context(schema: CacheSchema, tokens: int) -> int:
+    """A number of tokens that one request may have. InvalidInput, ContextOverflow."""
+    if require_count("tokens", tokens, at_least=0) > schema.max_context:
+        raise ContextOverflow(asked_tokens=tokens, max_context_tokens=schema.max_context)
+    return int(tokens)
 
 
 class RequestTable:

@@ -6,6 +6,14 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from dsv4.cache.absent import NoHandoff, NoTiers
+    from dsv4.cache.handoff.handoff import Handoff
+    from dsv4.cache.leaving import Leaving
+    from dsv4.cache.prefix.cache import PrefixCache
+    from dsv4.cache.prefix.none import NoPrefix
+    from dsv4.cache.requests import RequestTable
+    from dsv4.cache.residency.residency import Residency
+    from dsv4.cache.transfers.tiers import Tiers
     from dsv4.tiers.tier import TierStats
 
 HitKind = Literal["snapshot", "replay", "blocks_only", "state", "cut_replay"]
@@ -173,3 +181,40 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def count_stats(
+    table: RequestTable,
+    leaving: Leaving,
+    *,
+    prefix: PrefixCache | NoPrefix,
+    tiers: Tiers | NoTiers,
+    handoff: Handoff | NoHandoff,
+    residency: Residency | None,
+) -> Stats:
+    """The statistics of a manager with these parts. Requests that the next call releases count as
+    released."""
+    allocator, live, going = table.allocator, leaving.staying(), leaving.going()
+    free, idle = allocator.left_by([request.block_ids for request in going])
+    pinned = prefix.pins.block_ids()
+    evictable = prefix.blocks.evictable()
+    return Stats(
+        blocks_total=allocator.total,
+        blocks_free=allocator.free + len(free),
+        blocks_live=allocator.held - len(free) - len(idle),
+        blocks_cached=allocator.idle + len(idle),
+        blocks_in_flight=allocator.in_flight,
+        blocks_evictable=evictable + sum(block_id not in pinned for block_id in idle),
+        blocks_pinned=len(pinned),
+        slots_total=table.max_requests,
+        slots_free=len(table.free_slots) + len(going),
+        requests_live=len(live),
+        tokens_live=sum(request.length for request in live),
+        block_bytes_live=(allocator.held - len(free) - len(idle)) * table.schema.block_bytes,
+        slot_bytes_live=len(live) * table.schema.slot_bytes,
+        prefix=prefix.stats(idle_blocks=allocator.idle + len(idle)),
+        transfers=tiers.stats(),
+        tiers=tiers.tier_stats(),
+        handoff=handoff.stats(),
+        residency=None if residency is None else residency.stats(),
+    )

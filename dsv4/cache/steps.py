@@ -23,7 +23,7 @@ from dsv4.cache.prepare_forward import (
     following,
     make_plan,
 )
-from dsv4.cache.requests import REUSED, Request, RequestTable
+from dsv4.cache.requests import REUSED, Request, RequestTable, require_context
 from dsv4.cache.step import checks as step_checks
 from dsv4.cache.step import overlap
 from dsv4.cache.step.checks import Step, StepReader
@@ -46,17 +46,17 @@ class Steps:
         admission: Admission,
         *,
         cut_replays: bool,
-        after_commit: Sequence[Callable[[], None]],
     ) -> None:
         self.open: list[ForwardPlan] = []
+        self.after_commit: list[Callable[[], None]] = []
         self._schema, self._table, self._memory = table.schema, table, memory
         self._backend, self._prefix, self._guard = backend, prefix, guard
-        self._admission, self._cut_replays = admission, cut_replays
-        self._after_commit = after_commit
+        self._admission, self.cut_replays = admission, cut_replays
         self._readers = tuple(StepReader(table.schema, table) for _ in memory.lanes)
 
     def require_unplanned(self, request: Request) -> None:
-        """RequestError for a request that is in an open plan."""
+        """RequestError for anything but a live request that is in no open plan."""
+        self._table.require_live(request)
         step_checks.unplanned(request, self.open)
 
     def written_tokens(self, request: Request) -> int:
@@ -89,7 +89,7 @@ class Steps:
         require_flag("chunks_apart", chunks_apart)
         lane = self._free_lane()
         step = self._read_step(lane, steps, after, accepted)
-        is_cut = self._cut_replays and step_checks.cut_replays(
+        is_cut = self.cut_replays and step_checks.cut_replays(
             step, plain=after is None and not drafts and not chunks_apart
         )
         check_step(
@@ -159,7 +159,7 @@ class Steps:
         if before is not None:
             starts = overlap.latest_starts(before, starts)
         ends = starts + shape.counts
-        step_checks.context(self._schema, int(ends.max(initial=0)))
+        require_context(self._schema, int(ends.max(initial=0)))
         return StepTokens(shape=shape, starts=starts, ends=ends, reused=reused, before=before)
 
     def commit(
@@ -207,7 +207,7 @@ class Steps:
             self._close(plan)
         finally:
             del turn.visits[turn.number]  # turn.leave, without a call
-        for call in self._after_commit:
+        for call in self.after_commit:
             call()
 
     def abandon(self, plan: ForwardPlan) -> None:

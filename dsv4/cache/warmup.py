@@ -22,6 +22,7 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory import CacheMemory, LayerMemory
 from dsv4.cache.pages import CompressorLayout
 from dsv4.cache.step.shape import StepShape, StepTokens
+from dsv4.errors import require_count
 from dsv4.model import AttentionType
 from dsv4.ops.backend import Backend
 from dsv4.ops.calls import (
@@ -90,12 +91,15 @@ class Warmup:
 
     def __call__(self) -> None:
         """One batch of each kind in every layer, and every batch in one layer of each kind."""
-        most, chunk = self._buffers.max_tokens, self._schema.max_decode_tokens + 1
+        most, decode = self._buffers.max_tokens, self._schema.max_decode_tokens
+        chunk = decode + 1
         self._follow()
         sorts: dict[object, int] = {}
         for layer, handle in enumerate(self._handles):
             sorts.setdefault(_sort(handle), layer)
             self._step(layer, tokens=1, most_tokens=1)
+            if 1 < decode <= most and self._memory.lanes[0].entries is not None:
+                self._step(layer, tokens=decode, most_tokens=decode)  # several of one request
             if chunk <= most:
                 self._step(layer, tokens=chunk, most_tokens=chunk)
         for layer in sorts.values():
@@ -356,3 +360,20 @@ def available_processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def warm_up(
+    memory: CacheMemory,
+    backend: Backend,
+    *,
+    heads: int | None,
+    workers: int | None,
+    progress: bool | None,
+    **calls: Any,
+) -> int:
+    """Compiles the kernels of all these calls; returns how many are ready. Raises InvalidInput."""
+    count = memory.schema.model.heads if heads is None else require_count("heads", heads)
+    most = available_processors() if workers is None else require_count("workers", workers)
+    made = Warmup(memory, backend, heads=count, **calls)
+    with progress_bar(progress) as report:
+        return backend.warm_up(made, workers=most, progress=report)

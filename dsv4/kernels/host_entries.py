@@ -38,8 +38,10 @@ PIECE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class ResolveConstants:
-    """K entries of a token, RECORDS hot records of a slot; BLOCK_K and LOOK are powers of two."""
+    """K entries of a token, RECORDS hot records of a slot; BLOCK_K and LOOK are powers of two. ONE:
+    no request has more than one token."""
 
+    ONE: bool
     K: int
     BLOCK_K: int
     RECORDS: int
@@ -124,6 +126,7 @@ def resolve_launch(call: Resolving) -> Launch:
         source.page.format.record_bytes,
     )
     constants = ResolveConstants(
+        ONE=call.tokens_per_request == 1,
         K=k,
         BLOCK_K=triton.next_power_of_2(k),
         RECORDS=hot.records,
@@ -244,42 +247,33 @@ def _resolve_kernel(
         first = first_record + request.slot * R.RECORDS
         now = tl.load(clock + slot * clock_stride) + 1
         at_hand = tl.load(hand + slot * hand_stride)
-        named_away = request.count * 0  # a tensor, when interpreted too
-        for nth in range(request.count):
-            row = request.first_row + nth
-            entry, away, _, _ = _load_named(row, selected, selected_stride, tokens, table_row, R)
-            record = tl.load(place_row + entry, mask=away, other=-1).to(tl.int32)
-            tl.store(used_row + record, now, mask=away & (record >= 0))
-            named_away += tl.sum(away.to(tl.int32), axis=0)
-        tl.debug_barrier()  # every record that is named is marked before one is replaced
-        missed = request.count * 0
-        for nth in range(request.count):
-            row = request.first_row + nth
-            entry, away, named, found = _load_named(
-                row, selected, selected_stride, tokens, table_row, R
-            )
-            record = tl.load(place_row + entry, mask=away, other=-1).to(tl.int32)
-            misses_now = away & (record < 0)
-            count = tl.sum(misses_now.to(tl.int32), axis=0)
-            if count > 0:
-                list_at = missed_row + 2 * missed
-                at_hand = _take_records(
-                    count, now, at_hand, list_at, place_row, entry_of_row, used_row, R
-                )
-                tl.debug_barrier()  # the list and the places are written
-                own = list_at + 2 * (tl.cumsum(misses_now.to(tl.int32), axis=0) - 1)
-                taken = tl.load(own + 1, mask=misses_now, other=0)
-                tl.store(own, entry, mask=misses_now)
-                tl.store(place_row + entry, taken.to(tl.int16), mask=misses_now)
-                tl.store(entry_of_row + taken, entry, mask=misses_now)
-                tl.store(used_row + taken, now, mask=misses_now)
-                record = tl.where(misses_now, taken, record)
+        slot_rows = (place_row, entry_of_row, used_row)
+        if R.ONE:
+            token = _load_named(request.first_row, selected, selected_stride, tokens, table_row, R)
+            record, named_away = _mark(token, now, place_row, used_row)
+            tl.debug_barrier()  # every record that is named is marked before one is replaced
+            at_hand, missed = _settle(
+                token, record, now, at_hand, missed_row, first, slot_rows,
+                rows + request.first_row.to(tl.int64) * rows_stride, R,
+            )  # fmt: skip
+        else:
+            named_away = request.count * 0  # a tensor, when interpreted too
+            for nth in range(request.count):
+                row = request.first_row + nth
+                token = _load_named(row, selected, selected_stride, tokens, table_row, R)
+                _, count = _mark(token, now, place_row, used_row)
+                named_away += count
+            tl.debug_barrier()
+            missed = request.count * 0
+            for nth in range(request.count):
+                row = request.first_row + nth
+                token = _load_named(row, selected, selected_stride, tokens, table_row, R)
+                record = _record_of(token, place_row)
+                at_hand, count = _settle(
+                    token, record, now, at_hand, missed_row + 2 * missed, first, slot_rows,
+                    rows + row.to(tl.int64) * rows_stride, R,
+                )  # fmt: skip
                 missed += count
-                tl.debug_barrier()  # the next token finds them
-            found = tl.where(away, first + record, found)
-            k = tl.arange(0, R.BLOCK_K)
-            out = rows + row.to(tl.int64) * rows_stride + k
-            tl.store(out, tl.where(named, found, -1), mask=k < R.K)
         tl.store(clock + slot * clock_stride, now)
         tl.store(hand + slot * hand_stride, at_hand)
         tl.store(miss_count + batch_row, missed)
@@ -303,6 +297,49 @@ def _load_named(row, selected, selected_stride, tokens, table_row, R: tl.constex
     device_row = tl.load(table_row + entry // R.PAGE_ROWS, mask=named, other=0)
     away = named & (device_row < 0)
     return entry, away, named, device_row * R.PAGE_ROWS + entry % R.PAGE_ROWS
+
+
+@triton.jit
+def _record_of(token, place_row):
+    """The hot record of each entry that a token names, or -1."""
+    entry, away, _, _ = token
+    return tl.load(place_row + entry, mask=away, other=-1).to(tl.int32)
+
+
+@triton.jit
+def _mark(token, now, place_row, used_row):
+    """Marks the hot records that a token names as used now. Returns these records, and how many
+    entries it names that are not on the device."""
+    record = _record_of(token, place_row)
+    tl.store(used_row + record, now, mask=record >= 0)
+    return record, tl.sum(token[1].to(tl.int32), axis=0)
+
+
+@triton.jit
+def _settle(
+    token, record, now, at_hand, list_at, first, slot_rows, out, R: tl.constexpr
+):  # fmt: skip
+    """Gives hot records to the entries of a token that have none, lists these at `list_at`, and
+    writes to `out` where all are. Returns the hand, and how many had none."""
+    entry, away, named, found = token
+    place_row, entry_of_row, used_row = slot_rows
+    misses_now = away & (record < 0)
+    count = tl.sum(misses_now.to(tl.int32), axis=0)
+    if count > 0:
+        at_hand = _take_records(count, now, at_hand, list_at, place_row, entry_of_row, used_row, R)
+        tl.debug_barrier()  # the list and the places are written
+        own = list_at + 2 * (tl.cumsum(misses_now.to(tl.int32), axis=0) - 1)
+        taken = tl.load(own + 1, mask=misses_now, other=0)
+        tl.store(own, entry, mask=misses_now)
+        tl.store(place_row + entry, taken.to(tl.int16), mask=misses_now)
+        tl.store(entry_of_row + taken, entry, mask=misses_now)
+        tl.store(used_row + taken, now, mask=misses_now)
+        record = tl.where(misses_now, taken, record)
+        tl.debug_barrier()  # the next token finds them
+    found = tl.where(away, first + record, found)
+    k = tl.arange(0, R.BLOCK_K)
+    tl.store(out + k, tl.where(named, found, -1), mask=k < R.K)
+    return at_hand, count
 
 
 @triton.jit
@@ -358,17 +395,16 @@ def _fetch_kernel(
         source_page = host + block * host_stride
         target_page = arena + (target // F.PAGE_ROWS).to(tl.int64) * arena_stride
         from_row, to_row = entry % F.PAGE_ROWS, target % F.PAGE_ROWS
-        _copy_rows(
-            source_page + data_offset + from_row * F.DATA_BYTES,
-            target_page + data_offset + to_row * F.DATA_BYTES,
-            there, F.DATA_BYTES, F.WORD,
-        )  # fmt: skip
+        data = source_page + data_offset + from_row * F.DATA_BYTES
+        data_target = target_page + data_offset + to_row * F.DATA_BYTES
+        # a store waits for its load, and a load after it for the store: both loads come first
+        value = _load_rows(data, there, F.DATA_BYTES, F.WORD)
         if F.SCALE_BYTES > 0:
-            _copy_rows(
-                source_page + scale_offset + from_row * F.SCALE_BYTES,
-                target_page + scale_offset + to_row * F.SCALE_BYTES,
-                there, F.SCALE_BYTES, F.WORD,
-            )  # fmt: skip
+            scale = source_page + scale_offset + from_row * F.SCALE_BYTES
+            scale_target = target_page + scale_offset + to_row * F.SCALE_BYTES
+            scales = _load_rows(scale, there, F.SCALE_BYTES, F.WORD)
+            _store_rows(scale_target, scales, there, F.SCALE_BYTES, F.WORD)
+        _store_rows(data_target, value, there, F.DATA_BYTES, F.WORD)
 
 
 @triton.jit(do_not_specialize=["requests", "programs"])
@@ -427,12 +463,19 @@ def _words(pointer, WORD: tl.constexpr):
 
 
 @triton.jit
-def _copy_rows(source, target, live, BYTES: tl.constexpr, WORD: tl.constexpr):
-    """Rows of BYTES at pointers [rows]."""
+def _load_rows(source, live, BYTES: tl.constexpr, WORD: tl.constexpr):
+    """Rows of BYTES at pointers [rows]: [rows, words]."""
     WORDS: tl.constexpr = BYTES // WORD
     word = tl.arange(0, triton.next_power_of_2(WORDS))[None, :]
     there = live[:, None] & (word < WORDS)
-    value = tl.load(_words(source, WORD)[:, None] + word, mask=there)
+    return tl.load(_words(source, WORD)[:, None] + word, mask=there)
+
+
+@triton.jit
+def _store_rows(target, value, live, BYTES: tl.constexpr, WORD: tl.constexpr):
+    WORDS: tl.constexpr = BYTES // WORD
+    word = tl.arange(0, triton.next_power_of_2(WORDS))[None, :]
+    there = live[:, None] & (word < WORDS)
     tl.store(_words(target, WORD)[:, None] + word, value, mask=there)
 
 

@@ -7,6 +7,7 @@ kept gives way when a request would not fit without it, and never takes more tha
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 from dsv4.cache.prefix.pins import PinnedPrefix
@@ -45,9 +46,10 @@ class Keeper:
             return
         manager = self._engine.manager
         name = data.terms.session or str(hash(tuple(job.tokens[: manager.schema.block_tokens])))
-        old = self._kept.pop((job.salt, name), None)
+        old = self._kept.get((job.salt, name))
         if old is not None:
             self._drop(old.pin)
+            del self._kept[job.salt, name]
         if data.terms.keep_s <= 0:
             return
         blocks = len(job.tokens) // manager.schema.block_tokens
@@ -65,13 +67,12 @@ class Keeper:
         now = self.clock()
         for name, kept in tuple(self._kept.items()):
             if kept.until_s <= now or kept.pin not in self._engine.pins:
-                del self._kept[name]
                 self._drop(kept.pin)
+                del self._kept[name]
 
     def _drop(self, pin: PinnedPrefix) -> None:
+        """If that fails, the pin is still known and can be dropped later."""
         if pin in self._engine.pins:
-            self._engine.pins.remove(pin)
-            try:
+            with suppress(InvalidInput):
                 self._engine.manager.unpin(pin)
-            except InvalidInput:
-                return
+            self._engine.pins.remove(pin)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -98,7 +99,7 @@ class Runner:
         self._calls: deque[Callable[[], None]] = deque()
         self._outbox: list[tuple[Callable[[Piece], None], Piece]] = []
         self._wake = threading.Condition()
-        self._is_closing = self._is_draining = False
+        self._is_closing = self._is_draining = self._is_over = False
         self._thread = threading.Thread(target=self._run, name="dsv4-serve", daemon=True)
 
     # ---- calls from any thread -------------------------------------------------------------------
@@ -170,6 +171,8 @@ class Runner:
         ready = self.engine.submit  # hashes the prompt in the caller's thread
         generation.history.prompt = frozenset(ids)
         with self._wake:
+            if self._is_over:
+                raise ShuttingDown("the server has shut down: ask another one")
             job = ready(
                 ids,
                 new_tokens,
@@ -190,7 +193,8 @@ class Runner:
             self._wake.notify_all()
 
     def call(self, function: Callable[[], R]) -> Future[R]:
-        """Calls it between two steps, in the thread that steps."""
+        """Calls it between two steps, in the thread that steps. After the end of that the future
+        has ShuttingDown."""
         future: Future[R] = Future()
 
         def run() -> None:
@@ -200,6 +204,9 @@ class Runner:
                 future.set_exception(error)
 
         with self._wake:
+            if self._is_over:
+                future.set_exception(ShuttingDown("the server has shut down: ask another one"))
+                return future
             self._calls.append(run)
             self._wake.notify_all()
         return future
@@ -226,7 +233,7 @@ class Runner:
                 with self._wake:
                     while not (self.engine.jobs or self._calls or self._is_closing):
                         self._wake.wait(self.keeper.next_s)
-                        self.keeper.expire()
+                        self._guarded(self.keeper.expire)
                 if self._is_closing:
                     for job in tuple(self.engine.jobs):
                         self.engine.cancel(job)
@@ -234,9 +241,23 @@ class Runner:
                     self._calls.popleft()()
                 if self.engine.jobs:
                     self._step()
-                elif self._is_closing:
+                elif self._is_closing and self._ends():
                     return
-                self.keeper.expire()
+                self._guarded(self.keeper.expire)
+
+    def _ends(self) -> bool:
+        """Whether nothing came in the meantime; from now on nothing can."""
+        with self._wake:
+            self._is_over = not (self.engine.jobs or self._calls)
+            return self._is_over
+
+    def _guarded(self, call: Callable[[], object]) -> None:
+        """The thread survives what goes wrong between steps: the device may be broken, and then
+        every call of the manager may raise until the next step has mended it."""
+        try:
+            call()
+        except Exception:
+            LOGGER.exception("a call between two steps has failed")
 
     def _step(self) -> None:
         engine = self.engine
@@ -250,12 +271,25 @@ class Runner:
             LOGGER.exception("a step has failed again and again: its requests end with its error")
             self.counters.failures += 1
             engine.failures = 0
-            for job, _ in engine.running:
-                job.error = job.error or error
+            self._end_with(error)
         self.rates.append((time.monotonic(), self.counters.generated_tokens - before))
-        for hear in self.after_step:
-            hear()
+        for hear in tuple(self.after_step):
+            self._guarded(hear)
         self._post()
+
+    def _end_with(self, error: Exception) -> None:
+        """Ends what runs, or, if nothing does, all that waits: it could not be admitted. Their
+        clients get it at once, because the next step may fail before it comes to that; their
+        memory is given back by the first step that can."""
+        engine = self.engine
+        for job in [job for job, _ in engine.running] or [*engine.jobs]:
+            job.error = job.error or error
+            engine.jobs.remove(job)
+            if job.fetch is not None:
+                self._guarded(job.fetch.cancel)
+            self._guarded(partial(self._heard, job, []))
+        if not engine.jobs:  # there may be none for long
+            self._guarded(engine.step)
 
     def _heard(self, job: Job, new: list[int]) -> None:
         data: Generation = job.data
@@ -269,7 +303,7 @@ class Runner:
                 self.engine.cancel(job)
         else:
             piece = data.last(job, self._usage(job))
-            self._note_end(job, piece)
+            self._guarded(lambda: self._note_end(job, piece))
         self._outbox.append((data.emit, piece))
 
     def _note_time(self, data: Generation) -> None:
@@ -290,8 +324,8 @@ class Runner:
             self.timing.end(time.monotonic() - job.data.arrived_s)
         with suppress(InvalidInput):
             self.keeper.keep(job)
-        for hear in self.after_turn:
-            hear(job)
+        for hear in tuple(self.after_turn):
+            self._guarded(partial(hear, job))
 
     def _usage(self, job: Job) -> Usage:
         data: Generation = job.data

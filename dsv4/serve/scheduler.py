@@ -138,10 +138,11 @@ class Scheduler(Engine):
 
     def unpin_all(self) -> bool:
         """What callers asked to keep gives way to what runs. Returns whether there was any."""
-        pins, self.pins = self.pins, []
-        for pin in pins:
-            self.manager.unpin(pin)
-        return bool(pins)
+        there_were = bool(self.pins)
+        while self.pins:
+            self.manager.unpin(self.pins[-1])
+            self.pins.pop()
+        return there_were
 
     def _request_for(self, prompt: Prompt) -> Request:
         try:

@@ -352,7 +352,7 @@ def test_metrics_without_the_extra(monkeypatch: pytest.MonkeyPatch):
 
     def without(name: str, *arguments: Any) -> Any:
         if name.startswith("prometheus_client"):
-            raise ImportError("no prometheus_client")
+            raise ImportError("no prometheus_client", name=name)
         return real(name, *arguments)
 
     monkeypatch.setattr(builtins, "__import__", without)

@@ -150,7 +150,7 @@ def test_of_many_threads_one_recovers_at_a_time(monkeypatch: pytest.MonkeyPatch)
         inside.remove(threading.get_ident())
         return still_open
 
-    monkeypatch.setattr("dsv4.cache.manager.recover_books", alone)
+    monkeypatch.setattr("dsv4.cache.recover.recover_books", alone)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:

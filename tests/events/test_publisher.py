@@ -474,7 +474,7 @@ def test_an_interrupt_leaves_no_block_that_is_not_cached(
     assert manager.prefix
     notices = manager.prefix.notices
 
-    def interrupted(victims: object) -> None:
+    def interrupted(victims: object, cause: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -20,7 +20,7 @@ from tests.support.gpu_steps import (
     DEVICE,
     RAGGED,
     V41_SHAPES,
-    assert_minus_infinity_is_no_key,
+    assert_an_infinite_query_gives_its_limit_or_nan,
     assert_nan_is_read,
     assert_near,
     assert_right,
@@ -257,8 +257,13 @@ def test_a_nan_in_a_key_makes_its_queries_nan_and_no_others(record: str, entry: 
         assert_nan_is_read(make(requests, **more), run, 5, entry=entry)
 
 
-def test_keys_of_logit_minus_infinity_are_none() -> None:
-    assert_minus_infinity_is_no_key(make(RAGGED["csa"], "csa", padding=1), run)
+@pytest.mark.parametrize("processors", [PROCESSORS, 1], ids=["split", "whole"])
+def test_an_infinite_query_gives_its_limit_or_nan(
+    processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that are no keys are zeros here, and an infinity times 0 is NaN (docs/exactness.md)."""
+    set_processors(monkeypatch, processors)
+    assert_an_infinite_query_gives_its_limit_or_nan(make(RAGGED["csa"], "csa", padding=1), run)
 
 
 @pytest.mark.parametrize("kind", ["csa", "hca"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsv4.backends import load_backend
-from dsv4.cache import manager as managers
+from dsv4.cache import assembly
 from dsv4.errors import UnsupportedGpu
 from dsv4.integrations.transformers import accelerate
 from dsv4.kernels import target
@@ -24,7 +24,7 @@ def _on_a_v100(monkeypatch: pytest.MonkeyPatch) -> None:
             target.named_target("sm_70", gpu="Tesla V100")
         return load_backend(name, device, **options)
 
-    monkeypatch.setattr(managers, "load_backend", on_a_gpu)
+    monkeypatch.setattr(assembly, "load_backend", on_a_gpu)
 
 
 @pytest.mark.usefixtures("_on_a_v100")

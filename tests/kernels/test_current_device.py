@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4.cache.options import Settings
+from dsv4.cache.options import place
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.step.buffers import StepBuffers
 from dsv4.cache.transfers.copies import Mark
@@ -115,4 +115,4 @@ def test_events_are_of_the_stream_of_their_device(monkeypatch: pytest.MonkeyPatc
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the target of whichever was current first would be remembered for all."""
     monkeypatch.setattr(torch, "empty", lambda *_, device: SimpleNamespace(device=HOME))
-    assert Settings(device="cuda").place == HOME
+    assert place({"device": "cuda"}) == HOME

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from dsv4.errors import RecoveryNeeded
 from dsv4.serve.models import StandIn
+from dsv4.serve.runner import ShuttingDown, Timing
 from tests.serve.serving import WAIT_S, Running, greedy_text, running
 
 ASK = {"model": "stand-in", "prompt": "robust", "max_tokens": 3, "temperature": 0}
@@ -185,6 +187,85 @@ def test_prompts_and_keys_are_never_logged(caplog: pytest.LogCaptureFixture) -> 
     ours = [record for record in caplog.records if record.name.startswith(("dsv4", "uvicorn"))]
     text = "\n".join(logging.Formatter().format(record) for record in ours)
     assert secret not in text
+
+
+@pytest.mark.parametrize("broken", ["admit_request", "prepare_forward", "recover"])
+def test_a_device_that_is_broken_ends_requests_and_no_more(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Running ones and waiting ones are told; and once it works again, so does the server."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("the device")
+
+    with running(max_requests=1) as server:
+        lives(server)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(server.engine.manager), broken, fails)
+            if broken == "recover":
+                patch.setattr(type(server.engine.manager), "prepare_forward", fails)
+
+            def status(_: int) -> int:
+                with server.http() as client:
+                    return client.post(PATHS[0], json={**ASK, "prompt": "x" * 200}).status_code
+
+            with ThreadPoolExecutor(3) as threads:
+                assert [*threads.map(status, range(3))] == [500] * 3
+            with server.http() as client:
+                assert client.get("/health").status_code == 200
+        lives(server)
+
+
+def test_the_thread_that_steps_survives_those_who_listen() -> None:
+    def fails(*_: Any) -> None:
+        raise KeyError("a listener's own")
+
+    with running() as server:
+        runner = server.state.runner
+        runner.after_step.insert(0, fails)
+        runner.after_turn.insert(0, fails)
+        runner.timing = Timing(first=fails, later=fails, end=fails)
+        for _ in range(2):
+            with server.http() as client:
+                assert client.post(PATHS[0], json=ASK).status_code in (200, 500)
+        runner.timing = None
+        lives(server)
+
+
+def test_what_is_kept_is_let_go_later_if_it_cannot_be_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a step that was broken off: until the next one calls of the manager raise."""
+    clock, calls = [0.0], [0]
+    with running() as server:
+        keeper, manager = server.state.runner.keeper, server.engine.manager
+        keeper.clock = lambda: clock[0]
+        unpin = type(manager).unpin
+
+        def fails(*given: Any) -> None:
+            calls[0] += 1
+            if calls[0] < 3:
+                raise RecoveryNeeded("a step was interrupted")
+            unpin(*given)
+
+        monkeypatch.setattr(type(manager), "unpin", fails)
+        with server.http() as client:
+            kept = {"cache_control": {"type": "ephemeral"}, "session_id": "one"}
+            asked = client.post(PATHS[0], json={**ASK, "prompt": "k" * 140, **kept})
+            assert asked.status_code == 200
+            assert manager.stats().blocks_pinned == 1
+            clock[0] = 1e6
+            lives(server)
+            lives(server)
+        server.wait_until(lambda: not manager.stats().blocks_pinned)
+        assert calls[0] == 3
+
+
+def test_calls_after_the_end_are_answered() -> None:
+    with running() as server:
+        runner = server.state.runner
+    runner.close(WAIT_S)
+    assert not runner.is_alive
+    with pytest.raises(ShuttingDown):
+        runner.call(lambda: None).result(WAIT_S)
 
 
 def test_a_name_of_another_site_does_not_reach_loopback() -> None:

@@ -117,11 +117,8 @@ def assert_minus_infinity_is_no_key(
     step: Step, run: Callable[[Step], tuple[Tensor, Tensor]]
 ) -> None:
     """The first token sees one key; where its logit is -inf its output is 0."""
-    key = step.keys[0]
-    assert key is not None
-    assert len(key) == 1
-    step.q[0, 1:4, 5] = -torch.inf * torch.sign(key[0, 5]).float()
-    step.sink[:4] = torch.tensor([3e38, 3e38, 0.0, -torch.inf])
+    _set_sinks_at_the_ends(step)
+    _make_only_logits_minus_infinity(step)
     out, lse = run(step)
     assert (out[0, 1:4] == 0).all()
     assert (lse[0, 1:4] == -torch.inf).all()
@@ -130,3 +127,36 @@ def assert_minus_infinity_is_no_key(
     assert not out[live].isnan().any()
     for found, wanted in zip((out, lse), step.run(reference.attend, turn=True), strict=True):
         assert torch.equal(found[live].isfinite(), wanted[live].isfinite())
+
+
+def assert_an_infinite_query_gives_its_limit_or_nan(
+    step: Step, run: Callable[[Step], tuple[Tensor, Tensor]]
+) -> None:
+    """Heads whose query has an infinity give 0, as in the test above, or NaN: no other number.
+    Every other bit is what it is without the infinities."""
+    _set_sinks_at_the_ends(step)
+    before = run(step)
+    live = step.tokens[:, 0] >= 0
+    assert (before[0][live, 0] == 0).all()  # such a sink leaves nothing to any key
+    assert not before[0][live].isnan().any()
+    assert before[1][live].isfinite().all()
+    _make_only_logits_minus_infinity(step)
+    out, lse = run(step)
+    hurt_out, hurt_lse = out[0, 1:4], lse[0, 1:4]
+    assert (hurt_out.isnan() | (hurt_out == 0)).all()
+    assert (hurt_lse.isnan() | (hurt_lse == -torch.inf)).all()
+    others = torch.ones_like(lse, dtype=torch.bool)
+    others[0, 1:4] = False
+    assert same((out[others], lse[others]), (before[0][others], before[1][others]))
+
+
+def _set_sinks_at_the_ends(step: Step) -> None:
+    step.sink[:4] = torch.tensor([3e38, 3e38, 0.0, -torch.inf])
+
+
+def _make_only_logits_minus_infinity(step: Step) -> None:
+    """Three heads of the first token, by a channel that is infinite."""
+    key = step.keys[0]
+    assert key is not None
+    assert len(key) == 1
+    step.q[0, 1:4, 5] = -torch.inf * torch.sign(key[0, 5]).float()

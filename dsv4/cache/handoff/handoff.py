@@ -21,10 +21,9 @@ from dsv4.cache.handoff.options import HandoffOptions, require_seconds
 from dsv4.cache.handoff.rows import Pledges, StateRow, StateRows
 from dsv4.cache.handoff.side import Side, words
 from dsv4.cache.prefix.trail import TokenTrail
-from dsv4.cache.requests import Request
+from dsv4.cache.requests import Request, require_context
 from dsv4.cache.state import copy_payload
 from dsv4.cache.stats import HandoffStats
-from dsv4.cache.step import checks as step_checks
 from dsv4.cache.transfers.copies import Copies
 from dsv4.cache.transfers.labels import Labels
 from dsv4.errors import InvalidInput, RequestError, require_count
@@ -141,7 +140,7 @@ class Handoff:
         if deadline_s is not None:
             seconds = require_seconds("deadline_s", deadline_s)
         read = arrivals.read_offer(offer)
-        step_checks.context(self.side.schema, read.tokens)
+        require_context(self.side.schema, read.tokens)
         trail = arrivals.read_trail(read)
         table.require_slots()
         shared: list[int] = []

@@ -173,7 +173,7 @@ class PrefixCache:
         self._bytes_by_kind = bytes_by_kind(schema)["block"]
         self.pool = SnapshotPool(schema, options.rows, where=options.where, device=device)
         self.notices = Notices(schema.block_tokens, has_state_bytes=self.pool.layout.row_bytes > 0)
-        self.sessions = Sessions(policy, self.notices)
+        self._sessions = Sessions(policy, self.notices)
         before_reuse = self.notices.before_reuse
         self.rows = SnapshotRows(options.rows, policy, before_reuse)
         self.pins = Pins(self.index, schema.block_tokens)
@@ -185,6 +185,10 @@ class PrefixCache:
     def __bool__(self) -> Literal[True]:
         """Whether the manager has a prefix cache."""
         return True
+
+    def required(self) -> PrefixCache:
+        """Itself: a manager that has none refuses."""
+        return self
 
     # ---- a request begins --------------------------------------------------------------------
 
@@ -294,7 +298,7 @@ class PrefixCache:
         self._counters = replace(counted, misses=misses)
 
     def _heed(self, match: PrefixMatch, trail: TokenTrail, hints: Hints) -> None:
-        self.sessions.admitted(trail, hints)
+        self._sessions.admitted(trail, hints)
         if match.nodes:
             match.nodes[-1].hints = hints
 

@@ -14,7 +14,7 @@ from dsv4.cache.prefix.eviction import Eviction, EvictionPolicy, LeastRecentlyUs
 from dsv4.cache.prefix.hints import Hints
 from dsv4.cache.prefix.node import PrefixNode
 from dsv4.cache.prefix.trail import TokenTrail
-from dsv4.errors import Dsv4Error
+from dsv4.errors import Dsv4Error, InvalidInput
 
 HASHED_AT_ONCE = 64  # blocks; few enough to stop soon after a miss
 
@@ -167,8 +167,11 @@ class PrefixIndex:
             )
 
     def take_events(self) -> list[BlockEvent]:
-        """What happened since the last time."""
-        assert self.events is not None
+        """What happened since the last time. InvalidInput where events are not collected."""
+        if self.events is None:
+            raise InvalidInput(
+                "this manager collects no block events: build it with PrefixOptions(events=True)"
+            )
         follow_events(self._reported, self.events)
         taken, self.events = self.events, []
         return taken

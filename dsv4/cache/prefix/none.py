@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NoReturn
 
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.prefix.blocks import CachedBlocks
@@ -70,6 +70,10 @@ class NoPrefix:
 
     def __repr__(self) -> str:
         return "NoPrefix()"
+
+    def required(self) -> NoReturn:
+        """Raises InvalidInput."""
+        raise InvalidInput("this manager has no prefix cache: build it with prefix=PrefixOptions()")
 
     def trail(self, ids: Ids, salt: str | None) -> None:
         """Of no prompt."""

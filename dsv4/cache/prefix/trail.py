@@ -7,7 +7,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,11 +32,6 @@ _UNSIGNED = {size: np.dtype(f"u{size}") for size in (4, 8)}
 
 def token_ids(given: TokenIds) -> Ids:
     """Token ids as int32, in memory of their own. Raises InvalidInput for anything else."""
-    if isinstance(given, str | bytes):
-        raise InvalidInput(
-            f"token ids: got {type(given).__name__}: tokenize it first; a prompt is one row of "
-            f"whole numbers, or a count"
-        )
     try:
         ids: Any = given
         if not isinstance(ids, np.ndarray):
@@ -45,19 +40,10 @@ def token_ids(given: TokenIds) -> Ids:
             ids = np.asarray(ids.detach().cpu() if is_tensor else ids)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise InvalidInput(f"token ids are not a list of numbers: {error}") from error
-    if (
-        ids is not given
-        and isinstance(given, Sequence)
-        and not _BOOLEANS.isdisjoint(map(type, given))
-    ):
-        raise InvalidInput("token ids hold True or False: give them as whole numbers")
-    if ids.dtype.kind in "USTO" and any(isinstance(each, str | bytes) for each in ids.flat):
-        raise InvalidInput("token ids hold text: tokenize it first")
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise InvalidInput(
-            f"token ids are {ids.dtype} of shape {list(ids.shape)}: give one row of whole numbers; "
-            f"a prompt may also be a count"
-        )
+    is_list = ids is not given and isinstance(given, Sequence)
+    has_flags = is_list and not _BOOLEANS.isdisjoint(map(type, given))
+    if has_flags or ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        _refuse_ids(given, ids, has_flags=has_flags)
     if ids.dtype.byteorder not in "=|" or ids.itemsize < 4:  # read directly below
         ids = ids.astype(np.int64)
     # as unsigned numbers, negative ids are too large: one comparison per id finds both
@@ -67,6 +53,22 @@ def token_ids(given: TokenIds) -> Ids:
             f"32 bits"
         )
     return np.array(ids, dtype=np.int32)
+
+
+def _refuse_ids(given: object, ids: NDArray[Any], *, has_flags: bool) -> NoReturn:
+    if isinstance(given, str | bytes):
+        raise InvalidInput(
+            f"token ids: got {type(given).__name__}: tokenize it first; a prompt is one row of "
+            f"whole numbers, or a count"
+        )
+    if has_flags:
+        raise InvalidInput("token ids hold True or False: give them as whole numbers")
+    if ids.dtype.kind in "USTO" and any(isinstance(each, str | bytes) for each in ids.flat):
+        raise InvalidInput("token ids hold text: tokenize it first")
+    raise InvalidInput(
+        f"token ids are {ids.dtype} of shape {list(ids.shape)}: give one row of whole numbers; "
+        f"a prompt may also be a count"
+    )
 
 
 class RecentIds:

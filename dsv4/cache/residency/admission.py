@@ -69,14 +69,14 @@ class ResidentAdmission(Admission):
         for row in self._lent:
             self._residency.put_block(row, block_bytes[stays:])
 
-    def fork(self, request: Request, count: int) -> list[Request]:
+    def _fork(self, request: Request, count: int) -> list[Request]:
         residency, table = self._residency, self._table
         whole = max(request.length, request.reused_tokens) // self._schema.block_tokens
         has_more = self._schema.blocks_for(request.length) > whole
         for slot in table.free_slots[: -count - 1 : -1] if count else ():
             residency.forget_hot(slot)
         with residency.lending(count * has_more) as rows:
-            forks = super().fork(request, count)
+            forks = super()._fork(request, count)
             try:
                 for nth, fork in enumerate(forks):
                     residency.begin(fork)
@@ -93,9 +93,9 @@ class ResidentAdmission(Admission):
             residency.settle([fork.block_ids[whole]], [row], whole)
         return forks
 
-    def rewind(self, request: Request, length: int) -> Resume:
+    def _rewind(self, request: Request, length: int) -> Resume:
         self._residency.forget_hot(request.slot)
-        resume = super().rewind(request, length)
+        resume = super()._rewind(request, length)
         self._residency.go_back(request)
         return resume
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from contextlib import suppress
 
 import torch
 
@@ -22,7 +23,11 @@ class HostPool:
     def __init__(self, blocks: int, row_bytes: int, device: torch.device) -> None:
         size_bytes = blocks * row_bytes
         try:
-            self.memory = memoryview(mmap.mmap(-1, size_bytes))
+            memory = mmap.mmap(-1, size_bytes)
+            if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages to pin: minutes where it is much
+                with suppress(OSError):  # a system without them
+                    memory.madvise(mmap.MADV_HUGEPAGE)
+            self.memory = memoryview(memory)
         except (OSError, OverflowError, ValueError) as error:
             has_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             raise InvalidInput(

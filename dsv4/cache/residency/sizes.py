@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 from dsv4.cache.hot_rows import HotLayout
-from dsv4.cache.options import Settings
+from dsv4.cache.options import ManagerOptions, host_bytes
 from dsv4.cache.residency.memory import EntrySizes
 from dsv4.cache.schema import CacheSchema
 from dsv4.errors import InvalidInput
 from dsv4.units import format_bytes
 
 
-def needed_entry_rows(schema: CacheSchema, settings: Settings, *, max_requests: int) -> int:
+def needed_entry_rows(schema: CacheSchema, options: ManagerOptions, *, max_requests: int) -> int:
     """Rows of entries that must be on the device for blocks: what the steps of all open plans
     write, and for each request the blocks that its tokens begin and end in."""
-    step_rows = -(-settings.max_step_tokens // schema.block_tokens)
-    return settings.max_open_plans * step_rows + 2 * max_requests
+    step_rows = -(-options["max_step_tokens"] // schema.block_tokens)
+    return options["max_open_plans"] * step_rows + 2 * max_requests
 
 
 def entry_sizes(
-    schema: CacheSchema, settings: Settings, *, num_blocks: int, max_requests: int
+    schema: CacheSchema, options: ManagerOptions, *, num_blocks: int, max_requests: int
 ) -> EntrySizes | None:
     """What the device has for entries; None where they are not kept apart. Raises InvalidInput."""
-    if settings.host_bytes is None:
+    if host_bytes(options) is None:
         return None
-    layout = HotLayout(schema, settings.hot_rows)
-    least = min(num_blocks, needed_entry_rows(schema, settings, max_requests=max_requests))
-    rows = least if settings.entry_rows is None else min(num_blocks, settings.entry_rows)
+    layout = HotLayout(schema, options["hot_rows"])
+    least = min(num_blocks, needed_entry_rows(schema, options, max_requests=max_requests))
+    rows = least if options["entry_rows"] is None else min(num_blocks, options["entry_rows"])
     if rows < least:
         raise InvalidInput(
-            f"entry_rows={settings.entry_rows}: the entries of {least} blocks must fit on the "
-            f"device, for what steps of {settings.max_step_tokens} tokens write and for the "
+            f"entry_rows={options['entry_rows']}: the entries of {least} blocks must fit on the "
+            f"device, for what steps of {options['max_step_tokens']} tokens write and for the "
             f"unfinished blocks of {max_requests} requests: give at least as many, or leave it out"
         )
     return EntrySizes(rows=rows, layout=layout)
 
 
-def require_fits(schema: CacheSchema, settings: Settings, *, num_blocks: int) -> None:
+def require_fits(schema: CacheSchema, options: ManagerOptions, *, num_blocks: int) -> None:
     """Raises InvalidInput for options that do not go with each other or with the schema."""
-    host_bytes = settings.host_bytes
-    if host_bytes is None:
+    host_memory = host_bytes(options)
+    if host_memory is None:
         if schema.entries_apart:
             raise InvalidInput(
                 "the schema keeps entries apart, so that they can be in host memory: give "
@@ -50,20 +50,20 @@ def require_fits(schema: CacheSchema, settings: Settings, *, num_blocks: int) ->
             "host_memory is for entries that are kept apart: build the schema with "
             "entries_apart=True (dsv4.Cache does)"
         )
-    if settings.handoff is not None:
+    if options["handoff"] is not None:
         raise InvalidInput(
             "a hand-off reads entries from the device, and with host_memory they may be elsewhere: "
             "leave one of them out (docs/residency.md)"
         )
-    if any(each.__class__.__name__ == "HostTier" for each in settings.tiers):
+    if any(each.__class__.__name__ == "HostTier" for each in options["tiers"]):
         raise InvalidInput(
             "a host tier and host_memory would keep the same entries twice: leave the tier out, "
             "or host_memory; tiers below, like a disk, go with both (docs/residency.md)"
         )
     needed = num_blocks * schema.entries_bytes
-    if needed > host_bytes:
+    if needed > host_memory:
         raise InvalidInput(
-            f"host_memory={format_bytes(host_bytes)} holds the entries of "
-            f"{host_bytes // schema.entries_bytes:,} blocks, and {num_blocks:,} need "
+            f"host_memory={format_bytes(host_memory)} holds the entries of "
+            f"{host_memory // schema.entries_bytes:,} blocks, and {num_blocks:,} need "
             f"{needed:,} bytes: give more, or fewer blocks"
         )

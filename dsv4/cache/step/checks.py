@@ -10,27 +10,13 @@ import numpy as np
 
 from dsv4.cache.batch import Batch
 from dsv4.cache.prepare_forward import ForwardPlan
-from dsv4.cache.requests import Request, RequestTable
+from dsv4.cache.requests import Request, RequestTable, require_context
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.step.shape import I64, Before, StepShape, StepTokens
-from dsv4.errors import (
-    ContextOverflow,
-    InvalidInput,
-    PlanError,
-    RequestError,
-    is_whole,
-    require_count,
-)
+from dsv4.errors import PlanError, RequestError, is_whole
 
 Step = tuple[Request, int] | tuple[Request, int, int]
 _SLOT, _COUNT = attrgetter("slot"), itemgetter(1)
-
-
-def context(schema: CacheSchema, tokens: int) -> int:
-    """A number of tokens that one request may have. InvalidInput, ContextOverflow."""
-    if require_count("tokens", tokens, at_least=0) > schema.max_context:
-        raise ContextOverflow(asked_tokens=tokens, max_context_tokens=schema.max_context)
-    return int(tokens)
 
 
 def unplanned(request: Request, open_plans: Sequence[ForwardPlan]) -> None:
@@ -167,7 +153,7 @@ class StepReader:
         if pairs is None:
             pairs = _check_each(steps, self._table)
         requests, counts = pairs
-        context(self._schema, max(counts, default=0))  # before numbers become int64
+        require_context(self._schema, max(counts, default=0))  # before numbers become int64
         shape = StepShape.build([r.slot for r in requests], counts, requests)
         self._keep(shape, counts)
         return shape
@@ -303,14 +289,3 @@ def _missing_layers(batch: Batch) -> str:
     if len(layers) > 8:
         shown += f" and {len(layers) - 8} more"
     return f"layer{'s' if len(layers) > 1 else ''} {shown}"
-
-
-def rewind_length(request: Request, length: object) -> int:
-    """A length that the request has had. InvalidInput."""
-    tokens = require_count("length", length, at_least=0)
-    if tokens > request.length:
-        raise InvalidInput(
-            f"cannot rewind to {length} tokens: request {request.serial} has {request.length}, "
-            f"and a rewind only goes back"
-        )
-    return tokens

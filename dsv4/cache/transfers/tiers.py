@@ -133,7 +133,7 @@ class Tiers:
         a replay no state is kept; what is missing is computed again. Raises InvalidInput,
         RequestError.
         """
-        self._manager._require_unplanned(request)
+        self._manager._steps.require_unplanned(request)
         if request.condition is not Condition.INCOMPLETE:  # not all of whose ids are known
             request.require("suspend")
         known = 0 if request.trail is None else len(request.trail.ids)
@@ -143,7 +143,7 @@ class Tiers:
                 f"admit it with ids and supply the others, because it is found by its ids"
             )
         suspended = self._suspend(request)
-        self._manager._release(request)
+        self._manager._leaving.release(request)
         return suspended
 
     def resume(
@@ -181,7 +181,7 @@ class Tiers:
         self, prompt: TokenIds | Prompt, salt: str | None, *, last: int, with_state: bool = False
     ) -> Fetch:
         """For all tokens of a prompt except the `last` ones."""
-        count, trail = self._manager._read_prompt(prompt, salt)
+        count, trail = self._manager._admission.read(prompt, salt)
         if trail is None:
             raise InvalidInput(f"{prompt!r}: tiers are asked for token ids, not for a count")
         self.pump()
