@@ -23,12 +23,12 @@ from dsv4.model import ModelSpec
 from dsv4.plots.simulate import plot_simulated
 from dsv4.routing.router import ROUTINGS
 from dsv4.simulate.cluster import POLICIES, Setup
-from dsv4.simulate.results import Percentiles, Simulated
+from dsv4.simulate.results import Simulated
 from dsv4.simulate.speeds import Speeds
-from dsv4.simulate.sweep import fewest_replicas, run_all, setups
 from dsv4.simulate.sweep import Progress as Report
+from dsv4.simulate.sweep import fewest_replicas, run_all, setups
 from dsv4.simulate.trace import TraceRequest, load_trace, repeated
-from dsv4.units import format_bytes, parse_byte_rate, parse_bytes, parse_tokens
+from dsv4.units import parse_byte_rate, parse_bytes, parse_tokens
 
 T = TypeVar("T")
 _SECONDS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s)?", re.ASCII)
@@ -223,38 +223,40 @@ def _progress(requests: int, *, hidden: bool) -> Iterator[Report]:
 
 
 def print_simulated(found: Sequence[Simulated]) -> None:
-    """A table with a row for each setup, and a line that says what times mean."""
+    """Three tables with a row for each setup, and a line that says what the numbers mean."""
     console = Console()
-    table = table_of(
-        "setup", "hits", "host", "disk", "computed", "TTFT p50 / p99", "step p50 / p99"
-    )
-    more = table_of("setup", "evicted", "refused", "down", "up", "device", "host", "disk")
-    for each in found:
+    parts = [_parts(each) for each in found]
+    common = [name for name in parts[0] if len({each[name] for each in parts}) == 1]
+    console.print(Text(", ".join(filter(None, (parts[0][name] for name in common)))))
+    hits = table_of("found cached", "hits", "host", "disk", "run", "evicted", "refused")
+    times = table_of("time", "TTFT p50", "p90", "p99", "step p50", "p90", "p99")
+    moved = table_of("GB", "down", "up", "device", "host", "disk")
+    for each, own in zip(found, parts, strict=True):
         asked = max(1, each.tokens_asked)
-        setup = _setup_text(each)
-        table.add_row(
-            setup,
+        name = ", ".join(text for part, text in own.items() if part not in common and text)
+        hits.add_row(
+            name,
             f"{each.hit_rate:.1%}",
             *(f"{each.tokens_hit[tier] / asked:.1%}" for tier in ("host", "disk")),
             f"{each.tokens_run / 1e6:,.1f}M",
-            _times(each.ttft),
-            _times(each.step),
-        )
-        more.add_row(
-            setup,
             f"{each.evictions:,}",
             f"{each.refused:,}",
-            format_bytes(each.bytes_down),
-            format_bytes(each.bytes_up),
-            *(format_bytes(each.peaks[where]) for where in ("device", "host", "disk")),
         )
-    console.print(table)
-    console.print(more)
+        waits = (each.ttft, each.step)
+        times.add_row(name, *(_time(at) for of in waits for at in (of.p50, of.p90, of.p99)))
+        moved.add_row(
+            name,
+            *map(_gigabytes, (each.bytes_down, each.bytes_up)),
+            *(_gigabytes(each.peaks[where]) for where in ("device", "host", "disk")),
+        )
+    for table in (hits, times, moved):
+        console.print(table)
     first = found[0]
     console.print(
         Text(
-            f"{first.requests:,} requests, {first.tokens_asked:,} tokens of prompts; hits are those "
-            f"found cached, in all and by tier; the last columns are the most that a replica used."
+            f"{first.requests:,} requests with {first.tokens_asked:,} tokens of prompts. Hits are "
+            f"in all, and by tier below the device; run are all tokens that ran, of answers too; "
+            f"device, host and disk are the most that one replica had."
         ),
         soft_wrap=True,
     )
@@ -268,25 +270,28 @@ def print_simulated(found: Sequence[Simulated]) -> None:
         )
 
 
-def _setup_text(each: Simulated) -> str:
-    parts = [f"{each.replicas} × "]
+def _parts(each: Simulated) -> dict[str, str]:
+    """What a setup is, by option."""
     size = each.memory_bytes
-    parts.append(UNBOUNDED if size is None else f"{size / 1e9:g} GB")
-    parts += [f" + {size / 1e9:g}" for size in (each.host_bytes, each.disk_bytes) if size]
-    if each.replicas > 1:
-        parts.append(f", {each.routing}")
-    parts.append(f", {each.policy}")
-    if each.residency:
-        parts.append(", residency")
-    return "".join(parts)
+    return {
+        "replicas": f"{each.replicas} replica{'s' if each.replicas > 1 else ''}",
+        "memory": f"{UNBOUNDED} memory" if size is None else f"{size / 1e9:g} GB",
+        "host": f"{each.host_bytes / 1e9:g} GB host" if each.host_bytes else "",
+        "disk": f"{each.disk_bytes / 1e9:g} GB disk" if each.disk_bytes else "",
+        "routing": each.routing if each.replicas > 1 else "",
+        "policy": each.policy,
+        "residency": "residency" if each.residency else "",
+    }
 
 
-def _times(of: Percentiles) -> str:
-    return f"{_time(of.p50)} / {_time(of.p99)}"
+def _gigabytes(count_bytes: int) -> str:
+    return f"{count_bytes / 1e9:,.1f}" if count_bytes else "0"
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
+    if seconds >= 1:
+        return f"{seconds:,.2f} s"
+    return f"{seconds * 1e3:.{0 if seconds >= 0.1 else 1}f} ms"
 
 
 # ---- what is given -----------------------------------------------------------------------------

@@ -48,6 +48,7 @@ def _memory(axes: Any, found: Sequence[Simulated]) -> None:
 def _replicas(axes: Any, found: Sequence[Simulated]) -> None:
     _lines(axes, found, "replicas", lambda each: each.replicas, lambda each: each.ttft.p99)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(_plain())
     _dress(axes, "latency against replicas", "replicas", "time to the first token, p99, s")
 
 
@@ -97,14 +98,21 @@ def _word(name: str, value: object) -> str:
 
 
 def _dress(axes: Any, title: str, x_label: str, y_label: str) -> None:
-    from matplotlib.ticker import FuncFormatter, NullLocator
+    from matplotlib.ticker import NullLocator
 
     axes.set_xscale("log", base=2)
     ticks = sorted({float(at) for line in axes.get_lines() for at in line.get_xdata()})
     axes.set_xticks(ticks)
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{at:g}"))
+    axes.xaxis.set_major_formatter(_plain())
     axes.set_title(title, loc="left", color=INK, fontsize=10)
     axes.set_xlabel(x_label, color=MUTED)
     axes.set_ylabel(y_label, color=MUTED)
     dress_axes(axes)
+
+
+def _plain() -> Any:
+    """Numbers on a logarithmic axis as they are."""
+    from matplotlib.ticker import FuncFormatter
+
+    return FuncFormatter(lambda at, _: f"{at:g}")

@@ -18,7 +18,7 @@ from dsv4.simulate.device import Device, Held
 from dsv4.simulate.names import NamedTrail
 from dsv4.simulate.speeds import Speeds
 from dsv4.simulate.tiers import CountedTiers, Found
-from dsv4.tiers.record import Kind
+from dsv4.tiers.key import Kind
 
 LOOK_AHEAD = 4  # of the engine
 

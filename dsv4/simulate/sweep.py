@@ -45,8 +45,9 @@ def fewest_replicas(
     progress: Progress | None = None,
 ) -> tuple[int | None, list[Simulated]]:
     """The fewest replicas whose requests wait no longer for their first token, 99 of 100, and that
-    refuse no request; None if `most` are too few. Counts double until they are enough, then the gap
-    is halved: that more replicas are never slower is assumed. Also returns what was simulated, by
+    refuse no request; None if `most` are too few, or twice as many make no difference: then a
+    request on an idle replica is too slow. Counts double until they are enough, then the gap is
+    halved: that more replicas are never slower is assumed. Also returns what was simulated, by
     replicas. Raises InvalidInput."""
     require_count("most", most)
     if not is_number(ttft_p99_s) or ttft_p99_s <= 0:
@@ -59,8 +60,9 @@ def fewest_replicas(
 
     low, high = 0, 1  # `low` are too few
     while not is_enough(high):
-        low, high = high, min(2 * high, most)
-        if low == most:
+        low, high, before = high, min(2 * high, most), found.get(low)
+        is_same = before is not None and before.ttft == found[low].ttft
+        if low == most or (is_same and not found[low].refused):
             return None, _by_replicas(found)
     while high - low > 1:
         middle = (low + high) // 2

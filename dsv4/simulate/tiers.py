@@ -18,8 +18,8 @@ from dsv4.cache.prefix.resume import PrefixMatch
 from dsv4.cache.prefix.trail import TokenTrail
 from dsv4.cache.schema import CacheSchema
 from dsv4.cache.state import SnapshotLayout
+from dsv4.tiers.key import Key, Kind
 from dsv4.tiers.leaves import Leaves
-from dsv4.tiers.record import Key, Kind
 from dsv4.tiers.sizes import HEADER_BYTES, padded
 
 MOST_LOST = 65_536  # as in dsv4/tiers/host.py

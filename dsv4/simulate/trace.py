@@ -65,9 +65,10 @@ def load_trace(path: Path | str) -> list[TraceRequest]:
 
 
 def with_sessions(trace: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
-    """A request that goes on from the whole names of an earlier one is in its session; any other
-    one begins a session. Sessions that are known stay."""
-    ends: dict[int, str] = {}
+    """A request that goes on from the newest prompt of a session, by whole names, is in it; any
+    other one begins a session. Sessions that are known stay."""
+    ends: dict[int, str] = {}  # the last whole name of the newest prompt of each session
+    newest: dict[str, int] = {}
     for number, request in enumerate(trace):
         whole = request.names[: request.input_tokens // request.name_tokens]
         session = request.session
@@ -75,7 +76,9 @@ def with_sessions(trace: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
             known = (ends[name] for name in reversed(whole) if name in ends)
             session = next(known, f"#{number}")
         if whole:
-            ends[whole[-1]] = session
+            if session in newest and ends.get(newest[session]) == session:
+                del ends[newest[session]]
+            ends[whole[-1]], newest[session] = session, whole[-1]
         yield request if request.session else replace(request, session=session)
 
 

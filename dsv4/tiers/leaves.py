@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from dsv4.tiers.record import Key
+from dsv4.tiers.key import Key
 
 V = TypeVar("V")
 
