@@ -26,10 +26,10 @@ PACKAGE = Path(__file__).parents[1] / "dsv4"
 LEFT_OUT = ("reference/", "testing.py")
 R = TypeVar("R")
 
-# journey: files, lines of functions. Wanted are 14 and 850, 9 and 330, 18 and 1,000.
+# journey: files, lines of functions (their docstrings included). Wanted are 14 and 850, 9 and 330, 18 and 1,000.
 BOUNDS = {
-    "decode": (16, 1321),
-    "hit": (15, 562),
+    "decode": (16, 1325),
+    "hit": (15, 564),
     "evict, fetch, admit": (36, 1640),
 }
 PROMPT = [nth % 32 for nth in range(300)]
