@@ -267,7 +267,7 @@ def host_table(rows: Sequence[dict[str, Any]]) -> str:
                 f"{100 * row['tokens_hit']['host'] / row['tokens_asked']:.1f}",
                 f"{row['ttft']['p50']:.2f} s",
                 f"{row['ttft']['p99']:.2f} s",
-                f"{row['bytes_up'] / GB:,.0f} GB",
+                f"{row['bytes_moved']['up'] / GB:,.0f} GB",
             )
             for row in results_of(rows, "host")
         ),
@@ -290,7 +290,7 @@ def residency_table(rows: Sequence[dict[str, Any]]) -> str:
                 f"{row['ttft']['p50']:.2f} s",
                 f"{row['ttft']['p99']:.2f} s",
                 f"{row['step']['p99'] * 1e3:,.0f} ms",
-                f"{row['bytes_up'] / GB:,.0f} GB",
+                f"{row['bytes_moved']['up'] / GB:,.0f} GB",
             )
 
     return table_of(head, lines())

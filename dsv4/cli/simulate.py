@@ -238,7 +238,7 @@ def print_simulated(found: Sequence[Simulated]) -> None:
             name,
             f"{each.hit_rate:.1%}",
             *(f"{each.tokens_hit[tier] / asked:.1%}" for tier in ("host", "disk")),
-            f"{each.tokens_run / 1e6:,.1f}M",
+            f"{each.tokens_run['all'] / 1e6:,.1f}M",
             f"{each.evictions:,}",
             f"{each.refused:,}",
         )
@@ -246,7 +246,7 @@ def print_simulated(found: Sequence[Simulated]) -> None:
         times.add_row(name, *(_time(at) for of in waits for at in (of.p50, of.p90, of.p99)))
         moved.add_row(
             name,
-            *map(_gigabytes, (each.bytes_down, each.bytes_up)),
+            *map(_gigabytes, each.bytes_moved.values()),
             *(_gigabytes(each.peaks[where]) for where in ("device", "host", "disk")),
         )
     for table in (hits, times, moved):

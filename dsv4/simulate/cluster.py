@@ -234,7 +234,7 @@ class Simulation:
                 prompt_tokens=prompt,
                 new_tokens=1 if setup.untimed else max(1, request.output_tokens),
                 names=names,
-                # a session that is only guessed is no hint: what it leaves may be another's
+                # a session that is only guessed is not a hint: what it leaves may be another's
                 hints=Hints(session=session) if session and session[0] != "#" else None,
             )
         )
@@ -370,15 +370,19 @@ class Simulation:
             refused=self._refused,
             tokens_asked=self._asked,
             tokens_hit={"device": device, "host": host, "disk": disk},
-            tokens_run=sum(each.counts.tokens_run for each in replicas),
-            tokens_replayed=sum(each.counts.tokens_replayed for each in replicas),
-            answer_tokens=self._answers,
+            tokens_run={
+                "all": sum(each.counts.tokens_run for each in replicas),
+                "replayed": sum(each.counts.tokens_replayed for each in replicas),
+                "answers": self._answers,
+            },
             evictions=sum(each.device.index.evictions for each in replicas),
             preemptions=sum(each.counts.preemptions for each in replicas),
             steps=sum(each.counts.steps for each in replicas),
-            bytes_down=down,
-            bytes_up=sum(tier.loaded_bytes for tier in tiers)
-            + sum(each.counts.fetched_bytes for each in replicas),
+            bytes_moved={
+                "down": down,
+                "up": sum(tier.loaded_bytes for tier in tiers)
+                + sum(each.counts.fetched_bytes for each in replicas),
+            },
             peaks=peaks,
             ttft=Percentiles.of(self._ttft_s),
             step=Percentiles.of(self._steps_s, self._step_counts),

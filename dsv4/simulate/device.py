@@ -92,18 +92,18 @@ class Device:
     ) -> None:
         if isinstance(policy, Retention):
             policy.costs = Costs.of(schema)
-        self.schema, self.policy = schema, policy
+        self.schema, self._policy = schema, policy
         self.allocator = GrowingAllocator(num_blocks)
         self.index = PrefixIndex(self.allocator, policy)
         self.notices = Notices(schema.block_tokens, has_state_bytes=has_state_bytes)
-        self.sessions = Sessions(policy, self.notices)
-        self.snapshots = snapshots
+        self._sessions = Sessions(policy, self.notices)
+        self._snapshots = snapshots
         self.rows = SnapshotRows(snapshot_rows, policy, self.notices.before_reuse)
         self.pins = Pins(self.index, schema.block_tokens)
         self.blocks = CachedBlocks(self.allocator, self.index, self.rows, self.pins, self.notices)
-        self.supply = BlockSupply(self.allocator)
-        self.supply.reclaimer = self.blocks
-        self.caching = BlockCaching(self.allocator, self.index, self.notices)
+        self._supply = BlockSupply(self.allocator)
+        self._supply.reclaimer = self.blocks
+        self._caching = BlockCaching(self.allocator, self.index, self.notices)
 
     def observe(self, observer: Observer) -> None:
         self.notices.observe(observer)
@@ -145,24 +145,24 @@ class Device:
         shared = [node.block_id for node in match.nodes]
         asker = Asker(trail, blocks - len(shared))
         with (
-            self.supply.sharing(shared),
-            self.supply.reserving(asker, asker_blocks=blocks, shared=shared) as new,
+            self._supply.sharing(shared),
+            self._supply.reserving(asker, asker_blocks=blocks, shared=shared) as new,
         ):
             block_ids = [*shared, *new.block_ids]
         if trail.hints is not None:
-            self.sessions.admitted(trail, trail.hints)
+            self._sessions.admitted(trail, trail.hints)
         if match.nodes:
             if trail.hints is not None:
                 match.nodes[-1].hints = trail.hints
-            self.policy.returned(match.nodes[-1])
+            self._policy.returned(match.nodes[-1])
             if match.snapshot is not None:
-                self.policy.snapshot_used(match.snapshot)
+                self._policy.snapshot_used(match.snapshot)
             for observer in self.notices.observers:
                 observer.used(match, trail)
         return Held(block_ids, trail, match.resume.start, match.resume)
 
     def release(self, held: Held) -> None:
-        self.caching.note_release(held)
+        self._caching.note_release(held)
         self.allocator.release(held.block_ids)
         held.block_ids = []
 
@@ -188,7 +188,7 @@ class Device:
         end = next(most.length + count for held, count in shares if held is most)
         askers = [Asker(held.trail, count) for held, count in missing]
         needed = sum(count for _, count in missing)
-        return self.supply.reserve(
+        return self._supply.reserve(
             needed, askers, asker_blocks=-(-end // block_tokens), shared=most.block_ids
         )
 
@@ -197,7 +197,7 @@ class Device:
         if reserved is None:
             return
         block_tokens, first = self.schema.block_tokens, 0
-        new = self.supply.settle(reserved)
+        new = self._supply.settle(reserved)
         for held, count in shares:
             missing = -(-(held.length + count) // block_tokens) - len(held.block_ids)
             if missing > 0:
@@ -231,7 +231,7 @@ class Device:
             return
         trail = held.trail
         trail.grow(max(end, trail.prompt_tokens))
-        for node in self.caching.cache_blocks(held, trail, first, last, self._exchange):
+        for node in self._caching.cache_blocks(held, trail, first, last, self._exchange):
             boundary = (node.depth + 1) * block_tokens
             if is_chunk or node.snapshot is not None:
                 continue
@@ -255,7 +255,7 @@ class Device:
         return (
             self.rows.total > 0
             and boundary >= held.exact_from
-            and self.snapshots.wants(boundary, held.trail.prompt_tokens, self.schema.block_tokens)
+            and self._snapshots.wants(boundary, held.trail.prompt_tokens, self.schema.block_tokens)
         )
 
     def _exchange(self, held: Held, first: int, block_ids: Sequence[int]) -> None:
@@ -277,8 +277,8 @@ class Device:
         count = min(count, self.spare)
         landed = 0
         try:
-            reserved = self.supply.reserve(count, [Asker(trail, count)])
-            block_ids = self.supply.settle_in_flight(reserved)
+            reserved = self._supply.reserve(count, [Asker(trail, count)])
+            block_ids = self._supply.settle_in_flight(reserved)
         except OutOfBlocks:
             return 0
         finally:

@@ -102,7 +102,7 @@ class EntryPlaces:
 
 
 class Replica:
-    """`begin` starts what can run at a time, `finish` ends it. Whoever drives it calls `finish` at
+    """`begin` starts what can run at a time, `finish` ends it. Its driver calls `finish` at
     `until`, and `submit` and `begin` in between."""
 
     def __init__(

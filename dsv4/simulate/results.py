@@ -38,9 +38,9 @@ class Percentiles:
 class Simulated:
     """A trace on a number of replicas. `tokens_hit` are those of prompts that were cached somewhere
     when the request was first admitted, by where: on the device, in host memory, on the disk.
-    `tokens_run` are all that ran, of which `tokens_replayed` were cached but had no state;
-    `answer_tokens` those that answers have. Bytes are of records: `down` to tiers or host memory,
-    `up` from them. `peaks` are the most bytes that any replica had at a time."""
+    `tokens_run` are "all" that ran, of which "replayed" ones were cached without a state, and those
+    that "answers" have. `bytes_moved` are those of records, "down" to tiers or host memory and "up"
+    from them, `peaks` the most bytes that any replica had at a time."""
 
     replicas: int
     memory_bytes: int | None
@@ -54,14 +54,11 @@ class Simulated:
     refused: int
     tokens_asked: int
     tokens_hit: dict[str, int]
-    tokens_run: int
-    tokens_replayed: int
-    answer_tokens: int
+    tokens_run: dict[str, int]
     evictions: int
     preemptions: int
     steps: int
-    bytes_down: int
-    bytes_up: int
+    bytes_moved: dict[str, int]
     peaks: dict[str, int]
     ttft: Percentiles
     step: Percentiles

@@ -106,10 +106,10 @@ def test_prefix_routing_finds_what_round_robin_does_not() -> None:
     }
     assert hit(results["prefix"]) > 1.3 * hit(results["round-robin"])
     assert hit(results["sticky"]) > 1.2 * hit(results["round-robin"])
-    assert results["prefix"].tokens_run < results["round-robin"].tokens_run
+    assert results["prefix"].tokens_run["all"] < results["round-robin"].tokens_run["all"]
     for each in results.values():
         assert each.requests == len(TRACE)
-        assert each.answer_tokens == sum(max(1, one.output_tokens) for one in TRACE)
+        assert each.tokens_run["answers"] == sum(max(1, one.output_tokens) for one in TRACE)
 
 
 def test_more_replicas_are_faster_until_one_request_is_the_limit() -> None:
@@ -151,9 +151,9 @@ def test_tiers_give_back_what_was_evicted() -> None:
     assert host.tokens_hit["disk"] == 0
     assert both.tokens_hit["disk"] > 0
     assert hit(host) > hit(without)
-    assert host.bytes_up > 0 < host.bytes_down
+    assert host.bytes_moved["up"] > 0 < host.bytes_moved["down"]
     assert 0 < both.peaks["host"] <= GB
-    assert host.bytes_up % 4096 == 0  # whole records
+    assert host.bytes_moved["up"] % 4096 == 0  # whole records
     unlimited = found(replicas=1)
     assert hit(host) <= hit(unlimited) * 1.02
 
@@ -167,7 +167,7 @@ def test_residency_needs_host_memory_and_holds_more() -> None:
     small = {"memory_bytes": 3 * GB, "host_bytes": 40 * GB, "max_requests": 2}
     cold, hot = (found(apart=True, hot_share=share, **small) for share in (0.0, 1.0))
     assert cold.step.p99 >= hot.step.p99
-    assert cold.bytes_up >= hot.bytes_up
+    assert cold.bytes_moved["up"] >= hot.bytes_moved["up"]
 
 
 def test_what_never_fits_is_refused_and_the_rest_runs() -> None:
