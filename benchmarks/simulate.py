@@ -55,10 +55,10 @@ TABLE = {
     "conversation": (5.3, 13.6, 28.5, 35.9, 36.6),
     "synthetic": (14.0, 30.9, 56.7, 64.0, 64.0),
 }
-HOST_GB = (0, 25, 50, 100, 200, 400)
+HOST_GB = (0, 50, 100, 200, 400)
 REPLICAS = (2, 4, 8, 16, 32, 64)
-HOT_SHARES = (0.0, 0.9, 1.0)
-RESIDENCY_GB = (5, 10, 20, 40)
+HOT_SHARES = (0.0, 1.0)
+RESIDENCY_GB = (10, 20, 40)
 Part = Callable[[Path], Iterator[dict[str, Any]]]
 
 
