@@ -132,6 +132,10 @@ def assert_exists(line: str) -> None:
             for what in whats:
                 if extras := re.match(r"(?:dsv4|\.)\[([\w,]+)\]", what):
                     assert set(extras[1].split(",")) <= set(project["optional-dependencies"]), line
+        case "curl", [address, *_]:  # tests/test_readme.py asks a server
+            path = re.fullmatch(r"http://127\.0\.0\.1:8000(/\S*)", address)
+            assert path, line
+            assert f"`{path[1]}`" in (ROOT / "docs" / "serve.md").read_text("utf-8"), line
         case _:
             pytest.fail(f"{line!r} is not checked: say why before its block (not run: …)")
 
