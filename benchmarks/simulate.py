@@ -60,6 +60,7 @@ REPLICAS = (2, 4, 8, 16, 32, 64)
 HOT_SHARES = (0.0, 1.0)
 RESIDENCY_GB = (10, 20, 40)
 QUARTER_S = 900.0
+HOURS = (1, 6, 24)
 Part = Callable[[Path], Iterator[dict[str, Any]]]
 
 
@@ -126,7 +127,7 @@ def lru(folder: Path) -> Iterator[dict[str, Any]]:
             # a block more, for the one that the additional token begins; no slots, no snapshots
             size = schema_of(512)
             memory = int(gb * GB) + size.bytes_per_request + size.block_bytes
-            options = {"memory_bytes": memory, "max_requests": 1, "snapshots": 0}
+            options: dict[str, Any] = {"memory_bytes": memory, "max_requests": 1, "snapshots": 0}
             asked = setup(block_tokens=512, untimed=True, policy="lru", **options)
             found = simulate(whole, asked)
             rate = 100 * sum(found.tokens_hit.values()) / 512 / blocks
@@ -142,7 +143,7 @@ def host(folder: Path) -> Iterator[dict[str, Any]]:
 def residency(folder: Path) -> Iterator[dict[str, Any]]:
     for name, memory in product(TRACES, RESIDENCY_GB):
         trace = quarter_of(folder, name)
-        common = {"replicas": 4, "memory_bytes": memory * GB}
+        common: dict[str, Any] = {"replicas": 4, "memory_bytes": memory * GB}
         for gb in (0, 200):
             found = simulate(trace, setup(host_bytes=gb * GB, **common))
             yield {"trace": name, "hot_share": None, **found.to_dict()}
@@ -170,7 +171,7 @@ def hour(folder: Path) -> Iterator[dict[str, Any]]:
         }
 
 
-def day(folder: Path, hours: Sequence[int] = (1, 6, 24)) -> Iterator[dict[str, Any]]:
+def day(folder: Path, hours: Sequence[int] = HOURS) -> Iterator[dict[str, Any]]:
     """Each in a process of its own: memory is the most that it ever had."""
     for count in hours:
         arguments = [sys.executable, "-m", "benchmarks.simulate", "--traces", str(folder)]
@@ -378,7 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--note", default="", help="what else the machine did")
-    parser.add_argument("--hours", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--hours", type=int, help="this many on a thousand replicas; no result")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--plots", action="store_true")
     given = parser.parse_args(arguments)
