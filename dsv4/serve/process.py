@@ -13,6 +13,7 @@ from types import FrameType
 import uvicorn
 
 from dsv4.errors import InvalidInput
+from dsv4.serve import turns
 from dsv4.serve.app import make_app
 from dsv4.serve.state import ServerState
 
@@ -31,7 +32,7 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        for name in ("method", "path", "status", "s"):
+        for name in ("method", "path", "status", "s", *turns.FIELDS):
             if hasattr(record, name):
                 shown[name] = getattr(record, name)
         if record.exc_info:
@@ -40,7 +41,7 @@ class JsonLines(logging.Formatter):
 
 
 def set_up_logs(*, as_json: bool) -> None:
-    """Logs of the server go to stderr."""
+    """Logs of the server go to stderr; as JSON with a line for each request that ended."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
     handler.setFormatter(JsonLines() if as_json else text)
@@ -48,6 +49,7 @@ def set_up_logs(*, as_json: bool) -> None:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.INFO if name == "dsv4" else logging.WARNING)
+    turns.TURNS.setLevel(logging.INFO if as_json else logging.WARNING)
 
 
 def listen(host: str, port: int) -> socket.socket:
