@@ -15,6 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dsv4.errors import InvalidInput
+from dsv4.serve import turns
 from dsv4.serve.app import make_app
 from dsv4.serve.state import ServerState
 
@@ -34,7 +35,7 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        for name in ("method", "path", "status", "s"):
+        for name in ("method", "path", "status", "s", *turns.FIELDS):
             if hasattr(record, name):
                 shown[name] = getattr(record, name)
         if record.exc_info:
@@ -43,7 +44,7 @@ class JsonLines(logging.Formatter):
 
 
 def set_up_logs(*, as_json: bool) -> None:
-    """Logs of the server go to stderr."""
+    """Logs of the server go to stderr; as JSON with a line for each request that ended."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
     handler.setFormatter(JsonLines() if as_json else text)
@@ -51,6 +52,7 @@ def set_up_logs(*, as_json: bool) -> None:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.INFO if name == "dsv4" else logging.WARNING)
+    turns.TURNS.setLevel(logging.INFO if as_json else logging.WARNING)
 
 
 def listen(host: str, port: int) -> socket.socket:
