@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dsv4.errors import InvalidInput
 from dsv4.serve import turns
@@ -19,6 +21,7 @@ from dsv4.serve.state import ServerState
 
 LOGGER = logging.getLogger("dsv4.serve")
 BACKLOG = 2048
+PATIENCE_S = 30.0
 
 
 class JsonLines(logging.Formatter):
@@ -66,6 +69,40 @@ def address(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class Connection(H11Protocol):
+    """Is cut when its client takes longer than `PATIENCE_S` to send the head of a request, or to
+    read the rest of a response that is over. (The limit of a request's time begins after its
+    head.)"""
+
+    _check: asyncio.TimerHandle | None = None
+    _idle_since_s = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._idle_since_s = self.loop.time()
+        self._check_later()
+
+    def on_response_complete(self) -> None:
+        self._idle_since_s = self.loop.time()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._check is not None:
+            self._check.cancel()
+        super().connection_lost(exc)
+
+    def _check_later(self) -> None:
+        self._check = self.loop.call_later(PATIENCE_S / 2, self._cut_if_late)
+
+    def _cut_if_late(self) -> None:
+        is_idle = self.cycle is None or self.cycle.response_complete
+        is_late = self.loop.time() - self._idle_since_s >= PATIENCE_S
+        if self.transport.is_closing() or (is_idle and is_late):
+            self.transport.abort()
+        else:
+            self._check_later()
+
+
 class _Server(uvicorn.Server):
     """The first Ctrl-C takes no new requests and lets the others end; the second ends at once."""
 
@@ -87,9 +124,18 @@ def run(
 ) -> None:
     """Serves until a signal ends it. Running requests have `drain_s` to end. Raises
     KeyboardInterrupt when Ctrl-C was what ended it."""
+    if on_start is not None:
+        on_start(address(listener))
+    with listener:
+        _Server(config(state), state).run([listener])
+
+
+def config(state: ServerState) -> uvicorn.Config:
+    """How uvicorn runs it: h11 alone limits the head of a request."""
     options = state.options
-    config = uvicorn.Config(
+    return uvicorn.Config(
         make_app(state),
+        http=Connection,
         log_config=None,
         access_log=False,
         lifespan="on",
@@ -97,7 +143,3 @@ def run(
         timeout_graceful_shutdown=max(1, round(options.drain_s)),
         server_header=False,
     )
-    if on_start is not None:
-        on_start(address(listener))
-    with listener:
-        _Server(config, state).run([listener])
