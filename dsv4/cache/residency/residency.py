@@ -223,6 +223,10 @@ class Residency:
         """What a slot has fetched may be of other tokens from now on."""
         self._entries.forget_hot(slot)
 
+    def forget_lost(self) -> None:
+        """What was being fetched when a call broke off may not have arrived."""
+        self._entries.forget_lost()
+
     def begin(self, request: Request) -> None:
         """A request begins in its slot."""
         self._close(request)
@@ -353,7 +357,9 @@ class Residency:
         assert lane.entries is not None
         lane.entries.forget()
         lengths, reused = self._table.numbers[[LENGTH, REUSED]].take(batch.shape.slots, axis=1)
-        whole = np.minimum(np.maximum(lengths, reused), batch.ends) // self._block_tokens
+        # a replay may end in the middle of a block that was complete before
+        read = -(-batch.ends // self._block_tokens)
+        whole = np.minimum(np.maximum(lengths, reused) // self._block_tokens, read)
         row_of = self.places.row_of
         is_away = any(
             bool((row_of[request.block_ids[:blocks]] == NO_ROW).any())
@@ -361,7 +367,7 @@ class Residency:
         )
         if is_away:
             self._hold_back()
-            lane.entries.stage_batch(batch, (-(-batch.ends // self._block_tokens)).tolist())
+            lane.entries.stage_batch(batch, read.tolist())
 
     def note_commit(self, plan: ForwardPlan) -> None:
         """Blocks that the step has completed are copied to host memory; rows that rejected tokens

@@ -29,6 +29,7 @@ class ResidentSteps(Steps):
 
     def prepare(self, steps: Sequence[Step], **options: Any) -> ForwardPlan:
         self._taken = None
+        self._residency.forget_lost()
         try:
             plan = super().prepare(steps, **options)
         except BaseException:
