@@ -10,7 +10,7 @@ OLDEST := .venv-oldest
 TRITONS := 3.6.0 3.7.1 3.8.0 3.9.0
 
 .PHONY: help demo test lint gpu-test test-gpus test-tritons test-oldest test-newest test-newest-transformers \
-	test-transformers-own clean
+	test-transformers-own docs docs-links clean
 
 help:                     ## what can be made
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 28
@@ -28,6 +28,13 @@ lint: $(STAMP)            ## ruff and mypy --strict
 
 test: lint                ## lint, then every test that needs no GPU, in parallel
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# A warning is an error: a dead link, a page that no menu names, a cell of a notebook that fails.
+docs: $(STAMP)            ## the site of docs/, with its notebooks run, in docs/_build/html
+	PYTHONPATH=$(CURDIR) $(BIN)/sphinx-build -q -W --keep-going -E -b html docs docs/_build/html
+
+docs-links: $(STAMP)      ## addresses of other sites that docs/ names, asked one by one
+	PYTHONPATH=$(CURDIR) $(BIN)/sphinx-build -q -D nb_execution_mode=off -b linkcheck docs docs/_build/links
 
 # A GPU machine has its own torch and triton, made for its driver: nothing is installed there.
 # Test files run beside each other, for most of their time goes into compiling kernels.
@@ -93,4 +100,4 @@ test-newest:              ## every test on the newest versions that pyproject.to
 	$(NEWEST)/bin/pytest -n 2 --dist worksteal --ignore-glob='*_sm90.py' --ignore-glob='*_every_target.py'
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(OLDEST) $(TRITONS:%=.venv-triton-%) .venv-dynamo .venv-dynamo.part .pytest_cache .mypy_cache .ruff_cache
+	rm -rf docs/_build $(VENV) $(NEWEST) $(OLDEST) $(TRITONS:%=.venv-triton-%) .venv-dynamo .venv-dynamo.part .pytest_cache .mypy_cache .ruff_cache

@@ -30,9 +30,11 @@ from dsv4.cache.state import StateLayout
 from dsv4.errors import InvalidInput
 from dsv4.model import ModelSpec
 from dsv4.planner import LinkSizing, plan, plan_link
+from dsv4.residency_planner import plan_residency
 from dsv4.units import parse_bytes, parse_link, parse_tokens
 
 ROOT = Path(__file__).parents[1]
+GENERATED = ("docs/reference/commands.md",)  # from --help, when the site is built
 # pages that are journals of dated runs: each of their sections names commit, day and machine
 JOURNALS = ("docs/kernels/append_log.md", "docs/kernels/read_log.md")
 PAGES = (
@@ -40,7 +42,7 @@ PAGES = (
     *sorted(
         path
         for found in (ROOT / "docs").rglob("*.md")
-        if (path := found.relative_to(ROOT).as_posix()) not in JOURNALS
+        if (path := found.relative_to(ROOT).as_posix()) not in (*JOURNALS, *GENERATED)
     ),
 )
 _TRANSFORMERS = "versions of transformers"
@@ -235,6 +237,8 @@ def namespace(results: Sequence[BenchResult]) -> dict[str, Any]:
         "chunk_attention": lambda heads, entries: CHUNK_ATTENTION_US[heads, entries],
         "schema": _schema,
         "requests": _requests,
+        "resident_requests": _resident_requests,
+        "memory": _memory,
         "snapshot_bytes": lambda model: plan(_schema(model)).snapshot_bytes,
         "state_bytes": _state_bytes,
         "link": _link,
@@ -272,6 +276,23 @@ def _requests(model: str, memory: str, context: str) -> int:
     )
     assert found.requests is not None
     return found.requests
+
+
+def _resident_requests(model: str, memory: str, host_memory: str, context: str) -> int:
+    """The same with --host-memory."""
+    return plan_residency(
+        _schema(model),
+        memory_bytes=parse_bytes(memory),
+        host_memory_bytes=parse_bytes(host_memory),
+        context_tokens=parse_tokens(context),
+        link_bytes_per_second=1,  # the number does not depend on it
+    ).requests
+
+
+def _memory(what: str, whose: str) -> list[float]:
+    """What others keep: each number of it."""
+    found = MEMORY[what][("", "vLLM", "SGLang").index(whose)]
+    return [float(number.replace(",", "")) for number in _NUMBER.findall(found)]
 
 
 def _state_bytes(model: str, tokens: int, **options: Any) -> int:

@@ -40,7 +40,7 @@ class ManagerCollector:
             {
                 "live": stats.blocks_live,
                 "cached": stats.blocks_cached,
-                "in flight": stats.blocks_in_flight,
+                "in_flight": stats.blocks_in_flight,
                 "free": stats.blocks_free,
             },
         )

@@ -62,6 +62,7 @@ class LayerSpec:
 
     @property
     def owns_entries(self) -> bool:
+        """Whether it compresses entries of its own, and does not read those of another layer."""
         return self.ratio > 0 and self.owner == self.layer
 
     @property
@@ -218,6 +219,7 @@ class ModelSpec:
         return frozenset(s.candidates_of for s in self.layers if s.candidates_of is not None)
 
     def count(self, attention: AttentionType, *, draft: bool = False) -> int:
+        """How many layers of that attention there are: with `draft` draft layers, else others."""
         return sum(s.attention is attention and s.draft == draft for s in self.layers)
 
     @classmethod

@@ -155,11 +155,10 @@ def device_request_bytes(apart: CacheSchema, hot: HotLayout, blocks: int) -> int
 
 def selected_bytes(schema: CacheSchema, tokens: int) -> int:
     """Bytes of the entries that one token's selections name, at this context."""
-    record_bytes, top_k = schema.entry_format.record_bytes, schema.model.index_topk
     return sum(
-        min(top_k, tokens // spec.ratio) * record_bytes
+        min(schema.model.index_topk, tokens // spec.ratio) * page.record_bytes
         for spec in schema.model.layers
-        if spec.has_indexer
+        if spec.has_indexer and (page := schema.page("entries", spec.layer)) is not None
     )
 
 

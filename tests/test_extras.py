@@ -127,7 +127,7 @@ def test_what_cannot_be_loaded_names_an_extra() -> None:
         ("dsv4.EventPublisher", "events"),
         ("dsv4.engine", "torch"),
         ("dsv4.testing", "torch"),
-        ("dsv4.demo.model", "torch"),
+        ("dsv4.demo_model.checkpoint", "torch"),
         ("dsv4.serve", "serve"),
         ("dsv4.integrations.transformers", "transformers"),
     ],

@@ -218,18 +218,22 @@ class Batch(Uncopied):
 
     @property
     def requests(self) -> tuple[Request, ...]:
+        """Its requests, in the order of their tokens."""
         return self.shape.requests
 
     @property
     def counts(self) -> I64:
+        """How many tokens each request has in it."""
         return self.shape.counts
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all requests, without padding."""
         return self.shape.num_tokens
 
     @property
     def padded_tokens(self) -> int:
+        """Rows of every tensor of the batch: tokens and padding."""
         return self.tokens.shape[0]
 
     @property

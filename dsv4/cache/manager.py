@@ -169,10 +169,12 @@ class KVCacheManager(Uncopied):
 
     @property
     def device(self) -> torch.device:
+        """The device that the arenas are on."""
         return self.memory.device
 
     @property
     def max_requests(self) -> int:
+        """How many requests may be live at once: the number of slots."""
         return self.table.max_requests
 
     @property
@@ -182,10 +184,12 @@ class KVCacheManager(Uncopied):
 
     @property
     def block_arena(self) -> Arena:
+        """The bytes of all blocks."""
         return self.memory.block_arena
 
     @property
     def slot_arena(self) -> Arena:
+        """The bytes of all slots."""
         return self.memory.slot_arena
 
     @property

@@ -25,6 +25,7 @@ _SCALE_DTYPE: dict[ScaleType, PlaneDtype] = {
     "e4m3": "float8_e4m3fn",
     "fp32": "float32",
 }
+RECORD_ALIGN_BYTES = 16  # of whole records
 # page kind -> (arena, prefix of the data planes, name of the scale plane); the inventory's names
 _PAGE_NAMES: dict[PageKind, tuple[ArenaName, str, str]] = {
     "entries": ("block", "entries", "inv_scale"),
@@ -57,7 +58,9 @@ class Plane:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
     """`rows` records of one layer: all data rows, then all scale rows. Entries that are kept
-    `apart` lie in an arena of their own, whose rows have the entries of one block."""
+    `apart` lie in an arena of their own, whose rows have the entries of one block; there records
+    are whole, one after the other: what is read from host memory comes in one piece. Whole records
+    start at multiples of 16 bytes; zeros fill the scale row up to there."""
 
     kind: PageKind
     layer: int
@@ -67,12 +70,38 @@ class Page:
     apart: bool = False
 
     @property
+    def data_row_bytes(self) -> int:
+        return self.format.data_row_bytes
+
+    @property
+    def scale_row_bytes(self) -> int:
+        """With the zeros after the last scale."""
+        record = self.format
+        if not self.apart or not record.scale_row_bytes:
+            return record.scale_row_bytes
+        return record.scale_row_bytes + -record.record_bytes % RECORD_ALIGN_BYTES
+
+    @property
+    def record_bytes(self) -> int:
+        return self.data_row_bytes + self.scale_row_bytes
+
+    @property
+    def data_stride_bytes(self) -> int:
+        """From one data row to the next."""
+        return self.record_bytes if self.apart else self.data_row_bytes
+
+    @property
+    def scale_stride_bytes(self) -> int:
+        return self.record_bytes if self.apart else self.scale_row_bytes
+
+    @property
     def scale_offset_bytes(self) -> int:
-        return self.offset_bytes + self.rows * self.format.data_row_bytes
+        rows = 1 if self.apart else self.rows
+        return self.offset_bytes + rows * self.data_row_bytes
 
     @property
     def payload_bytes(self) -> int:
-        return self.rows * self.format.record_bytes
+        return self.rows * self.record_bytes
 
     def planes(self) -> Iterator[Plane]:
         """The page cut into named tensors. Formats with several coded parts number their scales."""
@@ -95,7 +124,7 @@ class Page:
                 arena=arena,
                 offset_bytes=data_offset,
                 shape=(self.rows, columns),
-                strides_bytes=(self.format.data_row_bytes, ITEM_BYTES[dtype]),
+                strides_bytes=(self.data_stride_bytes, ITEM_BYTES[dtype]),
                 dtype=dtype,
             )
             data_offset += part.bytes
@@ -109,7 +138,7 @@ class Page:
                 arena=arena,
                 offset_bytes=scale_offset,
                 shape=(self.rows, part.tiles),
-                strides_bytes=(self.format.scale_row_bytes, ITEM_BYTES[scale_dtype]),
+                strides_bytes=(self.scale_stride_bytes, ITEM_BYTES[scale_dtype]),
                 dtype=scale_dtype,
             )
             scale_offset += part.scale_bytes

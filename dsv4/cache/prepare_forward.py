@@ -125,18 +125,22 @@ class ForwardPlan(Uncopied):
 
     @property
     def requests(self) -> tuple[Request, ...]:
+        """Its requests, in the order in which they were given."""
         return self.shape.requests
 
     @property
     def slots(self) -> I64:
+        """The slot of each request."""
         return self.shape.slots
 
     @property
     def counts(self) -> I64:
+        """How many tokens each request runs."""
         return self.shape.counts
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all requests, without padding."""
         return self.shape.num_tokens
 
 

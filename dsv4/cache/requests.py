@@ -171,6 +171,8 @@ class Request(Uncopied):
 
     @property
     def trail(self) -> TokenTrail | None:
+        """Its token ids as far as they are known, and the digests of its blocks; None without a
+        prefix cache."""
         return self._trail
 
     @trail.setter
@@ -185,6 +187,7 @@ class Request(Uncopied):
 
     @property
     def length(self) -> int:
+        """Tokens that are computed and committed."""
         return int(self._row[LENGTH])
 
     @property
@@ -247,6 +250,7 @@ class Request(Uncopied):
 
     @property
     def condition(self) -> Condition:
+        """What it can be used for."""
         if self.released:
             return Condition.RELEASED
         if self.is_torn:

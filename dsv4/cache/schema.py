@@ -382,10 +382,12 @@ class CacheSchema:
 
     @property
     def pages(self) -> tuple[Page, ...]:
+        """Every page of a block and a slot, in the order of the bytes."""
         return self._layout.pages
 
     @property
     def planes(self) -> tuple[Plane, ...]:
+        """Every plane: one kind of value of a page, with offset, rows and stride."""
         return self._layout.planes
 
     @cached_property
@@ -446,10 +448,12 @@ class CacheSchema:
 
     @property
     def block_bytes(self) -> int:
+        """Bytes of a block: `block_tokens` tokens, all layers."""
         return self._layout.block_bytes
 
     @property
     def slot_bytes(self) -> int:
+        """Bytes of a slot: what a request has outside of its blocks, all layers."""
         return self._layout.slot_bytes
 
     @property
@@ -473,6 +477,7 @@ class CacheSchema:
 
     @property
     def block_table_row_bytes(self) -> int:
+        """Bytes of one request's row of the block table."""
         return self.max_blocks_per_request * _BLOCK_ID_BYTES
 
     @cached_property

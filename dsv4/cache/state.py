@@ -272,10 +272,12 @@ class StateLayout:
                 continue
             ratio = self.schema.model.layers[page.layer].ratio
             apart = self.schema.block_bytes if page.apart else 0  # what stays comes first
-            for width, offset in (
-                (page.format.data_row_bytes, apart + page.offset_bytes),
-                (page.format.scale_row_bytes, apart + page.scale_offset_bytes),
-            ):
+            whole = ((page.record_bytes, apart + page.offset_bytes),)
+            halves = (
+                (page.data_row_bytes, page.offset_bytes),
+                (page.scale_row_bytes, page.scale_offset_bytes),
+            )
+            for width, offset in whole if page.apart else halves:
                 if width:
                     found.append(
                         BlockRows(

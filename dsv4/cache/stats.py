@@ -34,6 +34,7 @@ class MemoryBytes:
 
     @property
     def total(self) -> int:
+        """All of it."""
         cache = self.block_arena + self.slot_arena + self.block_table + self.snapshots
         return cache + self.entries + self.step_buffers + self.workspace
 
@@ -180,6 +181,7 @@ class Stats:
     residency: ResidencyStats | None = None
 
     def to_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
         return asdict(self)
 
 

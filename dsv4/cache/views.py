@@ -17,12 +17,13 @@ def page_tensor(arena_bytes: Tensor, page: Page) -> Tensor:
     """The page of every arena row as uint8 [rows, B, 1, record_bytes], FlashMLA's calling form.
 
     The strides say record_bytes per record, as FlashMLA requires, although data rows and scale rows
-    lie separately (docs/layout.md); only dimension 0 may be indexed from Python.
+    lie separately (docs/layout.md); only dimension 0 may be indexed from Python. Entries that are
+    kept apart do lie record by record.
     """
-    record = page.format.record_bytes
+    record, stride = page.format.record_bytes, page.record_bytes
     return arena_bytes.as_strided(
         (arena_bytes.shape[0], page.rows, 1, record),
-        (arena_bytes.stride(0), record, record, 1),
+        (arena_bytes.stride(0), stride, stride, 1),
         page.offset_bytes,
     )
 

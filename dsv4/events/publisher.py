@@ -99,6 +99,7 @@ class EventPublisher:
         return self._sender.epoch
 
     def stats(self) -> EventStats:
+        """What was published, replayed and lost since it was made."""
         return self._sender.stats()
 
     def close(self, timeout_s: float) -> None:

@@ -28,7 +28,7 @@ from dsv4.kernels.compress import (
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import load_rope, rms_norm, rotate, wide
 from dsv4.kernels.overlap import begin_program
-from dsv4.kernels.record_store import RecordConstants, record_constants, store_records
+from dsv4.kernels.record_store import RecordConstants, page_constants, store_records
 from dsv4.kernels.rows import load_request, load_token, request_at, staged_row, token_at
 from dsv4.kernels.target import OVERLAPPING_CHUNK_REGISTERS, Target, bounded_registers, target_of
 from dsv4.ops.calls import CompressorWrite, StepTensors, WindowWrite
@@ -205,7 +205,7 @@ def _window_arguments(
         STAGE=stage,
         KEEP=window.keep,
         WINDOW=window.window,
-        RECORD=record_constants(page.format),
+        RECORD=page_constants(page),
     )
     arguments = Window(
         kv=window.kv,
@@ -338,8 +338,8 @@ def _store_window(x, nth, token, slot_ptr, step, window, W: tl.constexpr):
         keeps = (token.kept + one == 1) if W.WIDE else (one == 0)
         store_records(
             x, keeps,
-            slot_ptr + window.data_offset + ring_row * RECORD.DATA_BYTES + one,
-            slot_ptr + window.scale_offset + ring_row * RECORD.SCALE_BYTES + one,
+            slot_ptr + window.data_offset + ring_row * RECORD.DATA_STRIDE + one,
+            slot_ptr + window.scale_offset + ring_row * RECORD.SCALE_STRIDE + one,
             WIDTH, RECORD,
         )  # fmt: skip
     if W.WIDE:
@@ -347,8 +347,8 @@ def _store_window(x, nth, token, slot_ptr, step, window, W: tl.constexpr):
         staged = row.to(tl.int64)
         store_records(
             x, one == 0,
-            window.staging + staged * RECORD.DATA_BYTES + one,
-            window.staging + window.staging_scale_offset + staged * RECORD.SCALE_BYTES + one,
+            window.staging + staged * RECORD.DATA_STRIDE + one,
+            window.staging + window.staging_scale_offset + staged * RECORD.SCALE_STRIDE + one,
             WIDTH, RECORD,
         )  # fmt: skip
 
@@ -413,14 +413,14 @@ def _stage_window(program, step, window, W: tl.constexpr):
         page = step.slot_arena + slot * step.slot_bytes
         ring_row = position % W.RING
         _copy_bytes(
-            page + window.data_offset + ring_row * RECORD.DATA_BYTES,
-            window.staging + staged * RECORD.DATA_BYTES,
+            page + window.data_offset + ring_row * RECORD.DATA_STRIDE,
+            window.staging + staged * RECORD.DATA_STRIDE,
             RECORD.DATA_BYTES,
         )
         if RECORD.SCALE_BYTES > 0:
             _copy_bytes(
-                page + window.scale_offset + ring_row * RECORD.SCALE_BYTES,
-                window.staging + window.staging_scale_offset + staged * RECORD.SCALE_BYTES,
+                page + window.scale_offset + ring_row * RECORD.SCALE_STRIDE,
+                window.staging + window.staging_scale_offset + staged * RECORD.SCALE_STRIDE,
                 RECORD.SCALE_BYTES,
             )
 

@@ -30,7 +30,7 @@ from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import INTERPRETED, bf16_bits, round_bf16
 from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.record_load import load_record_span
-from dsv4.kernels.record_store import RecordConstants, record_constants
+from dsv4.kernels.record_store import RecordConstants, page_constants
 from dsv4.kernels.rows import load_request, load_token, request_at, staged_row, token_at
 from dsv4.kernels.target import AttentionTiles, attention_tiles, heads_per_program, target_of
 from dsv4.ops.calls import Attention, EntrySource, WindowSource
@@ -149,8 +149,8 @@ def attend_launch(call: Attention) -> Launch:
     count, heads, width = call.q.shape
     window, source = call.window, entries_or_window(call)
     splits = split_count(window.window, call.max_entries)
-    window_record = record_constants(window.page.format)
-    entry_record = record_constants(source.page.format)
+    window_record = page_constants(window.page)
+    entry_record = page_constants(source.page)
     coded = [each for each in (window_record, entry_record) if each.CODED]
     tiles = attention_tiles(
         target_of(call.q.device),
@@ -265,7 +265,7 @@ def _spans(
     edges = {width}
     for source in (window, entries):
         if source is not None and not tiles.mixed_spans:
-            edges.add(record_constants(source.page.format).CODED)
+            edges.add(page_constants(source.page).CODED)
     spans = []
     start = 0
     while start < width:
@@ -501,8 +501,8 @@ def _attend_split(tile, end, query, window, entries, A: tl.constexpr):
         seen = query.newest - (A.WINDOW - 1) + back  # [keys] positions
         live = (back < A.WINDOW) & (seen >= window.oldest)
         row = (seen + window.shift if A.STAGED else seen % A.WINDOW_ROWS).to(tl.int64)
-        data = window.page + window.data + row * WINDOW_RECORD.DATA_BYTES
-        scale = window.page + window.scale + row * WINDOW_RECORD.SCALE_BYTES
+        data = window.page + window.data + row * WINDOW_RECORD.DATA_STRIDE
+        scale = window.page + window.scale + row * WINDOW_RECORD.SCALE_STRIDE
         sums = _attend_tile(q, sums, data, scale, live, WINDOW_RECORD, A)
     if A.ENTRIES:
         for at in tl.range(
@@ -521,8 +521,8 @@ def _attend_split(tile, end, query, window, entries, A: tl.constexpr):
                 block_id = tl.load(block_at, mask=live, other=0).to(tl.int64)
             row = entry % A.ENTRY_ROWS
             page = entries.arena + block_id * entries.block_bytes
-            data = page + entries.data + row * ENTRY_RECORD.DATA_BYTES
-            scale = page + entries.scale + row * ENTRY_RECORD.SCALE_BYTES
+            data = page + entries.data + row * ENTRY_RECORD.DATA_STRIDE
+            scale = page + entries.scale + row * ENTRY_RECORD.SCALE_STRIDE
             sums = _attend_tile(q, sums, data, scale, live, ENTRY_RECORD, A)
     return sums
 

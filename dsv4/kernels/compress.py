@@ -28,7 +28,7 @@ from dsv4.kernels.numerics import (
     rotate,
     round_bf16,
 )
-from dsv4.kernels.record_store import RecordConstants, record_constants, store_records
+from dsv4.kernels.record_store import RecordConstants, page_constants, store_records
 from dsv4.kernels.rows import item_at, load_item, load_item_or_request
 from dsv4.ops.calls import CompressorWrite, StepTensors
 from dsv4.ops.columns import ItemColumns
@@ -223,12 +223,12 @@ def compressor_launch(step: StepTensors, write: CompressorWrite | None) -> Compr
         TAILS=tails,
         FROM_TAILS=write.c is None,
         DENSE=write.dense is not None,
-        RECORD=record_constants(layout.page.format),
+        RECORD=page_constants(layout.page),
         KEYS=KeyConstants(
             WIDTH=0 if keys is None else keys.format.width,
             LANES=PROJECTION_LANES,
             TURNS=KEY_TURNS if step.narrow else CHUNK_KEY_TURNS,
-            RECORD=None if keys is None else record_constants(keys.format),
+            RECORD=None if keys is None else page_constants(keys),
         ),
         APART=layout.page.apart,
     )
@@ -515,8 +515,8 @@ def _store_entries(pooled, closes, groups, place, step, compressor, C: tl.conste
         page_row = groups.entry % C.PAGE_ROWS
         store_records(
             x, place.stored,
-            place.page + compressor.data_offset + page_row * RECORD.DATA_BYTES,
-            place.page + compressor.scale_offset + page_row * RECORD.SCALE_BYTES,
+            place.page + compressor.data_offset + page_row * RECORD.DATA_STRIDE,
+            place.page + compressor.scale_offset + page_row * RECORD.SCALE_STRIDE,
             WIDTH, RECORD,
         )  # fmt: skip
 
@@ -556,8 +556,8 @@ def _store_key(latent, closes, groups, place, step, compressor, C: tl.constexpr)
     page_row = groups.entry % C.PAGE_ROWS
     store_records(
         x, closes,
-        place.key_page + compressor.key_data_offset + page_row * RECORD.DATA_BYTES,
-        place.key_page + compressor.key_scale_offset + page_row * RECORD.SCALE_BYTES,
+        place.key_page + compressor.key_data_offset + page_row * RECORD.DATA_STRIDE,
+        place.key_page + compressor.key_scale_offset + page_row * RECORD.SCALE_STRIDE,
         KEY_WIDTH, RECORD,
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from dsv4.kernels.gather import BLOCK_KEYS, OPTIONS, store_rows
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.record_load import load_record_rows
-from dsv4.kernels.record_store import record_constants
+from dsv4.kernels.record_store import page_constants
 from dsv4.kernels.rows import load_request, request_at
 from dsv4.ops.calls import Attention
 
@@ -75,8 +75,8 @@ def decode_launch(call: Attention) -> Launch:
         "RATIO": source.ratio,
         "PAGE_ROWS": source.page.rows,
         "WIDTH": call.q.shape[2],
-        "WINDOW_RECORD": record_constants(window.page.format),
-        "ENTRY_RECORD": record_constants(source.page.format),
+        "WINDOW_RECORD": page_constants(window.page),
+        "ENTRY_RECORD": page_constants(source.page),
         "BLOCK": BLOCK_KEYS,
     }
     grid = (out.shape[0] // BLOCK_KEYS,)
@@ -102,8 +102,8 @@ def _decode_kernel(
         row = (first + nth).to(tl.int64)
         there = row < rows
         values = load_record_rows(  # [keys, channels]
-            window_arena + window_data + row * WINDOW_RECORD.DATA_BYTES,
-            window_arena + window_scale + row * WINDOW_RECORD.SCALE_BYTES,
+            window_arena + window_data + row * WINDOW_RECORD.DATA_STRIDE,
+            window_arena + window_scale + row * WINDOW_RECORD.SCALE_STRIDE,
             there, WIDTH, WINDOW_RECORD,
         )  # fmt: skip
         store_rows(out_ptr, first + nth, values, there, WIDTH)
@@ -119,8 +119,8 @@ def _decode_kernel(
             page = entry_arena + block * arena_stride
             page_row = tl.where(there, entry % PAGE_ROWS, 0)
             values = load_record_rows(  # [keys, channels]
-                page + entry_data + page_row * ENTRY_RECORD.DATA_BYTES,
-                page + entry_scale + page_row * ENTRY_RECORD.SCALE_BYTES,
+                page + entry_data + page_row * ENTRY_RECORD.DATA_STRIDE,
+                page + entry_scale + page_row * ENTRY_RECORD.SCALE_STRIDE,
                 there, WIDTH, ENTRY_RECORD,
             )  # fmt: skip
             store_rows(out_ptr, first + nth, values, there, WIDTH)

@@ -10,7 +10,7 @@ from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import INTERPRETED, bf16_bits
 from dsv4.kernels.overlap import begin_program
 from dsv4.kernels.record_load import load_record_rows
-from dsv4.kernels.record_store import record_constants
+from dsv4.kernels.record_store import page_constants
 from dsv4.kernels.rows import load_request, request_at, staged_row
 from dsv4.ops.calls import EntrySource, WindowSource
 
@@ -65,7 +65,7 @@ def gather_entries_launch(
         "PAGE_ROWS": source.page.rows,
         "ALL": indices is None,
         "WIDTH": width,
-        "RECORD": record_constants(source.page.format),
+        "RECORD": page_constants(source.page),
         "BLOCK": BLOCK_KEYS,
     }
     grid = (rows, triton.cdiv(keys, BLOCK_KEYS))
@@ -112,7 +112,7 @@ def gather_window_launch(
         "RING": source.page.rows,
         "STAGED": source.staged,
         "WIDTH": width,
-        "RECORD": record_constants(source.page.format),
+        "RECORD": page_constants(source.page),
         "BLOCK": BLOCK_KEYS,
     }
     grid = (rows, triton.cdiv(source.window, BLOCK_KEYS))
@@ -150,8 +150,8 @@ def _gather_entries_kernel(
         page = arena + block * arena_stride
         page_row = tl.where(valid, entry % PAGE_ROWS, 0)
         values = load_record_rows(  # [keys, channels]
-            page + data_offset + page_row * RECORD.DATA_BYTES,
-            page + scale_offset + page_row * RECORD.SCALE_BYTES,
+            page + data_offset + page_row * RECORD.DATA_STRIDE,
+            page + scale_offset + page_row * RECORD.SCALE_STRIDE,
             valid, WIDTH, RECORD,
         )  # fmt: skip
         store_rows(out_ptr + row * out_stride, key, values, written, WIDTH)
@@ -185,8 +185,8 @@ def _gather_window_kernel(
             page = arena + slot * arena_stride + tl.zeros([BLOCK], dtype=tl.int64)
             page_row = ((first + key) % RING).to(tl.int64)
         values = load_record_rows(  # [keys, channels]
-            page + data_offset + page_row * RECORD.DATA_BYTES,
-            page + scale_offset + page_row * RECORD.SCALE_BYTES,
+            page + data_offset + page_row * RECORD.DATA_STRIDE,
+            page + scale_offset + page_row * RECORD.SCALE_STRIDE,
             valid, WIDTH, RECORD,
         )  # fmt: skip
         store_rows(out_ptr + row * out_stride, key, values, valid, WIDTH)

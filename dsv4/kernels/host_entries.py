@@ -3,7 +3,8 @@ sees are staged. The results of dsv4/reference/host_entries.py, byte for byte.
 
 A decode step makes two launches. The first has one program per request: it turns entries into
 records on the device, chooses which hot records to replace, and lists what is missing. The second
-copies that from host memory with plain loads. The link is slower with more records in flight than
+copies that from host memory with plain loads, each record in one piece: a piece costs the link a
+page to find, wherever it is. The link is slower with more records in flight than
 it needs, so there is a fixed number of programs, which share all misses of the step evenly,
 whichever requests they are of. The host knows nothing of it: a captured graph serves every pattern
 of hits.
@@ -52,15 +53,14 @@ class ResolveConstants:
 
 @dataclass(frozen=True, slots=True)
 class FetchConstants:
-    """Bytes of a record, and the WORD bytes in which they can be copied. BLOCK_R is a power of two,
+    """A record's BYTES, and the WORD bytes in which they can be copied. BLOCK_R is a power of two,
     no less than the requests."""
 
     BLOCK_R: int
     AT_ONCE: int
     RECORDS: int
     PAGE_ROWS: int
-    DATA_BYTES: int
-    SCALE_BYTES: int
+    BYTES: int
     WORD: int
 
 
@@ -123,7 +123,7 @@ def resolve_launch(call: Resolving) -> Launch:
         call.rows.stride(0),
         call.misses.stride(0),
         hot.first_row * source.page.rows,
-        source.page.format.record_bytes,
+        source.page.record_bytes,
     )
     constants = ResolveConstants(
         ONE=call.tokens_per_request == 1,
@@ -139,10 +139,16 @@ def resolve_launch(call: Resolving) -> Launch:
 
 
 def fetch_launch(call: Resolving) -> Launch:
-    """Copies the misses that `resolve_launch` has listed."""
+    """Copies the misses that `resolve_launch` has listed. Raises InvalidInput for a page whose
+    records are not whole."""
     hot, page, arena = call.hot, call.entries.page, call.entries.arena
-    requests, record = len(call.batch), page.format
-    at_once = max(1, FETCH_WORDS // triton.next_power_of_2(-(-record.data_row_bytes // 8)))
+    if not page.apart:
+        raise InvalidInput(
+            "entries that may be in host memory are kept apart from their blocks, record by "
+            "record, and this page is of a schema without entries_apart=True"
+        )
+    requests = len(call.batch)
+    at_once = max(1, FETCH_WORDS // triton.next_power_of_2(-(-page.record_bytes // 8)))
     most = -(-requests * call.tokens_per_request * call.selected.shape[1] // at_once)
     programs = min(FETCH_PROGRAMS, most)
     arguments = (
@@ -160,18 +166,14 @@ def fetch_launch(call: Resolving) -> Launch:
         call.misses.stride(0),
         hot.first_row * page.rows,
         page.offset_bytes,
-        page.scale_offset_bytes,
     )
     constants = FetchConstants(
         BLOCK_R=triton.next_power_of_2(requests),
         AT_ONCE=at_once,
         RECORDS=hot.records,
         PAGE_ROWS=page.rows,
-        DATA_BYTES=record.data_row_bytes,
-        SCALE_BYTES=record.scale_row_bytes,
-        WORD=_word_bytes(
-            record.data_row_bytes, record.scale_row_bytes, page, page, arena, call.host
-        ),
+        BYTES=page.record_bytes,
+        WORD=_word_bytes(page.record_bytes, page, page, arena, call.host),
     )
     options = {"num_warps": 4, "enable_fp_fusion": False}
     return Launch(_fetch_kernel, (programs,), arguments, {"F": constants}, options)
@@ -209,7 +211,7 @@ def stage_launch(call: Staging) -> Launch:
         PIECE=PIECE_BYTES,
         PIECES=pieces,
         WORD=_word_bytes(
-            page_bytes, 0, source.page, target.page, source.arena, call.host, target.arena
+            page_bytes, source.page, target.page, source.arena, call.host, target.arena
         ),
         FROM_HOST=call.which != "device",
         FROM_DEVICE=call.which != "host",
@@ -218,12 +220,11 @@ def stage_launch(call: Staging) -> Launch:
     return Launch(_stage_kernel, (programs,), arguments, {"S": constants}, options)
 
 
-def _word_bytes(
-    data_bytes: int, scale_bytes: int, page: Page, target: Page, *arenas: Tensor
-) -> int:
-    """The longest word in which records of these pages can be copied: each row starts on one."""
-    places = (page.offset_bytes, page.scale_offset_bytes, target.offset_bytes)
-    return gcd(8, data_bytes, scale_bytes, *places, *(arena.stride(0) for arena in arenas))
+def _word_bytes(count: int, page: Page, target: Page, *arenas: Tensor) -> int:
+    """The longest word in which pieces of `count` bytes of these pages can be copied: each starts
+    on one."""
+    strides = (arena.stride(0) for arena in arenas)
+    return gcd(8, count, page.offset_bytes, target.offset_bytes, *strides)
 
 
 @triton.jit(do_not_specialize=["first_record", "record_bytes"])
@@ -371,7 +372,7 @@ def _take_records(count, now, at_hand, list_at, place_row, entry_of_row, used_ro
 @triton.jit(do_not_specialize=["requests", "programs", "first_record"])
 def _fetch_kernel(
     arena, host, batch, block_table, misses, miss_count, requests, programs,
-    arena_stride, host_stride, table_stride, misses_stride, first_record, data_offset, scale_offset,
+    arena_stride, host_stride, table_stride, misses_stride, first_record, page_offset,
     F: tl.constexpr,
 ):  # fmt: skip
     begin_program()
@@ -392,19 +393,13 @@ def _fetch_kernel(
         block_at = block_table + slot.to(tl.int64) * table_stride + entry // F.PAGE_ROWS
         block = tl.load(block_at, mask=there, other=0).to(tl.int64)
         target = first_record + slot * F.RECORDS + record
-        source_page = host + block * host_stride
-        target_page = arena + (target // F.PAGE_ROWS).to(tl.int64) * arena_stride
-        from_row, to_row = entry % F.PAGE_ROWS, target % F.PAGE_ROWS
-        data = source_page + data_offset + from_row * F.DATA_BYTES
-        data_target = target_page + data_offset + to_row * F.DATA_BYTES
-        # a store waits for its load, and a load after it for the store: both loads come first
-        value = _load_rows(data, there, F.DATA_BYTES, F.WORD)
-        if F.SCALE_BYTES > 0:
-            scale = source_page + scale_offset + from_row * F.SCALE_BYTES
-            scale_target = target_page + scale_offset + to_row * F.SCALE_BYTES
-            scales = _load_rows(scale, there, F.SCALE_BYTES, F.WORD)
-            _store_rows(scale_target, scales, there, F.SCALE_BYTES, F.WORD)
-        _store_rows(data_target, value, there, F.DATA_BYTES, F.WORD)
+        source_page = host + block * host_stride + page_offset
+        target_page = arena + (target // F.PAGE_ROWS).to(tl.int64) * arena_stride + page_offset
+        _copy_rows(
+            source_page + entry % F.PAGE_ROWS * F.BYTES,
+            target_page + target % F.PAGE_ROWS * F.BYTES,
+            there, F.BYTES, F.WORD,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["requests", "programs"])
@@ -463,19 +458,12 @@ def _words(pointer, WORD: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(source, live, BYTES: tl.constexpr, WORD: tl.constexpr):
-    """Rows of BYTES at pointers [rows]: [rows, words]."""
+def _copy_rows(source, target, live, BYTES: tl.constexpr, WORD: tl.constexpr):
+    """Rows of BYTES at pointers [rows]."""
     WORDS: tl.constexpr = BYTES // WORD
     word = tl.arange(0, triton.next_power_of_2(WORDS))[None, :]
     there = live[:, None] & (word < WORDS)
-    return tl.load(_words(source, WORD)[:, None] + word, mask=there)
-
-
-@triton.jit
-def _store_rows(target, value, live, BYTES: tl.constexpr, WORD: tl.constexpr):
-    WORDS: tl.constexpr = BYTES // WORD
-    word = tl.arange(0, triton.next_power_of_2(WORDS))[None, :]
-    there = live[:, None] & (word < WORDS)
+    value = tl.load(_words(source, WORD)[:, None] + word, mask=there)
     tl.store(_words(target, WORD)[:, None] + word, value, mask=there)
 
 

@@ -24,7 +24,7 @@ from dsv4.kernels.dot import as_operand, dot, load_bf16
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import INTERPRETED, round_bf16
 from dsv4.kernels.overlap import begin_program
-from dsv4.kernels.record_store import RecordConstants, record_constants
+from dsv4.kernels.record_store import RecordConstants, page_constants
 from dsv4.kernels.rows import load_token, score_columns, token_at
 from dsv4.kernels.target import (
     bf16_products,
@@ -274,7 +274,7 @@ def run_time_arguments(call: Scoring) -> ScoreArguments:
 
 
 def _index_record(keys: EntrySource) -> RecordConstants:
-    record = record_constants(keys.page.format)
+    record = page_constants(keys.page)
     if record.CODED not in (0, keys.page.format.width):
         raise InvalidInput(
             f"indexer keys have one code for all channels; {keys.page.format.name} leaves "
@@ -458,8 +458,8 @@ def _load_keys(entry, live, keys, table_row, S: tl.constexpr):
     block_id = tl.load(table_row + entry // S.PAGE_ROWS, mask=live, other=0).to(tl.int64)
     page = keys.arena + block_id * keys.block_bytes
     page_row = entry % S.PAGE_ROWS
-    data = page + keys.data + page_row * RECORD.DATA_BYTES
-    scale_row = page + keys.scale + page_row * RECORD.SCALE_BYTES
+    data = page + keys.data + page_row * RECORD.DATA_STRIDE
+    scale_row = page + keys.scale + page_row * RECORD.SCALE_STRIDE
     mask = live[:, None]
     at = tl.arange(0, QUARTER)[None, :]
     if RECORD.ELEMENT == "e2m1":

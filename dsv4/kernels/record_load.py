@@ -62,7 +62,7 @@ def load_record_span(
             at = _aligned(rows, RECORD) + channel
             codes = tl.load(at, mask=live & coded[None, :, None], other=0)
         tile = (unit * UNIT // RECORD.TILE)[None, :]
-        if RECORD.SCALE == "ue8m0" and RECORD.SCALE_BYTES == 8:
+        if RECORD.SCALE_WORD:
             # all scales of a row in one word; those of masked rows do not matter
             word = tl.load(scale_ptrs.to(tl.pointer_type(tl.uint64)), mask=mask, other=0)
             scale = ((word[:, None] >> (tile * 8).to(tl.uint64)) & 0xFF).to(tl.uint8)
@@ -87,7 +87,7 @@ def load_record_span(
 def _aligned(rows, RECORD: tl.constexpr):
     """Pages start at multiples of 16 bytes (schema.align_bytes), so rows of whole 16 bytes do
     too."""
-    if RECORD.DATA_BYTES % 16 == 0:
+    if RECORD.DATA_STRIDE % 16 == 0:
         return tl.multiple_of(rows, [16, 16, 16])
     else:
         return rows

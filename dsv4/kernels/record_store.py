@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import triton
 import triton.language as tl
 
+from dsv4.cache.pages import Page
 from dsv4.cache.records import ELEMENT_MAX, RecordFormat
 from dsv4.errors import SchemaError
 from dsv4.kernels.codes import e2m1_code, e4m3_bits, e4m3_value, exponent_at_least
@@ -19,7 +20,9 @@ _E2M1_MAX = tl.constexpr(ELEMENT_MAX["e2m1"])
 
 @dataclass(frozen=True, slots=True)
 class RecordConstants:
-    """A record format as compile-time constants: CODED channels in tiles, the rest bf16."""
+    """A record format as compile-time constants: CODED channels in tiles, the rest bf16. A scale
+    row has SCALE_BYTES, of which the last PAD are zeros; with SCALE_WORD its scales fill 8 bytes.
+    Rows of a page are DATA_STRIDE and SCALE_STRIDE bytes apart."""
 
     ELEMENT: str
     SCALE: str
@@ -30,11 +33,28 @@ class RecordConstants:
     PAD: int
     DATA_BYTES: int
     SCALE_BYTES: int
+    SCALE_WORD: bool
+    DATA_STRIDE: int
+    SCALE_STRIDE: int
+
+
+@cache
+def page_constants(page: Page) -> RecordConstants:
+    """The records of a page. Raises as `record_constants` does."""
+    found = record_constants(page.format)
+    return replace(
+        found,
+        PAD=found.PAD + page.scale_row_bytes - found.SCALE_BYTES,
+        SCALE_BYTES=page.scale_row_bytes,
+        DATA_STRIDE=page.data_stride_bytes,
+        SCALE_STRIDE=page.scale_stride_bytes,
+    )
 
 
 @cache
 def record_constants(record: RecordFormat) -> RecordConstants:
-    """Raises SchemaError for a format that is not [one coded part][bf16 part]."""
+    """Records as they lie in pages without whole ones. Raises SchemaError for a format that is not
+    [one coded part][bf16 part]."""
     coded = [part for part in record.parts if part.code is not None]
     if len(coded) > 1 or (coded and coded[0].start != 0):
         raise SchemaError(
@@ -42,7 +62,10 @@ def record_constants(record: RecordFormat) -> RecordConstants:
             f"{len(coded)} coded parts"
         )
     if not coded:
-        return RecordConstants("none", "none", 0, 1, 0.0, 1.0, 0, record.data_row_bytes, 0)
+        data_bytes = record.data_row_bytes
+        return RecordConstants(
+            "none", "none", 0, 1, 0.0, 1.0, 0, data_bytes, 0, False, data_bytes, 0
+        )
     code = coded[0].code
     assert code is not None
     return RecordConstants(
@@ -55,6 +78,9 @@ def record_constants(record: RecordFormat) -> RecordConstants:
         PAD=record.scale_pad_bytes,
         DATA_BYTES=record.data_row_bytes,
         SCALE_BYTES=record.scale_row_bytes,
+        SCALE_WORD=code.scale == "ue8m0" and record.scale_row_bytes == 8,
+        DATA_STRIDE=record.data_row_bytes,
+        SCALE_STRIDE=record.scale_row_bytes,
     )
 
 
@@ -122,8 +148,9 @@ def store_records(x, live, data_ptr, scale_ptr, WIDTH: tl.constexpr, R: tl.const
             scaled = tl.div_rn(tiles, tl.broadcast_to(ratio[:, :, None], tiles.shape))
             tl.store(scale_ptr.to(tl.pointer_type(tl.float32)) + tile, ratio, mask=tile_live)
         if PAD > 0:
-            pad = tl.arange(0, 8)[None, :]
-            zeros = tl.zeros([ROWS, 8], dtype=tl.uint8)
+            MOST: tl.constexpr = 8 if PAD <= 8 else 32
+            pad = tl.arange(0, MOST)[None, :]
+            zeros = tl.zeros([ROWS, MOST], dtype=tl.uint8)
             tl.store(scale_ptr + R.SCALE_BYTES - PAD + pad, zeros, mask=(pad < PAD) & live)
         if ELEMENT == "e4m3":
             codes = tl.reshape(e4m3_bits(scaled), [ROWS, WIDTH])

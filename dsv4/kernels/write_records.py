@@ -10,7 +10,7 @@ from dsv4.cache.pages import Page
 from dsv4.kernels.launch import Launch
 from dsv4.kernels.numerics import wide
 from dsv4.kernels.overlap import begin_program
-from dsv4.kernels.record_store import record_constants, store_records
+from dsv4.kernels.record_store import page_constants, store_records
 
 
 def write_records(
@@ -32,7 +32,7 @@ def write_records_launch(
         page.offset_bytes,
         page.scale_offset_bytes,
     )
-    constants = {"WIDTH": page.format.width, "RECORD": record_constants(page.format)}
+    constants = {"WIDTH": page.format.width, "RECORD": page_constants(page)}
     options = {"num_warps": 4, "enable_fp_fusion": False}
     return Launch(_write_records_kernel, (rows.shape[0],), arguments, constants, options)
 
@@ -52,8 +52,8 @@ def _write_records_kernel(
     store_records(
         x,
         (arena_row >= 0) & (page_row >= 0),
-        page + data_offset + page_row * RECORD.DATA_BYTES,
-        page + scale_offset + page_row * RECORD.SCALE_BYTES,
+        page + data_offset + page_row * RECORD.DATA_STRIDE,
+        page + scale_offset + page_row * RECORD.SCALE_STRIDE,
         WIDTH,
         RECORD,
     )

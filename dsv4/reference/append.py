@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dsv4.cache.pages import CompressorLayout, Page, Ring
 from dsv4.ops.calls import CompressorWrite, StepTensors, WindowWrite
@@ -189,7 +190,8 @@ def write_records(
     if live.shape[0] < rows.shape[0]:
         arena_row, page_row, rows = arena_row[live], page_row[live], rows[live]
     for target, encoded in zip(page_rows(arena, page), encode(page.format, rows), strict=True):
-        target[arena_row, page_row] = encoded
+        rest = target.shape[-1] - encoded.shape[-1]  # of a whole record, after the last scale
+        target[arena_row, page_row] = pad(encoded, (0, rest)) if rest else encoded
 
 
 def _group_rows(

@@ -77,7 +77,7 @@ def _resolve_request(call: Resolving, batch_row: int, request: RequestColumns) -
             target,
             at % source.page.rows,
         )
-    record_bytes = source.page.format.record_bytes
+    record_bytes = source.page.record_bytes
     hits = int(torch.count_nonzero(away)) - len(misses)
     counts = (hits, len(misses), len(misses) * record_bytes)
     hot.counted.add_(torch.tensor(counts, device=hot.counted.device))

@@ -15,13 +15,16 @@ from dsv4.reference.codec import decode
 def page_rows(arena: Tensor, page: Page) -> tuple[Tensor, Tensor]:
     """Data rows and scale rows of a page in every arena row: uint8 [arena rows, page rows, bytes],
     sharing the arena's memory. A format without scales has rows of 0 bytes."""
-    rows, width, scale_width = page.rows, page.format.data_row_bytes, page.format.scale_row_bytes
-    first, stride = arena.storage_offset() + page.offset_bytes, arena.stride(0)
-    data = arena.as_strided((arena.shape[0], rows, width), (stride, width, 1), first)
-    if not scale_width:
+    start, stride = arena.storage_offset(), arena.stride(0)
+
+    def rows(width: int, each: int, offset: int) -> Tensor:
+        shape = (arena.shape[0], page.rows, width)
+        return arena.as_strided(shape, (stride, each, 1), start + offset)
+
+    data = rows(page.data_row_bytes, page.data_stride_bytes, page.offset_bytes)
+    if not page.scale_row_bytes:
         return data, data[..., :0]
-    shape, behind = (arena.shape[0], rows, scale_width), first + rows * width
-    return data, arena.as_strided(shape, (stride, scale_width, 1), behind)
+    return data, rows(page.scale_row_bytes, page.scale_stride_bytes, page.scale_offset_bytes)
 
 
 def ring_rows(slot_arena: Tensor, ring: Ring, *shape: int) -> Tensor:
@@ -39,16 +42,18 @@ def ring_rows(slot_arena: Tensor, ring: Ring, *shape: int) -> Tensor:
 def read_records(arena: Tensor, page: Page, arena_row: Tensor, page_row: Tensor) -> Tensor:
     """The records at the given places, decoded to [..., width]."""
     record, stride, found = page.format, arena.stride(0), []
-    first, last = page.offset_bytes, (arena.shape[0] - 1) * stride + arena.shape[1]
-    for width in (record.data_row_bytes, record.scale_row_bytes):
+    last = (arena.shape[0] - 1) * stride + arena.shape[1]
+    for width, each, first in (
+        (record.data_row_bytes, page.data_stride_bytes, page.offset_bytes),
+        (record.scale_row_bytes, page.scale_stride_bytes, page.scale_offset_bytes),
+    ):
         # rows that begin at any byte of the page: torch copies whole rows many times faster than
         # it indexes by two tensors
         rows = arena.as_strided(
             (max(0, last - first - width + 1), width), (1, 1), arena.storage_offset() + first
         )
-        at = torch.add(page_row * width, arena_row, alpha=stride)
+        at = torch.add(page_row * each, arena_row, alpha=stride)
         found.append(rows.index_select(0, at.flatten()).view(*at.shape, width))
-        first += page.rows * width
     return decode(record, *found)
 
 

@@ -240,8 +240,8 @@ def test_resolved_entries_give_the_bits_of_those_in_blocks(records: dict[str, st
 
 
 def resolve_at_random(step: Step) -> Step:
-    """The same records in an arena of their own in any order, and indices that name their
-    places."""
+    """The same records, whole ones, in an arena of their own in any order, and indices that name
+    their places."""
     source, indices = step.entries, step.indices
     assert source is not None
     assert indices is not None
@@ -249,17 +249,18 @@ def resolve_at_random(step: Step) -> Step:
     named = (indices >= 0) & (indices < visible[:, None]) & (step.tokens[:, :1] >= 0)
     rows = source.page.rows
     most = -(-indices.numel() // rows) + 3
-    arena = torch.full((most, source.arena.shape[1]), 0xFF, dtype=torch.uint8)
+    page = replace(source.page, offset_bytes=32, apart=True)
+    arena = torch.full((most, 32 + page.payload_bytes + 16), 0xFF, dtype=torch.uint8)
     places = Numbers(7).permutation(most * rows)[: indices.numel()].view(indices.shape)
-    from_pages, to_pages = page_rows(source.arena, source.page), page_rows(arena, source.page)
+    from_pages, to_pages = page_rows(source.arena, source.page), page_rows(arena, page)
     for token, nth in named.nonzero().tolist():
         entry, (row, record) = int(indices[token, nth]), divmod(int(places[token, nth]), rows)
         block = source.block_table[step.tokens[token, 0], entry // rows].long()
         for source_part, target_part in zip(from_pages, to_pages, strict=True):
-            target_part[row, record] = source_part[block, entry % rows]
+            target_part[row, record, : source_part.shape[-1]] = source_part[block, entry % rows]
     junk = torch.full_like(source.block_table, -1)
     return replace(
         step,
-        entries=replace(source, arena=arena, block_table=junk, resolved=True),
+        entries=replace(source, arena=arena, page=page, block_table=junk, resolved=True),
         indices=torch.where(named, places, -1).int(),
     )

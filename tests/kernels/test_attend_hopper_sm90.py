@@ -120,7 +120,9 @@ def call(
 ) -> Attention:
     from dsv4.kernels.hopper import attend as kernel
 
-    schema = CacheSchema.build(ModelSpec.preset(model), max_context=max_context)
+    schema = CacheSchema.build(
+        ModelSpec.preset(model), max_context=max_context, entries_apart=resolved
+    )
     width = schema.model.head_dim
     window_page = schema.page("window", CSA_LAYER)
     assert window_page is not None
@@ -129,7 +131,9 @@ def call(
         entry_page = schema.page("entries", layer)
         assert entry_page is not None
         entries = EntrySource(
-            arena=empty(8, schema.block_bytes, dtype=torch.uint8),
+            arena=empty(
+                8, schema.entries_bytes if resolved else schema.block_bytes, dtype=torch.uint8
+            ),
             page=entry_page,
             block_table=empty(8, schema.max_blocks_per_request, dtype=torch.int32),
             ratio=schema.layers[layer].spec.ratio,

@@ -72,7 +72,10 @@ def attend_launch(
     from dsv4.kernels import attend as kernel
 
     schema = CacheSchema.build(
-        ModelSpec.preset(model), max_context=max_context, entry_format=entry_format
+        ModelSpec.preset(model),
+        max_context=max_context,
+        entry_format=entry_format,
+        entries_apart=resolved,
     )
     tokens, width = 4, schema.model.head_dim
 
@@ -80,7 +83,7 @@ def attend_launch(
     assert window_page is not None
     blocks = schema.max_blocks_per_request
     entries = entry_page and EntrySource(
-        arena=empty(8, schema.block_bytes, dtype=torch.uint8),
+        arena=empty(8, schema.entries_bytes if resolved else schema.block_bytes, dtype=torch.uint8),
         page=entry_page,
         block_table=empty(8, blocks, dtype=torch.int32),
         ratio=schema.layers[layer].spec.ratio,

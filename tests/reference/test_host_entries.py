@@ -132,7 +132,7 @@ def test_rows_name_the_selected_records_whatever_is_hot(drafts: int):
                         is_miss = entry not in hot and entry not in missed
                         missed |= {entry} if is_miss else set()
                         expected += torch.tensor(
-                            (not is_miss, is_miss, is_miss * PAGE.format.record_bytes)
+                            (not is_miss, is_miss, is_miss * PAGE.record_bytes)
                         )
             assert call.miss_count[nth] == len(missed)
             for entry, record in enumerate(case.hot.place[slot].tolist()):

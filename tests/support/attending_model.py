@@ -26,14 +26,14 @@ SHIFTS = (0, 1, 5, 17)
 class Mix:
     """[tokens, width] → [tokens, out]: each channel from a few others."""
 
-    def __init__(self, width: int, out: int, numbers: Numbers) -> None:
+    def __init__(self, width: int, out: int, numbers: Numbers, device: str) -> None:
         copies = -(-out // width)
-        self._scales = numbers.normal(len(SHIFTS), copies, width)
+        self._scales = numbers.normal(len(SHIFTS), copies, width).to(device)
         self._out = out
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.float()[:, None]
-        total = torch.zeros(())
+        total = torch.zeros((), device=x.device)
         for scale, shift in zip(self._scales, SHIFTS, strict=True):
             total = total + scale * wide.roll(shift, dims=-1)
         return total.flatten(1)[:, : self._out].contiguous()
@@ -42,13 +42,23 @@ class Mix:
 class AttendingModel:
     """Hidden states as wide as a head; one residual stream through all layers."""
 
-    def __init__(self, schema: CacheSchema, *, vocabulary: int = 512, seed: int = 0) -> None:
+    def __init__(
+        self, schema: CacheSchema, *, vocabulary: int = 512, seed: int = 0, device: str = "cpu"
+    ) -> None:
         self.schema, model = schema, schema.model
         numbers = Numbers(seed)
         width = model.head_dim
-        self.embedding = numbers.normal(vocabulary, width)
+
+        def normal(*shape: int) -> Tensor:
+            return numbers.normal(*shape).to(device)
+
+        def mix(out: int) -> Mix:
+            return Mix(width, out, numbers, device)
+
+        self.embedding = normal(vocabulary, width)
         tables = {
-            yarn: rope_table(model, yarn=yarn, tokens=schema.max_context) for yarn in (False, True)
+            yarn: rope_table(model, yarn=yarn, tokens=schema.max_context).to(device)
+            for yarn in (False, True)
         }
         self.layers = []
         for layer in schema.layers:
@@ -56,20 +66,16 @@ class AttendingModel:
             compressors = [
                 found
                 and CompressorWeights(
-                    ape=numbers.normal(found.ratio, found.columns)
-                    if found.key_page is None
-                    else None,
-                    norm=torch.ones(found.width),
+                    ape=normal(found.ratio, found.columns) if found.key_page is None else None,
+                    norm=torch.ones(found.width, device=device),
                 )
                 for found in layouts
             ]
-            mixes = [
-                Mix(width, f.columns, numbers) for f in layouts if f for _ in range(1 + f.gated)
-            ]
+            mixes = [mix(f.columns) for f in layouts if f for _ in range(1 + f.gated)]
             projection = None
             if layouts[0] is not None and layouts[0].key_page is not None:
-                weight = numbers.normal(model.index_dim, width) * width**-0.5
-                norm = torch.ones(model.index_dim)
+                weight = normal(model.index_dim, width) * width**-0.5
+                norm = torch.ones(model.index_dim, device=device)
                 projection = KeyProjection(weight=weight.to(torch.bfloat16), norm=norm)
             self.layers.append(
                 {
@@ -78,16 +84,16 @@ class AttendingModel:
                         compressor=compressors[0],
                         index_compressor=compressors[1],
                         index_projection=projection,
-                        kv_norm=torch.ones(width),
+                        kv_norm=torch.ones(width, device=device),
                     ),
-                    "kv": Mix(width, width, numbers),
+                    "kv": mix(width),
                     "projections": mixes,
                     "gated": layouts[0] is None or layouts[0].gated,
-                    "q": Mix(width, model.heads * width, numbers),
-                    "index_q": Mix(width, model.index_heads * model.index_dim, numbers),
-                    "index_weights": Mix(width, model.index_heads, numbers),
-                    "out": Mix(width, width, numbers),
-                    "sink": numbers.normal(model.heads),
+                    "q": mix(model.heads * width),
+                    "index_q": mix(model.index_heads * model.index_dim),
+                    "index_weights": mix(model.index_heads),
+                    "out": mix(width),
+                    "sink": normal(model.heads),
                 }
             )
 
@@ -103,9 +109,16 @@ class AttendingModel:
 
     def run(self, manager: KVCacheManager, batch: Batch, ids: Sequence[int]) -> Tensor:
         """Hidden states of the tokens of a batch. Padding rows get those of token 0."""
-        ids = [*ids, *[0] * (batch.padded_tokens - len(ids))]
-        x, model = self.embedding[ids], self.schema.model
-        candidates = torch.empty((len(ids), model.candidate_blocks), dtype=torch.int32)
+        rest = [0] * (batch.padded_tokens - len(ids))
+        padded = torch.tensor([*ids, *rest], dtype=torch.int64)
+        return self.run_padded(manager, batch, padded.to(self.embedding.device))[: batch.num_tokens]
+
+    def run_padded(self, manager: KVCacheManager, batch: Batch, ids: Tensor) -> Tensor:
+        """The same for `ids` on the device, with rows for padding. It can be captured."""
+        x, model, device = self.embedding[ids], self.schema.model, ids.device
+        candidates = torch.empty(
+            (len(ids), model.candidate_blocks), dtype=torch.int32, device=device
+        )
         selections: dict[int | None, Tensor] = {}
         for nth, layer in enumerate(self.layers):
             handle, spec = manager.acquire(nth, batch), self.schema.layers[nth].spec
@@ -134,4 +147,4 @@ class AttendingModel:
             for head in heads[1:]:
                 read = read + head
             x = 0.5 * x + torch.tanh(layer["out"](read))
-        return x[: batch.num_tokens]
+        return x

@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from dsv4.cache import manager
+from dsv4.cache import assembly
 from dsv4.kernels import backend, index_scores, launch
 from dsv4.kernels.backend import TritonBackend
 from dsv4.kernels.target import processors
@@ -105,7 +105,7 @@ def no_gpu(*, hopper: bool = False) -> Iterator[NoGpu]:
         patch.setattr(torch.cuda, "current_device", gpu.get_current_device)
         patch.setattr(index_scores, "_programs", lambda device: 4 * PROCESSORS)
         patch.setattr(
-            manager,
+            assembly,
             "load_backend",
             lambda name, device, **options: _backend(device, hopper=hopper, **options),
         )

@@ -70,6 +70,7 @@ class Arrival(Polled):
 
     @property
     def done(self) -> bool:
+        """Whether it has finished: `request` or `error` is there."""
         return self.request is not None or self.error is not None
 
     def wait(self) -> Request:

@@ -88,6 +88,7 @@ class Explanation:
     is_complete: bool = True
 
     def to_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:

@@ -132,10 +132,10 @@ class HopperConstants:
     ENTRY_ROWS: int
     V41: bool
     KEY_UNIT: float
-    WINDOW_DATA_BYTES: int
-    WINDOW_SCALE_BYTES: int
-    DATA_BYTES: int
-    SCALE_BYTES: int
+    WINDOW_DATA_STRIDE: int
+    WINDOW_SCALE_STRIDE: int
+    DATA_STRIDE: int
+    SCALE_STRIDE: int
     ROPE: int
     WHOLE: bool
     SPLIT: bool
@@ -237,10 +237,10 @@ def constants_of(call: Attention, *, splits: int = 1, slices: int = 1) -> Hopper
         ENTRY_ROWS=source.page.rows,
         V41=v41.takes(call),
         KEY_UNIT=v41.KEY_UNIT if v41.takes(call) else 1.0,
-        WINDOW_DATA_BYTES=window.page.format.data_row_bytes,
-        WINDOW_SCALE_BYTES=window.page.format.scale_row_bytes,
-        DATA_BYTES=source.page.format.data_row_bytes,
-        SCALE_BYTES=source.page.format.scale_row_bytes,
+        WINDOW_DATA_STRIDE=window.page.data_stride_bytes,
+        WINDOW_SCALE_STRIDE=window.page.scale_stride_bytes,
+        DATA_STRIDE=source.page.data_stride_bytes,
+        SCALE_STRIDE=source.page.scale_stride_bytes,
         ROPE=0 if call.inverse_rope is None else call.inverse_rope.shape[1],
         WHOLE=call.whole,
         SPLIT=splits > 1,

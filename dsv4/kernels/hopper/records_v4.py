@@ -86,13 +86,13 @@ def _rows(tile, nth, entry, block_id, source, A: gl.constexpr):
     page = block_id.to(gl.int64) * source.entry_bytes
     data = gl.where(
         in_window,
-        source.window_data + ring * A.DATA_BYTES,
-        page + source.entry_data + row * A.DATA_BYTES,
+        source.window_data + ring * A.WINDOW_DATA_STRIDE,
+        page + source.entry_data + row * A.DATA_STRIDE,
     )
     scale = gl.where(
         in_window,
-        source.window_scale + ring * A.SCALE_BYTES,
-        page + source.entry_scale + row * A.SCALE_BYTES,
+        source.window_scale + ring * A.WINDOW_SCALE_STRIDE,
+        page + source.entry_scale + row * A.SCALE_STRIDE,
     )
     return data, scale, live
 

@@ -137,10 +137,10 @@ def _fetch_window(records, place, tile, nth, source, A: gl.constexpr):
         row = (seen + source.shift).to(gl.int64)
     else:
         row = (seen.to(gl.uint32) % A.WINDOW_ROWS).to(gl.int64)
-    at = _words(source.arena + source.window_data + row * A.WINDOW_DATA_BYTES)
+    at = _words(source.arena + source.window_data + row * A.WINDOW_DATA_STRIDE)
     fetch_spans(records.low.index(place), at, live, 0)
     fetch_spans(records.high.index(place), at, live, 4)
-    scales_at = _words(source.arena + source.window_scale + row * A.WINDOW_SCALE_BYTES)
+    scales_at = _words(source.arena + source.window_scale + row * A.WINDOW_SCALE_STRIDE)
     fetch_spans(records.window_scales.index(place), scales_at, live, 0)
     return live
 
@@ -150,9 +150,9 @@ def _fetch_entries(records, place, tile, entry, block_id, source, A: gl.constexp
     live = (entry >= 0) & (entry < source.visible) & (tile < source.last)
     row = (entry.to(gl.uint32) % A.ENTRY_ROWS).to(gl.int64)
     page = source.arena + block_id.to(gl.int64) * source.entry_bytes
-    at = _words(page + source.entry_data + row * A.DATA_BYTES)
+    at = _words(page + source.entry_data + row * A.DATA_STRIDE)
     fetch_spans(records.low.index(place), at, live, 0)
-    scales_at = _words(page + source.entry_scale + row * A.SCALE_BYTES)
+    scales_at = _words(page + source.entry_scale + row * A.SCALE_STRIDE)
     fetch_spans(records.entry_scales.index(place), scales_at, live, 0)
     return live
 
