@@ -16,8 +16,9 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions, full, zero
 from dsv4.cache.requests import Request
 from dsv4.cache.residency import pool as pools
+from dsv4.cache.residency.places import EntryPlaces
 from dsv4.cache.schema import CacheSchema
-from dsv4.errors import InvalidInput, OutOfBlocks, PoolTooSmall, SchemaMismatch
+from dsv4.errors import InvalidInput, OutOfBlocks, PoolTooSmall, RecoveryNeeded, SchemaMismatch
 from dsv4.model import ModelSpec
 from dsv4.reference import host_entries
 from dsv4.tiers.disk import DiskTier
@@ -333,6 +334,28 @@ def test_what_a_call_that_broke_off_has_not_fetched_is_not_taken_for_fetched(
     assert before is not None
     assert after is not None
     assert after.misses > before.misses + 30
+
+
+def test_an_interrupt_between_two_books_comes_out_as_one(monkeypatch: pytest.MonkeyPatch):
+    """Nothing is undone there, which would fail halfway and hide it."""
+    manager = made()
+    request = manager.admit_request(IDS[:200])
+    run(manager, request, 200)
+
+    def breaks_off(places: EntryPlaces, block_id: int, row: int, depth: int) -> None:
+        places.row_of[block_id] = row
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EntryPlaces, "place", breaks_off)
+        with pytest.raises(KeyboardInterrupt):
+            manager.prepare_forward([(request, 200)])
+    with pytest.raises(RecoveryNeeded):
+        manager.prepare_forward([(request, 1)])
+    manager.recover()
+    manager.check_invariants()
+    assert manager.open_plan is None
+    assert torch.equal(torch.cat(run(manager, request, 500)), expected(200, 500))
 
 
 def test_a_replay_in_steps_shorter_than_a_block_reads_what_has_left():

@@ -223,10 +223,6 @@ class Residency:
         """What a slot has fetched may be of other tokens from now on."""
         self._entries.forget_hot(slot)
 
-    def forget_lost(self) -> None:
-        """What was being fetched when a call broke off may not have arrived."""
-        self._entries.forget_lost()
-
     def begin(self, request: Request) -> None:
         """A request begins in its slot."""
         self._close(request)
@@ -294,6 +290,7 @@ class Residency:
     def take_step(self, step: StepTokens, before: ForwardPlan | None) -> StepEntries:
         """Rows for all blocks that a step may write and that have none, for `place_step` or
         `cancel_step`. Raises OutOfBlocks."""
+        self._entries.forget_lost()  # a replayed graph does not ask
         slots, block_tokens = step.shape.slots, self._block_tokens
         lengths, reused, published = self._table.numbers[[LENGTH, REUSED, PUBLISHED]].take(
             slots, axis=1

@@ -20,7 +20,8 @@ from dsv4.cache.steps import Steps
 
 class ResidentSteps(Steps):
     """Rows are taken before anything else, so that a step that gets none changes nothing. The
-    device's table is written last. If that fails, the plan did not happen."""
+    device's table is written last. If that fails, the plan did not happen. After an interrupt
+    nothing is undone here, where it may have come between two books: `recover` does that."""
 
     def __init__(self, *parts: Any, residency: Residency, **options: Any) -> None:
         super().__init__(*parts, **options)
@@ -29,10 +30,9 @@ class ResidentSteps(Steps):
 
     def prepare(self, steps: Sequence[Step], **options: Any) -> ForwardPlan:
         self._taken = None
-        self._residency.forget_lost()
         try:
             plan = super().prepare(steps, **options)
-        except BaseException:
+        except Exception:
             if self._taken is not None:
                 self._residency.cancel_step(self._taken)
             raise
@@ -42,7 +42,7 @@ class ResidentSteps(Steps):
             if plan.prefill is not None:
                 self._residency.stage(plan.prefill, self._memory.lanes[plan.lane])
             self._residency.place_step(taken)
-        except BaseException:
+        except Exception:
             self._residency.cancel_step(taken)
             super().abandon(plan)
             for request, held in zip(plan.requests, taken.held, strict=True):
