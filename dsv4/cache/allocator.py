@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 from dsv4.errors import Dsv4Error, InvalidInput, OutOfBlocks, require_count
 
@@ -282,16 +282,19 @@ class BlockSupply:
             return Reserved(allocator.next_ids(count), (), askers)
         victims = [] if self.reclaimer is None else self.reclaimer.choose(short)
         if len(victims) < short:
-            raise OutOfBlocks(
-                needed=count,
-                free=allocator.free,
-                total=allocator.total,
-                asker_blocks=count if asker_blocks is None else asker_blocks,
-                cached=allocator.idle,
-                pinned=0 if self.reclaimer is None else self.reclaimer.pinned_blocks(shared),
-            )
+            self._refuse(count, asker_blocks, shared)
         freed = [node.block_id for node in victims]
         return Reserved(allocator.next_ids(count, freed), victims, askers)
+
+    def _refuse(self, count: int, asker_blocks: int | None, shared: Ids) -> NoReturn:
+        raise OutOfBlocks(
+            needed=count,
+            free=self.allocator.free,
+            total=self.allocator.total,
+            asker_blocks=count if asker_blocks is None else asker_blocks,
+            cached=self.allocator.idle,
+            pinned=0 if self.reclaimer is None else self.reclaimer.pinned_blocks(shared),
+        )
 
     def settle(self, reserved: Reserved) -> list[int]:
         """Takes what was reserved; what was cached there is evicted."""

@@ -67,11 +67,14 @@ def result(
     dtype: torch.dtype = getattr(torch, dtype_name)
     is_tensor(name, given)
     if tuple(given.shape) != shape or given.dtype != dtype or given.device != device:
-        raise InvalidInput(
-            f"{name} is {given.dtype} {list(given.shape)} on {given.device}, expected {dtype} "
-            f"{list(shape)} on {device}"
-        )
+        _refuse_result(name, given, f"{dtype} {list(shape)} on {device}")
     _contiguous(name, given)
+
+
+def _refuse_result(name: str, given: Tensor, expected: str) -> NoReturn:
+    raise InvalidInput(
+        f"{name} is {given.dtype} {list(given.shape)} on {given.device}, expected {expected}"
+    )
 
 
 def _contiguous(name: str, tensor: Tensor) -> None:

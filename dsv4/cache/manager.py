@@ -373,17 +373,7 @@ class KVCacheManager(Uncopied):
         Unfinished fetches and arrivals are cancelled; offers stand. Does nothing else, and is
         harmless if it was not needed. Raises ThreadError while a call runs, one of a handle too.
         """
-        recover(
-            self.guard,
-            self._steps,
-            self._leaving,
-            table=self.table,
-            memory=self.memory,
-            prefix=self.prefix,
-            tiers=self.tiers,
-            handoff=self.handoff,
-            residency=self._residency,
-        )
+        recover(self._parts, self.tiers, self.handoff)
 
     # ---- cached prefixes ---------------------------------------------------------------------
 
@@ -440,15 +430,13 @@ class KVCacheManager(Uncopied):
         and can be captured, `plan.prefill` the chunks.
         Raises PlanError, OutOfBlocks, ContextOverflow or RequestError.
         """
-        return self._steps.prepare(
-            steps,
-            pad_tokens=pad_tokens,
-            pad_requests=pad_requests,
-            after=after,
-            accepted=accepted,
-            drafts=drafts,
-            chunks_apart=chunks_apart,
-        )
+        options: PlanOptions = {
+            "pad_tokens": pad_tokens,
+            "pad_requests": pad_requests,
+            "drafts": drafts,
+            "chunks_apart": chunks_apart,
+        }
+        return self._steps.prepare(steps, after, accepted, options)
 
     @contextmanager
     def step(
@@ -578,14 +566,7 @@ class KVCacheManager(Uncopied):
     def stats(self) -> Stats:
         """What holds how much, now; what `release_later` has noted counts as released. Safe from
         any thread; while a call runs elsewhere, it may show a mix of before and after."""
-        return count_stats(
-            self.table,
-            self._leaving,
-            prefix=self.prefix,
-            tiers=self.tiers,
-            handoff=self.handoff,
-            residency=self._residency,
-        )
+        return count_stats(self._parts, self.tiers, self.handoff)
 
     def check_invariants(self) -> None:
         """Every block, slot and snapshot has exactly the owners it should. Raises Dsv4Error

@@ -4,7 +4,7 @@ Torch-free."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from dsv4.cache.records import ELEMENT_BITS, RecordFormat, ScaleType
@@ -184,16 +184,16 @@ class CompressorLayout:
     gated: bool = True
     skips_last: bool = False
     key_page: Page | None = None
+    # of the projections: [previous | current] with overlap, else [current]
+    columns: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", self.width * (2 if self.overlap else 1))
 
     @property
     def online(self) -> bool:
         """Whether the unfinished group is kept folded and not token by token."""
         return self.state is not None
-
-    @property
-    def columns(self) -> int:
-        """Columns of the projections: [previous | current] with overlap, else [current]."""
-        return self.width * (2 if self.overlap else 1)
 
     @property
     def tokens_pooled(self) -> int:

@@ -157,10 +157,10 @@ def make_plan(
     lane: Lane,
     step: StepTokens,
     *,
-    pad_tokens: int | None,
-    pad_requests: int | None,
-    drafts: int,
-    chunks_apart: bool,
+    pad_tokens: int | None = None,
+    pad_requests: int | None = None,
+    drafts: int = 0,
+    chunks_apart: bool = False,
 ) -> ForwardPlan:
     """Fills the host buffers with a step and cuts the device's tensors to size. With `chunks_apart`
     the requests with a few tokens have rows that never move, and the others rows of their own.
@@ -185,7 +185,7 @@ def make_plan(
         latest_ends=step.ends,
         decode=decode,
         prefill=prefill,
-        drafts=draft_batches(lane.buffers, batch, drafts) if drafts else (),
+        drafts=draft_batches(lane.buffers, batch, int(drafts)) if drafts else (),
         lane=lane.number,
         after=None if before is None else before.plan,
         rows_before=None if before is None else before.rows,
@@ -242,8 +242,8 @@ def check_step(
     buffers: StepBuffers,
     shape: StepShape,
     *,
-    pad_tokens: int | None,
-    pad_requests: int | None,
+    pad_tokens: int | None = None,
+    pad_requests: int | None = None,
     drafts: int = 0,
     chunks_apart: bool = False,
 ) -> None:
@@ -251,7 +251,7 @@ def check_step(
     not fit the step."""
     schema = buffers.schema
     if chunks_apart:
-        check_step(buffers, shape, pad_tokens=None, pad_requests=None)
+        check_step(buffers, shape)
         shape, _ = shape.split(decode_requests(schema, shape))
     few = shape.most_tokens <= schema.max_decode_tokens
     if not is_whole(drafts) or not 0 <= drafts <= (buffers.max_drafts if few else 0):

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 
 from dsv4.cache.absent import NoHandoff, NoTiers
 from dsv4.cache.allocator import BlockAllocator
-from dsv4.cache.changes import LOGGER, Change, Guard, Turn
-from dsv4.cache.leaving import Leaving
+from dsv4.cache.changes import LOGGER, Change, Turn
 from dsv4.cache.memory import CacheMemory
 from dsv4.cache.prefix.cache import PrefixCache
 from dsv4.cache.prefix.index import PrefixIndex, follow_events
@@ -31,31 +30,20 @@ from dsv4.cache.prefix.rows import SnapshotRows
 from dsv4.cache.prepare_forward import ForwardPlan
 from dsv4.cache.requests import LENGTH, Request, RequestTable
 from dsv4.cache.step import overlap
-from dsv4.cache.steps import Steps
 from dsv4.errors import ThreadError
 
 if TYPE_CHECKING:
+    from dsv4.cache.assembly import Parts
     from dsv4.cache.handoff.handoff import Handoff
-    from dsv4.cache.residency.residency import Residency
     from dsv4.cache.transfers.tiers import Tiers
 
 
-def recover(
-    guard: Guard,
-    steps: Steps,
-    leaving: Leaving,
-    *,
-    table: RequestTable,
-    memory: CacheMemory,
-    prefix: PrefixCache | NoPrefix,
-    tiers: Tiers | NoTiers,
-    handoff: Handoff | NoHandoff,
-    residency: Residency | None,
-) -> None:
+def recover(parts: Parts, tiers: Tiers | NoTiers, handoff: Handoff | NoHandoff) -> None:
     """`manager.recover`, of a manager with these parts. ThreadError while a call runs, one of a
     handle too."""
+    guard, steps, prefix = parts.guard, parts.steps, parts.prefix
     number, interrupted = guard.take_over()
-    turns = [lane.workspace.turn for lane in memory.lanes]
+    turns = [lane.workspace.turn for lane in parts.memory.lanes]
     entered: list[Turn] = []
     try:
         for turn in turns:
@@ -69,20 +57,20 @@ def recover(
     steps.open = recover_books(
         [change for *_, change in interrupted],
         open_plans=steps.open,
-        table=table,
-        memory=memory,
+        table=parts.table,
+        memory=parts.memory,
         prefix=prefix,
         tiers=tiers,
         handoff=handoff,
     )
-    if residency is not None:
-        residency.recover(prefix.index.nodes(), steps.open)
+    if parts.residency is not None:
+        parts.residency.recover(prefix.index.nodes(), steps.open)
     steps.forget()
     for turn in turns:
         turn.leave()
     guard.give_way(number)
     if interrupted:
-        live = leaving.staying()
+        live = parts.leaving.staying()
         torn = sum(request.is_torn for request in live)
         LOGGER.warning(
             "recovered from an interrupted %s: %d requests live, %d of them torn",

@@ -7,12 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from dsv4.cache.absent import NoHandoff, NoTiers
+    from dsv4.cache.assembly import Parts
     from dsv4.cache.handoff.handoff import Handoff
-    from dsv4.cache.leaving import Leaving
-    from dsv4.cache.prefix.cache import PrefixCache
-    from dsv4.cache.prefix.none import NoPrefix
-    from dsv4.cache.requests import RequestTable
-    from dsv4.cache.residency.residency import Residency
     from dsv4.cache.transfers.tiers import Tiers
     from dsv4.tiers.tier import TierStats
 
@@ -185,17 +181,10 @@ class Stats:
         return asdict(self)
 
 
-def count_stats(
-    table: RequestTable,
-    leaving: Leaving,
-    *,
-    prefix: PrefixCache | NoPrefix,
-    tiers: Tiers | NoTiers,
-    handoff: Handoff | NoHandoff,
-    residency: Residency | None,
-) -> Stats:
+def count_stats(parts: Parts, tiers: Tiers | NoTiers, handoff: Handoff | NoHandoff) -> Stats:
     """The statistics of a manager with these parts. Requests that the next call releases count as
     released."""
+    table, prefix, leaving = parts.table, parts.prefix, parts.leaving
     allocator, live, going = table.allocator, leaving.staying(), leaving.going()
     free, idle = allocator.left_by([request.block_ids for request in going])
     pinned = prefix.pins.block_ids()
@@ -218,5 +207,5 @@ def count_stats(
         transfers=tiers.stats(),
         tiers=tiers.tier_stats(),
         handoff=handoff.stats(),
-        residency=None if residency is None else residency.stats(),
+        residency=None if parts.residency is None else parts.residency.stats(),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from dsv4.cache.prefix.none import NoPrefix
 from dsv4.cache.prefix.trail import TokenIds
 from dsv4.cache.prepare_forward import (
     ForwardPlan,
+    PlanOptions,
     check_step,
     following,
     make_plan,
@@ -78,41 +80,30 @@ class Steps:
     def prepare(
         self,
         steps: Sequence[Step],
-        *,
-        pad_tokens: int | None,
-        pad_requests: int | None,
         after: ForwardPlan | None,
         accepted: Tensor | None,
-        drafts: int,
-        chunks_apart: bool,
+        options: PlanOptions,
     ) -> ForwardPlan:
-        require_flag("chunks_apart", chunks_apart)
+        require_flag("chunks_apart", options["chunks_apart"])
         lane = self._free_lane()
         step = self._read_step(lane, steps, after, accepted)
+        return self._plan(lane, step, accepted, options)
+
+    def _plan(
+        self, lane: Lane, step: StepTokens, accepted: Tensor | None, options: PlanOptions
+    ) -> ForwardPlan:
+        """Takes blocks, and writes what the device needs to know. All or nothing."""
+        chunks_apart = options["chunks_apart"]
         is_cut = self.cut_replays and step_checks.cut_replays(
-            step, plain=after is None and not drafts and not chunks_apart
+            step, plain=step.before is None and not options["drafts"] and not chunks_apart
         )
-        check_step(
-            lane.buffers,
-            step.shape,
-            pad_tokens=pad_tokens,
-            pad_requests=pad_requests,
-            drafts=drafts,
-            chunks_apart=chunks_apart,
-        )
+        check_step(lane.buffers, step.shape, **options)
         growth = self._table.reserve_step(step.shape.requests, step.shape.slots, step.ends)
         try:  # the device first, the table of live requests last and at once
             for buffers in lane.both_buffers[: 1 + chunks_apart]:
                 buffers.wait()
             new_blocks = lane.buffers.fill_new_blocks(growth)
-            plan = make_plan(
-                lane,
-                step,
-                pad_tokens=pad_tokens,
-                pad_requests=pad_requests,
-                drafts=int(drafts),
-                chunks_apart=chunks_apart,
-            )
+            plan = make_plan(lane, step, **options)
             if is_cut:
                 plan.batch.cut_windows()
             if self._schema.model.draft_block:
@@ -280,9 +271,13 @@ class Steps:
         for lane in self._memory.lanes:
             if lane.number not in taken:
                 return lane
-        if len(taken) == 1:
-            raise PlanError(
-                "the previous plan is still open: commit or abandon it first, or build the manager "
-                "with max_open_plans=2"
-            )
-        raise PlanError(f"{len(taken)} plans are still open: commit or abandon one first")
+        _refuse_plan(len(taken))
+
+
+def _refuse_plan(taken: int) -> NoReturn:
+    if taken == 1:
+        raise PlanError(
+            "the previous plan is still open: commit or abandon it first, or build the manager "
+            "with max_open_plans=2"
+        )
+    raise PlanError(f"{taken} plans are still open: commit or abandon one first")

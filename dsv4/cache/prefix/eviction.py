@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 from dsv4.cache.prefix.node import PrefixNode
@@ -47,6 +47,37 @@ class Eviction:
             return None
         self._chosen_children[parent] = self._chosen_children.get(parent, 0) + 1
         return parent if self._chosen_children[parent] == parent.children else None
+
+    def walk(
+        self,
+        pop: Callable[[], PrefixNode | None],
+        push: Callable[[Sequence[PrefixNode]], None],
+        take: Callable[[Eviction, PrefixNode], None],
+    ) -> list[PrefixNode]:
+        """Goes through offered blocks until enough are chosen: `pop` gives the next one, no longer
+        offered, or None, `take` chooses one, and `push` offers those again that were passed over,
+        because no tier has them. Returns those that something holds, no longer offered."""
+        in_use: list[PrefixNode] = []
+        passed: list[PrefixNode] = []
+        most_passed = PASSED_OVER if self.has_tiers else 0
+        while not self.is_done:
+            node = pop()
+            if node is None and passed:  # no tier has the remaining ones
+                most_passed = 0
+                push(passed)
+                passed = []
+            elif node is None:
+                break
+            elif not self.is_leaf(node):
+                continue  # blocks come after it again: it is offered when they are gone
+            elif self.is_held(node):
+                in_use.append(node)
+            elif not node.stored and len(passed) < most_passed:
+                passed.append(node)
+            else:
+                take(self, node)
+        push(passed)
+        return in_use
 
 
 class EvictionPolicy(Protocol):
@@ -124,31 +155,19 @@ class LeastRecentlyUsed:
         return bool(node.queued)
 
     def choose(self, eviction: Eviction) -> None:
-        in_use: list[PrefixNode] = []
-        passed: list[PrefixNode] = []
-        most_passed = PASSED_OVER if eviction.has_tiers else 0
-        while not eviction.is_done and (self._leaves or passed):
-            if not self._leaves:  # no tier has the remaining ones
-                most_passed = 0
-                self._offer_all(passed)
-                passed = []
-            stamp, _, node = heapq.heappop(self._leaves)
-            node.queued = 0
-            if not eviction.is_leaf(node):
-                continue  # blocks come after it again: it is offered when they are gone
-            if stamp < node.last_use:
-                self.offer(node)
-            elif eviction.is_held(node):
-                in_use.append(node)
-            elif not node.stored and len(passed) < most_passed:
-                passed.append(node)
-            else:
-                self._take(eviction, node)
-        self._offer_all(passed)
         # being in use counts as a use: it will not be looked at first next time
-        for node in in_use:
+        for node in eviction.walk(self._pop, self._offer_all, self._take):
             self.used(node)
             self.offer(node)
+
+    def _pop(self) -> PrefixNode | None:
+        while self._leaves:
+            stamp, _, node = heapq.heappop(self._leaves)
+            node.queued = 0
+            if stamp == node.last_use:
+                return node
+            self.offer(node)  # used since
+        return None
 
     def _take(self, eviction: Eviction, node: PrefixNode) -> None:
         if node.parent is not None:  # a use of a block is a use of all before it
@@ -157,7 +176,7 @@ class LeastRecentlyUsed:
         if parent is not None:
             self.offer(parent)
 
-    def _offer_all(self, nodes: list[PrefixNode]) -> None:
+    def _offer_all(self, nodes: Sequence[PrefixNode]) -> None:
         for node in nodes:
             self.offer(node)
 

@@ -18,12 +18,12 @@ from __future__ import annotations
 import heapq
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from itertools import count, islice
 from typing import Literal
 
 from dsv4.cache.prefix.costs import Costs
-from dsv4.cache.prefix.eviction import PASSED_OVER, Eviction
+from dsv4.cache.prefix.eviction import Eviction
 from dsv4.cache.prefix.node import PrefixNode
 
 PER_PRIORITY = 4.0  # how much more a block is worth with each step of priority
@@ -315,28 +315,9 @@ class Retention:
             heapq.heappush(heap, (node.last_use, node.queued, node))
 
     def choose(self, eviction: Eviction) -> None:
-        in_use: list[PrefixNode] = []
-        passed: list[PrefixNode] = []
-        most_passed = PASSED_OVER if eviction.has_tiers else 0
         self._catch_up()
         self._end_floors()
-        while not eviction.is_done:
-            node = self._pop_least()
-            if node is None and passed:  # no tier has the remaining ones
-                most_passed = 0
-                self._push_all(passed)
-                passed = []
-            elif node is None:
-                break
-            elif not eviction.is_leaf(node):
-                continue  # blocks come after it again: it is offered when they are gone
-            elif eviction.is_held(node):
-                in_use.append(node)
-            elif not node.stored and len(passed) < most_passed:
-                passed.append(node)
-            else:
-                self._take(eviction, node)
-        self._push_all(passed)
+        in_use = eviction.walk(self._pop_least, self._push_all, self._take)
         # being in use counts as a use: it will not be looked at first next time
         self._clock += 1
         for node in in_use:
@@ -400,7 +381,7 @@ class Retention:
     def _kind(self, node: PrefixNode) -> int:
         return kind_of(node.turns, (node.depth + 1) * self.costs.block_tokens)
 
-    def _push_all(self, nodes: list[PrefixNode]) -> None:
+    def _push_all(self, nodes: Sequence[PrefixNode]) -> None:
         for node in nodes:
             self._push(node)
 

@@ -297,10 +297,7 @@ class StepIds:
     ) -> StepIds:
         """Raises InvalidInput if they do not fit the step, or contradict what is known."""
         if len(ids) != plan.num_tokens:
-            raise InvalidInput(
-                f"{len(ids)} token ids for a step of {plan.num_tokens} tokens: give all of them, "
-                f"in the order of the plan"
-            )
+            _refuse_count(len(ids), plan.num_tokens)
         starts, known = plan.starts, recent.known.take(plan.slots)
         has_gaps = False
         if np.count_nonzero(starts != known):
@@ -319,6 +316,12 @@ class StepIds:
             self.recent.learn(plan.slots, plan.starts, ends, self.ids, plan.shape.token_rows)
         for trail, start, span in self.apart:
             trail.learn(start, span)
+
+
+def _refuse_count(ids: int, tokens: int) -> NoReturn:
+    raise InvalidInput(
+        f"{ids} token ids for a step of {tokens} tokens: give all of them, in the order of the plan"
+    )
 
 
 def _of_row(plan: ForwardPlan, kept: Positions, ids: Ids, row: int) -> tuple[TokenTrail, int, Ids]:

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from dsv4.cache.memory import Lane
 from dsv4.cache.prefix.trail import TokenIds
-from dsv4.cache.prepare_forward import ForwardPlan
-from dsv4.cache.residency.residency import Residency, StepEntries
+from dsv4.cache.prepare_forward import ForwardPlan, PlanOptions
+from dsv4.cache.residency.residency import Residency
 from dsv4.cache.step import overlap
-from dsv4.cache.step.checks import Step
 from dsv4.cache.step.shape import StepTokens
 from dsv4.cache.steps import Steps
 
@@ -26,40 +25,28 @@ class ResidentSteps(Steps):
     def __init__(self, *parts: Any, residency: Residency, **options: Any) -> None:
         super().__init__(*parts, **options)
         self._residency = residency
-        self._taken: StepEntries | None = None
 
-    def prepare(self, steps: Sequence[Step], **options: Any) -> ForwardPlan:
-        self._taken = None
+    def _plan(
+        self, lane: Lane, step: StepTokens, accepted: Tensor | None, options: PlanOptions
+    ) -> ForwardPlan:
+        residency = self._residency
+        taken = residency.take_step(step, None if step.before is None else step.before.plan)
         try:
-            plan = super().prepare(steps, **options)
+            plan = super()._plan(lane, step, accepted, options)
         except Exception:
-            if self._taken is not None:
-                self._residency.cancel_step(self._taken)
+            residency.cancel_step(taken)
             raise
-        taken = self._taken
-        assert taken is not None
         try:
             if plan.prefill is not None:
-                self._residency.stage(plan.prefill, self._memory.lanes[plan.lane])
-            self._residency.place_step(taken)
+                residency.stage(plan.prefill, lane)
+            residency.place_step(taken)
         except Exception:
-            self._residency.cancel_step(taken)
+            residency.cancel_step(taken)
             super().abandon(plan)
             for request, held in zip(plan.requests, taken.held, strict=True):
                 self._table.cut(request, held)
             raise
         return plan
-
-    def _read_step(
-        self,
-        lane: Lane,
-        steps: Sequence[Step],
-        after: ForwardPlan | None,
-        accepted: Tensor | None,
-    ) -> StepTokens:
-        step = super()._read_step(lane, steps, after, accepted)
-        self._taken = self._residency.take_step(step, after)
-        return step
 
     def commit(
         self,

@@ -86,14 +86,18 @@ def whole_replays(plan: ForwardPlan, kept: I64, reused: I64) -> None:
 
 def open_plan(plan: ForwardPlan, expected: Sequence[ForwardPlan]) -> None:
     """PlanError unless `plan` is one of the manager's open ones."""
+    if not isinstance(plan, ForwardPlan) or plan.done or plan not in expected:
+        _refuse_ended(plan)
+
+
+def _refuse_ended(plan: object) -> NoReturn:
     if not isinstance(plan, ForwardPlan | Batch):
         raise PlanError(f"{plan!r} is not a plan: take what prepare_forward returned")
     if plan.done:
         raise PlanError("this plan is over: prepare a new one for each step")
     if isinstance(plan, Batch):
         raise PlanError("this belongs to a plan: give the plan that prepare_forward returned")
-    if plan not in expected:
-        raise PlanError("this plan belongs to another manager")
+    raise PlanError("this plan belongs to another manager")
 
 
 def bound(layer: int, batch: Batch, open_plans: Sequence[ForwardPlan]) -> None:
