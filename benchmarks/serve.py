@@ -1,117 +1,391 @@
-"""How fast `dsv4 serve` answers: time to the first token, between tokens, and tokens a second.
+"""How fast `dsv4 serve` answers: time to the first piece, between pieces, tokens a second.
 
-    python -m benchmarks.serve [--tokens 32] [--clients 1 8 32]
+    pip install --target DIR --no-deps accelerate psutil      # which transformers' server needs
+    python -m benchmarks.serve --packages DIR [--clients 1 8 32]
+    python -m benchmarks.serve --table                         # what docs/serve.md has
 
-The stand-in on this machine's CPU, over loopback with httpx, next to prompts of the same length one
-after another on an engine without HTTP. Prints a table and one JSON line; writes nothing. Figures
-of one run on a machine that does other work say little.
+In one run, with the demo model, which both sides read: `dsv4 serve` and `transformers serve` with
+several clients, the engine and transformers' `generate` one question after another, and what a step
+costs while a page watches `/cache/events`. Servers are processes of their own on the same CPU as
+the clients, with one thread for torch. All get the same questions, which are shorter than a block,
+so nothing of them is reused. Tokens are counted by the model's tokenizer. Appends to
+benchmarks/results/serve.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
+import re
 import socket
 import statistics
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from importlib.resources import files
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
-import uvicorn
 
 from dsv4.cache.prefix.options import PrefixOptions
+from dsv4.demo_model.checkpoint import Checkpoint
 from dsv4.engine import Engine
-from dsv4.serve.app import make_app, make_state
-from dsv4.serve.models import Room, StandIn
-from dsv4.serve.options import ServerOptions
+from dsv4.serve.demo import ServedDemo
+from dsv4.serve.models import Room, decode
 
-PROMPT_TOKENS = 100
-
-
-def prompt(nth: int) -> str:
-    """No two begin alike."""
-    return f"{nth:06d} ".ljust(PROMPT_TOKENS, "x")
-
-
-def sequential(count: int, tokens: int) -> dict[str, float]:
-    """One after another, without HTTP."""
-    model = StandIn()
-    room = Room(max_requests=1, max_context=2048, max_step_tokens=512, prefix=PrefixOptions())
-    opened = model.open(room)
-    engine = Engine(model=opened.model, manager=opened.manager)
-    begun = time.perf_counter()
-    for nth in range(count):
-        engine.submit(model.tokenizer.encode(prompt(nth)), tokens)
-        engine.run()
-    return {"tokens_per_s": count * tokens / (time.perf_counter() - begun)}
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "serve.jsonl"
+MODEL = Path(str(files("dsv4") / "data" / "demo_model"))
+DSV4, TRANSFORMERS = "`dsv4 serve`", "`transformers serve`"
+ENGINE, GENERATE = "`dsv4.engine`, one after another", "`generate`, one after another"
+WATCHED = "watched"
+MOST_TOKENS = 96
+ALONE = 16  # questions of a run without clients, and the fewest of one with them
+IDLE_LOAD = 0.3  # of other processes, above which a machine is called busy
+START_S = 300.0
+ROUNDS = 3
+PACKAGES: list[str] = []  # a directory with what transformers' server needs besides
 
 
-def ask(url: str, nth: int, tokens: int) -> list[float]:
-    """When each piece of the answer came, from the request on."""
-    body = {
-        "model": "stand-in",
-        "prompt": prompt(nth),
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "logprobs": 0,  # so that a token without whole characters is sent too
+@contextmanager
+def process(*command: str, stdout: int = subprocess.DEVNULL) -> Iterator[subprocess.Popen[str]]:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *PACKAGES]),
     }
-    begun, times = time.perf_counter(), list[float]()
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=600) as stream:
+    started = subprocess.Popen(
+        command, stdout=stdout, stderr=subprocess.DEVNULL, text=True, env=environment
+    )
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.wait()
+
+
+@contextmanager
+def dsv4_server(most: int) -> Iterator[tuple[str, str, int]]:
+    """Its address, the name of its model, its process."""
+    command = (sys.executable, "-m", "dsv4.cli", "serve", "--port", "0")
+    options = ("--max-requests", str(most))
+    with process(*command, *options, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        found = re.search(r" at (http://\S+)", server.stdout.readline())
+        assert found is not None
+        yield wait_for(found[1]), "dsv4-demo", server.pid
+
+
+@contextmanager
+def transformers_server(most: int) -> Iterator[tuple[str, str, int]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = (str(Path(sys.executable).parent / "transformers"), "serve", "--port", str(port))
+    with process(*command, "--host", "127.0.0.1", "--device", "cpu", str(MODEL)) as server:
+        yield wait_for(f"http://127.0.0.1:{port}"), str(MODEL), server.pid
+
+
+def wait_for(url: str) -> str:
+    """Until the server answers; its address."""
+    until = time.monotonic() + START_S
+    while True:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).is_success:
+                return url
+        except httpx.TransportError:
+            pass
+        if time.monotonic() > until:
+            raise TimeoutError(f"no answer from {url} within {START_S:g} s")
+        time.sleep(0.2)
+
+
+# ---- what is measured ----------------------------------------------------------------------------
+
+
+def ask(url: str, model: str, question: str) -> tuple[list[float], str]:
+    """When each piece of the answer came, from the request on, and the answer."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": MOST_TOKENS,
+        "temperature": 0,
+        "stream": True,
+    }
+    begun, times, text = time.perf_counter(), list[float](), ""
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=600) as stream:
         for line in stream.iter_lines():
-            if line.startswith("data: {"):
+            if not line.startswith("data: {"):
+                continue
+            choices = json.loads(line[6:]).get("choices") or [{}]
+            said = choices[0].get("delta", {}).get("content")
+            if said:
                 times.append(time.perf_counter() - begun)
-    return times
+                text += said
+    return times, text
 
 
-def served(url: str, clients: int, tokens: int, first: int) -> dict[str, float]:
+def served(url: str, model: str, clients: int, demo: Checkpoint) -> dict[str, Any]:
+    """Each client asks one question after another."""
+    questions = asked(demo, max(ALONE, 2 * clients))
     begun = time.perf_counter()
     with ThreadPoolExecutor(clients) as threads:
-        found = [*threads.map(lambda nth: ask(url, first + nth, tokens), range(clients))]
+        found = [*threads.map(lambda question: ask(url, model, question), questions)]
     seconds = time.perf_counter() - begun
-    firsts = [times[0] for times in found]
-    gaps = [b - a for times in found for a, b in pairwise(times)]
+    firsts = [times[0] for times, _ in found if times]
+    gaps = [b - a for times, _ in found for a, b in pairwise(times)]
     return {
-        **{f"first_ms_p{p}": 1e3 * percentile(firsts, p) for p in (50, 90, 99)},
-        **{f"between_ms_p{p}": 1e3 * percentile(gaps, p) for p in (50, 90, 99)},
-        "tokens_per_s": clients * tokens / seconds,
+        **totals(demo, questions, [text for _, text in found], seconds),
+        **{f"first_ms_p{p}": round(1e3 * percentile(firsts, p), 2) for p in (50, 90, 99)},
+        **{f"between_ms_p{p}": round(1e3 * percentile(gaps, p), 2) for p in (50, 90, 99)},
     }
 
 
-def percentile(values: list[float], percent: int) -> float:
+def asked(demo: Checkpoint, count: int) -> list[str]:
+    known = [*demo.answers]
+    return [known[nth % len(known)] for nth in range(count)]
+
+
+def totals(
+    demo: Checkpoint, questions: Sequence[str], texts: Sequence[str], seconds: float
+) -> dict[str, Any]:
+    tokens = sum(len(demo.tokenizer.encode(text)) for text in texts)
+    return {
+        "questions": len(questions),
+        "right": sum(demo.answers[q] == t.strip() for q, t in zip(questions, texts, strict=True)),
+        "tokens_per_s": round(tokens / seconds, 1),
+    }
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
     if len(values) < 2:
         return values[0]
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=32)
+def with_engine(demo: Checkpoint) -> dict[str, Any]:
+    served_demo, questions, texts = ServedDemo(), asked(demo, ALONE), list[str]()
+    room = Room(max_requests=1, max_context=4096, max_step_tokens=512, prefix=PrefixOptions())
+    opened, words = served_demo.open(room), served_demo.tokenizer
+    engine = Engine(model=opened.model, manager=opened.manager, drafts=0)
+    begun = time.perf_counter()
+    for question in questions:
+        ids = served_demo.chat_tokens([{"role": "user", "content": question}])
+        job = engine.submit(ids, MOST_TOKENS, stop_tokens=words.end_tokens)
+        engine.run()
+        texts.append(decode(words, [t for t in job.generated if t not in words.end_tokens]))
+    return totals(demo, questions, texts, time.perf_counter() - begun)
+
+
+def with_generate(demo: Checkpoint) -> dict[str, Any]:
+    from transformers import AutoTokenizer, DeepseekV4ForCausalLM
+
+    model: Any = DeepseekV4ForCausalLM
+    model, words = model.from_pretrained(MODEL).eval(), AutoTokenizer.from_pretrained(MODEL)
+    questions, texts = asked(demo, ALONE), list[str]()
+    begun = time.perf_counter()
+    for question in questions:
+        chat = [{"role": "user", "content": question}]
+        ids = words.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=False
+        )
+        found = model.generate(ids, max_new_tokens=MOST_TOKENS, do_sample=False)
+        texts.append(words.decode(found[0, ids.shape[1] :], skip_special_tokens=True))
+    return totals(demo, questions, texts, time.perf_counter() - begun)
+
+
+def watching(rounds: int = 25, steps_s: float = 1.0) -> dict[str, Any]:
+    """Processor time of the server a step, while eight requests decode: with one page that watches
+    and without, in turns, so that both see the same machine."""
+    with dsv4_server(8) as (url, model, pid), httpx.Client(base_url=url, timeout=600) as client:
+        found: dict[bool, list[float]] = {False: [], True: []}
+        stop = threading.Event()
+
+        def talk(nth: int) -> None:
+            while not stop.is_set():
+                body = {"model": model, "prompt": f"{nth} x" * 40, "max_tokens": 1500}
+                try:
+                    with client.stream(
+                        "POST", "/v1/completions", json=body | {"ignore_eos": True, "stream": True}
+                    ) as answer:
+                        for _ in answer.iter_lines():
+                            if stop.is_set():
+                                return
+                except httpx.TransportError:
+                    return
+
+        talkers = [threading.Thread(target=talk, args=(nth,)) for nth in range(8)]
+        for talker in talkers:
+            talker.start()
+        time.sleep(2 * steps_s)
+        for nth in range(2 * rounds):
+            if nth % 2:
+                enough = threading.Event()
+                reader = threading.Thread(target=watch, args=(url, enough))
+                reader.start()
+                found[True].append(a_step(client, pid, steps_s))
+                enough.set()
+                reader.join()
+            else:
+                found[False].append(a_step(client, pid, steps_s))
+        stop.set()
+        for talker in talkers:
+            talker.join()
+    longer = [b / a - 1 for a, b in zip(found[False], found[True], strict=True)]
+    return {
+        "step_us": round(1e6 * statistics.mean(found[False]), 1),
+        "watched_step_us": round(1e6 * statistics.mean(found[True]), 1),
+        "longer_percent": round(100 * statistics.mean(longer), 2),
+        "error_percent": round(100 * statistics.stdev(longer) / rounds**0.5, 2),
+    }
+
+
+def watch(url: str, enough: threading.Event) -> None:
+    """Reads events until it is enough; one comes at least each second."""
+    with httpx.stream("GET", f"{url}/cache/events", timeout=60) as events:
+        for _ in events.iter_raw():
+            if enough.is_set():
+                return
+
+
+def a_step(client: httpx.Client, pid: int, seconds: float) -> float:
+    """Processor time of the server for one step, over some seconds."""
+
+    def both() -> tuple[float, int]:
+        steps = client.get("/cache/state").json()["step"]
+        ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK"), steps
+
+    cpu, steps = both()
+    time.sleep(seconds)
+    later_cpu, later_steps = both()
+    return (later_cpu - cpu) / (later_steps - steps)
+
+
+# ---- the record ----------------------------------------------------------------------------------
+
+
+def measured(clients: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """All take turns, `ROUNDS` times, so that other work of the machine disturbs each as much; of
+    each the round with the median rate counts."""
+    demo, most = Checkpoint.load(), max(clients)
+    with dsv4_server(most) as (ours, our_name, _), transformers_server(most) as (their, name, _):
+        servers = {DSV4: (ours, our_name), TRANSFORMERS: (their, name)}
+        for url, model in servers.values():
+            ask(url, model, "What is dsv4?")
+        alone: dict[str, Callable[[], dict[str, Any]]] = {
+            ENGINE: lambda: with_engine(demo),
+            GENERATE: lambda: with_generate(demo),
+        }
+        yield from in_turns({(system, 1): run for system, run in alone.items()})
+        for count in clients:
+            yield from in_turns(
+                {
+                    (system, count): partial(served, url, model, count, demo)
+                    for system, (url, model) in servers.items()
+                }
+            )
+    yield {"system": WATCHED, **watching()}
+
+
+def in_turns(runs: Mapping[tuple[str, int], Callable[[], dict[str, Any]]]) -> Iterator[Any]:
+    found = [[(key, run()) for key, run in runs.items()] for _ in range(ROUNDS)]
+    for nth, (system, clients) in enumerate(runs):
+        rounds = sorted((each[nth][1] for each in found), key=lambda row: row["tokens_per_s"])
+        yield {"system": system, "clients": clients, **rounds[ROUNDS // 2]}
+
+
+def machine() -> dict[str, Any]:
+    """Where and when, and what else the machine did: processes that ran before this began."""
+    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit.stdout.strip(),
+        "processor": platform.machine() if found is None else found[1],
+        "cores": os.cpu_count(),
+        "load_before": round(os.getloadavg()[0], 1),
+        "versions": {name: version(name) for name in ("dsv4", "torch", "transformers")},
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Of the newest run, for docs/serve.md."""
+    last = rows[-1]["run"]
+    rows = [row for row in rows if row["run"] == last]
+    lines = [
+        "| | clients | to the first piece, ms: p50, p90, p99 | between pieces, ms: p50, p90, p99 "
+        "| tokens a second | right answers |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row["system"] == WATCHED:
+            continue
+        times = [
+            ", ".join(f"{row[f'{kind}_ms_p{p}']:.1f}" for p in (50, 90, 99))
+            if f"{kind}_ms_p50" in row
+            else ""
+            for kind in ("first", "between")
+        ]
+        right = f"{row['right']} of {row['questions']}"
+        cells = (row["system"], row["clients"], *times, f"{row['tokens_per_s']:.0f}", right)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def paragraph(rows: Sequence[dict[str, Any]]) -> str:
+    """Where the newest run was, and what a watching page cost, for docs/serve.md."""
+    run, (watched, *_) = rows[-1]["run"], [row for row in rows[::-1] if row["system"] == WATCHED]
+    load = run["load_before"]
+    busy = f"busy with other work (load {load:g} before the run)" if load > IDLE_LOAD else "idle"
+    versions = ", ".join(f"{name} {found}" for name, found in run["versions"].items())
+    return (
+        f"Measured {run['date']} at commit {run['commit']} on {run['cores']} cores "
+        f"({run['processor']}), {busy}; {versions}. A step of eight requests took "
+        f"{watched['step_us']:,.0f} µs of processor time, and with a page that watched "
+        f"{watched['watched_step_us']:,.0f} µs ({watched['longer_percent']:+.1f} %, "
+        f"with a standard error of {watched['error_percent']:.1f}).\n"
+    )
+
+
+def read() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.serve")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
-    options = parser.parse_args()
+    parser.add_argument("--packages", type=Path, help="a directory with accelerate and psutil")
+    parser.add_argument("--table", action="store_true", help="print the table of the newest run")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    if options.table:
+        rows = read()
+        print(f"{paragraph(rows)}\n{table(rows)}")
+        return
+    if options.packages is not None:
+        PACKAGES.append(str(options.packages.resolve()))
     torch.set_num_threads(1)
-    results: dict[str, Any] = {"sequential": sequential(8, options.tokens)}
-    state = make_state(StandIn(), ServerOptions(max_requests=32))
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(make_app(state), log_config=None, access_log=False))
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    httpx.Client(transport=httpx.HTTPTransport(retries=20)).get(f"{url}/ready")
-    ask(url, 999_999, 2)
-    for nth, clients in enumerate(options.clients):
-        results[f"{clients} clients"] = served(url, clients, options.tokens, 1000 * (nth + 1))
-    server.should_exit = True
-    thread.join()
-    for name, found in results.items():
-        shown = ", ".join(f"{key} {value:.1f}" for key, value in found.items())
-        print(f"{name:>12}: {shown}")
-    print(json.dumps(results))
+    run = machine()
+    with options.results.open("a", encoding="utf-8") as file:
+        for row in measured(options.clients):
+            print(json.dumps(row), flush=True)
+            file.write(json.dumps({**row, "run": run}) + "\n")
 
 
 if __name__ == "__main__":

@@ -150,6 +150,7 @@ def commands() -> dict[str, object]:
     asked += [["plan", "v4-flash", "--memory", "80GiB", "--step-tokens", "8192"]]
     results = str(ROOT / "benchmarks/results/h200.jsonl")
     asked += [["bench", "--compare", results, results]]
+    asked += [["simulate", str(ROOT / "tests/data/load.jsonl"), "--memory", "4GB"]]
     asked += [["verify"], ["verify", "--backend", "triton"], ["demo"], ["serve"]]
     asked += [["store", "ls", "."], ["plan", "tiny", "--plot", "x.png"]]
     return run_bare(COMMANDS, asked)
@@ -161,8 +162,9 @@ def commands() -> dict[str, object]:
         ("--version", f"dsv4 {dsv4.__version__}"),
         ("plan v4-flash --memory 80GiB --context 1M", "23 requests"),
         (f"bench --compare {ROOT}/benchmarks/results/h200.jsonl", "B / A"),
+        (f"simulate {ROOT}/tests/data/load.jsonl", "40 requests"),
     ],
-    ids=["version", "plan", "bench"],
+    ids=["version", "plan", "bench", "simulate"],
 )
 def test_commands_of_the_base_package(command: str, printed: str) -> None:
     ((code, out, err),) = (each for name, each in commands().items() if name.startswith(command))

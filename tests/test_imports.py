@@ -47,6 +47,7 @@ TORCH_FREE = {
     "dsv4.cache.requests",
     "dsv4.cache.hot_rows",
     "dsv4.cache.prefix.blocks",
+    "dsv4.cache.prefix.caching",
     "dsv4.cache.prefix.eviction",
     "dsv4.cache.prefix.index",
     "dsv4.cache.prefix.node",

@@ -133,7 +133,7 @@ def train(out: Path, *, seed: int) -> None:
                 f"{step} loss {float(loss.detach()):.3f} right {part:.2f} {seconds:.0f} s",
                 flush=True,
             )
-        if (step + 1) % 100 == 0:
+        if (step + 1) % 100 == 0 or step + 1 == STEPS:
             write(out, weights, {"seed": seed, "steps": step + 1, "of_steps": STEPS})
 
 

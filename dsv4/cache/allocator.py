@@ -48,6 +48,11 @@ class BlockAllocator:
     def in_flight(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def in_host_only(self) -> list[int]:
+        """Blocks whose entries are in host memory and not on the device (docs/residency.md)."""
+        return []
+
     def references(self, block_id: int) -> int:
         """How many requests hold the block."""
         return self._references[self._known(block_id)]

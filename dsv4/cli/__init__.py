@@ -12,6 +12,7 @@ from dsv4.cli.bench import bench_command
 from dsv4.cli.demo import demo_command
 from dsv4.cli.plan import plan_command
 from dsv4.cli.serve import serve_command
+from dsv4.cli.simulate import simulate_command
 from dsv4.cli.store import store_app
 from dsv4.cli.verify import verify_command
 
@@ -24,6 +25,7 @@ app.command("bench")(bench_command)
 app.command("demo")(demo_command)
 app.command("plan")(plan_command)
 app.command("serve")(serve_command)
+app.command("simulate")(simulate_command)
 app.add_typer(store_app, name="store")
 app.command("verify")(verify_command)
 

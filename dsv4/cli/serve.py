@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dsv4.cli.errors import reported_errors
+from dsv4.cli.keys import given_key
+from dsv4.errors import InvalidInput
 from dsv4.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
     from dsv4.serve.models import ServedModel
+    from dsv4.serve.options import EventOptions
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 Text = str | None
@@ -34,13 +37,42 @@ def serve_command(
         Text, typer.Option(help="For the cache on the device, like 40GiB. [default: as needed]")
     ] = None,
     host_memory: Annotated[
-        Text, typer.Option(help="Host memory for what does not fit on the device, like 64GiB.")
+        Text,
+        typer.Option(help="For entries of requests that do not fit on the device, like 256GiB."),
+    ] = None,
+    host_tier: Annotated[
+        Text, typer.Option(help="Host memory that keeps what is evicted from the device.")
     ] = None,
     disk: Annotated[
         Path | None,
         typer.Option(help="A directory that keeps conversations when the server ends."),
     ] = None,
     disk_size: Annotated[str, typer.Option(help="Most bytes of it.")] = "64GiB",
+    key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Has the key of names and records, in hex digits. [default: that of DSV4_KEY]"
+        ),
+    ] = None,
+    encrypt: Annotated[
+        bool, typer.Option("--encrypt", help="Encrypt what goes to the disk. Needs a key.")
+    ] = False,
+    events: Annotated[
+        Text,
+        typer.Option(help="Publish KV events for routers here, like tcp://127.0.0.1:5557."),
+    ] = None,
+    events_replay: Annotated[
+        Text, typer.Option(help="Where they ask for what they missed, like tcp://127.0.0.1:5558.")
+    ] = None,
+    events_topic: Annotated[str, typer.Option(help="Topic of the events.")] = "",
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain",
+            help="Say in each usage why no more was cached. Those who share a salt can find out "
+            "each other's prompts with that.",
+        ),
+    ] = False,
     context: Annotated[
         Text, typer.Option(help="Most tokens of a request. [default: the model's]")
     ] = None,
@@ -80,6 +112,11 @@ def serve_command(
         options = ServerOptions(
             memory_bytes=None if memory is None else parse_bytes(memory),
             host_memory_bytes=None if host_memory is None else parse_bytes(host_memory),
+            host_tier_bytes=None if host_tier is None else parse_bytes(host_tier),
+            cache_key=given_key(key_file),
+            encrypt=encrypt,
+            events=_events(events, events_replay, events_topic),
+            explain=explain,
             disk=disk,
             disk_bytes=parse_bytes(disk_size),
             api_key=api_key,
@@ -106,6 +143,17 @@ def serve_command(
         process.set_up_logs(as_json=json_logs)  # last: errors before leave them alone
         with suppress(KeyboardInterrupt):
             process.run(state, listener, announce)
+
+
+def _events(endpoint: Text, replay: Text, topic: str) -> EventOptions | None:
+    """Raises InvalidInput."""
+    from dsv4.serve.options import EventOptions
+
+    if endpoint is not None:
+        return EventOptions(endpoint=endpoint, replay=replay, topic=topic)
+    if replay is not None or topic:
+        raise InvalidInput("--events-replay and --events-topic are of events: give --events too")
+    return None
 
 
 def _model(path: str | None) -> ServedModel:

@@ -4,7 +4,6 @@ Torch-free."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 from dsv4.cli.errors import reported_errors
+from dsv4.cli.keys import given_key
 from dsv4.errors import InvalidInput
 from dsv4.units import format_bytes, parse_bytes
 
@@ -36,7 +36,6 @@ store_app = typer.Typer(
 )
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of a disk tier.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-KEY = "DSV4_KEY"  # the environment variable
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -241,11 +240,10 @@ def _parse_age(text: str) -> int:
 
 def _secret(key_file: Path | None) -> Secret | None:
     """Of the key in a file, or in DSV4_KEY; None without either. Raises InvalidInput."""
-    from dsv4.tiers.secret import Secret, read_key
+    from dsv4.tiers.secret import Secret
 
-    if key_file is not None:
-        return Secret(read_key(file=key_file))
-    return Secret(read_key(environment=KEY)) if KEY in os.environ else None
+    key = given_key(key_file)
+    return None if key is None else Secret(key)
 
 
 @contextmanager

@@ -7,12 +7,14 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from dsv4.cache.prefix.explain import Explanation
 from dsv4.cache.prefix.hints import MOST_PRIORITY, Hints
 from dsv4.engine import Job
 from dsv4.errors import InvalidInput
@@ -130,7 +132,7 @@ class Answer:
 
     def _submit(self, questions: Sequence[Question], terms: Terms) -> None:
         words, longest = self.model.tokenizer.vocabulary, self.model.max_context
-        longest = min(longest, self.runner.manager.schema.max_context)
+        longest = min(longest, self.runner.most_tokens)
         jobs = list[tuple[Question, int]]()
         for question in questions:
             ids, bias = question.ids, question.sampling.logit_bias
@@ -235,6 +237,13 @@ def total(usages: Sequence[Usage]) -> Usage:
     """Of one prompt with several answers: the prompt counts once, as its first answer found it."""
     first = usages[0]
     return replace(first, generated_tokens=sum(each.generated_tokens for each in usages))
+
+
+def cache_debug(explanations: Sequence[Explanation]) -> dict[str, Any]:
+    """Why no more was cached, for each prompt; nothing on a server that does not explain."""
+    if not explanations:
+        return {}
+    return {"cache_debug": [{"text": str(each), **each.to_dict()} for each in explanations]}
 
 
 async def _disconnect(request: Request) -> None:

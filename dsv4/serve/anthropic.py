@@ -13,7 +13,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from dsv4.errors import InvalidInput
-from dsv4.serve.answers import Answer, EventStream, Question, read_terms, require_model, sampling
+from dsv4.serve.answers import (
+    Answer,
+    EventStream,
+    Question,
+    cache_debug,
+    read_terms,
+    require_model,
+    sampling,
+)
 from dsv4.serve.failures import as_api_error
 from dsv4.serve.generation import Piece, Usage
 from dsv4.serve.models import Message
@@ -146,13 +154,14 @@ def _end(piece: Piece, usage: Usage) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": piece.stopped_by, "usage": _usage(usage)}
 
 
-def _usage(usage: Usage) -> dict[str, int]:
+def _usage(usage: Usage) -> dict[str, Any]:
     """The prompt's tokens are in three parts: read from the cache, put there, and others."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens - usage.stored_tokens,
         "cache_read_input_tokens": usage.cached_tokens,
         "cache_creation_input_tokens": usage.stored_tokens,
         "output_tokens": usage.generated_tokens,
+        **cache_debug([] if usage.explanation is None else [usage.explanation]),
     }
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -17,18 +17,22 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from dsv4 import __version__
+from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.errors import Dsv4Error, InvalidInput
 from dsv4.serve import anthropic, openai, page
 from dsv4.serve.failures import ApiError, handle
 from dsv4.serve.guard import Guard
 from dsv4.serve.models import Room, ServedModel
-from dsv4.serve.options import ServerOptions
+from dsv4.serve.options import EventOptions, ServerOptions
 from dsv4.serve.runner import Runner
 from dsv4.serve.state import ServerState
 from dsv4.tiers.disk import DiskTier
 from dsv4.tiers.host import HostTier
 from dsv4.tiers.tier import Tier
+
+if TYPE_CHECKING:
+    from dsv4.events.publisher import EventPublisher
 
 LOGGER = logging.getLogger("dsv4.serve")
 CLOSE_S = 10.0
@@ -60,17 +64,41 @@ def make_state(model: ServedModel, options: ServerOptions) -> ServerState:
         max_context=longest,
         max_step_tokens=options.max_step_tokens,
         memory_bytes=options.memory_bytes,
-        prefix=PrefixOptions(model_id=model.weights_id),
+        host_memory_bytes=options.host_memory_bytes,
+        prefix=PrefixOptions(
+            model_id=model.weights_id, key=options.cache_key, encrypt=options.encrypt
+        ),
         tiers=tiers,
     )
-    runner = Runner(model.open(room), most_waiting=options.max_waiting, tiers=tiers)
+    try:
+        opened = model.open(room)
+        runner = Runner(
+            opened,
+            most_waiting=options.max_waiting,
+            tiers=tiers,
+            explains=options.explain,
+            publisher=_publisher(opened.manager, options.events),
+        )
+    except BaseException:
+        for tier in tiers:
+            tier.close(1.0)
+        raise
     return ServerState(model=model, runner=runner, options=options)
+
+
+def _publisher(manager: KVCacheManager, events: EventOptions | None) -> EventPublisher | None:
+    """Raises MissingExtra without the extra `events`, InvalidInput."""
+    if events is None:
+        return None
+    from dsv4.events.publisher import EventPublisher
+
+    return EventPublisher(manager, events.endpoint, replay=events.replay, topic=events.topic)
 
 
 def _tiers(options: ServerOptions) -> list[Tier]:
     tiers = list[Tier]()
-    if options.host_memory_bytes is not None:
-        tiers.append(HostTier(options.host_memory_bytes))
+    if options.host_tier_bytes is not None:
+        tiers.append(HostTier(options.host_tier_bytes))
     if options.disk is not None:
         options.disk.parent.mkdir(parents=True, exist_ok=True)
         tiers.append(DiskTier(options.disk, options.disk_bytes))

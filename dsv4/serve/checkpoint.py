@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.options import ManagerOptions
+from dsv4.cache.residency.sizes import needed_entry_rows
 from dsv4.errors import Dsv4Error, InvalidInput, PoolTooSmall
 from dsv4.integrations.transformers.accelerate import accelerate
 from dsv4.integrations.transformers.engine import _Model
@@ -115,10 +118,26 @@ class Checkpoint:
 
     def open(self, room: Room) -> Opened:
         """All requests fit at once. Raises PoolTooSmall if that is more than the memory given."""
-        model, needed = self._model, None
-        schema = cache_schema(model, max_context=room.max_context, records="fp8_ds")
+        model = self._model
+        schema = cache_schema(
+            model,
+            max_context=room.max_context,
+            records="fp8_ds",
+            entries_apart=room.entries_apart,
+        )
         blocks = room.max_requests * (schema.blocks_for(room.max_context) + 1)
         needed = blocks * schema.block_bytes + room.max_requests * schema.slot_bytes
+        options: ManagerOptions = {
+            "max_step_tokens": room.max_step_tokens,
+            "max_open_plans": 1,
+            "prefix": room.prefix,
+            "host_memory": room.host_memory_bytes,
+            "device": model.device,
+        }
+        needed += KVCacheManager.other_bytes(schema, max_requests=room.max_requests, **options)
+        if room.entries_apart:
+            rows = needed_entry_rows(schema, options, max_requests=room.max_requests)
+            needed += min(blocks, rows) * schema.entries_bytes
         if room.memory_bytes is not None and needed > room.memory_bytes:
             raise PoolTooSmall(
                 f"{room.max_requests} requests of {room.max_context:,} tokens need "
@@ -133,6 +152,7 @@ class Checkpoint:
             max_step_tokens=room.max_step_tokens,
             prefix=room.prefix,
             tiers=room.tiers,
+            host_memory=room.host_memory_bytes,
         )
         forward: FastForward = vars(model.model)["forward"]
 

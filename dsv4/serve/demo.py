@@ -63,6 +63,8 @@ class ServedDemo:
 
     def open(self, room: Room) -> Opened:
         network = self._checkpoint.network
-        schema = CacheSchema.build(network.spec, max_context=room.max_context)
+        schema = CacheSchema.build(
+            network.spec, max_context=room.max_context, entries_apart=room.entries_apart
+        )
         manager = open_cache(schema, room)
         return Opened(model=CachedModel(network, manager), manager=manager)

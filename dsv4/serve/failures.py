@@ -103,6 +103,8 @@ def _of_validation(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong. What was sent is not repeated."""
     first = error.errors()[0]
     where = [str(part) for part in first["loc"] if part not in ("body", "query", "header")]
+    if first["type"] == "extra_forbidden":
+        where.append(first["msg"])
     param = ".".join(where) or None
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not JSON", code="json_invalid")

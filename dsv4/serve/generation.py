@@ -12,6 +12,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from dsv4.cache.prefix.explain import Explanation
 from dsv4.cache.prefix.hints import Hints
 from dsv4.engine import Job
 from dsv4.serve.grammar import Grammar
@@ -31,6 +32,7 @@ class Usage:
     host_tokens: int = 0  # of the cached ones
     storage_tokens: int = 0
     stored_tokens: int = 0  # of the prompt, in whole blocks that are cached now and were not
+    explanation: Explanation | None = None  # why no more was cached
 
     @property
     def device_tokens(self) -> int:
@@ -82,6 +84,7 @@ class Generation:
     stopped_by: str | None = None
     host_tokens: int = 0
     storage_tokens: int = 0
+    explanation: Explanation | None = None  # of its prompt, before it was admitted
     arrived_s: float = field(default_factory=time.monotonic)
     last_s: float | None = None
     newest: TokenLogprob | None = None  # of the token that this step chose

@@ -53,7 +53,7 @@ class Grammars:
             raise InvalidInput(f"the JSON schema cannot be followed: {error}") from error
         matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0)
         if matcher.is_error():
-            raise InvalidInput(f"the JSON schema cannot be followed: {matcher.get_error()}")
+            raise InvalidInput(f"the JSON schema cannot be followed: {_first_line(matcher)}")
         return Grammar(matcher, self._vocabulary, self._ends)
 
 
@@ -69,7 +69,7 @@ class Grammar:
         """bool [vocabulary]; the end tokens once the answer may end. Raises InvalidInput."""
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise InvalidInput(f"the grammar has failed: {self._matcher.get_error()}")
+            raise InvalidInput(f"the grammar has failed: {_first_line(self._matcher)}")
         bits = np.unpackbits(words, bitorder="little", count=self._vocabulary)
         mask = torch.from_numpy(bits.astype(bool))
         mask[sorted(self._ends)] = self._matcher.is_accepting() or self._matcher.is_stopped()
@@ -81,3 +81,8 @@ class Grammar:
             if token in self._ends or self._matcher.is_stopped():
                 return
             self._matcher.consume_token(token)
+
+
+def _first_line(matcher: llguidance.LLMatcher) -> str:
+    """What is wrong; after it comes a picture of the parser."""
+    return str(matcher.get_error()).partition("\n")[0]

@@ -2,10 +2,10 @@
 
     /cache/state     everything, taken between two steps
     /cache/events    first the same; then at most `RATE_HZ` times a second the counters, and every
-                     request that runs; turns as they end; blocks as they are cached and evicted
+                     request that runs; the turns that have ended, and then the tree
 
-With no watcher a step costs nothing here. With one it costs a copy of counters, `RATE_HZ` times a
-second at most; what changed in the tree is read from the cache's own list of events.
+With no watcher a step costs nothing here. With any it costs a copy of counters, `RATE_HZ` times a
+second at most, and of the newest part of the tree when a turn has ended.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from dsv4.serve.generation import Generation
 from dsv4.serve.runner import Runner
 
 RATE_HZ = 10.0
+MOST_SHARE = 0.01  # of the time of the thread that steps; events of a large cache come less often
 MOST_NODES = 512  # of the tree in a snapshot, the newest
 MOST_TURNS = 64
+MOST_BLOCKS = 2048  # of a request, and of those with entries in host memory: as the page draws
 MOST_BEHIND = 32  # events that wait for a slow watcher; then it gets a whole snapshot instead
 MOST_WATCHERS = 16
 
@@ -39,7 +41,7 @@ class Live:
         self._runner = runner
         self._turns: deque[dict[str, Any]] = deque(maxlen=MOST_TURNS)
         self._watchers: set[Watcher] = set()
-        self._last_s = 0.0
+        self._last_s, self._interval_s, self._is_due = 0.0, 1 / RATE_HZ, False
         self._key = secrets.token_bytes(16)
         self._new_turns: list[dict[str, Any]] = []
         runner.after_step.append(self._after_step)
@@ -88,6 +90,18 @@ class Live:
                 for tier in stats.tiers
             ],
         }
+        if stats.residency is not None:
+            away, entries = manager.table.allocator.in_host_only, stats.residency
+            found["blocks"]["in_host_memory"] = len(away)
+            found["entries"] = {
+                "host_bytes": entries.host_bytes,
+                "rows_total": entries.rows_total,
+                "rows_free": entries.rows_free,
+                "hits": entries.hits,
+                "misses": entries.misses,
+                "bytes_fetched": entries.bytes_fetched,
+                "in_host_memory": away[:MOST_BLOCKS],
+            }
         if stats.prefix is not None:
             prefix = stats.prefix
             found["prefix"] = {
@@ -120,7 +134,7 @@ class Live:
                 {"ratio": ratio, "entries": length // ratio, "unfinished_tokens": length % ratio}
                 for ratio in ratios
             ],
-            "blocks": list(request.block_ids),
+            "blocks": list(request.block_ids[:MOST_BLOCKS]),
         }
 
     def tree(self) -> dict[str, Any]:
@@ -159,23 +173,49 @@ class Live:
             "storage_tokens": data.storage_tokens,
             "generated_tokens": len(job.generated),
         }
+        if data.explanation is not None:  # the kind alone: not everybody who watches shares a salt
+            turn["missed_because"] = data.explanation.kind
         self._turns.append(turn)
         if self._watchers:
             self._new_turns.append(turn)
 
     def _after_step(self) -> None:
+        """An event if one is due. What happens sooner is in the next; after the last step of all
+        that one comes by itself."""
         if not self._watchers:
             return
-        now = time.monotonic()
-        is_idle = not self._runner.engine.jobs
-        if now - self._last_s < 1 / RATE_HZ and not is_idle and not self._new_turns:
-            return
-        self._last_s = now
+        if self._early_s <= 0:
+            self._send_changes()
+        elif not self._runner.engine.jobs and not self._is_due:
+            self._is_due = True
+            self._send_later()
+
+    @property
+    def _early_s(self) -> float:
+        return self._last_s + self._interval_s - time.monotonic()
+
+    def _send_later(self) -> None:
+        loop, call = self._runner.loop, self._runner.call
+        if loop is not None:
+            with suppress(RuntimeError):  # the loop has closed
+                loop.call_soon_threadsafe(loop.call_later, self._early_s, call, self._send_due)
+
+    def _send_due(self) -> None:
+        """Unless a step has sent it meanwhile."""
+        if self._is_due and self._early_s > 0:
+            self._send_later()
+        elif self._is_due:
+            self._send_changes()
+
+    def _send_changes(self) -> None:
+        begun_s = time.thread_time()
+        self._is_due, self._last_s = False, time.monotonic()
         turns, self._new_turns = self._new_turns, []
         event = {**self.counters(), "turns": turns}
-        if turns or is_idle:
+        if turns or not self._runner.engine.jobs:
             event["tree"] = self.tree()
         self._send(event)
+        self._interval_s = max(1 / RATE_HZ, (time.thread_time() - begun_s) / MOST_SHARE)
 
     def _send(self, event: dict[str, Any]) -> None:
         text = json.dumps(event)
@@ -210,6 +250,8 @@ class Live:
                 yield f"event: step\ndata: {text}\n\n"
         finally:
             self._watchers.discard(watcher)
+            if not self._watchers:
+                self._new_turns.clear()
 
     @property
     def is_full(self) -> bool:

@@ -80,14 +80,20 @@ class ServedModel(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
     """What a model may take for its cache. With `memory_bytes=None` all of `max_requests` requests
-    fit at once with `max_context` tokens each."""
+    fit at once with `max_context` tokens each. With `host_memory_bytes` entries may be in host
+    memory, and the schema keeps them apart."""
 
     max_requests: int
     max_context: int
     max_step_tokens: int
     memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
     prefix: PrefixOptions
     tiers: Sequence[Tier] = ()
+
+    @property
+    def entries_apart(self) -> bool:
+        return self.host_memory_bytes is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +114,7 @@ def open_cache(schema: CacheSchema, room: Room, *, device: str = "cpu") -> KVCac
         "device": device,
         "prefix": room.prefix,
         "tiers": room.tiers,
+        "host_memory": room.host_memory_bytes,
     }
     if room.memory_bytes is not None:
         return KVCacheManager.from_memory(schema, memory_bytes=room.memory_bytes, **options)
@@ -194,7 +201,9 @@ class StandIn:
     def open(self, room: Room) -> Opened:
         from dsv4.testing import EngineModel
 
-        schema = CacheSchema.build(ModelSpec.preset("tiny"), max_context=room.max_context)
+        schema = CacheSchema.build(
+            ModelSpec.preset("tiny"), max_context=room.max_context, entries_apart=room.entries_apart
+        )
         manager = open_cache(schema, room)
         model = EngineModel(manager, vocabulary=self.tokenizer.vocabulary)
         return Opened(model=model, manager=manager)

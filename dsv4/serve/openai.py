@@ -18,6 +18,7 @@ from dsv4.serve.answers import (
     EventStream,
     Question,
     Whole,
+    cache_debug,
     flat_content,
     read_terms,
     require_model,
@@ -226,6 +227,7 @@ def _usage(usages: Sequence[Usage]) -> dict[str, Any]:
     prompt = sum(each.prompt_tokens for each in usages)
     generated = sum(each.generated_tokens for each in usages)
     cached = sum(each.cached_tokens for each in usages)
+    explained = [each.explanation for each in usages if each.explanation is not None]
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
@@ -241,6 +243,7 @@ def _usage(usages: Sequence[Usage]) -> dict[str, Any]:
         },
         "prompt_cache_hit_tokens": cached,
         "prompt_cache_miss_tokens": prompt - cached,
+        **cache_debug(explained),
     }
 
 

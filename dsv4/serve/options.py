@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dsv4.errors import InvalidInput, is_number, is_whole, require_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EventOptions:
+    """Where KV events are published, for routers (docs/events.md)."""
+
+    endpoint: str
+    replay: str | None = None
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     """Limits and places. `memory_bytes` is for the cache on the device; without it all running
-    requests fit with the longest context. Raises InvalidInput."""
+    requests fit with the longest context. With `host_memory_bytes` entries of running requests may
+    be in host memory (docs/residency.md); `host_tier_bytes` and `disk` keep what leaves the device.
+    Raises InvalidInput."""
 
     memory_bytes: int | None = None
     host_memory_bytes: int | None = None
+    host_tier_bytes: int | None = None
     disk: Path | None = None
     disk_bytes: int = 1 << 36
-    api_key: str | None = None
+    cache_key: bytes | None = field(default=None, repr=False)  # of names and records
+    encrypt: bool = False  # what goes to the disk
+    events: EventOptions | None = None
+    explain: bool = False  # answers say why a prompt was not cached, with ids of the cached one
+    api_key: str | None = field(default=None, repr=False)
     allow_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ("*",)
     max_requests: int = 8  # that run at once
@@ -34,7 +50,8 @@ class ServerOptions:
         for name in ("max_requests", "max_step_tokens", "max_body_bytes", "max_connections"):
             require_count(name, getattr(self, name))
         require_count("max_waiting", self.max_waiting, at_least=0)
-        for name in ("memory_bytes", "host_memory_bytes", "max_context", "max_new_tokens"):
+        optional = ("memory_bytes", "host_memory_bytes", "host_tier_bytes")
+        for name in (*optional, "max_context", "max_new_tokens"):
             value = getattr(self, name)
             if value is not None and (not is_whole(value) or value < 1):
                 raise InvalidInput(f"{name}={value!r}: must be a whole number of at least 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
@@ -11,13 +12,16 @@ from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dsv4.errors import InvalidInput
+from dsv4.serve import turns
 from dsv4.serve.app import make_app
 from dsv4.serve.state import ServerState
 
 LOGGER = logging.getLogger("dsv4.serve")
 BACKLOG = 2048
+PATIENCE_S = 30.0
 
 
 class JsonLines(logging.Formatter):
@@ -31,7 +35,7 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        for name in ("method", "path", "status", "s"):
+        for name in ("method", "path", "status", "s", *turns.FIELDS):
             if hasattr(record, name):
                 shown[name] = getattr(record, name)
         if record.exc_info:
@@ -40,7 +44,7 @@ class JsonLines(logging.Formatter):
 
 
 def set_up_logs(*, as_json: bool) -> None:
-    """Logs of the server go to stderr."""
+    """Logs of the server go to stderr; as JSON with a line for each request that ended."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
     handler.setFormatter(JsonLines() if as_json else text)
@@ -48,6 +52,7 @@ def set_up_logs(*, as_json: bool) -> None:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.INFO if name == "dsv4" else logging.WARNING)
+    turns.TURNS.setLevel(logging.INFO if as_json else logging.WARNING)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -62,6 +67,40 @@ def listen(host: str, port: int) -> socket.socket:
 def address(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Connection(H11Protocol):
+    """Is cut when its client takes longer than `PATIENCE_S` to send the head of a request, or to
+    read the rest of a response that is over. (The limit of a request's time begins after its
+    head.)"""
+
+    _check: asyncio.TimerHandle | None = None
+    _idle_since_s = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._idle_since_s = self.loop.time()
+        self._check_later()
+
+    def on_response_complete(self) -> None:
+        self._idle_since_s = self.loop.time()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._check is not None:
+            self._check.cancel()
+        super().connection_lost(exc)
+
+    def _check_later(self) -> None:
+        self._check = self.loop.call_later(PATIENCE_S / 2, self._cut_if_late)
+
+    def _cut_if_late(self) -> None:
+        is_idle = self.cycle is None or self.cycle.response_complete
+        is_late = self.loop.time() - self._idle_since_s >= PATIENCE_S
+        if self.transport.is_closing() or (is_idle and is_late):
+            self.transport.abort()
+        else:
+            self._check_later()
 
 
 class _Server(uvicorn.Server):
@@ -85,9 +124,18 @@ def run(
 ) -> None:
     """Serves until a signal ends it. Running requests have `drain_s` to end. Raises
     KeyboardInterrupt when Ctrl-C was what ended it."""
+    if on_start is not None:
+        on_start(address(listener))
+    with listener:
+        _Server(config(state), state).run([listener])
+
+
+def config(state: ServerState) -> uvicorn.Config:
+    """How uvicorn runs it: h11 alone limits the head of a request."""
     options = state.options
-    config = uvicorn.Config(
+    return uvicorn.Config(
         make_app(state),
+        http=Connection,
         log_config=None,
         access_log=False,
         lifespan="on",
@@ -95,7 +143,3 @@ def run(
         timeout_graceful_shutdown=max(1, round(options.drain_s)),
         server_header=False,
     )
-    if on_start is not None:
-        on_start(address(listener))
-    with listener:
-        _Server(config, state).run([listener])

@@ -16,11 +16,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
+from dsv4.cache.prefix.explain import Explainer
 from dsv4.engine import Job
 from dsv4.errors import ContextOverflow, Dsv4Error, InvalidInput
 from dsv4.serve.generation import Generation, Piece, Usage
@@ -28,6 +29,9 @@ from dsv4.serve.keeper import Keeper
 from dsv4.serve.models import Opened
 from dsv4.serve.scheduler import Scheduler
 from dsv4.tiers.tier import Tier
+
+if TYPE_CHECKING:
+    from dsv4.events.publisher import EventPublisher
 
 LOGGER = logging.getLogger("dsv4.serve")
 MOST_WAIT_S = 60  # that a client is asked to wait before it tries again
@@ -77,8 +81,16 @@ class Timing:
 class Runner:
     """`submit`, `cancel` and `call` may come from any thread."""
 
-    def __init__(self, opened: Opened, *, most_waiting: int, tiers: Sequence[Tier] = ()) -> None:
-        self.manager = opened.manager
+    def __init__(
+        self,
+        opened: Opened,
+        *,
+        most_waiting: int,
+        tiers: Sequence[Tier] = (),
+        explains: bool = False,
+        publisher: EventPublisher | None = None,
+    ) -> None:
+        self.manager, self.publisher = opened.manager, publisher
         self.engine = Scheduler(
             model=opened.model,
             manager=opened.manager,
@@ -86,6 +98,7 @@ class Runner:
             drafts=0,
             choose=_choose,
             tiers=tiers,
+            explainer=Explainer(opened.manager) if explains else None,
         )
         self.keeper = Keeper(self.engine)
         self.counters = Counters()
@@ -98,7 +111,7 @@ class Runner:
         self._stepping = opened.stepping
         self._calls: deque[Callable[[], None]] = deque()
         self._outbox: list[tuple[Callable[[Piece], None], Piece]] = []
-        self._wake = threading.Condition()
+        self._wake, self._entrance = threading.Condition(), threading.Lock()
         self._is_closing = self._is_draining = self._is_over = False
         self._thread = threading.Thread(target=self._run, name="dsv4-serve", daemon=True)
 
@@ -129,6 +142,8 @@ class Runner:
             self._is_closing = True
             self._wake.notify_all()
         self._thread.join(timeout_s)
+        if self.publisher is not None:
+            self.publisher.close(1.0)
         tiers = self.engine.tiers
         if tiers and not self.is_alive:
             if not self.manager.tiers.drain(max(0.0, until - time.monotonic())):
@@ -136,6 +151,13 @@ class Runner:
             self.manager.tiers.close(1.0)
             for tier in tiers:
                 tier.close(1.0)
+
+    @property
+    def most_tokens(self) -> int:
+        """That one request may have, prompt and answer."""
+        schema = self.manager.schema
+        held = self.manager.table.allocator.total * schema.block_tokens
+        return min(schema.max_context, held)
 
     def check_fits(self, tokens: int, count: int = 1) -> None:
         """Raises ContextOverflow or NeverFits for a request that can never run, QueueFull if
@@ -167,13 +189,10 @@ class Runner:
         stop_tokens: frozenset[int],
     ) -> Job:
         """Raises what `check_fits` raises, and InvalidInput."""
-        self.check_fits(len(ids) + new_tokens)
-        ready = self.engine.submit  # hashes the prompt in the caller's thread
         generation.history.prompt = frozenset(ids)
-        with self._wake:
-            if self._is_over:
-                raise ShuttingDown("the server has shut down: ask another one")
-            job = ready(
+        with self._entrance:  # a long prompt is hashed here, while steps go on
+            self.check_fits(len(ids) + new_tokens)
+            job = self.engine.submit(
                 ids,
                 new_tokens,
                 generation.terms.salt,
@@ -183,6 +202,9 @@ class Runner:
                 data=generation,
             )
             self.counters.requests += 1
+        with self._wake:
+            if self._is_over:  # between the check and now
+                raise ShuttingDown("the server has shut down: ask another one")
             self._wake.notify_all()
         return job
 
@@ -338,6 +360,7 @@ class Runner:
             host_tokens=data.host_tokens,
             storage_tokens=data.storage_tokens,
             stored_tokens=max(0, whole - cached),
+            explanation=data.explanation,
         )
 
     def _post(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dsv4.cache.prefix.explain import Explainer
 from dsv4.cache.prefix.pins import PinnedPrefix
 from dsv4.cache.prefix.prompt import Prompt
 from dsv4.cache.requests import Request
@@ -29,11 +30,13 @@ PASSES = 8
 @dataclass(slots=True, eq=False, kw_only=True)
 class Scheduler(Engine):
     """An engine whose jobs have a `Generation` as `data`. `served` counts the tokens that ran for
-    each session with a job; `pins` are what callers asked to keep."""
+    each session with a job; `pins` are what callers asked to keep. With an `explainer` a job's data
+    says why no more of its prompt was cached."""
 
     served: dict[str, int] = field(default_factory=dict, init=False)
     pins: list[PinnedPrefix] = field(default_factory=list, init=False)
     tiers: Sequence[Tier] = ()  # of the manager
+    explainer: Explainer | None = None
     newest: int = field(default=0, init=False)  # number of the job that came last
 
     def arrive(self, job: Job) -> None:
@@ -145,9 +148,17 @@ class Scheduler(Engine):
         return there_were
 
     def _request_for(self, prompt: Prompt) -> Request:
+        if self.explainer is not None:
+            self._explain(self.explainer, prompt)
         try:
             return super(Scheduler, self)._request_for(prompt)
         except OutOfBlocks as error:
             if not (error.pinned and self.unpin_all()):
                 raise
         return super(Scheduler, self)._request_for(prompt)
+
+    def _explain(self, explainer: Explainer, prompt: Prompt) -> None:
+        """Before the prompt is admitted: afterwards it is cached itself."""
+        job = next(each for each in self.jobs if each.prompt is prompt)
+        if len(job.tokens) == job.prompt_tokens:
+            job.data.explanation = explainer.explain(prompt)

@@ -3,19 +3,37 @@ Dynamo added. A name that is not here is refused, so that nothing is left out in
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 Id = Annotated[str, Field(max_length=128)]
 Token = Annotated[int, Field(ge=0)]
 Tokens = Annotated[int, Field(ge=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 MOST_CHOICES = 16
+MOST_BIASES = 4096
+T = TypeVar("T")
+# one error is enough: a body of 8 MiB has room for millions of wrong items
+Many = Annotated[list[T], Field(fail_fast=True)]
+Some = Annotated[list[T], Field(fail_fast=True, min_length=1)]
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _know_all(cls, given: Any) -> Any:
+        """Of names that are not here the first is enough, too."""
+        if isinstance(given, dict):
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            if any(name not in known for name in given):
+                name = next(name for name in given if name not in known)
+                shown = name if len(name) <= 64 else f"{name[:64]}…"
+                raise PydanticCustomError("extra_forbidden", "{name}", {"name": shown})
+        return given
 
 
 class _Loose(BaseModel):
@@ -65,6 +83,16 @@ class SamplingFields(CacheFields):
     min_p: float | None = Field(None, ge=0, le=1)
 
 
+def _few(given: Any) -> Any:
+    if isinstance(given, dict) and len(given) > MOST_BIASES:
+        raise PydanticCustomError("too_long", "at most {most}", {"most": MOST_BIASES})
+    return given
+
+
+TokenText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Biases = Annotated[dict[TokenText, float], BeforeValidator(_few)]
+
+
 class StreamOptions(_Strict):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
@@ -88,11 +116,11 @@ class OpenAIFields(SamplingFields):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = None
+    logit_bias: Biases | None = None
     max_tokens: Tokens | None = None
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
+    stop: Stop | Annotated[Many[Stop], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[Many[Token], Field(max_length=64)] | None = None
     ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -110,15 +138,15 @@ class TextPart(_Loose):
 
 class ChatMessage(_Loose):
     role: Annotated[str, Field(max_length=32)]
-    content: str | list[TextPart] | None = None
+    content: str | Many[TextPart] | None = None
 
 
 class ChatRequest(OpenAIFields):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Some[ChatMessage]
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[_Loose] | None = None
+    tools: Many[_Loose] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # known, and without effect here
@@ -130,10 +158,7 @@ class ChatRequest(OpenAIFields):
 
 class CompletionRequest(OpenAIFields):
     prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES)]
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
+        str | Annotated[Some[str], Field(max_length=MOST_CHOICES)] | Some[Token] | Some[Some[Token]]
     )
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: Literal[False] | None = None
@@ -148,7 +173,7 @@ class AnthropicBlock(_Loose):
 
 class AnthropicMessage(_Strict):
     role: Literal["user", "assistant"]
-    content: str | list[AnthropicBlock]
+    content: str | Many[AnthropicBlock]
 
 
 class AnthropicTool(_Loose):
@@ -160,13 +185,13 @@ class AnthropicTool(_Loose):
 
 class MessagesRequest(SamplingFields):
     model: str
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
+    messages: Some[AnthropicMessage]
     max_tokens: Tokens
-    system: str | list[AnthropicBlock] | None = None
-    stop_sequences: Annotated[list[Stop], Field(max_length=16)] | None = None
+    system: str | Many[AnthropicBlock] | None = None
+    stop_sequences: Annotated[Many[Stop], Field(max_length=16)] | None = None
     stream: bool | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    tools: list[AnthropicTool] | None = None
+    tools: Many[AnthropicTool] | None = None
     # known, and without effect here
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None

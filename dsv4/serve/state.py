@@ -13,6 +13,7 @@ from dsv4.serve.metrics import Metrics
 from dsv4.serve.models import ServedModel
 from dsv4.serve.options import ServerOptions
 from dsv4.serve.runner import Runner, Timing
+from dsv4.serve.turns import Turns
 
 
 @dataclass(kw_only=True)
@@ -28,6 +29,7 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.metrics, self.live = Metrics(self.runner), Live(self.runner)
+        Turns(self.runner)  # the runner has it
         self.runner.timing = Timing(
             first=self.metrics.first.observe,
             later=self.metrics.later.observe,

@@ -1,51 +1,137 @@
-"""Recorded loads: which requests came when, and which of them begin alike. Torch-free."""
+"""Recorded loads: which requests came when, and which of them begin alike. Torch-free.
+
+A trace has an object a line. Three formats are read, and may be mixed:
+
+    Mooncake's       timestamp (ms), input_length, output_length, hash_ids: a name for each 512
+                     tokens of the prompt, the last one for the rest
+    lengths only     the same without hash_ids: no two prompts begin alike
+    `dsv4 serve`     a line of --json-logs of a request that ended: time, input_length,
+                     output_length, hash_ids, block_tokens, session. Other lines of the log are
+                     passed over. hash_ids name whole blocks, of the prompt and then of the answer
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from dsv4.errors import InvalidInput, is_number, is_whole
+
+NAME_TOKENS = 512  # of a name in Mooncake's format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
-    """A request that came `at_s` seconds after the first one. `names` are those of its prompt's
-    blocks: equal names mean equal prefixes up to there."""
+    """A request that came `at_s` seconds after the first one. `names` are those of its blocks of
+    `name_tokens` tokens: equal names mean equal prefixes up to there. The last one may name fewer,
+    the rest of the prompt; with `has_answer` all name whole blocks, those of the answer too.
+    `session` is the conversation that it belongs to, where that is known."""
 
     at_s: float
     input_tokens: int
     output_tokens: int
     names: Sequence[int]
+    name_tokens: int = NAME_TOKENS
+    has_answer: bool = False
+    session: str | None = None
 
 
 def read_trace(path: Path | str) -> Iterator[TraceRequest]:
-    """The requests of a trace in Mooncake's format: an object a line with `timestamp` (ms),
-    `input_length`, `output_length` and `hash_ids`. Raises InvalidInput, with the line."""
+    """The requests of a trace, in the order of the file, in Mooncake's format, with lengths only,
+    or of the server's log. Raises InvalidInput, with the line."""
     try:
         with Path(path).open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield _request(line, f"{path}, line {number}")
+                    found = _request(line, f"{path}, line {number}")
+                    if found is not None:
+                        yield found
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"the trace {path} cannot be read: {error}") from error
 
 
-def _request(line: str, where: str) -> TraceRequest:
+def load_trace(path: Path | str) -> list[TraceRequest]:
+    """All requests of a trace by the time they came, from 0 s on. Those that say no session have
+    the one that they go on with. Raises InvalidInput, for a trace without requests too."""
+    found = sorted(read_trace(path), key=lambda request: request.at_s)
+    if not found:
+        raise InvalidInput(f"the trace {path} has no request: give a line for each")
+    begin_s = found[0].at_s
+    return [*with_sessions(replace(each, at_s=each.at_s - begin_s) for each in found)]
+
+
+def with_sessions(trace: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
+    """A request that goes on from the newest prompt of a session, by whole names, is in it; any
+    other one begins a session. Sessions that are known stay."""
+    ends: dict[int, str] = {}  # the last whole name of the newest prompt of each session
+    newest: dict[str, int] = {}
+    for number, request in enumerate(trace):
+        whole = request.names[: request.input_tokens // request.name_tokens]
+        session = request.session
+        if session is None:
+            known = (ends[name] for name in reversed(whole) if name in ends)
+            session = next(known, f"#{number}")
+        if whole:
+            if session in newest and ends.get(newest[session]) == session:
+                del ends[newest[session]]
+            ends[whole[-1]], newest[session] = session, whole[-1]
+        yield request if request.session else replace(request, session=session)
+
+
+def repeated(
+    trace: Sequence[TraceRequest], times: int, *, period_s: float | None = None
+) -> Iterator[TraceRequest]:
+    """The same load again and again, each time with other names, so that no repetition finds what
+    an earlier one has cached. `period_s` is the time between two beginnings (default: the whole
+    trace, to its last request)."""
+    names = 1 + max((name for each in trace for name in each.names), default=0)
+    if period_s is None:
+        period_s = trace[-1].at_s if trace else 0.0
+    for turn in range(times):
+        for each in trace:
+            session = each.session and f"{turn}:{each.session}"
+            moved = [name + turn * names for name in each.names]
+            yield replace(each, at_s=each.at_s + turn * period_s, names=moved, session=session)
+
+
+def _request(line: str, where: str) -> TraceRequest | None:
     try:
         found = json.loads(line)
-        at_ms, names = found["timestamp"], found["hash_ids"]
+        if "message" in found and "input_length" not in found:
+            return None  # another line of a server's log
         tokens = found["input_length"], found["output_length"]
+        at_s = _seconds(found)
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidInput(
-            f"{where}: {error!r}: each line must be an object with timestamp, input_length, "
-            f"output_length and hash_ids"
+            f"{where}: {error!r}: each line must be an object with timestamp (ms), input_length, "
+            f"output_length and, where prompts begin alike, hash_ids"
         ) from error
-    is_sound = is_number(at_ms) and all(is_whole(count) and count >= 0 for count in tokens)
+    names, session = found.get("hash_ids", []), found.get("session")
+    name_tokens = found.get("block_tokens", NAME_TOKENS)
+    is_sound = all(is_whole(count) and count >= 0 for count in tokens)
     if not is_sound or not isinstance(names, list) or not all(map(is_whole, names)):
         raise InvalidInput(f"{where}: times and lengths must be numbers, hash_ids a list of them")
+    if not is_whole(name_tokens) or name_tokens < 1:
+        raise InvalidInput(f"{where}: block_tokens={name_tokens!r}: must be a whole number above 0")
     return TraceRequest(
-        at_s=at_ms / 1000, input_tokens=tokens[0], output_tokens=tokens[1], names=names
+        at_s=at_s,
+        input_tokens=tokens[0],
+        output_tokens=tokens[1],
+        names=names,
+        name_tokens=name_tokens,
+        has_answer="block_tokens" in found,
+        session=None if session is None else str(session),
     )
+
+
+def _seconds(found: dict[str, Any]) -> float:
+    """Raises ValueError, KeyError."""
+    if "timestamp" in found:
+        if not is_number(found["timestamp"]):
+            raise ValueError(f"timestamp={found['timestamp']!r}")
+        return float(found["timestamp"]) / 1000
+    return datetime.fromisoformat(found["time"]).timestamp()

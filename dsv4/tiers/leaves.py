@@ -5,11 +5,21 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from dsv4.tiers.record import Key, Label
+from dsv4.tiers.key import Key
 
 V = TypeVar("V")
+
+
+class Leaning(Protocol):
+    """What a record says of itself here: a `Label`, or as much of one as books need."""
+
+    @property
+    def key(self) -> Key: ...
+
+    @property
+    def leans_on(self) -> Key: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +60,7 @@ class Leaves(Generic[V]):
     def get(self, key: Key) -> Entry[V] | None:
         return self._entries.get(key)
 
-    def add(self, label: Label, size_bytes: int, value: V) -> None:
+    def add(self, label: Leaning, size_bytes: int, value: V) -> None:
         """The newest entry. Its key must not be held."""
         entry = self._entries[label.key] = Entry(label.key, label.leans_on, size_bytes, value)
         self.used_bytes += size_bytes

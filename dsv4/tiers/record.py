@@ -15,24 +15,24 @@ units of 4 KiB, the last one with zeros.
 from __future__ import annotations
 
 import mmap
-import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum, StrEnum
-from typing import NamedTuple
+from enum import StrEnum
 
 import numpy as np
 
 from dsv4.errors import InvalidInput, require_count
 from dsv4.extras import needed_by
+from dsv4.tiers.key import RECORD_VERSION as RECORD_VERSION
+from dsv4.tiers.key import Key as Key
+from dsv4.tiers.key import Kind as Kind
 from dsv4.tiers.secret import BOX_BYTES, MAC_BYTES, Secret, same
 from dsv4.tiers.sizes import HEADER_BYTES, UNIT_BYTES, padded
 
 with needed_by("a tier"):
     import xxhash
 
-RECORD_VERSION = 1  # of names, and of records without a key
 KEYED_VERSION = 0x8001  # of records with a MAC: the top bit
 ENCRYPTED_VERSION = 0xC001  # of those that are encrypted: the next bit too
 DIGEST_BYTES = 32
@@ -45,40 +45,6 @@ _MAC = slice(_FIELDS.size, _FIELDS.size + MAC_BYTES)
 _BOX = slice(_MAC.stop, _MAC.stop + BOX_BYTES)
 # how many bytes come after the fields, by version
 _EXTRA = {RECORD_VERSION: 0, KEYED_VERSION: MAC_BYTES, ENCRYPTED_VERSION: MAC_BYTES + BOX_BYTES}
-
-
-class Kind(IntEnum):
-    """What the payload is."""
-
-    BLOCK = 1  # a row of the block arena
-    SNAPSHOT = 2  # a row of the snapshot pool
-    STATE = 3  # a live request's slot at any length, independent of ring sizes
-
-    @property
-    def letter(self) -> str:
-        return "?bst"[self]
-
-
-_KINDS = {kind.letter: kind for kind in Kind}
-_KEY = re.compile(r"dsv4/([0-9]{1,5})/([bst])/([0-9a-f]{64})", re.ASCII)
-
-
-class Key(NamedTuple):
-    """The name of a record in every tier. It has no rank: the cache is the same on all of them."""
-
-    kind: Kind
-    digest: bytes
-
-    def __str__(self) -> str:
-        return f"dsv4/{RECORD_VERSION}/{self.kind.letter}/{self.digest.hex()}"
-
-    @staticmethod
-    def parse(text: str) -> Key | None:
-        """The inverse of str(); None for a key of another version, and for anything else."""
-        found = _KEY.fullmatch(text)
-        if found is None or found[1] != str(RECORD_VERSION):
-            return None
-        return Key(_KINDS[found[2]], bytes.fromhex(found[3]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,7 +287,7 @@ def read_header(header: bytes | memoryview) -> tuple[Label, bytes] | Refusal:
     ):
         if found != asked:
             return _refusal(reason, found, asked)
-    if kind not in _KINDS.values() or not tokens or not payload_bytes:
+    if kind not in {*Kind} or not tokens or not payload_bytes:
         found = f"kind {kind}, {tokens} tokens, {payload_bytes} bytes"
         return Refusal(reason=Reason.KIND, found=found, asked="a block, a snapshot or a state")
     label = Label(

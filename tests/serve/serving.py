@@ -17,7 +17,8 @@ import torch
 import uvicorn
 
 from dsv4.cache.prefix.options import PrefixOptions
-from dsv4.serve.app import make_app, make_state
+from dsv4.serve import process
+from dsv4.serve.app import make_state
 from dsv4.serve.models import Room, ServedModel, StandIn, decode
 from dsv4.serve.options import ServerOptions
 from dsv4.serve.state import ServerState
@@ -86,8 +87,7 @@ def running(model: ServedModel | None = None, **options: Any) -> Iterator[Runnin
     """A server of a model (the stand-in), until the block ends."""
     state = make_state(model or StandIn(), ServerOptions(**options))
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(make_app(state), log_config=None, access_log=False, lifespan="on")
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(process.config(state))
     started = threading.Event()
     startup = server.startup
 

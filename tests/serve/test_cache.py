@@ -135,7 +135,7 @@ def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
 
 def test_usage_says_which_tier_had_it() -> None:
     """After the device had to evict it for others."""
-    with running(max_requests=1, max_context=1024, host_memory_bytes=64 << 20) as server:
+    with running(max_requests=1, max_context=1024, host_tier_bytes=64 << 20) as server:
         usage(server, "u" * 300)
         manager = server.engine.manager
 

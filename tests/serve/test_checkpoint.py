@@ -83,6 +83,13 @@ def test_a_checkpoint_is_served_as_its_own_generate_runs_it(checkpoint: Path) ->
         )
         assert with_tool.usage.prompt_tokens == ids.shape[1] + len("[look]")
         server.engine.manager.check_invariants()
+    far = {"max_requests": 1, "max_context": 512, "max_step_tokens": 64}
+    with running(Checkpoint(str(checkpoint)), **far, host_memory_bytes=64 << 20) as server:
+        found = server.openai().chat.completions.create(
+            model=checkpoint.name, messages=asked, temperature=0, max_tokens=16
+        )
+        assert found.choices[0].message.content == raw  # also with entries in host memory
+        assert server.engine.manager.stats().residency is not None
 
 
 def test_tokens_are_bytes_and_text_gives_no_special_token(checkpoint: Path) -> None:
@@ -118,6 +125,9 @@ def test_what_cannot_be_served_says_why(checkpoint: Path, tmp_path: Path) -> Non
         Checkpoint(place)
     with pytest.raises(PoolTooSmall, match="give more"):
         make_state(Checkpoint(str(checkpoint)), ServerOptions(memory_bytes=1 << 16, max_requests=2))
+    options = ServerOptions(memory_bytes=1 << 16, max_requests=2, host_memory_bytes=64 << 20)
+    with pytest.raises(PoolTooSmall, match="give more"):
+        make_state(Checkpoint(str(checkpoint)), options)
     bare = Checkpoint(str(checkpoint))
     bare._template.chat_template = None
     with pytest.raises(InvalidInput, match="no chat template"):

@@ -87,6 +87,11 @@ def test_ctrl_c_drains_and_a_second_one_ends_at_once() -> None:
         (("--context", "1M"), "has 4096 positions"),
         (("--host", "203.0.113.1"), "cannot be listened on"),
         (("--api-key", " "), "the API key is empty"),
+        (("--host-memory", "1KiB"), "give more"),
+        (("--encrypt",), "encrypt=True"),
+        (("--key-file", "/nowhere"), "cannot be read"),
+        (("--events", "nowhere"), "InvalidInput"),
+        (("--events-replay", "tcp://127.0.0.1:*"), "give --events too"),
     ],
 )
 def test_what_cannot_be_is_one_line(options: tuple[str, ...], says: str) -> None:

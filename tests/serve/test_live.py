@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
-from tests.serve.serving import Running
+from dsv4.serve.live import MOST_BEHIND, RATE_HZ, Watcher
+from tests.serve.serving import WAIT_S, Running
 
 ASK = {"model": "stand-in", "temperature": 0, "ignore_eos": True}
 
@@ -88,8 +90,6 @@ def test_without_a_watcher_a_step_does_nothing_for_it(server: Running) -> None:
 
 def test_a_watcher_that_does_not_read_costs_bounded_memory(server: Running) -> None:
     """It is given a whole state instead of what it has missed."""
-    from dsv4.serve.live import MOST_BEHIND, Watcher
-
     watcher = Watcher()
     for nth in range(10 * MOST_BEHIND):
         watcher.put(str(nth))
@@ -98,3 +98,57 @@ def test_a_watcher_that_does_not_read_costs_bounded_memory(server: Running) -> N
     watcher.clear()
     assert not watcher.lost
     assert watcher.queue.empty()
+
+
+def test_events_are_bounded_however_fast_turns_end(server: Running) -> None:
+    """And none is lost: each turn is in some event, the last one too."""
+    with server.http() as client, client.stream("GET", "/cache/events") as watched:
+        events = lines(watched)
+        _, state = next(events)
+        last = state["turns"][-1]["number"] if state["turns"] else 0
+        begun = time.monotonic()
+        for _ in range(30):
+            client.post("/v1/completions", json={**ASK, "prompt": "x", "max_tokens": 1})
+        numbers, count = list[int](), 0
+        while len(numbers) < 30:
+            _, event = next(events)
+            count += 1
+            numbers += [turn["number"] for turn in event["turns"]]
+        seconds = time.monotonic() - begun
+    assert numbers == [*range(last + 1, last + 31)]
+    assert count <= RATE_HZ * seconds + 2
+
+
+def test_a_page_that_watches_costs_a_fiftieth_of_a_step_at_most(server: Running) -> None:
+    """Of the thread that steps, however large the picture is: one that takes long comes less often.
+    Measured in processor time, of which a busy machine takes none away."""
+    live, runner = server.state.live, server.state.runner
+    with server.http() as client:
+        for nth in range(3):
+            client.post(
+                "/v1/completions",
+                json={**ASK, "prompt": f"{nth}" * 1900, "max_tokens": 1, "cache_salt": f"{nth}"},
+            )
+    tree, watcher = live.tree, Watcher()
+    live._watchers.add(watcher)
+
+    def cost() -> tuple[float, float]:
+        begun = time.thread_time()
+        live._send_changes()
+        return time.thread_time() - begun, live._interval_s
+
+    try:
+        assert len(tree()["nodes"]) >= 3 * 14
+        for more in (0, 100):
+
+            def slow(more: int = more) -> Any:
+                return [tree() for _ in range(more + 1)][-1]
+
+            live.tree = slow  # type: ignore[method-assign]
+            spent, interval = runner.call(cost).result(WAIT_S)
+            assert interval >= 1 / RATE_HZ
+            assert spent <= 0.02 * interval
+    finally:
+        live.tree = tree  # type: ignore[method-assign]
+        live._interval_s = 1 / RATE_HZ
+        live._watchers.discard(watcher)

@@ -193,13 +193,46 @@ def test_json_mode_gives_json_of_the_schema(server: Running, temperature: float)
     assert 0 <= answer["blocks"] <= 99
 
 
-def test_a_schema_that_cannot_be_followed_is_refused(server: Running) -> None:
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"type": "nope"}, "cannot be followed"),
+        ({"enum": []}, "cannot be followed"),
+        ({"$ref": "http://127.0.0.1:1/x"}, "cannot be followed"),  # nothing is fetched
+        ({"$ref": "#"}, "the grammar has failed"),
+    ],
+)
+def test_a_schema_that_cannot_be_followed_is_refused(
+    server: Running, schema: dict[str, Any], says: str
+) -> None:
     body = {
         "model": "stand-in",
         "messages": [{"role": "user", "content": "x"}],
-        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nope"}}},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
     }
     with server.http() as client:
         found = client.post("/v1/chat/completions", json=body)
     assert found.status_code == 400
-    assert "cannot be followed" in found.json()["error"]["message"]
+    message = found.json()["error"]["message"]
+    assert says in message
+    assert "\n" not in message
+
+
+def test_json_that_is_cut_short_says_so(server: Running) -> None:
+    """And one that may not end there goes on to be JSON only."""
+    body = {
+        "model": "stand-in",
+        "messages": [{"role": "user", "content": "x"}],
+        "response_format": {"type": "json_object"},
+        "temperature": 0,
+    }
+    with server.http() as client:
+        for tokens in (1, 2):
+            found = client.post("/v1/chat/completions", json={**body, "max_tokens": tokens})
+            (choice,) = found.json()["choices"]
+            assert choice["finish_reason"] == "length"
+            assert choice["message"]["content"].startswith("{")
+        schema = {"type": "json_schema", "json_schema": {"schema": {"const": [1, 2]}}}
+        more = {"max_tokens": 30, "ignore_eos": True, "response_format": schema}
+        found = client.post("/v1/chat/completions", json={**body, **more})
+    assert json.loads(found.json()["choices"][0]["message"]["content"]) == [1, 2]

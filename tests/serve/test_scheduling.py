@@ -188,6 +188,47 @@ def test_of_one_priority_the_youngest_gives_its_memory_back() -> None:
     check(old, young)
 
 
+def test_a_decode_waits_for_one_step_at_most_beside_long_prompts() -> None:
+    """Each step gives it a token, and has no more tokens than steps may have."""
+    stepped = Stepped(slots=4, step_tokens=48)
+    decode = stepped.submit(20, 25, seed=1)
+    while not decode.generated:
+        stepped.step()
+    prompts = [stepped.submit(300 + n, 2, seed=n) for n in range(3)]
+    ran: list[int] = []
+    model: Any = stepped.engine.model
+    forward = model.forward
+
+    def noted(plan: Any, ids: Any, rows: Any) -> Any:
+        ran.append(len(ids))
+        return forward(plan, ids, rows)
+
+    model.forward = noted
+    while not decode.is_over:
+        before = len(decode.generated)
+        stepped.step()
+        assert len(decode.generated) == before + 1
+    assert max(ran) == 48
+    assert sum(len(job.tokens) for job in prompts) > 48 * len(ran) / 2  # they run meanwhile
+    stepped.run()
+    check(decode, *prompts)
+
+
+def test_chunks_of_prompts_take_turns_between_sessions() -> None:
+    """A session that sends one long prompt after another leaves room for another's short one."""
+    stepped = Stepped(slots=8, step_tokens=64)
+    long = [stepped.submit(600, 1, session="greedy", seed=n) for n in range(4)]
+    for _ in range(4):
+        stepped.step()
+    short = stepped.submit(60, 1, session="small", seed=9)
+    for _ in range(3):
+        stepped.step()
+    assert short.is_over
+    assert not any(job.is_over for job in long)
+    stepped.run()
+    check(short, long[0])
+
+
 # ---- over HTTP -----------------------------------------------------------------------------------
 
 ASK = {"model": "stand-in", "prompt": "x" * 200, "ignore_eos": True, "temperature": 0}
@@ -265,6 +306,10 @@ def test_what_can_never_fit_is_refused_with_the_figure() -> None:
         assert "at most 512 tokens fit" in found.json()["error"]["message"]
         found = client.post("/v1/completions", json={**ASK, "max_tokens": 2})
         assert found.status_code == 200
+        chat = {"model": "stand-in", "messages": [{"role": "user", "content": "x" * 450}]}
+        found = client.post("/v1/chat/completions", json={**chat, "ignore_eos": True})
+        assert found.status_code == 200  # as many tokens as fit, when the request says nothing
+        assert found.json()["usage"]["total_tokens"] == 512
 
 
 def test_an_error_in_one_request_harms_no_other(server: Running) -> None:

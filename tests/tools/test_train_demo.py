@@ -30,7 +30,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     for name in ("asked_first", "unseen", "unseen_other"):
         whole = getattr(train_demo, name)
         monkeypatch.setattr(train_demo, name, lambda whole=whole: [*whole()][:2])
-    monkeypatch.setattr(train_recall, "STEPS", 1)
+    monkeypatch.setattr(train_recall, "STEPS", 2)
     monkeypatch.setattr(train_recall, "ROWS", 1)
     return train_demo, train_recall
 
@@ -70,11 +70,18 @@ def test_the_corpus_keeps_what_it_is_tested_with_apart(scripts: tuple[Any, Any])
     assert {answer for _, answer in turns} <= {otherwise, *(topic.text for topic in topics)}
 
 
-def test_the_recall_model_is_trained(scripts: tuple[Any, Any], tmp_path: Path) -> None:
+def test_the_recall_model_is_trained(
+    scripts: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, script = scripts
     first = script.recall_weights(1)
     script.write(tmp_path, first, {"seed": 1, "steps": 0, "of_steps": 1})
     written = load_file(tmp_path / "model.safetensors")
     assert set(written) == set(first)
     assert all(torch.isfinite(weight).all() for weight in written.values())
-    script.train(tmp_path / "run", seed=1)
+    monkeypatch.setattr(script, "right", lambda *_, **__: 0.0)
+    runs = [tmp_path / "run", tmp_path / "again", tmp_path / "other"]
+    for run, seed in zip(runs, (1, 1, 2), strict=True):
+        script.train(run, seed=seed)
+    one, again, other = ((run / "model.safetensors").read_bytes() for run in runs)
+    assert one == again != other  # a run can be repeated, to the last bit

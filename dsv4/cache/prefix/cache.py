@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Literal, TypeVar
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.changes import LOGGER
 from dsv4.cache.prefix.blocks import CachedBlocks
+from dsv4.cache.prefix.caching import Adopt, BlockCaching
 from dsv4.cache.prefix.captures import Captures
 from dsv4.cache.prefix.costs import Costs
 from dsv4.cache.prefix.hints import Hints, Sessions
@@ -42,8 +43,6 @@ from dsv4.cache.stats import HitKind, MissReason, PrefixCounters, PrefixStats
 from dsv4.cache.step.shape import I64
 from dsv4.errors import Dsv4Error, InvalidInput
 
-# a request takes cached blocks in place of its own, from the block of this number on
-Adopt = Callable[[Request, int, Sequence[int]], None]
 K = TypeVar("K")
 _HIT_KINDS: dict[StateSource, HitKind] = {
     "snapshot": "snapshot",
@@ -55,7 +54,7 @@ _HIT_KINDS: dict[StateSource, HitKind] = {
 }
 
 
-class Caching:
+class Caching(BlockCaching):
     """What requests compute is cached: each complete block whose tokens are known goes into the
     index, and blocks that another request has cached before are adopted, so that one copy is
     left."""
@@ -69,8 +68,8 @@ class Caching:
         notices: Notices,
     ) -> None:
         self._block_tokens, self._max_decode_tokens = schema.block_tokens, schema.max_decode_tokens
-        self._allocator, self._index = allocator, index
-        self._captures, self._notices = captures, notices
+        super().__init__(allocator, index, notices)
+        self._captures = captures
 
     def read_ids(self, plan: ForwardPlan, kept: I64, ids: TokenIds, recent: RecentIds) -> StepIds:
         """Those of a step that is committed. Raises InvalidInput if they do not fit the step, or
@@ -85,7 +84,7 @@ class Caching:
         learned: StepIds | None,
         newest: Callable[[], I64],
         slot_arena: Tensor,
-        adopt: Adopt,
+        adopt: Adopt[Request],
     ) -> None:
         """Learns ids, caches the blocks that the step completed, and takes their snapshots. Blocks
         that another request has cached before are adopted, so that one copy is left.
@@ -108,14 +107,14 @@ class Caching:
                 continue
             last = min(end, trail.take_recent() // block_tokens)
             is_chunk = plan.counts[row] > self._max_decode_tokens  # `finish` has its states
-            for node in self._cache_blocks(request, trail, first, last, adopt):
+            for node in self.cache_blocks(request, trail, first, last, adopt):
                 if not is_chunk:
                     slot, written = slot_arena[request.slot], int(newest()[row])
                     self._captures.take(request, trail, node, slot, written=written)
         if plan.prefill is not None:
             self._captures.finish(plan, plan.prefill, kept)
 
-    def supply_ids(self, request: Request, ids: Ids, slot: Tensor, adopt: Adopt) -> None:
+    def supply_ids(self, request: Request, ids: Ids, slot: Tensor, adopt: Adopt[Request]) -> None:
         """Adds ids of tokens that a request has computed before they were known."""
         trail = request.trail
         assert trail is not None
@@ -126,95 +125,16 @@ class Caching:
         first, last = start // block_tokens, len(trail.ids) // block_tokens
         if last > first:
             written = request.written_tokens
-            for node in self._cache_blocks(request, trail, first, last, adopt):
+            for node in self.cache_blocks(request, trail, first, last, adopt):
                 self._captures.take(request, trail, node, slot, written=written)
 
-    def note_arrival(self, request: Request, trail: TokenTrail, adopt: Adopt) -> None:
+    def note_arrival(self, request: Request, trail: TokenTrail, adopt: Adopt[Request]) -> None:
         """For whole blocks of a request that came from another machine, all of whose ids are known:
         adopts those that were cached meanwhile, and caches the others."""
         blocks = len(trail.ids) // self._block_tokens
         trail.hash_blocks(blocks)
-        for node in self._cache_blocks(request, trail, 0, blocks, adopt):
+        for node in self.cache_blocks(request, trail, 0, blocks, adopt):
             self._index.touch(node)
-
-    def note_release(self, request: Request) -> None:
-        if request.trail is not None and request.trail.chain:
-            node = self._index.get(request.trail.chain[-1])
-            if node is not None:
-                self._index.touch(node)
-
-    def _cache_blocks(
-        self, request: Request, trail: TokenTrail, first: int, last: int, adopt: Adopt
-    ) -> Iterator[PrefixNode]:
-        """Caches a request's complete blocks from `first` to `last`, whose tokens are all known, or
-        adopts the equal block that is cached already."""
-        cached = self._cache_next(request, trail, first) if last == first + 1 else None
-        if cached is not None:
-            yield cached
-            return
-        self._adopt_cached(request, trail, first, last, adopt)
-        for block in range(first, last):
-            node = self._cache_block(request, trail, block)
-            if node is None:
-                break
-            yield node
-
-    def _cache_next(self, request: Request, trail: TokenTrail, block: int) -> PrefixNode | None:
-        """The node of a block that a request has just completed after its own cached ones: what
-        `_adopt_cached` and `_cache_block` do in the usual case. None in any other case, with
-        nothing done."""
-        trail.hash_blocks(block + 1)
-        get, chain, block_ids = self._index.get, trail.chain, request.block_ids
-        before = get(chain[block - 1]) if block else None
-        if block and (before is None or before.block_id != block_ids[block - 1]):
-            return None
-        if get(chain[block]) is not None:
-            return None
-        node = self._index.add(chain[block], block_ids[block], before, hints=trail.hints)
-        self._notices.cached(node, trail)
-        return node
-
-    def _adopt_cached(
-        self, request: Request, trail: TokenTrail, first: int, last: int, adopt: Adopt
-    ) -> None:
-        """Replaces complete blocks of a request, whose tokens are all known, by cached ones with
-        the same tokens. Never one without those before it: a request that holds a cached block
-        holds all before it, so that what is idle can be evicted. For the same reason none while
-        the request shares the block after them, with a fork or an offer: that one keeps the old
-        blocks."""
-        first = min(first, last)
-        while first:
-            before = self._index.get(trail.digest(first - 1))
-            if before is None or before.block_id == request.block_ids[first - 1]:
-                break
-            first -= 1
-        cached = []
-        for block in range(first, last):
-            node = self._index.get(trail.digest(block))
-            if node is None or node.block_id == request.block_ids[block]:
-                break
-            cached.append(node.block_id)
-        after = request.block_ids[first + len(cached) :][:1]
-        if cached and all(self._allocator.references(block_id) == 1 for block_id in after):
-            adopt(request, first, cached)
-
-    def _cache_block(self, request: Request, trail: TokenTrail, block: int) -> PrefixNode | None:
-        """The node of a complete block of a request, whose tokens are all known, made now if there
-        is none; None if it follows the same tokens in another request's block. Blocks before it
-        that were evicted are cached again."""
-        node = self._index.get(trail.digest(block))
-        first = block
-        while node is None and first and (node := self._index.get(trail.chain[first - 1])) is None:
-            first -= 1
-        if first == block and node is not None and node.digest == trail.chain[block]:
-            return node
-        if node is not None and node.block_id != request.block_ids[first - 1]:
-            return None  # another request was first; its blocks must not wait for this one's
-        for nth in range(first, block + 1):
-            block_id = request.block_ids[nth]
-            node = self._index.add(trail.chain[nth], block_id, node, hints=trail.hints)
-            self._notices.cached(node, trail)
-        return node
 
 
 class PrefixCache:

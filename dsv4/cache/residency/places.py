@@ -166,6 +166,12 @@ class ResidentAllocator(BlockAllocator):
         super().__init__(total)
         self._places = places
 
+    @property
+    def in_host_only(self) -> list[int]:
+        """Blocks whose entries have left the device."""
+        away = self._places.in_host & (self._places.row_of == NO_ROW)
+        return [int(block_id) for block_id in away.nonzero()[0]]
+
     def _free_again(self, block_ids: Sequence[int]) -> None:
         super()._free_again(block_ids)
         self._places.forget(block_ids)

@@ -5,8 +5,12 @@ const LIT_MS = 2500; // how long a reused block stays lit
 const MOST_DRAWN = 2048; // blocks; more are counted, not drawn
 const MOST_TURNS = 12;
 const conversation = [];
+let session = newSession();
 let introduction = [], key = "", model = "", state = null, running = null, litUntil = new Map(), known = new Set();
 
+function newSession() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
 function make(kind, text = "", className = "") {
   const made = document.createElement(kind);
   if (text) made.textContent = text;
@@ -79,7 +83,7 @@ async function send(text) {
     const answer = await ask("/v1/chat/completions", {
       method: "POST", signal: running.signal, headers: { "Content-Type": "application/json" },
       body: JSON.stringify({
-        model, messages: [...($("introduction").checked ? introduction : []), ...conversation], stream: true, temperature: 0,
+        model, session_id: session, messages: [...($("introduction").checked ? introduction : []), ...conversation], stream: true, temperature: 0,
         stream_options: { include_usage: true },
       }),
     });
@@ -119,6 +123,7 @@ $("stop").addEventListener("click", () => running?.abort());
 $("anew").addEventListener("click", () => {
   running?.abort();
   conversation.length = 0;
+  session = newSession();
   $("messages").replaceChildren();
   $("prompt").focus();
 });
@@ -161,31 +166,37 @@ function draw() {
     known.add(request.number);
   }
   const cached = new Set(state.tree.nodes.map((node) => node.block_id));
+  const away = new Set(state.entries?.in_host_memory ?? []);
   const look = (block) => {
     if ((litUntil.get(block) ?? 0) > now) return "lit";
     if ((users.get(block) ?? 0) > 1) return "shared";
     if (users.has(block)) return "live";
     return cached.has(block) ? "cached" : "free";
   };
+  const lookWithPlace = (block) => look(block) + (away.has(block) ? " away" : "");
   const field = $("blocks");
   const drawn = Math.min(blocks.total, MOST_DRAWN);
   while (field.childElementCount < drawn) field.append(make("i", "", "block free"));
   for (let block = 0; block < drawn; block++) {
-    const name = `block ${look(block)}`, cell = field.children[block];
-    if (cell.className !== name) { cell.className = name; cell.title = `block ${block}: ${name.slice(6)}`; }
+    const name = `block ${lookWithPlace(block)}`, cell = field.children[block];
+    if (cell.className !== name) { cell.className = name; cell.title = `block ${block}: ${look(block)}${away.has(block) ? ", entries in host memory" : ""}`; }
   }
-  field.setAttribute("aria-label", `${blocks.total} blocks: ${blocks.free} free, ${blocks.live} live, ${blocks.cached} cached, ${[...users.values()].filter((n) => n > 1).length} of several requests`);
+  field.setAttribute("aria-label", `${blocks.total} blocks: ${blocks.free} free, ${blocks.live} live, ${blocks.cached} cached, ${[...users.values()].filter((n) => n > 1).length} of several requests${state.entries ? `, ${away.size} with entries in host memory` : ""}`);
+  $("away-legend").hidden = !state.entries;
 
   $("requests").replaceChildren(...(requests.length ? requests.map(drawRequest) : [make("p", "Nobody asks at the moment.")]));
   $("turns").tBodies[0].replaceChildren(...state.turns.slice(-MOST_TURNS).reverse().map((turn) => {
     const row = make("tr");
     const where = [[turn.host_tokens, "host memory"], [turn.storage_tokens, "storage"]].filter(([n]) => n).map(([n, name]) => `${count(n)} ${name}`).join(", ");
-    row.append(...[turn.number, turn.session, count(turn.prompt_tokens), count(turn.hit_tokens) + (where ? ` (${where})` : ""), count(turn.missed_tokens), count(turn.generated_tokens)].map((value) => make("td", `${value}`)));
+    row.append(...[turn.number, turn.session, count(turn.prompt_tokens), count(turn.hit_tokens) + (where ? ` (${where})` : ""), count(turn.missed_tokens) + (turn.missed_because ? ` (${turn.missed_because.replaceAll("_", " ")})` : ""), count(turn.generated_tokens)].map((value) => make("td", `${value}`)));
     return row;
   }));
-  $("tree").replaceChildren(drawTree(look));
-  $("tiers").replaceChildren(...(state.tiers.length ? state.tiers.map((tier) =>
-    make("p", `${tier.name}: ${bytes(tier.held_bytes)}${tier.capacity_bytes ? ` of ${bytes(tier.capacity_bytes)}` : ""}, ${count(tier.hits)} hits, ${count(tier.misses)} misses, ${count(tier.stored)} stored`)) : [make("p", "None: what is evicted is computed again.")]));
+  $("tree").replaceChildren(drawTree(lookWithPlace));
+  const places = state.tiers.map((tier) =>
+    make("p", `${tier.name}: ${bytes(tier.held_bytes)}${tier.capacity_bytes ? ` of ${bytes(tier.capacity_bytes)}` : ""}, ${count(tier.hits)} hits, ${count(tier.misses)} misses, ${count(tier.stored)} stored`));
+  if (!places.length) places.push(make("p", "No tier: what is evicted is computed again."));
+  if (state.entries) places.unshift(make("p", `Host memory for entries: ${bytes(state.entries.host_bytes)}; the device has room for those of ${count(state.entries.rows_total)} blocks. Of entries that were selected elsewhere ${count(state.entries.hits)} had been fetched before, and ${count(state.entries.misses)} were fetched (${bytes(state.entries.bytes_fetched)}).`));
+  $("tiers").replaceChildren(...places);
 }
 
 function drawRequest(request) {
@@ -204,7 +215,7 @@ function drawRequest(request) {
   part("window", ...request.window);
   strip.setAttribute("role", "img");
   strip.setAttribute("aria-label", `window of positions ${request.window.join(" to ")}`);
-  const groups = request.groups.map((group) => `ratio ${group.ratio}: ${count(group.entries)} entries, ${group.unfinished_tokens} tokens of an unfinished group`);
+  const groups = request.groups.map((group) => `ratio ${group.ratio}: ${count(group.entries)} entries, ${group.unfinished_tokens} token${group.unfinished_tokens === 1 ? "" : "s"} of an unfinished group`);
   made.append(strip, make("p", `window ${request.window.join(" to ")}; ${groups.join("; ")}`));
   return made;
 }
@@ -250,7 +261,7 @@ async function watch() {
       for await (const { kind, data } of events(answer)) {
         const found = JSON.parse(data);
         if (kind === "state") { state = found; known = new Set(); }
-        else if (state) state = { ...state, ...found, turns: [...state.turns, ...found.turns].slice(-64), tree: found.tree ?? state.tree };
+        else if (state) state = { ...state, ...found, turns: [...state.turns, ...found.turns.filter((turn) => turn.number > (state.turns.at(-1)?.number ?? 0) || !state.turns.some((old) => old.number === turn.number))].slice(-64), tree: found.tree ?? state.tree };
         $("connection").textContent = "live";
         if (state) { drawSoon(); setTimeout(drawSoon, LIT_MS + 50); }
       }

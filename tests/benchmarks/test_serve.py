@@ -1,0 +1,54 @@
+"""What docs/serve.md says of times, and that the benchmark measures what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import serve
+from benchmarks.serve import DSV4, TRANSFORMERS, WATCHED, in_turns, paragraph, read, served, table
+from dsv4.demo_model.checkpoint import Checkpoint
+from dsv4.serve.demo import ServedDemo
+from tests.serve.serving import running
+
+PAGE = Path(__file__).parents[2] / "docs" / "serve.md"
+
+
+def test_the_page_shows_the_newest_results() -> None:
+    """`python -m benchmarks.serve --table` prints them."""
+    rows = read()
+    assert f"{paragraph(rows)}\n{table(rows)}" in PAGE.read_text(encoding="utf-8")
+
+
+def test_one_run_has_both_servers_with_as_many_clients() -> None:
+    rows = read()
+    last = [row for row in rows if row["run"] == rows[-1]["run"]]
+    clients = {name: [r["clients"] for r in last if r["system"] == name] for name in SERVERS}
+    assert clients == {key: [1, 8, 32] for key in SERVERS}
+    assert all(row["right"] == row["questions"] for row in last if row["system"] == DSV4)
+    (watched,) = [row for row in last if row["system"] == WATCHED]
+    assert watched["longer_percent"] <= 2
+
+
+SERVERS = (DSV4, TRANSFORMERS)
+
+
+def test_of_several_rounds_the_median_counts() -> None:
+    rates = iter([5.0, 1.0, 9.0, 2.0, 7.0, 3.0])
+    runs = {(name, 1): lambda: {"tokens_per_s": next(rates)} for name in SERVERS}
+    found = [*in_turns(runs)]
+    assert [row["tokens_per_s"] for row in found] == [7.0, 2.0]
+    assert [row["system"] for row in found] == [*SERVERS]
+
+
+def test_a_server_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers are the model's, whatever their pieces are."""
+    monkeypatch.setattr(serve, "ALONE", 4)
+    demo = Checkpoint.load()
+    with running(ServedDemo()) as server:
+        found = served(server.url, "dsv4-demo", 2, demo)
+    assert (found["questions"], found["right"]) == (4, 4)
+    assert found["tokens_per_s"] > 0
+    assert 0 < found["first_ms_p50"] <= found["first_ms_p99"]
+    assert 0 < found["between_ms_p50"] <= found["between_ms_p99"]

@@ -1,0 +1,49 @@
+"""The simulator on whole recorded loads: the committed results, and the page that shows them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import simulate as benchmark
+from benchmarks.simulate import PARTS, RESULTS, lru_table, main, read, results_of
+from tests.simulate.loads import load, write
+
+PAGE = Path(__file__).parents[2] / "docs" / "simulate.md"
+ROWS = read(RESULTS)
+
+
+def test_with_a_capacity_it_is_within_half_a_point_of_the_table() -> None:
+    found = results_of(ROWS, "lru")
+    assert len(found) == 10
+    for row in found:
+        assert row["percent"] == pytest.approx(row["published"], abs=0.5), row
+
+
+def test_results_say_when_and_where() -> None:
+    assert {row["part"] for row in ROWS} <= {*PARTS}
+    assert all(row["date"] and row["machine"] for row in ROWS)
+
+
+def test_parts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in benchmark.TRACES:
+        write(load(60), tmp_path / f"{name}.jsonl")
+    results = tmp_path / "results.jsonl"
+    monkeypatch.setattr(benchmark, "HOST_GB", (0, 50))
+    monkeypatch.setattr(benchmark, "REPLICAS", (2,))
+    given = ["--traces", str(tmp_path), "--results", str(results)]
+    for part in ("hits", "lru", "host", "routing"):
+        given += ["--only", part]
+    assert main(given) == 0
+    found = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    assert {row["part"] for row in found} == {"hits", "lru", "host", "routing"}
+    for row in results_of(found, "hits"):
+        assert row["simulated_tokens"] == row["counted_tokens"] > 0
+    assert benchmark.host_table(found).count("\n") == 2 + 8
+
+
+def test_the_page_shows_the_results() -> None:
+    """`python -m benchmarks.simulate --table` prints them."""
+    assert lru_table(ROWS) in PAGE.read_text(encoding="utf-8")

@@ -1,0 +1,31 @@
+"""Random load: nothing leaks, nothing is stuck, and every text is the model's. An hour of it runs
+nightly, and a few seconds here; `python -m tests.serve.load` runs as long as one likes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.serve.load import MOST_GROWTH, play
+
+NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(7200)]
+BROKEN = pytest.mark.xfail(
+    reason="a prefill step with entries in host memory has failed under this load (docs/serve.md)"
+)
+
+
+@pytest.mark.parametrize(
+    ("way", "seconds"),
+    [
+        ("plain", 2.0),
+        ("tiers", 2.0),
+        pytest.param("plain", 1200.0, marks=NIGHTLY),
+        pytest.param("tiers", 2400.0, marks=NIGHTLY),
+        pytest.param("host_memory", 600.0, marks=[*NIGHTLY, BROKEN]),
+    ],
+)
+def test_nothing_is_lost_under_random_load(way: str, seconds: float) -> None:
+    done, grown = play(seconds, seed=int(seconds), way=way)
+    assert done["check: 200"] > 0
+    assert done["leave: left"] > 0
+    assert grown["files"] <= 2
+    assert grown["bytes"] < MOST_GROWTH
