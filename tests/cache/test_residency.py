@@ -13,12 +13,14 @@ from torch import Tensor
 
 import dsv4
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.prefix.options import PrefixOptions, full
+from dsv4.cache.prefix.options import PrefixOptions, full, zero
 from dsv4.cache.requests import Request
 from dsv4.cache.residency import pool as pools
+from dsv4.cache.residency.places import EntryPlaces
 from dsv4.cache.schema import CacheSchema
-from dsv4.errors import InvalidInput, OutOfBlocks, PoolTooSmall, SchemaMismatch
+from dsv4.errors import InvalidInput, OutOfBlocks, PoolTooSmall, RecoveryNeeded, SchemaMismatch
 from dsv4.model import ModelSpec
+from dsv4.reference import host_entries
 from dsv4.tiers.disk import DiskTier
 from dsv4.tiers.host import HostTier
 from tests.support.attending_model import AttendingModel
@@ -293,6 +295,83 @@ def test_a_device_error_in_any_copy_loses_nothing(name: str):
         assert torch.equal(found, torch.cat(run(plain, same, 1150, chunk=31)))
     else:
         assert torch.equal(found, expected(start, 1150))
+
+
+def test_what_a_call_that_broke_off_has_not_fetched_is_not_taken_for_fetched(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Whether the step is tried again or fails."""
+    manager = made(entry_rows=8)
+    request = manager.admit_request(IDS[:1300])
+    run(manager, request, 1300, chunk=256)
+    manager.extend(request, 100)
+    found, copy, before = [], host_entries._copy_record, manager.stats().residency
+    for nth, copied in enumerate((0, 0, 3, 3, 7)):
+        left = [copied]
+
+        def fail(*given: Any, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise DeviceFault("CUDA error: out of memory")
+            copy(*given)
+
+        ids = IDS[1300 + nth :][:1]
+        plan = manager.prepare_forward([(request, 1)])
+        with monkeypatch.context() as patch:
+            patch.setattr(host_entries, "_copy_record", fail)
+            with suppress(DeviceFault):
+                MODEL.run(manager, plan.batch, ids)
+        if nth % 2:
+            manager.fail(plan)
+            plan = manager.prepare_forward([(request, 1)])
+            # before a handle is used: the calls of a replayed graph are none of a handle's
+            assert manager.memory.entries is not None
+            assert not manager.memory.entries.lost
+        found.append(MODEL.run(manager, plan.batch, ids))
+        manager.commit(plan, ids=ids)
+    assert torch.equal(torch.cat(found), expected(1300, 1305))
+    after = manager.stats().residency
+    assert before is not None
+    assert after is not None
+    assert after.misses > before.misses + 30
+
+
+def test_an_interrupt_between_two_books_comes_out_as_one(monkeypatch: pytest.MonkeyPatch):
+    """Nothing is undone there, which would fail halfway and hide it."""
+    manager = made()
+    request = manager.admit_request(IDS[:200])
+    run(manager, request, 200)
+
+    def breaks_off(places: EntryPlaces, block_id: int, row: int, depth: int) -> None:
+        places.row_of[block_id] = row
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EntryPlaces, "place", breaks_off)
+        with pytest.raises(KeyboardInterrupt):
+            manager.prepare_forward([(request, 200)])
+    with pytest.raises(RecoveryNeeded):
+        manager.prepare_forward([(request, 1)])
+    manager.recover()
+    manager.check_invariants()
+    assert manager.open_plan is None
+    assert torch.equal(torch.cat(run(manager, request, 500)), expected(200, 500))
+
+
+def test_a_replay_in_steps_shorter_than_a_block_reads_what_has_left():
+    """Its blocks are complete, but it ends in the middle of the only one that it reads."""
+    manager = made(entry_rows=8, prefix=PrefixOptions(policy=zero(), snapshots=4, model_id="x"))
+    request = manager.admit_request(IDS[:200])
+    run(manager, request, 200)
+    manager.release_request(request)
+    other = manager.admit_request(IDS[900:1900])  # takes the rows
+    for start in range(900, 1900, 250):
+        MODEL.step(manager, [(other, IDS[start : start + 250])])
+    request = manager.admit_request(IDS[:200])
+    assert (request.length, request.reused_tokens) == (0, 128)
+    assert residency(manager).places.row_of[request.block_ids[0]] < 0
+    found = torch.cat(run(manager, request, 200, chunk=40))
+    assert torch.equal(found[128:], expected(128, 200))
 
 
 def test_blocks_whose_copies_fail_stay_on_the_device_until_they_can_be_copied(

@@ -94,6 +94,14 @@ class ResidentHandle(LayerCacheHandle):
         *,
         begin: bool = False,
     ) -> None:
+        if batch.is_decode and call_key[0] == "attend":
+            self._apart.forget_lost()  # of a call that is repeated after an error
+            try:
+                super()._repeated(batch, call_key, given, build, begin=begin)
+            except BaseException:
+                self._apart.lost.update(batch.shape.slots.tolist())
+                raise
+            return
         groups = None if batch.is_decode else self._lane_entries.staged_groups(batch)
         if groups is not None and call_key[0] == "attend":
             if len(groups) > 1:  # where one ends and the next begins is not in the key

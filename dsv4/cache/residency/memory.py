@@ -50,6 +50,8 @@ class EntriesMemory:
         self.entry_of, self.used = made(records, torch.int32, -1), made(records, torch.int32, 0)
         self.clock, self.hand = (made(len(pages), torch.int32, 0) for _ in range(2))
         self.counted = torch.zeros((len(pages), 3), dtype=torch.int64, device=device)
+        # slots of which a decode batch broke off: what their tables name may not have been fetched
+        self.lost: set[int] = set()
         # on a GPU: what has arrived of `counted`, the stream that brings it, and when it has
         self._counts, self._newest = self.counted, [[0, 0, 0] for _ in pages]
         self._stream: Any = None
@@ -81,6 +83,11 @@ class EntriesMemory:
         """A slot has no hot records any more."""
         self.place[slot].fill_(-1)
         self.entry_of[slot].fill_(-1)
+
+    def forget_lost(self) -> None:
+        for slot in tuple(self.lost):
+            self.forget_hot(slot)
+            self.lost.discard(slot)
 
     def read_counts(self) -> list[list[int]]:
         """Hits, misses and bytes fetched of each layer, without a wait: on a GPU those that had

@@ -290,6 +290,7 @@ class Residency:
     def take_step(self, step: StepTokens, before: ForwardPlan | None) -> StepEntries:
         """Rows for all blocks that a step may write and that have none, for `place_step` or
         `cancel_step`. Raises OutOfBlocks."""
+        self._entries.forget_lost()  # a replayed graph does not ask
         slots, block_tokens = step.shape.slots, self._block_tokens
         lengths, reused, published = self._table.numbers[[LENGTH, REUSED, PUBLISHED]].take(
             slots, axis=1
@@ -353,7 +354,9 @@ class Residency:
         assert lane.entries is not None
         lane.entries.forget()
         lengths, reused = self._table.numbers[[LENGTH, REUSED]].take(batch.shape.slots, axis=1)
-        whole = np.minimum(np.maximum(lengths, reused), batch.ends) // self._block_tokens
+        # a replay may end in the middle of a block that was complete before
+        read = -(-batch.ends // self._block_tokens)
+        whole = np.minimum(np.maximum(lengths, reused) // self._block_tokens, read)
         row_of = self.places.row_of
         is_away = any(
             bool((row_of[request.block_ids[:blocks]] == NO_ROW).any())
@@ -361,7 +364,7 @@ class Residency:
         )
         if is_away:
             self._hold_back()
-            lane.entries.stage_batch(batch, (-(-batch.ends // self._block_tokens)).tolist())
+            lane.entries.stage_batch(batch, read.tolist())
 
     def note_commit(self, plan: ForwardPlan) -> None:
         """Blocks that the step has completed are copied to host memory; rows that rejected tokens

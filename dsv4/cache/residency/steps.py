@@ -19,7 +19,8 @@ from dsv4.cache.steps import Steps
 
 class ResidentSteps(Steps):
     """Rows are taken before anything else, so that a step that gets none changes nothing. The
-    device's table is written last. If that fails, the plan did not happen."""
+    device's table is written last. If that fails, the plan did not happen. After an interrupt
+    nothing is undone here, where it may have come between two books: `recover` does that."""
 
     def __init__(self, *parts: Any, residency: Residency, **options: Any) -> None:
         super().__init__(*parts, **options)
@@ -32,14 +33,14 @@ class ResidentSteps(Steps):
         taken = residency.take_step(step, None if step.before is None else step.before.plan)
         try:
             plan = super()._plan(lane, step, accepted, options)
-        except BaseException:
+        except Exception:
             residency.cancel_step(taken)
             raise
         try:
             if plan.prefill is not None:
                 residency.stage(plan.prefill, lane)
             residency.place_step(taken)
-        except BaseException:
+        except Exception:
             residency.cancel_step(taken)
             super().abandon(plan)
             for request, held in zip(plan.requests, taken.held, strict=True):
