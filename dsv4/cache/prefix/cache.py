@@ -22,6 +22,7 @@ from dsv4.cache.prefix.observer import Notices
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.pins import Pins
 from dsv4.cache.prefix.prompt import Prompt
+from dsv4.cache.prefix.quota import Quota
 from dsv4.cache.prefix.resume import PrefixMatch, Resume, StateSource, replay_start, resume_after
 from dsv4.cache.prefix.retention import Retention
 from dsv4.cache.prefix.rows import SnapshotRows
@@ -181,6 +182,7 @@ class PrefixCache:
         self.captures = Captures(options.policy, self.index, self.rows, self.pool, self.notices)
         self.caching = Caching(schema, allocator, self.index, self.captures, self.notices)
         self._counters = PrefixCounters()
+        self.quotas: dict[bytes, tuple[str | None, Quota]] = {}  # by root; with the salt
 
     def __bool__(self) -> Literal[True]:
         """Whether the manager has a prefix cache."""
@@ -192,14 +194,17 @@ class PrefixCache:
 
     # ---- a request begins --------------------------------------------------------------------
 
-    def trail(self, ids: Ids, salt: str | None) -> TokenTrail:
+    def root(self, salt: str | None) -> bytes:
+        """Where the digests of a salt's prompts begin."""
         root = chain_root(
             fingerprint=self.schema.content_fingerprint,
             model_id=self.options.model_id,
             salt=salt,
         )
-        if self._secret is not None:
-            root = self._secret.root(root)
+        return root if self._secret is None else self._secret.root(root)
+
+    def trail(self, ids: Ids, salt: str | None) -> TokenTrail:
+        root = self.root(salt)
         return TokenTrail(root, self.schema.block_tokens, ids, Tenant(salt, *self._keyed))
 
     def prompt(self, ids: Ids, salt: str | None, hints: Hints | None = None) -> Prompt:
@@ -329,8 +334,14 @@ class PrefixCache:
         for nth, block_id in enumerate(block_ids, first):
             node = self.index.get(trail.digest(nth))
             if node is None:
-                hints = trail.hints
-                node = self.index.add(trail.digest(nth), block_id, parent, landed=True, hints=hints)
+                node = self.index.add(
+                    trail.digest(nth),
+                    block_id,
+                    parent,
+                    landed=True,
+                    hints=trail.hints,
+                    root=trail.root,
+                )
                 self.notices.landed(node, trail)
             else:
                 unused.append(block_id)
