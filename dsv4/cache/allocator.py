@@ -18,6 +18,7 @@ from dsv4.errors import Dsv4Error, InvalidInput, OutOfBlocks, OverQuota, require
 
 if TYPE_CHECKING:
     from dsv4.cache.prefix.node import PrefixNode
+    from dsv4.cache.prefix.quota import Quota
     from dsv4.cache.prefix.trail import TokenTrail
 
 
@@ -359,6 +360,7 @@ class BlockSupply:
         self.allocator = allocator
         self.reclaimer: Reclaimer | None = None
         self.limits: dict[bytes, BlockLimit] = {}
+        self.quotas: dict[bytes, tuple[str | None, Quota]] = {}  # of each root that has one
 
     def take(self, count: int, *, asker_blocks: int | None = None) -> list[int]:
         """`count` blocks, reclaimed where too few are free, or OutOfBlocks."""

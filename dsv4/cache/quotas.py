@@ -9,6 +9,7 @@ from dsv4.cache.allocator import BlockLimit, BlockSupply
 from dsv4.cache.changes import changes
 from dsv4.cache.prefix.eviction import KeepsApart
 from dsv4.cache.prefix.quota import Quota, QuotaUse
+from dsv4.cache.prefix.trail import token_ids
 from dsv4.errors import require_type
 
 if TYPE_CHECKING:
@@ -32,18 +33,18 @@ class Quotas:
         self._supply: BlockSupply = manager.table.supply
 
     def __repr__(self) -> str:
-        return f"Quotas({len(self._prefix.quotas)} salts)"
+        return f"Quotas({len(self._supply.quotas)} salts)"
 
     @changes
     def set(self, salt: str | None, quota: Quota) -> QuotaUse:
         """From now on this is the quota of a salt. What it has above that and no request holds is
         evicted at once; the rest follows when its requests end. Raises InvalidInput."""
         require_type("quota", quota, Quota)
-        root = self._prefix.root(salt)
+        root = self._root(salt)
         limit, limits = self._limit(salt, quota), self._supply.limits
         if limit is not None and root not in limits:
             self._keep_apart([*limits, root])
-        self._prefix.quotas[root] = salt, quota
+        self._supply.quotas[root] = salt, quota
         if limit is not None:
             limits[root] = limit
             self._supply.trim(root)
@@ -53,20 +54,24 @@ class Quotas:
 
     def get(self, salt: str | None) -> QuotaUse:
         """Its quota, and what it has. A salt without a quota has no limits."""
-        return self._use(self._prefix.root(salt), salt)
+        return self._use(self._root(salt), salt)
 
     @changes
     def remove(self, salt: str | None) -> bool:
         """The salt has no quota any more. Returns whether it had one."""
-        root = self._prefix.root(salt)
+        root = self._root(salt)
         if self._supply.limits.pop(root, None):
             self._keep_apart(self._supply.limits)
-        return self._prefix.quotas.pop(root, None) is not None
+        return self._supply.quotas.pop(root, None) is not None
 
     def all(self) -> tuple[QuotaUse, ...]:
         """Of each salt that has a quota, in the order in which they were set first."""
-        known = tuple(self._prefix.quotas.items())
+        known = tuple(self._supply.quotas.items())
         return tuple(self._use(root, salt) for root, (salt, _) in known)
+
+    def _root(self, salt: str | None) -> bytes:
+        """Where the digests of its prompts begin. Raises InvalidInput."""
+        return self._prefix.trail(token_ids(()), salt).root
 
     def _limit(self, salt: str | None, quota: Quota) -> BlockLimit | None:
         block_bytes = self._manager.schema.block_bytes
@@ -75,7 +80,7 @@ class Quotas:
         return BlockLimit(quota.device_bytes // block_bytes, salt, quota.device_bytes, block_bytes)
 
     def _use(self, root: bytes, salt: str | None) -> QuotaUse:
-        _, quota = self._prefix.quotas.get(root, (salt, Quota()))
+        _, quota = self._supply.quotas.get(root, (salt, Quota()))
         owners, block_bytes = self._supply.allocator.owners, self._manager.schema.block_bytes
         pinned = self._prefix.blocks.pinned_blocks(root=root)
         return QuotaUse(

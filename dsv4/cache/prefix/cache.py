@@ -22,7 +22,6 @@ from dsv4.cache.prefix.observer import Notices
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.prefix.pins import Pins
 from dsv4.cache.prefix.prompt import Prompt
-from dsv4.cache.prefix.quota import Quota
 from dsv4.cache.prefix.resume import PrefixMatch, Resume, StateSource, replay_start, resume_after
 from dsv4.cache.prefix.retention import Retention
 from dsv4.cache.prefix.rows import SnapshotRows
@@ -182,7 +181,6 @@ class PrefixCache:
         self.captures = Captures(options.policy, self.index, self.rows, self.pool, self.notices)
         self.caching = Caching(schema, allocator, self.index, self.captures, self.notices)
         self._counters = PrefixCounters()
-        self.quotas: dict[bytes, tuple[str | None, Quota]] = {}  # by root; with the salt
 
     def __bool__(self) -> Literal[True]:
         """Whether the manager has a prefix cache."""
@@ -194,17 +192,14 @@ class PrefixCache:
 
     # ---- a request begins --------------------------------------------------------------------
 
-    def root(self, salt: str | None) -> bytes:
-        """Where the digests of a salt's prompts begin."""
+    def trail(self, ids: Ids, salt: str | None) -> TokenTrail:
         root = chain_root(
             fingerprint=self.schema.content_fingerprint,
             model_id=self.options.model_id,
             salt=salt,
         )
-        return root if self._secret is None else self._secret.root(root)
-
-    def trail(self, ids: Ids, salt: str | None) -> TokenTrail:
-        root = self.root(salt)
+        if self._secret is not None:
+            root = self._secret.root(root)
         return TokenTrail(root, self.schema.block_tokens, ids, Tenant(salt, *self._keyed))
 
     def prompt(self, ids: Ids, salt: str | None, hints: Hints | None = None) -> Prompt:

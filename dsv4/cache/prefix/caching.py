@@ -89,7 +89,7 @@ class BlockCaching:
             if before is None or before.block_id == request.block_ids[first - 1]:
                 break
             first -= 1
-        cached = []
+        cached = list[int]()
         for block in range(first, last):
             node = self._index.get(trail.digest(block))
             is_own = node is not None and node.block_id == request.block_ids[block]
