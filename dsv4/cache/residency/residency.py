@@ -231,10 +231,6 @@ class Residency:
             if at // most == request.slot:
                 del self._unsent[at]
 
-    def use(self, block_ids: Sequence[int]) -> None:
-        """A request begins with these blocks, wherever their entries are."""
-        self.places.touch(block_ids)
-
     def go_back(self, request: Request) -> None:
         """The request has fewer tokens now, or other ones will follow them."""
         self._trim(request)
