@@ -8,10 +8,7 @@ import json
 import os
 import re
 import shutil
-import threading
 from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from typer.testing import CliRunner
 from dsv4.cli import app
 from dsv4.planning import page as asked_page
 from tools import planner_page
+from tools.draw_planner import served
 
 playwright = pytest.importorskip("playwright.sync_api")
 DOCS = Path(__file__).parents[2] / "docs"
@@ -109,23 +107,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         if os.environ.get("DSV4_REQUIRE_BROWSER", "0") not in ("", "0"):
             pytest.fail(f"DSV4_REQUIRE_BROWSER is set, and {why}", pytrace=False)
         pytest.skip(why)
-    root = tmp_path_factory.mktemp("site")
-    shutil.copytree(STATIC, root / "_static" / "planner")
     try:
-        planner_page.write(root / "_static" / "planner" / "python")
+        planner_page.archive()
     except OSError as error:
         pytest.skip(f"Pyodide cannot be had: {error}")
-    text = f"<!doctype html><meta charset=utf-8><body data-theme=auto>{FRAGMENT}"
-    (root / "planner.html").write_text(text, encoding="utf-8")
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(root))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with served(tmp_path_factory.mktemp("site")) as address:
+        yield address
 
 
 def test_the_planner_answers_in_a_browser(site: str, tmp_path: Path) -> None:
