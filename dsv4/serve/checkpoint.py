@@ -61,7 +61,8 @@ class CheckpointTokenizer:
 
 
 class _Padded:
-    """The model's words can be more than the tokenizer's: those are never chosen."""
+    """A tokenizer with as many tokens as the model's vocabulary, which may be larger: the
+    additional ones are never chosen."""
 
     def __init__(self, inner: Any, words: int) -> None:
         self._inner, self.vocabulary = inner, words
@@ -204,7 +205,7 @@ def _load_model(path: str) -> Any:
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Of the generation config, or the tokenizer's."""
+    """Those of the generation config, or else the tokenizer's."""
     found = model.generation_config.eos_token_id
     if found is None:
         found = tokenizer.eos_token_id
@@ -214,7 +215,8 @@ def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def _weights_id(path: str, model: Any) -> str:
-    """Of a directory: names, sizes and times of its weight files; else the repository's commit."""
+    """Names the weights. For a directory: names, sizes and times of its weight files; for a
+    repository: its commit."""
     named = hashlib.blake2b(digest_size=16)
     place = Path(path)
     if place.is_dir():
