@@ -193,13 +193,15 @@ def _ray_options(
     model: Text, server: ServerOptions, given: Mapping[str, int | float | str]
 ) -> RayOptions:
     """Raises InvalidInput, MissingExtra."""
+    from pydantic import ValidationError
+
     from dsv4.integrations.ray import RayOptions
 
     try:
         return RayOptions.model_validate({"model": model, "server": server, **given})
-    except ValueError as error:  # pydantic's, of which the first thing that is wrong is enough
-        first = str(error).splitlines()
-        raise InvalidInput("; ".join(line.strip() for line in first[1:3])) from error
+    except ValidationError as error:
+        found = error.errors()[0]["msg"]
+        raise InvalidInput(found.removeprefix("Value error, ")) from error
 
 
 def _serve_on_ray(

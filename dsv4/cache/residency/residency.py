@@ -231,10 +231,6 @@ class Residency:
             if at // most == request.slot:
                 del self._unsent[at]
 
-    def use(self, block_ids: Sequence[int]) -> None:
-        """A request begins with these blocks, wherever their entries are."""
-        self.places.touch(block_ids)
-
     def go_back(self, request: Request) -> None:
         """The request has fewer tokens now, or other ones will follow them."""
         self._trim(request)
@@ -248,6 +244,15 @@ class Residency:
     def _close(self, request: Request) -> None:
         """No block of the request is open, as far as is known."""
         self._open_from[request.slot] = self._open_until[request.slot] = 0
+
+    def must_stay(self, request: Request, block_ids: Sequence[int]) -> bool:
+        """Whether a request cannot take these blocks in place of its own: entries of one have left,
+        and a chunk of the request, planned after the step that is being committed, may count on
+        finding all of them on the device."""
+        return bool((self.places.row_of[list(block_ids)] == NO_ROW).any()) and any(
+            plan.after is not None and plan.prefill is not None and request in plan.prefill.requests
+            for plan in self._open_plans()
+        )
 
     def restore(self, request: Request, first: int, count: int) -> None:
         """The device's table of a request may have been changed: it has its own blocks again."""
