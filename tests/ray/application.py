@@ -17,6 +17,7 @@ import httpx
 
 WAIT_S = 60.0  # only reached if something is broken
 MODEL = "dsv4-demo"
+LOCAL: dict[str, Any] = {"threads": 1, "num_cpus": 0.5, "events_host": "127.0.0.1"}
 
 
 @dataclass(kw_only=True)
@@ -150,7 +151,6 @@ def application(**options: Any) -> Iterator[Application]:
     ray.init(
         address="local",
         include_dashboard=False,
-        _node_ip_address="127.0.0.1",
         num_cpus=8,
         log_to_driver=False,
         logging_level="ERROR",
@@ -158,7 +158,7 @@ def application(**options: Any) -> Iterator[Application]:
     )
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(build(RayOptions(threads=1, num_cpus=0.5, **options)), name="dsv4")
+        serve.run(build(RayOptions(**{**LOCAL, **options})), name="dsv4")
         yield Application(
             url=f"http://127.0.0.1:{port}",
             handle=lambda name: serve.get_deployment_handle(name, "dsv4"),

@@ -37,6 +37,8 @@ def run(
     with process.listen(host, port) as listener:
         url, port = process.address(listener), listener.getsockname()[1]
     _join(options, address)
+    if address is None:  # all replicas are here
+        options = options.model_copy(update={"events_host": "127.0.0.1"})
     try:
         serve.start(http_options={"host": host, "port": port})
         serve.run(build(options), name=APPLICATION, route_prefix="/")
@@ -68,7 +70,6 @@ def _join(options: RayOptions, address: str | None) -> None:
         address="local",
         include_dashboard=False,
         num_cpus=cpus,
-        _node_ip_address="127.0.0.1",
         **common,
     )
 
