@@ -143,19 +143,11 @@ def application(**options: Any) -> Iterator[Application]:
     import ray
     from ray import serve
 
-    from dsv4.integrations.ray import RayOptions, build
+    from dsv4.integrations.ray import RayOptions, build, launch
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        num_cpus=8,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=128 << 20,
-    )
+    launch.start_cluster(8)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(build(RayOptions(**{**LOCAL, **options})), name="dsv4")

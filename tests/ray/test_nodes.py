@@ -32,7 +32,7 @@ def test_streams_outlive_a_node():
     from ray import serve
     from ray.cluster_utils import Cluster
 
-    from dsv4.integrations.ray import RayOptions, build
+    from dsv4.integrations.ray import RayOptions, build, launch
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -40,7 +40,7 @@ def test_streams_outlive_a_node():
     with running(ServedDemo(), max_context=1024) as alone:
         expected = [stream(alone.url, "/v1/completions", each, Answer()) for each in bodies]
     torch.set_num_threads(threads)
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= launch.ENVIRONMENT
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20}

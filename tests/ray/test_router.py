@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 pytest.importorskip("ray", reason="replicas on Ray need the extra ray: pip install 'dsv4[ray]'")
 
@@ -135,3 +138,12 @@ def test_an_application_has_the_replicas_that_were_asked_for():
     alone = build(RayOptions(server=ServerOptions(max_requests=2)))._bound_deployment
     assert alone.init_args[3] is None
     assert alone.init_args[2]._bound_deployment.num_replicas == 1
+
+
+def test_the_yaml_of_the_docs_is_an_application():
+    page = (Path(__file__).parents[2] / "docs" / "ray.md").read_text("utf-8")
+    (found,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (application,) = yaml.safe_load(found)["applications"]
+    assert application["import_path"] == f"dsv4.integrations.ray:{build.__name__}"
+    options = RayOptions.model_validate(application["args"])
+    assert (options.decoders, options.server.host_tier_bytes) == (4, 256 << 30)
