@@ -52,7 +52,7 @@ class ResidentAdmission(Admission):
         with residency.lending(int(is_inside), keep=shared) as rows:
             request = super()._after(match, trail, fill_both)
         residency.settle(request.block_ids[len(shared) :][: len(rows)], rows, len(shared))
-        residency.use(shared)
+        residency.places.touch(shared)
         return request
 
     def _enter(self, request: Request) -> Request:
