@@ -7,7 +7,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -22,7 +22,6 @@ from dsv4.serve.failures import ApiError
 from dsv4.serve.generation import Generation, Piece, Terms, Usage
 from dsv4.serve.grammar import Grammar
 from dsv4.serve.models import ServedModel, TextStream
-from dsv4.serve.runner import Runner
 from dsv4.serve.sampling import Sampling
 from dsv4.serve.schemas import CacheFields, SamplingFields
 
@@ -113,11 +112,41 @@ class Question:
     choices: int = 1
 
 
+class Asked(Protocol):
+    """What runs jobs: the thread that steps (`dsv4.serve.runner.Runner` has the contract), or other
+    processes. Calls may come from any thread and may wait."""
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def is_draining(self) -> bool: ...
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def most_tokens(self) -> int: ...
+
+    def check_fits(self, tokens: int, count: int = 1) -> None: ...
+
+    def submit(
+        self,
+        ids: Sequence[int],
+        new_tokens: int,
+        generation: Generation,
+        *,
+        stop_tokens: frozenset[int],
+    ) -> Job: ...
+
+    def cancel(self, job: Job) -> None: ...
+
+
 @dataclass(slots=True, kw_only=True)
 class Answer:
     """The jobs of one request, and what they have said."""
 
-    runner: Runner
+    runner: Asked
     model: ServedModel
     jobs: list[Job] = field(default_factory=list)
     heard: asyncio.Queue[tuple[int, Piece]] = field(default_factory=asyncio.Queue)

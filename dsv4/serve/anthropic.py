@@ -26,10 +26,10 @@ from dsv4.serve.failures import as_api_error
 from dsv4.serve.generation import Piece, Usage
 from dsv4.serve.models import Message
 from dsv4.serve.schemas import AnthropicBlock, AnthropicTool, MessagesRequest
-from dsv4.serve.state import ServerState
+from dsv4.serve.state import Served
 
 
-def routes(state: ServerState) -> APIRouter:
+def routes(state: Served) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/messages")
@@ -50,7 +50,7 @@ def routes(state: ServerState) -> APIRouter:
             stops=tuple(body.stop_sequences or ()),
             stop_tokens=state.model.tokenizer.end_tokens,
         )
-        answer = Answer(runner=state.runner, model=state.model)
+        answer = Answer(runner=state.asked, model=state.model)
         await answer.ask([question], terms)
         head = {
             "id": f"msg_{secrets.token_hex(12)}",

@@ -54,15 +54,20 @@ class Grammars:
         matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0)
         if matcher.is_error():
             raise InvalidInput(f"the JSON schema cannot be followed: {_first_line(matcher)}")
-        return Grammar(matcher, self._vocabulary, self._ends)
+        return Grammar(matcher, self._vocabulary, self._ends, wanted)
 
 
 class Grammar:
     """Which tokens one answer may continue with."""
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, vocabulary: int, ends: frozenset[int]
+        self,
+        matcher: llguidance.LLMatcher,
+        vocabulary: int,
+        ends: frozenset[int],
+        schema: Mapping[str, Any],
     ) -> None:
+        self.schema = schema  # a grammar of the same schema, elsewhere, says the same
         self._matcher, self._vocabulary, self._ends = matcher, vocabulary, ends
 
     def allowed(self) -> Tensor:

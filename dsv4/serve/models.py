@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from dsv4.cache.handoff.options import HandoffOptions
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.options import PrefixOptions
 from dsv4.cache.schema import CacheSchema
@@ -90,6 +91,7 @@ class Room:
     host_memory_bytes: int | None = None
     prefix: PrefixOptions
     tiers: Sequence[Tier] = ()
+    handoff: HandoffOptions | None = None
 
     @property
     def entries_apart(self) -> bool:
@@ -115,6 +117,7 @@ def open_cache(schema: CacheSchema, room: Room, *, device: str = "cpu") -> KVCac
         "prefix": room.prefix,
         "tiers": room.tiers,
         "host_memory": room.host_memory_bytes,
+        "handoff": room.handoff,
     }
     if room.memory_bytes is not None:
         return KVCacheManager.from_memory(schema, memory_bytes=room.memory_bytes, **options)

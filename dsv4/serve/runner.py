@@ -24,7 +24,8 @@ from torch import Tensor
 from dsv4.cache.prefix.explain import Explainer
 from dsv4.engine import Job
 from dsv4.errors import ContextOverflow, Dsv4Error, InvalidInput
-from dsv4.serve.generation import Generation, Piece, Usage
+from dsv4.serve.generation import Generation, Piece, Usage, begin
+from dsv4.serve.handovers import Handovers
 from dsv4.serve.keeper import Keeper
 from dsv4.serve.models import Opened
 from dsv4.serve.scheduler import Scheduler
@@ -99,6 +100,7 @@ class Runner:
             choose=_choose,
             tiers=tiers,
             explainer=Explainer(opened.manager) if explains else None,
+            handovers=Handovers(opened.manager) if opened.manager.handoff else None,
         )
         self.keeper = Keeper(self.engine)
         self.counters = Counters()
@@ -153,6 +155,10 @@ class Runner:
                 tier.close(1.0)
 
     @property
+    def max_context(self) -> int:
+        return self.manager.schema.max_context
+
+    @property
     def most_tokens(self) -> int:
         """That one request may have, prompt and answer."""
         schema = self.manager.schema
@@ -189,7 +195,7 @@ class Runner:
         stop_tokens: frozenset[int],
     ) -> Job:
         """Raises what `check_fits` raises, and InvalidInput."""
-        generation.history.prompt = frozenset(ids)
+        begin(generation, ids)
         with self._entrance:  # a long prompt is hashed here, while steps go on
             self.check_fits(len(ids) + new_tokens)
             job = self.engine.submit(

@@ -289,7 +289,12 @@ class Device:
             node = self.index.get(trail.digest(nth))
             if node is None:
                 node = self.index.add(
-                    trail.digest(nth), block_id, parent, landed=True, hints=trail.hints
+                    trail.digest(nth),
+                    block_id,
+                    parent,
+                    landed=True,
+                    hints=trail.hints,
+                    root=trail.root,
                 )
                 self.notices.landed(node, trail)
                 landed += 1

@@ -231,6 +231,32 @@ def test_steps_may_overlap():
     assert torch.equal(*outputs)
 
 
+def test_a_chunk_that_is_planned_already_reads_what_its_request_had_then():
+    """The step before it completes a block that is cached, and the cached one has left."""
+    schema = CacheSchema.build(TINY, entries_apart=True, **AHEAD)
+    manager = made(schema, max_open_plans=2)
+    first = manager.admit_request(IDS[:256])
+    run(manager, first, 256)
+    manager.release_request(first)
+    other = manager.admit_request(IDS[700:1900])
+    for start in range(700, 1900, 200):
+        MODEL.step(manager, [(other, IDS[start : start + 200])])
+    request = manager.admit_request(IDS[:512], reuse=False)
+    before = manager.prepare_forward([(request, 128)])
+    found = [MODEL.run(manager, before.batch, IDS[:128])]
+    after = manager.prepare_forward([(request, 128)], after=before)
+    manager.commit(before, ids=IDS[:128])
+    cached = manager.prefix.required().match(request.trail).nodes[0].block_id
+    assert residency(manager).places.row_of[cached] < 0
+    assert request.block_ids[0] != cached
+    found.append(MODEL.run(manager, after.batch, IDS[128:256]))
+    manager.commit(after, ids=IDS[128:256])
+    assert request.block_ids[0] == cached
+    found += run(manager, request, 512)
+    assert torch.equal(torch.cat(found), expected(0, 512))
+    manager.check_invariants()
+
+
 # ---- what fails --------------------------------------------------------------------------------
 
 

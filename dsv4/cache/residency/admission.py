@@ -105,6 +105,8 @@ class ResidentAdmission(Admission):
         self._residency.start_over(request)
 
     def exchange(self, request: Request, first: int, block_ids: Sequence[int]) -> None:
+        if self._residency.must_stay(request, block_ids):
+            return  # the next commit asks again
         try:
             self._residency.publish(request.slot, first, block_ids)
         except RuntimeError as error:

@@ -253,6 +253,15 @@ class Residency:
         """No block of the request is open, as far as is known."""
         self._open_from[request.slot] = self._open_until[request.slot] = 0
 
+    def must_stay(self, request: Request, block_ids: Sequence[int]) -> bool:
+        """Whether a request cannot take these blocks in place of its own: entries of one have left,
+        and a chunk of the request, planned after the step that is being committed, may count on
+        finding all of them on the device."""
+        return bool((self.places.row_of[list(block_ids)] == NO_ROW).any()) and any(
+            plan.after is not None and plan.prefill is not None and request in plan.prefill.requests
+            for plan in self._open_plans()
+        )
+
     def restore(self, request: Request, first: int, count: int) -> None:
         """The device's table of a request may have been changed: it has its own blocks again."""
         most = self._table.schema.max_blocks_per_request
