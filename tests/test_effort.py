@@ -30,7 +30,7 @@ R = TypeVar("R")
 BOUNDS = {
     "decode": (15, 1290),
     "hit": (15, 582),
-    "evict, fetch, admit": (36, 1700),
+    "evict, fetch, admit": (36, 1745),
 }
 PROMPT = [nth % 32 for nth in range(300)]
 

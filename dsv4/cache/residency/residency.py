@@ -479,10 +479,6 @@ class Residency:
 
     # ---- looking ---------------------------------------------------------------------------------
 
-    def memory_bytes(self) -> int:
-        """In host memory."""
-        return self._pool.memory_bytes()
-
     def stats(self) -> ResidencyStats:
         places = self.places
         in_host = int(np.count_nonzero(places.in_host))
