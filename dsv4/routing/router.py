@@ -21,7 +21,7 @@ ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 
 
 class NoReplica(Dsv4Error):
-    """No replica can be chosen: wait until one is added."""
+    """No replica can be chosen yet: wait until one is added."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class Router(Generic[R]):
         self._where.add(replica)
 
     def remove(self, replica: R) -> None:
-        """It takes no more requests. Its sessions go to other replicas."""
+        """The replica takes no more requests, and its sessions go to others."""
         self._where.remove(replica)
         self._replicas.remove(replica)
 

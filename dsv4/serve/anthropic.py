@@ -68,7 +68,8 @@ def routes(state: Served) -> APIRouter:
 
 
 def _kept(body: MessagesRequest) -> Iterable[float]:
-    """How long each part that says so shall stay cached: all of the prompt does."""
+    """For how many seconds the parts of a request ask to be cached. Every part keeps the whole
+    prompt."""
     parts: list[Any] = [body, *(body.tools or ())]
     for content in (body.system, *(message.content for message in body.messages)):
         if isinstance(content, list):
@@ -166,7 +167,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 async def _events(answer: Answer, head: dict[str, Any], prompt: int) -> AsyncIterator[str]:
-    """What the prompt found in the cache is known with the last event."""
+    """Only the last event says what the prompt found in the cache: before, it is not known."""
     usage = {"input_tokens": prompt, "output_tokens": 0}
     message = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield _event("message_start", message=message)

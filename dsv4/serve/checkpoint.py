@@ -61,7 +61,8 @@ class CheckpointTokenizer:
 
 
 class _Padded:
-    """The model's words can be more than the tokenizer's: those are never chosen."""
+    """A tokenizer with as many tokens as the model's vocabulary, which may be larger: the
+    additional ones are never chosen."""
 
     def __init__(self, inner: Any, words: int) -> None:
         self._inner, self.vocabulary = inner, words
@@ -209,7 +210,7 @@ def _load_model(path: str) -> Any:
 
 
 def _end_tokens(path: str, config: Any, tokenizer: Any) -> frozenset[int]:
-    """Of the generation config, or the tokenizer's."""
+    """Those of the generation config, or else the tokenizer's."""
     from transformers import GenerationConfig
 
     try:
@@ -225,7 +226,8 @@ def _end_tokens(path: str, config: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def _weights_id(path: str, config: Any) -> str:
-    """Of a directory: names, sizes and times of its weight files; else the repository's commit."""
+    """Names the weights. For a directory: names, sizes and times of its weight files; for a
+    repository: its commit."""
     named = hashlib.blake2b(digest_size=16)
     place = Path(path)
     if place.is_dir():

@@ -70,8 +70,8 @@ class ServedModel(Protocol):
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The prompt of a chat, up to where the model's answer begins. `tools` are described as in
-        OpenAI's API; `options` go to the template. Text of a message gives no special token, if
-        that is in the model's hands. Raises InvalidInput for a chat that the template cannot
+        OpenAI's API; `options` go to the template. No text of a message becomes a special token, if
+        the model can prevent that. Raises InvalidInput for a chat that the template cannot
         render."""
 
     def open(self, room: Room) -> Opened:

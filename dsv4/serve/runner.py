@@ -1,7 +1,8 @@
 """The thread that steps the engine, and the calls that other threads may make.
 
-Answers leave it as pieces, once a step, in the event loop of the server. What the engine refuses
-ends one job; what a step raises again and again ends those that run, and the thread goes on.
+Once a step, the pieces of all answers go to the event loop of the server. A job that the engine
+refuses ends alone. An error that comes back in every step ends the jobs that run. The thread goes
+on in both cases.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ R = TypeVar("R")
 
 
 class QueueFull(Dsv4Error):
-    """As many requests wait as may. `retry_after_s`: when it makes sense to ask again."""
+    """The queue has as many requests as it may. `retry_after_s`: when it makes sense to ask
+    again."""
 
     def __init__(self, waiting: int, retry_after_s: int) -> None:
         self.retry_after_s = retry_after_s
         super().__init__(
-            f"{waiting} requests wait already, which is the most: try again in {retry_after_s} s"
+            f"{waiting} requests are waiting, which is this server's limit: try again in "
+            f"{retry_after_s} s"
         )
 
 
@@ -160,7 +163,7 @@ class Runner:
 
     @property
     def most_tokens(self) -> int:
-        """That one request may have, prompt and answer."""
+        """The most tokens that one request may have, prompt and answer together."""
         schema = self.manager.schema
         held = self.manager.table.allocator.total * schema.block_tokens
         return min(schema.max_context, held)
@@ -221,8 +224,8 @@ class Runner:
             self._wake.notify_all()
 
     def call(self, function: Callable[[], R]) -> Future[R]:
-        """Calls it between two steps, in the thread that steps. After the end of that the future
-        has ShuttingDown."""
+        """Calls the function between two steps, in the thread that steps. Once that thread has
+        ended, the future raises ShuttingDown."""
         future: Future[R] = Future()
 
         def run() -> None:
@@ -274,7 +277,8 @@ class Runner:
                 self._guarded(self.keeper.expire)
 
     def _ends(self) -> bool:
-        """Whether nothing came in the meantime; from now on nothing can."""
+        """Whether the thread may end: nothing has come in the meantime. From then on nothing is
+        taken."""
         with self._wake:
             self._is_over = not (self.engine.jobs or self._calls)
             return self._is_over

@@ -42,7 +42,7 @@ class Scheduler(Engine):
     newest: int = field(default=0, init=False)  # number of the job that came last
 
     def arrive(self, job: Job) -> None:
-        """A session that has nothing to do saves nothing up: it begins where the least served of
+        """A session that was idle has not saved anything up: it begins where the least served of
         the others is."""
         session = job.data.terms.session
         if session not in self.served:

@@ -48,7 +48,7 @@ class Served(ABC):
 
     @property
     def new_tokens(self) -> int | None:
-        """Of an answer whose request says nothing. None: as many as fit."""
+        """The length of an answer whose request does not give one. None: as many tokens as fit."""
         return self.options.max_new_tokens
 
     def model_card(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class Returns:
         self._note()
 
     def back(self, name: Hashable, now: int) -> int | None:
-        """How many turns an evicted turn end had, which is cached again; None if it is not
+        """The number of turns of an evicted turn end that is cached again; None if it is not
         remembered."""
         found = self._gone.pop(name, None)
         if found is None:
@@ -119,7 +119,7 @@ class Returns:
         return turns
 
     def forget(self, remembered: int) -> None:
-        """Remembers no more than this number of evicted turn ends. The others are lost."""
+        """Keeps at most this number of evicted turn ends; the others count as lost."""
         while len(self._gone) > remembered:
             kind, last_use, _ = self._gone.pop(next(iter(self._gone)))
             self._lost[kind][bin_of(self._at - last_use)] += 1
@@ -379,7 +379,7 @@ class Retention:
             self._push(node)
 
     def _end_floors(self, order: Order[Rank | int]) -> None:
-        """Blocks whose time has passed are worth what all others are."""
+        """Blocks whose time has passed are compared with all others from now on."""
         floors = [(name, heap) for name, heap in order.heaps.items() if isinstance(name, int)]
         now = self._now() if floors else 0.0
         for name, floor in floors:
