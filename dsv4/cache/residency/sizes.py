@@ -21,7 +21,8 @@ def entry_sizes(
     schema: CacheSchema, options: ManagerOptions, *, num_blocks: int, max_requests: int
 ) -> EntrySizes | None:
     """What the device has for entries; None where they are not kept apart. Raises InvalidInput."""
-    if host_bytes(options) is None:
+    host_memory = host_bytes(options)
+    if host_memory is None:
         return None
     layout = HotLayout(schema, options["hot_rows"])
     least = min(num_blocks, needed_entry_rows(schema, options, max_requests=max_requests))
@@ -33,7 +34,7 @@ def entry_sizes(
             f"unfinished blocks of {max_requests} requests: give at least as many, or leave it out"
         )
     shared = has_host_tier(options)
-    host_rows = host_bytes(options) // schema.entries_bytes if shared else num_blocks
+    host_rows = host_memory // schema.entries_bytes if shared else num_blocks
     return EntrySizes(rows=rows, layout=layout, host_rows=host_rows, shared=shared)
 
 
