@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import llguidance
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from dsv4.errors import InvalidInput
 from dsv4.serve.models import Tokenizer
+
+MOST_COMPILED = 16  # schemas that are kept
 
 
 class _Words:
@@ -40,14 +43,18 @@ class Grammars:
         self._vocabulary, self._ends = tokenizer.vocabulary, tokenizer.end_tokens
         words: Any = llguidance.TokenizerWrapper(_Words(tokenizer))
         self._tokenizer = llguidance.LLTokenizer(words, n_vocab=tokenizer.vocabulary)
+        # one can take a second; `n` answers, and most clients' requests, have the same
+        self._compiled = lru_cache(MOST_COMPILED)(self._compile)
 
     def json(self, schema: Mapping[str, Any] | None) -> Grammar:
         """An answer that is JSON of a schema; an object if there is none. Raises InvalidInput for
         a schema that cannot be followed."""
-        wanted = {"type": "object"} if schema is None else schema
+        return self._compiled(json.dumps({"type": "object"} if schema is None else schema)).fresh()
+
+    def _compile(self, schema: str) -> Grammar:
         try:
             text = llguidance.LLMatcher.grammar_from_json_schema(
-                json.dumps(wanted), overrides={"whitespace_flexible": False}
+                schema, overrides={"whitespace_flexible": False}
             )
         except ValueError as error:
             raise InvalidInput(f"the JSON schema cannot be followed: {error}") from error
@@ -64,6 +71,10 @@ class Grammar:
         self, matcher: llguidance.LLMatcher, vocabulary: int, ends: frozenset[int]
     ) -> None:
         self._matcher, self._vocabulary, self._ends = matcher, vocabulary, ends
+
+    def fresh(self) -> Grammar:
+        """The same, from its beginning, for an answer of its own."""
+        return Grammar(self._matcher.deep_copy(), self._vocabulary, self._ends)
 
     def allowed(self) -> Tensor:
         """bool [vocabulary]; the end tokens once the answer may end. Raises InvalidInput."""
